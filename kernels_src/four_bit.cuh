@@ -318,6 +318,107 @@ __device__ __forceinline__ u32 interleave_signs(u32 even, u32 odd) {
   return (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
+// --- Rotation ------------------------------------------------------------------------------------
+//
+// Rows may be multiplied by an orthonormal Hadamard matrix as they are stored, and again as they
+// are read, in blocks of a power of two, from 16 to 512 elements. A thread does the butterflies
+// within its 16 elements, and exchanges them with the others that hold the block: a part of a warp.
+
+using Sixteen = Pack<float, kCodesPerThread>;
+
+constexpr float kRotatedLimit = 5.192296858534828e33f;  // 2**112: sums stay finite
+
+// How a warp rotates. Its threads may hold parts of different rows.
+struct Rotation {
+  int shift;       // log2 of the block that this thread holds a part of; 0: it keeps its elements
+  int most_shift;  // the same for all threads of the warp: no less than any of theirs
+};
+
+__device__ __forceinline__ Rotation rotation_of(const KVOperand& operand) {
+  return {operand.group_scales.rotation_shift, operand.group_scales.rotation_shift};
+}
+
+// 1 / sqrt(1 << shift), rounded once.
+__device__ __forceinline__ float rotation_scale(int shift) {
+  constexpr float kRootOfHalf = 0.70710678118654752f;
+  const float power = __uint_as_float(static_cast<u32>(127 - (shift >> 1)) << 23);
+  return __fmul_rn(power, shift & 1 ? kRootOfHalf : 1.0f);
+}
+
+// What is rotated before it is stored: NaN as 0, and no magnitude above the limit.
+template <typename T>
+__device__ __forceinline__ Sixteen bounded_sixteen(const Pack<T, kCodesPerThread>& pack) {
+  Sixteen x = to_floats(pack);
+#pragma unroll
+  for (int i = 0; i < kCodesPerThread; ++i) {
+    const float value = fminf(fmaxf(x.values[i], -kRotatedLimit), kRotatedLimit);
+    x.values[i] = x.values[i] == x.values[i] ? value : 0.0f;
+  }
+  return x;
+}
+
+// Every thread of the warp must call it, with consecutive parts of a block in neighbouring threads.
+__device__ __forceinline__ Sixteen rotate_sixteen(const Sixteen& in, const Rotation& rotation) {
+  Sixteen x = in;
+#pragma unroll
+  for (int half = 1; half < kCodesPerThread; half *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCodesPerThread; ++i) {
+      if (i & half) continue;
+      const float first = x.values[i];
+      const float second = x.values[i + half];
+      x.values[i] = __fadd_rn(first, second);
+      x.values[i + half] = __fadd_rn(first, -second);
+    }
+  }
+  const int lanes = (1 << rotation.shift) / kCodesPerThread;
+  for (int distance = 1; distance < (1 << rotation.most_shift) / kCodesPerThread; distance *= 2) {
+    const bool is_second = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < kCodesPerThread; ++i) {
+      const float other = __shfl_xor_sync(kAllLanes, x.values[i], distance);
+      const float own = is_second ? -x.values[i] : x.values[i];
+      if (distance < lanes) x.values[i] = __fadd_rn(other, own);
+    }
+  }
+  const float scale = rotation_scale(rotation.shift);
+#pragma unroll
+  for (int i = 0; i < kCodesPerThread; ++i) {
+    x.values[i] = rotation.shift ? __fmul_rn(x.values[i], scale) : in.values[i];
+  }
+  return x;
+}
+
+// The first elements of rows, which are stored rotated, and log2 of what rotates together; or
+// zeros.
+struct RotatedPart {
+  int width;
+  int shift;
+};
+
+__device__ __forceinline__ Rotation rotation_at(const RotatedPart& part, int element) {
+  return {element < part.width ? part.shift : 0, part.shift};
+}
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+// Rotate a block by one thread.
+inline void rotate_alone(float* x, int shift) {
+  const int block = 1 << shift;
+  for (int half = 1; half < block; half *= 2) {
+    for (int first = 0; first < block; first += 2 * half) {
+      for (int i = first; i < first + half; ++i) {
+        const float a = x[i];
+        const float b = x[i + half];
+        x[i] = a + b;
+        x[i + half] = a - b;
+      }
+    }
+  }
+  const float scale = rotation_scale(shift);
+  for (int i = 0; i < block; ++i) x[i] *= scale;
+}
+#endif
+
 // What 16 elements are stored as.
 struct SixteenCodes {
   alignas(8) u32 words[2];
@@ -385,8 +486,6 @@ __device__ __forceinline__ u32 load_eight_codes(const char* source, int word_byt
   }
   return codes;
 }
-
-using Sixteen = Pack<float, kCodesPerThread>;
 
 #ifdef __CUDACC__
 // Two numbers of 16 bits in a word.
@@ -553,15 +652,13 @@ __device__ __forceinline__ void store_group_scale(char* target, u32 bits) {
       static_cast<Word<kGroupScaleBytes<TFormat>>>(bits);
 }
 
-// Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
-// first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
-// warp must call it; those that have no elements are not `active`.
+// Encode 16 elements without NaN, which have this range, and store them.
 template <typename TFormat, typename T>
-__device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
-                                               bool active, const FourBitRow& row,
-                                               const KVOperand& operand) {
+__device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& x,
+                                                GroupRange<TFormat> range, float scale, int at,
+                                                bool active, const FourBitRow& row,
+                                                const KVOperand& operand) {
   const int shift = group_shift<TFormat>(operand);
-  GroupRange<TFormat> range = range_without_nan<TFormat>(x);
   range.share_within_warp((1 << shift) / kCodesPerThread);
   const u32 bits = encode_range<TFormat>(range, scale);
   const SixteenCodes codes = encode_in_range<TFormat>(x, range, bits, scale);
@@ -570,6 +667,28 @@ __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float
   const int group = at >> shift;
   if (group << shift == at)
     store_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>, bits);
+}
+
+// Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
+// first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
+// warp must call it; those that have no elements are not `active`.
+template <typename TFormat, typename T>
+__device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
+                                               bool active, const FourBitRow& row,
+                                               const KVOperand& operand) {
+  const GroupRange<TFormat> range = range_without_nan<TFormat>(x);
+  encode_in_group<TFormat>(x, range, scale, at, active, row, operand);
+}
+
+// The same of elements that are rotated before.
+template <typename TFormat, typename T>
+__device__ __forceinline__ void rotate_in_group(const Pack<T, kCodesPerThread>& x, float scale,
+                                                int at, bool active, const FourBitRow& row,
+                                                const KVOperand& operand,
+                                                const Rotation& rotation) {
+  Sixteen rotated = rotate_sixteen(rotation.shift ? bounded_sixteen(x) : to_floats(x), rotation);
+  const GroupRange<TFormat> range = range_without_nan<TFormat>(rotated);
+  encode_in_group<TFormat>(rotated, range, scale, at, active, row, operand);
 }
 
 __device__ __forceinline__ bool is_aligned(const char* address) {
@@ -603,10 +722,10 @@ __device__ __forceinline__ void store_sixteen(const Pack<T, kCodesPerThread>& pa
 }
 
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
-// Store a row by one thread, which holds every group.
+// Store a row that is not rotated by one thread, which holds every group.
 template <typename T, typename TFormat, int kCount>
-inline void store_row_alone(const char* in, float scale, int width, const FourBitRow& row,
-                            const KVOperand& operand) {
+inline void store_groups_alone(const char* in, float scale, int width, const FourBitRow& row,
+                               const KVOperand& operand) {
   const int group = 1 << group_shift<TFormat>(operand);
   for (int first = 0; first < width; first += group) {
     GroupRange<TFormat> range;
@@ -622,6 +741,48 @@ inline void store_row_alone(const char* in, float scale, int width, const FourBi
       encode_in_range<TFormat>(pack, range, bits, scale)
           .store(row.codes + at / 2, operand.group_scales.code_word_bytes);
     }
+  }
+}
+
+// Elements of a row that a thread rotates by itself at a time: whole groups and blocks.
+constexpr int kElementsAlone = 512;
+
+// Store elements of a row, which are rotated in place, from `first` on, a multiple of so many.
+template <typename TFormat>
+inline void encode_alone(float* x, float scale, int first, int count, const FourBitRow& row,
+                         const KVOperand& operand, const RotatedPart& rotated) {
+  for (int i = 0; i < count && first + i < rotated.width && rotated.shift;
+       i += 1 << rotated.shift) {
+    for (int j = i; j < i + (1 << rotated.shift); j += kCodesPerThread) {
+      Sixteen pack;
+      pack.load(reinterpret_cast<const char*>(x + j));
+      bounded_sixteen(pack).store(reinterpret_cast<char*>(x + j));
+    }
+    rotate_alone(x + i, rotated.shift);
+  }
+  const int group = first >> group_shift<TFormat>(operand);
+  const FourBitRow part = {row.codes + first / 2, row.scales + group * kGroupScaleBytes<TFormat>};
+  const char* values = reinterpret_cast<const char*>(x);
+  store_groups_alone<float, TFormat, kCodesPerThread>(values, scale, count, part, operand);
+}
+
+// Store a row by one thread, which holds every group.
+template <typename T, typename TFormat, int kCount>
+inline void store_row_alone(const char* in, float scale, int width, const FourBitRow& row,
+                            const KVOperand& operand) {
+  const int shift = operand.group_scales.rotation_shift;
+  if (shift == 0) {
+    store_groups_alone<T, TFormat, kCount>(in, scale, width, row, operand);
+    return;
+  }
+  alignas(64) float x[kElementsAlone];
+  for (int first = 0; first < width; first += kElementsAlone) {
+    const int count = min(kElementsAlone, width - first);
+    for (int i = 0; i < count; i += kCodesPerThread) {
+      const char* source = in + (first + i) * static_cast<int>(sizeof(T));
+      to_floats(load_sixteen<T, kCount>(source)).store(reinterpret_cast<char*>(x + i));
+    }
+    encode_alone<TFormat>(x, scale, first, count, row, operand, {width, shift});
   }
 }
 #endif
@@ -687,3 +848,22 @@ __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes,
   }
   return out;
 }
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+// Restore elements of a row by one thread, from `first` on, a multiple of kElementsAlone.
+template <typename TFormat>
+inline void decode_alone(const FourBitRow& row, float scale, int first, int count,
+                         const KVOperand& operand, const RotatedPart& rotated, float* out) {
+  for (int i = 0; i < count; i += kCodesPerThread) {
+    SixteenCodes codes;
+    u32 bits;
+    load_in_group<TFormat>(row, first + i, operand, codes, bits);
+    decode_codes<TFormat>(codes, group_step<TFormat>(bits, scale))
+        .store(reinterpret_cast<char*>(out + i));
+  }
+  for (int i = 0; i < count && first + i < rotated.width && rotated.shift;
+       i += 1 << rotated.shift) {
+    rotate_alone(out + i, rotated.shift);
+  }
+}
+#endif

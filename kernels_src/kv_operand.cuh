@@ -10,6 +10,7 @@ struct GroupScales {
   CacheStrides strides;  // between scales, as those of the cache are between codes
   int group_shift;       // log2 of the elements that share one
   int code_word_bytes;   // in which codes are accessed: 1, 2, 4 or 8
+  int rotation_shift;    // log2 of the elements that are rotated together; 0: none are
 };
 
 // Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves K or

@@ -199,17 +199,30 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
 #endif
   constexpr int kInBytes = sizeof(TIn);
 
-  for (int first = 0; first < max(p.k.width, p.v.width); first += lanes * kCodesPerThread) {
-    const int at = first + lane * kCodesPerThread;
-    const bool has_k = at < p.k.width;
-    const bool has_v = at < p.v.width;
-    Pack<TIn, kCodesPerThread> k;
-    Pack<TIn, kCodesPerThread> v;
-    // Load: threads without elements take those of another
-    if (p.k.width) k = load_sixteen<TIn, kCount>(k_in + (has_k ? at : 0) * kInBytes);
-    if (p.v.width) v = load_sixteen<TIn, kCount>(v_in + (has_v ? at : 0) * kInBytes);
-    // Convert, Store
-    if (p.k.width) store_in_group<TFormat>(k, k_scale, at, active && has_k, k_out, p.k);
-    if (p.v.width) store_in_group<TFormat>(v, v_scale, at, active && has_v, v_out, p.v);
+  // The loop is warp-uniform: lanes exchange values.
+  const auto store_packs = [&](const auto& store) {
+    for (int first = 0; first < max(p.k.width, p.v.width); first += lanes * kCodesPerThread) {
+      const int at = first + lane * kCodesPerThread;
+      const bool has_k = at < p.k.width;
+      const bool has_v = at < p.v.width;
+      Pack<TIn, kCodesPerThread> k;
+      Pack<TIn, kCodesPerThread> v;
+      // Load: threads without elements take those of another
+      if (p.k.width) k = load_sixteen<TIn, kCount>(k_in + (has_k ? at : 0) * kInBytes);
+      if (p.v.width) v = load_sixteen<TIn, kCount>(v_in + (has_v ? at : 0) * kInBytes);
+      // Convert, Store
+      if (p.k.width) store(k, k_scale, at, active && has_k, k_out, p.k);
+      if (p.v.width) store(v, v_scale, at, active && has_v, v_out, p.v);
+    }
+  };
+  if (rotation_of(p.k).shift | rotation_of(p.v).shift) {
+    store_packs([](const auto& x, float scale, int at, bool has, const FourBitRow& row,
+                   const KVOperand& operand) {
+      rotate_in_group<TFormat>(x, scale, at, has, row, operand, rotation_of(operand));
+    });
+  } else {
+    store_packs(
+        [](const auto& x, float scale, int at, bool has, const FourBitRow& row,
+           const KVOperand& operand) { store_in_group<TFormat>(x, scale, at, has, row, operand); });
   }
 }

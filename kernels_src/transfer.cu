@@ -97,6 +97,14 @@ __global__ void __launch_bounds__(kTransferThreads)
   }
 }
 
+// How rows are stored in a four-bit pool.
+struct FourBitPool {
+  int group_shift;      // log2 of the elements that share a scale
+  int code_word_bytes;  // in which codes are accessed: 1, 2, 4 or 8
+  RotatedPart k_rotated;
+  RotatedPart v_rotated;
+};
+
 struct TransferConvertParams {
   const char* src_k;        // [src_num_pages, rows by strides, k_width]
   const char* src_v;        // [src_num_pages, rows by strides, v_width]
@@ -118,10 +126,10 @@ struct TransferConvertParams {
   TransferStrides dst_k_scale_strides;
   TransferStrides dst_v_scale_strides;
   TransferRows rows;
-  int k_width;          // elements per row
-  int v_width;          // elements per row; 0: there is no V
-  int group_shift;      // of a four-bit pool: log2 of the elements that share a scale
-  int code_word_bytes;  // in which its codes are accessed: 1, 2, 4 or 8
+  int k_width;      // elements per row
+  int v_width;      // elements per row; 0: there is no V
+  FourBitPool src;  // if it is one
+  FourBitPool dst;
 };
 
 // Convert one row, K or V, by the lanes that share it (at most a warp), of any width: a row that
@@ -328,10 +336,10 @@ __device__ __forceinline__ FourBitRow packed_row(char* row, int width) {
 }
 
 // What four_bit.cuh asks of an operand whose rows have been found.
-__device__ __forceinline__ KVOperand groups_of(const TransferConvertParams& p) {
+__device__ __forceinline__ KVOperand groups_of(const FourBitPool& pool) {
   KVOperand operand{};
-  operand.group_scales.group_shift = p.group_shift;
-  operand.group_scales.code_word_bytes = p.code_word_bytes;
+  operand.group_scales.group_shift = pool.group_shift;
+  operand.group_scales.code_word_bytes = pool.code_word_bytes;
   return operand;
 }
 
@@ -349,22 +357,22 @@ __device__ __forceinline__ auto scaled_sixteen(const Pack<TIn, kCodesPerThread>&
 // Encode a row by one thread, which holds every group.
 template <typename TIn, typename TFormat, int kCount>
 inline void encode_row_alone(const char* from, float factor, int width, char* to,
-                             const KVOperand& operand) {
-  FourBitRow row = packed_row(to, width);
+                             const KVOperand& operand, const RotatedPart& rotated) {
+  const FourBitRow row = packed_row(to, width);
   if constexpr (!kQuantised<TIn>) {
-    store_row_alone<TIn, TFormat, kCount>(from, 1.0f, width, row, operand);
-  } else {
-    const int group = 1 << group_shift<TFormat>(operand);
-    alignas(64) float values[128];
-    for (int first = 0; first < width; first += group) {
-      for (int i = 0; i < group; ++i) {
-        values[i] = to_float(reinterpret_cast<const TIn*>(from)[first + i]) * factor;
-      }
-      const char* in = reinterpret_cast<const char*>(values);
-      store_row_alone<float, TFormat, kCodesPerThread>(in, 1.0f, group, row, operand);
-      row.codes += group / 2;
-      row.scales += kGroupScaleBytes<TFormat>;
+    if (rotated.shift == 0) {
+      store_row_alone<TIn, TFormat, kCount>(from, 1.0f, width, row, operand);
+      return;
     }
+  }
+  alignas(64) float x[kElementsAlone];
+  for (int first = 0; first < width; first += kElementsAlone) {
+    const int count = min(kElementsAlone, width - first);
+    for (int i = 0; i < count; ++i) {
+      x[i] = to_float(reinterpret_cast<const TIn*>(from)[first + i]);
+      if constexpr (kQuantised<TIn>) x[i] *= factor;
+    }
+    encode_alone<TFormat>(x, 1.0f, first, count, row, operand, rotated);
   }
 }
 #endif
@@ -377,7 +385,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_to_four_bit(const __grid_constant__ TransferConvertParams p) {
   constexpr int kRows = sizeof(TIn) > 2 ? 1 : 2;
   constexpr int kInBytes = sizeof(TIn);
-  const KVOperand operand = groups_of(p);
+  const KVOperand operand = groups_of(p.dst);
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
@@ -417,10 +425,10 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     if (lanes == 1) {
       for (int r = 0; r < kRows; ++r) {
         if (!live[r]) continue;
-        encode_row_alone<TIn, TFormat, kCount>(k_from[r], k_factors[r], p.k_width, k_to[r],
-                                               operand);
-        encode_row_alone<TIn, TFormat, kCount>(v_from[r], v_factors[r], p.v_width, v_to[r],
-                                               operand);
+        encode_row_alone<TIn, TFormat, kCount>(k_from[r], k_factors[r], p.k_width, k_to[r], operand,
+                                               p.dst.k_rotated);
+        encode_row_alone<TIn, TFormat, kCount>(v_from[r], v_factors[r], p.v_width, v_to[r], operand,
+                                               p.dst.v_rotated);
       }
       continue;
     }
@@ -441,14 +449,21 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         if (live[r] && has_v) v[r] = load_sixteen<TIn, kCount>(v_from[r] + element * kInBytes);
       }
       // Convert, Store
+      const auto store = [&](const auto& x, float factor, char* to, int width, bool has,
+                             const RotatedPart& rotated) {
+        const FourBitRow row = packed_row(to, width);
+        if (rotated.shift == 0) {
+          store_in_group<TFormat>(scaled_sixteen(x, factor), 1.0f, element, has, row, operand);
+        } else {
+          rotate_in_group<TFormat>(scaled_sixteen(x, factor), 1.0f, element, has, row, operand,
+                                   rotation_at(rotated, element));
+        }
+      };
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        store_in_group<TFormat>(scaled_sixteen(k[r], k_factors[r]), 1.0f, element, live[r] && has_k,
-                                packed_row(k_to[r], p.k_width), operand);
-        if (p.v_width) {
-          store_in_group<TFormat>(scaled_sixteen(v[r], v_factors[r]), 1.0f, element,
-                                  live[r] && has_v, packed_row(v_to[r], p.v_width), operand);
-        }
+        store(k[r], k_factors[r], k_to[r], p.k_width, live[r] && has_k, p.dst.k_rotated);
+        if (p.v_width)
+          store(v[r], v_factors[r], v_to[r], p.v_width, live[r] && has_v, p.dst.v_rotated);
       }
     }
   }
@@ -467,22 +482,28 @@ struct HeldCodes {
       load_in_group<TFormat>(packed_row(row, width), element, operand, codes, scale_bits);
   }
 
-  __device__ __forceinline__ Sixteen values() const {
-    return decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
+  // Every thread of the warp must call what follows: lanes exchange what was rotated.
+  __device__ __forceinline__ Sixteen values(const Rotation& rotation) const {
+    const Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
+    return rotation.most_shift ? rotate_sixteen(x, rotation) : x;
   }
 
-  __device__ __forceinline__ float absmax() const {
+  __device__ __forceinline__ float absmax(const Rotation& rotation) const {
     AbsMax<kCodesPerThread> largest;
-    largest.add(values());
+    largest.add(values(rotation));
     return largest.value();
   }
 
   template <typename TOut, int kCount>
-  __device__ __forceinline__ void store(char* target, float scale) const {
+  __device__ __forceinline__ void store(char* target, float scale, bool has,
+                                        const Rotation& rotation) const {
+    if (!has && rotation.most_shift == 0) return;
+    const Sixteen x = values(rotation);
+    if (!has) return;
     if constexpr (kQuantised<TOut>) {
-      store_sixteen<TOut, kCount>(quantise<TOut>(values(), ScaleDivisor(scale)), target);
+      store_sixteen<TOut, kCount>(quantise<TOut>(x, ScaleDivisor(scale)), target);
     } else {
-      store_sixteen<TOut, kCount>(from_floats<TOut>(values()), target);
+      store_sixteen<TOut, kCount>(from_floats<TOut>(x), target);
     }
   }
 };
@@ -497,15 +518,50 @@ __device__ __forceinline__ float scale_of_row(float absmax, int lanes) {
 // The same of a row that its lanes read in several steps.
 template <typename TFormat, typename TOut>
 __device__ __forceinline__ float scale_of_long_row(char* row, int width, bool live, int lane,
-                                                   int lanes, const KVOperand& operand) {
+                                                   int lanes, const KVOperand& operand,
+                                                   const RotatedPart& rotated) {
   float absmax = 0.0f;
   for (int start = 0; start < width; start += lanes * kCodesPerThread) {
+    const int element = start + lane * kCodesPerThread;
     HeldCodes<TFormat> held;
-    held.load(row, width, start + lane * kCodesPerThread, live, operand);
-    absmax = fmaxf(absmax, held.absmax());
+    held.load(row, width, element, live, operand);
+    absmax = fmaxf(absmax, held.absmax(rotation_at(rotated, element)));
   }
   return scale_of_row<TOut>(absmax, lanes);
 }
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+// Restore a row by one thread, and store its scale, if it gets one.
+template <typename TFormat, typename TOut, int kCount>
+inline void restore_row_alone(char* from, int width, char* to, float* scale_to,
+                              const KVOperand& operand, const RotatedPart& rotated) {
+  const FourBitRow row = packed_row(from, width);
+  alignas(64) float x[kElementsAlone];
+  AbsMax<kCodesPerThread> largest;
+  for (int pass = scale_to ? 0 : 1; pass < 2; ++pass) {
+    const bool stores = pass == 1;
+    const float scale = scale_of_row<TOut>(largest.value(), 1);
+    if (stores && scale_to) *scale_to = scale;
+    for (int first = 0; first < width; first += kElementsAlone) {
+      const int count = min(kElementsAlone, width - first);
+      decode_alone<TFormat>(row, 1.0f, first, count, operand, rotated, x);
+      for (int i = 0; i < count; i += kCodesPerThread) {
+        Sixteen values;
+        values.load(reinterpret_cast<const char*>(x + i));
+        char* target = to + (first + i) * static_cast<int>(sizeof(TOut));
+        if (!stores) {
+          largest.add(values);
+        } else if constexpr (kQuantised<TOut>) {
+          const ScaleDivisor divisor(scale_to ? scale : 1.0f);
+          store_sixteen<TOut, kCount>(quantise<TOut>(values, divisor), target);
+        } else {
+          store_sixteen<TOut, kCount>(from_floats<TOut>(values), target);
+        }
+      }
+    }
+  }
+}
+#endif
 
 // Out of a four-bit pool: a thread takes 16 elements of K and 16 of V, of four rows at a time. Rows
 // that get a scale are held until it is known, or read twice where they are long.
@@ -515,7 +571,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_from_four_bit(const __grid_constant__ TransferConvertParams p) {
   constexpr int kRows = kQuantised<TOut> ? 2 : 4;
   constexpr int kOutBytes = sizeof(TOut);
-  const KVOperand operand = groups_of(p);
+  const KVOperand operand = groups_of(p.src);
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
@@ -523,6 +579,11 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
   const u32 of_warp = group & (32 / lanes - 1);
   const int step = lanes * kCodesPerThread;
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+  const bool alone = lanes == 1 && (p.src.k_rotated.shift || p.src.v_rotated.shift);
+#else
+  constexpr bool alone = false;
+#endif
 
   // The loops are warp-uniform: lanes exchange values.
   for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
@@ -552,19 +613,39 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
             const_cast<char*>(scale_of(p.dst_k_scale, p.dst_k_scale_strides, dst, at)));
         v_scale_to[r] = reinterpret_cast<float*>(
             const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)));
-        if (p.dst_k_scale && p.k_width > step) {
-          k_scales[r] =
-              scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes, operand);
+        if (p.dst_k_scale && p.k_width > step && !alone) {
+          k_scales[r] = scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes,
+                                                         operand, p.src.k_rotated);
         }
-        if (p.dst_v_scale && p.v_width > step) {
-          v_scales[r] =
-              scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes, operand);
+        if (p.dst_v_scale && p.v_width > step && !alone) {
+          v_scales[r] = scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes,
+                                                         operand, p.src.v_rotated);
         }
       }
     }
 
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+    if (alone) {
+      for (int r = 0; r < kRows; ++r) {
+        if (!live[r]) continue;
+        float* scales[2] = {};
+        if constexpr (kQuantised<TOut>) {
+          if (p.dst_k_scale) scales[0] = k_scale_to[r];
+          if (p.dst_v_scale && p.v_width) scales[1] = v_scale_to[r];
+        }
+        restore_row_alone<TFormat, TOut, kCount>(k_from[r], p.k_width, k_to[r], scales[0], operand,
+                                                 p.src.k_rotated);
+        restore_row_alone<TFormat, TOut, kCount>(v_from[r], p.v_width, v_to[r], scales[1], operand,
+                                                 p.src.v_rotated);
+      }
+      continue;
+    }
+#endif
+
     for (int start = 0; start < max(p.k_width, p.v_width); start += step) {
       const int element = start + lane * kCodesPerThread;
+      const Rotation k_rotation = rotation_at(p.src.k_rotated, element);
+      const Rotation v_rotation = rotation_at(p.src.v_rotated, element);
       HeldCodes<TFormat> k[kRows];
       HeldCodes<TFormat> v[kRows];
       // Load
@@ -578,8 +659,8 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         if (start == 0 && p.dst_k_scale) {
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
-            if (p.k_width <= step) k_scales[r] = scale_of_row<TOut>(k[r].absmax(), lanes);
-            if (p.v_width <= step) v_scales[r] = scale_of_row<TOut>(v[r].absmax(), lanes);
+            if (p.k_width <= step) k_scales[r] = scale_of_row<TOut>(k[r].absmax(k_rotation), lanes);
+            if (p.v_width <= step) v_scales[r] = scale_of_row<TOut>(v[r].absmax(v_rotation), lanes);
             if (live[r] && lane == 0) *k_scale_to[r] = k_scales[r];
             if (live[r] && lane == 0 && p.v_width) *v_scale_to[r] = v_scales[r];
           }
@@ -587,11 +668,10 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        if (!live[r]) continue;
-        if (element < p.k_width)
-          k[r].template store<TOut, kCount>(k_to[r] + element * kOutBytes, k_scales[r]);
-        if (element < p.v_width)
-          v[r].template store<TOut, kCount>(v_to[r] + element * kOutBytes, v_scales[r]);
+        k[r].template store<TOut, kCount>(k_to[r] + element * kOutBytes, k_scales[r],
+                                          live[r] && element < p.k_width, k_rotation);
+        v[r].template store<TOut, kCount>(v_to[r] + element * kOutBytes, v_scales[r],
+                                          live[r] && element < p.v_width, v_rotation);
       }
     }
   }

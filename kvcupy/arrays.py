@@ -35,6 +35,10 @@ class ArrayView(ProcessLocal):
     format : a name of `kvcupy.formats.CACHE_FORMATS`, else a NumPy dtype name such as "int64"
     itemsize : bytes per element
     scales : ArrayView of the group scales (..., groups) of a four-bit format, else None
+    rotation : "hadamard" where rows of a four-bit format are rotated before they are stored, else
+        None
+    rotated_width : the first elements of a row, which are rotated: all of them, or the latent
+        without the rope part; 0 without rotation
     device : "host", "cuda:0", ...
     library : "numpy", "cupy", "torch" or "dlpack": whose current stream `stream=None` means
     readonly : whether the exporter forbids writing
@@ -49,8 +53,8 @@ class ArrayView(ProcessLocal):
     """
 
     __slots__ = (
-        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "scales",
-        "shape", "strides",
+        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "rotated_width",
+        "scales", "shape", "strides",
     )  # fmt: skip
 
     _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
@@ -67,6 +71,7 @@ class ArrayView(ProcessLocal):
         readonly: bool = False,
         owner: object = None,
         scales: ArrayView | None = None,
+        rotated_width: int = 0,
     ) -> None:
         self.pointer = pointer
         self.shape = shape
@@ -78,12 +83,17 @@ class ArrayView(ProcessLocal):
         self.readonly = readonly
         self.owner = owner
         self.scales = scales
+        self.rotated_width = rotated_width
         if format in formats.FOUR_BIT:
             if not shape:
                 raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
             self.strides = (*strides[:-1], 0)
             if scales is None:
                 self.scales = _scales_behind(self)
+
+    @property
+    def rotation(self) -> str | None:
+        return "hadamard" if self.rotated_width else None
 
     @property
     def ndim(self) -> int:
@@ -171,13 +181,14 @@ class ArrayView(ProcessLocal):
         return ArrayView(
             self.pointer, self.shape, self.strides, self.format, self.device,
             library=self.library, readonly=self.readonly,
-            scales=self.scales and self.scales.without_owner(),
+            scales=self.scales and self.scales.without_owner(), rotated_width=self.rotated_width,
         )  # fmt: skip
 
     def __getitem__(self, index: Any) -> ArrayView:
         """Return part of the array, by integers, slices, `...` and None, as NumPy reads them.
 
-        Of a four-bit format the last axis takes whole groups alone, `[..., :512]` say.
+        Of a four-bit format the last axis takes whole groups alone, `[..., :512]` say, and of
+        rotated rows what is rotated by the same blocks.
 
         Raises
         ------
@@ -223,7 +234,7 @@ class ArrayView(ProcessLocal):
             )
         if last is not ...:
             steps = (*steps[:at], slice(None), *steps[at + 1 :])
-        rows = four_bit_view(self.codes[steps], scales[steps], self.format)
+        rows = four_bit_view(self.codes[steps], scales[steps], self.format, self.rotated_width)
         return columns(rows, start, stop)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -257,7 +268,11 @@ class ArrayView(ProcessLocal):
 
 def describe(view: ArrayView) -> str:
     """Return shape and format as error messages show them: `(4, 8, 128) bf16`."""
-    return f"({', '.join(map(str, view.shape))}{',' if view.ndim == 1 else ''}) {view.format}"
+    text = f"({', '.join(map(str, view.shape))}{',' if view.ndim == 1 else ''}) {view.format}"
+    if not view.rotated_width:
+        return text
+    whole = view.rotated_width == view.shape[-1]
+    return f"{text}, {'' if whole else f'the first {view.rotated_width} '}rotated"
 
 
 def overlap(a: ArrayView, b: ArrayView) -> bool:
@@ -290,17 +305,24 @@ def _scales_behind(v: ArrayView) -> ArrayView:
     )  # fmt: skip
 
 
-def four_bit_view(codes: ArrayView, scales: ArrayView, format: str) -> ArrayView:
+def four_bit_view(
+    codes: ArrayView, scales: ArrayView, format: str, rotated_width: int
+) -> ArrayView:
     """Return the elements of a four-bit format, from views of its codes and group scales."""
     return ArrayView(
         codes.pointer, (*codes.shape[:-1], 2 * codes.shape[-1]), codes.strides, format,
         codes.device, library=codes.library, readonly=codes.readonly or scales.readonly,
-        owner=codes.owner, scales=scales,
+        owner=codes.owner, scales=scales, rotated_width=rotated_width,
     )  # fmt: skip
 
 
 def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
-    """Return some elements of each row; of a four-bit format whole groups."""
+    """Return some elements of each row; of a four-bit format whole groups.
+
+    Raises
+    ------
+    ValueError : groups are cut, or rotated blocks; or the elements would be rotated by others
+    """
     format = formats.FOUR_BIT.get(v.format)
     if format is None or v.scales is None:
         return v[..., start:stop]
@@ -316,7 +338,21 @@ def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
         v.codes[..., start // 2 : stop // 2],
         v.scales[..., start // group : stop // group],
     )
-    return four_bit_view(codes, scales, v.format)
+    return four_bit_view(codes, scales, v.format, _rotated_columns(v, start, stop))
+
+
+def _rotated_columns(v: ArrayView, start: int, stop: int) -> int:
+    """Return how many of some columns are rotated: all that the row has, none, or whole blocks."""
+    rotated, block = v.rotated_width, formats.rotation_block(v.rotated_width)
+    if start >= rotated:
+        return 0
+    width = min(stop, rotated) - start
+    if start % block or formats.rotation_block(width) != block:
+        raise ValueError(
+            f"columns: expected an odd number of rotated blocks of {block}, the {rotated} elements "
+            f"that are rotated or none of them, got {start} to {stop} of {describe(v)}"
+        )
+    return width
 
 
 def strides_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
@@ -352,7 +388,8 @@ def bytes_of(v: ArrayView, name: str = "array") -> ArrayView:
 def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
     """Return a view with its axes in another order; the rows of a four-bit format stay last."""
     if v.scales is not None and v.packed is None:
-        return four_bit_view(transposed(v.codes, axes), transposed(v.scales, axes), v.format)
+        codes, scales = transposed(v.codes, axes), transposed(v.scales, axes)
+        return four_bit_view(codes, scales, v.format, v.rotated_width)
     return reshaped(v, tuple(v.shape[i] for i in axes), tuple(v.strides[i] for i in axes))
 
 
@@ -362,7 +399,7 @@ def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
         bytes_of(v)  # raises for scales that have strides of their own
     return ArrayView(
         v.pointer, shape, strides, v.format, v.device,
-        library=v.library, readonly=v.readonly, owner=v.owner,
+        library=v.library, readonly=v.readonly, owner=v.owner, rotated_width=v.rotated_width,
     )  # fmt: skip
 
 
@@ -540,7 +577,7 @@ Probe = Callable[[Any], tuple[int, Signature]]
 
 def _probe_view(x: ArrayView) -> tuple[int, Signature]:
     if x.scales is not None:  # a plan finds them by their distance from the codes
-        scales = x.scales.pointer - x.pointer, x.scales.strides
+        scales = x.scales.pointer - x.pointer, x.scales.strides, x.rotated_width
         signature = x.format, x.shape, x.strides, x.device, x.library, x.readonly, scales
         return x.pointer, signature
     return x.pointer, (x.format, x.shape, x.strides, x.device, x.library, x.readonly)
@@ -967,7 +1004,10 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     )  # fmt: skip
 
 
-def view_as(array: Any, format: str, *, scales: Any = None) -> ArrayView:
+def view_as(
+    array: Any, format: str, *, scales: Any = None, rotation: str | None = None,
+    rotated_width: int | None = None,
+) -> ArrayView:  # fmt: skip
     """Tag an array of integers that holds the bits of a number format.
 
     Parameters
@@ -981,6 +1021,12 @@ def view_as(array: Any, format: str, *, scales: Any = None) -> ArrayView:
     scales : of a four-bit format whose scales are in an array of their own, (..., groups), with any
         strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4. For int4_zp fp16
         (..., groups, 2), the scale and the minimum of each group, or uint32 (..., groups)
+    rotation : "hadamard": rows of a four-bit format are multiplied by an orthonormal Hadamard
+        matrix as they are stored, and again as they are read; None: they are not. It says how
+        the bytes are read, as their format does
+    rotated_width : with rotation, the first elements of a row, which are rotated, such as the
+        latent without the rope part; None: all. They are rotated in blocks of the largest power of
+        two that divides their number, which is at most 512
 
     Returns
     -------
@@ -1012,7 +1058,8 @@ def view_as(array: Any, format: str, *, scales: Any = None) -> ArrayView:
     v = view(array, "array")
     four_bit = formats.FOUR_BIT.get(format)
     if four_bit is not None:
-        return _view_four_bit(v, four_bit, scales)
+        return _view_four_bit(v, four_bit, scales, rotation, rotated_width)
+    formats.rotated_elements(rotation, rotated_width, 0, format)  # raises but for None
     if scales is not None:
         raise ValueError(f"scales: expected None for {format}, got an array")
     if v.format != format:
@@ -1027,9 +1074,16 @@ def view_as(array: Any, format: str, *, scales: Any = None) -> ArrayView:
     )  # fmt: skip
 
 
-def _view_four_bit(v: ArrayView, format: formats.FourBitFormat, scales: Any) -> ArrayView:
+def _view_four_bit(
+    v: ArrayView, format: formats.FourBitFormat, scales: Any, rotation: Any, rotated_width: Any
+) -> ArrayView:
     """Return the elements of rows of bytes, with the scales behind the codes or by themselves."""
     if v.format == format.name and scales is None:
+        rotated = formats.rotated_elements(rotation, rotated_width, v.shape[-1], v.format)
+        if rotated != v.rotated_width:
+            raise ValueError(
+                f"array: expected bytes, or rows with {rotated} rotated elements, got {describe(v)}"
+            )
         return v
     if v.format not in ("uint8", "int8"):
         raise TypeError(f"array: expected uint8 that hold {format.name} rows, got {v.format}")
@@ -1044,10 +1098,11 @@ def _view_four_bit(v: ArrayView, format: formats.FourBitFormat, scales: Any) -> 
         )
     num_groups = num_bytes // unit
     shape = (*v.shape[:-1], num_groups * format.group)
+    rotated = formats.rotated_elements(rotation, rotated_width, shape[-1], format.name)
     if scales is None:
         result = ArrayView(
             v.pointer, shape, v.strides, format.name, v.device,
-            library=v.library, readonly=v.readonly, owner=v.owner,
+            library=v.library, readonly=v.readonly, owner=v.owner, rotated_width=rotated,
         )  # fmt: skip
         _require_row_bytes(result.scales or v, format.scale_bytes, "array")
         return result
@@ -1071,7 +1126,7 @@ def _view_four_bit(v: ArrayView, format: formats.FourBitFormat, scales: Any) -> 
         s.pointer, s.shape, s.strides, format.scale_carrier, s.device,
         library=s.library, readonly=s.readonly, owner=s.owner,
     )  # fmt: skip
-    return four_bit_view(v, own, format.name)
+    return four_bit_view(v, own, format.name, rotated)
 
 
 def _pairs_as_words(v: ArrayView, shape: tuple[int, ...]) -> ArrayView:
@@ -1090,13 +1145,28 @@ def is_four_bit(dtype: Any) -> bool:
     return isinstance(dtype, str) and dtype in formats.FOUR_BIT
 
 
-def four_bit_array(make: Callable[[Any, Any], Any], shape: Any, format: str) -> ArrayView:
+def rotation_options(rotated_width: int) -> dict[str, Any]:
+    """Return the options that allocate or tag rows of which so many elements are rotated."""
+    return {"rotation": "hadamard", "rotated_width": rotated_width} if rotated_width else {}
+
+
+def four_bit_array(
+    make: Callable[[Any, Any], Any], shape: Any, format: str, rotation: Any = None,
+    rotated_width: Any = None,
+) -> ArrayView:  # fmt: skip
     """Return an array of a four-bit format over bytes that `make(shape, dtype)` allocates.
+
+    Parameters
+    ----------
+    rotation, rotated_width : as in `view_as`
 
     Raises
     ------
-    TypeError, ValueError : the last axis is no whole number of groups, or what `make` raises
+    TypeError, ValueError : the last axis is no whole number of groups, an argument does not fit, or
+        what `make` raises
     """
+    if format not in formats.FOUR_BIT:  # what asked for a rotation
+        formats.rotated_elements(rotation, rotated_width, 0, formats.tag(format))
     four_bit = formats.FOUR_BIT[format]
     try:
         *outer, width = (shape,) if isinstance(shape, (int, np.integer)) else shape
@@ -1106,10 +1176,11 @@ def four_bit_array(make: Callable[[Any, Any], Any], shape: Any, format: str) -> 
     formats.require_groups(four_bit, width, "shape")
     if width < 0:
         raise ValueError(f"shape: expected sizes from 0 on, got {shape!r}")
+    rotated = formats.rotated_elements(rotation, rotated_width, width, format)
     raw = view(make((*outer, four_bit.row_bytes(width)), np.dtype(np.uint8)))
     return ArrayView(
         raw.pointer, (*raw.shape[:-1], width), raw.strides, format, raw.device,
-        library=raw.library, owner=raw.owner,
+        library=raw.library, owner=raw.owner, rotated_width=rotated,
     )  # fmt: skip
 
 

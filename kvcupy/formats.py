@@ -114,6 +114,12 @@ FOUR_BIT: dict[str, FourBitFormat] = {
     )
 }
 
+ROTATIONS = ("hadamard",)
+"""How rows of a four-bit format may be rotated before they are stored."""
+
+MAX_ROTATION_BLOCK = 512
+"""Elements that rotate together, at most: what a warp holds."""
+
 CACHE_FORMATS: dict[str, Format] = {**FORMATS, **FOUR_BIT}
 """What caches and pools may hold."""
 
@@ -179,6 +185,67 @@ def num_bytes(shape: tuple[int, ...], name: str) -> int:
     four_bit = FOUR_BIT.get(name)
     unit, size = (1, itemsize(name)) if four_bit is None else (four_bit.group, four_bit.group_bytes)
     return math.prod(shape) // unit * size
+
+
+def rotation_block(rotated_width: int) -> int:
+    """Return how many elements rotate together: the largest power of two that divides the width.
+
+    >>> rotation_block(128), rotation_block(192), rotation_block(0)
+    (128, 64, 0)
+    """
+    return rotated_width & -rotated_width
+
+
+def encoding(name: str, rotated_width: int) -> str:
+    """Return what the bytes of rows are: their format, and how many elements are rotated.
+
+    >>> encoding("bf16", 0), encoding("nvfp4", 128)
+    ('bf16', 'nvfp4+hadamard:128')
+    """
+    return f"{name}+hadamard:{rotated_width}" if rotated_width else name
+
+
+def rotated_elements(rotation: Any, rotated_width: Any, width: int, format: str) -> int:
+    """Return how many elements of a row are rotated; 0 for `rotation=None`.
+
+    Parameters
+    ----------
+    rotated_width : the first elements of a row, which are rotated; None: all `width`
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit, or the format has no rotation
+    """
+    if rotation is None:
+        if rotated_width is not None:
+            raise ValueError(f"rotated_width: expected None without rotation, got {rotated_width}")
+        return 0
+    if not isinstance(rotation, str) or rotation not in ROTATIONS:
+        known = ", ".join(map(repr, ROTATIONS))
+        raise ValueError(f"rotation: expected None or {known}, got {rotation!r}")
+    four_bit = FOUR_BIT.get(format)
+    if four_bit is None:
+        known = ", ".join(FOUR_BIT)
+        raise ValueError(
+            f"rotation: expected None for {format} (of {known} rows can be rotated), got "
+            f"{rotation!r}"
+        )
+    if rotated_width is None:
+        rotated_width = width
+    elif isinstance(rotated_width, bool) or not isinstance(rotated_width, (int, np.integer)):
+        raise TypeError(f"rotated_width: expected an int, got {rotated_width!r}")
+    elif not 0 < rotated_width <= width or rotated_width % four_bit.group:
+        raise ValueError(
+            f"rotated_width: expected whole groups of {four_bit.group}, at most {width}, got "
+            f"{rotated_width}"
+        )
+    block = rotation_block(int(rotated_width))
+    if block > MAX_ROTATION_BLOCK:
+        raise ValueError(
+            f"rotation: expected blocks of at most {MAX_ROTATION_BLOCK} elements, got rows of "
+            f"{rotated_width}, which are rotated by {block}"
+        )
+    return int(rotated_width)
 
 
 def require_groups(format: FourBitFormat, width: int, name: str) -> None:

@@ -134,7 +134,7 @@ class PoolIdentity:
     Attributes
     ----------
     kind : "kv" or "mla"
-    format : name of the number format
+    format : name of the number format, and which elements of a row are stored rotated
     page_size, num_layers, head_dim, v_head_dim : as of the pool
     head_start, num_kv_heads : which of the model's heads the pool holds: the first, and how many
     total_kv_heads : of the model
@@ -199,7 +199,7 @@ class PoolIdentity:
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
         identity = cls(
-            kind="mla" if isinstance(pool, MLAPool) else "kv", format=pool.dtype,
+            kind="mla" if isinstance(pool, MLAPool) else "kv", format=pool.encoding,
             page_size=pool.page_size, num_layers=pool.num_layers, head_start=int(head_start),
             num_kv_heads=heads, total_kv_heads=int(total_kv_heads), head_dim=pool.head_dim,
             v_head_dim=pool.v_head_dim, scales=bool(pool.scale_parts),

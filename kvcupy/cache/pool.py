@@ -20,6 +20,7 @@ from ..arrays import (
     note_written,
     overlaps_itself,
     reshaped,
+    rotation_options,
     transposed,
     view,
 )
@@ -65,6 +66,8 @@ class Pool(ProcessLocal, abc.ABC):
     placement : "device", "pinned" or "pageable"
     layout : "layer_first", "page_first", "page_first_direct" or "page_head"
     dtype : name of the number format, "bf16"
+    encoding : what the bytes of rows are: the format, and how many elements of a row are rotated
+    rotation : "hadamard" if rows are stored rotated, else None
     num_pages, page_size, num_layers, num_kv_heads, head_dim, v_head_dim : counts
     num_bytes : of all pages, with scales
     page_bytes : of one page of all layers, K and V, with scales
@@ -85,7 +88,7 @@ class Pool(ProcessLocal, abc.ABC):
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int,
         widths: tuple[int, ...], *, dtype: Any, layout: str, placement: str, device: Any,
-        scales: bool,
+        scales: bool, rotation: Any, rotated_width: Any = None,
     ) -> None:  # fmt: skip
         self.num_pages = positive_int(num_pages, "num_pages")
         self.page_size = positive_int(page_size, "page_size")
@@ -108,8 +111,9 @@ class Pool(ProcessLocal, abc.ABC):
                 )
             for name, width in zip(self._width_names, widths, strict=True):
                 formats.require_groups(four_bit, width, name)
+        rotated = [formats.rotated_elements(rotation, rotated_width, n, self.dtype) for n in widths]
         self.device: Device = devices.get(device)
-        self._fill(widths, bool(scales))
+        self._fill(widths, rotated, bool(scales))
         self.allocator = PageAllocator(self.num_pages)
         metrics.follow(self, _page_samples)
 
@@ -117,9 +121,19 @@ class Pool(ProcessLocal, abc.ABC):
         scales = " with scales" if self.scale_parts else ""
         return (
             f"<{type(self).__name__} of {self.num_pages} pages of {self.page_size}, "
-            f"{self.num_layers} layers of {self._row()}, {self.dtype}{scales}, {self.layout}, "
+            f"{self.num_layers} layers of {self._row()}, {self.dtype}"
+            f"{' rotated' if self.rotation else ''}{scales}, {self.layout}, "
             f"{self.placement} on {self.device.name}, {self.num_bytes / 1e9:.4g} GB>"
         )
+
+    @property
+    def rotation(self) -> str | None:
+        return next((part.rotation for part in self.parts if part.rotation), None)
+
+    @property
+    def encoding(self) -> str:
+        own = [formats.encoding(part.format, part.rotated_width) for part in self.views(0)]
+        return ",".join(dict.fromkeys(own)) if own[0] == own[-1] else ",".join(own)
 
     @abc.abstractmethod
     def _row(self) -> str:
@@ -256,7 +270,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.parts = tuple(part for group in groups for part in group.parts)
         self.scale_parts = tuple(part for group in groups for part in group.scale_parts)
 
-    def _fill(self, widths: tuple[int, ...], scales: bool) -> None:
+    def _fill(self, widths: tuple[int, ...], rotated: list[int], scales: bool) -> None:
         """Allocate all arrays, and view them by page and by layer."""
         order = _ORDERS[self.layout]
         # One scale per slot and head. In every layout the slots of a layer are evenly spaced.
@@ -268,7 +282,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.page_bytes = self.num_bytes // self.num_pages
         if self.num_bytes >= 2**63:
             raise ValueError(f"num_pages: expected less than 2**63 bytes, got {self.num_bytes}")
-        arrays = self._allocate(specs)
+        arrays = self._allocate(specs, rotated)
 
         data, scale_data = arrays[: len(widths)], arrays[len(widths) :]
         by_page = [_by_page(array, order) for array in data]
@@ -287,11 +301,13 @@ class Pool(ProcessLocal, abc.ABC):
         sizes = (self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, width)
         return tuple(sizes["LPSHD".index(axis)] for axis in order)
 
-    def _allocate(self, specs: list[tuple[tuple[int, ...], str]]) -> list[Any]:
+    def _allocate(self, specs: list[tuple[tuple[int, ...], str]], rotated: list[int]) -> list[Any]:
+        """Allocate arrays, of the first of which so many elements of a row are rotated."""
         arrays: list[Any] = []
         try:
-            for shape, format in specs:
-                arrays.append(_zeros(self.device, self.placement, shape, format))
+            widths = [*rotated, *[0] * (len(specs) - len(rotated))]
+            for (shape, format), width in zip(specs, widths, strict=True):
+                arrays.append(_zeros(self.device, self.placement, shape, format, width))
         except BaseException as error:
             arrays.clear()  # else the error's traceback would keep what was allocated before it
             if isinstance(error, MemoryError):
@@ -336,6 +352,8 @@ class KVPool(Pool):
         "pageable", plain host memory. All start as zeros
     device : a Device or its name; None is the default device
     scales : store float32 scales with K and V of a quantised format, one for each token and head
+    rotation : "hadamard" with a four-bit format: rows are rotated as they are stored, as in
+        `kvcupy.view_as`; None: they are not
 
     Raises
     ------
@@ -363,12 +381,14 @@ class KVPool(Pool):
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, *,
         v_head_dim: int | None = None, dtype: Any = "bf16", layout: str = "layer_first",
         placement: str = "device", device: Any = None, scales: bool = False,
+        rotation: str | None = None,
     ) -> None:  # fmt: skip
         k_width = positive_int(head_dim, "head_dim")
         v_width = k_width if v_head_dim is None else positive_int(v_head_dim, "v_head_dim")
         super().__init__(
             num_pages, page_size, num_layers, num_kv_heads, (k_width, v_width),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
+            rotation=rotation,
         )  # fmt: skip
 
     @classmethod
@@ -383,7 +403,8 @@ class KVPool(Pool):
         k, v : NumPy or CuPy arrays, torch tensors, or ArrayViews of `view_as`, on one device and of
             one format. Either one array with the axes of `layout`, or a list of one array for each
             layer: (pages, page_size, heads, width), with any strides whose last is contiguous, or
-            (slots, heads, width) with `page_size`. The widths of K and V may differ
+            (slots, heads, width) with `page_size`. The widths of K and V may differ, and either may
+            be rotated
         layout : as in `KVPool`; with lists "layer_first"
         page_size : slots per page, for arrays by slots
         device : a Device or its name: for host memory that is to exchange pages with a pool of a
@@ -431,6 +452,9 @@ class MLAPool(Pool):
     latent_dim : elements per token and layer, including the rope part
     num_pages, page_size, num_layers, dtype, layout, placement, device, scales : as in `KVPool`;
         the layouts have one head
+    rotation : as in `KVPool`
+    rotated_width : with rotation, the elements of the latent, without the rope part, which is not
+        rotated
 
     Raises
     ------
@@ -452,12 +476,19 @@ class MLAPool(Pool):
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, latent_dim: int, *,
         dtype: Any = "bf16", layout: str = "layer_first", placement: str = "device",
-        device: Any = None, scales: bool = False,
+        device: Any = None, scales: bool = False, rotation: str | None = None,
+        rotated_width: int | None = None,
     ) -> None:  # fmt: skip
         self.latent_dim = positive_int(latent_dim, "latent_dim")
+        if rotation is not None and rotated_width is None:
+            raise ValueError(
+                "rotated_width: expected the elements of the latent without the rope part, as "
+                "rotation is not None, got None"
+            )
         super().__init__(
             num_pages, page_size, num_layers, 1, (self.latent_dim,),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
+            rotation=rotation, rotated_width=rotated_width,
         )  # fmt: skip
 
     @classmethod
@@ -522,12 +553,15 @@ def _page_samples(pool: Pool) -> Iterator[tuple[str, metrics.Labels, float]]:
     yield "kvcupy_pool_allocated_pages", labels, pool.allocator.num_allocated
 
 
-def _zeros(device: Device, placement: str, shape: tuple[int, ...], format: str) -> Any:
+def _zeros(
+    device: Device, placement: str, shape: tuple[int, ...], format: str, rotated_width: int
+) -> Any:
+    options = rotation_options(rotated_width)
     if placement == "device":
-        return device.zeros(shape, format)
+        return device.zeros(shape, format, **options)
     if placement == "pageable":
-        return devices.get("host").zeros(shape, format)
-    array = device.empty_pinned(shape, format)
+        return devices.get("host").zeros(shape, format, **options)
+    array = device.empty_pinned(shape, format, **options)
     v = bytes_of(view(array))
     array_at(v.owner, v.pointer, (formats.num_bytes(shape, format),), np.dtype(np.uint8))[...] = 0
     return array
@@ -585,6 +619,7 @@ def _stacked(layers: Sequence[ArrayView]) -> ArrayView:
         first.pointer, (pages, len(layers), *rest),
         (first.strides[0], distance, *first.strides[1:]), first.format, first.device,
         library=first.library, owner=first.owner,  # which keeps the memory of all of them
+        rotated_width=first.rotated_width,
     )  # fmt: skip
 
 
@@ -701,12 +736,13 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
                 raise ValueError(f"{name}: expected at least one element, got {describe(v)}")
             bytes_of(v, name)  # raises for group scales in an array of their own
             hint = "; tag it with kv.view_as" if v.format not in formats.CACHE_FORMATS else ""
-            of_part = part[0][1].shape
+            of_part, rotated = part[0][1].shape, part[0][1].rotated_width
             shape = of_part if part is parts[0] else (*first.shape[:3], of_part[3])
             for expected, got, is_alike in (
                 (first.format, f"{v.format}{hint}", v.format == first.format),
                 (first.device, v.device, v.device == first.device),
                 (f"pages of {shape}", v.shape, v.shape == shape),
+                (f"{rotated} rotated elements", v.rotated_width, v.rotated_width == rotated),
             ):
                 if not is_alike:
                     raise ValueError(f"{name}: expected {expected} like {first_name}, got {got}")

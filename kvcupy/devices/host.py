@@ -157,25 +157,32 @@ class HostDevice:
 
     # --- Memory ---
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
+    def empty(
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
+    ) -> Any:
         """Return an uninitialised array, aligned to 256 bytes; `dtype` may be a format name.
 
-        Four-bit formats come as ArrayView.
+        Four-bit formats come as ArrayView; `rotation` and `rotated_width` are those of
+        `kvcupy.view_as`.
         """
-        if arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.empty, shape, dtype)
+        if rotation is not None or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.empty, shape, dtype, rotation, rotated_width)
         return _allocate(np.empty, shape, dtype)
 
-    def zeros(self, shape: Any, dtype: Any) -> Any:
+    def zeros(
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
+    ) -> Any:
         """Return an array of zeros; `dtype` may be a format name, as for `empty`."""
-        if arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.zeros, shape, dtype)
+        if rotation is not None or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.zeros, shape, dtype, rotation, rotated_width)
         return _allocate(np.zeros, shape, dtype)
 
-    def empty_pinned(self, shape: Any, dtype: Any) -> Any:
+    def empty_pinned(
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
+    ) -> Any:
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
-        if arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.empty_pinned, shape, dtype)
+        if rotation is not None or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.empty_pinned, shape, dtype, rotation, rotated_width)
         array = self.empty(shape, dtype)
         pinned = arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
         return observe.watched(pinned)

@@ -356,6 +356,8 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
             f"{name}: expected (num_pages, page_size, heads, width) by layout, "
             f"got {describe(array)}"
         )
+    if array.rotated_width:
+        raise ValueError(f"{name}: expected rows that are not rotated, got {describe(array)}")
     cache = checks.cache(array, name, layout, 3, written=False)
     if 0 in (cache.num_heads, cache.width):
         raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
@@ -368,7 +370,10 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
         cache_format, written=False,
     )  # fmt: skip
     rows = checks.Rows(0, cache.num_heads, cache.width, 0, 0)  # there are none
-    return KVOperand(rows, cache, cache_format, cache_format, scale, scale_cache, names)
+    return KVOperand(
+        rows, cache, cache_format, cache_format, scale, scale_cache, names,
+        rotated_width=array.rotated_width,
+    )  # fmt: skip
 
 
 def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:

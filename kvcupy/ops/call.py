@@ -60,6 +60,7 @@ from ..arrays import (
     note_written,
     overlap,
     probe_arguments,
+    rotation_options,
     strides_of,
     taking,
     view,
@@ -449,7 +450,7 @@ class Plan(abc.ABC):
         if self.allocated:
             views = {**views, **self.allocated}
             self._allocators = [
-                (names.index(name), _allocator(v.shape, v.format, v.device, v.library))
+                (names.index(name), _allocator(v.shape, v.format, v, v.rotated_width))
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
@@ -944,32 +945,39 @@ def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayVi
     if four_bit is not None:
         formats.require_groups(four_bit, shape[-1], "dtype")
     strides = strides_of(shape, format)
-    return ArrayView(0, shape, strides, format, like.device, library=like.library)
+    return ArrayView(
+        0, shape, strides, format, like.device, library=like.library,
+        rotated_width=like.rotated_width if format == like.format else 0,
+    )  # fmt: skip
 
 
 def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream | None) -> Any:
     """Return zeros on the device and of the library of `like`, ready for use on `stream`.
 
-    None is the stream that is current in that library, which fills the array.
+    In the format of `like` rows are rotated as its are. None is the stream that is current in that
+    library, which fills the array.
     """
-    array = _allocator(shape, format, like.device, like.library)()
+    rotated_width = like.rotated_width if format == like.format else 0
+    array = _allocator(shape, format, like, rotated_width)()
     if stream is not None:
         stream.wait(stream.device.as_stream(None, like.library))
     return array
 
 
 def _allocator(
-    shape: tuple[int, ...], format: str, device_name: str, library: str
+    shape: tuple[int, ...], format: str, like: ArrayView, rotated_width: int
 ) -> Callable[[], Any]:
-    """Return what allocates zeros on a device as an array of a library."""
-    device = devices.get(device_name)
-    if library != "torch":
-        return partial(device.zeros, shape, format)
-    return _torch_allocator(shape, format, device.torch_name)
+    """Return what allocates zeros on the device of `like` as an array of its library."""
+    device, options = devices.get(like.device), rotation_options(rotated_width)
+    if like.library != "torch":
+        return partial(device.zeros, shape, format, **options)
+    return _torch_allocator(shape, format, device.torch_name, rotated_width)
 
 
 @lru_cache(maxsize=1024)
-def _torch_allocator(shape: tuple[int, ...], format: str, device_name: str) -> Callable[[], Any]:
+def _torch_allocator(
+    shape: tuple[int, ...], format: str, device_name: str, rotated_width: int
+) -> Callable[[], Any]:
     torch = sys.modules["torch"]
     if is_four_bit(format):
         device = torch.device(device_name)
@@ -977,7 +985,7 @@ def _torch_allocator(shape: tuple[int, ...], format: str, device_name: str) -> C
         def allocate(shape: Any, dtype: Any) -> Any:
             return torch.zeros(shape, dtype=torch.uint8, device=device)
 
-        return partial(four_bit_array, allocate, shape, format)
+        return partial(four_bit_array, allocate, shape, format, **rotation_options(rotated_width))
     dtype = getattr(torch, formats.numpy_dtype(format).name)
     return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device_name))
 

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
         scales = self.scales and self.scales.of(whole, whole.pointer, shape)
         return ArrayView(
             whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner,
-            scales=scales,
+            scales=scales, rotated_width=whole.rotated_width,
         )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ _STRIDES = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head"
 # GroupScales and KVOperand of kernels_src/kv_operand.cuh
 _GROUP_SCALES = np.dtype([
     ("offset_bytes", np.int64), ("strides", _STRIDES), ("group_shift", np.int32),
-    ("code_word_bytes", np.int32),
+    ("code_word_bytes", np.int32), ("rotation_shift", np.int32),
 ], align=True)  # fmt: skip
 OPERAND_PARAMS = np.dtype([
     ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _STRIDES),
@@ -255,6 +255,8 @@ class KVOperand(NamedTuple):
     names : of the arguments
     cache_offset_bytes : where the operand begins in each row of the cache
     rows_offset_bytes : where it begins in each row outside
+    rotated_width : the first elements of a row of a four-bit cache, which are stored rotated; 0: it
+        is not rotated
     """
 
     rows: Rows
@@ -266,11 +268,22 @@ class KVOperand(NamedTuple):
     names: KVNames = KVNames("", "", "")
     cache_offset_bytes: int = 0
     rows_offset_bytes: int = 0
+    rotated_width: int = 0
 
     @property
     def four_bit(self) -> FourBitFormat | None:
         """The format of a four-bit cache."""
         return self.cache_format if isinstance(self.cache_format, FourBitFormat) else None
+
+    @property
+    def rotation_block(self) -> int:
+        """Elements that are rotated together; 0 without rotation."""
+        return formats.rotation_block(self.rotated_width)
+
+    @property
+    def shared_elements(self) -> int:
+        """Elements of a four-bit row that depend on one another: a group, or a rotated block."""
+        return max(self.four_bit.group if self.four_bit else 1, self.rotation_block)
 
     @property
     def copies(self) -> bool:
@@ -358,8 +371,9 @@ class KVOperand(NamedTuple):
         pointer = whole.pointer + self.cache_offset_bytes
         scales = cache.scales and cache.scales.of(whole, pointer, shape)
         return ArrayView(
-            pointer, shape, strides, whole.format, whole.device, owner=whole.owner, scales=scales
-        )
+            pointer, shape, strides, whole.format, whole.device, owner=whole.owner, scales=scales,
+            rotated_width=self.rotated_width,
+        )  # fmt: skip
 
     def slots_of(
         self, name: str, view: ArrayView, slots: ArrayView | Slots, skip_slot: int = -1
@@ -415,6 +429,7 @@ class KVOperand(NamedTuple):
                 "group_scales.strides.head_bytes": head_bytes,
                 "group_scales.group_shift": self.four_bit.group.bit_length() - 1,
                 "group_scales.code_word_bytes": self.code_word_bytes(alignment),
+                "group_scales.rotation_shift": max(0, self.rotation_block.bit_length() - 1),
             }
         return {f"{field}.{name}": value for name, value in fields.items()}
 
@@ -471,6 +486,11 @@ def _kv_operand(
     rows_format = number_format(rows_view, names.rows, four_bit=True)
     cache_format = number_format(cache_view, names.cache, four_bit=True)
     _require_convertible(names.rows, rows_format, cache_format)
+    if rows_format.name in FOUR_BIT and rows_view.rotated_width != cache_view.rotated_width:
+        raise ValueError(
+            f"{names.rows}: expected rows rotated like {describe(cache_view)}, the cache, got "
+            f"{describe(rows_view)}"
+        )
     own_rows = rows(rows_view, names.rows)
     own_cache = cache(cache_view, names.cache, layout, rows_view.ndim, written=into_cache)
     if not into_cache:
@@ -485,7 +505,10 @@ def _kv_operand(
         dynamic, names.scale_cache, (names.scale, static), own_cache, cache_format,
         written=into_cache,
     )  # fmt: skip
-    return KVOperand(own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names)
+    return KVOperand(
+        own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names,
+        rotated_width=cache_view.rotated_width,
+    )  # fmt: skip
 
 
 def _require_convertible(name: str, rows_format: Format, cache_format: Format) -> None:
@@ -519,6 +542,17 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
     first, second = [own.width for own in own_rows]
     if both.width != first + second:
         raise ValueError(f"cache: expected rows of {first} + {second}, got {describe(whole)}")
+    if whole.rotated_width not in (0, first):
+        raise ValueError(
+            f"cache: expected rows of which the latent's {first} elements are rotated "
+            f"(rotated_width={first}), got {describe(whole)}"
+        )
+    rotated = whole.rotated_width, 0
+    for names, width in zip(all_names, rotated, strict=True):
+        v = arguments[names.rows]
+        if v.format in FOUR_BIT and v.rotated_width != width:
+            expected = f"rows with {width} rotated elements, as in the cache"
+            raise ValueError(f"{names.rows}: expected {expected}, got {describe(v)}")
     static = scale(arguments.get("scale"), "scale", 1, cache_format)
     caches = [both._replace(width=own.width).flattened() for own in own_rows]
     offsets = 0, first * cache_format.itemsize
@@ -534,9 +568,9 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
             for cache, start in zip(caches, starts, strict=True)
         ]
     latent, rope_key = (
-        KVOperand(own, cache, format, cache_format, static, None, names, offset)
-        for own, cache, format, names, offset in zip(
-            own_rows, caches, formats, all_names, offsets, strict=True
+        KVOperand(own, cache, format, cache_format, static, None, names, offset, 0, width)
+        for own, cache, format, names, offset, width in zip(
+            own_rows, caches, formats, all_names, offsets, rotated, strict=True
         )
     )
     return latent, rope_key

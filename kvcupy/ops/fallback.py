@@ -180,8 +180,32 @@ def _encode_above_minimum(groups: Any, format: FourBitFormat, scale: Any) -> tup
     return codes, pairs.view(np.uint32)[..., 0]
 
 
+_ROTATED_LIMIT = np.float32(2.0**112)
+
+
 @QUIET
-def encode_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, Any]:
+def rotate(values: Any, rotated_width: int) -> Any:
+    """Return float32 rows (..., width) whose first elements are rotated, or rotated back.
+
+    The steps are those of `kvcupy.reference.four_bit`.
+    """
+    if not rotated_width:
+        return values
+    xp, block = module_of(values), formats.rotation_block(rotated_width)
+    x, half = values[..., :rotated_width].reshape(-1, block), 1
+    while half < block:
+        pairs = x.reshape(-1, block // (2 * half), 2, half)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        x = xp.stack([first + second, first - second], axis=2).reshape(-1, block)
+        half *= 2
+    rotated = (x * np.float32(block**-0.5)).reshape(*values.shape[:-1], rotated_width)
+    return xp.concatenate([rotated, values[..., rotated_width:]], axis=-1)
+
+
+@QUIET
+def encode_groups(
+    values: Any, format: FourBitFormat, scale: Any, rotated_width: int = 0
+) -> tuple[Any, Any]:
     """Return codes, uint8 (..., width / 2), and group scales of float32 rows (..., width).
 
     The steps are those of `kvcupy.reference.four_bit`.
@@ -192,6 +216,10 @@ def encode_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, 
     """
     xp = module_of(values)
     known = xp.where(xp.isnan(values), 0, values).astype(xp.float32)
+    if rotated_width:
+        bounded = xp.clip(known, -_ROTATED_LIMIT, _ROTATED_LIMIT)
+        known[..., :rotated_width] = bounded[..., :rotated_width]
+        known = rotate(known, rotated_width)
     num_groups = known.shape[-1] // format.group
     groups = known.reshape(*known.shape[:-1], num_groups, format.group)
     if format.has_minimum:
@@ -215,7 +243,9 @@ def encode_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, 
 
 
 @QUIET
-def decode_groups(codes: Any, scales: Any, format: FourBitFormat, scale: Any) -> Any:
+def decode_groups(
+    codes: Any, scales: Any, format: FourBitFormat, scale: Any, rotated_width: int = 0
+) -> Any:
     """Return float32 rows (..., width) of codes and group scales, as `encode_groups` gives them."""
     xp = module_of(codes)
     values = xp.asarray(_CODES[format.limit or 7.0])
@@ -229,7 +259,7 @@ def decode_groups(codes: Any, scales: Any, format: FourBitFormat, scale: Any) ->
     else:
         step = (_group_scales(scales, format) * scale).astype(xp.float32)
         rows = (groups * step[..., None]).astype(xp.float32)
-    return rows.reshape(*scales.shape[:-1], width)
+    return rotate(rows.reshape(*scales.shape[:-1], width), rotated_width)
 
 
 def split_rows(rows: Any, format: FourBitFormat) -> tuple[Any, Any]:

@@ -821,7 +821,7 @@ class RopePlan(Plan):
         call.require_countable(num_rows, "positions")
         units = max(pairs, unrotated, (v_width + 1) // 2) // pack
         # A thread holds 16 elements of a group.
-        groups = [stored.four_bit.group // 16 for stored in part.stored if stored.four_bit]
+        groups = [stored.shared_elements // 16 for stored in part.stored if stored.four_bit]
         geometry = call.spread(
             num_rows, max(1, units, *groups), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,

@@ -63,7 +63,11 @@ DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barrier
 FOUR_BIT_STORE = Kernel("store.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True)
 GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
-GATHER_FOUR_BIT = Kernel("gather.cu", "gather_four_bit", PARAMS, "CacheRowsParams")
+# By the lanes of a warp: where there are several they exchange what was rotated.
+GATHER_FOUR_BIT = {
+    lanes: Kernel("gather.cu", "gather_four_bit", PARAMS, "CacheRowsParams", barriers=lanes > 1)
+    for lanes in (32, 1)
+}
 
 PACK = 8  # elements that a thread converts at a time, where alignment allows
 CODES_PER_THREAD = 16  # elements of a four-bit row, kCodesPerThread in kernels_src/four_bit.cuh
@@ -84,7 +88,7 @@ def specialisations() -> list[Specialisation]:
         for rows in FORMATS.values():
             for count in (CODES_PER_THREAD, 1):
                 needed.append(FOUR_BIT_STORE.specialise(rows.ctype, four_bit, count))
-                needed.append(GATHER_FOUR_BIT.specialise(four_bit, rows.ctype, count))
+                needed.append(GATHER_FOUR_BIT[32].specialise(four_bit, rows.ctype, count))
     return needed
 
 
@@ -459,11 +463,12 @@ class _CacheRowsPlan(Plan):
         # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
         taken, fewest = step * packs_per_thread, 1
-        if kernel in (FOUR_BIT_STORE, GATHER_FOUR_BIT):
-            # Two packs of a thread share what finding its row costs. A group has a thread per pack.
+        if first.four_bit is not None and not first.copies:
+            # Two packs of a thread share what finding its row costs. A group has a thread per pack,
+            # and so has what is rotated together.
             taken = 2 * CODES_PER_THREAD
-            groups = [operand.four_bit.group for operand in operands.values() if operand.four_bit]
-            fewest = max(groups) // CODES_PER_THREAD
+            fewest = max([operand.shared_elements for operand in operands.values()])
+            fewest //= CODES_PER_THREAD
         geometry = call.spread(
             num_rows, max(fewest, -(-max(widths.values()) // taken)), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
@@ -520,7 +525,9 @@ class GatherPlan(_CacheRowsPlan):
     def kernel_of(self, operand: KVOperand) -> Kernel:
         if operand.copies:
             return GATHER_COPY
-        return GATHER_CONVERT if operand.four_bit is None else GATHER_FOUR_BIT
+        if operand.four_bit is None:
+            return GATHER_CONVERT
+        return GATHER_FOUR_BIT[1 if self.device.warp_lanes == 1 else 32]
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.cache_format.ctype, operand.rows_format.ctype
@@ -563,7 +570,7 @@ class GatherPlan(_CacheRowsPlan):
                 device.carrier(part)[valid] = bits
             return
         scale = static_scale(device, operand, np.zeros(0, np.float32), views)
-        values = fallback.decode_groups(codes, scales, format, scale)
+        values = fallback.decode_groups(codes, scales, format, scale, operand.rotated_width)
         device.carrier(rows)[valid] = fallback.encode(values, operand.rows_format.name)
 
 
@@ -606,7 +613,9 @@ def store_rows(
         else:
             floats = fallback.decode(rows[valid], operand.rows_format.name)
             scale = static_scale(device, operand, floats, views)
-            stored = list(fallback.encode_groups(floats, operand.four_bit, scale))
+            stored = list(
+                fallback.encode_groups(floats, operand.four_bit, scale, operand.rotated_width)
+            )
         for target, bits in zip(targets, stored, strict=True):
             target[where] = bits
         return

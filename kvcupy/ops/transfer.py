@@ -188,7 +188,7 @@ class TransferPlan:
         self.device, self.layers = device, options.layers
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
-        self._converts = self._src.format != self._dst.format
+        self._converts = self._src.encoding != self._dst.encoding
         direction = "to_host"
         if self._dst.on_device:
             direction = "within" if self._src.on_device else "to_device"
@@ -206,7 +206,7 @@ class TransferPlan:
         # Plans of one kind, such as those of a load's layers, choose the same for the same pages.
         self._kind = repr((
             device.name, direction, self._reachable, self._stageable,
-            self._src.format, self._dst.format, self._src.num_pages, self._dst.num_pages,
+            self._src.encoding, self._dst.encoding, self._src.num_pages, self._dst.num_pages,
             [transfer.rows[0].layout for transfer in self.transfers],
         ))  # fmt: skip
 
@@ -420,7 +420,7 @@ def _move_by_arrays(
     device: Device, src: LayerPages, dst: LayerPages, src_pages: Any, dst_pages: Any
 ) -> None:
     """Move pages, all of which exist, by array code; convert where the formats differ."""
-    if src.format == dst.format:
+    if src.encoding == dst.encoding:
         for source, target in zip(src.arrays, dst.arrays, strict=True):
             device.carrier(target)[dst_pages] = device.carrier(source)[src_pages]
         return
@@ -428,7 +428,9 @@ def _move_by_arrays(
         stored = device.carrier(source)[src_pages]
         if src.four_bit is not None:
             codes, groups = fallback.split_rows(stored, src.four_bit)
-            values = fallback.decode_groups(codes, groups, src.four_bit, np.float32(1))
+            values = fallback.decode_groups(
+                codes, groups, src.four_bit, np.float32(1), src.rotated_widths[i]
+            )
         else:
             values = fallback.decode(stored, src.format)
         if src.scales:
@@ -438,7 +440,9 @@ def _move_by_arrays(
             device.carrier(dst.scales[i])[dst_pages] = scale[..., None]
             values = fallback.divide(values, scale[..., None])
         if dst.four_bit is not None:
-            codes, groups = fallback.encode_groups(values, dst.four_bit, np.float32(1))
+            codes, groups = fallback.encode_groups(
+                values, dst.four_bit, np.float32(1), dst.rotated_widths[i]
+            )
             encoded = fallback.join_rows(codes, groups)
         else:
             encoded = fallback.encode(values, dst.format)
@@ -605,8 +609,9 @@ def _compact(
         pointer += step
     num_parts = len(like.parts)
     return LayerPages(
-        tuple(arrays[:num_parts]), tuple(arrays[num_parts:]), on_device=True, format=like.format
-    )
+        tuple(arrays[:num_parts]), tuple(arrays[num_parts:]), on_device=True, format=like.format,
+        rotated_widths=like.rotated_widths,
+    )  # fmt: skip
 
 
 # --- Options and pools ----------------------------------------------------------------------------
@@ -757,16 +762,15 @@ def _require_geometry(
                 f"{dst_name}: expected pages of (layers, page_size, heads, width) "
                 f"{of_src} like {part} of {src_name}, got {of_dst}"
             )
-    if src.format != dst.format:
-        if src.four_bit and dst.four_bit:
-            if options.convert:
-                raise ValueError(
-                    f"convert: expected one of {', '.join(formats.FORMATS)} on one side, got "
-                    f"{src.format} to {dst.format}"
-                )
-            raise mismatch(src.format, dst.format)
+    if src.encoding != dst.encoding:
+        got = dst.described
         if not options.convert:
-            raise mismatch(src.format, f"{dst.format}; convert=True converts in transit")
+            raise mismatch(src.described, f"{got}; convert=True converts in transit")
+        if src.four_bit and dst.four_bit:
+            raise ValueError(
+                f"convert: expected one of {', '.join(formats.FORMATS)} on one side, got "
+                f"{src.described} to {got}"
+            )
         if options.method == "copy":
             raise ValueError(
                 'method: expected "kernel", "staged" or "auto" between pools of different '

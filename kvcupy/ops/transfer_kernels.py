@@ -41,12 +41,14 @@ class LayerPages:
     scales : float32 (pages, layers, page_size, heads, 1) for each part, or empty
     on_device : whether this is memory of the device itself, not of the host
     format : the pool's number format
+    rotated_widths : the first elements of a row that are stored rotated, for each part
     """
 
     parts: tuple[ArrayView, ...]
     scales: tuple[ArrayView, ...]
     on_device: bool
     format: str
+    rotated_widths: tuple[int, ...]
 
     @classmethod
     def of(
@@ -57,7 +59,8 @@ class LayerPages:
         by_address, scales = (
             tuple(bytes_of(v).without_owner() for v in own) for own in (views, scales)
         )
-        return cls(by_address, scales, on_device, views[0].format)
+        rotated = tuple(v.rotated_width for v in views)
+        return cls(by_address, scales, on_device, views[0].format, rotated)
 
     @property
     def arrays(self) -> tuple[ArrayView, ...]:
@@ -66,6 +69,17 @@ class LayerPages:
     @property
     def num_pages(self) -> int:
         return self.parts[0].shape[0]
+
+    @property
+    def encoding(self) -> tuple[str, tuple[int, ...]]:
+        """What the bytes of the parts mean: pages of one encoding are copied as they are."""
+        return self.format, self.rotated_widths
+
+    @property
+    def described(self) -> str:
+        """The encoding, for messages."""
+        own = [formats.encoding(self.format, width) for width in self.rotated_widths]
+        return " and ".join(dict.fromkeys(own))
 
     @property
     def four_bit(self) -> formats.FourBitFormat | None:
@@ -78,6 +92,24 @@ class LayerPages:
             (1, 1) if self.four_bit is None else (self.four_bit.group, self.four_bit.group_bytes)
         )
         return [v.shape[-1] // size * group for v in self.parts]
+
+    @property
+    def shared_elements(self) -> int:
+        """Elements of a row that depend on one another: a group, or a rotated block."""
+        blocks = [formats.rotation_block(width) for width in self.rotated_widths]
+        return max(self.four_bit.group if self.four_bit else 1, *blocks)
+
+    def four_bit_params(self, side: str, alignment: int) -> _Params:
+        """Return the fields of the `FourBitPool` of a name, whose rows are so aligned."""
+        assert self.four_bit is not None
+        params = {
+            f"{side}.group_shift": self.four_bit.group.bit_length() - 1,
+            f"{side}.code_word_bytes": min(8, alignment),
+        }
+        for part, width in zip("kv", self.rotated_widths, strict=False):
+            shift = max(0, formats.rotation_block(width).bit_length() - 1)
+            params |= _nested(f"{side}.{part}_rotated", _ROTATED, (width, shift))
+        return params
 
     @property
     def page_bytes(self) -> int:
@@ -253,7 +285,7 @@ _CONVERTED = ("src_k", "src_v", "src_k_scale", "src_v_scale",
               "dst_k", "dst_v", "dst_k_scale", "dst_v_scale")  # fmt: skip
 
 
-def _params(arrays: tuple[str, ...], *sizes: tuple[str, type]) -> np.dtype[Any]:
+def _params(arrays: tuple[str, ...], *sizes: tuple[str, Any]) -> np.dtype[Any]:
     return np.dtype(
         [
             *((name, np.uint64) for name in (*arrays, "src_pages", "dst_pages", "faults")),
@@ -268,10 +300,18 @@ def _params(arrays: tuple[str, ...], *sizes: tuple[str, type]) -> np.dtype[Any]:
 _COPY_PARAMS = _params(
     _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32)
 )
+_ROTATED = np.dtype([("width", np.int32), ("shift", np.int32)], align=True)
+_FOUR_BIT_POOL = np.dtype(
+    [
+        ("group_shift", np.int32), ("code_word_bytes", np.int32),
+        ("k_rotated", _ROTATED), ("v_rotated", _ROTATED),
+    ],
+    align=True,
+)  # fmt: skip
 _CONVERT_PARAMS = _params(
-    _CONVERTED,
-    *((name, np.int32) for name in ("k_width", "v_width", "group_shift", "code_word_bytes")),
-)
+    _CONVERTED, ("k_width", np.int32), ("v_width", np.int32),
+    ("src", _FOUR_BIT_POOL), ("dst", _FOUR_BIT_POOL),
+)  # fmt: skip
 
 COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams")
 
@@ -417,7 +457,7 @@ def launches(
     If it `reports`, the first of them records pages past the end. CompileError if a kernel cannot
     be compiled.
     """
-    if src.format != dst.format:
+    if src.encoding != dst.encoding:
         return [_convert(device, src, dst, max_blocks, reports)]
     pages = src.num_pages, dst.num_pages
     copies = [_copy(device, src.parts, dst.parts, pages, max_blocks, reports)]
@@ -469,9 +509,8 @@ def _convert(
     num_parts, widths = len(src.parts), src.widths
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
     alignments = {side: rows.alignment(range(i, i + num_parts)) for side, _, _, i in sides}
-    kernels, fewest, groups = CONVERT, 1, {}
-    four_bit = src.four_bit or dst.four_bit
-    if four_bit is None:
+    kernels, fewest, packed = CONVERT, 1, {}
+    if src.four_bit is None and dst.four_bit is None:
         elements = taken = next(
             count for count in pack_sizes(source)
             if count == 1 or (all(n % count == 0 for n in widths) and all(
@@ -480,21 +519,21 @@ def _convert(
             ))
         )  # fmt: skip
     else:
-        packed, other = ("src", "dst") if src.four_bit else ("dst", "src")
+        other = "dst" if src.four_bit else "src"
         kernels = FROM_FOUR_BIT if src.four_bit else TO_FOUR_BIT
         taken = CODES_PER_THREAD
         elements = CODES_PER_THREAD if alignments[other] == 16 else 1
-        fewest = min(four_bit.group // CODES_PER_THREAD, device.warp_lanes)
-        groups = {
-            "group_shift": four_bit.group.bit_length() - 1,
-            "code_word_bytes": min(8, alignments[packed]),
-        }
+        for side, pages, _, _ in sides:
+            if pages.four_bit is not None:
+                packed |= pages.four_bit_params(side, alignments[side])
+                fewest = max(fewest, pages.shared_elements // CODES_PER_THREAD)
+        fewest = min(fewest, device.warp_lanes)
     lanes = max(fewest, _lanes(-(-max(widths) // taken), device.warp_lanes))
 
     params = {
         "k_width": widths[0],
         "v_width": widths[1] if num_parts > 1 else 0,
-        **groups,
+        **packed,
         **_rows_params(rows, 1, lanes, (src.num_pages, dst.num_pages), reports),
     }
     arrays = {}

@@ -30,7 +30,14 @@ the minimum is the value of code 0, as KIVI (arXiv 2402.02750) and q4_1 of llama
    difference is not above 0, or the group scale is 0, the code is 0
 
 A code stands for float32(float32(code * group scale + minimum) * scale); the product is exact. Zero
-is exact where a group holds no negative element, or zeros alone.
+is exact where it is the least element of its group.
+
+Rows may be rotated: their first elements, `rotated_width` of them, are multiplied by an orthonormal
+Hadamard matrix in blocks of the largest power of two that divides their number. Before step 1, NaN
+as 0 and magnitudes as at most 2**112, so that sums stay finite; and again, without those bounds,
+when codes have become numbers. In each block of B elements, for half = 1, 2, 4, ... below B:
+x[i], x[i + half] = float32(x[i] + x[i + half]), float32(x[i] - x[i + half]) for all i of which the
+bit `half` is 0. Then each is multiplied by float32(1 / sqrt(B)). All later steps see the result.
 """
 
 from __future__ import annotations
@@ -41,6 +48,9 @@ from typing import Any
 import numpy as np
 
 from .formats import Array, Float32, Float64, decode, encode
+
+#: The largest magnitude of a number that is rotated.
+ROTATED_LIMIT = np.float32(2.0**112)
 
 #: The smallest positive float32.
 TINY = np.float32(2.0**-149)
@@ -93,40 +103,46 @@ class FourBitRows:
     scales
         The bits of the group scales, ``(..., D / group)``: uint8, uint16 for fp16, or uint32 for
         fp16 pairs, the scale in the lower half.
+    rotated_width
+        The first elements of a row, which are stored rotated.
     """
 
-    def __init__(self, codes: Array, scales: Array, fmt: str) -> None:
+    def __init__(self, codes: Array, scales: Array, fmt: str, rotated_width: int = 0) -> None:
         self.codes, self.scales, self.fmt = codes, scales, fmt
+        self.rotated_width = rotated_width
         self.shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         self.ndim = len(self.shape)
 
     @classmethod
-    def packed(cls, rows: Array, fmt: str) -> FourBitRows:
+    def packed(cls, rows: Array, fmt: str, rotated_width: int = 0) -> FourBitRows:
         """Return the rows of uint8 ``(..., row_bytes)``, each its codes and then its scales."""
         form = FOUR_BIT[fmt]
         split = rows.shape[-1] // form.group_bytes * (form.group // 2)
-        return cls(rows[..., :split], rows[..., split:].view(form.scale_carrier), fmt)
+        return cls(
+            rows[..., :split], rows[..., split:].view(form.scale_carrier), fmt, rotated_width
+        )
 
     def __len__(self) -> int:
         return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> FourBitRows:
         """Index the axes before the last."""
-        return FourBitRows(self.codes[index], self.scales[index], self.fmt)
+        return FourBitRows(self.codes[index], self.scales[index], self.fmt, self.rotated_width)
 
     def __setitem__(self, index: Any, other: FourBitRows) -> None:
         self.codes[index], self.scales[index] = other.codes, other.scales
 
     def columns(self, start: int, stop: int) -> FourBitRows:
-        """Return some elements of each row, whole groups."""
+        """Return some elements of each row, whole groups, and all that are rotated or none."""
         group = FOUR_BIT[self.fmt].group
         codes = self.codes[..., start // 2 : stop // 2]
-        return FourBitRows(codes, self.scales[..., start // group : stop // group], self.fmt)
+        scales = self.scales[..., start // group : stop // group]
+        return FourBitRows(codes, scales, self.fmt, 0 if start else self.rotated_width)
 
     def swapaxes(self, first: int, second: int) -> FourBitRows:
         """Exchange two axes before the last."""
         codes, scales = (a.swapaxes(first, second) for a in (self.codes, self.scales))
-        return FourBitRows(codes, scales, self.fmt)
+        return FourBitRows(codes, scales, self.fmt, self.rotated_width)
 
 
 def decode_codes(packed: Array, code: str) -> Float64:
@@ -253,6 +269,10 @@ def quantise_rows(
     limit = form.limit if limit is None else limit
     with np.errstate(all="ignore"):
         x = np.where(np.isnan(rows), np.float32(0), rows.astype(np.float32))
+        if target.rotated_width:
+            bounded = np.clip(x, -ROTATED_LIMIT, ROTATED_LIMIT)
+            x[..., : target.rotated_width] = bounded[..., : target.rotated_width]
+            x = rotate_rows(x, target.rotated_width)
         groups = x.reshape(*x.shape[:-1], -1, form.group)
         scale = np.asarray(scales, np.float32)[..., None]
         if form.code == "uint4":
@@ -283,21 +303,48 @@ def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
         if form.code == "uint4":
             own, minimum = (np.repeat(a, form.group, axis=-1) for a in decode_pairs(rows.scales))
             values = np.asarray(np.asarray(codes * own, np.float32) + minimum, np.float32)
-            if scales is None:
-                return values
-            return np.asarray(values * np.asarray(scales, np.float32)[..., None], np.float32)
+            if scales is not None:
+                outer = np.asarray(scales, np.float32)[..., None]
+                values = np.asarray(values * outer, np.float32)
+            return rotate_rows(values, rows.rotated_width)
         step = decode_scales(rows.scales, rows.fmt)
         if scales is not None:
             step = np.asarray(step * np.asarray(scales, np.float32)[..., None], np.float32)
-        return np.asarray(codes * np.repeat(step, form.group, axis=-1), np.float32)
+        values = np.asarray(codes * np.repeat(step, form.group, axis=-1), np.float32)
+        return rotate_rows(values, rows.rotated_width)
+
+
+def rotate_rows(rows: Float32, rotated_width: int) -> Float32:
+    """Rotate the first elements of rows in float32, step by step as above; again undoes it.
+
+    Parameters
+    ----------
+    rows
+        float32 ``(..., D)``.
+    rotated_width
+        How many elements of each are rotated; 0: none.
+    """
+    if not rotated_width:
+        return rows
+    block = rotated_width & -rotated_width
+    x = np.asarray(rows[..., :rotated_width], np.float32).reshape(-1, block)
+    half = 1
+    with np.errstate(all="ignore"):
+        while half < block:
+            first, second = np.moveaxis(x.reshape(-1, block // (2 * half), 2, half), 2, 0)
+            x = np.stack([first + second, first - second], axis=2).reshape(-1, block)
+            half *= 2
+        x = np.asarray(x * np.float32(1 / np.sqrt(block)), np.float32)
+    rotated = x.reshape(*rows.shape[:-1], rotated_width)
+    return np.concatenate([rotated, rows[..., rotated_width:]], axis=-1)
 
 
 def hadamard(rows: Array) -> Float64:
     """Multiply the last dimension by an orthonormal Hadamard matrix, which is its own inverse.
 
     It spreads an outlier over its whole block, so that group scales follow the rest of the row.
-    Queries multiplied by it have the same products with keys multiplied by it. A specification
-    alone: no operation of the package rotates rows yet.
+    Queries multiplied by it have the same products with keys multiplied by it. In float64; what
+    operations do in float32 is `rotate_rows`.
 
     Parameters
     ----------

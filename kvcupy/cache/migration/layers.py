@@ -157,12 +157,13 @@ class Staging:
     def __init__(self, pool: Pool, num_pages: int) -> None:
         common: dict[str, Any] = {
             "dtype": pool.dtype, "layout": "page_first_direct", "placement": "pinned",
-            "device": pool.device, "scales": bool(pool.scale_parts),
+            "device": pool.device, "scales": bool(pool.scale_parts), "rotation": pool.rotation,
         }  # fmt: skip
         sizes = (num_pages, pool.page_size, pool.num_layers)
         self.pool: Pool
         if isinstance(pool, MLAPool):
-            self.pool = MLAPool(*sizes, pool.head_dim, **common)
+            rotated = pool.parts[0].rotated_width or None
+            self.pool = MLAPool(*sizes, pool.head_dim, **common, rotated_width=rotated)
         else:
             self.pool = KVPool(
                 *sizes, pool.num_kv_heads, pool.head_dim, v_head_dim=pool.v_head_dim, **common

@@ -72,6 +72,9 @@ class PagedKVCache(ProcessLocal):
     recent, sinks : with past, tokens of a sequence that stay in dtype: at least the last `recent`
         before each step, and the first `sinks`
     num_past_pages : with past, pages for old tokens; None: as many as num_pages
+    rotation : "hadamard": rows of the pool whose format has four bits, `past` or else `dtype`, are
+        stored rotated, as in `kvcupy.view_as`; of latents without the rope part. None: they are
+        not. With `pool` it is the pool's own
 
     Attributes
     ----------
@@ -135,21 +138,22 @@ class PagedKVCache(ProcessLocal):
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
         cascade: bool | None = None, pool: Pool | None = None,
         past: Any = None, recent: int | None = None, sinks: int = 0,
-        num_past_pages: int | None = None,
+        num_past_pages: int | None = None, rotation: str | None = None,
     ) -> None:  # fmt: skip
         pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
             v_head_dim=v_head_dim, latent_dim=latent_dim,
             has_static_scales=k_scale is not None or v_scale is not None,
+            rotation=rotation if past is None else None,
         )  # fmt: skip
-        rotation = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
+        rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             heads = f"{pool.num_kv_heads} KV heads"
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
-        self.past_pool = past_pool_of(pool, past, recent, sinks, num_past_pages)
+        self.past_pool = past_pool_of(pool, past, recent, sinks, num_past_pages, rotation)
         num_all_pages = pool.num_pages
         if self.past_pool is not None:
             if cascade:
@@ -158,20 +162,20 @@ class PagedKVCache(ProcessLocal):
                 raise ValueError("k_scale, v_scale: expected None with past")
             cascade = False
             num_all_pages += self.past_pool.num_pages
-        max_tokens = rotation.max_positions or num_all_pages * pool.page_size
+        max_tokens = rotary.max_positions or num_all_pages * pool.page_size
         if max_seq_len is not None:
             max_tokens = positive_int(max_seq_len, "max_seq_len")
         self.pool = pool
         self.device = pool.device
         self._num_q_heads = int(num_q_heads)
         self._is_latent = latent_dim is not None
-        self._rope_mode = rotation.mode
+        self._rope_mode = rotary.mode
         self._warned = False
         kept, past_layers = (int(recent or 0), int(sinks)), None
         if self.past_pool is not None:
-            past_layers = Layers(self.past_pool, self._num_q_heads, rotation, [])
+            past_layers = Layers(self.past_pool, self._num_q_heads, rotary, [])
         self._layers = Layers(
-            pool, self._num_q_heads, rotation, scales_of(pool, k_scale, v_scale), past_layers, *kept
+            pool, self._num_q_heads, rotary, scales_of(pool, k_scale, v_scale), past_layers, *kept
         )
         self._past: Past | None = None
         past_allocator = None
@@ -971,7 +975,7 @@ def _sequence_samples(cache: PagedKVCache) -> Iterator[tuple[str, metrics.Labels
 def _pool_of(
     pool: Pool | None, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any,
     num_pages: int | None, page_size: int, dtype: Any, device: Any, v_head_dim: int | None,
-    latent_dim: int | None, has_static_scales: bool,
+    latent_dim: int | None, has_static_scales: bool, rotation: Any,
 ) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
@@ -987,10 +991,12 @@ def _pool_of(
         _require_pool(
             pool, counts, None if dtype is _DTYPE else dtype, device, latent_dim, has_static_scales
         )
+        if rotation is not None and rotation != pool.rotation:
+            raise ValueError(f"rotation: expected {pool.rotation!r} as in pool, got {rotation!r}")
         return pool
     shared: dict[str, Any] = {
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
-        "dtype": dtype, "device": device,
+        "dtype": dtype, "device": device, "rotation": rotation,
     }  # fmt: skip
     if latent_dim is None:
         own = FORMATS.get(format_name(dtype))  # groups of a four-bit format have scales anyway
@@ -1003,7 +1009,8 @@ def _pool_of(
         raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
     if latent_dim >= positive_int(head_dim, "head_dim"):
         raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
-    return MLAPool(**shared, latent_dim=head_dim)
+    rotated_width = None if rotation is None else latent_dim
+    return MLAPool(**shared, latent_dim=head_dim, rotated_width=rotated_width)
 
 
 def _require_pool(

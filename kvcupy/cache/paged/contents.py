@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ... import formats
-from ...arrays import ArrayView, columns, describe, view, view_as
+from ...arrays import ArrayView, columns, describe, rotation_options, view, view_as
 from ...devices.protocol import Stream
 from ...errors import file_path
 from ...formats import FOUR_BIT, numpy_dtype
@@ -233,8 +233,12 @@ class Contents:
                     format, shape, data = saved.tensors[name]
                     bits = np.frombuffer(data, numpy_dtype(format)).reshape(shape)
                     uploaded = self._device.asarray(bits)
-                    four_bit = caches[0][0].scales is not None
-                    rows.append(view_as(uploaded, caches[0][0].format) if four_bit else uploaded)
+                    rows.append(uploaded)
+                if caches[0][0].scales is not None:
+                    rows = [
+                        view_as(own, v.format, **rotation_options(v.rotated_width))
+                        for own, v in zip(rows, caches[0], strict=True)
+                    ]
                 for layer, (k, v) in enumerate(caches):
                     if saved.length:
                         store_kv(rows[0][layer], rows[1][layer], k, v, slots, stream=stream)
@@ -261,7 +265,7 @@ class Contents:
         return {
             "num_layers": str(pool.num_layers), "num_kv_heads": str(pool.num_kv_heads),
             "head_dim": str(pool.head_dim), "v_head_dim": str(self._bits[0][1].shape[3]),
-            "dtype": pool.dtype, "static_scales": digest.hexdigest(),
+            "dtype": pool.encoding, "static_scales": digest.hexdigest(),
             "rope_mode": self._layers.rope.mode,
         }  # fmt: skip
 
