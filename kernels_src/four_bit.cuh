@@ -652,16 +652,66 @@ __device__ __forceinline__ void store_group_scale(char* target, u32 bits) {
       static_cast<Word<kGroupScaleBytes<TFormat>>>(bits);
 }
 
-// Encode 16 elements without NaN, which have this range, and store them.
+// Whether rows are stored as they are, with scales that follow from the range of a group alone.
+__device__ __forceinline__ bool is_stored_plainly(const KVOperand& operand) {
+  return (operand.group_scales.rotation_shift | operand.group_scales.four_over_six) == 0;
+}
+
+template <typename TFormat>
+__device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes,
+                                                const GroupStep<TFormat>& step);
+
+// The squares of what codes leave of 16 elements, added in their order.
 template <typename TFormat, typename T>
+__device__ __forceinline__ float squared_error(const Pack<T, kCodesPerThread>& x,
+                                               const SixteenCodes& codes, float step) {
+  const Sixteen values = decode_codes<TFormat>(codes, step);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCodesPerThread; ++i) {
+    const float error = __fadd_rn(to_float(x.values[i]), -values.values[i]);
+    sum = __fadd_rn(sum, __fmul_rn(error, error));
+  }
+  return sum;
+}
+
+// The codes of a group of 16, and the `bits` of its scale: the largest magnitude becomes the code 6
+// or 4, whichever leaves less. (Four over six, arXiv 2512.02010.)
+template <typename TFormat, typename T>
+__device__ __forceinline__ SixteenCodes encode_four_over_six(const Pack<T, kCodesPerThread>& x,
+                                                             const GroupRange<TFormat>& range,
+                                                             u32& bits, float scale) {
+  static_assert(kSameType<TFormat, nvfp4>, "groups of a thread's own");
+  const SixteenCodes six = encode_in_range<TFormat>(x, range, bits, scale);
+  const u32 other = encode_group_scale<TFormat>(range.absmax, __fmul_rn(4.0f, scale));
+  const SixteenCodes four = encode_in_range<TFormat>(x, range, other, scale);
+  const float error_of_six = squared_error<TFormat>(x, six, group_step<TFormat>(bits, scale));
+  const float error_of_four = squared_error<TFormat>(x, four, group_step<TFormat>(other, scale));
+  const bool prefers_four = error_of_four < error_of_six;
+  SixteenCodes codes;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) codes.words[i] = prefers_four ? four.words[i] : six.words[i];
+  if (prefers_four) bits = other;
+  return codes;
+}
+
+// Encode 16 elements without NaN, which have this range, and store them; plainly, or as the operand
+// says.
+template <typename TFormat, bool kPlainly, typename T>
 __device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& x,
                                                 GroupRange<TFormat> range, float scale, int at,
                                                 bool active, const FourBitRow& row,
                                                 const KVOperand& operand) {
   const int shift = group_shift<TFormat>(operand);
   range.share_within_warp((1 << shift) / kCodesPerThread);
-  const u32 bits = encode_range<TFormat>(range, scale);
-  const SixteenCodes codes = encode_in_range<TFormat>(x, range, bits, scale);
+  u32 bits = encode_range<TFormat>(range, scale);
+  SixteenCodes codes;
+  bool is_encoded = false;
+  if constexpr (!kPlainly && kSameType<TFormat, nvfp4>) {
+    is_encoded = operand.group_scales.four_over_six;
+    if (is_encoded) codes = encode_four_over_six<TFormat>(x, range, bits, scale);
+  }
+  if (!is_encoded) codes = encode_in_range<TFormat>(x, range, bits, scale);
   if (!active) return;
   codes.store(row.codes + at / 2, operand.group_scales.code_word_bytes);
   const int group = at >> shift;
@@ -677,18 +727,19 @@ __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float
                                                bool active, const FourBitRow& row,
                                                const KVOperand& operand) {
   const GroupRange<TFormat> range = range_without_nan<TFormat>(x);
-  encode_in_group<TFormat>(x, range, scale, at, active, row, operand);
+  encode_in_group<TFormat, true>(x, range, scale, at, active, row, operand);
 }
 
-// The same of elements that are rotated before.
+// The same of elements that are rotated before, or whose scales are chosen by error.
 template <typename TFormat, typename T>
 __device__ __forceinline__ void rotate_in_group(const Pack<T, kCodesPerThread>& x, float scale,
                                                 int at, bool active, const FourBitRow& row,
                                                 const KVOperand& operand,
                                                 const Rotation& rotation) {
-  Sixteen rotated = rotate_sixteen(rotation.shift ? bounded_sixteen(x) : to_floats(x), rotation);
+  Sixteen rotated = rotation.shift ? bounded_sixteen(x) : to_floats(x);
+  if (rotation.most_shift) rotated = rotate_sixteen(rotated, rotation);
   const GroupRange<TFormat> range = range_without_nan<TFormat>(rotated);
-  encode_in_group<TFormat>(rotated, range, scale, at, active, row, operand);
+  encode_in_group<TFormat, false>(rotated, range, scale, at, active, row, operand);
 }
 
 __device__ __forceinline__ bool is_aligned(const char* address) {
@@ -733,7 +784,17 @@ inline void store_groups_alone(const char* in, float scale, int width, const Fou
       auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
       range.include(range_without_nan<TFormat>(pack));
     }
-    const u32 bits = encode_range<TFormat>(range, scale);
+    u32 bits = encode_range<TFormat>(range, scale);
+    if constexpr (kSameType<TFormat, nvfp4>) {
+      if (operand.group_scales.four_over_six) {
+        auto pack = load_sixteen<T, kCount>(in + first * static_cast<int>(sizeof(T)));
+        clear_nan(pack);
+        encode_four_over_six<TFormat>(pack, range, bits, scale)
+            .store(row.codes + first / 2, operand.group_scales.code_word_bytes);
+        store_group_scale<TFormat>(row.scales + first / group, bits);
+        continue;
+      }
+    }
     store_group_scale<TFormat>(row.scales + first / group * kGroupScaleBytes<TFormat>, bits);
     for (int at = first; at < first + group; at += kCodesPerThread) {
       auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));

@@ -11,6 +11,7 @@ struct GroupScales {
   int group_shift;       // log2 of the elements that share one
   int code_word_bytes;   // in which codes are accessed: 1, 2, 4 or 8
   int rotation_shift;    // log2 of the elements that are rotated together; 0: none are
+  int four_over_six;     // of nvfp4: scales are chosen by the error of their group; 0: they are not
 };
 
 // Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves K or
