@@ -355,13 +355,75 @@ __device__ __forceinline__ auto scaled_sixteen(const Pack<TIn, kCodesPerThread>&
   }
 }
 
+// The codes of 16 elements, and their group's scale; of none, zeros.
+template <typename TFormat>
+struct HeldCodes {
+  SixteenCodes codes;
+  u32 scale_bits;
+
+  __device__ __forceinline__ void load(const char* row, int width, int element, bool live,
+                                       const KVOperand& operand) {
+    codes.words[0] = codes.words[1] = scale_bits = 0;
+    if (!live || element >= width) return;
+    const FourBitRow packed = packed_row(const_cast<char*>(row), width);
+    load_in_group<TFormat>(packed, element, operand, codes, scale_bits);
+  }
+
+  // Every thread of the warp must call what follows: lanes exchange what was rotated.
+  __device__ __forceinline__ Sixteen values(float, const Rotation& rotation) const {
+    return values(rotation);
+  }
+
+  __device__ __forceinline__ Sixteen values(const Rotation& rotation) const {
+    const Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
+    return rotation.most_shift ? rotate_sixteen(x, rotation) : x;
+  }
+
+  __device__ __forceinline__ float absmax(const Rotation& rotation) const {
+    AbsMax<kCodesPerThread> largest;
+    largest.add(values(rotation));
+    return largest.value();
+  }
+
+  template <typename TOut, int kCount>
+  __device__ __forceinline__ void store(char* target, float scale, bool has,
+                                        const Rotation& rotation) const {
+    if (!has && rotation.most_shift == 0) return;
+    const Sixteen x = values(rotation);
+    if (!has) return;
+    if constexpr (kQuantised<TOut>) {
+      store_sixteen<TOut, kCount>(quantise<TOut>(x, ScaleDivisor(scale)), target);
+    } else {
+      store_sixteen<TOut, kCount>(from_floats<TOut>(x), target);
+    }
+  }
+};
+
+// Sixteen elements of a pool of another format, times the scale of their row; of none, zeros.
+template <typename TIn, int kCount>
+struct HeldElements {
+  Pack<TIn, kCodesPerThread> elements;
+
+  __device__ __forceinline__ void load(const char* row, int width, int element, bool live,
+                                       const KVOperand&) {
+    elements = {};
+    if (!live || element >= width) return;
+    elements = load_sixteen<TIn, kCount>(row + element * static_cast<int>(sizeof(TIn)));
+  }
+
+  __device__ __forceinline__ auto values(float factor, const Rotation&) const {
+    return scaled_sixteen(elements, factor);
+  }
+};
+
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
 // Encode a row by one thread, which holds every group.
 template <typename TIn, typename TFormat, int kCount>
 inline void encode_row_alone(const char* from, float factor, int width, char* to,
+                             const KVOperand& source, const RotatedPart& source_rotated,
                              const KVOperand& operand, const RotatedPart& rotated) {
   const FourBitRow row = packed_row(to, width);
-  if constexpr (!kQuantised<TIn>) {
+  if constexpr (!kQuantised<TIn> && !kFourBit<TIn>) {
     if (rotated.shift == 0) {
       store_row_alone<TIn, TFormat, kCount>(from, 1.0f, width, row, operand);
       return;
@@ -370,9 +432,14 @@ inline void encode_row_alone(const char* from, float factor, int width, char* to
   alignas(64) float x[kElementsAlone];
   for (int first = 0; first < width; first += kElementsAlone) {
     const int count = min(kElementsAlone, width - first);
-    for (int i = 0; i < count; ++i) {
-      x[i] = to_float(reinterpret_cast<const TIn*>(from)[first + i]);
-      if constexpr (kQuantised<TIn>) x[i] *= factor;
+    if constexpr (kFourBit<TIn>) {
+      const FourBitRow packed = packed_row(const_cast<char*>(from), width);
+      decode_alone<TIn>(packed, 1.0f, first, count, source, source_rotated, x);
+    } else {
+      for (int i = 0; i < count; ++i) {
+        x[i] = to_float(reinterpret_cast<const TIn*>(from)[first + i]);
+        if constexpr (kQuantised<TIn>) x[i] *= factor;
+      }
     }
     encode_alone<TFormat>(x, 1.0f, first, count, row, operand, rotated);
   }
@@ -381,12 +448,14 @@ inline void encode_row_alone(const char* from, float factor, int width, char* to
 
 // Into a four-bit pool: a thread takes 16 elements of K and 16 of V, of as many rows at a time as
 // it has registers for. A group is a part of a row, which neighbouring lanes share; they number at
-// least a group's packs. grid: at most max_blocks, block: kConvertThreads, smem: 0
+// least a group's packs. The source may be another four-bit pool.
+// grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TIn, typename TFormat, int kCount>
 __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_to_four_bit(const __grid_constant__ TransferConvertParams p) {
+  using Held = SelectType<kFourBit<TIn>, HeldCodes<TIn>, HeldElements<TIn, kCount>>;
   constexpr int kRows = sizeof(TIn) > 2 ? 1 : 2;
-  constexpr int kInBytes = sizeof(TIn);
+  const KVOperand source = groups_of(p.src);
   const KVOperand operand = groups_of(p.dst);
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
@@ -427,10 +496,10 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     if (lanes == 1) {
       for (int r = 0; r < kRows; ++r) {
         if (!live[r]) continue;
-        encode_row_alone<TIn, TFormat, kCount>(k_from[r], k_factors[r], p.k_width, k_to[r], operand,
-                                               p.dst.k_rotated);
-        encode_row_alone<TIn, TFormat, kCount>(v_from[r], v_factors[r], p.v_width, v_to[r], operand,
-                                               p.dst.v_rotated);
+        encode_row_alone<TIn, TFormat, kCount>(k_from[r], k_factors[r], p.k_width, k_to[r], source,
+                                               p.src.k_rotated, operand, p.dst.k_rotated);
+        encode_row_alone<TIn, TFormat, kCount>(v_from[r], v_factors[r], p.v_width, v_to[r], source,
+                                               p.src.v_rotated, operand, p.dst.v_rotated);
       }
       continue;
     }
@@ -440,75 +509,39 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       const int element = start + lane * kCodesPerThread;
       const bool has_k = element < p.k_width;
       const bool has_v = element < p.v_width;
-      Pack<TIn, kCodesPerThread> k[kRows];
-      Pack<TIn, kCodesPerThread> v[kRows];
+      Held k[kRows];
+      Held v[kRows];
       // Load
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        k[r] = {};
-        v[r] = {};
-        if (live[r] && has_k) k[r] = load_sixteen<TIn, kCount>(k_from[r] + element * kInBytes);
-        if (live[r] && has_v) v[r] = load_sixteen<TIn, kCount>(v_from[r] + element * kInBytes);
+        k[r].load(k_from[r], p.k_width, element, live[r], source);
+        v[r].load(v_from[r], p.v_width, element, live[r], source);
       }
       // Convert, Store
-      const auto store = [&](const auto& x, float factor, char* to, int width, bool has,
+      const auto store = [&](const auto& x, char* to, int width, bool has,
                              const RotatedPart& rotated) {
         const FourBitRow row = packed_row(to, width);
         if (rotated.shift == 0 && is_stored_plainly(operand)) {
-          store_in_group<TFormat>(scaled_sixteen(x, factor), 1.0f, element, has, row, operand);
+          store_in_group<TFormat>(x, 1.0f, element, has, row, operand);
         } else {
-          rotate_in_group<TFormat>(scaled_sixteen(x, factor), 1.0f, element, has, row, operand,
+          rotate_in_group<TFormat>(x, 1.0f, element, has, row, operand,
                                    rotation_at(rotated, element));
         }
       };
+      const Rotation of_k = rotation_at(p.src.k_rotated, element);
+      const Rotation of_v = rotation_at(p.src.v_rotated, element);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        store(k[r], k_factors[r], k_to[r], p.k_width, live[r] && has_k, p.dst.k_rotated);
-        if (p.v_width)
-          store(v[r], v_factors[r], v_to[r], p.v_width, live[r] && has_v, p.dst.v_rotated);
+        store(k[r].values(k_factors[r], of_k), k_to[r], p.k_width, live[r] && has_k,
+              p.dst.k_rotated);
+        if (p.v_width) {
+          store(v[r].values(v_factors[r], of_v), v_to[r], p.v_width, live[r] && has_v,
+                p.dst.v_rotated);
+        }
       }
     }
   }
 }
-
-// The codes of 16 elements, and their group's scale; of none, zeros.
-template <typename TFormat>
-struct HeldCodes {
-  SixteenCodes codes;
-  u32 scale_bits;
-
-  __device__ __forceinline__ void load(char* row, int width, int element, bool live,
-                                       const KVOperand& operand) {
-    codes.words[0] = codes.words[1] = scale_bits = 0;
-    if (live && element < width)
-      load_in_group<TFormat>(packed_row(row, width), element, operand, codes, scale_bits);
-  }
-
-  // Every thread of the warp must call what follows: lanes exchange what was rotated.
-  __device__ __forceinline__ Sixteen values(const Rotation& rotation) const {
-    const Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
-    return rotation.most_shift ? rotate_sixteen(x, rotation) : x;
-  }
-
-  __device__ __forceinline__ float absmax(const Rotation& rotation) const {
-    AbsMax<kCodesPerThread> largest;
-    largest.add(values(rotation));
-    return largest.value();
-  }
-
-  template <typename TOut, int kCount>
-  __device__ __forceinline__ void store(char* target, float scale, bool has,
-                                        const Rotation& rotation) const {
-    if (!has && rotation.most_shift == 0) return;
-    const Sixteen x = values(rotation);
-    if (!has) return;
-    if constexpr (kQuantised<TOut>) {
-      store_sixteen<TOut, kCount>(quantise<TOut>(x, ScaleDivisor(scale)), target);
-    } else {
-      store_sixteen<TOut, kCount>(from_floats<TOut>(x), target);
-    }
-  }
-};
 
 // The scale that a row gets in a quantised pool, from its lanes' largest magnitude.
 template <typename TOut>

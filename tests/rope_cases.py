@@ -74,6 +74,7 @@ class RopeCase(Case):
         buffer = arg.buffer
         payload = buffer.want[buffer.start : buffer.stop].copy().view(buffer.dtype)
         copy = Buffer(self, buffer.fmt, payload, buffer.start - GUARD_BYTES, buffer.name)
+        copy.rotated_width = buffer.rotated_width
         return Arg(copy, arg._cut)
 
     def issue(self, operation, args, stream, options):

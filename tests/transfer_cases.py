@@ -43,6 +43,7 @@ class Memory:
 
     def __init__(self, case, name, view, axes, sizes, fmt, content):
         self.case, self.name, self.fmt = case, name, fmt
+        self.rotated_width = view.rotated_width
         if fmt in FOUR_BIT:
             sizes = {**sizes, "D": FOUR_BIT[fmt].row_bytes(sizes["D"])}
             view = arrays.bytes_of(view)
@@ -71,7 +72,9 @@ class Memory:
     @property
     def view(self):
         rows = self.by_layer(self.want)
-        return reference.FourBitRows.packed(rows, self.fmt) if self.fmt in FOUR_BIT else rows
+        if self.fmt not in FOUR_BIT:
+            return rows
+        return reference.FourBitRows.packed(rows, self.fmt, self.rotated_width)
 
     def upload(self, stream=None):
         """Copy the mirror to the device in the order of `stream`, without waiting for it."""
@@ -170,15 +173,15 @@ class TransferCase(Case):
     def pool(
         self, layout="layer_first", fmt="bf16", *, pages=9, page_size=4, layers=3, heads=2,
         widths=(8, 6), latent=None, placement="device", scales=False, content=None,
-        multipliers=None,
+        multipliers=None, **rotation,
     ):  # fmt: skip
-        """Make a pool; with `latent` a width, an MLAPool.
+        """Make a pool; with `latent` a width, an MLAPool. `rotation` are options of its kind.
 
         `content(fmt, count)` draws its elements, `multipliers` its scales; without them, any bits.
         """
         options = {
             "dtype": fmt, "layout": layout, "placement": placement, "device": self.device,
-            "scales": scales,
+            "scales": scales, **rotation,
         }  # fmt: skip
         if latent is None:
             pool = kv.KVPool(

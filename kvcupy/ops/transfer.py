@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import faults, formats, observe, scratch
+from .. import faults, observe, scratch
 from ..arrays import ArrayView, describe, overlap
 from ..config import config
 from ..devices import cache
@@ -766,11 +766,6 @@ def _require_geometry(
         got = dst.described
         if not options.convert:
             raise mismatch(src.described, f"{got}; convert=True converts in transit")
-        if src.four_bit and dst.four_bit:
-            raise ValueError(
-                f"convert: expected one of {', '.join(formats.FORMATS)} on one side, got "
-                f"{src.described} to {got}"
-            )
         if options.method == "copy":
             raise ValueError(
                 'method: expected "kernel", "staged" or "auto" between pools of different '

@@ -348,15 +348,21 @@ def specialisations() -> list[Specialisation]:
         for count in pack_sizes(source)
         if source is not target
     ]
+    ctypes = list(dict.fromkeys(format.ctype for format in formats.FOUR_BIT.values()))
     four_bit = [
         specialisation
-        for packed in dict.fromkeys(format.ctype for format in formats.FOUR_BIT.values())
+        for packed in ctypes
         for other in formats.FORMATS.values()
         for count in (CODES_PER_THREAD, 1)
         for specialisation in (
             TO_FOUR_BIT[32].specialise(other.ctype, packed, count),
             FROM_FOUR_BIT[32].specialise(packed, other.ctype, count),
         )
+    ]
+    four_bit += [
+        TO_FOUR_BIT[32].specialise(source, target, CODES_PER_THREAD)
+        for source in ctypes
+        for target in ctypes
     ]
     return [*copies, *converts, *four_bit, NOTE]
 
@@ -519,10 +525,10 @@ def _convert(
             ))
         )  # fmt: skip
     else:
-        other = "dst" if src.four_bit else "src"
-        kernels = FROM_FOUR_BIT if src.four_bit else TO_FOUR_BIT
+        kernels = TO_FOUR_BIT if dst.four_bit else FROM_FOUR_BIT
+        others = [alignments[side] for side, pages, _, _ in sides if pages.four_bit is None]
         taken = CODES_PER_THREAD
-        elements = CODES_PER_THREAD if alignments[other] == 16 else 1
+        elements = CODES_PER_THREAD if others in ([], [16]) else 1
         for side, pages, _, _ in sides:
             if pages.four_bit is not None:
                 packed |= pages.four_bit_params(side, alignments[side])

@@ -113,6 +113,11 @@ class FourBitRows:
         self.shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         self.ndim = len(self.shape)
 
+    @property
+    def encoding(self) -> str:
+        """What the bytes are: the format, and how many elements are rotated."""
+        return f"{self.fmt}+hadamard:{self.rotated_width}" if self.rotated_width else self.fmt
+
     @classmethod
     def packed(cls, rows: Array, fmt: str, rotated_width: int = 0) -> FourBitRows:
         """Return the rows of uint8 ``(..., row_bytes)``, each its codes and then its scales."""

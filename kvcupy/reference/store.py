@@ -61,7 +61,7 @@ def write_rounded(values: Array, target: Array) -> None:
 
 def row_format(rows: Rows) -> str:
     """Return the number format of rows."""
-    return rows.fmt if isinstance(rows, FourBitRows) else format_of(rows)
+    return rows.encoding if isinstance(rows, FourBitRows) else format_of(rows)
 
 
 def copy_bits(source: Rows, target: Rows) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import reference
-from ..arrays import view_as
+from ..arrays import rotation_options, view_as
 from ..formats import FORMATS, FOUR_BIT
 
 Array = npt.NDArray[Any]
@@ -197,10 +197,12 @@ def address(array: Any) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
-def typed_view(device: Any, raw: Any, dtype: np.dtype[Any], fmt: str, cut: Cut) -> Any:
+def typed_view(
+    device: Any, raw: Any, dtype: np.dtype[Any], fmt: str, cut: Cut, rotated_width: int = 0
+) -> Any:
     """View device bytes as `dtype`, cut to shape; those of a four-bit format are its rows."""
     if fmt in FOUR_BIT:
-        return view_as(cut(raw), fmt)
+        return view_as(cut(raw), fmt, **rotation_options(rotated_width))
     if device.kind == "cuda" and fmt.startswith("fp8"):
         return view_as(cut(raw), fmt)
     return cut(raw.view(dtype))
@@ -215,7 +217,10 @@ class Buffer:
     raw : the same bytes on the device
     exact : whether a NaN must keep its bits
     shape : by which elements are named where they differ
+    rotated_width : the first elements of rows of a four-bit format, which are stored rotated
     """
+
+    rotated_width = 0
 
     def __init__(self, case: Arguments, fmt: str, content: Array, misalign: int, name: str) -> None:
         if content.ndim != 1 or misalign % content.itemsize:
@@ -291,10 +296,11 @@ class Argument:
         inside = slice(buffer.start, buffer.stop)
         self.view: Any = cut(buffer.want[inside].view(buffer.dtype))
         self.array = typed_view(
-            buffer.case.device, buffer.raw[inside], buffer.dtype, buffer.fmt, cut
-        )
+            buffer.case.device, buffer.raw[inside], buffer.dtype, buffer.fmt, cut,
+            buffer.rotated_width,
+        )  # fmt: skip
         if buffer.fmt in FOUR_BIT:
-            self.view = reference.FourBitRows.packed(self.view, buffer.fmt)
+            self.view = reference.FourBitRows.packed(self.view, buffer.fmt, buffer.rotated_width)
 
     @property
     def raw_array(self) -> Any:
@@ -320,6 +326,14 @@ class Argument:
     def sub(self, cut: Cut) -> Argument:
         """Cut another argument from this one; they share their bytes."""
         return type(self)(self.buffer, lambda flat: cut(self._cut(flat)))
+
+    def rotated(self, width: int | None = None) -> Argument:
+        """Return the same rows of a four-bit format, stored rotated: `width` elements; None: all.
+
+        So are all that are cut from these bytes later.
+        """
+        self.buffer.rotated_width = self.array.shape[-1] if width is None else width
+        return type(self)(self.buffer, self._cut)
 
 
 class Arguments:

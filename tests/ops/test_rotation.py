@@ -1,0 +1,298 @@
+"""Four-bit rows that are stored rotated: stores, gathers and transfers, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from four_bit_cases import FLOATS, KINDS, place_rows, split_cache
+from helpers import FORMATS, LAYOUTS, Case, cache_shape, refused
+from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
+from store_calls import shuffled_slots
+from test_transfer_four_bit import content
+from transfer_cases import TransferCase
+
+import kvcupy as kv
+from kvcupy import formats, reference
+
+# Width, and the elements that rotate together.
+BLOCKS = {16: 16, 48: 16, 64: 64, 96: 32, 128: 128, 192: 64, 256: 256, 512: 512, 768: 256}
+WIDTHS = [
+    (fmt, width) for fmt in formats.FOUR_BIT for width in BLOCKS
+    if width % formats.FOUR_BIT[fmt].group == 0
+]  # fmt: skip
+"""Every format with every block that has whole groups."""
+
+
+def there_and_back(case, fmt, widths, source, target, *, slots=9, heads=2, layout="slots"):
+    """Store K and V and gather them, each rotated or not; arguments hold bits of every kind."""
+    key, value = (place_rows(case, source, (slots, heads, n)) for n in widths)
+    for rotates_key, rotates_value in ((True, True), (True, False), (False, True)):
+        caches = [
+            case.output(fmt, cache_shape(layout, 4, 3, heads, n), name=f"cache {n}") for n in widths
+        ]
+        rotates = rotates_key, rotates_value
+        caches = [c.rotated() if r else c for c, r in zip(caches, rotates, strict=True)]
+        options = {"layout": layout} if layout in LAYOUTS else {}
+        options["k_scale"] = 0.37
+        chosen = shuffled_slots(case, slots, 12)
+        case.store_kv(key, value, *caches, chosen, **options)
+        outs = [case.output(target, (slots, heads, n), name=f"out {n}") for n in widths]
+        for out in outs:
+            out.buffer.exact = False
+        case.call("gather_kv", *caches, chosen, k_out=outs[0], v_out=outs[1], **options)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("fmt, width", WIDTHS)
+def test_every_block_of_every_format(device, fmt, width, source):
+    there_and_back(Case(device, width), fmt, (width, width), source, source)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("source, target", [(f, g) for f in FORMATS for g in FORMATS])
+def test_formats_of_rows(device, source, target, fmt):
+    there_and_back(Case(device, 1), fmt, (128, 256), source, target, slots=5)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4_g128"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "slots"])
+def test_layouts(device, layout, fmt):
+    there_and_back(Case(device, 2), fmt, (128, 384), "bf16", "fp16", heads=3, layout=layout)
+
+
+def test_a_thread_alone(device, lenient_host):
+    """A thread holds whole rows there, and blocks in memory."""
+    for fmt, width in (("nvfp4", 48), ("mxfp4", 96), ("int4", 192), ("int4_g128", 512)):
+        there_and_back(Case(device, 3), fmt, (width, 768), "bf16", "fp32")
+
+
+@pytest.mark.parametrize("fmt", KINDS)
+def test_scales_in_an_array_of_their_own(device, fmt):
+    if device.kind != "host":
+        pytest.skip("strides over memory that the test makes with NumPy")
+    case = Case(device, 4)
+    caches = [split_cache(case, fmt, 4, 3, 2, n) for n in (128, 256)]
+    arrays = [c[0] for c in caches]
+    for array, (_, mirror, _) in zip(arrays, caches, strict=True):
+        array.rotated_width = mirror.rotated_width = array.shape[-1]
+    key, value = (place_rows(case, "bf16", (9, 2, n)) for n in (128, 256))
+    slots = shuffled_slots(case, 9, 12)
+    mirrors = [c[1] for c in caches]
+    kv.store_kv(key.array, value.array, *arrays, slots, v_scale=3.0)
+    reference.store_kv(key.view, value.view, *mirrors, slots, v_scale=3.0)
+    case.check_buffers()
+
+
+@pytest.mark.parametrize("fmt", KINDS)
+def test_latents(device, fmt):
+    """Without the rope part, which is stored as it is."""
+    for latent_width, rope_width in ((512, 128), (384, 128)):
+        case = Case(device, 5)
+        latent = place_rows(case, "bf16", (6, latent_width))
+        rope_key = place_rows(case, "bf16", (6, rope_width))
+        cache = case.output(fmt, (3, 4, latent_width + rope_width)).rotated(latent_width)
+        case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
+        parts = cache.array[..., :latent_width], cache.array[..., latent_width:]
+        assert [part.rotated_width for part in parts] == [latent_width, 0]
+
+
+def test_a_latent_that_its_cache_does_not_rotate_is_refused(device):
+    case = Case(device, 6)
+    latent, rope_key = place_rows(case, "bf16", (6, 512)), place_rows(case, "bf16", (6, 64))
+    cache = case.output("nvfp4", (12, 576)).rotated()
+    call = lambda: kv.store_mla(latent.array, rope_key.array, cache.array, np.arange(6))  # noqa: E731
+    refused(case, call, ValueError, "cache: .*rotated_width=512")
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("rotates", [(True, True), (True, False), (False, True)], ids=str)
+def test_rope_store(device, source, fmt, rotates):
+    """After RoPE, with queries, keys and values in one warp."""
+    for write_key in (True, False):
+        case = RopeCase(device, 7)
+        *args, k_cache, v_cache = store_arguments(
+            case, source, fmt, width=128, v_width=256, rotary_dim=48
+        )
+        caches = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
+        case.store(*args, *caches, SLOTS, write_key=write_key, v_scale=0.5)
+
+
+def test_rope_store_by_threads_alone(device, lenient_host):
+    case = RopeCase(device, 8)
+    *args, k_cache, v_cache = store_arguments(case, "bf16", "nvfp4", width=96, v_width=64)
+    case.store(*args, k_cache.rotated(), v_cache.rotated(), SLOTS)
+
+
+def test_rope_store_mla(device):
+    case = RopeCase(device, 9)
+    *args, cache = mla_arguments(case, "bf16", "nvfp4", rank=256, width=64)
+    case.store_mla_rotated(*args, cache.rotated(256), SLOTS)
+
+
+# Transfers -----------------------------------------------------------------------------------
+
+SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
+HADAMARD = {"rotation": "hadamard"}
+
+
+def pools(case, src, dst, widths=(128, 256), **geometry):
+    """A source and a target, each of a format and whether it is rotated."""
+    geometry = {
+        "pages": 4, "page_size": 3, "layers": 2, "multipliers": case.multipliers,
+        "content": content(case), **geometry,
+    }  # fmt: skip
+    return [
+        case.pool(
+            layout, fmt, widths=widths, scales=fmt in ("fp8_e4m3", "int8"),
+            **(HADAMARD if rotated else {}), **geometry,
+        )
+        for layout, (fmt, rotated) in zip(("layer_first", "page_first"), (src, dst), strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("method", ["kernel", "staged"])
+@pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
+@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("other", ["bf16", "fp32", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("widths", [(128, 256), (384, 512)], ids=str)
+def test_transfers(device, widths, other, fmt, narrows, method):
+    case = TransferCase(device, 10)
+    ends = (other, False), (fmt, True)
+    both = pools(case, *(ends if narrows else ends[::-1]), widths=widths)
+    case.transfer(*both, SRC, DST, method=method, convert=True)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("ends", list(itertools.product(KINDS, KINDS)), ids="-".join)
+@pytest.mark.parametrize("rotates", list(itertools.product([False, True], repeat=2)), ids=str)
+def test_transfers_between_four_bit_pools(device, ends, rotates):
+    case = TransferCase(device, 11)
+    both = pools(case, *zip(ends, rotates, strict=True))
+    case.transfer(*both, SRC, DST, convert=True)
+
+
+def test_transfers_by_threads_alone(device, lenient_host):
+    for src, dst in (
+        (("bf16", False), ("nvfp4", True)), (("int4", True), ("int8", False)),
+        (("int4_g128", True), ("fp32", False)), (("mxfp4", True), ("nvfp4", True)),
+        (("nvfp4", True), ("nvfp4", False)),
+    ):  # fmt: skip
+        case = TransferCase(device, 12)
+        case.transfer(*pools(case, src, dst, (384, 640)), SRC, DST, convert=True)
+
+
+@pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
+def test_transfers_of_latents(device, narrows):
+    case = TransferCase(device, 13)
+    options = {"latent": 576, "pages": 4, "page_size": 3, "layers": 2, "content": content(case)}
+    both = [
+        case.pool("layer_first", "fp16", **options),
+        case.pool("page_first", "nvfp4", **options, **HADAMARD, rotated_width=512),
+    ]
+    case.transfer(*(both if narrows else both[::-1]), SRC, DST, convert=True)
+
+
+@pytest.mark.parametrize("method", ["kernel", "copy", "staged"])
+def test_rotated_pages_are_moved_as_they_are(device, method):
+    case = TransferCase(device, 14)
+    case.transfer(*pools(case, ("nvfp4", True), ("nvfp4", True)), SRC, DST, method=method)
+
+
+def test_pools_that_rotate_otherwise_are_told_apart(device):
+    case = TransferCase(device, 15)
+    src, dst = pools(case, ("nvfp4", True), ("nvfp4", False))
+    with pytest.raises(ValueError, match=r"dst_pool: expected nvfp4\+hadamard:128 and .*convert"):
+        kv.transfer_pages(src.pool, dst.pool, SRC, DST)
+    for memory in (*src.memories, *dst.memories):
+        memory.check()
+
+
+def test_copies_of_pages(device):
+    pool = kv.KVPool(4, 3, 2, 2, 128, dtype="int4", device=device, rotation="hadamard")
+    rows = device.asarray(np.random.default_rng(0).standard_normal((3, 2, 128)).astype(np.float32))
+    kv.store_kv(rows, rows, pool.k(0), pool.v(0), device.asarray(np.arange(3)))
+    kv.copy_pages(pool, [0], [2])
+    got = device.to_numpy(pool.k(0))
+    np.testing.assert_array_equal(got[2], got[0])
+    assert got[0].any()
+
+
+# Plans, round trips, refusals ----------------------------------------------------------------
+
+
+def test_plans_tell_rotated_rows_apart(device):
+    """Calls that differ in nothing else, one after another, over the same bytes."""
+    rng = np.random.default_rng(1)
+    rows = device.asarray(rng.standard_normal((4, 2, 64)).astype(np.float32))
+    slots = device.asarray(np.arange(4))
+    stored = {}
+    for rotation in (None, "hadamard", None, "hadamard"):
+        raw = device.zeros((4, 2, 36), np.uint8)
+        cache = kv.view_as(raw, "nvfp4", rotation=rotation)
+        other = kv.view_as(device.zeros((4, 2, 36), np.uint8), "nvfp4", rotation=rotation)
+        kv.store_kv(rows, rows, cache, other, slots)
+        got = device.to_numpy(raw).tobytes()
+        assert stored.setdefault(rotation, got) == got
+        back, _ = kv.gather_kv(cache, other, slots, dtype="fp32")
+        np.testing.assert_allclose(device.to_numpy(back), device.to_numpy(rows), atol=0.5)
+    assert stored[None] != stored["hadamard"]
+
+
+@pytest.mark.parametrize("fmt", ["int4_g64", "mxfp4", "nvfp4"])
+def test_an_outlier_costs_less(device, fmt):
+    """Of groups of many elements most; NaN is zero, an infinity a large number of its block."""
+    rng = np.random.default_rng(2)
+    rows = rng.standard_normal((64, 2, 128)).astype(np.float32)
+    rows[:, :, 5] *= 20
+    errors = {}
+    for rotation in (None, "hadamard"):
+        caches = [device.zeros((64, 2, 128), fmt, rotation=rotation) for _ in "kv"]
+        slots = device.asarray(np.arange(64))
+        kv.store_kv(device.asarray(rows), device.asarray(rows), *caches, slots)
+        back = device.to_numpy(kv.gather_kv(*caches, slots, dtype="fp32")[0])
+        errors[rotation] = np.linalg.norm(back - rows) / np.linalg.norm(rows)
+    assert errors["hadamard"] < 0.2
+    assert fmt == "nvfp4" or errors["hadamard"] < errors[None]
+
+
+def test_special_values(device):
+    rows = np.ones((1, 1, 64), np.float32)
+    rows[0, 0, 3] = np.nan
+    cache, other = (device.zeros((1, 1, 64), "int4", rotation="hadamard") for _ in "kv")
+    slots = device.asarray(np.arange(1))
+
+    def stored(rows):
+        kv.store_kv(device.asarray(rows), device.asarray(rows), cache, other, slots)
+        return device.to_numpy(cache).tobytes(), device.to_numpy(
+            kv.gather_kv(cache, other, slots, dtype="fp32")[0]
+        )
+
+    bits, _ = stored(rows)
+    rows[0, 0, 3] = 0
+    assert stored(rows)[0] == bits
+    for infinity in (np.inf, -np.inf, 3e38):
+        rows[0, 0, 3] = infinity
+        bits, back = stored(rows)
+        assert np.isfinite(back).all()
+        rows[0, 0, 3] = np.copysign(2.0**112, infinity)
+        assert stored(rows)[0] == bits
+
+
+def test_rows_of_another_rotation_are_refused(device):
+    case = Case(device, 16)
+    cache, rows = case.output("nvfp4", (8, 2, 64)).rotated(), case.output("nvfp4", (4, 2, 64))
+    slots = device.asarray(np.arange(4))
+    for name, call in {
+        "key": lambda: kv.store_kv(rows.array, rows.array, cache.array, cache.array, slots),
+        "k_out": lambda: kv.gather_kv(cache.array, cache.array, slots, k_out=rows.array),
+    }.items():
+        refused(case, call, ValueError, f"{name}: expected rows rotated like")
+    k, _ = kv.gather_kv(cache.array, case.output("nvfp4", (8, 2, 64)).array, slots, dtype="nvfp4")
+    assert (k.format, k.rotation) == ("nvfp4", "hadamard")
