@@ -218,7 +218,7 @@ def test_copies_of_pages(device):
     pool = kv.KVPool(4, 3, 2, 2, 128, dtype="int4", device=device, rotation="hadamard")
     rows = device.asarray(np.random.default_rng(0).standard_normal((3, 2, 128)).astype(np.float32))
     kv.store_kv(rows, rows, pool.k(0), pool.v(0), device.asarray(np.arange(3)))
-    kv.copy_pages(pool, [0], [2])
+    kv.copy_pages(pool, *(device.asarray(np.array([page])) for page in (0, 2)))
     got = device.to_numpy(pool.k(0))
     np.testing.assert_array_equal(got[2], got[0])
     assert got[0].any()
