@@ -120,6 +120,9 @@ ROTATIONS = ("hadamard",)
 MAX_ROTATION_BLOCK = 512
 """Elements that rotate together, at most: what a warp holds."""
 
+SCALE_RULES = ("absmax", "four_over_six")
+"""How groups get their scales: by their largest magnitude; or, of nvfp4, by their error."""
+
 CACHE_FORMATS: dict[str, Format] = {**FORMATS, **FOUR_BIT}
 """What caches and pools may hold."""
 
@@ -203,6 +206,16 @@ def encoding(name: str, rotated_width: int) -> str:
     ('bf16', 'nvfp4+hadamard:128')
     """
     return f"{name}+hadamard:{rotated_width}" if rotated_width else name
+
+
+def require_scale_rule(rule: Any, format: str) -> str:
+    """Return how groups of a format get their scales; ValueError unless it can be so."""
+    if not isinstance(rule, str) or rule not in SCALE_RULES:
+        known = " or ".join(map(repr, SCALE_RULES))
+        raise ValueError(f"scale_rule: expected {known}, got {rule!r}")
+    if rule != "absmax" and format != "nvfp4":
+        raise ValueError(f"scale_rule: expected 'absmax' for {format}, got {rule!r}")
+    return rule
 
 
 def rotated_elements(rotation: Any, rotated_width: Any, width: int, format: str) -> int:

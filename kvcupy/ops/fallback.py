@@ -111,17 +111,20 @@ def _group_scales(bits: Any, format: FourBitFormat) -> Any:
     return decode(bits, format.scale_format)
 
 
-def _scale_of_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, Any]:
+def _scale_of_groups(
+    values: Any, limit: float, format: FourBitFormat, scale: Any
+) -> tuple[Any, Any]:
     """Return the scales of groups, in their carrier dtype, and whether a group is zeros.
 
     Parameters
     ----------
     values : float32 (..., groups, group), without NaN
+    limit : the code that the largest magnitude becomes
     scale : of the tensor or head, which goes with (..., groups)
     """
     xp = module_of(values)
     absmax = xp.minimum(xp.abs(values).max(axis=-1), _FLOAT_MAX).astype(xp.float32)
-    quotient = (absmax / (np.float32(format.limit) * scale)).astype(xp.float32)
+    quotient = (absmax / (np.float32(limit) * scale)).astype(xp.float32)
     is_zero = absmax == 0
     if format.scale_format == "e8m0":
         bits = quotient.view(xp.uint32).astype(xp.int64)
@@ -204,8 +207,9 @@ def rotate(values: Any, rotated_width: int) -> Any:
 
 @QUIET
 def encode_groups(
-    values: Any, format: FourBitFormat, scale: Any, rotated_width: int = 0
-) -> tuple[Any, Any]:
+    values: Any, format: FourBitFormat, scale: Any, rotated_width: int = 0,
+    scale_rule: str = "absmax",
+) -> tuple[Any, Any]:  # fmt: skip
     """Return codes, uint8 (..., width / 2), and group scales of float32 rows (..., width).
 
     The steps are those of `kvcupy.reference.four_bit`.
@@ -226,7 +230,39 @@ def encode_groups(
         codes, pairs = _encode_above_minimum(groups, format, scale)
         codes = codes.reshape(known.shape)
         return codes[..., 0::2] | (codes[..., 1::2] << 4), pairs
-    scales, is_zero = _scale_of_groups(groups, format, scale)
+    codes, scales = _encode_by_largest(groups, format, scale, format.limit or 1)
+    if scale_rule == "four_over_six":
+        fours, others = _encode_by_largest(groups, format, scale, 4)
+        errors = (
+            _squared_error(groups, own, bits, format, scale)
+            for own, bits in ((fours, others), (codes, scales))
+        )
+        prefers_four = next(errors) < next(errors)
+        codes = xp.where(prefers_four[..., None], fours, codes)
+        scales = xp.where(prefers_four, others, scales)
+    codes = codes.reshape(known.shape)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def _squared_error(groups: Any, codes: Any, scales: Any, format: FourBitFormat, scale: Any) -> Any:
+    """Return what codes leave of each group: squares, added one after another in float32."""
+    xp = module_of(groups)
+    step = (_group_scales(scales, format) * scale).astype(xp.float32)
+    numbers = xp.asarray(_CODES[format.limit or 7.0])[codes]
+    errors = (groups - (numbers * step[..., None]).astype(xp.float32)).astype(xp.float32)
+    squares = (errors * errors).astype(xp.float32)
+    total = squares[..., 0]
+    for i in range(1, format.group):
+        total = (total + squares[..., i]).astype(xp.float32)
+    return total
+
+
+def _encode_by_largest(
+    groups: Any, format: FourBitFormat, scale: Any, limit: float
+) -> tuple[Any, Any]:
+    """Return a code for each element of groups, and scales that make `limit` the largest."""
+    xp = module_of(groups)
+    scales, is_zero = _scale_of_groups(groups, limit, format, scale)
     step = xp.maximum((_group_scales(scales, format) * scale).astype(xp.float32), _TINY)
     quotients = (groups / step[..., None]).astype(xp.float32)
     exact = xp.abs(quotients).astype(xp.float64)
@@ -238,8 +274,7 @@ def encode_groups(
         codes = magnitudes | xp.where(negative, 8, 0)
     else:
         codes = xp.where(negative, -magnitudes, magnitudes) & 15
-    codes = xp.where(is_zero[..., None], 0, codes).reshape(known.shape).astype(xp.uint8)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+    return xp.where(is_zero[..., None], 0, codes).astype(xp.uint8), scales
 
 
 @QUIET

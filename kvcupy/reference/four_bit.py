@@ -38,6 +38,12 @@ as 0 and magnitudes as at most 2**112, so that sums stay finite; and again, with
 when codes have become numbers. In each block of B elements, for half = 1, 2, 4, ... below B:
 x[i], x[i + half] = float32(x[i] + x[i + half]), float32(x[i] - x[i + half]) for all i of which the
 bit `half` is 0. Then each is multiplied by float32(1 / sqrt(B)). All later steps see the result.
+
+With the scale rule "four_over_six" (arXiv 2512.02010; nvfp4 alone) a group goes through steps 2 to
+6 twice, with limits of 6 and of 4. Of what either stands for, the squares of the differences from x
+are added in the order of elements, from 0 on: error = float32(error + float32(d * d)),
+d = float32(x - float32(code * step)). The limit 4 is taken where its error is the smaller of two
+numbers; where they are equal, or one is NaN, it is 6.
 """
 
 from __future__ import annotations
@@ -105,11 +111,20 @@ class FourBitRows:
         fp16 pairs, the scale in the lower half.
     rotated_width
         The first elements of a row, which are stored rotated.
+    scale_rule
+        How groups get their scales: "absmax" or "four_over_six".
     """
 
-    def __init__(self, codes: Array, scales: Array, fmt: str, rotated_width: int = 0) -> None:
+    def __init__(
+        self,
+        codes: Array,
+        scales: Array,
+        fmt: str,
+        rotated_width: int = 0,
+        scale_rule: str = "absmax",
+    ) -> None:
         self.codes, self.scales, self.fmt = codes, scales, fmt
-        self.rotated_width = rotated_width
+        self.rotated_width, self.scale_rule = rotated_width, scale_rule
         self.shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         self.ndim = len(self.shape)
 
@@ -119,20 +134,24 @@ class FourBitRows:
         return f"{self.fmt}+hadamard:{self.rotated_width}" if self.rotated_width else self.fmt
 
     @classmethod
-    def packed(cls, rows: Array, fmt: str, rotated_width: int = 0) -> FourBitRows:
+    def packed(
+        cls, rows: Array, fmt: str, rotated_width: int = 0, scale_rule: str = "absmax"
+    ) -> FourBitRows:
         """Return the rows of uint8 ``(..., row_bytes)``, each its codes and then its scales."""
         form = FOUR_BIT[fmt]
         split = rows.shape[-1] // form.group_bytes * (form.group // 2)
-        return cls(
-            rows[..., :split], rows[..., split:].view(form.scale_carrier), fmt, rotated_width
-        )
+        scales = rows[..., split:].view(form.scale_carrier)
+        return cls(rows[..., :split], scales, fmt, rotated_width, scale_rule)
+
+    def _of(self, codes: Array, scales: Array, rotated_width: int) -> FourBitRows:
+        return FourBitRows(codes, scales, self.fmt, rotated_width, self.scale_rule)
 
     def __len__(self) -> int:
         return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> FourBitRows:
         """Index the axes before the last."""
-        return FourBitRows(self.codes[index], self.scales[index], self.fmt, self.rotated_width)
+        return self._of(self.codes[index], self.scales[index], self.rotated_width)
 
     def __setitem__(self, index: Any, other: FourBitRows) -> None:
         self.codes[index], self.scales[index] = other.codes, other.scales
@@ -142,12 +161,12 @@ class FourBitRows:
         group = FOUR_BIT[self.fmt].group
         codes = self.codes[..., start // 2 : stop // 2]
         scales = self.scales[..., start // group : stop // group]
-        return FourBitRows(codes, scales, self.fmt, 0 if start else self.rotated_width)
+        return self._of(codes, scales, 0 if start else self.rotated_width)
 
     def swapaxes(self, first: int, second: int) -> FourBitRows:
         """Exchange two axes before the last."""
         codes, scales = (a.swapaxes(first, second) for a in (self.codes, self.scales))
-        return FourBitRows(codes, scales, self.fmt, self.rotated_width)
+        return self._of(codes, scales, self.rotated_width)
 
 
 def decode_codes(packed: Array, code: str) -> Float64:
@@ -253,6 +272,31 @@ def _quantise_above_minimum(groups: Array, scale: Array) -> tuple[Array, Array]:
     return np.where((own == 0)[..., None], np.float32(0), quotients), bits
 
 
+def _quantise_by_largest(
+    groups: Array, scale: Array, fmt: str, limit: float
+) -> tuple[Array, Array]:
+    """Return the quotients that are rounded to codes, and the bits of scales."""
+    absmax = np.minimum(np.abs(groups).max(axis=-1), np.finfo(np.float32).max)
+    divisor = np.asarray(np.float32(limit) * scale, np.float32)
+    bits = encode_scales(np.asarray(absmax / divisor, np.float32), absmax == 0, fmt)
+    step = np.asarray(decode_scales(bits, fmt) * scale, np.float32)
+    quotients = np.asarray(groups / np.maximum(step, TINY)[..., None], np.float32)
+    return np.where((absmax == 0)[..., None], np.float32(0), quotients), bits
+
+
+def _squared_error(groups: Array, quotients: Array, bits: Array, scale: Array, fmt: str) -> Float32:
+    """Return what is lost of each group, in float32, the squares added in order."""
+    form = FOUR_BIT[fmt]
+    codes = decode_codes(encode_codes(quotients, form.code), form.code).astype(np.float32)
+    step = np.asarray(decode_scales(bits, fmt) * scale, np.float32)
+    errors = np.asarray(groups - np.asarray(codes * step[..., None], np.float32), np.float32)
+    squares = np.asarray(errors * errors, np.float32)
+    total = np.zeros(squares.shape[:-1], np.float32)
+    for i in range(form.group):
+        total = np.asarray(total + squares[..., i], np.float32)
+    return total
+
+
 def quantise_rows(
     rows: Array, target: FourBitRows, scales: Array, *, limit: float | None = None
 ) -> None:
@@ -281,16 +325,19 @@ def quantise_rows(
         groups = x.reshape(*x.shape[:-1], -1, form.group)
         scale = np.asarray(scales, np.float32)[..., None]
         if form.code == "uint4":
-            quotients, target.scales[...] = _quantise_above_minimum(groups, scale)
-            target.codes[...] = encode_codes(quotients.reshape(x.shape), form.code)
-            return
-        absmax = np.minimum(np.abs(groups).max(axis=-1), np.finfo(np.float32).max)
-        divisor = np.asarray(np.float32(limit) * scale, np.float32)
-        bits = encode_scales(np.asarray(absmax / divisor, np.float32), absmax == 0, target.fmt)
-        step = np.asarray(decode_scales(bits, target.fmt) * scale, np.float32)
-        quotients = np.asarray(groups / np.maximum(step, TINY)[..., None], np.float32)
-    quotients = np.where((absmax == 0)[..., None], np.float32(0), quotients).reshape(x.shape)
-    target.codes[...] = encode_codes(quotients, form.code)
+            quotients, bits = _quantise_above_minimum(groups, scale)
+        else:
+            quotients, bits = _quantise_by_largest(groups, scale, target.fmt, limit)
+        if target.scale_rule == "four_over_six":
+            four, other = _quantise_by_largest(groups, scale, target.fmt, 4.0)
+            errors = (
+                _squared_error(groups, own, own_bits, scale, target.fmt)
+                for own, own_bits in ((four, other), (quotients, bits))
+            )
+            prefers_four = next(errors) < next(errors)
+            quotients = np.where(prefers_four[..., None], four, quotients)
+            bits = np.where(prefers_four, other, bits)
+    target.codes[...] = encode_codes(quotients.reshape(x.shape), form.code)
     target.scales[...] = bits
 
 
