@@ -49,7 +49,8 @@ __all__ = [
     "cos_sin", "decode", "decode_codes", "decode_pairs", "decode_scales", "dequantise_rows",
     "divide", "dynamic_scales", "encode", "encode_codes", "encode_pairs", "encode_scales",
     "find_duplicate_slots", "format_of", "gather_kv", "hadamard", "merge_states", "num_slots",
-    "page_table_csr", "paged_attention", "pair_axes", "position_faults", "quantise_rows", "rope_frequencies",
+    "page_table_csr", "paged_attention", "pair_axes", "position_faults", "quantise_rows",
+    "rope_frequencies",
     "rope_rows", "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "slot_mapping",
     "slot_row", "store_kv", "store_mla", "transfer_pages",
 ]  # fmt: skip
