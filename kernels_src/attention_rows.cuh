@@ -64,9 +64,8 @@ struct ScaledRow {
   int group_shift;
   int word_bytes;
 
-  // What the codes of a group are multiplied by.
-  __device__ __forceinline__ float step(u32 scale_bits) const {
-    return __fmul_rn(group_scale<T>(scale_bits), scale);
+  __device__ __forceinline__ GroupStep<T> step(u32 scale_bits) const {
+    return group_step<T>(scale_bits, scale);
   }
   __device__ __forceinline__ u32 scale_bits(int i) const {
     return load_group_scale<T>(scales + (i >> group_shift) * kGroupScaleBytes<T>);
@@ -88,7 +87,7 @@ __device__ __forceinline__ auto cached_row(const char* cache, const char* scale,
   }
 }
 
-// Eight elements of four bits are of one group, whose step they are multiplied by.
+// Eight elements of four bits are of one group.
 template <typename T>
 struct Elements<T, 8, true> {
   static constexpr int kBytes = 1;
@@ -105,7 +104,7 @@ struct Elements<T, 8, true> {
     scale_bits = row.scale_bits(i);
   }
   __device__ __forceinline__ Pack<float, 8> floats() const {
-    return decode_codes<T>(codes, __fmul_rn(group_scale<T>(scale_bits), scale));
+    return decode_codes<T>(codes, group_step<T>(scale_bits, scale));
   }
 };
 

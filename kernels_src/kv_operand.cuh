@@ -12,6 +12,7 @@ struct GroupScales {
   int code_word_bytes;   // in which codes are accessed: 1, 2, 4 or 8
   int rotation_shift;    // log2 of the elements that are rotated together; 0: none are
   int rotated_width;     // of the first elements of a row, which are rotated: whole such blocks
+  int four_over_six;     // of nvfp4: scales are chosen by the error of their group; 0: they are not
 };
 
 // Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves K or

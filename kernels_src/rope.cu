@@ -263,12 +263,12 @@ __device__ __forceinline__ float sum_of_squares(const char* in, int width, int l
 
 // Encode a row into a four-bit cache, by all threads of a warp; a row that is not stored is not
 // `active`. `longest` is the width of the longest row of the launch, and `most_shift` what is
-// rotated together in its caches, as in Rotation.
+// rotated together in its caches, as in Rotation; `plainly` holds for both of them.
 template <typename T, typename TFormat, int kCount>
 __device__ __forceinline__ void store_groups(const char* in, float scale, int width, int longest,
                                              bool active, const FourBitRow& row,
-                                             const KVOperand& operand, int most_shift, int lane,
-                                             int lanes) {
+                                             const KVOperand& operand, int most_shift, bool plainly,
+                                             int lane, int lanes) {
   constexpr int kLoads = kCount > 1 ? kCodesPerThread : 1;
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
   if (lanes == 1) {
@@ -285,7 +285,7 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
       store(x, at, stores);
     }
   };
-  if (most_shift) {
+  if (!plainly) {
     const Rotation rotation = {rotation_of(operand).shift, most_shift};
     store_packs([&](const auto& x, int at, bool stores) {
       rotate_in_group<TFormat>(x, scale, at, stores, row, operand, rotation);
@@ -392,10 +392,12 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     const SlotPlace place = place_of(slot, p.page_size, p.page_shift);
     const int most_shift =
         max(p.k_cache ? rotation_of(p.k).shift : 0, p.v_cache ? rotation_of(p.v).shift : 0);
+    const bool plainly =
+        (!p.k_cache || is_stored_plainly(p.k)) && (!p.v_cache || is_stored_plainly(p.v));
     store_groups<T, TCache, kCount>(
         is_value ? in : staged, scale, width, max(p.k_cache ? p.head_dim : 0, p.v.width), cached,
         four_bit_row(is_value ? p.v_cache : p.k_cache, operand, place, head), operand, most_shift,
-        lane, lanes);
+        plainly, lane, lanes);
   } else {
     const ScaleDivisor divisor(scale);
     if (is_value) {

@@ -215,7 +215,7 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
       if (p.v.width) store(v, v_scale, at, active && has_v, v_out, p.v);
     }
   };
-  if (rotation_of(p.k).shift | rotation_of(p.v).shift) {
+  if (!is_stored_plainly(p.k) || !is_stored_plainly(p.v)) {
     store_packs([](const auto& x, float scale, int at, bool has, const FourBitRow& row,
                    const KVOperand& operand) {
       rotate_in_group<TFormat>(x, scale, at, has, row, operand, rotation_of(operand));

@@ -103,6 +103,7 @@ struct FourBitPool {
   int code_word_bytes;  // in which codes are accessed: 1, 2, 4 or 8
   RotatedPart k_rotated;
   RotatedPart v_rotated;
+  int four_over_six;  // as in GroupScales
 };
 
 struct TransferConvertParams {
@@ -340,6 +341,7 @@ __device__ __forceinline__ KVOperand groups_of(const FourBitPool& pool) {
   KVOperand operand{};
   operand.group_scales.group_shift = pool.group_shift;
   operand.group_scales.code_word_bytes = pool.code_word_bytes;
+  operand.group_scales.four_over_six = pool.four_over_six;
   return operand;
 }
 
@@ -373,7 +375,7 @@ struct HeldCodes {
   }
 
   __device__ __forceinline__ Sixteen values(const Rotation& rotation) const {
-    const Sixteen x = decode_codes<TFormat>(codes, group_scale<TFormat>(scale_bits));
+    const Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
     return rotation.most_shift ? rotate_sixteen(x, rotation) : x;
   }
 
@@ -519,7 +521,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       const auto store = [&](const auto& x, char* to, int width, bool has,
                              const RotatedPart& rotated) {
         const FourBitRow row = packed_row(to, width);
-        if (rotated.shift == 0) {
+        if (rotated.shift == 0 && is_stored_plainly(operand)) {
           store_in_group<TFormat>(x, 1.0f, element, has, row, operand);
         } else {
           rotate_in_group<TFormat>(x, 1.0f, element, has, row, operand,

@@ -39,6 +39,8 @@ class ArrayView(ProcessLocal):
         None
     rotated_width : the first elements of a row, which are rotated: all of them, or the latent
         without the rope part; 0 without rotation
+    scale_rule : how what is written gets its group scales: "absmax", or of nvfp4 "four_over_six".
+        Reading does not depend on it
     device : "host", "cuda:0", ...
     library : "numpy", "cupy", "torch" or "dlpack": whose current stream `stream=None` means
     readonly : whether the exporter forbids writing
@@ -54,7 +56,7 @@ class ArrayView(ProcessLocal):
 
     __slots__ = (
         "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "rotated_width",
-        "scales", "shape", "strides",
+        "scale_rule", "scales", "shape", "strides",
     )  # fmt: skip
 
     _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
@@ -72,6 +74,7 @@ class ArrayView(ProcessLocal):
         owner: object = None,
         scales: ArrayView | None = None,
         rotated_width: int = 0,
+        scale_rule: str = "absmax",
     ) -> None:
         self.pointer = pointer
         self.shape = shape
@@ -84,6 +87,7 @@ class ArrayView(ProcessLocal):
         self.owner = owner
         self.scales = scales
         self.rotated_width = rotated_width
+        self.scale_rule = scale_rule
         if format in formats.FOUR_BIT:
             if not shape:
                 raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
@@ -182,6 +186,7 @@ class ArrayView(ProcessLocal):
             self.pointer, self.shape, self.strides, self.format, self.device,
             library=self.library, readonly=self.readonly,
             scales=self.scales and self.scales.without_owner(), rotated_width=self.rotated_width,
+            scale_rule=self.scale_rule,
         )  # fmt: skip
 
     def __getitem__(self, index: Any) -> ArrayView:
@@ -234,7 +239,9 @@ class ArrayView(ProcessLocal):
             )
         if last is not ...:
             steps = (*steps[:at], slice(None), *steps[at + 1 :])
-        rows = four_bit_view(self.codes[steps], scales[steps], self.format, self.rotated_width)
+        rows = four_bit_view(
+            self.codes[steps], scales[steps], self.format, self.rotated_width, self.scale_rule
+        )
         return columns(rows, start, stop)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -306,13 +313,13 @@ def _scales_behind(v: ArrayView) -> ArrayView:
 
 
 def four_bit_view(
-    codes: ArrayView, scales: ArrayView, format: str, rotated_width: int
+    codes: ArrayView, scales: ArrayView, format: str, rotated_width: int, scale_rule: str
 ) -> ArrayView:
     """Return the elements of a four-bit format, from views of its codes and group scales."""
     return ArrayView(
         codes.pointer, (*codes.shape[:-1], 2 * codes.shape[-1]), codes.strides, format,
         codes.device, library=codes.library, readonly=codes.readonly or scales.readonly,
-        owner=codes.owner, scales=scales, rotated_width=rotated_width,
+        owner=codes.owner, scales=scales, rotated_width=rotated_width, scale_rule=scale_rule,
     )  # fmt: skip
 
 
@@ -338,7 +345,8 @@ def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
         v.codes[..., start // 2 : stop // 2],
         v.scales[..., start // group : stop // group],
     )
-    return four_bit_view(codes, scales, v.format, _rotated_columns(v, start, stop))
+    rotated = _rotated_columns(v, start, stop)
+    return four_bit_view(codes, scales, v.format, rotated, v.scale_rule)
 
 
 def _rotated_columns(v: ArrayView, start: int, stop: int) -> int:
@@ -389,7 +397,7 @@ def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
     """Return a view with its axes in another order; the rows of a four-bit format stay last."""
     if v.scales is not None and v.packed is None:
         codes, scales = transposed(v.codes, axes), transposed(v.scales, axes)
-        return four_bit_view(codes, scales, v.format, v.rotated_width)
+        return four_bit_view(codes, scales, v.format, v.rotated_width, v.scale_rule)
     return reshaped(v, tuple(v.shape[i] for i in axes), tuple(v.strides[i] for i in axes))
 
 
@@ -400,6 +408,7 @@ def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
     return ArrayView(
         v.pointer, shape, strides, v.format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner, rotated_width=v.rotated_width,
+        scale_rule=v.scale_rule,
     )  # fmt: skip
 
 
@@ -577,7 +586,7 @@ Probe = Callable[[Any], tuple[int, Signature]]
 
 def _probe_view(x: ArrayView) -> tuple[int, Signature]:
     if x.scales is not None:  # a plan finds them by their distance from the codes
-        scales = x.scales.pointer - x.pointer, x.scales.strides, x.rotated_width
+        scales = x.scales.pointer - x.pointer, x.scales.strides, x.rotated_width, x.scale_rule
         signature = x.format, x.shape, x.strides, x.device, x.library, x.readonly, scales
         return x.pointer, signature
     return x.pointer, (x.format, x.shape, x.strides, x.device, x.library, x.readonly)
@@ -1006,7 +1015,7 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
 
 def view_as(
     array: Any, format: str, *, scales: Any = None, rotation: str | None = None,
-    rotated_width: int | None = None,
+    rotated_width: int | None = None, scale_rule: str | None = None,
 ) -> ArrayView:  # fmt: skip
     """Tag an array of integers that holds the bits of a number format.
 
@@ -1017,15 +1026,20 @@ def view_as(
         (`kvcupy.formats.FourBitFormat`), or with `scales` the codes alone, uint8 (..., width / 2);
         contiguous along a row
     format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8", or of the four-bit formats "nvfp4 mxfp4
-        int4 int4_g64 int4_g128"
+        int4 int4_g64 int4_g128 int4_zp int4_zp_g64 int4_zp_g128"
     scales : of a four-bit format whose scales are in an array of their own, (..., groups), with any
-        strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4
+        strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4. For int4_zp fp16
+        (..., groups, 2), the scale and the minimum of each group, or uint32 (..., groups)
     rotation : "hadamard": rows of a four-bit format are multiplied by an orthonormal Hadamard
         matrix as they are stored, and again as they are read; None: they are not. It says how
         the bytes are read, as their format does
     rotated_width : with rotation, the first elements of a row, which are rotated, such as the
         latent without the rope part; None: all. They are rotated in blocks of the largest power of
         two that divides their number, which is at most 512
+    scale_rule : how groups get their scales when rows are written. "absmax": by their largest
+        magnitude; of nvfp4 also "four_over_six": so that the code of that is 6 or 4, whichever
+        leaves the smaller squared error. None: that of `array` if it is a view, else "absmax". It
+        says nothing of the bytes: they are read alike, and may be written by either rule
 
     Returns
     -------
@@ -1035,14 +1049,14 @@ def view_as(
     Raises
     ------
     ValueError : unknown format, its size is not the array's, rows are no whole groups or not
-        contiguous, or the fp16 scales of int4 are at odd addresses
+        contiguous, or the scales of int4 are not at multiples of 2 bytes, those of int4_zp of 4
     TypeError : `array` holds neither integers nor that format
 
     Notes
     -----
-    Alignment of four-bit rows: none, but that of fp16 for int4. Kernels access codes in words of as
-    many bytes, up to 8, as divide all strides and addresses: with a head of 128 elements a row of
-    nvfp4 is 72 bytes, and its words 8.
+    Alignment of four-bit rows: none, but 2 bytes for int4 and 4 for int4_zp. Kernels access codes
+    in words of as many bytes, up to 8, as divide all strides and addresses: with a head of 128
+    elements a row of nvfp4 is 72 bytes, and its words 8.
 
     Examples
     --------
@@ -1057,7 +1071,9 @@ def view_as(
     v = view(array, "array")
     four_bit = formats.FOUR_BIT.get(format)
     if four_bit is not None:
-        return _view_four_bit(v, four_bit, scales, rotation, rotated_width)
+        rule = formats.require_scale_rule(scale_rule or v.scale_rule, format)
+        return _view_four_bit(v, four_bit, scales, rotation, rotated_width, rule)
+    formats.require_scale_rule(scale_rule or "absmax", format)
     formats.rotated_elements(rotation, rotated_width, 0, format)  # raises but for None
     if scales is not None:
         raise ValueError(f"scales: expected None for {format}, got an array")
@@ -1074,8 +1090,9 @@ def view_as(
 
 
 def _view_four_bit(
-    v: ArrayView, format: formats.FourBitFormat, scales: Any, rotation: Any, rotated_width: Any
-) -> ArrayView:
+    v: ArrayView, format: formats.FourBitFormat, scales: Any, rotation: Any, rotated_width: Any,
+    rule: str,
+) -> ArrayView:  # fmt: skip
     """Return the elements of rows of bytes, with the scales behind the codes or by themselves."""
     if v.format == format.name and scales is None:
         rotated = formats.rotated_elements(rotation, rotated_width, v.shape[-1], v.format)
@@ -1083,7 +1100,13 @@ def _view_four_bit(
             raise ValueError(
                 f"array: expected bytes, or rows with {rotated} rotated elements, got {describe(v)}"
             )
-        return v
+        if rule == v.scale_rule:
+            return v
+        return ArrayView(
+            v.pointer, v.shape, v.strides, v.format, v.device, library=v.library,
+            readonly=v.readonly, owner=v.owner, scales=v.scales, rotated_width=rotated,
+            scale_rule=rule,
+        )  # fmt: skip
     if v.format not in ("uint8", "int8"):
         raise TypeError(f"array: expected uint8 that hold {format.name} rows, got {v.format}")
     _require_row_bytes(v, 1, "array")
@@ -1102,16 +1125,20 @@ def _view_four_bit(
         result = ArrayView(
             v.pointer, shape, v.strides, format.name, v.device,
             library=v.library, readonly=v.readonly, owner=v.owner, rotated_width=rotated,
+            scale_rule=rule,
         )  # fmt: skip
         _require_row_bytes(result.scales or v, format.scale_bytes, "array")
         return result
     s = view(scales, "scales")
-    allowed = {"fp8_e4m3": ("fp8_e4m3", "uint8"), "e8m0": ("float8_e8m0fnu", "uint8")}.get(
-        format.scale_format, ("fp16", "uint16")
-    )
+    allowed = {
+        "fp8_e4m3": ("fp8_e4m3", "uint8"), "e8m0": ("float8_e8m0fnu", "uint8"),
+        "fp16": ("fp16", "uint16"), "fp16x2": ("fp16", "uint16", "uint32"),
+    }[format.scale_format]  # fmt: skip
     if s.format not in allowed:
         known = " or ".join(allowed)
         raise TypeError(f"scales: expected {known} for {format.name}, got {s.format}")
+    if format.has_minimum and s.itemsize == 2:
+        s = _pairs_as_words(s, (*v.shape[:-1], num_groups, 2))
     if s.shape != (*v.shape[:-1], num_groups):
         expected = (*v.shape[:-1], num_groups)
         raise ValueError(f"scales: expected {expected} for {describe(v)}, got {describe(s)}")
@@ -1122,7 +1149,18 @@ def _view_four_bit(
         s.pointer, s.shape, s.strides, format.scale_carrier, s.device,
         library=s.library, readonly=s.readonly, owner=s.owner,
     )  # fmt: skip
-    return four_bit_view(v, own, format.name, rotated)
+    return four_bit_view(v, own, format.name, rotated, rule)
+
+
+def _pairs_as_words(v: ArrayView, shape: tuple[int, ...]) -> ArrayView:
+    """View the scales and minima of groups, fp16 (..., groups, 2), as words of 4 bytes."""
+    if v.shape != shape or v.strides[-1] != 2:
+        expected = f"{shape}, scale and minimum next to each other"
+        raise ValueError(f"scales: expected {expected}, got {describe(v)}")
+    return ArrayView(
+        v.pointer, shape[:-1], v.strides[:-1], "uint32", v.device,
+        library=v.library, readonly=v.readonly, owner=v.owner,
+    )  # fmt: skip
 
 
 def is_four_bit(dtype: Any) -> bool:
@@ -1137,19 +1175,20 @@ def rotation_options(rotated_width: int) -> dict[str, Any]:
 
 def four_bit_array(
     make: Callable[[Any, Any], Any], shape: Any, format: str, rotation: Any = None,
-    rotated_width: Any = None,
+    rotated_width: Any = None, scale_rule: Any = "absmax",
 ) -> ArrayView:  # fmt: skip
     """Return an array of a four-bit format over bytes that `make(shape, dtype)` allocates.
 
     Parameters
     ----------
-    rotation, rotated_width : as in `view_as`
+    rotation, rotated_width, scale_rule : as in `view_as`
 
     Raises
     ------
     TypeError, ValueError : the last axis is no whole number of groups, an argument does not fit, or
         what `make` raises
     """
+    rule = formats.require_scale_rule(scale_rule, formats.tag(format))
     if format not in formats.FOUR_BIT:  # what asked for a rotation
         formats.rotated_elements(rotation, rotated_width, 0, formats.tag(format))
     four_bit = formats.FOUR_BIT[format]
@@ -1165,7 +1204,7 @@ def four_bit_array(
     raw = view(make((*outer, four_bit.row_bytes(width)), np.dtype(np.uint8)))
     return ArrayView(
         raw.pointer, (*raw.shape[:-1], width), raw.strides, format, raw.device,
-        library=raw.library, owner=raw.owner, rotated_width=rotated,
+        library=raw.library, owner=raw.owner, rotated_width=rotated, scale_rule=rule,
     )  # fmt: skip
 
 

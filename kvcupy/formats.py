@@ -58,13 +58,15 @@ class FourBitFormat(Format):
     """A format of two codes a byte, element 2i in the low nibble of byte i, scaled by groups.
 
     A row of `width` elements is `width / 2` bytes of codes, then its scales in order; or its scales
-    lie in an array of their own. value = code * group scale * scale of the tensor or head.
+    lie in an array of their own. value = code * group scale * scale of the tensor or head; with a
+    zero point (code * group scale + minimum) * scale.
 
     Attributes
     ----------
     group : elements that share a scale; the width of a row is a multiple of it
-    scale_format : of the group scales: "fp8_e4m3", "e8m0" (a power of two) or "fp16"
-    scale_bytes : of one group scale
+    scale_format : of the group scales: "fp8_e4m3", "e8m0" (a power of two), "fp16", or "fp16x2": a
+        pair of fp16, the scale and then the minimum, which is the value of code 0
+    scale_bytes : of one group scale, with the minimum
     """
 
     group: int
@@ -77,6 +79,11 @@ class FourBitFormat(Format):
         return False
 
     @property
+    def has_minimum(self) -> bool:
+        """Whether codes count from the minimum of their group, its zero point."""
+        return self.scale_format == "fp16x2"
+
+    @property
     def group_bytes(self) -> int:
         """Bytes of a group with its scale."""
         return self.group // 2 + self.scale_bytes
@@ -87,8 +94,8 @@ class FourBitFormat(Format):
 
     @property
     def scale_carrier(self) -> str:
-        """The format of a view of the group scales; e8m0 is viewed as bytes."""
-        return "uint8" if self.scale_format == "e8m0" else self.scale_format
+        """The format of a view of the group scales; e8m0 is viewed as bytes, a pair as a word."""
+        return {"e8m0": "uint8", "fp16x2": "uint32"}.get(self.scale_format, self.scale_format)
 
 
 FOUR_BIT: dict[str, FourBitFormat] = {
@@ -101,6 +108,9 @@ FOUR_BIT: dict[str, FourBitFormat] = {
         ("int4", 7.0, "int4x2", 32, "fp16", 2),
         ("int4_g64", 7.0, "int4x2", 64, "fp16", 2),
         ("int4_g128", 7.0, "int4x2", 128, "fp16", 2),
+        ("int4_zp", 15.0, "uint4x2", 32, "fp16x2", 4),
+        ("int4_zp_g64", 15.0, "uint4x2", 64, "fp16x2", 4),
+        ("int4_zp_g128", 15.0, "uint4x2", 128, "fp16x2", 4),
     )
 }
 
@@ -109,6 +119,9 @@ ROTATIONS = ("hadamard",)
 
 MAX_ROTATION_BLOCK = 512
 """Elements that rotate together, at most: what a warp holds."""
+
+SCALE_RULES = ("absmax", "four_over_six")
+"""How groups get their scales: by their largest magnitude; or, of nvfp4, by their error."""
 
 CACHE_FORMATS: dict[str, Format] = {**FORMATS, **FOUR_BIT}
 """What caches and pools may hold."""
@@ -193,6 +206,16 @@ def encoding(name: str, rotated_width: int) -> str:
     ('bf16', 'nvfp4+hadamard:128')
     """
     return f"{name}+hadamard:{rotated_width}" if rotated_width else name
+
+
+def require_scale_rule(rule: Any, format: str) -> str:
+    """Return how groups of a format get their scales; ValueError unless it can be so."""
+    if not isinstance(rule, str) or rule not in SCALE_RULES:
+        known = " or ".join(map(repr, SCALE_RULES))
+        raise ValueError(f"scale_rule: expected {known}, got {rule!r}")
+    if rule != "absmax" and format != "nvfp4":
+        raise ValueError(f"scale_rule: expected 'absmax' for {format}, got {rule!r}")
+    return rule
 
 
 def rotated_elements(rotation: Any, rotated_width: Any, width: int, format: str) -> int:

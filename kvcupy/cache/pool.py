@@ -68,6 +68,7 @@ class Pool(ProcessLocal, abc.ABC):
     dtype : name of the number format, "bf16"
     encoding : what the bytes of rows are: the format, and how many elements of a row are rotated
     rotation : "hadamard" if rows are stored rotated, else None
+    scale_rule : how groups get their scales where rows are written, as in `kvcupy.view_as`
     num_pages, page_size, num_layers, num_kv_heads, head_dim, v_head_dim : counts
     num_bytes : of all pages, with scales
     page_bytes : of one page of all layers, K and V, with scales
@@ -88,7 +89,7 @@ class Pool(ProcessLocal, abc.ABC):
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int,
         widths: tuple[int, ...], *, dtype: Any, layout: str, placement: str, device: Any,
-        scales: bool, rotation: Any, rotated_width: Any = None,
+        scales: bool, rotation: Any, rotated_width: Any = None, scale_rule: Any = "absmax",
     ) -> None:  # fmt: skip
         self.num_pages = positive_int(num_pages, "num_pages")
         self.page_size = positive_int(page_size, "page_size")
@@ -113,7 +114,8 @@ class Pool(ProcessLocal, abc.ABC):
                 formats.require_groups(four_bit, width, name)
         rotated = [formats.rotated_elements(rotation, rotated_width, n, self.dtype) for n in widths]
         self.device: Device = devices.get(device)
-        self._fill(widths, rotated, bool(scales))
+        rule = formats.require_scale_rule(scale_rule, self.dtype)
+        self._fill(widths, rotated, rule, bool(scales))
         self.allocator = PageAllocator(self.num_pages)
         metrics.follow(self, _page_samples)
 
@@ -129,6 +131,10 @@ class Pool(ProcessLocal, abc.ABC):
     @property
     def rotation(self) -> str | None:
         return next((part.rotation for part in self.parts if part.rotation), None)
+
+    @property
+    def scale_rule(self) -> str:
+        return str(self.parts[0].scale_rule)
 
     @property
     def encoding(self) -> str:
@@ -270,7 +276,9 @@ class Pool(ProcessLocal, abc.ABC):
         self.parts = tuple(part for group in groups for part in group.parts)
         self.scale_parts = tuple(part for group in groups for part in group.scale_parts)
 
-    def _fill(self, widths: tuple[int, ...], rotated: list[int], scales: bool) -> None:
+    def _fill(
+        self, widths: tuple[int, ...], rotated: list[int], rule: str, scales: bool
+    ) -> None:  # fmt: skip
         """Allocate all arrays, and view them by page and by layer."""
         order = _ORDERS[self.layout]
         # One scale per slot and head. In every layout the slots of a layer are evenly spaced.
@@ -282,7 +290,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.page_bytes = self.num_bytes // self.num_pages
         if self.num_bytes >= 2**63:
             raise ValueError(f"num_pages: expected less than 2**63 bytes, got {self.num_bytes}")
-        arrays = self._allocate(specs, rotated)
+        arrays = self._allocate(specs, rotated, rule)
 
         data, scale_data = arrays[: len(widths)], arrays[len(widths) :]
         by_page = [_by_page(array, order) for array in data]
@@ -301,13 +309,16 @@ class Pool(ProcessLocal, abc.ABC):
         sizes = (self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, width)
         return tuple(sizes["LPSHD".index(axis)] for axis in order)
 
-    def _allocate(self, specs: list[tuple[tuple[int, ...], str]], rotated: list[int]) -> list[Any]:
+    def _allocate(
+        self, specs: list[tuple[tuple[int, ...], str]], rotated: list[int], rule: str
+    ) -> list[Any]:
         """Allocate arrays, of the first of which so many elements of a row are rotated."""
         arrays: list[Any] = []
         try:
             widths = [*rotated, *[0] * (len(specs) - len(rotated))]
             for (shape, format), width in zip(specs, widths, strict=True):
-                arrays.append(_zeros(self.device, self.placement, shape, format, width))
+                own = rule if format == self.dtype else "absmax"
+                arrays.append(_zeros(self.device, self.placement, shape, format, width, own))
         except BaseException as error:
             arrays.clear()  # else the error's traceback would keep what was allocated before it
             if isinstance(error, MemoryError):
@@ -354,6 +365,8 @@ class KVPool(Pool):
     scales : store float32 scales with K and V of a quantised format, one for each token and head
     rotation : "hadamard" with a four-bit format: rows are rotated as they are stored, as in
         `kvcupy.view_as`; None: they are not
+    scale_rule : how groups get their scales where rows are written, as in `kvcupy.view_as`:
+        "absmax", or of nvfp4 "four_over_six"
 
     Raises
     ------
@@ -381,14 +394,14 @@ class KVPool(Pool):
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, *,
         v_head_dim: int | None = None, dtype: Any = "bf16", layout: str = "layer_first",
         placement: str = "device", device: Any = None, scales: bool = False,
-        rotation: str | None = None,
+        rotation: str | None = None, scale_rule: str = "absmax",
     ) -> None:  # fmt: skip
         k_width = positive_int(head_dim, "head_dim")
         v_width = k_width if v_head_dim is None else positive_int(v_head_dim, "v_head_dim")
         super().__init__(
             num_pages, page_size, num_layers, num_kv_heads, (k_width, v_width),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
-            rotation=rotation,
+            rotation=rotation, scale_rule=scale_rule,
         )  # fmt: skip
 
     @classmethod
@@ -452,7 +465,7 @@ class MLAPool(Pool):
     latent_dim : elements per token and layer, including the rope part
     num_pages, page_size, num_layers, dtype, layout, placement, device, scales : as in `KVPool`;
         the layouts have one head
-    rotation : as in `KVPool`
+    rotation, scale_rule : as in `KVPool`
     rotated_width : with rotation, the elements of the latent, without the rope part, which is not
         rotated
 
@@ -477,7 +490,7 @@ class MLAPool(Pool):
         self, num_pages: int, page_size: int, num_layers: int, latent_dim: int, *,
         dtype: Any = "bf16", layout: str = "layer_first", placement: str = "device",
         device: Any = None, scales: bool = False, rotation: str | None = None,
-        rotated_width: int | None = None,
+        rotated_width: int | None = None, scale_rule: str = "absmax",
     ) -> None:  # fmt: skip
         self.latent_dim = positive_int(latent_dim, "latent_dim")
         if rotation is not None and rotated_width is None:
@@ -488,7 +501,7 @@ class MLAPool(Pool):
         super().__init__(
             num_pages, page_size, num_layers, 1, (self.latent_dim,),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
-            rotation=rotation, rotated_width=rotated_width,
+            rotation=rotation, rotated_width=rotated_width, scale_rule=scale_rule,
         )  # fmt: skip
 
     @classmethod
@@ -554,9 +567,12 @@ def _page_samples(pool: Pool) -> Iterator[tuple[str, metrics.Labels, float]]:
 
 
 def _zeros(
-    device: Device, placement: str, shape: tuple[int, ...], format: str, rotated_width: int
-) -> Any:
+    device: Device, placement: str, shape: tuple[int, ...], format: str, rotated_width: int,
+    scale_rule: str,
+) -> Any:  # fmt: skip
     options = rotation_options(rotated_width)
+    if scale_rule != "absmax":
+        options["scale_rule"] = scale_rule
     if placement == "device":
         return device.zeros(shape, format, **options)
     if placement == "pageable":
@@ -619,7 +635,7 @@ def _stacked(layers: Sequence[ArrayView]) -> ArrayView:
         first.pointer, (pages, len(layers), *rest),
         (first.strides[0], distance, *first.strides[1:]), first.format, first.device,
         library=first.library, owner=first.owner,  # which keeps the memory of all of them
-        rotated_width=first.rotated_width,
+        rotated_width=first.rotated_width, scale_rule=first.scale_rule,
     )  # fmt: skip
 
 
@@ -743,6 +759,7 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
                 (first.device, v.device, v.device == first.device),
                 (f"pages of {shape}", v.shape, v.shape == shape),
                 (f"{rotated} rotated elements", v.rotated_width, v.rotated_width == rotated),
+                (f"scale_rule {first.scale_rule}", v.scale_rule, v.scale_rule == first.scale_rule),
             ):
                 if not is_alike:
                     raise ValueError(f"{name}: expected {expected} like {first_name}, got {got}")

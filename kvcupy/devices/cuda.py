@@ -63,27 +63,32 @@ class CudaDevice:
     # --- Memory ---
 
     def empty(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
-    ) -> Any:
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
+        scale_rule: Any = "absmax",
+    ) -> Any:  # fmt: skip
         """Return an uninitialised array; `dtype` may be a format name.
 
-        fp8 and four-bit formats come as ArrayView; `rotation` and `rotated_width` are those of
-        `kvcupy.view_as`. Its memory belongs to the current stream's arena
-        of CuPy's pool.
+        fp8 and four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are
+        those of `kvcupy.view_as`. Its memory belongs to the current stream's arena of CuPy's pool.
         """
-        if rotation is not None or arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.empty, shape, dtype, rotation, rotated_width)
+        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(
+                self.empty, shape, dtype, rotation, rotated_width, scale_rule
+            )
         return self._allocate("empty", shape, formats.tag(dtype))
 
     def zeros(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
-    ) -> Any:
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
+        scale_rule: Any = "absmax",
+    ) -> Any:  # fmt: skip
         """Return an array of zeros, complete when the call returns; `dtype` may be a format name.
 
         It is never part of a capture.
         """
-        if rotation is not None or arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.zeros, shape, dtype, rotation, rotated_width)
+        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(
+                self.zeros, shape, dtype, rotation, rotated_width, scale_rule
+            )
         stream = self.as_stream(None, "cupy")
         if stream.capturing:
             with self.context.current(), self.stream().cupy:
@@ -93,15 +98,18 @@ class CudaDevice:
         return array
 
     def empty_pinned(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
-    ) -> Any:
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
+        scale_rule: Any = "absmax",
+    ) -> Any:  # fmt: skip
         """Return pinned memory of exact size, near the GPU where known, as a NumPy array.
 
-        Four-bit formats come as ArrayView; `rotation` and `rotated_width` are those of
-        `kvcupy.view_as`.
+        Four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are those
+        of `kvcupy.view_as`.
         """
-        if rotation is not None or arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.empty_pinned, shape, dtype, rotation, rotated_width)
+        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(
+                self.empty_pinned, shape, dtype, rotation, rotated_width, scale_rule
+            )
         element = formats.numpy_dtype(dtype)
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize

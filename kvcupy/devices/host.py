@@ -158,31 +158,40 @@ class HostDevice:
     # --- Memory ---
 
     def empty(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
-    ) -> Any:
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
+        scale_rule: Any = "absmax",
+    ) -> Any:  # fmt: skip
         """Return an uninitialised array, aligned to 256 bytes; `dtype` may be a format name.
 
-        Four-bit formats come as ArrayView; `rotation` and `rotated_width` are those of
-        `kvcupy.view_as`.
+        Four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are those
+        of `kvcupy.view_as`.
         """
-        if rotation is not None or arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.empty, shape, dtype, rotation, rotated_width)
+        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(
+                self.empty, shape, dtype, rotation, rotated_width, scale_rule
+            )
         return _allocate(np.empty, shape, dtype)
 
     def zeros(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
-    ) -> Any:
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
+        scale_rule: Any = "absmax",
+    ) -> Any:  # fmt: skip
         """Return an array of zeros; `dtype` may be a format name, as for `empty`."""
-        if rotation is not None or arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.zeros, shape, dtype, rotation, rotated_width)
+        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(
+                self.zeros, shape, dtype, rotation, rotated_width, scale_rule
+            )
         return _allocate(np.zeros, shape, dtype)
 
     def empty_pinned(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
-    ) -> Any:
+        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
+        scale_rule: Any = "absmax",
+    ) -> Any:  # fmt: skip
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
-        if rotation is not None or arrays.is_four_bit(dtype):
-            return arrays.four_bit_array(self.empty_pinned, shape, dtype, rotation, rotated_width)
+        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(
+                self.empty_pinned, shape, dtype, rotation, rotated_width, scale_rule
+            )
         array = self.empty(shape, dtype)
         pinned = arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
         return observe.watched(pinned)

@@ -101,15 +101,33 @@ class Device(Protocol):
     def has_copy_engine(self) -> bool: ...  # whether copies run beside kernels
 
     # What users call.
-    # `rotation` and `rotated_width`, of four-bit formats, are those of `kvcupy.view_as`.
+    # `rotation`, `rotated_width` and `scale_rule`, of four-bit formats: as in `kvcupy.view_as`.
     def empty(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
+        self,
+        shape: Any,
+        dtype: Any,
+        *,
+        rotation: Any = None,
+        rotated_width: Any = None,
+        scale_rule: Any = "absmax",
     ) -> Any: ...
     def zeros(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
+        self,
+        shape: Any,
+        dtype: Any,
+        *,
+        rotation: Any = None,
+        rotated_width: Any = None,
+        scale_rule: Any = "absmax",
     ) -> Any: ...
     def empty_pinned(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None
+        self,
+        shape: Any,
+        dtype: Any,
+        *,
+        rotation: Any = None,
+        rotated_width: Any = None,
+        scale_rule: Any = "absmax",
     ) -> Any: ...
     def asarray(self, array: np.ndarray[Any, Any]) -> Any: ...
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]: ...

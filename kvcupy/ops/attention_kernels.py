@@ -265,7 +265,7 @@ PREFILL = Kernel(
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
 # shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing.
 FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
-_FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
+_FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4", "int4_zp")  # one of each of them
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
@@ -428,6 +428,8 @@ def _four_bit_table_bytes(
     prepared = 16 + 4  # a float at a multiple of 16 bytes, and two fp16
     if format.group != 16:
         prepared = keys * (k_width // 32 * 4 + v_width // 32 * 2)
+    if format.has_minimum:  # pairs of fp16, of keys and then of values
+        prepared = keys * max(k_width, v_width) // 32 * 4
     total = stages * (keys * (16 + sum(scales)) + 4) + prepared
     return -(-total // 16) * 16
 

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
         scales = self.scales and self.scales.of(whole, whole.pointer, shape)
         return ArrayView(
             whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner,
-            scales=scales, rotated_width=whole.rotated_width,
+            scales=scales, rotated_width=whole.rotated_width, scale_rule=whole.scale_rule,
         )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ _STRIDES = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head"
 _GROUP_SCALES = np.dtype([
     ("offset_bytes", np.int64), ("strides", _STRIDES), ("group_shift", np.int32),
     ("code_word_bytes", np.int32), ("rotation_shift", np.int32),
-    ("rotated_width", np.int32),
+    ("rotated_width", np.int32), ("four_over_six", np.int32),
 ], align=True)  # fmt: skip
 OPERAND_PARAMS = np.dtype([
     ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _STRIDES),
@@ -258,6 +258,7 @@ class KVOperand(NamedTuple):
     rows_offset_bytes : where it begins in each row outside
     rotated_width : the first elements of a row of a four-bit cache, which are stored rotated; 0: it
         is not rotated
+    scale_rule : how groups of a four-bit cache get their scales
     """
 
     rows: Rows
@@ -270,6 +271,7 @@ class KVOperand(NamedTuple):
     cache_offset_bytes: int = 0
     rows_offset_bytes: int = 0
     rotated_width: int = 0
+    scale_rule: str = "absmax"
 
     @property
     def four_bit(self) -> FourBitFormat | None:
@@ -373,7 +375,7 @@ class KVOperand(NamedTuple):
         scales = cache.scales and cache.scales.of(whole, pointer, shape)
         return ArrayView(
             pointer, shape, strides, whole.format, whole.device, owner=whole.owner, scales=scales,
-            rotated_width=self.rotated_width,
+            rotated_width=self.rotated_width, scale_rule=self.scale_rule,
         )  # fmt: skip
 
     def slots_of(
@@ -432,6 +434,7 @@ class KVOperand(NamedTuple):
                 "group_scales.code_word_bytes": self.code_word_bytes(alignment),
                 "group_scales.rotation_shift": max(0, self.rotation_block.bit_length() - 1),
                 "group_scales.rotated_width": self.rotated_width,
+                "group_scales.four_over_six": self.scale_rule == "four_over_six",
             }
         return {f"{field}.{name}": value for name, value in fields.items()}
 
@@ -509,7 +512,7 @@ def _kv_operand(
     )  # fmt: skip
     return KVOperand(
         own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names,
-        rotated_width=cache_view.rotated_width,
+        rotated_width=cache_view.rotated_width, scale_rule=cache_view.scale_rule,
     )  # fmt: skip
 
 
@@ -569,8 +572,9 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
             )
             for cache, start in zip(caches, starts, strict=True)
         ]
+    rule = whole.scale_rule
     latent, rope_key = (
-        KVOperand(own, cache, format, cache_format, static, None, names, offset, 0, width)
+        KVOperand(own, cache, format, cache_format, static, None, names, offset, 0, width, rule)
         for own, cache, format, names, offset, width in zip(
             own_rows, caches, formats, all_names, offsets, rotated, strict=True
         )

@@ -96,6 +96,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES = {  # values of the sixteen codes
     6.0: np.array([*_E2M1, *(-x for x in _E2M1)], np.float32),
     7.0: np.array([*range(8), *range(-8, 0)], np.float32),
+    15.0: np.arange(16, dtype=np.float32),
 }
 _FLOAT_MAX, _TINY = np.finfo(np.float32).max, np.float32(2.0**-149)
 
@@ -110,17 +111,20 @@ def _group_scales(bits: Any, format: FourBitFormat) -> Any:
     return decode(bits, format.scale_format)
 
 
-def _scale_of_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, Any]:
+def _scale_of_groups(
+    values: Any, limit: float, format: FourBitFormat, scale: Any
+) -> tuple[Any, Any]:
     """Return the scales of groups, in their carrier dtype, and whether a group is zeros.
 
     Parameters
     ----------
     values : float32 (..., groups, group), without NaN
+    limit : the code that the largest magnitude becomes
     scale : of the tensor or head, which goes with (..., groups)
     """
     xp = module_of(values)
     absmax = xp.minimum(xp.abs(values).max(axis=-1), _FLOAT_MAX).astype(xp.float32)
-    quotient = (absmax / (np.float32(format.limit) * scale)).astype(xp.float32)
+    quotient = (absmax / (np.float32(limit) * scale)).astype(xp.float32)
     is_zero = absmax == 0
     if format.scale_format == "e8m0":
         bits = quotient.view(xp.uint32).astype(xp.int64)
@@ -132,6 +136,51 @@ def _scale_of_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[An
         return xp.where(is_zero, 0, xp.maximum(halves, smallest)).astype(xp.float16), is_zero
     codes = encode(quotient, format.scale_format)
     return xp.where(is_zero, 0, xp.maximum(codes, 1)).astype(xp.uint8), is_zero
+
+
+def _pairs(bits: Any) -> tuple[Any, Any]:
+    """Return the float32 group scales and minima of words that hold a pair of fp16 each."""
+    halves = module_of(bits).ascontiguousarray(bits).view(np.float16)
+    wide = halves.astype(np.float32)
+    return wide[..., 0::2], wide[..., 1::2]
+
+
+def _half_beside(values: Any, direction: int) -> Any:
+    """Return float32 values rounded to fp16, up for a direction of 1 and down for -1."""
+    xp = module_of(values)
+    halves = values.astype(xp.float16)
+    bits = halves.view(np.uint16)
+    away_from_zero = (bits >= 0x8000) == (direction < 0)
+    beside = xp.where(away_from_zero, bits + 1, bits - 1).astype(np.uint16).view(np.float16)
+    passed = (halves.astype(xp.float32) - values) * direction < 0
+    return xp.where(passed, beside, halves)
+
+
+def _encode_above_minimum(groups: Any, format: FourBitFormat, scale: Any) -> tuple[Any, Any]:
+    """Return the codes of groups with a zero point, and their pairs as words.
+
+    Parameters
+    ----------
+    groups : float32 (..., groups, group), without NaN
+    scale : of the tensor or head, which goes with (..., groups)
+    """
+    xp = module_of(groups)
+    most = xp.minimum(groups.max(axis=-1), _FLOAT_MAX)
+    least = xp.maximum(groups.min(axis=-1), -_FLOAT_MAX)
+    low = xp.fmax(xp.fmin((least / scale).astype(xp.float32), 65504), -65504)
+    minimum = _half_beside((low + np.float32(0)).astype(xp.float32), -1)
+    span = ((most / scale).astype(xp.float32) - minimum.astype(xp.float32)).astype(xp.float32)
+    quotient = (span / np.float32(format.limit or 1)).astype(xp.float32)
+    own = _half_beside(xp.fmin(quotient, 65504).astype(xp.float32), 1)
+    own = xp.where(quotient > 0, own, 0).astype(xp.float16)
+    step = xp.maximum((own.astype(xp.float32) * scale).astype(xp.float32), _TINY)
+    base = (minimum.astype(xp.float32) * scale).astype(xp.float32)
+    above = xp.fmax((groups - base[..., None]).astype(xp.float32), 0).astype(xp.float32)
+    quotients = (above / step[..., None]).astype(xp.float32)
+    codes = xp.rint(xp.fmin(quotients, 15))
+    codes = xp.where((own == 0)[..., None], 0, codes).astype(xp.uint8)
+    pairs = xp.ascontiguousarray(xp.stack([own, minimum], axis=-1))
+    return codes, pairs.view(np.uint32)[..., 0]
 
 
 _ROTATED_LIMIT = np.float32(2.0**112)
@@ -158,8 +207,9 @@ def rotate(values: Any, rotated_width: int) -> Any:
 
 @QUIET
 def encode_groups(
-    values: Any, format: FourBitFormat, scale: Any, rotated_width: int = 0
-) -> tuple[Any, Any]:
+    values: Any, format: FourBitFormat, scale: Any, rotated_width: int = 0,
+    scale_rule: str = "absmax",
+) -> tuple[Any, Any]:  # fmt: skip
     """Return codes, uint8 (..., width / 2), and group scales of float32 rows (..., width).
 
     The steps are those of `kvcupy.reference.four_bit`.
@@ -176,7 +226,43 @@ def encode_groups(
         known = rotate(known, rotated_width)
     num_groups = known.shape[-1] // format.group
     groups = known.reshape(*known.shape[:-1], num_groups, format.group)
-    scales, is_zero = _scale_of_groups(groups, format, scale)
+    if format.has_minimum:
+        codes, pairs = _encode_above_minimum(groups, format, scale)
+        codes = codes.reshape(known.shape)
+        return codes[..., 0::2] | (codes[..., 1::2] << 4), pairs
+    codes, scales = _encode_by_largest(groups, format, scale, format.limit or 1)
+    if scale_rule == "four_over_six":
+        fours, others = _encode_by_largest(groups, format, scale, 4)
+        errors = (
+            _squared_error(groups, own, bits, format, scale)
+            for own, bits in ((fours, others), (codes, scales))
+        )
+        prefers_four = next(errors) < next(errors)
+        codes = xp.where(prefers_four[..., None], fours, codes)
+        scales = xp.where(prefers_four, others, scales)
+    codes = codes.reshape(known.shape)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def _squared_error(groups: Any, codes: Any, scales: Any, format: FourBitFormat, scale: Any) -> Any:
+    """Return what codes leave of each group: squares, added one after another in float32."""
+    xp = module_of(groups)
+    step = (_group_scales(scales, format) * scale).astype(xp.float32)
+    numbers = xp.asarray(_CODES[format.limit or 7.0])[codes]
+    errors = (groups - (numbers * step[..., None]).astype(xp.float32)).astype(xp.float32)
+    squares = (errors * errors).astype(xp.float32)
+    total = squares[..., 0]
+    for i in range(1, format.group):
+        total = (total + squares[..., i]).astype(xp.float32)
+    return total
+
+
+def _encode_by_largest(
+    groups: Any, format: FourBitFormat, scale: Any, limit: float
+) -> tuple[Any, Any]:
+    """Return a code for each element of groups, and scales that make `limit` the largest."""
+    xp = module_of(groups)
+    scales, is_zero = _scale_of_groups(groups, limit, format, scale)
     step = xp.maximum((_group_scales(scales, format) * scale).astype(xp.float32), _TINY)
     quotients = (groups / step[..., None]).astype(xp.float32)
     exact = xp.abs(quotients).astype(xp.float64)
@@ -188,8 +274,7 @@ def encode_groups(
         codes = magnitudes | xp.where(negative, 8, 0)
     else:
         codes = xp.where(negative, -magnitudes, magnitudes) & 15
-    codes = xp.where(is_zero[..., None], 0, codes).reshape(known.shape).astype(xp.uint8)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+    return xp.where(is_zero[..., None], 0, codes).astype(xp.uint8), scales
 
 
 @QUIET
@@ -201,17 +286,23 @@ def decode_groups(
     values = xp.asarray(_CODES[format.limit or 7.0])
     both = xp.stack([values[codes & 15], values[codes >> 4]], axis=-1)
     groups = both.reshape(*scales.shape, format.group)
-    step = (_group_scales(scales, format) * scale).astype(xp.float32)
     width = format.group * scales.shape[-1]
-    values = (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], width)
-    return rotate(values, rotated_width)
+    if format.has_minimum:
+        own, minimum = (part[..., None] for part in _pairs(scales))
+        outer = xp.asarray(scale, xp.float32)[..., None]
+        rows = ((groups * own + minimum).astype(xp.float32) * outer).astype(xp.float32)
+    else:
+        step = (_group_scales(scales, format) * scale).astype(xp.float32)
+        rows = (groups * step[..., None]).astype(xp.float32)
+    return rotate(rows.reshape(*scales.shape[:-1], width), rotated_width)
 
 
 def split_rows(rows: Any, format: FourBitFormat) -> tuple[Any, Any]:
     """Return codes and group scales, as `encode_groups` does, of bytes (..., row_bytes)."""
     split = rows.shape[-1] // format.group_bytes * (format.group // 2)
     scales = module_of(rows).ascontiguousarray(rows[..., split:])
-    return rows[..., :split], scales.view(np.float16) if format.scale_bytes == 2 else scales
+    carrier = {1: np.uint8, 2: np.float16, 4: np.uint32}[format.scale_bytes]
+    return rows[..., :split], scales.view(carrier)
 
 
 def join_rows(codes: Any, scales: Any) -> Any:

@@ -614,7 +614,9 @@ def store_rows(
             floats = fallback.decode(rows[valid], operand.rows_format.name)
             scale = static_scale(device, operand, floats, views)
             stored = list(
-                fallback.encode_groups(floats, operand.four_bit, scale, operand.rotated_width)
+                fallback.encode_groups(
+                    floats, operand.four_bit, scale, operand.rotated_width, operand.scale_rule
+                )
             )
         for target, bits in zip(targets, stored, strict=True):
             target[where] = bits

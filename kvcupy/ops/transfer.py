@@ -441,7 +441,7 @@ def _move_by_arrays(
             values = fallback.divide(values, scale[..., None])
         if dst.four_bit is not None:
             codes, groups = fallback.encode_groups(
-                values, dst.four_bit, np.float32(1), dst.rotated_widths[i]
+                values, dst.four_bit, np.float32(1), dst.rotated_widths[i], dst.scale_rule
             )
             encoded = fallback.join_rows(codes, groups)
         else:
@@ -610,7 +610,7 @@ def _compact(
     num_parts = len(like.parts)
     return LayerPages(
         tuple(arrays[:num_parts]), tuple(arrays[num_parts:]), on_device=True, format=like.format,
-        rotated_widths=like.rotated_widths,
+        rotated_widths=like.rotated_widths, scale_rule=like.scale_rule,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class LayerPages:
     on_device : whether this is memory of the device itself, not of the host
     format : the pool's number format
     rotated_widths : the first elements of a row that are stored rotated, for each part
+    scale_rule : how groups get their scales where pages are converted into these
     """
 
     parts: tuple[ArrayView, ...]
@@ -49,6 +50,7 @@ class LayerPages:
     on_device: bool
     format: str
     rotated_widths: tuple[int, ...]
+    scale_rule: str
 
     @classmethod
     def of(
@@ -60,7 +62,8 @@ class LayerPages:
             tuple(bytes_of(v).without_owner() for v in own) for own in (views, scales)
         )
         rotated = tuple(v.rotated_width for v in views)
-        return cls(by_address, scales, on_device, views[0].format, rotated)
+        first = views[0]
+        return cls(by_address, scales, on_device, first.format, rotated, first.scale_rule)
 
     @property
     def arrays(self) -> tuple[ArrayView, ...]:
@@ -105,6 +108,7 @@ class LayerPages:
         params = {
             f"{side}.group_shift": self.four_bit.group.bit_length() - 1,
             f"{side}.code_word_bytes": min(8, alignment),
+            f"{side}.four_over_six": self.scale_rule == "four_over_six",
         }
         for part, width in zip("kv", self.rotated_widths, strict=False):
             shift = max(0, formats.rotation_block(width).bit_length() - 1)
@@ -304,7 +308,7 @@ _ROTATED = np.dtype([("width", np.int32), ("shift", np.int32)], align=True)
 _FOUR_BIT_POOL = np.dtype(
     [
         ("group_shift", np.int32), ("code_word_bytes", np.int32),
-        ("k_rotated", _ROTATED), ("v_rotated", _ROTATED),
+        ("k_rotated", _ROTATED), ("v_rotated", _ROTATED), ("four_over_six", np.int32),
     ],
     align=True,
 )  # fmt: skip
@@ -515,7 +519,8 @@ def _convert(
     num_parts, widths = len(src.parts), src.widths
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
     alignments = {side: rows.alignment(range(i, i + num_parts)) for side, _, _, i in sides}
-    kernels, fewest, packed = CONVERT, 1, {}
+    kernels, fewest = CONVERT, 1
+    packed: _Params = {}
     if src.four_bit is None and dst.four_bit is None:
         elements = taken = next(
             count for count in pack_sizes(source)

@@ -15,12 +15,35 @@ can give the same bits. For a group of a row, with `scale` that of the tensor or
 
 A code stands for float32(code * float32(group scale * scale)).
 
+With a zero point (`int4_zp`) codes are 0 to 15, and a group keeps a scale and a minimum, both fp16:
+the minimum is the value of code 0, as KIVI (arXiv 2402.02750) and q4_1 of llama.cpp have it.
+
+1. x as above; least and most: its smallest and largest element, within the finite float32
+2. low = float32(least / scale), at most 65504 in magnitude, zero without a sign; minimum = low
+   rounded down to fp16. So no element is below it; where a bias is so large that neighbours in fp16
+   are further apart than elements, rounding to nearest would lose them all
+3. span = float32(float32(most / scale) - minimum); quotient = float32(span / 15)
+4. group scale = quotient, at most 65504, rounded up to fp16, so that code 15 is not below the
+   largest element; 0 where the quotient is not above 0
+5. step = float32(group scale * scale), at least 2**-149; base = float32(minimum * scale)
+6. code = the nearest even integer to float32(float32(x - base) / step), within 0 to 15. Where the
+   difference is not above 0, or the group scale is 0, the code is 0
+
+A code stands for float32(float32(code * group scale + minimum) * scale); the product is exact. Zero
+is exact where it is the least element of its group.
+
 Rows may be rotated: their first elements, `rotated_width` of them, are multiplied by an orthonormal
 Hadamard matrix in blocks of the largest power of two that divides their number. Before step 1, NaN
 as 0 and magnitudes as at most 2**112, so that sums stay finite; and again, without those bounds,
 when codes have become numbers. In each block of B elements, for half = 1, 2, 4, ... below B:
 x[i], x[i + half] = float32(x[i] + x[i + half]), float32(x[i] - x[i + half]) for all i of which the
 bit `half` is 0. Then each is multiplied by float32(1 / sqrt(B)). All later steps see the result.
+
+With the scale rule "four_over_six" (arXiv 2512.02010; nvfp4 alone) a group goes through steps 2 to
+6 twice, with limits of 6 and of 4. Of what either stands for, the squares of the differences from x
+are added in the order of elements, from 0 on: error = float32(error + float32(d * d)),
+d = float32(x - float32(code * step)). The limit 4 is taken where its error is the smaller of two
+numbers; where they are equal, or one is NaN, it is 6.
 """
 
 from __future__ import annotations
@@ -44,11 +67,11 @@ class FourBitFormat:
     """How a four-bit format is stored."""
 
     code: str
-    """"e2m1", or "int4": two's complement."""
+    """"e2m1", "int4": two's complement, or "uint4": 0 to 15 above a minimum."""
     group: int
     """Elements that share a scale."""
     scale: str
-    """The format of group scales: "fp8_e4m3", "e8m0" or "fp16"."""
+    """The format of group scales: "fp8_e4m3", "e8m0", "fp16", or "fp16x2": scale and minimum."""
     scale_carrier: str
     """The dtype of their bits."""
     smallest_scale: float
@@ -56,7 +79,7 @@ class FourBitFormat:
     @property
     def limit(self) -> float:
         """The largest magnitude of a code."""
-        return 6.0 if self.code == "e2m1" else 7.0
+        return {"e2m1": 6.0, "int4": 7.0, "uint4": 15.0}[self.code]
 
     @property
     def group_bytes(self) -> int:
@@ -70,6 +93,9 @@ FOUR_BIT = {
     "int4": FourBitFormat("int4", 32, "fp16", "uint16", 2.0**-24),
     "int4_g64": FourBitFormat("int4", 64, "fp16", "uint16", 2.0**-24),
     "int4_g128": FourBitFormat("int4", 128, "fp16", "uint16", 2.0**-24),
+    "int4_zp": FourBitFormat("uint4", 32, "fp16x2", "uint32", 2.0**-24),
+    "int4_zp_g64": FourBitFormat("uint4", 64, "fp16x2", "uint32", 2.0**-24),
+    "int4_zp_g128": FourBitFormat("uint4", 128, "fp16x2", "uint32", 2.0**-24),
 }
 
 
@@ -81,14 +107,24 @@ class FourBitRows:
     codes
         uint8 ``(..., D / 2)``, element 2i in the low nibble of byte i.
     scales
-        The bits of the group scales, ``(..., D / group)``: uint8, or uint16 for fp16.
+        The bits of the group scales, ``(..., D / group)``: uint8, uint16 for fp16, or uint32 for
+        fp16 pairs, the scale in the lower half.
     rotated_width
         The first elements of a row, which are stored rotated.
+    scale_rule
+        How groups get their scales: "absmax" or "four_over_six".
     """
 
-    def __init__(self, codes: Array, scales: Array, fmt: str, rotated_width: int = 0) -> None:
+    def __init__(
+        self,
+        codes: Array,
+        scales: Array,
+        fmt: str,
+        rotated_width: int = 0,
+        scale_rule: str = "absmax",
+    ) -> None:
         self.codes, self.scales, self.fmt = codes, scales, fmt
-        self.rotated_width = rotated_width
+        self.rotated_width, self.scale_rule = rotated_width, scale_rule
         self.shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         self.ndim = len(self.shape)
 
@@ -98,20 +134,24 @@ class FourBitRows:
         return f"{self.fmt}+hadamard:{self.rotated_width}" if self.rotated_width else self.fmt
 
     @classmethod
-    def packed(cls, rows: Array, fmt: str, rotated_width: int = 0) -> FourBitRows:
+    def packed(
+        cls, rows: Array, fmt: str, rotated_width: int = 0, scale_rule: str = "absmax"
+    ) -> FourBitRows:
         """Return the rows of uint8 ``(..., row_bytes)``, each its codes and then its scales."""
         form = FOUR_BIT[fmt]
         split = rows.shape[-1] // form.group_bytes * (form.group // 2)
-        return cls(
-            rows[..., :split], rows[..., split:].view(form.scale_carrier), fmt, rotated_width
-        )
+        scales = rows[..., split:].view(form.scale_carrier)
+        return cls(rows[..., :split], scales, fmt, rotated_width, scale_rule)
+
+    def _of(self, codes: Array, scales: Array, rotated_width: int) -> FourBitRows:
+        return FourBitRows(codes, scales, self.fmt, rotated_width, self.scale_rule)
 
     def __len__(self) -> int:
         return int(self.shape[0])
 
     def __getitem__(self, index: Any) -> FourBitRows:
         """Index the axes before the last."""
-        return FourBitRows(self.codes[index], self.scales[index], self.fmt, self.rotated_width)
+        return self._of(self.codes[index], self.scales[index], self.rotated_width)
 
     def __setitem__(self, index: Any, other: FourBitRows) -> None:
         self.codes[index], self.scales[index] = other.codes, other.scales
@@ -121,12 +161,12 @@ class FourBitRows:
         group = FOUR_BIT[self.fmt].group
         codes = self.codes[..., start // 2 : stop // 2]
         scales = self.scales[..., start // group : stop // group]
-        return FourBitRows(codes, scales, self.fmt, 0 if start else self.rotated_width)
+        return self._of(codes, scales, 0 if start else self.rotated_width)
 
     def swapaxes(self, first: int, second: int) -> FourBitRows:
         """Exchange two axes before the last."""
         codes, scales = (a.swapaxes(first, second) for a in (self.codes, self.scales))
-        return FourBitRows(codes, scales, self.fmt, self.rotated_width)
+        return self._of(codes, scales, self.rotated_width)
 
 
 def decode_codes(packed: Array, code: str) -> Float64:
@@ -135,9 +175,11 @@ def decode_codes(packed: Array, code: str) -> Float64:
     Parameters
     ----------
     code
-        ``"e2m1"`` or ``"int4"``.
+        ``"e2m1"``, ``"int4"`` or ``"uint4"``.
     """
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    if code == "uint4":
+        return nibbles.astype(np.float64)
     if code == "int4":
         signed = nibbles.astype(np.int64)
         return np.where(signed > 7, signed - 16, signed).astype(np.float64)
@@ -154,6 +196,8 @@ def encode_codes(values: Array, code: str) -> Array:
     known = np.where(np.isnan(values), 0.0, np.asarray(values, np.float64))
     if code == "int4":
         nibbles = np.clip(np.rint(known), -7, 7).astype(np.int64) & 15
+    elif code == "uint4":
+        nibbles = np.clip(np.rint(known), 0, 15)
     else:
         nibbles = encode(known, "e2m1")
     nibbles = nibbles.astype(np.uint8)
@@ -191,6 +235,68 @@ def encode_scales(quotients: Array, are_zero: Array, fmt: str) -> Array:
     return np.asarray(bits, form.scale_carrier)
 
 
+def decode_pairs(bits: Array) -> tuple[Float32, Float32]:
+    """Return the group scales and the minima of the bits of fp16 pairs, as float32."""
+    pairs = np.ascontiguousarray(bits)[..., None].view(np.uint16)
+    scale, minimum = decode(np.ascontiguousarray(np.moveaxis(pairs, -1, 0)), "fp16")
+    return scale.astype(np.float32), minimum.astype(np.float32)
+
+
+def encode_pairs(least: Array, most: Array, scales: Array) -> Array:
+    """Return the bits of fp16 pairs for groups between two float32 (steps 2 to 4)."""
+    low = np.asarray(least / scales, np.float32) + np.float32(0)
+    low = np.fmax(np.fmin(low, np.float32(65504)), np.float32(-65504))
+    minimum = low.astype(np.float16)
+    below = np.nextafter(minimum, np.float16(-np.inf))
+    minimum = np.where(minimum.astype(np.float32) > low, below, minimum)
+    span = np.asarray(np.asarray(most / scales, np.float32) - minimum, np.float32)
+    quotient = np.fmin(np.asarray(span / np.float32(15), np.float32), np.float32(65504))
+    own = quotient.astype(np.float16)
+    above = np.nextafter(own, np.float16(np.inf))
+    own = np.where(own.astype(np.float32) < quotient, above, own)
+    own = np.where(span / np.float32(15) > 0, own, np.float16(0))
+    pairs = np.stack([own, minimum], axis=-1).astype(np.float16)
+    return np.asarray(pairs.view(np.uint32)[..., 0], np.uint32)
+
+
+def _quantise_above_minimum(groups: Array, scale: Array) -> tuple[Array, Array]:
+    """Return the quotients that are rounded to codes, and the bits of fp16 pairs."""
+    largest = np.finfo(np.float32).max
+    least, most = (np.clip(f(groups, -1), -largest, largest) for f in (np.min, np.max))
+    bits = encode_pairs(least, most, scale)
+    own, minimum = decode_pairs(bits)
+    step = np.maximum(np.asarray(own * scale, np.float32), TINY)
+    base = np.asarray(minimum * scale, np.float32)
+    above = np.fmax(np.asarray(groups - base[..., None], np.float32), np.float32(0))
+    quotients = np.asarray(above / step[..., None], np.float32)
+    return np.where((own == 0)[..., None], np.float32(0), quotients), bits
+
+
+def _quantise_by_largest(
+    groups: Array, scale: Array, fmt: str, limit: float
+) -> tuple[Array, Array]:
+    """Return the quotients that are rounded to codes, and the bits of scales."""
+    absmax = np.minimum(np.abs(groups).max(axis=-1), np.finfo(np.float32).max)
+    divisor = np.asarray(np.float32(limit) * scale, np.float32)
+    bits = encode_scales(np.asarray(absmax / divisor, np.float32), absmax == 0, fmt)
+    step = np.asarray(decode_scales(bits, fmt) * scale, np.float32)
+    quotients = np.asarray(groups / np.maximum(step, TINY)[..., None], np.float32)
+    return np.where((absmax == 0)[..., None], np.float32(0), quotients), bits
+
+
+def _squared_error(groups: Array, quotients: Array, bits: Array, scale: Array, fmt: str) -> Float32:
+    """Return what is lost of each group, in float32, the squares added in order."""
+    form = FOUR_BIT[fmt]
+    codes = decode_codes(encode_codes(quotients, form.code), form.code).astype(np.float32)
+    step = np.asarray(decode_scales(bits, fmt) * scale, np.float32)
+    errors = np.asarray(groups - np.asarray(codes * step[..., None], np.float32), np.float32)
+    squares = np.asarray(errors * errors, np.float32)
+    total = np.zeros(squares.shape[:-1], np.float32)
+    for i in range(form.group):
+        total = np.asarray(total + squares[..., i], np.float32)
+    return total
+
+
 def quantise_rows(
     rows: Array, target: FourBitRows, scales: Array, *, limit: float | None = None
 ) -> None:
@@ -218,13 +324,20 @@ def quantise_rows(
             x = rotate_rows(x, target.rotated_width)
         groups = x.reshape(*x.shape[:-1], -1, form.group)
         scale = np.asarray(scales, np.float32)[..., None]
-        absmax = np.minimum(np.abs(groups).max(axis=-1), np.finfo(np.float32).max)
-        divisor = np.asarray(np.float32(limit) * scale, np.float32)
-        bits = encode_scales(np.asarray(absmax / divisor, np.float32), absmax == 0, target.fmt)
-        step = np.asarray(decode_scales(bits, target.fmt) * scale, np.float32)
-        quotients = np.asarray(groups / np.maximum(step, TINY)[..., None], np.float32)
-    quotients = np.where((absmax == 0)[..., None], np.float32(0), quotients).reshape(x.shape)
-    target.codes[...] = encode_codes(quotients, form.code)
+        if form.code == "uint4":
+            quotients, bits = _quantise_above_minimum(groups, scale)
+        else:
+            quotients, bits = _quantise_by_largest(groups, scale, target.fmt, limit)
+        if target.scale_rule == "four_over_six":
+            four, other = _quantise_by_largest(groups, scale, target.fmt, 4.0)
+            errors = (
+                _squared_error(groups, own, own_bits, scale, target.fmt)
+                for own, own_bits in ((four, other), (quotients, bits))
+            )
+            prefers_four = next(errors) < next(errors)
+            quotients = np.where(prefers_four[..., None], four, quotients)
+            bits = np.where(prefers_four, other, bits)
+    target.codes[...] = encode_codes(quotients.reshape(x.shape), form.code)
     target.scales[...] = bits
 
 
@@ -238,8 +351,15 @@ def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
     """
     form = FOUR_BIT[rows.fmt]
     codes = decode_codes(rows.codes, form.code).astype(np.float32)
-    step = decode_scales(rows.scales, rows.fmt)
     with np.errstate(all="ignore"):
+        if form.code == "uint4":
+            own, minimum = (np.repeat(a, form.group, axis=-1) for a in decode_pairs(rows.scales))
+            values = np.asarray(np.asarray(codes * own, np.float32) + minimum, np.float32)
+            if scales is not None:
+                outer = np.asarray(scales, np.float32)[..., None]
+                values = np.asarray(values * outer, np.float32)
+            return rotate_rows(values, rows.rotated_width)
+        step = decode_scales(rows.scales, rows.fmt)
         if scales is not None:
             step = np.asarray(step * np.asarray(scales, np.float32)[..., None], np.float32)
         values = np.asarray(codes * np.repeat(step, form.group, axis=-1), np.float32)

@@ -538,24 +538,26 @@ def _prefill(k_width: int, v_width: int) -> Row:
                2 * (k_width + v_width), _asked_of_key, of_products=True)  # fmt: skip
 
 
+_FOUR_BIT = ("nvfp4", "mxfp4", "int4", "int4_zp")
+
 ROWS: tuple[Row, ...] = (
     _stored("store bf16", "bf16", 4), _stored("store bf16 to fp8_e4m3", "fp8_e4m3", 3),
     _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 3, dynamic=True),
     *[_stored(f"store bf16 to {name}", name, 2 + _asked_of_codes(name))
-      for name in ("nvfp4", "mxfp4", "int4")],
+      for name in _FOUR_BIT],
     _rotated("bf16"), _rotated("fp8_e4m3"), _rotated("nvfp4"),
     _gathered("gather bf16", "bf16"), _gathered("gather fp8_e4m3 to bf16", "fp8_e4m3"),
-    *[_gathered(f"gather {name} to bf16", name) for name in ("nvfp4", "mxfp4", "int4")],
+    *[_gathered(f"gather {name} to bf16", name) for name in _FOUR_BIT],
     Row("copy_pages bf16", _copy_pages, "copy_pages", "page", 4 * _PAGE * _HEADS * _WIDTH,
         _bytes(4 * _PAGE * _HEADS * _WIDTH), 1024),
     _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
     *[_transferred(f"load {name} pages as bf16", "transfer_from_four_bit", name)
-      for name in ("nvfp4", "mxfp4", "int4")],
+      for name in _FOUR_BIT],
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
-    *[_decode(name, group) for name in ("nvfp4", "mxfp4", "int4") for group in (1, 4, 8)],
-    *[_decode(name, 4, rotated=True) for name in ("nvfp4", "mxfp4", "int4")],
+    *[_decode(name, group) for name in _FOUR_BIT for group in (1, 4, 8)],
+    *[_decode(name, 4, rotated=True) for name in _FOUR_BIT],
     *[_decode(name, 4, scales) for name in ("fp8_e4m3", "int8")
       for scales in ("per head", "per token and head")],
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],

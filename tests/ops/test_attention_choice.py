@@ -207,7 +207,7 @@ def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_zp"])
 @pytest.mark.parametrize("more", [{}, {"new": 16}, table_of(128), table_of(64, start=32)], ids=str)
 def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
     assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))

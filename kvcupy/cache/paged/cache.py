@@ -75,6 +75,8 @@ class PagedKVCache(ProcessLocal):
     rotation : "hadamard": rows of the pool whose format has four bits, `past` or else `dtype`, are
         stored rotated, as in `kvcupy.view_as`; of latents without the rope part. None: they are
         not. With `pool` it is the pool's own
+    scale_rule : how groups of that pool get their scales where rows are written, as in
+        `kvcupy.view_as`: "absmax", or of nvfp4 "four_over_six". With `pool` it is the pool's own
 
     Attributes
     ----------
@@ -139,6 +141,7 @@ class PagedKVCache(ProcessLocal):
         cascade: bool | None = None, pool: Pool | None = None,
         past: Any = None, recent: int | None = None, sinks: int = 0,
         num_past_pages: int | None = None, rotation: str | None = None,
+        scale_rule: str = "absmax",
     ) -> None:  # fmt: skip
         pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
@@ -146,6 +149,7 @@ class PagedKVCache(ProcessLocal):
             v_head_dim=v_head_dim, latent_dim=latent_dim,
             has_static_scales=k_scale is not None or v_scale is not None,
             rotation=rotation if past is None else None,
+            scale_rule=scale_rule if past is None else "absmax",
         )  # fmt: skip
         rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
@@ -153,7 +157,9 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
-        self.past_pool = past_pool_of(pool, past, recent, sinks, num_past_pages, rotation)
+        self.past_pool = past_pool_of(
+            pool, past, recent, sinks, num_past_pages, rotation, scale_rule
+        )
         num_all_pages = pool.num_pages
         if self.past_pool is not None:
             if cascade:
@@ -975,7 +981,7 @@ def _sequence_samples(cache: PagedKVCache) -> Iterator[tuple[str, metrics.Labels
 def _pool_of(
     pool: Pool | None, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any,
     num_pages: int | None, page_size: int, dtype: Any, device: Any, v_head_dim: int | None,
-    latent_dim: int | None, has_static_scales: bool, rotation: Any,
+    latent_dim: int | None, has_static_scales: bool, rotation: Any, scale_rule: Any,
 ) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
@@ -993,10 +999,13 @@ def _pool_of(
         )
         if rotation is not None and rotation != pool.rotation:
             raise ValueError(f"rotation: expected {pool.rotation!r} as in pool, got {rotation!r}")
+        if scale_rule != "absmax" and scale_rule != pool.scale_rule:
+            rule = pool.scale_rule
+            raise ValueError(f"scale_rule: expected {rule!r} as in pool, got {scale_rule!r}")
         return pool
     shared: dict[str, Any] = {
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
-        "dtype": dtype, "device": device, "rotation": rotation,
+        "dtype": dtype, "device": device, "rotation": rotation, "scale_rule": scale_rule,
     }  # fmt: skip
     if latent_dim is None:
         own = FORMATS.get(format_name(dtype))  # groups of a four-bit format have scales anyway

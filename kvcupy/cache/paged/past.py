@@ -102,7 +102,13 @@ def wide_format(pool: Pool) -> str:
 
 
 def past_pool_of(
-    pool: Pool, past: Any, recent: Any, sinks: Any, num_past_pages: Any, rotation: Any
+    pool: Pool,
+    past: Any,
+    recent: Any,
+    sinks: Any,
+    num_past_pages: Any,
+    rotation: Any,
+    scale_rule: Any,
 ) -> KVPool | None:
     """Return a pool for the old tokens of a cache, or None if it has none; check the arguments."""
     if past is None:
@@ -127,5 +133,5 @@ def past_pool_of(
                      "num_past_pages"),
         pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
         v_head_dim=pool.v_head_dim, dtype=format, scales=own is not None and own.quantised,
-        device=pool.device, rotation=rotation,
+        device=pool.device, rotation=rotation, scale_rule=scale_rule,
     )  # fmt: skip
