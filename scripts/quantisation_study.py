@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantisation.llama import Llama, find_model
+from quantisation.llama import Llama, find_model, python_topics
 from quantisation.rows import KINDS, LOGIT_SPREAD, WIDTH, Drawn, draw_rows
 from quantisation.schemes import (
     Array,
@@ -113,13 +113,6 @@ def rounded(value: float) -> float:
 
 
 # --- A model --------------------------------------------------------------------------------------
-
-
-def python_topics() -> str:
-    """Return the text of Python's own documentation that ships with it."""
-    from pydoc_data import topics
-
-    return "\n\n".join(topics.topics.values())
 
 
 def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Serve requests with continuous batching on a paged cache, and show what its design saves.
+r"""Serve requests with continuous batching on a paged cache, and show what its design saves.
 
 Prompts are prefilled in chunks beside requests that decode, in one batch per step. A request forks
 the longest cached prefix; when pages run out, kept prefixes are evicted, then the youngest requests
@@ -11,11 +11,13 @@ compute stream is still busy:
 That is measured against the same steps with the copy on the compute stream itself. With --speculate
 a step verifies a small tree of draft tokens for each request that decodes. Every request's tokens
 are compared with those of a plain forward pass without a cache; with --past, which keeps old tokens
-in a narrower format, with those of a cache of one format.
+in a narrower format, with those of a cache of one format. --prompt-tokens compares what two such
+caches of the same bytes hold, in a model that looks tokens up in its past and in the random one.
 
     python scripts/serve_demo.py --out build/serve
     python scripts/serve_demo.py --trace trace.jsonl --scale 32 --speculate
-    python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 128 --sinks 16
+    python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 64 --sinks 4 \
+        --prompt-tokens 2048
     python scripts/serve_demo.py --model path/to/llama --dtype bf16
 """
 
@@ -36,10 +38,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common.measure import device_for_products, length_us, log_compilation, one_core_per_stream
+from quantisation.llama import Llama as GgufLlama
+from quantisation.llama import python_topics
+from serving import capacity
 from serving.draw import draw_steps
 from serving.engine import CacheSettings, Outcome, Server
 from serving.llama import Llama, LlamaConfig
-from serving.llama_files import load_weights, random_weights, read_config
+from serving.llama_files import gguf_weights, load_weights, random_weights, read_config
+from serving.lookup import lookup_config, lookup_prompts, lookup_weights
 from serving.report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
 from serving.requests import Prompt, synthetic_prompts, trace_prompts
 from serving.schedule import Policy
@@ -205,6 +211,73 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compare two caches of the same bytes with long requests, and return the report.
+
+    Raises
+    ------
+    TooFewTokens
+        The one with a past holds less than --held-at-least times the tokens of the other.
+    """
+    device = device_for_products(arguments.device)
+    where = describe(device)
+    tokens, output, count = arguments.prompt_tokens, arguments.output_tokens, arguments.requests
+    settings = CacheSettings(
+        1, arguments.page_size, arguments.dtype, past=arguments.past, recent=arguments.recent,
+        sinks=arguments.sinks,
+    )  # fmt: skip
+    policy = Policy(budget=arguments.budget, max_running=min(arguments.max_running, count))
+    rng, dtype = np.random.default_rng(arguments.seed), np.dtype(arguments.compute)
+    context = tokens + output
+    config = lookup_config(2 * tokens)
+    weights = lookup_weights(device, config, seed=arguments.seed, dtype=dtype)
+    asked, answers = lookup_prompts(count, config.vocab, tokens, output, seed=arguments.seed)
+    cases = {"lookup": (Llama(device, config, weights, context=context), asked)}
+    config = random_config(arguments)
+    weights = random_weights(device, config, dtype=dtype)
+    drawn = long_prompts(rng, range(count), config.vocab, tokens, output)
+    cases["random"] = Llama(device, config, weights, context=context), drawn
+    if arguments.model:
+        file = GgufLlama(arguments.model)
+        config, weights = gguf_weights(device, file, dtype=dtype)
+        texts = text_prompts(file.encode(python_topics()), count, tokens, output)
+        cases[file.name] = Llama(device, config, weights, context=context), texts
+    models = {}
+    for name, (model, prompts) in cases.items():
+        numbers = range(count, 2 * count + 2)  # to fill the caches with
+        overflow = long_prompts(rng, numbers, model.config.vocab, tokens, output)
+        with one_core_per_stream(device):
+            models[name] = capacity.compare(
+                model, settings, policy, prompts, overflow, answers if name == "lookup" else None
+            )
+        if models[name]["times_the_tokens"] < arguments.held_at_least:
+            raise capacity.TooFewTokens(
+                f"{models[name]['times_the_tokens']:.2f} times the tokens, expected at least "
+                f"{arguments.held_at_least}: are the prompts too short?"
+            )
+    return {
+        **where, "page_size": arguments.page_size, "dtype": arguments.dtype,
+        "past": arguments.past, "recent": arguments.recent, "sinks": arguments.sinks,
+        "compute": arguments.compute, "budget": arguments.budget, "seed": arguments.seed,
+        "held_at_least": arguments.held_at_least, "models": models,
+    }  # fmt: skip
+
+
+def long_prompts(
+    rng: np.random.Generator, numbers: Sequence[int], vocab: int, tokens: int, output: int
+) -> list[Prompt]:
+    return [Prompt(number, 0.0, rng.integers(0, vocab, tokens), output) for number in numbers]
+
+
+def text_prompts(ids: Sequence[int], count: int, tokens: int, output: int) -> list[Prompt]:
+    """Return stretches of a text, evenly spaced."""
+    starts = np.linspace(0, len(ids) - tokens, count).astype(int).tolist()
+    return [
+        Prompt(number, 0.0, np.array(ids[start : start + tokens]), output)
+        for number, start in enumerate(starts)
+    ]
+
+
 def compare_with_plain(
     mixed: Outcome, plain: Outcome, cache: Any, prompts: Sequence[Prompt], settings: CacheSettings
 ) -> dict[str, Any]:
@@ -269,13 +342,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    add("--model", type=Path, help="folder with config.json and safetensors; default: random")
+    add("--model", type=Path,
+        help="folder with config.json and safetensors; default: random. With --prompt-tokens: a "
+        "GGUF file of a Llama, which then continues Python's documentation")  # fmt: skip
     add("--layers", type=int, default=6, help="of the random model")
     add("--hidden", type=int, default=256, help="of the random model")
     add("--vocab", type=int, default=1024, help="of the random model")
     add("--trace", type=Path, help="request trace, JSON lines; default: synthetic chats")
     add("--scale", type=float, default=32.0, help="divides the lengths of a trace")
-    add("--requests", type=int, default=48, help="requests to serve, at most")
+    add("--requests", type=int, help="requests to serve, at most; default: 48, 8 of the long ones")
     add("--seed", type=int, default=0, help="of the synthetic chats")
     add("--output-tokens", type=int, default=32, help="median of the synthetic chats")
     add("--pages", type=int, help="pages of the cache; default: enough for --max-running requests")
@@ -285,6 +360,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--past", help="narrower format of old tokens, such as nvfp4; default: none")
     add("--recent", type=int, default=128, help="with --past, last tokens that stay in --dtype")
     add("--sinks", type=int, default=16, help="with --past, first tokens that stay in --dtype")
+    add("--prompt-tokens", type=int, help="with --past: compare caches with prompts of so many")
+    add("--held-at-least", type=float, default=3.0,
+        help="fail if the cache with a past holds fewer times the tokens")  # fmt: skip
     add("--compute", default="float32", choices=("float32", "float16"), help="of the matrices")
     add("--budget", type=int, default=96, help="tokens per step")
     add("--max-running", type=int, default=32, help="requests at a time")
@@ -302,8 +380,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.check is None:  # a plain pass has one format
         arguments.check = arguments.model is None and arguments.past is None
-    report = run(arguments)
-    print(f"{header(report)}\n\n{render(report)}")
+    if arguments.requests is None:
+        arguments.requests = 8 if arguments.prompt_tokens else 48
+    if arguments.prompt_tokens:
+        if not arguments.past or arguments.trace or arguments.out:
+            parser.error("--prompt-tokens: expected --past, and no --trace and --out")
+        report = run_long(arguments)
+        print(f"{report['device']}, {report['date']}\n\n{capacity.render(report)}")
+    else:
+        report = run(arguments)
+        print(f"{header(report)}\n\n{render(report)}")
     if arguments.json:
         write_json(arguments.json, report)
     if arguments.out:

@@ -318,6 +318,7 @@ def test_more_pages_than_any_memory_has(num_pages):
     ("changes", "error"),
     [
         ({"disk": [], "disk_bytes": 1 << 16}, TypeError), ({"disk_bytes": 2**70}, ValueError),
+        ({"host_dtype": "fp64"}, TypeError), ({"host_dtype": "f8"}, ValueError),
         ({"disk_bytes": -1}, ValueError), ({"write": np.array(["through", "back"])}, ValueError),
     ],
     ids=str,
@@ -341,6 +342,8 @@ def misaligned_table(device):
         ({"cascade": TWO}, ValueError), ({"rope": misaligned_table}, ValueError),
         ({"k_scale": HUGE, "dtype": "int8"}, ValueError),
         ({"rope_mode": np.array(["normal", "none"])}, ValueError),
+        ({"sinks": TWO}, ValueError), ({"sinks": ""}, ValueError),
+        ({"past": "fp64", "recent": 4}, TypeError),
     ],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
@@ -389,6 +392,21 @@ def test_attention_that_cannot_write_stores_no_keys(device, out, rope):
         after = [device.to_numpy(part) for part in (cache.pool.k(0), cache.pool.v(0), rows)]
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     cache.end_forward()
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_a_bound_copy_of_four_bit_pages(device, varies):
+    """Codes and scales are two arrays, which a bound call took for one."""
+    rows = device.asarray(np.random.default_rng(0).integers(0, 256, (4, 2, 18), np.uint8))
+    cache = kv.view_as(rows, "nvfp4")
+    src, dst = (device.asarray(np.array(pages)) for pages in ([0], [3]))
+    if varies:
+        kv.bind(kv.copy_pages, kv.vary(cache), src, dst)(cache=cache)
+    else:
+        kv.bind(kv.copy_pages, cache, kv.vary(src), dst)(src_pages=src)
+    device.synchronize()
+    copied = device.to_numpy(rows)
+    assert np.array_equal(copied[3], copied[0]) and not np.array_equal(copied[1], copied[0])
 
 
 def test_a_captured_second_stream_is_refused_before_keys_are_rotated(device):

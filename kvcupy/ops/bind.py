@@ -125,6 +125,9 @@ def _has_plan(operation: Callable[..., Any], parameters: Mapping[str, Any]) -> b
         return parameters.get("out") is not None
     if operation is copy_pages:
         cache = parameters["cache"]
+        cache = cache.example if isinstance(cache, Vary) else cache
+        if isinstance(cache, ArrayView) and cache.scales is not None:
+            return False  # codes and scales
         return not isinstance(cache, (list, tuple)) and not hasattr(cache, "parts")
     return operation not in _UNPLANNED
 

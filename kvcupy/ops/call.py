@@ -918,7 +918,7 @@ def same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
 # --- Outputs that a call allocates ----------------------------------------------------------------
 
 
-def format_name(dtype: Any) -> str:
+def format_name(dtype: Any, argument: str = "dtype") -> str:
     """Return the name of the number format that a dtype argument stands for.
 
     Raises
@@ -932,10 +932,10 @@ def format_name(dtype: Any) -> str:
         name = formats.tag(text[6:] if text.startswith("torch.") else formats.numpy_dtype(dtype))
     except TypeError:
         raise TypeError(
-            f"dtype: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
+            f"{argument}: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
         ) from None
     if name not in formats.FORMATS:
-        raise ValueError(f"dtype: expected one of {known}, got {dtype!r}")
+        raise ValueError(f"{argument}: expected one of {known}, got {dtype!r}")
     return name
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import every_call
 import numpy as np
 from helpers import from_values
+from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
 from kvcupy import __main__ as command
+from kvcupy import formats
 
 from .attempts import Case, Finding, origin
 
@@ -68,27 +70,10 @@ def attempt_operation(
 
 def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Arguments:
     """Return arguments that fit, in guarded memory, in one of the ways in which they may."""
-    examples = every_call.CALLS[name](case.device)
-    if "k_cache" in examples and case.chance(0.3):
-        scales = {n for n in examples if "scale" in n}
-        examples = {n: v for n, v in examples.items() if n not in scales}
-        examples |= {n: from_values(examples[n], "fp32") for n in ("k_cache", "v_cache")}
-    hnd = "layout" in parameters and case.chance(0.3)
-    by_slots = not hnd and "k_cache" in examples and name != "paged_attention" and case.chance(0.3)
-    arguments: Arguments = {}
-    for key, value in examples.items():
-        if not isinstance(value, np.ndarray):
-            arguments[key] = value
-            continue
-        if hnd and key in ("k_cache", "v_cache"):
-            value = value.swapaxes(1, 2)
-        if by_slots and key in ("k_cache", "v_cache"):
-            value = value.reshape(-1, *value.shape[2:])
-        if value.dtype == np.int64 and key != "out" and case.chance(0.4):
-            value = value.astype(np.int32)
-        arguments[key] = case.place(value)
-    if hnd:
-        arguments["layout"] = "HND"
+    if name in _FOUR_BIT and case.chance(0.3):
+        arguments = four_bit_arguments(case, name)
+    else:
+        arguments = arguments_of_elements(case, name, parameters)
     optional = (
         "query_out",
         "key_out",
@@ -110,10 +95,11 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
     if "logits_soft_cap" in arguments and name != "paged_attention":
         del arguments["logits_soft_cap"]
     if name == "paged_attention" and case.chance(0.4):
-        arguments["query"] = case.place(every_call.array(case.device, 4, 4, 8))
+        width, v_width = (arguments[n].shape[-1] for n in ("k_cache", "v_cache"))
+        arguments["query"] = case.place(every_call.array(case.device, 4, 4, width))
         arguments["query_lens"] = case.place(np.array([3, 1]))
         arguments["seq_lens"] = case.place(np.array([7, 2]))
-        for key, shape in (("out", (4, 4, 6)), ("lse_out", (4, 4))):
+        for key, shape in (("out", (4, 4, v_width)), ("lse_out", (4, 4))):
             if key in arguments:
                 arguments[key] = case.place(np.zeros(shape, np.float32))
         if case.chance(0.3):
@@ -125,17 +111,118 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
     return arguments
 
 
+def arguments_of_elements(case: Case, name: str, parameters: Iterable[str]) -> Arguments:
+    """Return arguments with caches of whole bytes per element."""
+    examples = every_call.CALLS[name](case.device)
+    if "k_cache" in examples and case.chance(0.3):
+        scales = {n for n in examples if "scale" in n}
+        examples = {n: v for n, v in examples.items() if n not in scales}
+        examples |= {n: from_values(examples[n], "fp32") for n in ("k_cache", "v_cache")}
+    hnd = "layout" in parameters and case.chance(0.3)
+    by_slots = not hnd and "k_cache" in examples and name != "paged_attention" and case.chance(0.3)
+    arguments: Arguments = {}
+    for key, value in examples.items():
+        if not isinstance(value, np.ndarray):
+            arguments[key] = value
+            continue
+        if hnd and key in ("k_cache", "v_cache"):
+            value = value.swapaxes(1, 2)
+        if by_slots and key in ("k_cache", "v_cache"):
+            value = value.reshape(-1, *value.shape[2:])
+        if value.dtype == np.int64 and key != "out" and case.chance(0.4):
+            value = value.astype(np.int32)
+        arguments[key] = case.place(value)
+    if hnd:
+        arguments["layout"] = "HND"
+    return arguments
+
+
+_FOUR_BIT = (
+    "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
+    "paged_attention",
+)  # fmt: skip
+
+
+def four_bit_arguments(case: Case, name: str) -> Arguments:
+    """Return arguments with caches of four bits, whose scales lie in their rows or apart."""
+    device, rng = case.device, case.rng
+    fmt = rng.choice(list(formats.FOUR_BIT))
+    group = formats.FOUR_BIT[fmt].group
+    width, v_width = 2 * group, group
+    hnd = "kv" in name and case.chance(0.3)
+
+    def rows(*shape: int) -> np.ndarray[Any, Any]:
+        return case.place(every_call.array(device, *shape))
+
+    def cache(width: int, *heads: int) -> kv.ArrayView:
+        shape = (2, *heads, 4) if hnd else (2, 4, *heads)
+        return four_bit_view(case, fmt, (*shape, width))
+
+    def numbers(*values: Any) -> np.ndarray[Any, Any]:
+        return case.place(np.array(values, rng.choice([np.int32, np.int64])))
+
+    if name == "copy_pages":
+        whole = four_bit_view(case, fmt, (4, 2, width))
+        return {"cache": whole, "src_pages": numbers(0, 1), "dst_pages": numbers(3, 2)}
+    slots: Arguments = {"slot_mapping": numbers(5, -1, 0)}
+    rotated: Arguments = {
+        "rope_table": rows(16, 4), "positions": numbers(15, 0, 7), "query": rows(3, 4, width),
+    }  # fmt: skip
+    if "mla" in name:
+        arguments = {"latent": rows(3, width), "rope_key": rows(3, group), **slots,
+                     "cache": cache(width + group)}  # fmt: skip
+        if name == "rope_store_mla":
+            arguments |= rotated | {"query": rows(3, 4, group)}
+        return arguments
+    caches: Arguments = {"k_cache": cache(width, 2), "v_cache": cache(v_width, 2)}
+    caches |= {"layout": "HND"} if hnd else {}
+    if case.chance(0.4):
+        caches |= {"k_scale": 0.5, "v_scale": case.place(np.float32([0.5, 2.0]))}
+    if name == "gather_kv":
+        return {**caches, "slots": numbers(5, -1, 0), "k_out": case.place(rows(3, 2, width)),
+                "v_out": rows(3, 2, v_width)}  # fmt: skip
+    if name == "paged_attention":
+        return {
+            **caches, "query": rows(2, 4, width), "block_table": numbers([1, 0], [0, 1]),
+            "seq_lens": numbers(7, 2), "out": rows(2, 4, v_width), "lse_out": rows(2, 4),
+        }  # fmt: skip
+    arguments = {**caches, **slots, "key": rows(3, 2, width), "value": rows(3, 2, v_width)}
+    return arguments | rotated if name == "rope_store_kv" else arguments
+
+
+def four_bit_view(case: Case, fmt: str, shape: tuple[int, ...]) -> kv.ArrayView:
+    """Return rows of a four-bit format in guarded memory, with their scales behind or apart."""
+    form = formats.FOUR_BIT[fmt]
+    *before, width = shape
+    if case.chance(0.6):
+        return kv.view_as(case.place(np.zeros((*before, form.row_bytes(width)), np.uint8)), fmt)
+    codes = case.place(np.zeros((*before, width // 2), np.uint8))
+    kind = np.uint8 if form.scale_bytes == 1 else np.uint16
+    scales = case.place(np.zeros((*before, width // form.group), kind))
+    return kv.view_as(codes, fmt, scales=scales)
+
+
 def memory_of(value: Any) -> np.ndarray[Any, Any] | None:
     """Return the bytes of an argument, as far as they lie on the host, whatever its type."""
+    parts = parts_of(value)
+    return parts[0] if parts else None
+
+
+def parts_of(value: Any) -> list[np.ndarray[Any, Any]]:
+    """Return the same as one array; of four-bit rows, as codes and scales."""
     try:
         v = kv.arrays.view(value, "argument")
         if v.device != "host":
-            return None
-        return kv.arrays.array_at(
-            v.owner, v.pointer, v.shape, np.dtype((np.void, v.itemsize)), v.strides
-        )
+            return []
+        return [
+            kv.arrays.array_at(
+                part.owner, part.pointer, part.shape, np.dtype((np.void, part.itemsize)),
+                part.strides,
+            )
+            for part in ((v,) if v.scales is None else (v.codes, v.scales))
+        ]  # fmt: skip
     except (TypeError, ValueError, kv.KvcupyError):
-        return None
+        return []
 
 
 def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
@@ -147,24 +234,24 @@ def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
         slots = np.unique(np.array(slots).view(f"i{slots.itemsize}"))
     parts = []
     for key in _WRITTEN[name].split():
-        array = memory_of(arguments.get(key))
-        if array is None or (key == "key" and arguments.get("write_key") is False):
+        if key == "key" and arguments.get("write_key") is False:
             continue
         if key == "query" and arguments.get("query_out") is not None:
             continue
         if key == "key" and arguments.get("key_out") is not None:
             continue
-        if key not in _SLOTTED or slots is None:
-            parts.append(array)
-            continue
-        if array.ndim == 4 and arguments.get("layout") == "HND":
-            array = array.swapaxes(1, 2)
-        paged = array.ndim == 4 or (key == "cache" and array.ndim == 3)
-        size = array.shape[1] if paged else 1
-        end = array.shape[0] * size
-        for slot in slots[(slots >= 0) & (slots < end)].tolist():
-            if slot != arguments.get("skip_slot"):
-                parts.append(array[slot // size, slot % size] if paged else array[slot])
+        for array in parts_of(arguments.get(key)):
+            if key not in _SLOTTED or slots is None:
+                parts.append(array)
+                continue
+            if array.ndim == 4 and arguments.get("layout") == "HND":
+                array = array.swapaxes(1, 2)
+            paged = array.ndim == 4 or (key == "cache" and array.ndim == 3)
+            size = array.shape[1] if paged else 1
+            end = array.shape[0] * size
+            for slot in slots[(slots >= 0) & (slots < end)].tolist():
+                if slot != arguments.get("skip_slot"):
+                    parts.append(array[slot // size, slot % size] if paged else array[slot])
     # A single element is no view of its array any more.
     return [part for part in parts if isinstance(part, np.ndarray)]
 
@@ -178,8 +265,7 @@ def _pages_written(arguments: Arguments) -> list[np.ndarray[Any, Any]]:
         return parts
     pages = np.array(pages).view(f"i{pages.itemsize}")
     for cache in caches:
-        array = memory_of(cache)
-        if array is not None:
+        for array in parts_of(cache):
             chosen = pages[(pages >= 0) & (pages < len(array))]
             parts += [array[page : page + 1] for page in chosen.tolist()]
     return parts
@@ -256,7 +342,8 @@ def _streams(case: Case) -> Arguments:
 
 def transfer_pages(case: Case) -> None:
     """Move pages between two pools, one of which may be a different kind."""
-    shape = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4}
+    converts = case.chance(0.25)
+    shape = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 32 if converts else 4}
 
     def pool(**changes: Any) -> Any:
         return kv.KVPool(5, **{**shape, "dtype": "fp16", "device": "host", **changes})
@@ -271,9 +358,12 @@ def transfer_pages(case: Case) -> None:
         return wrapped
 
     source, target = (
-        wrapped() if case.chance(0.6) else pool(layout=layout)
+        wrapped() if not converts and case.chance(0.6) else pool(layout=layout)
         for layout in ("layer_first", case.rng.choice(["page_first", "layer_first"]))
     )
+    if converts:
+        packed = pool(dtype=case.rng.choice(["nvfp4", "mxfp4", "int4"]), layout=target.layout)
+        source, target = case.rng.choice([(source, packed), (packed, target), (packed, packed)])
     others = [
         lambda: pool(head_dim=6), lambda: pool(page_size=4), lambda: pool(num_layers=3),
         lambda: pool(dtype="fp32"), lambda: pool(num_kv_heads=1), lambda: kv.PageAllocator(3),
@@ -285,16 +375,20 @@ def transfer_pages(case: Case) -> None:
         "dst_pages": case.place(np.array([4, 1, 2])),
         "method": case.rng.choice(["auto", "kernel", "copy", "staged"]),
     }  # fmt: skip
+    if converts:
+        arguments |= {"convert": True, "method": case.rng.choice(["auto", "kernel", "staged"])}
+    if source is target:
+        arguments |= {"src_pages": [0, 3], "dst_pages": [4, 1]}
     names = [*inspect.signature(kv.transfer_pages).parameters]
     changed, broken = case.break_some(arguments, names, case.rng.choice([0, 1, 1, 2, 2, 3]))
     for name in ("src_pool", "dst_pool"):
         if name in broken:
             changed[name] = case.rng.choice(others)()
-    for n in range(2):
+    for n in range(0 if converts else 2):
         source.k(n)[...], source.v(n)[...] = n + 1, n + 2
 
     def contents() -> list[bytes]:
-        return [p.k(n).tobytes() + p.v(n).tobytes() for p in (source, target) for n in range(2)]
+        return [part.tobytes() for p in (source, target) for part in pages_of_pool(Pooled(p))]
 
     def written() -> list[np.ndarray[Any, Any]]:
         arrays = guarded.get(id(changed["dst_pool"]), [])
@@ -306,8 +400,15 @@ def transfer_pages(case: Case) -> None:
 
     before = contents()
     case.attempt(kv.transfer_pages, changed, valid=not broken, state=contents, writes=written)
-    if changed["dst_pool"] is target and contents()[:2] != before[:2]:
+    if changed["dst_pool"] is target is not source and contents()[:4] != before[:4]:
         raise AssertionError("transfer_pages: changed the source")
+
+
+class Pooled:
+    """A pool where a cache is expected."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
 
 
 def _bound(case: Case) -> None:
@@ -319,7 +420,7 @@ def _bound(case: Case) -> None:
     varying = [n for n in arguments if case.chance(0.4)]
     varying = [
         n for n in varying
-        if isinstance(arguments[n], np.ndarray) or n in ("stream", "alt_stream")
+        if isinstance(arguments[n], (np.ndarray, kv.ArrayView)) or n in ("stream", "alt_stream")
     ]  # fmt: skip
     passed, broken = arguments, []
     if case.chance(0.5):

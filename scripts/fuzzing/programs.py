@@ -23,7 +23,7 @@ from kvcupy.cache.tiered.leases import Lease
 
 from . import values
 from .attempts import Case
-from .calls import Arguments, memory_of
+from .calls import Arguments, Pooled, memory_of
 
 Makers = Mapping[str, Callable[[], Arguments]]
 """Methods by name, and what makes arguments for each that may fit."""
@@ -164,13 +164,6 @@ def pool_bytes(*pools: Any) -> list[list[bytes]]:
     return [[part.tobytes() for part in pages_of_pool(Pooled(pool))] for pool in pools]
 
 
-class Pooled:
-    """A pool where a cache is expected."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
-
-
 def _layers(case: Case, pool: Any) -> Makers:
     layer = {"layer": case.rng.randrange(2)}
     names = METHODS["Pool"].split()
@@ -188,6 +181,9 @@ def pools(case: Case) -> None:
         "placement": case.rng.choice(["device", "pinned", "pageable"]), "device": case.device,
     }  # fmt: skip
     arguments |= {"num_kv_heads": 2, "head_dim": 4} if kind is kv.KVPool else {"latent_dim": 8}
+    if case.chance(0.3):
+        arguments["dtype"] = case.rng.choice(["nvfp4", "mxfp4", "int4"])
+        arguments["head_dim" if kind is kv.KVPool else "latent_dim"] = 32
     arguments["scales"] = arguments["dtype"] == "int8" and kind is kv.KVPool
     pool = construct(case, kind, arguments, wrong=0.7)
     if pool is not None and pool.num_bytes < 1 << 20:
@@ -364,7 +360,8 @@ def engine(case: Case) -> None:
 
 def migration(case: Case) -> None:
     """Offer pages, pull them, and give some of that up."""
-    source, target = new_pool(), new_pool(8, layout="page_head")
+    packed = {"dtype": "nvfp4", "head_dim": 16} if case.chance(0.3) else {}
+    source, target = new_pool(**packed), new_pool(8, layout="page_head", **packed)
     secret = case.rng.choice([None, b"0123456789abcdef"])
     common: Arguments = {"secret": secret, "model": "m", "engine": "socket"}
     listen = case.rng.choice(["tcp:127.0.0.1:0", f"unix:{case.folder / 'pages'}"])
@@ -385,7 +382,11 @@ def migration(case: Case) -> None:
         return {"pages": pages, "by_layer": case.chance(0.2), "lease_s": 5.0}
 
     def ticket() -> bytes:
-        return case.rng.choice(tickets) if tickets else b"none"
+        if not tickets or case.chance(0.8):
+            return case.rng.choice(tickets) if tickets else b"none"
+        damaged = bytearray(case.rng.choice(tickets))
+        damaged[case.rng.randrange(len(damaged))] ^= 1 << case.rng.randrange(8)
+        return bytes(damaged[: case.rng.choice([len(damaged), case.rng.randrange(len(damaged))])])
 
     def pulled() -> Arguments:
         pages = case.rng.sample(range(8), 2)
@@ -431,12 +432,19 @@ def migration(case: Case) -> None:
 
 def tiered(case: Case) -> None:
     """Insert, acquire and evict blocks."""
-    on_device, on_host = new_pool(5), new_pool(4, layout="page_first", placement="pinned")
+    formats = case.rng.choice([("fp16", "fp16")] * 2 + [("bf16", "nvfp4"), ("fp16", "int8")])
+    on_device = new_pool(5, dtype=formats[0], head_dim=16)
+    on_host = new_pool(
+        4, layout="page_first", placement="pinned", dtype=formats[1], head_dim=16,
+        scales=formats[1] == "int8",
+    )  # fmt: skip
     arguments: Arguments = {
         "device_pool": on_device, "host_pool": on_host,
         "policy": case.rng.choice(["lru", "lfu", "fifo"]),
         "write": case.rng.choice(["through", "back"]),
     }  # fmt: skip
+    if formats[0] != formats[1]:
+        arguments["host_dtype"] = formats[1]
     if case.chance(0.5):
         arguments |= {"disk": case.folder / "blocks", "disk_bytes": 1 << 16}
     known, store = list(range(1, 9)), None
@@ -531,8 +539,16 @@ def paged(case: Case) -> None:
         "dtype": "int8" if quantised else "fp32", "max_batch_tokens": 64,
     }  # fmt: skip
     arguments |= {"latent_dim": 12} if latent else {"num_kv_heads": 2, "head_dim": 8}
+    if not latent and case.chance(0.2):
+        arguments |= {"dtype": "nvfp4", "head_dim": 16}
+    elif not latent and case.chance(0.4):
+        past = case.rng.choice(["nvfp4"] + ["fp8_e4m3"] * (not quantised))
+        arguments |= {
+            "past": past, "recent": case.rng.randrange(7), "sinks": case.rng.randrange(6),
+            "num_past_pages": case.rng.choice([2, 8]), "head_dim": 16,
+        }  # fmt: skip
     if not latent and case.chance(0.3):
-        table = kv.rope_table(64, 8, device=case.device)
+        table = kv.rope_table(64, arguments["head_dim"], device=case.device)
         arguments |= {"rope": table, "rope_mode": case.rng.choice(["normal", "inline"])}
     if latent:
         del arguments["latent_dim"]
@@ -609,9 +625,12 @@ class Paged:
         self.case.settle()
         names = [name for name in self.NAMES if name in cache]
         lengths = {name: cache.sequence_length(name) for name in names}
-        pages = [hash(part.tobytes()) for part in pages_of_pool(cache)]
+        pools = [pool for pool in (cache.pool, cache.past_pool) if pool is not None]
+        pages = [hash(part.tobytes()) for pool in pools for part in pages_of_pool(Pooled(pool))]
         # The pages of an export come back at any time.
-        available = cache.num_available_pages if self.ends is None else None
+        available = None
+        if self.ends is None:
+            available = cache.num_available_pages, cache.num_available_past_pages
         return pages, lengths, available, cache.total_length
 
     def makers(self) -> Makers:
@@ -710,6 +729,8 @@ class Paged:
         case.settle()
         if cache.total_length or any(name in cache for name in self.NAMES):
             raise AssertionError("PagedKVCache: sequences are left after clear")
+        if cache.past_pool is not None and cache.past_pool.allocator.num_allocated:
+            raise AssertionError("PagedKVCache: pages of the past are left after clear")
         cache.add_sequence("last")
         cache.remove_sequence("last")
 
@@ -730,7 +751,8 @@ def block_keys(case: Case) -> None:
 
 def shared(case: Case) -> None:
     """Put blocks into a store in memory and get them, through two users of it."""
-    pools = [new_pool(5, device="host"), new_pool(8, layout="page_first", device="host")]
+    packed = {"dtype": "nvfp4", "head_dim": 16} if case.chance(0.3) else {}
+    pools = [new_pool(5, **packed), new_pool(8, layout="page_first", **packed)]
     opening = {
         "url": "shm:fuzz", "capacity_bytes": 1 << 16, "folder": case.folder, "tenant": "a",
         "checksum": case.rng.choice([None, "sum64", "none"]), "deadline_s": 5.0,

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import kvcupy as kv
+from kvcupy import formats
 
 
 class Case(Protocol):
@@ -130,7 +131,8 @@ def flag(case: Case, value: Any = False) -> Any:
 def dtype(case: Case, value: Any = None) -> Any:
     """Return formats, dtypes and what is none."""
     return case.rng.choice([
-        "fp64", "int4", "float64", "f4", ">f4", "", "bf16 ", "FP16", None, 0, 3.5, np.float64,
+        "fp64", "int4", "nvfp4", "mxfp4", "float64", "f4", ">f4", "", "bf16 ", "FP16", None, 0, 3.5,
+        np.float64,
         object, str, np.dtype([("a", "f4")]), np.dtype("M8[s]"), np.dtype("V3"), bool, complex, [],
         {}, (), ("f4", (2,)), "f4,f4", b"f4", np.int8, np.uint8, kv.KVPool, "\ud800",
         ("f4", 2**40), [("a",)],
@@ -172,6 +174,8 @@ def device(case: Case, value: Any = None) -> Any:
 
 def array(case: Case, value: Any) -> Any:
     """Return another array than is expected: dtype, shape, strides, place, library; or no array."""
+    if isinstance(value, kv.ArrayView) and value.scales is not None and case.rng.random() < 0.7:
+        return _other_rows(case, value)
     if not isinstance(value, np.ndarray):
         value = case.place(np.ones((2, 2), np.float32))
     change = case.rng.choice([
@@ -179,6 +183,34 @@ def array(case: Case, value: Any) -> Any:
         _overlapping, _huge, _as_view, _of_torch, _no_array, _contents, _contents,
     ])  # fmt: skip
     return change(case, value)
+
+
+def _other_rows(case: Case, rows: kv.ArrayView) -> Any:
+    """Return other rows of four bits: fewer, wider, elsewhere, of another format or of none."""
+    four_bit = formats.FOUR_BIT[rows.format]
+    *before, width = rows.shape
+
+    def placed(width: int, format: str, shift: int = 0) -> kv.ArrayView:
+        num_bytes = formats.FOUR_BIT[format].row_bytes(width)
+        return kv.view_as(case.place(np.zeros((*before, num_bytes), np.uint8), shift), format)
+
+    def apart(shape: tuple[int, ...]) -> kv.ArrayView:
+        kind = np.uint8 if four_bit.scale_bytes == 1 else np.uint16
+        whole = case.place(np.zeros((*before, width // 2), np.uint8))
+        scales = case.place(np.zeros((*before, width // four_bit.group), kind))
+        return kv.view_as(whole, rows.format, scales=np.broadcast_to(scales[:1], shape))
+
+    other = case.rng.choice([name for name in formats.FOUR_BIT if name != rows.format])
+    return case.rng.choice([
+        lambda: rows[:-1], lambda: rows[:0], lambda: rows[:, :1], lambda: rows[::-1],
+        lambda: rows[:, ::2], lambda: rows[0], lambda: rows[None], lambda: rows.codes,
+        lambda: rows.packed, lambda: rows.scales,
+        lambda: placed(width + four_bit.group, rows.format),
+        lambda: placed(four_bit.group, rows.format), lambda: placed(128, other),
+        lambda: placed(width, rows.format, shift=2),
+        lambda: apart((*before, width // four_bit.group)),
+        lambda: case.place(np.zeros(rows.shape, np.uint8)), lambda: rows.without_owner(),
+    ])()  # fmt: skip
 
 
 def _of_dtype(case: Case, a: np.ndarray[Any, Any]) -> Any:

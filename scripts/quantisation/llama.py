@@ -29,6 +29,13 @@ def find_model(path: Path | None) -> Path | None:
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
+def python_topics() -> str:
+    """Return the text of Python's own documentation that ships with it."""
+    from pydoc_data import topics
+
+    return "\n\n".join(topics.topics.values())
+
+
 class Llama:
     """The weights and the tokenizer of a GGUF file of architecture "llama"."""
 

@@ -23,23 +23,10 @@ from kvcupy.bench.timers import named_stream
 from .drafts import longest_match
 from .llama import Buffers, Llama
 from .requests import Prompt
-from .schedule import Policy, Scheduler
+from .schedule import CacheSettings, Policy, Scheduler
 from .sequences import Counts, Item, step_inputs
 
 IN_FLIGHT = 2  # steps in flight, with buffers for each
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """Arguments of a PagedKVCache."""
-
-    num_pages: int
-    page_size: int = 16
-    dtype: str = "fp32"
-    past: str | None = None
-    recent: int | None = None
-    sinks: int = 0
-    num_past_pages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,11 +121,9 @@ class _Run:
         self, server: Server, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
     ) -> None:
         self.server, self.progress = server, progress
-        settings = server.settings
         self.flying: deque[Launched] = deque()
         self.schedule = Scheduler(
-            server.cache, settings.page_size, settings.num_pages, server.policy, prompts,
-            self.settle,
+            server.cache, server.settings, server.policy, prompts, self.settle,
         )  # fmt: skip
         self.sequences = list(self.schedule.waiting)
         self.outcome = Outcome([], self.schedule.counts)

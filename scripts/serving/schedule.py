@@ -6,7 +6,7 @@
 
 A step holds one token of every sequence that decodes (or a draft tree), and prompt chunks, oldest
 first, up to a budget of tokens. Finished sequences are kept for their prefix until their pages are
-needed.
+needed. Old tokens may have pages of their own, in a narrower format: both kinds are counted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,34 @@ import kvcupy as kv
 from .drafts import draft_tree
 from .requests import Prompt
 from .sequences import Counts, Item, Sequence, common_prefix, next_tokens
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Arguments of a PagedKVCache."""
+
+    num_pages: int
+    page_size: int = 16
+    dtype: str = "fp32"
+    past: str | None = None
+    recent: int | None = None
+    sinks: int = 0
+    num_past_pages: int | None = None
+
+    def pages(self, tokens: int) -> int:
+        """Return the pages of a sequence of so many tokens, in both formats together."""
+        return -(-tokens // self.page_size)
+
+    def past_pages(self, tokens: int) -> int:
+        """Return how many of them are demoted once all of the tokens are committed."""
+        if self.past is None:
+            return 0
+        demoted = (tokens - (self.recent or 0)) // self.page_size - self.pages(self.sinks)
+        return max(0, demoted)
+
+    def own_pages(self, tokens: int) -> int:
+        """Return how many of them stay as they are."""
+        return self.pages(tokens) - self.past_pages(tokens)
 
 
 @dataclass(frozen=True)
@@ -47,7 +75,7 @@ class Scheduler:
 
     Parameters
     ----------
-    cache, page_size, num_pages : the PagedKVCache, and its sizes
+    cache, settings : the PagedKVCache, and its arguments
     settle : waits for steps in flight, so that every planned token is known
 
     Raises
@@ -57,7 +85,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: Any, page_size: int, num_pages: int, policy: Policy,
+        self, cache: Any, settings: CacheSettings, policy: Policy,
         prompts: Iterable[Prompt], settle: Callable[[], None],
     ) -> None:  # fmt: skip
         if not 1 <= policy.max_running <= policy.budget:
@@ -65,21 +93,31 @@ class Scheduler:
                 f"max_running: expected 1 to the budget of {policy.budget} tokens, "
                 f"got {policy.max_running}"
             )
-        self.cache, self.page_size, self.policy = cache, page_size, policy
+        self.cache, self.settings, self.policy = cache, settings, policy
+        # With a past, a prompt takes pages of its own format one chunk after the other.
+        self.chunk_pages = settings.pages(policy.budget) + 1
         self.settle = settle
         self.waiting = deque(Sequence(prompt) for prompt in prompts)
         self.running: list[Sequence] = []  # in order of admission
         self.kept: dict[int, Sequence] = {}  # by number, least recently used first
         self.counts = Counts()
         for sequence in self.waiting:
-            if self._pages(sequence.prompt.goal) > num_pages:
+            goal = sequence.prompt.goal
+            own, past = self._most_pages(goal), settings.past_pages(goal)
+            if own > settings.num_pages or past > (settings.num_past_pages or settings.num_pages):
                 raise ValueError(
-                    f"request {sequence.number}: its {sequence.prompt.goal} tokens need "
-                    f"{self._pages(sequence.prompt.goal)} pages, expected at most {num_pages}"
+                    f"request {sequence.number}: its {goal} tokens need {own} pages"
+                    f"{f' and {past} of {settings.past}' if past else ''}, expected at most "
+                    f"{settings.num_pages}"
+                    f"{f' and {settings.num_past_pages}' if settings.num_past_pages else ''}"
                 )
 
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def _most_pages(self, tokens: int) -> int:
+        """Return the pages of the cache's own format that a sequence takes at the most."""
+        settings = self.settings
+        if settings.past is None:
+            return settings.pages(tokens)
+        return min(settings.pages(tokens), settings.own_pages(tokens) + self.chunk_pages)
 
     # What a step runs.
 
@@ -181,7 +219,7 @@ class Scheduler:
             if sequence.prompt.arrival_ms > now_ms:
                 return
             donor, shared, soon = self._donor(sequence)
-            if soon >= shared + self.page_size:
+            if soon >= shared + self.settings.page_size:
                 continue  # a running request is computing more of its prefix
             if not self._make_room(sequence, donor, shared):
                 return
@@ -190,7 +228,7 @@ class Scheduler:
 
     def _donor(self, sequence: Sequence) -> tuple[Sequence | None, int, int]:
         """Return the sequence with the longest cached prefix, its length, and the length soon."""
-        least = (self.page_size + 1) // 2  # less is not worth copying a page
+        least = (self.settings.page_size + 1) // 2  # less is not worth copying a page
         best, longest, soon = None, least - 1, 0
         prefix = sequence.ids[: sequence.known - 1]  # the last is run, to get its successor
         for other in [*self.kept.values(), *self.running] if self.policy.share else ():
@@ -202,10 +240,15 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, donor: Sequence | None, shared: int) -> bool:
         """Evict until a sequence fits beside what the running ones are sure to need."""
-        need = self._pages(sequence.planned + 1) - shared // self.page_size
+        settings, tokens = self.settings, sequence.planned + 1
+        shared -= shared % settings.page_size  # the rest is copied
+        own = self._most_pages(tokens) - settings.own_pages(shared)
+        past = settings.past_pages(tokens) - settings.past_pages(shared)
         for other in self.running:
-            need += self._pages(other.planned + 1) - self._pages(other.cached)
-        while self.cache.num_available_pages < need:
+            own += settings.own_pages(other.planned + 1) - settings.own_pages(other.cached)
+            past += settings.past_pages(other.planned + 1) - settings.past_pages(other.cached)
+        cache = self.cache
+        while cache.num_available_pages < own or cache.num_available_past_pages < past:
             victim = next((s for s in self.kept.values() if s is not donor), None)
             if victim is None:
                 return not self.running  # alone, it fits once its donor is evicted
@@ -228,7 +271,7 @@ class Scheduler:
         try:
             self.cache.fork_sequence(donor.number, sequence.number, shared)
         except kv.CacheFull:
-            shared -= shared % self.page_size
+            shared -= shared % self.settings.page_size
             self.cache.fork_sequence(donor.number, sequence.number, shared)
         self.counts.forks += 1
         self.counts.shared_tokens += shared

@@ -167,6 +167,21 @@ def test_its_hashes_come_over(device):
         here.assert_no_leak()
 
 
+def test_a_prompt_that_is_not_computed_to_its_end(device):
+    """It has hashes of pages that are still to come; a receiver refused more than there are."""
+    tokens = tokens_of(1, 3 * PAGE)
+    with Pair(device, tiered=True) as there, Pair(device, tiered=True) as here:
+        there.one.cache.add_sequence("s", hashes_of(tokens))
+        there.one.step("s", tokens[: PAGE + 2])
+        with kv.PageReceiver(here.one.cache.pool) as receiver:
+            here.one.cache.import_sequence("t", there.export("s"), receiver)
+            here.one.step("t", tokens[PAGE + 2 :])
+            here.one.cache.remove_sequence("t")
+        assert here.one.known(tokens)[0] == PAGE
+        there.assert_no_leak()
+        here.assert_no_leak()
+
+
 def test_several_sequences_and_forks_come_over(pair):
     """A fork brings its shared pages once more: over there it stands alone."""
     pair.prefill("s", tokens_of(1, 6))
@@ -736,7 +751,7 @@ def described(length=10, evicted=0, window=0, sinks=0, hashes=()):
     sequence.length, sequence.evicted = length, evicted
     sequence.window, sequence.sinks, sequence.hashes = window, sinks, list(hashes)
     sequence.extend(np.zeros(-(-(length + evicted) // PAGE), np.int32))
-    return exchange.encode_state(sequence, FIELDS)
+    return exchange.encode_state(sequence, FIELDS, PAGE)
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import helpers
 import pytest
 from helpers import full_only
 from mixed_model import MixedTwin
@@ -98,6 +99,34 @@ def test_popping_across_the_border(device, popped):
     twin.step("a", [1])
     twin.step("ab", [3, 1])
     twin.step("ab", [3, 6])
+
+
+@pytest.mark.parametrize("offset", range(4))
+@pytest.mark.parametrize("call", ["pop", "append", "fork", "evict"])
+def test_every_offset_around_the_border(device, call, offset):
+    """The oldest recent token is the `offset`-th of its page. Tokens are popped down to any offset
+    of that page, appended from there, forked there, and evicted up to there."""
+    length = 14 + offset
+    page = length - MIXED["recent"] - offset  # where that page begins
+    around = range(page - 5, page + 6) if helpers.full else range(page - 1, page + 5)
+    for cut in around:
+        twin = MixedTwin(device, **MIXED, num_layers=1, seed=cut)
+        names = "ab" if call == "fork" else "a"
+        twin.prefill("a", cut if call == "append" else length)
+        if call != "append":
+            assert twin.model.is_past("a").tolist() == [i < page for i in range(length)]
+        if call == "pop":
+            twin.pop("a", length - cut)
+        elif call == "append":
+            twin.step("a", [length - cut])
+        elif call == "fork":
+            twin.fork("a", "b", cut)
+        else:
+            twin.slide("a", length - cut)
+        for counts in ([1, 1], [4, 2], [1, 3]):
+            twin.step(names, counts[: len(names)])
+        twin.remove(*names)
+        twin.check_empty()
 
 
 def test_trees(device):

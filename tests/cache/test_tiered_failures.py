@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from engine_cases import NUM_LAYERS
 from stream_cases import Gate, Log
@@ -56,6 +59,27 @@ def test_a_load_that_cannot_be_issued(blocks, layer, wait):
     found = blocks.cache.stats()
     assert (found["failed_loads"], found["lost"]) == (2, 0)
     blocks.assert_no_leak()
+
+
+def test_a_cache_that_remembers_a_failure_is_collected(device):
+    """The failure has a traceback, whose frames hold the cache: nothing global may hold that."""
+
+    def fail():
+        blocks = Blocks(device)
+        blocks.insert([A, B])
+        blocks.evict_all()
+        blocks.settle()
+        with observe.attached(Log(refuse="load 0")):
+            lease = blocks.cache.acquire([A, B])
+        with pytest.raises(kv.DeviceError, match="refused"):
+            lease.wait()
+        lease.release()
+        blocks.cache.stats()
+        return weakref.ref(blocks.cache)
+
+    cache = fail()
+    gc.collect()
+    assert cache() is None
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=["wait", "wait_layer"])

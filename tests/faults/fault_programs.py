@@ -8,6 +8,7 @@ compared with a run in which nothing failed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import inspect
 import itertools
@@ -655,7 +656,7 @@ class Paged(Program):
                 None if sequence.offloaded is None else sequence.offloaded.pages.tolist(),
             )  # fmt: skip
         running = cache._steps.running
-        owners = np.zeros(cache.pool.num_pages, np.int32)
+        owners = np.zeros_like(cache._sequences._references)
         for sequence in known.values():
             owners[sequence.pages] += 1
         if running is None and self.owns_pages:
@@ -735,6 +736,118 @@ class PagedCascade(Paged):
             ("forward", step),
             ("clear", cache.clear),
         ]
+
+
+class PagedPast(Paged):
+    """Old tokens in four bits: demoted, shared, converted back, written and evicted."""
+
+    options: ClassVar[dict[str, Any]] = {
+        "past": "nvfp4", "recent": 4, "sinks": 1, "num_past_pages": 16, "head_dim": 2 * WIDTH,
+    }  # fmt: skip
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.appended: dict[Any, int] = {}  # tokens of the last step
+        rng = np.random.default_rng(6)
+        self.rows = [
+            device.asarray(rng.standard_normal((LAYERS, 10, n, 2 * WIDTH)).astype(np.float32))
+            for n in (4, HEADS, HEADS)
+        ]
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        cache, results = self.cache, self.results
+        number = itertools.count()
+
+        def stepped(names: str, *counts: int) -> list[Step]:
+            key = f"step {next(number)}"
+
+            def begin() -> None:
+                cache.begin_forward(list(names), list(counts))
+                self.appended = self.fresh = dict(zip(names, counts, strict=True))
+
+            def attention(layer: int) -> None:
+                results[f"{key}, layer {layer}"] = self.attend(layer, sum(counts), self.stream)
+
+            def end() -> None:
+                if self.fresh:  # ending is over even if it raises
+                    self.fresh = {}
+                    cache.end_forward()
+
+            layers = [("attention", lambda layer=layer: attention(layer))  # type: ignore[misc]
+                      for layer in range(LAYERS)]  # fmt: skip
+            return [("begin", begin), *layers, ("end", end)]
+
+        def set_() -> None:
+            key, value = (a[:, :5] for a in self.rows[1:])
+            cache.set_kv("b", 6, key, value, stream=self.stream)
+            self.stream.synchronize()
+
+        def get() -> None:
+            results["get_kv"] = cache.get_kv("a", 1, 11)
+
+        path = self.folder / "b"
+        return [
+            ("add", lambda: cache.add_sequence("a")),
+            *stepped("a", 8), *stepped("a", 8),
+            ("fork", lambda: cache.fork_sequence("a", "b", 10)),  # within a demoted page
+            ("fork", lambda: cache.fork_sequence("a", "c")),
+            *stepped("abc", 1, 3, 2),
+            ("pop", lambda: cache.pop_tokens("a", 7)),  # likewise
+            *stepped("ac", 2, 4),
+            ("get_kv", get), ("set_kv", set_),
+            ("save", lambda: cache.save_sequence("b", path)),
+            ("load", lambda: cache.load_sequence("d", path)),
+            ("window", lambda: cache.enable_sliding_window("d", 6, 1)),
+            *stepped("bd", 1, 3),
+            ("remove", lambda: cache.remove_sequence("c")),
+            *stepped("ab", 5, 1),
+        ]  # fmt: skip
+
+    def state(self, step: str) -> Any:
+        seen = super().state(step)
+        seen["free past"] = self.cache.num_available_past_pages
+        if step == "end":  # pages that the step has replaced are released, and windows slide
+            known = self.cache._sequences._known
+            kept = [name for name, sequence in known.items() if not sequence.window]
+            return {what: {name: seen[what][name] for name in kept}
+                    for what in ("sequences", "bytes")}  # fmt: skip
+        if step == "set_kv":  # it may have replaced shared pages
+            del seen["free past"]
+        return seen
+
+    def repair(self, step: str) -> None:
+        """Demote what the end of a step could not: the next end would, once it has been read."""
+        if step == "end":
+            steps = self.cache._steps
+            known = self.cache._sequences._known
+            steps.demote([known[name] for name in self.appended])
+
+    def tokens(self, name: Any, step: str) -> Any:
+        """Return the bytes of a sequence's tokens, each in its own format."""
+        cache, to_numpy = self.cache, self.device.to_numpy
+        sequence = cache._sequences._known[name]
+        fresh = self.appended if step == "end" else self.fresh
+        positions = np.arange(sequence.length - fresh.get(name, 0))
+        if step == "set_kv" and name == "b":
+            positions = positions[(positions < 6) | (positions >= 11)]
+        places = positions + np.where(positions < sequence.sinks, 0, sequence.evicted)
+        slots = sequence.slots(places, PAGE)
+        seen = []
+        for pool, first in ((cache.pool, 0), (cache.past_pool, cache.pool.num_pages * PAGE)):
+            own = slots[(slots >= first) & (slots < first + pool.num_pages * PAGE)] - first
+            for part in (side(layer) for side in (pool.k, pool.v) for layer in range(LAYERS)):
+                is_packed = isinstance(part, kv.ArrayView) and part.scales is not None
+                array = np.asarray(to_numpy(part.packed if is_packed else part))
+                seen.append(array.reshape(pool.num_pages * PAGE, -1)[own].tobytes())
+        return seen
+
+    def leaks(self) -> list[str]:
+        held = super().leaks()
+        pool = self.cache.past_pool
+        if pool.allocator.num_free != pool.num_pages:
+            held.append(f"{pool.num_pages - pool.allocator.num_free} pages of the past")
+        return held
 
 
 class PagedGraph(Paged):
@@ -1018,10 +1131,20 @@ class PagedTiers(Paged):
     def __init__(self, device: Any, folder: Path) -> None:
         super().__init__(device, folder)
         self.host = pool_of(device, 12, layout="page_first", placement="pinned")
-        self.tiers = kv.TieredCache(self.cache.pool, self.host)
+        self.tiers = self.make_tiers()
         self.cache.attach(self.tiers)
         self.hashes = kv.block_hashes(range(8), PAGE)
         self.history: dict[str, list[int]] = {}  # tokens of each step
+
+    def make_tiers(self) -> Any:
+        return kv.TieredCache(self.cache.pool, self.host)
+
+    def add(self, name: str) -> None:
+        self.cache.add_sequence(name, self.hashes)
+        if self.history.get("a") and self.cache.sequence_length(name) < 8:  # blocks were lost
+            self.cache.remove_sequence(name)
+            self.cache.add_sequence(name)
+            self.forward([name], [8])
 
     def steps(self) -> list[Step]:
         cache = self.cache
@@ -1033,14 +1156,6 @@ class PagedTiers(Paged):
 
             return run
 
-        def add(name: str) -> Callable[[], None]:
-            def run() -> None:
-                cache.add_sequence(name, self.hashes)
-                if self.history.get("a") and cache.sequence_length(name) == 0:
-                    self.forward([name], [8])  # the blocks were lost
-
-            return run
-
         def fork() -> None:
             cache.fork_sequence("b", "c", 8)
             self.history["c"] = [8]
@@ -1049,11 +1164,11 @@ class PagedTiers(Paged):
             return lambda: cache.remove_sequence(name)
 
         return [
-            ("add", add("a")),
+            ("add", lambda: self.add("a")),
             ("forward", step("a", 8)),
             ("remove", remove("a")),
             ("evict", lambda: self.tiers.evict(int(self.tiers.stats()["device_blocks"]))),
-            ("add", add("b")),
+            ("add", lambda: self.add("b")),
             ("forward", step("b", 2)),
             ("offload", lambda: cache.offload("b")),
             ("onboard", lambda: cache.onboard("b")),
@@ -1117,42 +1232,38 @@ class PagedExchange(Paged):
         self.receiver = kv.PageReceiver(self.cache.pool)
         self.ticket = b""
 
+    def export(self, name: str = "a") -> None:
+        self.ticket = self.cache.export_sequence(name, self.sender)
+
+    def import_(self, name: str, count: int, source: str = "a") -> None:
+        """Import the offer of so many tokens; one that a failure has ended is made again."""
+        cache = self.cache
+        for is_last in (False, True):
+            if not self.is_open:
+                cache.fork_sequence(source, "again", count)
+                self.export("again")
+                cache.remove_sequence("again")
+            try:
+                pull = cache.import_sequence(name, self.ticket, self.receiver)
+                while not pull.done():
+                    proceed(self.device)
+                    time.sleep(0)
+                return
+            except BaseException as error:
+                if name in cache:
+                    cache.remove_sequence(name)
+                # The failure of a sender's thread is not told: it ends the connection.
+                if is_last or getattr(error, "reason", "") != "lost":
+                    raise
+            finally:
+                self.idle()
+
     def steps(self) -> list[Step]:
         cache = self.cache
 
         def step(name: str, count: int) -> Callable[[], None]:
             def run() -> None:
                 self.results[f"{name} {count}"] = self.forward([name], [count])
-
-            return run
-
-        def export() -> None:
-            self.ticket = cache.export_sequence("a", self.sender)
-
-        def export_again(count: int) -> None:
-            cache.fork_sequence("a", "again", count)
-            self.ticket = cache.export_sequence("again", self.sender)
-            cache.remove_sequence("again")
-
-        def imported(name: str, count: int) -> Callable[[], None]:
-            def run() -> None:
-                for is_last in (False, True):
-                    if not self.is_open:  # a failure has ended the offer
-                        export_again(count)
-                    try:
-                        pull = cache.import_sequence(name, self.ticket, self.receiver)
-                        while not pull.done():
-                            proceed(self.device)
-                            time.sleep(0)
-                        return
-                    except BaseException as error:
-                        if name in cache:
-                            cache.remove_sequence(name)
-                        # The failure of a sender's thread is not told: it ends the connection.
-                        if is_last or getattr(error, "reason", "") != "lost":
-                            raise
-                    finally:
-                        self.idle()
 
             return run
 
@@ -1174,16 +1285,16 @@ class PagedExchange(Paged):
         return [
             ("add", lambda: cache.add_sequence("a")),
             ("forward", step("a", 6)),
-            ("export", export),
+            ("export", self.export),
             ("forward", step("a", 2)),
-            ("import", imported("b", 6)),
+            ("import", lambda: self.import_("b", 6)),
             ("forward", step("b", 1)),
             ("begin", begin),
             ("attention", attention(0)),
-            ("export", export),
+            ("export", self.export),
             ("attention", attention(1)),
             ("end", end),
-            ("import", imported("c", 11)),
+            ("import", lambda: self.import_("c", 11)),
             ("remove", lambda: cache.remove_sequence("a")),
             ("forward", step("c", 1)),
         ]
@@ -1224,6 +1335,101 @@ class PagedExchange(Paged):
     def close(self) -> None:
         self.receiver.close()
         self.sender.close()
+
+
+class PagedShared(PagedExchange, PagedTiers):
+    """A prefix from a shared store, behind the tiers of a cache that then exports the sequence."""
+
+    def make_tiers(self) -> Any:
+        memory = self.folder / "memory"  # which changes as it likes
+        memory.mkdir()
+        self.store = kv.SharedStore.open(
+            "shm:faults", self.host, capacity_bytes=40_000, folder=memory
+        )
+        tiers = kv.TieredCache(
+            self.cache.pool, self.host, shared=self.store, shared_prefetch=1.0
+        )  # fmt: skip
+        tiers._store._thread = threading.current_thread()  # so that none is started
+        tiers.acquire = functools.partial(tiers.acquire, deadline_s=0)  # what there is by now
+        return tiers
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.hashes = kv.block_hashes(range(8), PAGE, bits=128)
+
+    def steps(self) -> list[Step]:
+        cache = self.cache
+
+        def step(name: str, count: int) -> Callable[[], None]:
+            def run() -> None:
+                self.results[f"{name} {count}"] = self.forward([name], [count])
+                self.history.setdefault(name, []).append(count)
+
+            return run
+
+        def remove(name: str) -> Callable[[], None]:
+            def run() -> None:
+                if name in cache:
+                    cache.remove_sequence(name)
+                self.work()
+
+            return run
+
+        def evict() -> None:
+            """Leave the blocks to the store alone."""
+            self.tiers.evict(int(self.tiers.stats()["device_blocks"]))
+            self.work()
+            self.host.allocator.free(self.tiers.take_host_pages(self.host.num_pages))
+
+        def add() -> None:
+            if "b" in cache:
+                cache.remove_sequence("b")
+            self.tiers.prefetch(self.hashes)
+            self.work()
+            self.add("b")
+
+        return [
+            ("add", lambda: self.add("a")),
+            ("forward", step("a", 8)),
+            ("remove", remove("a")),
+            ("evict", evict),
+            ("add", add),
+            ("forward", step("b", 3)),
+            ("export", lambda: self.export("b")),
+            ("forward", step("b", 1)),
+            ("import", lambda: self.import_("c", 11, "b")),
+            ("forward", step("c", 2)),
+            ("remove", remove("c")),
+            ("remove", remove("b")),
+        ]
+
+    def work(self) -> None:
+        """Let the store's thread do all that is queued, and that can be done by now."""
+        worker = self.tiers._store
+        while (step := worker._next()) is not None or worker._puts:
+            if step is not None:
+                step()
+            else:
+                self.tiers.engine.save_stream.synchronize()
+
+    def reset(self) -> None:
+        settle(self.device)
+        if self.ticket:
+            self.sender.withdraw(self.ticket)
+        self.idle()
+        self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
+        super().reset()
+        self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64, bits=128)
+
+    def losses(self) -> list[str]:
+        return [] if self.tiers.stats()["shared_hits"] else ["nothing came from the store"]
+
+    def close(self) -> None:
+        super().close()
+        self.tiers.close(deadline_s=0)
+        self.tiers._store._thread = None  # so that it lets go of the tiers, as its thread does
+        self.tiers._store.stop()
+        self.store.close()
 
 
 # --- Streams, graphs, timelines -------------------------------------------------------------------
@@ -1579,6 +1785,6 @@ def programs() -> dict[str, type[Program]]:
 PROGRAMS = programs()
 
 HOST_ALONE = (
-    "Disk", "Shared", "KernelCache", "Calibration", "Explored", "Checked",
+    "Disk", "Shared", "PagedShared", "KernelCache", "Calibration", "Explored", "Checked",
 )  # fmt: skip
 """What is about files or the host device; the others run on the stand-in for CUDA too."""

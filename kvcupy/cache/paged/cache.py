@@ -858,7 +858,7 @@ class PagedKVCache(ProcessLocal):
         sequence = self._exported(seq)
         if getattr(sender, "pool", None) is not self.pool:
             raise ValueError("sender: expected a PageSender of the pool of this cache")
-        described = encode_state(sequence, self._exchanged())
+        described = encode_state(sequence, self._exchanged(), self.pool.page_size)
         step = self._steps.running if self._steps.is_running(seq) else None
         export = self._exports.start(
             sequence, sender, described, by_layer=step is not None, lease_s=lease_s

@@ -33,22 +33,25 @@ _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
 
 
-def encode_state(sequence: CachedSequence, fields: Mapping[str, str]) -> bytes:
+def encode_state(sequence: CachedSequence, fields: Mapping[str, str], page_size: int) -> bytes:
     """Describe a sequence as canonical JSON, with what a cache must have in common.
 
-    >>> encode_state(CachedSequence(), {"rope_mode": "none"})  # doctest: +ELLIPSIS
+    Its hashes are those of full pages: a prompt that is not computed to its end has more.
+
+    >>> encode_state(CachedSequence(), {"rope_mode": "none"}, 16)  # doctest: +ELLIPSIS
     b'{"evicted":0,"fields":{"rope_mode":"none"},"hashes":[],"kind":"kvcupy sequence",...}'
     """
+    hashes = sequence.hashes[: sequence.length // page_size]
     described = {
         "kind": _KIND, "version": _VERSION, "fields": dict(fields),
         **{name: int(getattr(sequence, name)) for name in _NUMBERS},
-        "hashes": [f"{hash:x}" for hash in sequence.hashes],
+        "hashes": [f"{hash:x}" for hash in hashes],
     }  # fmt: skip
     encoded = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
     if len(encoded) > _MAX_BYTES:
         raise ValueError(
             f"seq: expected at most {_MAX_BYTES} bytes of description, got {len(encoded)}; "
-            f"{len(sequence.hashes)} hashes are part of it"
+            f"{len(hashes)} hashes are part of it"
         )
     return encoded
 

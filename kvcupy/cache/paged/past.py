@@ -112,15 +112,17 @@ def past_pool_of(
 ) -> KVPool | None:
     """Return a pool for the old tokens of a cache, or None if it has none; check the arguments."""
     if past is None:
+        no_sinks = isinstance(sinks, int) and sinks == 0
         for name, value in (
-            ("recent", recent), ("sinks", sinks or None), ("num_past_pages", num_past_pages)
+            ("recent", recent), ("sinks", None if no_sinks else sinks),
+            ("num_past_pages", num_past_pages),
         ):  # fmt: skip
             if value is not None:
                 raise ValueError(f"{name}: expected None without past, got {value!r}")
         return None
     if not isinstance(pool, KVPool):
         raise ValueError("past: expected None with latent_dim, got a format")
-    format = format_name(past)
+    format = format_name(past, "past")
     if bytes_per_element(format) >= bytes_per_element(pool.dtype):
         raise ValueError(f"past: expected a format narrower than {pool.dtype}, got {format}")
     for name, value in (("recent", recent), ("sinks", sinks)):

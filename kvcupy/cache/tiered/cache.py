@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import metrics
@@ -18,7 +19,7 @@ from . import policies
 from .disk import DiskBlocks
 from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire
 from .store_tier import JOIN_S, Arrivals, StoreTier
-from .tiers import BlockCompletion, Copy, PageTier, SharedTiers, Tiers
+from .tiers import BlockCompletion, Copy, Counts, PageTier, SharedTiers, Tiers, counted
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -115,7 +116,7 @@ class TieredCache(ProcessLocal):
         self._policy = policy
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool, convert=host_dtype is not None)
-        if host_dtype is not None and format_name(host_dtype) != host_pool.dtype:
+        if host_dtype is not None and format_name(host_dtype, "host_dtype") != host_pool.dtype:
             raise ValueError(
                 f"host_dtype: expected {host_pool.dtype} like host_pool, got {host_dtype!r}"
             )
@@ -129,12 +130,13 @@ class TieredCache(ProcessLocal):
             blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
-        self._shared = tiers = SharedTiers(Tiers(self.engine, device, host, blocks, store))
+        parts = Tiers(self.engine, device, host, blocks, store)
+        self._shared = tiers = SharedTiers(parts)
         if store is not None:
             store.attach(self, tiers)
         metrics.follow(
             self, lambda cache: metrics.cache_samples(cache._shared.stats()),
-            lambda: metrics.cache_samples(tiers.stats()),
+            partial(_final_samples, parts.counts, blocks, store),
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -544,6 +546,12 @@ class TieredCache(ProcessLocal):
         if stream.capturing:
             raise CaptureError("after: blocks cannot be moved as part of a capture")
         return stream
+
+
+def _final_samples(
+    counts: Counts, disk: DiskBlocks | None, store: StoreTier | None
+) -> Iterable[tuple[str, Any, float]]:
+    return metrics.cache_samples(counted(counts, disk, store))
 
 
 def _insert(

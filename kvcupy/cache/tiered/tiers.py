@@ -379,6 +379,19 @@ class Below(Protocol):
     def wait_for_call(self) -> None: ...
 
 
+def counted(counts: Counts, disk: DiskBlocks | None, store: Below | None) -> dict[str, float]:
+    """Return what is counted so far; without the tiers, whose failures refer to their callers."""
+    return {
+        **asdict(counts),
+        "disk_read_bytes": 0 if disk is None else disk.read_bytes,
+        "disk_read_s": 0.0 if disk is None else disk.read_s,
+        "disk_write_bytes": 0 if disk is None else disk.written_bytes,
+        "disk_write_s": 0.0 if disk is None else disk.write_s,
+        "disk_errors": 0 if disk is None else disk.errors,
+        **({} if store is None else store.stats()),
+    }
+
+
 class Tiers:
     """The tiers, what is in flight between them, and eviction.
 
@@ -431,18 +444,11 @@ class Tiers:
 
     def stats(self) -> dict[str, float]:
         """Return what `TieredCache.stats` does."""
-        disk = self.disk
         return {
             "device_blocks": len(self.device.copies),
             "host_blocks": len(self.host.copies),
-            "disk_blocks": 0 if disk is None else len(disk.slots),
-            **asdict(self.counts),
-            "disk_read_bytes": 0 if disk is None else disk.read_bytes,
-            "disk_read_s": 0.0 if disk is None else disk.read_s,
-            "disk_write_bytes": 0 if disk is None else disk.written_bytes,
-            "disk_write_s": 0.0 if disk is None else disk.write_s,
-            "disk_errors": 0 if disk is None else disk.errors,
-            **({} if self.store is None else self.store.stats()),
+            "disk_blocks": 0 if self.disk is None else len(self.disk.slots),
+            **counted(self.counts, self.disk, self.store),
         }
 
     # --- In flight ---
