@@ -206,16 +206,16 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are not allocated."""
+        """Pages that are not allocated, and that nothing holds back for an unknown time."""
         self._exports.reclaim()
-        return self.pool.num_pages - self.pool.allocator.num_allocated
+        return self.pool.allocator.num_available
 
     @property
     def num_available_past_pages(self) -> int:
         """Pages for old tokens that are not allocated; 0 without `past`."""
         if self.past_pool is None:
             return 0
-        return self.past_pool.num_pages - self.past_pool.allocator.num_allocated
+        return self.past_pool.allocator.num_available
 
     @property
     def total_length(self) -> int:

@@ -411,7 +411,7 @@ def _evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
     try:
         tiers.evict(missing)
     except CacheFull:  # those that transfers still touch are needed too
-        tiers.evict(max(0, count - (allocator.num_pages - allocator.num_allocated)))
+        tiers.evict(max(0, count - allocator.num_available))
 
 
 # --- Arguments of copies ---

@@ -481,7 +481,7 @@ class Tiers:
     def require_settled(self, tier: PageTier, num_free: int) -> None:
         """Raise Blocked if more than `num_free` pages are free, or will be after a transfer."""
         allocator = tier.pool.allocator
-        if allocator.num_pages - allocator.num_allocated > num_free:
+        if allocator.num_available > num_free:
             if allocator.num_free > num_free:
                 raise Blocked
             oldest = self.in_flight.oldest()
