@@ -295,7 +295,6 @@ def test_an_unbounded_transfer_that_is_done_by_now_holds_nothing_back():
     assert pages.alloc(2).tolist() == [0, 1]
 
 
-
 def test_a_page_freed_while_busy_becomes_free_once_the_transfer_is_done():
     pages, transfer = deferring()
     assert (pages.num_free, pages.num_allocated) == (0, 6)
