@@ -306,13 +306,13 @@ def test_a_damaged_block_among_others(device, tmp_path):
 class Sharing(Narrow):
     """The same over a store in memory, with a pool of its own format."""
 
-    def __init__(self, device, above, below, *, store=None, staged=4, latent=False, **options):
+    def __init__(self, device, above, below, *, store=None, staged=3, latent=False, **options):
         like = pool_of(device, 1, above, latent=latent, placement="pinned")
         self.pool = pool_like(like, staged, dtype=below)
         self.store = WireStore(self.pool) if store is None else store.of(self.pool)
         super().__init__(
             device, above, below, latent=latent, shared=self.store, shared_dtype=below,
-            shared_prefetch=1.0, **options,
+            shared_prefetch=1.0, on_host=32, **options,
         )  # fmt: skip
 
     def end(self):
@@ -438,7 +438,7 @@ def test_what_was_on_a_narrower_disk_is_not_put(device, tmp_path):
     for _ in range(3):
         with one.cache.acquire(HASHES) as lease:
             assert lease.num_blocks == 4
-    one.host_pool.allocator.free(one.cache.take_host_pages(6))
+    one.host_pool.allocator.free(one.cache.take_host_pages(32))
     for hash in HASHES:
         one.cache._shared._tiers.disk.evict([hash])
     one.cache.evict(4)  # back to host memory
