@@ -935,11 +935,9 @@ class PagedKVCache(ProcessLocal):
         for by, named, count in pulled:
             if (got := by.inspect(named).num_pages) != count:
                 raise ValueError(f"ticket: expected {count} pages of its sequence, got {got}")
-        pages, past_pages = self._sequences.allocate_both(
-            num_pages - (0 if demoted is None else demoted.count),
-            0 if demoted is None else demoted.count,
-        )
-        joined = self._sequences.join(pages, past_pages, 0 if demoted is None else demoted.start)
+        start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
+        pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
+        combined = self._sequences.combine(pages, past_pages, start)
         pulls: list[Pull] = []
         try:
             after = self._steps.access.copy_stream_behind_all()
@@ -949,9 +947,9 @@ class PagedKVCache(ProcessLocal):
         except BaseException:
             for pull in pulls:
                 pull.cancel()
-            self._sequences.free(joined)
+            self._sequences.free(combined)
             raise
-        self._sequences.receive(seq, state, joined, pulls)
+        self._sequences.receive(seq, state, combined, pulls)
         return pulls[0] if len(pulls) == 1 else SequencePull((pulls[0], pulls[1]))
 
     def _exported(self, seq: Hashable) -> CachedSequence:

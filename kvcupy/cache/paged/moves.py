@@ -410,7 +410,7 @@ class Tiers:
             past.save.synchronize()
         count = 0 if past is None else len(past.pages)
         pages, past_pages = self._sequences.allocate_both(len(host.pages), count)
-        joined = self._sequences.join(pages, past_pages, host.past_start)
+        combined = self._sequences.combine(pages, past_pages, host.past_start)
         try:
             stream = self._access.copy_stream_behind_all()
             loads = [tiers.engine.load(host.pages, pages, after=stream)]
@@ -420,9 +420,9 @@ class Tiers:
                 loads.append(engine.load(past.pages, past_pages, after=stream))
                 engine.flush()
         except BaseException:
-            self._sequences.free(joined)
+            self._sequences.free(combined)
             raise
-        self._sequences.onboard(sequence, joined, loads)
+        self._sequences.onboard(sequence, combined, loads)
         host.free()
 
     def _engine_of_past(self, tiers: TieredCache) -> TransferEngine:

@@ -467,10 +467,10 @@ class Sequences:
         pages = sequence.pages.astype(np.int64)
         return np.delete(pages, slice(start, stop)), pages[start:stop] - self.first_past, start
 
-    def join(self, pages: Ints, past: Ints, start: int) -> Ints:
+    def combine(self, pages: Ints, past: Ints, start: int) -> Ints:
         """Return the pages of a sequence as `split` would divide them."""
-        joined: Ints = np.insert(pages, start, past + self.first_past)
-        return joined
+        combined: Ints = np.insert(pages, start, past + self.first_past)
+        return combined
 
     def allocate_both(self, count: int, past_count: int) -> tuple[Ints, Ints]:
         """Allocate pages of both pools, each by its own numbers, all or none."""
