@@ -161,14 +161,7 @@ def new_pool(num_pages: int = 6, **changes: Any) -> Any:
 
 
 def pool_bytes(*pools: Any) -> list[list[bytes]]:
-    return [[part.tobytes() for part in pages_of_pool(Pooled(pool))] for pool in pools]
-
-
-class Pooled:
-    """A pool where a cache is expected."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    return [[part.tobytes() for part in pages_of_pool(pool)] for pool in pools]
 
 
 def _layers(case: Case, pool: Any) -> Makers:
@@ -437,16 +430,23 @@ def tiered(case: Case) -> None:
         "policy": case.rng.choice(["lru", "lfu", "fifo"]),
         "write": case.rng.choice(["through", "back"]),
     }  # fmt: skip
+    formats = [None, None, "fp16", "bf16", "fp8_e4m3"]
     if case.chance(0.5):
-        arguments |= {"disk": case.folder / "blocks", "disk_bytes": 1 << 16}
+        arguments |= {
+            "disk": case.folder / "blocks", "disk_bytes": 1 << 16,
+            "disk_dtype": case.rng.choice(formats),
+        }  # fmt: skip
     known, store = list(range(1, 9)), None
     if case.chance(0.4):
         known = [2**64 + number for number in known]
+        dtype, stored = case.rng.choice(formats), on_host
+        if dtype not in (None, on_host.dtype):
+            stored = new_pool(2, placement="pinned", dtype=dtype)
         store = kv.SharedStore.open(
-            "shm:blocks", on_host, capacity_bytes=1 << 16, folder=case.folder
+            "shm:blocks", stored, capacity_bytes=1 << 16, folder=case.folder
         )
         arguments |= {
-            "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
+            "shared": store, "shared_dtype": dtype, "shared_prefetch": case.rng.choice([0.25, 1.0]),
             "shared_write": case.rng.choice(["through", "back", "second_use"]),
         }  # fmt: skip
     cache = construct(case, kv.TieredCache, arguments, names=("host_pool", "device_pool"))
@@ -534,6 +534,8 @@ def paged(case: Case) -> None:
     if not latent and case.chance(0.3):
         table = kv.rope_table(64, 8, device=case.device)
         arguments |= {"rope": table, "rope_mode": case.rng.choice(["normal", "inline"])}
+    if not latent and not quantised and case.chance(0.25):
+        arguments |= {"past": "fp8_e4m3", "recent": 3, "num_past_pages": 6}
     if latent:
         del arguments["latent_dim"]
         arguments |= {"latent_dim": 8, "head_dim": 12}
@@ -559,6 +561,8 @@ class Paged:
         self.tokens: int | None = None
         self.fmt = "fp32"
         self.ends: tuple[Any, Any] | None = None  # a sender and a receiver, once there are some
+        # Those of the past's pool, where there is one.
+        self.past_ends: tuple[Any, Any] = (None, None)
         self.ticket = b""
         if case.chance(0.3) and (tiers := self.tiers()) is not None:
             cache.attach(tiers)
@@ -579,8 +583,11 @@ class Paged:
         """Return both ends of exports of this cache to itself."""
         if self.ends is None:
             self.ends = kv.PageSender(self.cache.pool), kv.PageReceiver(self.cache.pool)
-            for end in self.ends:
-                self.case.exits.callback(end.close)
+            if (past := self.cache.past_pool) is not None:
+                self.past_ends = kv.PageSender(past), kv.PageReceiver(past)
+            for end in (*self.ends, *self.past_ends):
+                if end is not None:
+                    self.case.exits.callback(end.close)
         return self.ends
 
     def imported(self, pull: Any) -> None:
@@ -609,7 +616,7 @@ class Paged:
         self.case.settle()
         names = [name for name in self.NAMES if name in cache]
         lengths = {name: cache.sequence_length(name) for name in names}
-        pages = [hash(part.tobytes()) for part in pages_of_pool(cache)]
+        pages = [hash(part.tobytes()) for part in pages_of_pool(cache.pool)]
         # The pages of an export come back at any time.
         available = cache.num_available_pages if self.ends is None else None
         return pages, lengths, available, cache.total_length
@@ -675,13 +682,17 @@ class Paged:
             },
             "save_sequence": lambda: {**seq(), "path": self.case.folder / "saved"},
             "load_sequence": lambda: {"seq": self.absent(), "path": self.case.folder / "saved"},
-            "attach": lambda: {"tiers": self.tiers()},
+            "attach": lambda: {
+                "tiers": self.tiers(),
+                "num_past_host_pages": None if cache.past_pool is None else rng.choice([None, 3]),
+            },
             "export_sequence": lambda: {
                 **seq(), "sender": self.sender_and_receiver()[0], "lease_s": 20.0,
+                "past_sender": self.past_ends[0],
             },
             "import_sequence": lambda: {
                 "seq": self.absent(), "ticket": self.ticket, "deadline_s": 0.1,
-                "receiver": self.sender_and_receiver()[1],
+                "receiver": self.sender_and_receiver()[1], "past_receiver": self.past_ends[1],
             },
         })  # fmt: skip
 

@@ -551,7 +551,7 @@ def test_caches_of_other_formats_find_none_of_each_others_blocks(device, tmp_pat
     ("nvfp4", {"disk_dtype": "fp8_e4m3"}, "^disk_dtype: .* not wider than nvfp4"),
     ("nvfp4", {"disk_dtype": "mxfp4"}, "^disk_dtype: expected nvfp4 like host_pool"),
     ("bf16", {"disk_dtype": "int4_g128"}, "^disk_dtype: expected rows of a multiple of 128"),
-    ("bf16", {"disk_dtype": "nothing"}, "dtype: expected"),
+    ("bf16", {"disk_dtype": "nothing"}, r"^disk_dtype: expected"),
     ("bf16", {"disk": None, "disk_bytes": 0, "disk_dtype": "nvfp4"},
      "^disk_dtype: expected None without disk"),
     ("bf16", {"shared_dtype": "nvfp4"}, "^shared_dtype: expected None without shared"),

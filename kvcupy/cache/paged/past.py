@@ -105,16 +105,18 @@ def past_pool_of(
     pool: Pool, past: Any, recent: Any, sinks: Any, num_past_pages: Any
 ) -> KVPool | None:
     """Return a pool for the old tokens of a cache, or None if it has none; check the arguments."""
+    checks.require_int(sinks, "sinks")
     if past is None:
         for name, value in (
-            ("recent", recent), ("sinks", sinks or None), ("num_past_pages", num_past_pages)
+            ("recent", recent), ("sinks", sinks if sinks else None),
+            ("num_past_pages", num_past_pages),
         ):  # fmt: skip
             if value is not None:
                 raise ValueError(f"{name}: expected None without past, got {value!r}")
         return None
     if not isinstance(pool, KVPool):
         raise ValueError("past: expected None with latent_dim, got a format")
-    format = format_name(past)
+    format = format_name(past, "past")
     if bytes_per_element(format) >= bytes_per_element(pool.dtype):
         raise ValueError(f"past: expected a format narrower than {pool.dtype}, got {format}")
     for name, value in (("recent", recent), ("sinks", sinks)):

@@ -128,7 +128,7 @@ class TieredCache(ProcessLocal):
         self._policy = policy
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool, convert=host_dtype is not None)
-        if host_dtype is not None and format_name(host_dtype) != host_pool.dtype:
+        if host_dtype is not None and format_name(host_dtype, "host_dtype") != host_pool.dtype:
             raise ValueError(
                 f"host_dtype: expected {host_pool.dtype} like host_pool, got {host_dtype!r}"
             )

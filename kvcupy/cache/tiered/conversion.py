@@ -84,7 +84,7 @@ def staged_conversion(host_pool: Pool, dtype: Any) -> Conversion | None:
 
 def checked_format(host_pool: Pool, dtype: Any, name: str) -> str:
     """Return the format of a tier below a host pool; ValueError unless blocks can go there."""
-    format, above = format_name(dtype), host_pool.dtype
+    format, above = format_name(dtype, name), host_pool.dtype
     if bytes_per_element(format) > bytes_per_element(above):
         raise ValueError(
             f"{name}: expected a format that is not wider than {above}, as of host_pool, "
