@@ -418,3 +418,15 @@ def test_a_captured_second_stream_is_refused_before_keys_are_rotated(device):
         kv.rope_store_kv(**arguments, stream=main, alt_stream=other)
     device.synchronize()
     assert np.array_equal(device.to_numpy(key), before)
+
+
+@pytest.mark.parametrize("sinks", [{}, np.zeros(2), 1.5, "", None])
+@pytest.mark.parametrize("past", [{}, {"past": "fp8_e4m3", "recent": 3}], ids=["plain", "past"])
+def test_first_tokens_that_are_no_count(device, sinks, past):
+    raises_by_name(
+        lambda: kv.PagedKVCache(
+            num_layers=1, num_q_heads=2, num_kv_heads=2, head_dim=8, num_pages=4, device=device,
+            sinks=sinks, **past,
+        ),
+        TypeError, "sinks",
+    )  # fmt: skip

@@ -137,6 +137,8 @@ class PageAllocator(ProcessLocal):
     num_free : pages that `alloc` can return now
     num_allocated : pages that are not freed yet. A page freed while a transfer touches it counts in
         neither until the transfer is done
+    num_available : pages that `alloc` can return, now or when the transfers that hold them back are
+        done; not those that an `unbounded` one holds back
 
     Notes
     -----
@@ -174,6 +176,7 @@ class PageAllocator(ProcessLocal):
         self._num_deferred = 0
         # By number, in order of issue: what is in flight, and its pages.
         self._transfers: dict[int, tuple[Completion, Pages]] = {}
+        self._num_unbounded = 0  # of them
         self._numbers = itertools.count()
         self._poll_above = _MIN_TRANSFERS
 
@@ -191,6 +194,13 @@ class PageAllocator(ProcessLocal):
         with self._lock:
             return self.num_pages - self._num_free - self._num_deferred
 
+    @property
+    def num_available(self) -> int:
+        if self._num_unbounded:
+            self._poll()
+        with self._lock:
+            return self._available()
+
     def alloc(self, n: int) -> Pages:
         """Allocate `n` pages.
 
@@ -201,12 +211,12 @@ class PageAllocator(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `n` is not an int, or negative
-        CacheFull : fewer than `n` are free; nothing was allocated
+        CacheFull : fewer than `n` are free, or become free; nothing was allocated
 
         Notes
         -----
         If that takes pages which transfers still touch, this waits for those transfers, the oldest
-        first, and no longer than necessary.
+        first, and no longer than necessary. It does not wait for `unbounded` ones.
         """
         checks.require_int(n, "n")
         if n < 0:
@@ -217,14 +227,14 @@ class PageAllocator(ProcessLocal):
             with self._lock:
                 if n <= self._num_free:
                     return self._take(n)
-                available = self._num_free + self._num_deferred
-                if n > available:
+                available = self._available()
+                if n > available and (polled or not self._num_unbounded):
                     raise CacheFull(
                         f"n: expected at most {available}, which are free of "
                         f"{self.num_pages} pages, got {n}"
                     )
                 oldest = self._oldest_that_defers()
-            if polled:
+            if polled and oldest is not None:
                 with metrics.timed("kvcupy_host_wait_seconds", waiter="pages"):
                     self._wait(oldest)
             else:
@@ -292,7 +302,8 @@ class PageAllocator(ProcessLocal):
         pages : list or integer array (n,), repeats allowed. Numbers out of range are skipped, as in
             transfers. None: every page, if only the device knows which
         transfer : a `Completion`, or whatever else has its `done()` and `synchronize()`; kept until
-            it is seen to be done
+            it is seen to be done. If its attribute `unbounded` is true, it may never be: nobody
+            waits for the pages that it holds back
 
         Raises
         ------
@@ -315,6 +326,7 @@ class PageAllocator(ProcessLocal):
         with self._lock:
             self._transfers[next(self._numbers)] = transfer, touched
             self._num_transfers[touched] += 1
+            self._num_unbounded += _is_unbounded(transfer)
             crowded = len(self._transfers) > self._poll_above
             if crowded:  # so that threads that call this meanwhile do not poll too
                 self._poll_above = 2 * len(self._transfers)
@@ -323,7 +335,10 @@ class PageAllocator(ProcessLocal):
             self._poll_above = max(_MIN_TRANSFERS, 2 * len(self._transfers))
 
     def wait_for_freed(self) -> None:
-        """Wait for the oldest transfer that holds back freed pages, if there is one."""
+        """Wait for the oldest transfer that holds back freed pages, if there is one.
+
+        Not for `unbounded` ones, nor for pages that they hold back too.
+        """
         with self._lock:
             oldest = self._oldest_that_defers() if self._num_deferred else None
         if oldest is not None:
@@ -350,13 +365,30 @@ class PageAllocator(ProcessLocal):
         if len(free):
             raise ValueError(f"pages: expected pages that are out, got {free[0]}, which is free")
 
-    def _oldest_that_defers(self) -> int:
-        """Return the number of the oldest transfer that holds back a freed page."""
-        return next(
-            number
-            for number, (_, pages) in self._transfers.items()
-            if (self._state[pages] == _DEFERRED).any()
-        )
+    def _available(self) -> int:
+        """Return how many pages are free, or become free when bounded transfers are done."""
+        if not (self._num_unbounded and self._num_deferred):
+            return self._num_free + self._num_deferred
+        return self._num_free + int(np.count_nonzero(self._coming()))
+
+    def _coming(self) -> Pages:
+        """Return which pages become free when bounded transfers are done, bool (num_pages,)."""
+        coming: Pages = self._state == _DEFERRED
+        if self._num_unbounded:
+            for transfer, pages in self._transfers.values():
+                if _is_unbounded(transfer):
+                    coming[pages] = False
+        return coming
+
+    def _oldest_that_defers(self) -> int | None:
+        """Return the number of the oldest transfer that holds back a page which becomes free."""
+        if not self._num_unbounded:
+            for number, (_, pages) in self._transfers.items():
+                if (self._state[pages] == _DEFERRED).any():
+                    return number
+            return None
+        coming = self._coming()
+        return next((n for n, (_, pages) in self._transfers.items() if coming[pages].any()), None)
 
     # --- Without the lock: a transfer may take locks of its own, and its owner may call `busy` ---
 
@@ -383,7 +415,9 @@ class PageAllocator(ProcessLocal):
         """Forget transfers, and free what only they held back."""
         with self._lock:
             # Another thread may have been first.
-            dropped = [self._transfers.pop(n)[1] for n in numbers if n in self._transfers]
+            ended = [self._transfers.pop(n) for n in numbers if n in self._transfers]
+            dropped = [pages for _, pages in ended]
+            self._num_unbounded -= sum(_is_unbounded(transfer) for transfer, _ in ended)
             for pages in dropped:
                 self._num_transfers[pages] -= 1
             if not dropped or not self._num_deferred:
@@ -399,6 +433,11 @@ class PageAllocator(ProcessLocal):
         if len(outside):
             raise ValueError(f"pages: expected 0 to {self.num_pages - 1}, got {outside[0]}")
         return pages.astype(np.int64)
+
+
+def _is_unbounded(transfer: Completion) -> bool:
+    """Return whether a transfer may never be done, which it says for good."""
+    return bool(getattr(transfer, "unbounded", False))
 
 
 def _is_done(transfer: Completion) -> bool:

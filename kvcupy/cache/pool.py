@@ -542,6 +542,28 @@ class MLAPool(Pool):
         return of_layer[:, :, 0]
 
 
+def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: str = "pinned") -> Pool:
+    """Return a new pool for pages like those of another, in another format or memory.
+
+    Its pages are contiguous ("page_first_direct"). Where the format is another of 8 bits, there is
+    a scale per token and head.
+    """
+    own = formats.FORMATS.get(dtype)  # groups of a four-bit format have scales anyway
+    scales = bool(pool.scale_parts)
+    if dtype != pool.dtype:
+        scales = own is not None and own.quantised
+    options: dict[str, Any] = {
+        "dtype": dtype, "layout": "page_first_direct", "placement": placement,
+        "device": pool.device, "scales": scales,
+    }  # fmt: skip
+    if isinstance(pool, MLAPool):
+        return MLAPool(num_pages, pool.page_size, pool.num_layers, pool.head_dim, **options)
+    return KVPool(
+        num_pages, pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
+        v_head_dim=pool.v_head_dim, **options,
+    )  # fmt: skip
+
+
 # --- Arguments and arrays -------------------------------------------------------------------------
 
 

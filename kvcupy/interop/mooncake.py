@@ -694,6 +694,7 @@ class _Quiet:
     """The Completion of calls that were given up, or failed with bytes under way."""
 
     failure = None
+    unbounded = True  # a peer that has stopped may go on at any time, or never
 
     def __init__(self, clients: list[_Client]) -> None:
         self._clients = clients

@@ -918,8 +918,8 @@ def same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
 # --- Outputs that a call allocates ----------------------------------------------------------------
 
 
-def format_name(dtype: Any, argument: str = "dtype") -> str:
-    """Return the name of the number format that a dtype argument stands for.
+def format_name(dtype: Any, name: str = "dtype") -> str:
+    """Return the number format that a dtype argument stands for; `name` is that of the argument.
 
     Raises
     ------
@@ -929,14 +929,14 @@ def format_name(dtype: Any, argument: str = "dtype") -> str:
         return dtype
     known, text = ", ".join(formats.CACHE_FORMATS), str(dtype)
     try:
-        name = formats.tag(text[6:] if text.startswith("torch.") else formats.numpy_dtype(dtype))
+        format = formats.tag(text[6:] if text.startswith("torch.") else formats.numpy_dtype(dtype))
     except TypeError:
         raise TypeError(
-            f"{argument}: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
+            f"{name}: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
         ) from None
-    if name not in formats.FORMATS:
-        raise ValueError(f"{argument}: expected one of {known}, got {dtype!r}")
-    return name
+    if format not in formats.FORMATS:
+        raise ValueError(f"{name}: expected one of {known}, got {dtype!r}")
+    return format
 
 
 def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:

@@ -216,7 +216,7 @@ class TransferPlan:
         max_blocks = options.max_blocks
         if max_blocks is None and not (self._src.on_device and self._dst.on_device):
             max_blocks = self._thresholds.blocks
-        repacks_first = _repacks_first(self._src, self._dst)
+        repacks_first = _repacks_first(device, self._src, self._dst)
         far, near = (target, source) if repacks_first else (source, target)
         self.transfers: list[LayerTransfer] = []
         self._staged: list[StagedTransfer] = []
@@ -411,9 +411,14 @@ def _owned_by(pool: Any, view: ArrayView) -> ArrayView:
     )  # fmt: skip
 
 
-def _repacks_first(src: LayerPages, dst: LayerPages) -> bool:
-    """Return whether a staged transfer starts with the kernel: the far pool is the target."""
-    return not dst.on_device or src.on_device
+def _repacks_first(device: Device, src: LayerPages, dst: LayerPages) -> bool:
+    """Return whether a staged transfer starts with the kernel: the far pool is the target.
+
+    Of two pools in host memory the near one is the one that kernels reach.
+    """
+    if src.on_device or dst.on_device:
+        return src.on_device
+    return transfer_kernels.reaches(device, src)
 
 
 def _move_by_arrays(
@@ -525,7 +530,7 @@ class StagedTransfer:
     ) -> None:  # fmt: skip
         self._device = device
         self._max_blocks = max_blocks
-        self._repacks_first = _repacks_first(src.any_group, dst.any_group)
+        self._repacks_first = _repacks_first(device, src.any_group, dst.any_group)
         far, near = (dst, src) if self._repacks_first else (src, dst)
         self._far = far.layers(layers)
         self._near = [near.layers(own) for own in near_layers]

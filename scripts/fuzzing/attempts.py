@@ -73,6 +73,7 @@ _meaning(
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
     num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent num_past_pages
+    num_past_host_pages
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
@@ -90,7 +91,7 @@ _meaning(
     barriers by_layer
 """,
 )
-_meaning(values.dtype, "dtype host_dtype past")
+_meaning(values.dtype, "dtype host_dtype disk_dtype shared_dtype past")
 _meaning(
     values.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )
@@ -102,7 +103,7 @@ _meaning(
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
     before operation index owner arguments options params identity shared secret heads tls
-    attachment ticket sender receiver spans
+    attachment ticket sender receiver past_sender past_receiver spans
 """,
 )
 _meaning(values.no_function, "release")

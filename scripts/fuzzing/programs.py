@@ -445,16 +445,23 @@ def tiered(case: Case) -> None:
     }  # fmt: skip
     if formats[0] != formats[1]:
         arguments["host_dtype"] = formats[1]
+    stored_formats = [None, None, "bf16", "fp8_e4m3"] if formats[1] == "fp16" else [None]
     if case.chance(0.5):
-        arguments |= {"disk": case.folder / "blocks", "disk_bytes": 1 << 16}
+        arguments |= {
+            "disk": case.folder / "blocks", "disk_bytes": 1 << 16,
+            "disk_dtype": case.rng.choice(stored_formats),
+        }  # fmt: skip
     known, store = list(range(1, 9)), None
     if case.chance(0.4):
         known = [2**64 + number for number in known]
+        dtype, stored = case.rng.choice(stored_formats), on_host
+        if dtype not in (None, on_host.dtype):
+            stored = new_pool(2, placement="pinned", dtype=dtype, head_dim=16)
         store = kv.SharedStore.open(
-            "shm:blocks", on_host, capacity_bytes=1 << 16, folder=case.folder
+            "shm:blocks", stored, capacity_bytes=1 << 16, folder=case.folder
         )
         arguments |= {
-            "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
+            "shared": store, "shared_dtype": dtype, "shared_prefetch": case.rng.choice([0.25, 1.0]),
             "shared_write": case.rng.choice(["through", "back", "second_use"]),
         }  # fmt: skip
     cache = construct(case, kv.TieredCache, arguments, names=("host_pool", "device_pool"))
@@ -575,6 +582,8 @@ class Paged:
         self.tokens: int | None = None
         self.fmt = "fp32"
         self.ends: tuple[Any, Any] | None = None  # a sender and a receiver, once there are some
+        # Those of the past's pool, where there is one.
+        self.past_ends: tuple[Any, Any] = (None, None)
         self.ticket = b""
         if case.chance(0.3) and (tiers := self.tiers()) is not None:
             cache.attach(tiers)
@@ -595,8 +604,11 @@ class Paged:
         """Return both ends of exports of this cache to itself."""
         if self.ends is None:
             self.ends = kv.PageSender(self.cache.pool), kv.PageReceiver(self.cache.pool)
-            for end in self.ends:
-                self.case.exits.callback(end.close)
+            if (past := self.cache.past_pool) is not None:
+                self.past_ends = kv.PageSender(past), kv.PageReceiver(past)
+            for end in (*self.ends, *self.past_ends):
+                if end is not None:
+                    self.case.exits.callback(end.close)
         return self.ends
 
     def imported(self, pull: Any) -> None:
@@ -694,13 +706,17 @@ class Paged:
             },
             "save_sequence": lambda: {**seq(), "path": self.case.folder / "saved"},
             "load_sequence": lambda: {"seq": self.absent(), "path": self.case.folder / "saved"},
-            "attach": lambda: {"tiers": self.tiers()},
+            "attach": lambda: {
+                "tiers": self.tiers(),
+                "num_past_host_pages": None if cache.past_pool is None else rng.choice([None, 3]),
+            },
             "export_sequence": lambda: {
                 **seq(), "sender": self.sender_and_receiver()[0], "lease_s": 20.0,
+                "past_sender": self.past_ends[0],
             },
             "import_sequence": lambda: {
                 "seq": self.absent(), "ticket": self.ticket, "deadline_s": 0.1,
-                "receiver": self.sender_and_receiver()[1],
+                "receiver": self.sender_and_receiver()[1], "past_receiver": self.past_ends[1],
             },
         })  # fmt: skip
 

@@ -9,10 +9,15 @@ from paged_tiers_cases import NUM_LAYERS, PAGE, VOCABULARY, Prefixed
 
 import kvcupy as kv
 
+PAST = {"past": "fp8_e4m3", "recent": 5, "sinks": 2, "num_past_pages": 20}
+
 
 def digest_of(side, name):
-    """What a sequence holds, as text."""
-    return hashlib.sha256(b"".join(side.bits(name))).hexdigest()
+    """What a sequence holds, as text: its values, and the bytes of its demoted pages."""
+    parts = side.bits(name)
+    if side.cache.past_pool is not None:
+        parts += [part for part in side.raw(name)[2 * NUM_LAYERS :] if isinstance(part, bytes)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 class Exporter:
@@ -21,12 +26,20 @@ class Exporter:
     Parameters
     ----------
     engine, listen : of the sender
+    past : whether old pages are demoted; they have a sender of their own
     """
 
-    def __init__(self, seed, engine, listen, num_pages=24):
-        self.side = Prefixed(kv.device("host"), tiered=False, num_pages=num_pages)
+    def __init__(self, seed, engine, listen, num_pages=24, *, past=False):
+        options = PAST if past else {}
+        self.side = Prefixed(kv.device("host"), tiered=False, num_pages=num_pages, **options)
         self.cache = self.side.cache
         self.sender = kv.PageSender(self.cache.pool, engine=engine, listen=listen)
+        self.ends, self.past_sender = [self.sender], None
+        if past:
+            self.past_sender = kv.PageSender(
+                self.cache.past_pool, engine=engine, listen=f"{listen}past"
+            )
+            self.ends.append(self.past_sender)
         self.rng = np.random.default_rng(seed)
         self.names, self.made, self.tickets = [], 0, []
 
@@ -75,7 +88,7 @@ class Exporter:
         name = self.names[int(self.rng.integers(len(self.names)))]
         sequence = self.cache._sequences.find(name)
         if self.rng.random() < 0.5 or sequence.window:
-            ticket = self.cache.export_sequence(name, self.sender, lease_s=lease_s)
+            ticket = self._export(name, lease_s)
             length, holds = self.cache.sequence_length(name), digest_of(self.side, name)
         else:
             tokens = self.tokens(int(self.rng.integers(1, 2 * PAGE)))
@@ -87,18 +100,27 @@ class Exporter:
             is_taken_back = self.rng.random() < 0.2
             for layer in range(NUM_LAYERS):
                 if layer == before:
-                    ticket = self.cache.export_sequence(name, self.sender, lease_s=lease_s)
+                    ticket = self._export(name, lease_s)
                 self.side.attend(layer, rows)
             if before == NUM_LAYERS:
-                ticket = self.cache.export_sequence(name, self.sender, lease_s=lease_s)
+                ticket = self._export(name, lease_s)
             length, holds = self.cache.sequence_length(name), None
             if is_taken_back:
                 self.cache._steps.abort()
             else:
+                holds = digest_of(self.side, name)  # ending the step may demote some of it
                 self.cache.end_forward()
-                holds = digest_of(self.side, name)
         self.tickets.append(ticket)
         return ticket.hex(), length, holds
+
+    def _export(self, name, lease_s):
+        return self.cache.export_sequence(
+            name, self.sender, lease_s=lease_s, past_sender=self.past_sender
+        )
+
+    def close(self):
+        for end in self.ends:
+            end.close()
 
     def withdraw_some(self):
         """Withdraw half of the tickets, and return them."""
@@ -109,9 +131,11 @@ class Exporter:
 
     def leaks(self):
         """How many pages and references are left without sequences; None: some are still held."""
-        if self.sender.stats()["offered_pages"]:
+        if any(end.stats()["offered_pages"] for end in self.ends):
             return None
         self.cache.clear()
         self.names.clear()
         missing = self.cache.pool.num_pages - self.cache.num_available_pages
+        if (past_pool := self.cache.past_pool) is not None:
+            missing += past_pool.num_pages - self.cache.num_available_past_pages
         return missing + int(self.cache._sequences._references.sum())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcupy.arrays import bytes_of
 
-def pages_of_pool(cache):
+
+def pages_of_pool(pool):
     """K, V and the scales of all layers as bytes, each (num_pages, page_size, bytes)."""
-    pool, device = cache.pool, cache.pool.device
+    device = pool.device
     device.synchronize()  # copies may be in flight on the cache's own stream
     found = []
     for view in (pool.k, pool.v, pool.k_scale, pool.v_scale):
@@ -15,7 +17,8 @@ def pages_of_pool(cache):
             part = view(layer)
             if part is None:
                 continue
-            part = device.carrier(part) if hasattr(part, "pointer") else part
+            if hasattr(part, "pointer"):
+                part = device.carrier(bytes_of(part))
             array = np.ascontiguousarray(device.to_numpy(part))
             found.append(array.reshape(pool.num_pages, pool.page_size, -1).view(np.uint8).copy())
     return found
@@ -24,7 +27,7 @@ def pages_of_pool(cache):
 def snapshot(cache, names):
     """Bytes of the pool and of the sequences, lengths and free pages, to be compared by ==."""
     state = {
-        "pool": [part.tobytes() for part in pages_of_pool(cache)],
+        "pool": [part.tobytes() for part in pages_of_pool(cache.pool)],
         "free": cache.num_available_pages,
         "total": cache.total_length,
     }

@@ -135,8 +135,13 @@ class Prefixed:
 
     def raw(self, name):
         """All bytes of the pages of a sequence, the scales too."""
-        pages = self.cache._sequences.find(name).pages
-        return [part[pages].tobytes() for part in pages_of_pool(self.cache)]
+        sequences = self.cache._sequences
+        pages, past_pages, start = sequences.split(sequences.find(name))
+        raw = [part[pages].tobytes() for part in pages_of_pool(self.cache.pool)]
+        if len(past_pages):
+            past = pages_of_pool(self.cache.past_pool)
+            raw += [start, *(part[past_pages].tobytes() for part in past)]
+        return raw
 
     def spoil(self):
         """Overwrite all pages of the device, so that a read that comes too early gets this."""

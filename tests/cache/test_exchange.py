@@ -763,7 +763,8 @@ def test_a_description_says_all_of_a_sequence(length, evicted, window, sinks, ha
     sinks = min(sinks, window - 1, length)
     hashes = hashes[: length // PAGE]
     encoded = described(length, evicted, window, sinks, hashes)
-    got, num_pages = exchange.decode_state(encoded, FIELDS, PAGE)
+    got, num_pages, demoted = exchange.decode_state(encoded, FIELDS, PAGE)
+    assert demoted is None
     assert (got.length, got.evicted, got.window, got.sinks) == (length, evicted, window, sinks)
     assert got.hashes == hashes and num_pages == -(-(length + evicted) // PAGE)
     assert got.num_pages == 0 and not got.loads
@@ -780,7 +781,7 @@ VALUES = st.one_of(
 def test_a_wrong_description_is_refused_or_consistent(field, value):
     changed = {**json.loads(described(window=8, sinks=2, evicted=3, hashes=[5, 6])), field: value}
     try:
-        got, num_pages = exchange.decode_state(json.dumps(changed).encode(), FIELDS, PAGE)
+        got, num_pages, _ = exchange.decode_state(json.dumps(changed).encode(), FIELDS, PAGE)
     except ValueError as error:
         assert str(error).startswith("ticket: ")
         return

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from exchange_world import digest_of
+from exchange_world import PAST, digest_of
 from helpers import examples, full_only
 from line_process import LineProcess, poll
 from paged_tiers_cases import Prefixed
@@ -24,25 +24,31 @@ pytestmark = pytest.mark.usefixtures("lenient_host")
 PROGRAM = "import kvcupy as kv; kv.config.strict = False; from exchange_world import *"
 HAS_NIXL = any(importlib.util.find_spec(name) for name in nixl._WHEELS)
 NEEDS_NIXL = pytest.mark.skipif(not HAS_NIXL, reason="needs NIXL")
-ENGINES = ["socket", pytest.param("nixl", marks=NEEDS_NIXL)]
 
 
 class Importer:
     """The cache of the test's own process."""
 
-    def __init__(self, device, engine, seed, num_pages=16):
-        self.side = Prefixed(device, tiered=False, num_pages=num_pages)
+    def __init__(self, device, engine, seed, num_pages=16, *, past=False):
+        options = PAST if past else {}
+        self.side = Prefixed(device, tiered=False, num_pages=num_pages, **options)
         self.cache = self.side.cache
         self.receiver = kv.PageReceiver(self.cache.pool, engine=engine)
+        self.receivers, self.past_receiver = [self.receiver], None
+        if past:
+            self.past_receiver = kv.PageReceiver(self.cache.past_pool, engine=engine)
+            self.receivers.append(self.past_receiver)
         self.rng, self.made = np.random.default_rng(seed), 0
         self.present = {}  # by name: the pull, the ticket, and what it must hold
         self.withdrawn = set()  # tickets
-        self.compared = self.failed = 0
+        self.compared = self.failed = self.demoted = 0
 
     def receive(self, ticket, length, holds):
         self.made += 1
         try:
-            pull = self.cache.import_sequence(self.made, bytes.fromhex(ticket), self.receiver)
+            pull = self.cache.import_sequence(
+                self.made, bytes.fromhex(ticket), self.receiver, past_receiver=self.past_receiver
+            )
         except kv.CacheFull:
             return
         assert self.cache.sequence_length(self.made) == length
@@ -61,6 +67,7 @@ class Importer:
             pull.synchronize()
             assert got == holds
             self.compared += 1
+            self.demoted += any(self.cache._sequences.past_range(self.cache._sequences.find(name)))
             with suppress(kv.CacheFull):
                 self.side.step(name, [3, 4])
         self.cache.remove_sequence(name)
@@ -83,9 +90,13 @@ class Importer:
         """Compare all that is left; every page must be free then."""
         for name in list(self.present):
             self.compare(name, may_fail=may_fail)
-        assert poll(lambda: not self.receiver.stats()["pulls"])
-        self.receiver.close()
+        assert poll(lambda: not any(each.stats()["pulls"] for each in self.receivers))
+        for receiver in self.receivers:
+            receiver.close()
         assert self.cache.num_available_pages == self.cache.pool.num_pages
+        if (past_pool := self.cache.past_pool) is not None:
+            assert self.cache.num_available_past_pages == past_pool.num_pages
+            past_pool.allocator.check_leaks()
         assert not self.cache._sequences._references.any()
         self.cache.pool.allocator.check_leaks()
 
@@ -97,8 +108,8 @@ def other():
     process.end()
 
 
-def begin(process, seed, engine, folder):
-    process.do(f"w = Exporter({seed}, {engine!r}, 'unix:{folder}/s')")
+def begin(process, seed, engine, folder, *, past=False):
+    process.do(f"w = Exporter({seed}, {engine!r}, 'unix:{folder}/s', past={past})")
 
 
 def schedule(process, importer, count):
@@ -118,22 +129,30 @@ def schedule(process, importer, count):
     return exported
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_random_schedules(device, other, tmp_path, engine):
+@pytest.mark.parametrize(
+    ("engine", "past"), [
+        ("socket", False), ("socket", True), pytest.param("nixl", False, marks=NEEDS_NIXL),
+        pytest.param("nixl", True, marks=[NEEDS_NIXL, pytest.mark.full]),
+    ],
+)  # fmt: skip
+def test_random_schedules(device, other, tmp_path, engine, past):
     if other.is_as_it_was:
         other.is_as_it_was = False
         other.reply()
     compared = exported = 0
-    for seed in range(examples(100 if engine == "socket" else 40)):
-        importer = Importer(device, engine, seed)
-        begin(other, seed, engine, tmp_path)
+    demoted = 0
+    for seed in range(examples(100 if engine == "socket" and not past else 40)):
+        importer = Importer(device, engine, seed, past=past)
+        begin(other, seed, engine, tmp_path, past=past)
         other.do("w.change()")
         exported += schedule(other, importer, 14)
         importer.end()
-        other.do("w.sender.close()")
+        other.do("w.close()")
         assert poll(lambda: other.do("answer(w.leaks())") == 0)
         compared += importer.compared
+        demoted += importer.demoted
     assert compared > exported / 4 > 0, "hardly any schedule compared a sequence"
+    assert demoted > 0 or not past, "no sequence had demoted pages"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def rows_of(twin, name):
     tokens = np.arange(length)
     return [
         part.reshape(-1, *part.shape[2:])[table[tokens // size] * size + tokens % size]
-        for part in pages_of_pool(cache)
+        for part in pages_of_pool(cache.pool)
     ]
 
 

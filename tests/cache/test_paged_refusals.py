@@ -368,9 +368,9 @@ def test_faults_in_the_arrays_of_a_step_are_no_business_of_others(device):
 def test_what_raises_writes_nothing_to_the_pool(device):
     """The control of these tests: a step does change what they compare."""
     twin = crowd(device)
-    before = pages_of_pool(twin.cache)
+    before = pages_of_pool(twin.cache.pool)
     twin.step(["a"], [1])
-    assert any((a != b).any() for a, b in zip(before, pages_of_pool(twin.cache), strict=True))
+    assert any((a != b).any() for a, b in zip(before, pages_of_pool(twin.cache.pool), strict=True))
 
 
 def test_overwriting_in_a_capture(device):

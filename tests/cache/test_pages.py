@@ -43,6 +43,15 @@ class FakeTransfer:
         self.finished = True
 
 
+class UnboundedTransfer(FakeTransfer):
+    """One that nobody may wait for, such as a call to a machine that does not answer."""
+
+    unbounded = True
+
+    def synchronize(self):
+        raise AssertionError("it may never be done")
+
+
 def state_of(pages):
     return pages.num_free, pages.num_allocated, pages.allocated().tolist()
 
@@ -256,6 +265,34 @@ def deferring(count=8, freed=(2, 3), **how):
     pages.busy(freed, transfer)
     pages.free(freed)
     return pages, transfer
+
+
+def test_pages_that_an_unbounded_transfer_holds_back_are_not_waited_for():
+    pages, bounded, unbounded = kv.PageAllocator(8), FakeTransfer(), UnboundedTransfer()
+    pages.alloc(8)
+    pages.busy([0, 1, 2], unbounded)
+    pages.busy([2, 3, 4], bounded)  # page 2 by both
+    pages.free([1, 2, 3, 5])
+    assert (pages.num_free, pages.num_available, pages.num_allocated) == (1, 2, 4)
+    with pytest.raises(kv.CacheFull, match=r"expected at most 2, which"):
+        pages.alloc(3)
+    assert bounded.waited == 0
+    assert pages.alloc(2).tolist() == [3, 5] and bounded.waited == 1
+    pages.wait_for_freed()  # there is nothing to wait for
+    assert (pages.num_free, pages.num_available) == (0, 0)
+    pages.free([0])
+    unbounded.finished = True
+    assert pages.num_available == 3
+    assert pages.alloc(3).tolist() == [0, 1, 2]
+
+
+def test_an_unbounded_transfer_that_is_done_by_now_holds_nothing_back():
+    pages, unbounded = kv.PageAllocator(4), UnboundedTransfer()
+    pages.alloc(4)
+    pages.busy([0, 1], unbounded)
+    pages.free([0, 1])
+    unbounded.finished = True
+    assert pages.alloc(2).tolist() == [0, 1]
 
 
 def test_a_page_freed_while_busy_becomes_free_once_the_transfer_is_done():

@@ -117,6 +117,46 @@ def test_what_was_fetched_is_not_put_again(device, write):
     assert blocks.cache.stats()["lost"] == 0
 
 
+class LateWrites:
+    """Writes of a call that was given up: they may come at any time, or never."""
+
+    unbounded, failure, over = True, None, False
+
+    def done(self):
+        return self.over
+
+    def synchronize(self):
+        raise AssertionError("nobody knows how long that would take")
+
+
+def test_pages_that_a_store_may_still_write_are_not_counted_on(device, tmp_path):
+    blocks = SharedBlocks(device, 4, 16, disk=tmp_path / "kv", disk_bytes=2**20)
+    blocks.publish(A, B)
+    late, allocator = LateWrites(), blocks.host_pool.allocator
+
+    def give_up(hashes, pages, **options):
+        allocator.busy(pages, late)
+        return [False] * len(pages)
+
+    blocks.store.get = give_up
+    assert in_time(lambda: blocks.cache.acquire(names(A, B))).num_blocks == 0
+    blocks.idle()
+    assert (allocator.num_free, allocator.num_available) == (14, 14)
+    with pytest.raises(kv.CacheFull, match="n: expected room for 15 pages"):
+        in_time(lambda: blocks.cache.take_host_pages(15))
+    allocator.free(blocks.cache.take_host_pages(14))
+    blocks.insert(names(C, D))
+    blocks.cache.flush()
+    mine = blocks.cache.take_host_pages(14)  # the blocks are on disk alone
+    blocks.evict_all()
+    with pytest.raises(kv.CacheFull, match="blocks from disk at once"):
+        in_time(lambda: blocks.cache.acquire(names(C, D)))
+    allocator.free(mine)
+    blocks.use(names(C, D), known=2)
+    late.over = True
+    assert len(allocator.alloc(allocator.num_available)) == 14
+
+
 @pytest.mark.parametrize("wait", ["complete", "timeout"])
 def test_acquire_waits_for_what_is_on_its_way(blocks, wait):
     blocks.publish(A, B)

@@ -39,6 +39,10 @@ class Blocks:
     def bits(self, hash):
         return bits_of(self.values(hash))
 
+    def first_bytes_on_disk(self, hash):
+        """Some bytes with which the block of a hash begins in the file."""
+        return self.bits(hash)[:16].tobytes()
+
     def fill(self, page, hash, stream=None):
         """Write the block of a hash into a device page, as a model would."""
         for part, value in zip(parts_of(self.device_pool), self.values(hash), strict=True):

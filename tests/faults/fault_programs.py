@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import every_call
+import ml_dtypes
 import numpy as np
 
 import kvcupy as kv
@@ -918,6 +919,7 @@ class Tiered(Program):
     """
 
     write = "through"
+    below: str | None = None  # the format of lower tiers
     first = 1000  # hash
     kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
 
@@ -929,14 +931,17 @@ class Tiered(Program):
         self.compute = device.stream()
         rng = np.random.default_rng(4)
         self.stock = rng.standard_normal((8, 2 * LAYERS, PAGE, HEADS, WIDTH)).astype(np.float32)
+        if self.below is not None:  # in which the blocks are exact
+            self.stock = self.stock.astype(ml_dtypes.bfloat16).astype(np.float32)
         self.blocks = [[device.asarray(part) for part in block] for block in self.stock]
         self.tiers: Any = None
         device.synchronize()
 
     def open(self) -> None:
         self.tiers = kv.TieredCache(
-            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write
-        )
+            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write,
+            disk_dtype=self.below,
+        )  # fmt: skip
 
     def insert(self, *blocks: int) -> None:
         """Insert blocks that are not on the device; a stream writes them meanwhile."""
@@ -1064,6 +1069,12 @@ class TieredBack(Tiered):
     kept = ()
 
 
+class TieredNarrow(Tiered):
+    """The file has blocks in another format."""
+
+    below = "bf16"
+
+
 class TieredShared(Tiered):
     """Over a shared store, in place of the file; its thread takes its steps when it is told."""
 
@@ -1072,9 +1083,14 @@ class TieredShared(Tiered):
     def __init__(self, device: Any, folder: Path) -> None:
         super().__init__(device, folder)
         self.stored: dict[int, list[Any]] = {}
+        self.pool = self.far
+        if self.below is not None:
+            self.pool = pool_of(device, 2, dtype=self.below, placement="pinned")
 
     def open(self) -> None:
-        self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
+        self.tiers = kv.TieredCache(
+            self.near, self.far, shared=self, shared_prefetch=1.0, shared_dtype=self.below
+        )
         self.tiers._store._thread = threading.current_thread()  # so that none is started
 
     def exists(self, hashes: list[int]) -> int:
@@ -1092,7 +1108,7 @@ class TieredShared(Tiered):
         return [True] * len(hashes)
 
     def far_parts(self) -> list[Any]:
-        return [s(layer) for s in (self.far.k, self.far.v) for layer in range(LAYERS)]
+        return [s(layer) for s in (self.pool.k, self.pool.v) for layer in range(LAYERS)]
 
     def insert(self, *blocks: int) -> None:
         super().insert(*blocks)
@@ -1121,6 +1137,17 @@ class TieredShared(Tiered):
             self.tiers.close(deadline_s=0)
         self.tiers = None
         self.stored.clear()
+
+    def leaks(self) -> list[str]:
+        allocator = self.pool.allocator
+        held = [] if allocator.num_free == allocator.num_pages else ["pages of the store's pool"]
+        return [*super().leaks(), *held]
+
+
+class TieredSharedNarrow(TieredShared):
+    """The store has blocks in another format, in a pool of its own."""
+
+    below = "bf16"
 
 
 class PagedTiers(Paged):
@@ -1219,6 +1246,95 @@ class PagedTiers(Paged):
             if pool.allocator.num_free != pool.num_pages:
                 held.append(f"{pool.num_pages - pool.allocator.num_free} pages of {pool}")
         return held
+
+
+class SteppingAside(Program):
+    """A sequence of a `PagedKVCache` with demoted pages, which goes to host memory and back."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.cache = kv.PagedKVCache(
+            num_layers=LAYERS, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH,
+            num_pages=8, page_size=PAGE, dtype="fp32", past="fp8_e4m3", recent=3,
+            num_past_pages=6, device=device,
+        )  # fmt: skip
+        self.host = pool_of(device, 8, layout="page_first", placement="pinned")
+        self.tiers = kv.TieredCache(self.cache.pool, self.host)
+        self.cache.attach(self.tiers)
+        rng = np.random.default_rng(6)
+        rows = rng.standard_normal((LAYERS, 4 * PAGE, HEADS, WIDTH)).astype(np.float32)
+        self.rows = [device.asarray(part) for part in rows]
+        self.begin()
+        self.expected = self.contents()
+
+    def begin(self) -> None:
+        self.cache.add_sequence("a")
+        with self.cache.forward(["a"], [4 * PAGE]):
+            for layer, rows in enumerate(self.rows):
+                self.cache.attention(layer, rows, rows, rows)
+        settle(self.device)
+
+    def contents(self) -> Any:
+        return bits(self.device, self.cache.get_kv("a", 0, 4 * PAGE))
+
+    def steps(self) -> list[Step]:
+        def offload() -> None:
+            if self.sequence.offloaded is None:
+                self.cache.offload("a")
+
+        def read() -> None:
+            self.results["contents"] = self.contents()
+
+        return [
+            ("offload", offload), ("onboard", lambda: self.cache.onboard("a")), ("read", read),
+        ] * 2  # fmt: skip
+
+    @property
+    def sequence(self) -> Any:
+        return self.cache._sequences.find("a")
+
+    def repair(self, step: str) -> None:
+        """Compute the sequence anew if its pages did not get there: it can only be removed."""
+        offloaded = self.sequence.offloaded
+        saves = [] if offloaded is None else [offloaded.save]
+        if offloaded is not None and offloaded.past is not None:
+            saves.append(offloaded.past.save)
+        if any(work.failure is not None for work in (*self.sequence.loads, *saves)):
+            self.cache.remove_sequence("a")
+            self.begin()
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        cache, engine = self.cache, self.cache._tiers._past_engine
+        pools = [cache.pool, cache.past_pool, self.host]
+        far = None if engine is None else engine.host_pool.allocator.num_free
+        return (
+            None if self.sequence.offloaded is None else True,
+            [pool.allocator.num_free for pool in pools], None if step == "offload" else far,
+        )  # fmt: skip
+
+    def result(self) -> dict[str, Any]:
+        assert self.results["contents"] == self.expected
+        return self.results
+
+    def reset(self) -> None:
+        super().reset()
+        self.cache.clear()
+        settle(self.device)
+        self.begin()
+
+    def leaks(self) -> list[str]:
+        settle(self.device)
+        self.cache.clear()
+        settle(self.device)
+        engine = self.cache._tiers._past_engine
+        pools = [self.cache.pool, self.cache.past_pool, self.host]
+        pools += [] if engine is None else [engine.host_pool]
+        return [
+            f"{pool.num_pages - pool.allocator.num_free} pages of {pool}"
+            for pool in pools
+            if pool.allocator.num_free != pool.num_pages
+        ]
 
 
 class PagedExchange(Paged):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from line_process import poll
 from mooncake_servers import free_ports, needs_mooncake, pause, servers_in
 
 import kvcupy as kv
@@ -510,9 +511,12 @@ class TestSharedStore:
             pause(node)
             assert store.get(HASHES[:4], range(4), deadline_s=0.2) == [False] * 4
             allocator.free(allocated)
-            assert allocator.num_free == 4  # the others are held back
+            assert allocator.num_free == allocator.num_available == 4  # others are held back
+            with pytest.raises(kv.CacheFull):  # and not waited for: who knows how long
+                allocator.alloc(5)
             node.send_signal(signal.SIGCONT)
-            assert len(allocator.alloc(8)) == 8  # waits
+            assert poll(lambda: allocator.num_free == 8)
+            assert len(allocator.alloc(8)) == 8
             pages.wipe()
             time.sleep(0.2)
             assert pages.is_wiped

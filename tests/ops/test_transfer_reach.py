@@ -222,3 +222,48 @@ def test_at_most_a_quarter_of_the_lanes_of_a_row_are_idle(words, lanes):
     """Rows of 576 and 656 bytes are 36 and 41 words."""
     assert transfer_kernels._lanes(words, 32) == lanes
     assert -(-words // lanes) * lanes * 3 <= words * 4
+
+
+@pytest.mark.parametrize(("source", "target"), [
+    ("pinned", "pinned"), ("pageable", "pinned"), ("pinned", "pageable"),
+])  # fmt: skip
+@pytest.mark.parametrize("pair", [("fp16", "bf16"), ("bf16", "fp8_e4m3")], ids="-".join)
+def test_pools_in_host_memory_convert(picky, source, target, pair):
+    """By way of a staging buffer of the device where kernels reach but one of them."""
+    src = pool(picky, source, "page_first", dtype=pair[0])
+    got, want = (
+        kv.KVPool(**POOL, dtype=pair[1], layout="page_first_direct", placement=placement,
+                  device=device)
+        for device, placement in ((picky, target), (kv.device("host"), "device"))
+    )  # fmt: skip
+    plain = kv.KVPool(**POOL, dtype=pair[0], device="host")
+    for layer in range(POOL["num_layers"]):
+        plain.k(layer)[...], plain.v(layer)[...] = src.k(layer), src.v(layer)
+    kv.transfer_pages(plain, want, *PAIRS, convert=True)
+    kv.transfer_pages(src, got, *PAIRS, convert=True)
+    picky.synchronize()
+    for there, expected in zip(got.parts, want.parts, strict=True):
+        a, b = (
+            np.ascontiguousarray(d.carrier(p))
+            for d, p in ((picky, there), (kv.device("host"), expected))
+        )
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+@pytest.mark.parametrize("placement", ["pinned", "pageable"])
+def test_blocks_are_narrowed_on_the_way_to_the_disk(picky, tmp_path, placement):
+    near, far = pool(picky, "device", dtype="bf16"), pool(picky, placement, dtype="bf16")
+    tiers = kv.TieredCache(near, far, disk=tmp_path / "kv", disk_bytes=2**18, disk_dtype="fp16")
+    pages, hashes = near.allocator.alloc(4), kv.block_hashes(range(16), 4)
+    near.k(1)[...] = np.random.default_rng(2).standard_normal(near.k(1).shape)
+    expected = near.k(1)[pages].astype(np.float16).astype(near.k(1).dtype)
+    tiers.insert(hashes, pages)
+    tiers.flush()
+    tiers.evict(4)
+    far.allocator.free(tiers.take_host_pages(12))
+    with tiers.acquire(hashes) as lease:
+        lease.wait()
+        picky.synchronize()
+        got = near.k(1)[lease.pages]
+        np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
+    tiers.close()

@@ -226,8 +226,8 @@ def sites_of(file: str, *names: str) -> tuple[Edge, ...]:
 
 
 ENGINE, PAGES = "cache/engine.py", "cache/pages.py"
-TIERED, TIERS, LEASES, STORE_TIER = (
-    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
+TIERED, TIERS, LEASES, STORE_TIER, CONVERSION = (
+    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier", "conversion")
 )
 TABLES, MOVES, STEP = (f"cache/paged/{name}.py" for name in ("tables", "moves", "step"))
 
@@ -342,6 +342,12 @@ PROTOCOLS = [
         ),
     ),
     Protocol.of(
+        protocols.tiered_disk_narrowed, name="tiers, disk in another format",
+        edges=sites_of(CONVERSION, "Conversion._move: self._stream.synchronize()") + sites_of(
+            TIERS, "BlockCompletion.done: completion.done()",
+        ),
+    ),
+    Protocol.of(
         protocols.tiered_shared, name="tiers, shared store",
         edges=sites_of(
             ENGINE, _END, "Batch.block: stream.wait(event)",
@@ -356,11 +362,11 @@ PROTOCOLS = [
     ),
     Protocol.of(
         protocols.offload_and_onboard, protocols.offload_a_fork, protocols.onboard_and_launch,
-        name="offload and onboard", edges=_AFTER + _ACCESS + sites_of(
+        protocols.offload_demoted, name="offload and onboard", edges=_AFTER + _ACCESS + sites_of(
             ENGINE, _HELD, _END,
         ) + sites_of(
             MOVES, "PageAccess.on: load.wait(stream)", "PageAccess.on: self.order.begin(stream)",
-            "Tiers.offload: self._access.order.end(tiers.engine.save_stream)",
+            "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
             "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
         ) + sites_of(
@@ -450,6 +456,7 @@ _DONE_AT_RETURN = "the call promises to be over; to_numpy and later work wait by
 _TORCH_FILLS = "torch fills zeros on its current stream of a GPU; a device's are there at return"
 _NO_STREAM = "between threads and servers, with no work on a stream; tests stop servers instead"
 _SOCKETS = "between processes, whose sockets are not simulated: test_migration_controls.py has it"
+_SAVED = "raises where the save has failed; the engine orders the load behind it"
 _THREADS = "of one thread of the host for another, not for a stream"
 ON_A_GPU = "of the library's current stream: on the host device that is the calling thread"
 
@@ -510,6 +517,12 @@ NOT_NEEDED = {
             "Contents.save: stream.synchronize()": _DONE_AT_RETURN,
             "Contents._save_widened: stream.synchronize()": _DONE_AT_RETURN,
         },
+        "cache/paged/exchange.py": {
+            f"SequencePull.{call}: pull.{call}({arguments})": _ANOTHER
+            for call, arguments in {
+                "done": "", "synchronize": "", "wait": "stream", "wait_layer": "layer, stream",
+            }.items()
+        },
         MOVES: {
             "CopiedPages.__init__: stream.record()": _FAILURES,
             "CopiedPages.done: self._event.done()": _FAILURES,
@@ -517,8 +530,8 @@ NOT_NEEDED = {
             "CopiedPages.synchronize: self._event.synchronize()": _FAILURES,
             "CopiedPages.wait_layer: self.wait(stream)": _FAILURES,
             "PageAccess.on: uploader.record()": _FAILURES,
-            "Tiers.onboard: host.save.synchronize()":
-                "raises where the save has failed; the engine orders the load behind it",
+            "Tiers.onboard: host.save.synchronize()": _SAVED,
+            "Tiers.onboard: past.save.synchronize()": _SAVED,
         },
         STEP: {"Steps.fork: self._sequences.fork(parent, child, at)": _ANOTHER},
         TABLES: {

@@ -369,6 +369,22 @@ def tiered_disk_write_through(device):
         return w.results()
 
 
+def tiered_disk_narrowed(device):
+    """Blocks that are converted on their way to a file, and back."""
+    with tempfile.TemporaryDirectory() as folder:
+        w = Tiers(
+            device, 2, 2, write="back", disk=Path(folder) / "blocks", disk_bytes=1 << 16,
+            disk_dtype="bf16",
+        )  # fmt: skip
+        w.insert(1, 2)
+        w.cache.evict(2)
+        w.insert(3, 4)
+        w.cache.evict(2)
+        w.use(1)
+        w.use(3, stream=device.stream())
+        return w.results()
+
+
 class SharedTiers(Tiers):
     """Over a shared store, whose thread takes its steps when the program says so."""
 
@@ -486,6 +502,20 @@ def offload_a_fork(device):
     w.cache.onboard("a")
     w.read("a", "compute")
     return w.results("ab")
+
+
+def offload_demoted(device):
+    """Pages of two formats go to the host and back; both are another's meanwhile."""
+    w = World(device, num_pages=8, past="fp8_e4m3", recent=2, num_past_pages=3)
+    w.cache.attach(tiers_of(w, 8))
+    w.prefill("a", 12)
+    w.cache.offload("a")
+    w.prefill("b", 12, on="other")
+    w.cache.remove_sequence("b")
+    w.cache.onboard("a")
+    w.step("a", on="other")
+    w.read("a", "compute")
+    return w.results("a")
 
 
 def prefix_from_tiers(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from ..identity import hash_list
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from ..tiered.cache import TieredCache
 from .contents import Contents
-from .exchange import Exports, decode_state, encode_state
+from .exchange import Exports, SequencePull, decode_state, encode_state
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
 from .past import Past, past_pool_of
@@ -108,8 +109,8 @@ class PagedKVCache(ProcessLocal):
     appending to a demoted page, or forking within it, converts it back to dtype with the values
     that are left. Scales are one per token and head, or those of groups. Attention reads each
     format by a launch of its own and merges them. Not with `past`: latent_dim, k_scale and v_scale,
-    cascade=True, a `window` of attention longer than recent + 1 or with first keys, page tables for
-    other libraries, and `offload` and `export_sequence` of a sequence with demoted pages.
+    cascade=True, a `window` of attention longer than recent + 1 or with first keys, and page tables
+    for other libraries. `offload` and `export_sequence` move demoted pages as they are.
 
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
@@ -200,7 +201,7 @@ class PagedKVCache(ProcessLocal):
             past=self._past,
         )  # fmt: skip
         self._contents = Contents(pool, self._layers, self._steps.access, self._past)
-        self._tiers = Tiers(pool, self._sequences, self._steps.access)
+        self._tiers = Tiers(pool, self._sequences, self._steps.access, self.past_pool)
         self._exports = Exports(pool, self._sequences, self._steps.access, self._tiers)
         metrics.follow(self, _sequence_samples)
 
@@ -216,16 +217,16 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are not allocated."""
+        """Pages that are not allocated, and that nothing holds back for an unknown time."""
         self._exports.reclaim()
-        return self.pool.num_pages - self.pool.allocator.num_allocated
+        return self.pool.allocator.num_available
 
     @property
     def num_available_past_pages(self) -> int:
         """Pages for old tokens that are not allocated; 0 without `past`."""
         if self.past_pool is None:
             return 0
-        return self.past_pool.num_pages - self.past_pool.allocator.num_allocated
+        return self.past_pool.allocator.num_available
 
     @property
     def total_length(self) -> int:
@@ -757,7 +758,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Tiers ---
 
-    def attach(self, tiers: TieredCache) -> None:
+    def attach(self, tiers: TieredCache, *, num_past_host_pages: int | None = None) -> None:
         """Use a tiered cache, which shares the pages of this one.
 
         From then on it evicts blocks where new tokens need pages; `num_available_pages` does not
@@ -767,10 +768,14 @@ class PagedKVCache(ProcessLocal):
         ----------
         tiers : a TieredCache whose `device_pool` is the `pool` of this cache. A tiered cache
             belongs to one paged cache
+        num_past_host_pages : with `past`, pages in host memory for demoted pages of offloaded
+            sequences; None: as many as in `past_pool`. They are allocated when the first is
+            offloaded. Where the host pool of `tiers` has the format of `past`, its pages are used
 
         Raises
         ------
-        TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one already
+        TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one
+            already; or num_past_host_pages does not fit
 
         Notes
         -----
@@ -778,7 +783,7 @@ class PagedKVCache(ProcessLocal):
         that is behind all compute streams and the copy stream: what is loaded may come to pages
         that a sequence has just released, and that they still work on.
         """
-        self._tiers.attach(tiers)
+        self._tiers.attach(tiers, num_past_host_pages)
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -786,21 +791,21 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        ValueError : it is offloaded already, its tree is not committed, some of its pages are
-            demoted, or there is no tiered cache
-        CacheFull : the host pool is full, and nothing can be evicted; nothing has changed
+        ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
+        CacheFull : the host pool is full, and nothing can be evicted, or there is no room for its
+            demoted pages; nothing has changed
         KvcupyError : it belongs to the running step
+        DeviceError, MemoryError : there is no memory for demoted pages; nothing has changed
 
         Notes
         -----
+        Demoted pages are moved as they are, not converted.
         Stream: the copy waits for all steps so far. Pages are free once it has read them, shared
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
         """
         self._tiers.require("seq")
-        sequence = self._settled(seq)
-        self._require_wide(sequence, seq)
-        self._tiers.offload(sequence)
+        self._tiers.offload(self._settled(seq))
 
     def onboard(self, seq: Hashable) -> None:
         """Bring an offloaded sequence back; one that is on the device stays as it is.
@@ -820,7 +825,10 @@ class PagedKVCache(ProcessLocal):
 
     # --- Other caches ---
 
-    def export_sequence(self, seq: Hashable, sender: PageSender, *, lease_s: float = 30.0) -> bytes:
+    def export_sequence(
+        self, seq: Hashable, sender: PageSender, *,
+        lease_s: float = 30.0, past_sender: PageSender | None = None,
+    ) -> bytes:  # fmt: skip
         """Offer a sequence to a cache of another process, with its window and its hashes.
 
         Parameters
@@ -829,6 +837,8 @@ class PagedKVCache(ProcessLocal):
             of that step, and each layer goes out as soon as its attention has run
         sender : a PageSender of the `pool` of this cache
         lease_s : seconds for which the pages are held, unless a receiver renews that
+        past_sender : a PageSender of `past_pool`, for demoted pages; None: there must be none. It
+            has the secret of `sender`
 
         Returns
         -------
@@ -838,8 +848,8 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
-            tree is not committed, some of its pages are demoted, or its window is to slide at the
-            end of the running step
+            tree is not committed, some of its pages are demoted and there is no `past_sender`, or
+            its window is to slide at the end of the running step
         KvcupyError : the sender is closed, or pages of the sequence could not be loaded
 
         After an error nothing has changed.
@@ -852,24 +862,34 @@ class PagedKVCache(ProcessLocal):
         free at the next call that needs pages, or asks for `num_available_pages`; full ones with
         hashes of a removed sequence go to the tiered cache then.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
+        Demoted pages are offered as they are, by an offer of their own that the ticket names; who
+        withdraws the ticket leaves that to its lease.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
         sequence = self._exported(seq)
         if getattr(sender, "pool", None) is not self.pool:
             raise ValueError("sender: expected a PageSender of the pool of this cache")
-        described = encode_state(sequence, self._exchanged(), self.pool.page_size)
+        self._check_past(past_sender, "past_sender", "PageSender")
+        if past_sender is None and any(self._sequences.past_range(sequence)):
+            raise ValueError(
+                f"past_sender: expected a PageSender of past_pool, for {seq!r} has demoted pages, "
+                "got None"
+            )
         step = self._steps.running if self._steps.is_running(seq) else None
         export = self._exports.start(
-            sequence, sender, described, by_layer=step is not None, lease_s=lease_s
-        )
+            sequence, sender, past_sender,
+            partial(encode_state, sequence, self._exchanged(), self.pool.page_size),
+            self._exchanged_past() or {}, by_layer=step is not None, lease_s=lease_s,
+        )  # fmt: skip
         if step is not None:
             step.exports.append(export)
         return export.ticket
 
     def import_sequence(
-        self, seq: Hashable, ticket: bytes, receiver: PageReceiver, *, deadline_s: float = 30.0
-    ) -> Pull:
+        self, seq: Hashable, ticket: bytes, receiver: PageReceiver, *,
+        deadline_s: float = 30.0, past_receiver: PageReceiver | None = None,
+    ) -> Pull | SequencePull:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
 
         Parameters
@@ -878,15 +898,19 @@ class PagedKVCache(ProcessLocal):
         receiver : a PageReceiver of the `pool` of this cache
         deadline_s : seconds after which the transfer has failed if it is not complete, the rest of
             a step included in which the sequence was exported
+        past_receiver : a PageReceiver of `past_pool`, for demoted pages; None: there must be none.
+            It has the secret of `receiver`
 
         Returns
         -------
-        Pull : the transfer, for who wants to wait for it, or to cancel it
+        Pull : the transfer, for who wants to wait for it, or to cancel it; a `SequencePull`, which
+            is used alike, if there are demoted pages beside others
 
         Raises
         ------
         TypeError, ValueError : an argument does not fit, the sequence exists, or the ticket is of a
-            sequence that this cache cannot hold
+            sequence that this cache cannot hold, such as one with pages that were demoted with
+            another `past`, `recent` or `sinks`
         TransferError : the ticket was made with another secret or for another kind of pool
         CacheFull : there are too few pages
 
@@ -902,24 +926,46 @@ class PagedKVCache(ProcessLocal):
         self._sequences.require_new(seq, "seq")
         if getattr(receiver, "pool", None) is not self.pool:
             raise ValueError("receiver: expected a PageReceiver of the pool of this cache")
-        described = receiver.inspect(ticket).attachment
-        state, num_pages = decode_state(described, self._exchanged(), self.pool.page_size)
-        pages = self._sequences.allocate(num_pages)
+        self._check_past(past_receiver, "past_receiver", "PageReceiver")
+        offered = receiver.inspect(ticket)
+        state, num_pages, demoted = decode_state(
+            offered.attachment, self._exchanged(), self.pool.page_size, self._exchanged_past()
+        )
+        pulled: list[tuple[PageReceiver, bytes, int]] = []  # with the number of pages
+        if demoted is None:
+            pulled.append((receiver, ticket, num_pages))
+        elif past_receiver is None:
+            raise ValueError(
+                "past_receiver: expected a PageReceiver of past_pool, for the ticket has demoted "
+                "pages, got None"
+            )
+        else:
+            if num_pages > demoted.count:
+                pulled.append((receiver, ticket, num_pages - demoted.count))
+            pulled.append((past_receiver, demoted.ticket or ticket, demoted.count))
+        for by, named, count in pulled:
+            if (got := by.inspect(named).num_pages) != count:
+                raise ValueError(f"ticket: expected {count} pages of its sequence, got {got}")
+        start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
+        pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
+        combined = self._sequences.combine(pages, past_pages, start)
+        pulls: list[Pull] = []
         try:
-            pull = receiver.pull(
-                ticket, pages, deadline_s=deadline_s,
-                after=self._steps.access.copy_stream_behind_all(),
-            )  # fmt: skip
+            after = self._steps.access.copy_stream_behind_all()
+            for by, named, _ in pulled:
+                into = pages if by is receiver else past_pages
+                pulls.append(by.pull(named, into, deadline_s=deadline_s, after=after))
         except BaseException:
-            self.pool.allocator.free(pages)
+            for pull in pulls:
+                pull.cancel()
+            self._sequences.free(combined)
             raise
-        self._sequences.receive(seq, state, pages, pull)
-        return pull
+        self._sequences.receive(seq, state, combined, pulls)
+        return pulls[0] if len(pulls) == 1 else SequencePull((pulls[0], pulls[1]))
 
     def _exported(self, seq: Hashable) -> CachedSequence:
         """Return a sequence that can be exported."""
         sequence = self._on_device(seq)
-        self._require_wide(sequence, seq)
         if sequence.parents:
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
         if sequence.length == 0:
@@ -933,6 +979,23 @@ class PagedKVCache(ProcessLocal):
     def _exchanged(self) -> dict[str, str]:
         """Return what caches that exchange sequences must have in common."""
         return {**self._contents.fields(), "page_size": str(self.pool.page_size)}
+
+    def _exchanged_past(self) -> dict[str, str] | None:
+        """Return what caches that exchange demoted pages must have in common; None without past."""
+        past = self._past
+        if past is None:
+            return None
+        kept = {"past": past.pool.dtype, "recent": past.recent, "sinks": past.sinks}
+        return {name: str(value) for name, value in kept.items()}
+
+    def _check_past(self, end: Any, name: str, kind: str) -> None:
+        """Raise unless a sender or receiver of demoted pages is None, or of the past's pool."""
+        if end is None:
+            return
+        if self.past_pool is None:
+            raise ValueError(f"{name}: expected None without past, got {end!r}")
+        if getattr(end, "pool", None) is not self.past_pool:
+            raise ValueError(f"{name}: expected a {kind} of the past_pool of this cache")
 
     # --- Parts ---
 
@@ -949,11 +1012,6 @@ class PagedKVCache(ProcessLocal):
         if sequence.parents:
             raise ValueError(f"{name}: {seq!r} has a token tree: call commit_token_tree first")
         return sequence
-
-    def _require_wide(self, sequence: CachedSequence, seq: Hashable) -> None:
-        """Raise if pages of a sequence are demoted."""
-        if any(self._sequences.past_range(sequence)):
-            raise ValueError(f"seq: expected a sequence without demoted pages, got {seq!r}")
 
     def _require_one_pool(self, name: str) -> None:
         """Raise if the pages of a sequence may be of two pools."""

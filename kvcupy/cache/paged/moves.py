@@ -20,8 +20,9 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops.page_pairs import PagePairs, upload
 from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
+from ..engine import TransferEngine
 from ..pages import PageAllocator
-from ..pool import Pool
+from ..pool import Pool, pool_like, positive_int
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
 from .layers import borrow
@@ -319,11 +320,17 @@ class PageMover:
 class Tiers:
     """Moves sequences and their blocks between the pages of a paged cache and a tiered cache."""
 
-    def __init__(self, pool: Pool, sequences: Sequences, access: PageAccess) -> None:
+    def __init__(
+        self, pool: Pool, sequences: Sequences, access: PageAccess, past_pool: Pool | None = None
+    ) -> None:
         self.tiered: TieredCache | None = None  # once attached
-        self._pool, self._sequences, self._access = pool, sequences, access
+        self._pool, self._past_pool = pool, past_pool
+        self._sequences, self._access = sequences, access
+        # Between the pool of old tokens and host memory, once a sequence with some was offloaded.
+        self._past_engine: TransferEngine | None = None
+        self._num_past_host_pages = 0
 
-    def attach(self, tiers: Any) -> None:
+    def attach(self, tiers: Any, num_past_host_pages: Any) -> None:
         """Use a tiered cache from now on, and evict its blocks where pages are needed."""
         if not isinstance(tiers, TieredCache):
             raise TypeError(f"tiers: expected a TieredCache, got {tiers!r}")
@@ -331,6 +338,16 @@ class Tiers:
             raise ValueError("tiers: expected one whose device_pool is the pool of this cache")
         if self.tiered is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
+        if num_past_host_pages is not None:
+            count = positive_int(num_past_host_pages, "num_past_host_pages")
+            if self._past_pool is None:
+                raise ValueError(f"num_past_host_pages: expected None without past, got {count}")
+            if self._shares_host_pool(tiers):
+                raise ValueError(
+                    "num_past_host_pages: expected None where the host pool has the format of "
+                    f"past, got {count}"
+                )
+            self._num_past_host_pages = count
         self.tiered = tiers
         # Not a method: in a cycle, all pools would stay until Python looks for those.
         self._sequences.evict = partial(_evict, tiers, self._pool.allocator)
@@ -346,24 +363,40 @@ class Tiers:
         return self.require("hashes").acquire(hashes, after=self._access.copy_stream_behind_all())
 
     def offload(self, sequence: CachedSequence) -> None:
-        """Save the pages of a sequence to the host pool, and release them."""
+        """Save the pages of a sequence to host memory, each as it is, and release them."""
         tiers = self.require("seq")
         if sequence.num_pages == 0:
             return
-        pages = tiers.take_host_pages(sequence.num_pages)
+        pages, past_pages, past_start = self._sequences.split(sequence)
         stream = self._access.copy_stream
+        freed: list[tuple[PageAllocator, Ints]] = []
         try:
+            host_pages = tiers.take_host_pages(len(pages))
+            freed.append((tiers.host_pool.allocator, host_pages))
+            engines, past = [tiers.engine], None
+            if len(past_pages):
+                engines.append(self._engine_of_past(tiers))
+                past_host_pages = self._take_past_host_pages(tiers, len(past_pages))
+                freed.append((engines[1].host_pool.allocator, past_host_pages))
             with self._access.on(stream, sequence):
-                pass  # the save waits for what the copy stream waits for
-            save = tiers.engine.save(sequence.pages, pages, after=stream)
+                pass  # the saves wait for what the copy stream waits for
+            save = tiers.engine.save(pages, host_pages, after=stream)
             tiers.engine.flush()
+            if len(past_pages):
+                past_save = engines[1].save(past_pages, past_host_pages, after=stream)
+                engines[1].flush()
+                past = OffloadedPages(past_host_pages, past_save, engines[1].host_pool.allocator)
         except BaseException:
-            tiers.host_pool.allocator.free(pages)
+            for allocator, taken in freed:
+                allocator.free(taken)
             raise
         if len(self._sequences.owned(sequence, sequence.num_pages)) < sequence.num_pages:
             # A sequence that shares a page may soon be its only owner, and write while it is read.
-            self._access.order.end(tiers.engine.save_stream)
-        self._sequences.offload(sequence, OffloadedPages(pages, save, tiers.host_pool.allocator))
+            for engine in engines:
+                self._access.order.end(engine.save_stream)
+        allocator = tiers.host_pool.allocator
+        offloaded = OffloadedPages(host_pages, save, allocator, past, past_start)
+        self._sequences.offload(sequence, offloaded)
 
     def onboard(self, sequence: CachedSequence) -> None:
         """Load the pages of an offloaded sequence; one that is on the device stays as it is."""
@@ -372,15 +405,51 @@ class Tiers:
             return
         tiers = self.require("seq")
         host.save.synchronize()
-        pages = self._sequences.allocate(len(host.pages))
+        past = host.past
+        if past is not None:
+            past.save.synchronize()
+        count = 0 if past is None else len(past.pages)
+        pages, past_pages = self._sequences.allocate_both(len(host.pages), count)
+        combined = self._sequences.combine(pages, past_pages, host.past_start)
         try:
-            load = tiers.engine.load(host.pages, pages, after=self._access.copy_stream_behind_all())
+            stream = self._access.copy_stream_behind_all()
+            loads = [tiers.engine.load(host.pages, pages, after=stream)]
             tiers.engine.flush()
+            if past is not None:
+                engine = self._engine_of_past(tiers)
+                loads.append(engine.load(past.pages, past_pages, after=stream))
+                engine.flush()
         except BaseException:
-            self._pool.allocator.free(pages)
+            self._sequences.free(combined)
             raise
-        self._sequences.onboard(sequence, pages, load)
+        self._sequences.onboard(sequence, combined, loads)
         host.free()
+
+    def _engine_of_past(self, tiers: TieredCache) -> TransferEngine:
+        """Return what moves demoted pages, as they are, to host memory and back.
+
+        To the host pool if that has their format, else to a pool that is made now.
+        """
+        if self._past_engine is None:
+            past_pool, host_pool = self._past_pool, tiers.host_pool
+            assert past_pool is not None
+            if not self._shares_host_pool(tiers):
+                count = self._num_past_host_pages or past_pool.num_pages
+                host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
+            self._past_engine = TransferEngine(past_pool, host_pool)
+        return self._past_engine
+
+    def _take_past_host_pages(self, tiers: TieredCache, count: int) -> Ints:
+        if self._shares_host_pool(tiers):
+            taken: Ints = tiers.take_host_pages(count)
+            return taken
+        return self._engine_of_past(tiers).host_pool.allocator.alloc(count)
+
+    def _shares_host_pool(self, tiers: TieredCache) -> bool:
+        """Return whether the host pool has the format of demoted pages."""
+        past, host = self._past_pool, tiers.host_pool
+        same = past is not None and host.dtype == past.dtype
+        return same and bool(host.scale_parts) == bool(past and past.scale_parts)
 
     def publish(self, sequence: CachedSequence) -> set[int]:
         """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
@@ -411,7 +480,7 @@ def _evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
     try:
         tiers.evict(missing)
     except CacheFull:  # those that transfers still touch are needed too
-        tiers.evict(max(0, count - (allocator.num_pages - allocator.num_allocated)))
+        tiers.evict(max(0, count - allocator.num_available))
 
 
 # --- Arguments of copies ---

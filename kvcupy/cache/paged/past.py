@@ -111,10 +111,10 @@ def past_pool_of(
     scale_rule: Any,
 ) -> KVPool | None:
     """Return a pool for the old tokens of a cache, or None if it has none; check the arguments."""
+    checks.require_int(sinks, "sinks")
     if past is None:
-        no_sinks = isinstance(sinks, int) and sinks == 0
         for name, value in (
-            ("recent", recent), ("sinks", None if no_sinks else sinks),
+            ("recent", recent), ("sinks", sinks if sinks else None),
             ("num_past_pages", num_past_pages),
         ):  # fmt: skip
             if value is not None:

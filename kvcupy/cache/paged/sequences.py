@@ -102,15 +102,27 @@ class CachedSequence:
 
 @dataclass(frozen=True, eq=False)
 class OffloadedPages:
-    """Pages of the host pool that hold an offloaded sequence, and the transfer that fills them."""
+    """Pages in host memory that hold an offloaded sequence, and the transfer that fills them.
+
+    Attributes
+    ----------
+    pages, allocator : of the host pool
+    save : fills them
+    past : those of its demoted pages, in that format, if it has any
+    past_start : at which of its pages these begin
+    """
 
     pages: Ints
     save: Completion
     allocator: PageAllocator
+    past: OffloadedPages | None = None
+    past_start: int = 0
 
     def free(self) -> None:
         """Free the pages, as soon as no transfer touches them."""
         self.allocator.free(self.pages)
+        if self.past is not None:
+            self.past.free()
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,20 +427,22 @@ class Sequences:
         sequence.loads.clear()
         self._release(pages)
 
-    def onboard(self, sequence: CachedSequence, pages: Ints, load: Completion) -> None:
-        """Give a sequence allocated pages of the device again, which a transfer fills."""
+    def onboard(self, sequence: CachedSequence, pages: Ints, loads: Sequence[Completion]) -> None:
+        """Give a sequence allocated pages of the device again, which transfers fill."""
         self._references[pages] = 1
         sequence.extend(pages)
         sequence.offloaded = None
-        sequence.loads.append(load)
+        sequence.loads.extend(loads)
 
-    def receive(self, seq: Hashable, state: CachedSequence, pages: Ints, load: Completion) -> None:
-        """Add a sequence like `state`, in allocated pages that `load` fills."""
+    def receive(
+        self, seq: Hashable, state: CachedSequence, pages: Ints, loads: Sequence[Completion]
+    ) -> None:
+        """Add a sequence like `state`, in allocated pages that `loads` fill."""
         self.require_new(seq, "seq")
         self._known[seq] = state
         self._references[pages] = 1
         state.extend(pages)
-        state.loads.append(load)
+        state.loads.extend(loads)
         self.total_length += state.length
 
     def share_first_page(self, sequences: Sequence[CachedSequence]) -> list[bool]:
@@ -445,6 +459,30 @@ class Sequences:
             return 0, 0
         demoted = np.flatnonzero(sequence.pages >= self.first_past)
         return (int(demoted[0]), int(demoted[-1]) + 1) if len(demoted) else (0, 0)
+
+    def split(self, sequence: CachedSequence) -> tuple[Ints, Ints, int]:
+        """Return a sequence's pages of the cache's own pool, those of the pool of old tokens by
+        their numbers there, and at which of its pages the latter begin; int64."""
+        start, stop = self.past_range(sequence)
+        pages = sequence.pages.astype(np.int64)
+        return np.delete(pages, slice(start, stop)), pages[start:stop] - self.first_past, start
+
+    def combine(self, pages: Ints, past: Ints, start: int) -> Ints:
+        """Return the pages of a sequence as `split` would divide them."""
+        combined: Ints = np.insert(pages, start, past + self.first_past)
+        return combined
+
+    def allocate_both(self, count: int, past_count: int) -> tuple[Ints, Ints]:
+        """Allocate pages of both pools, each by its own numbers, all or none."""
+        pages = self.allocate(count)
+        if not past_count:
+            return pages, np.empty(0, np.int64)
+        assert self._past_allocator is not None
+        try:
+            return pages, self._past_allocator.alloc(past_count)
+        except BaseException:
+            self._allocator.free(pages)
+            raise
 
     def leaving(self, sequence: CachedSequence, recent: int, sinks: int) -> range:
         """Return the indices of the pages that are to be demoted next.

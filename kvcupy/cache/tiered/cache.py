@@ -50,8 +50,13 @@ class TieredCache(ProcessLocal):
     shared_prefetch : the share of the host pool's pages that blocks from the store may take while
         they are on their way, or have arrived and wait for the rest of their prefix
     host_dtype : the number format of `host_pool`, where it is another than that of `device_pool`:
-        blocks are converted on their way down and back, as by `transfer_pages(convert=True)`. Disk
-        and store have blocks as the host pool has them
+        blocks are converted on their way down and back, as by `transfer_pages(convert=True)`
+    disk_dtype : the number format of blocks on disk, not wider than that of `host_pool`; None: the
+        same. They pass through up to 64 pages of pinned memory; those of 8 bits get scales, one per
+        token and head
+    shared_dtype : the number format of the blocks of `shared`, not wider than that of `host_pool`;
+        None: the same. If it is another, `shared` is a store of a pool of its own, of that format
+        and in host memory, through whose pages blocks pass: as many at a time as are free there
 
     Attributes
     ----------
@@ -65,8 +70,11 @@ class TieredCache(ProcessLocal):
     Notes
     -----
     Blocks: the tiers are inclusive: a block that is loaded stays in the lower tiers too, until it
-    is evicted there. No block is lost while the tiers below have space. With `host_dtype` a block
-    that comes back has the values that the host pool's format kept.
+    is evicted there. No block is lost while the tiers below have space.
+
+    Formats: a block that comes back has the values that the formats below kept. fp32, fp16, bf16,
+    fp8 and int8 convert into one another and from and to four-bit formats, which do not convert
+    into one another. A block that was on disk in a format narrower than the store's is not put.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages, which only work before its `after` may still read. Pages of a released lease must
@@ -103,7 +111,7 @@ class TieredCache(ProcessLocal):
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
-        host_dtype: Any = None,
+        host_dtype: Any = None, disk_dtype: Any = None, shared_dtype: Any = None,
     ) -> None:  # fmt: skip
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
@@ -112,6 +120,11 @@ class TieredCache(ProcessLocal):
             raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
         if disk is None and disk_bytes:
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
+        for name, dtype, tier in (
+            ("disk", disk_dtype, disk), ("shared", shared_dtype, shared)
+        ):  # fmt: skip
+            if dtype is not None and tier is None:
+                raise ValueError(f"{name}_dtype: expected None without {name}, got {dtype!r}")
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
@@ -123,11 +136,11 @@ class TieredCache(ProcessLocal):
         self.device_pool, self.host_pool = device_pool, host_pool
         store = None
         if shared is not None:
-            store = StoreTier(shared, host_pool, shared_write, shared_prefetch)
+            store = StoreTier(shared, host_pool, shared_write, shared_prefetch, shared_dtype)
         self._store = store
         blocks = None
         if disk is not None:
-            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
+            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2], disk_dtype)
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
         parts = Tiers(self.engine, device, host, blocks, store)
@@ -508,8 +521,9 @@ class TieredCache(ProcessLocal):
         highest tier that had them. `inserted`; `device_evicted`, `host_evicted`, `disk_evicted`;
         `lost`: blocks that left the last tier that had them, for want of space or by a failure.
         `failed_loads`, `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`,
-        `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: bytes and seconds of
-        completed work. `disk_errors`: blocks that could not be written, or were damaged.
+        `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: bytes, as they are
+        stored, and seconds of completed work. `disk_errors`: blocks that could not be written or
+        converted, or were damaged.
 
         With a shared store also `shared_hits`: blocks acquired that had come from there for it;
         of those asked of the store, `shared_misses`: that it did not have or deliver;

@@ -304,7 +304,11 @@ def _read(tiers: Tiers, plan: AcquirePlan, pages: list[int]) -> dict[int, Copy]:
     if not plan.reads or tiers.disk is None:
         return {}
     whole = tiers.disk.read(plan.reads, pages[: len(plan.reads)])
-    return {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
+    copies = {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
+    if tiers.disk_narrows:
+        for copy in copies.values():
+            copy.note_narrowed()
+    return copies
 
 
 def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, Copy]:
@@ -318,8 +322,7 @@ def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int
     loaded = [Copy(hash, page) for hash, page in zip(hashes, targets.tolist(), strict=True)]
     completion = BlockCompletion("load", transfer, loaded, [copy.arriving for copy in sources])
     tiers.in_flight.add(completion)
-    for copy in loaded:
-        copy.filled_by = copy.used_by = completion
-    for copy in sources:
-        copy.used_by = completion
+    for copy, source in zip(loaded, sources, strict=True):
+        copy.filled_by = copy.used_by = source.used_by = completion
+        copy.narrowed = source.narrowed
     return {copy.hash: copy for copy in loaded}

@@ -28,6 +28,7 @@ import numpy as np
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError
 from ...ops import checks
+from .conversion import converted_store
 from .tiers import Copy, SharedTiers, Tiers
 
 WRITES = ("through", "back", "second_use")
@@ -132,27 +133,33 @@ class StoreTier:
     pool : of the host
     write : "through", "back" or "second_use"
     share : of the pool's pages, which blocks on their way here may take
+    dtype : format of the store's blocks, if it is another than the pool's; None: it is not
+
+    Attributes
+    ----------
+    format : of the store's blocks
     """
 
-    def __init__(self, store: Any, pool: Any, write: Any, share: Any) -> None:
+    def __init__(self, store: Any, pool: Any, write: Any, share: Any, dtype: Any = None) -> None:
         for name in ("exists", "put", "get"):
             if not callable(getattr(store, name, None)):
                 raise TypeError(f"shared: expected a store with {name}(), got {store!r}")
-        if getattr(store, "pool", pool) is not pool:
-            raise ValueError("shared: expected a store of host_pool, got one of another pool")
         if not isinstance(write, str) or write not in WRITES:
             raise ValueError(f"shared_write: expected one of {', '.join(WRITES)}, got {write!r}")
         checks.require_number(share, "shared_prefetch")
         if not 0 < share <= 1:
             raise ValueError(f"shared_prefetch: expected more than 0, up to 1, got {share}")
-        self.store = store
+        self.store, stored_pool = converted_store(store, pool, dtype)
+        self.format = stored_pool.dtype
         self.write = write
         self.counts = StoreCounts()
         self.pending: dict[int, Fetch] = {}  # hashes that are asked of the store, or will be
         self.max_pages = max(1, int(share * pool.num_pages))
         self._pool = pool
+        self._block_bytes = stored_pool.page_bytes
         blocks = max(1, _PIECE_BYTES // pool.page_bytes)
-        self._piece = min(_MAX_PIECE_BLOCKS, blocks, max(1, pool.num_pages // 8))
+        most = min(max(1, pool.num_pages // 8), stored_pool.num_pages)
+        self._piece = min(_MAX_PIECE_BLOCKS, blocks, most)
         self._fetches: list[Fetch] = []
         self._arrivals: list[Arrivals] = []
         self._puts: OrderedDict[int, None] = OrderedDict()  # hashes of the host tier
@@ -507,7 +514,7 @@ class StoreTier:
                     copy.stored = outcome in ("stored", "known")
                     name = f"shared_{outcome}"
                     setattr(counts, name, getattr(counts, name) + 1)
-                    counts.shared_put_bytes += self._pool.page_bytes * (outcome == "stored")
+                    counts.shared_put_bytes += self._block_bytes * (outcome == "stored")
                     _let_go(tiers, copy)
                 counts.shared_put_s += time.perf_counter() - started
                 self._putting -= len(copies)
@@ -605,7 +612,7 @@ class StoreTier:
             else:
                 unused.append(page)
             if whole is True:
-                self.counts.shared_get_bytes += self._pool.page_bytes
+                self.counts.shared_get_bytes += self._block_bytes
             else:
                 self.counts.shared_misses += 1
         tiers.host.use(hashes, new)

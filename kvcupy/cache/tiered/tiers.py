@@ -22,6 +22,7 @@ import numpy as np
 
 from ... import metrics
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
+from ...formats import bytes_per_element
 from ..engine import Transfer, TransferEngine
 from ..pages import Pages, StreamCompletion
 from .disk import DiskBlocks
@@ -47,9 +48,12 @@ class Copy:
         acquire since it came from there; it is not evicted meanwhile
     stored : whether a shared store has it, or has failed to take it; None: it was not asked
     fetched : whether it came from a shared store, and was not acquired since
+    narrowed : whether it was on disk in a narrower format than the store's, which is not to have it
     """
 
-    __slots__ = ("fetched", "filled_by", "hash", "held", "page", "pins", "stored", "used_by")
+    __slots__ = (
+        "fetched", "filled_by", "hash", "held", "narrowed", "page", "pins", "stored", "used_by",
+    )  # fmt: skip
 
     def __init__(self, hash: int, page: int, filled_by: BlockCompletion | None = None) -> None:
         self.hash = hash
@@ -59,7 +63,11 @@ class Copy:
         self.used_by = filled_by
         self.held = 0
         self.stored: bool | None = None
-        self.fetched = False
+        self.fetched = self.narrowed = False
+
+    def note_narrowed(self) -> None:
+        """Note that it has been narrowed: a shared store is not asked to take it."""
+        self.narrowed, self.stored = True, False
 
     @property
     def arriving(self) -> BlockCompletion | None:
@@ -364,6 +372,8 @@ class Below(Protocol):
     All but `wait_for_call` is called with the lock of the cache.
     """
 
+    format: str
+
     def require_own_process(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def note_saved(self, copies: Collection[Copy]) -> None: ...
@@ -396,6 +406,10 @@ class Tiers:
     """The tiers, what is in flight between them, and eviction.
 
     The caller holds the lock of the cache. Methods called `plan` change nothing.
+
+    Attributes
+    ----------
+    disk_narrows : whether the disk has blocks in a narrower format than the shared store
     """
 
     def __init__(
@@ -410,6 +424,9 @@ class Tiers:
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # each block once for every lease
+        self.disk_narrows = disk is not None and store is not None and (
+            bytes_per_element(disk.format) < bytes_per_element(store.format)
+        )  # fmt: skip
 
     def __contains__(self, hash: int) -> bool:
         return hash in self.device.copies or hash in self.host.copies or self.on_disk(hash)
@@ -487,7 +504,7 @@ class Tiers:
     def require_settled(self, tier: PageTier, num_free: int) -> None:
         """Raise Blocked if more than `num_free` pages are free, or will be after a transfer."""
         allocator = tier.pool.allocator
-        if allocator.num_pages - allocator.num_allocated > num_free:
+        if allocator.num_available > num_free:
             if allocator.num_free > num_free:
                 raise Blocked
             oldest = self.in_flight.oldest()
@@ -630,8 +647,10 @@ class Tiers:
         sources = [copy.arriving for copy in copies]
         saved = [Copy(c.hash, page) for c, page in zip(copies, pages.tolist(), strict=True)]
         completion = self.in_flight.add(BlockCompletion("save", transfer, saved, sources))
-        for copy in saved:
+        for copy, source in zip(saved, copies, strict=True):
             copy.filled_by = copy.used_by = completion
+            if source.narrowed:
+                copy.note_narrowed()
         if self.store is not None:
             self.store.note_saved(saved)
         return {copy.hash: copy for copy in saved}

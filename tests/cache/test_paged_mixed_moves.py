@@ -1,0 +1,650 @@
+"""`PagedKVCache` with `past`: sequences with demoted pages step aside, and move between caches."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from helpers import full_only
+from line_process import poll
+from paged_tiers_cases import NUM_LAYERS, PAGE, Prefixed, hashes_of, same_outputs, tokens_of
+from stream_cases import Log
+
+import kvcupy as kv
+from kvcupy import observe
+from kvcupy.cache.paged import exchange
+
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
+MIXED = {"num_pages": 12, "num_past_pages": 10, "past": "fp8_e4m3", "recent": 5, "head_dim": 16}
+PASTS = ["fp8_e4m3", "nvfp4", full_only("int8"), full_only("mxfp4")]
+PROMPT = tokens_of(1, 22)  # of 6 pages, of which 4 or 3 are demoted
+
+
+def mixed(device, **options):
+    options = {**MIXED, **options}
+    if options["past"] == "mxfp4":
+        options["head_dim"] = 32
+    return Prefixed(device, **options)
+
+
+def begin(side, name="s", tokens=PROMPT):
+    """Add a sequence of some tokens, some of whose pages are demoted."""
+    side.cache.add_sequence(name)
+    side.step(name, tokens)
+    assert any(side.cache._sequences.past_range(side.cache._sequences.find(name)))
+
+
+def counts(side):
+    """Free pages of both pools."""
+    return side.cache.num_available_pages, side.cache.num_available_past_pages
+
+
+def spoil(side):
+    """Overwrite the pages of both pools that are free."""
+    side.device.synchronize()
+    for pool in (side.cache.pool, side.cache.past_pool):
+        free = np.setdiff1d(np.arange(pool.num_pages), pool.allocator.allocated())
+        like = kv.KVPool(
+            len(free), pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
+            dtype=pool.dtype, scales=bool(pool.scale_parts), device=side.device,
+        )  # fmt: skip
+        for part in like.scale_parts:
+            side.device.copy(part, np.full(part.shape, 3, np.float32))
+        kv.transfer_pages(like, pool, range(len(free)), free)
+    side.device.synchronize()
+
+
+def assert_empty(*sides):
+    for side in sides:
+        side.cache.clear()
+        if side.tiers is not None:
+            side.tiers.clear()
+            side.host_pool.allocator.check_leaks()
+            engine = side.cache._tiers._past_engine
+            if engine is not None:
+                engine.host_pool.allocator.check_leaks()
+        assert counts(side) == (side.cache.pool.num_pages, side.cache.past_pool.num_pages)
+        assert not side.cache._sequences._references.any()
+        assert not side.cache._sequences._demoted and not side.cache._sequences._origins
+
+
+# --- Offload ---
+
+
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("sinks", [0, 6])
+def test_bits(device, past, sinks):
+    """Pages of both formats come back as they were, and so do the sequences that go on."""
+    one, plain = (mixed(device, past=past, sinks=sinks, tiered=t) for t in (True, False))
+    for side in (one, plain):
+        begin(side)
+    raw, bits, before = one.raw("s"), one.bits("s"), counts(one)
+    one.cache.offload("s")
+    assert counts(one) == (12, 10) and one.cache.sequence_length("s") == 22
+    demoted = 10 - before[1]
+    assert one.host_pool.allocator.num_allocated == 6 - demoted
+    far = one.cache._tiers._past_engine.host_pool
+    assert (far.dtype, far.num_pages, far.allocator.num_allocated) == (past, 10, demoted)
+    spoil(one)
+    one.cache.onboard("s")
+    assert one.raw("s") == raw and one.bits("s") == bits == plain.bits("s")
+    assert counts(one) == before
+    for tokens in (tokens_of(2, 3), tokens_of(3, 9)):
+        same_outputs(one.step("s", tokens), plain.step("s", tokens))
+    assert one.bits("s") == plain.bits("s")
+    one.settle()
+    assert far.allocator.num_allocated == one.host_pool.allocator.num_allocated == 0
+    assert_empty(one)
+
+
+def test_a_host_pool_in_the_format_of_the_past_has_both(device):
+    """What was not demoted is narrowed on its way, as of any block; the rest is not touched."""
+    one = mixed(device, tiered=False)
+    pool, past_pool = one.cache.pool, one.cache.past_pool
+    one.host_pool = kv.KVPool(
+        16, PAGE, NUM_LAYERS, pool.num_kv_heads, 16, dtype="fp8_e4m3", scales=True,
+        placement="pinned", layout="page_first", device=device,
+    )  # fmt: skip
+    one.tiers = kv.TieredCache(pool, one.host_pool, host_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match="num_past_host_pages: expected None where the host pool"):
+        one.cache.attach(one.tiers, num_past_host_pages=3)
+    one.cache.attach(one.tiers)
+    one.tiers.insert([5, 6], pool.allocator.alloc(2))
+    one.host_pool.allocator.alloc(10)  # so that blocks have to go
+    begin(one)
+    raw, length = one.raw("s"), len(one.raw("s"))
+    wide = 2 * NUM_LAYERS
+    one.cache.offload("s")
+    assert one.cache._tiers._past_engine.host_pool is one.host_pool
+    assert one.host_pool.allocator.num_free == 0
+    spoil(one)
+    one.cache.onboard("s")
+    got = one.raw("s")
+    assert len(got) == length and got[wide:] == raw[wide:] and got[:wide] != raw[:wide]
+    one.cache.remove_sequence("s")
+    assert past_pool.allocator.num_free == 10
+
+
+def test_all_pages_may_be_demoted(device):
+    one = mixed(device, recent=0)
+    begin(one, tokens=PROMPT[: 3 * PAGE])
+    raw = one.raw("s")
+    assert counts(one) == (12, 7)
+    one.cache.offload("s")
+    assert one.host_pool.allocator.num_allocated == 0 and counts(one) == (12, 10)
+    spoil(one)
+    one.cache.onboard("s")
+    assert one.raw("s") == raw
+    assert_empty(one)
+
+
+def test_forks_keep_shared_pages(device):
+    """A demoted page that a fork shares stays while the fork has it, and is then its own."""
+    one = mixed(device)
+    begin(one)
+    one.cache.fork_sequence("s", "child", 14)
+    raw, child = one.raw("s"), one.bits("child")
+    one.cache.offload("s")
+    assert counts(one)[1] == 7, "the child keeps the pages that it shares"
+    one.step("child", tokens_of(4, 3))
+    assert one.bits("child", 14) == child
+    one.cache.offload("child")
+    assert counts(one) == (12, 10)
+    spoil(one)
+    one.cache.onboard("s")
+    one.cache.onboard("child")
+    assert one.raw("s") == raw and one.bits("child", 14) == child
+    assert_empty(one)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_slid_windows(device, count):
+    one, plain = mixed(device, recent=3), mixed(device, recent=3, tiered=False)
+    for side in (one, plain):
+        side.cache.add_sequence("s")
+        side.cache.enable_sliding_window("s", 13, 2)
+        side.step("s", tokens_of(3, 13))
+        side.step("s", tokens_of(5, count))
+    one.cache.offload("s")
+    one.cache.onboard("s")
+    for token in tokens_of(4, 6):
+        same_outputs(one.step("s", [token]), plain.step("s", [token]))
+    assert one.bits("s") == plain.bits("s")
+    assert_empty(one)
+
+
+def test_no_room(device):
+    """After CacheFull everything is as it was: in host memory for demoted pages, and back here."""
+    one = mixed(device, tiered=False)
+    one.host_pool = one.host_pool_of(16, {**MIXED, "page_size": PAGE, "num_kv_heads": 2,
+                                          "dtype": "fp32"})  # fmt: skip
+    one.tiers = kv.TieredCache(one.cache.pool, one.host_pool)
+    one.cache.attach(one.tiers, num_past_host_pages=5)
+    begin(one, "a")
+    one.cache.offload("a")
+    begin(one, "b", tokens_of(7, 22))
+    before, raw = one.state(), one.raw("b")
+    with pytest.raises(kv.CacheFull):
+        one.cache.offload("b")
+    one.settle()
+    assert one.state() == before and one.raw("b") == raw
+    for name in "cd":
+        begin(one, name, tokens_of(8, 16))
+    before, held = one.state(), counts(one)
+    assert held[1] < 4
+    with pytest.raises(kv.CacheFull):
+        one.cache.onboard("a")
+    assert one.state() == before and counts(one) == held
+    one.cache.remove_sequence("b")
+    one.cache.onboard("a")
+    assert_empty(one)
+
+
+@pytest.mark.parametrize("save", ["first", "second"])
+def test_a_save_that_is_refused_changes_nothing(device, monkeypatch, save):
+    one = mixed(device)
+    begin(one)
+    one.cache.offload("s")
+    one.cache.onboard("s")  # the engine is there
+    one.step("s", [1])
+    before, raw = one.state(), one.raw("s")
+    engine = one.tiers.engine if save == "first" else one.cache._tiers._past_engine
+
+    def fail(*args, **options):
+        raise MemoryError("not now")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine, "save", fail)
+        one.cache.offload("s")
+    one.settle()
+    one.cache._tiers._past_engine.save_stream.synchronize()
+    assert one.state() == before and one.raw("s") == raw
+    one.cache.offload("s")
+    one.cache.onboard("s")
+    assert one.raw("s") == raw
+    assert_empty(one)
+
+
+@pytest.mark.parametrize("load", ["first", "second"])
+def test_a_load_that_is_refused_leaves_it_offloaded(device, monkeypatch, load):
+    one = mixed(device)
+    begin(one)
+    raw = one.raw("s")
+    one.cache.offload("s")
+    one.settle()
+    before = one.state()
+    engine = one.tiers.engine if load == "first" else one.cache._tiers._past_engine
+
+    def fail(*args, **options):
+        raise MemoryError("not now")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine, "load", fail)
+        one.cache.onboard("s")
+    one.settle()
+    one.cache._tiers._past_engine.load_stream.synchronize()
+    assert one.state() == before and counts(one) == (12, 10)
+    one.cache.onboard("s")
+    assert one.raw("s") == raw
+    assert_empty(one)
+
+
+def test_pages_that_could_not_be_saved_do_not_come_back(device):
+    one = mixed(device)
+    begin(one)
+    one.cache.offload("s")
+    one.cache.onboard("s")
+    one.step("s", [1])
+    with observe.attached(Log(refuse="save")), suppress(kv.DeviceError):
+        one.cache.offload("s")
+    if one.cache._sequences.find("s").offloaded is not None:
+        with pytest.raises(kv.DeviceError):
+            one.cache.onboard("s")
+    one.cache.remove_sequence("s")
+    assert_empty(one)
+
+
+def test_the_last_pages_for_old_tokens_wait_for_a_load(device):
+    """Nothing reads demoted pages before they are there: each step waits for them."""
+    one, plain = mixed(device), mixed(device, tiered=False)
+    for side in (one, plain):
+        begin(side)
+    one.cache.offload("s")
+    spoil(one)
+    held = threading.Event()
+    one.cache._tiers._past_engine.load_stream.call(lambda: held.wait(20))
+    one.cache.onboard("s")
+    threading.Timer(0.05, held.set).start()
+    same_outputs(one.step("s", tokens_of(6, 3)), plain.step("s", tokens_of(6, 3)))
+    assert_empty(one)
+
+
+@pytest.mark.parametrize(("number", "error"), [(0, ValueError), (-1, ValueError), ("3", TypeError)])
+def test_attach_arguments(device, number, error):
+    one = mixed(device, tiered=False)
+    host = one.host_pool_of(4, {**MIXED, "page_size": PAGE, "num_kv_heads": 2, "dtype": "fp32"})
+    tiers = kv.TieredCache(one.cache.pool, host)
+    with pytest.raises(error, match=r"^num_past_host_pages: expected"):
+        one.cache.attach(tiers, num_past_host_pages=number)
+    one.cache.attach(tiers)
+    plain = Prefixed(device, tiered=False)
+    tiers = kv.TieredCache(
+        plain.cache.pool, plain.host_pool_of(4, {**MIXED, "page_size": PAGE, "num_kv_heads": 2,
+                                                 "dtype": "fp32", "head_dim": 8})
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^num_past_host_pages: expected None without past"):
+        plain.cache.attach(tiers, num_past_host_pages=2)
+
+
+# --- From cache to cache ---
+
+
+class Pair:
+    """Two caches with `past`; the first has senders, the second receivers."""
+
+    def __init__(self, device, *, tiered=False, other=None, **options):
+        self.one = mixed(device, tiered=tiered, **options)
+        self.two = mixed(device, tiered=False, **{**options, **(other or {})})
+        self.senders = [kv.PageSender(p) for p in (self.one.cache.pool, self.one.cache.past_pool)]
+        self.receivers = [
+            kv.PageReceiver(p) for p in (self.two.cache.pool, self.two.cache.past_pool)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for end in (*self.receivers, *self.senders):
+            end.close()
+
+    def export(self, name="s", **options):
+        return self.one.cache.export_sequence(
+            name, self.senders[0], past_sender=self.senders[1], **options
+        )
+
+    def receive(self, ticket, name="t", **options):
+        return self.two.cache.import_sequence(
+            name, ticket, self.receivers[0], past_receiver=self.receivers[1], **options
+        )
+
+    def settle(self):
+        def is_settled():
+            return not (
+                any(sender.stats()["offered_pages"] for sender in self.senders)
+                or any(receiver.stats()["pulls"] for receiver in self.receivers)
+            )
+
+        assert poll(is_settled)
+
+    def close_senders(self):
+        """End all offers that nobody has taken."""
+        for sender in self.senders:
+            sender.close()
+
+    def end(self):
+        self.settle()
+        for side in (self.one, self.two):
+            side.cache.clear()
+        assert_empty(self.one, self.two)
+
+
+@pytest.fixture
+def pair(device):
+    with Pair(device) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("sinks", [0, 6])
+def test_a_sequence_comes_over_bit_for_bit_and_goes_on(device, past, sinks):
+    with Pair(device, past=past, sinks=sinks) as pair:
+        begin(pair.one)
+        spoil(pair.two)
+        pull = pair.receive(pair.export())
+        assert pair.two.cache.sequence_length("t") == 22
+        more = tokens_of(2, PAGE + 1)
+        pull.synchronize()
+        assert pair.two.raw("t") == pair.one.raw("s")
+        same_outputs(pair.two.step("t", more), pair.one.step("s", more))
+        assert pair.two.bits("t") == pair.one.bits("s")
+        assert pull.done() and pull.failure is None and pull.num_pages == 6
+        stored = sum(len(part) for part in pair.one.raw("s") if isinstance(part, bytes))
+        moved = sum(receiver.stats()["received_bytes"] for receiver in pair.receivers)
+        assert pull.num_bytes == moved <= stored, "demoted pages go as they are"
+        pair.end()
+
+
+def test_layers_are_waited_for_one_by_one(pair):
+    begin(pair.one)
+    pull = pair.receive(pair.export())
+    for layer in range(NUM_LAYERS):
+        pull.wait_layer(layer)
+    pull.wait()
+    pull.synchronize()
+    assert pair.two.raw("t") == pair.one.raw("s")
+    pair.end()
+
+
+@pytest.mark.parametrize("before", range(NUM_LAYERS + 1))
+@pytest.mark.parametrize("is_taken_back", [False, True])
+def test_within_a_step(pair, before, is_taken_back):
+    """Demoted pages go out at once, others layer by layer; a step that ends demotes more here."""
+    begin(pair.one)
+    tokens = tokens_of(9, 6)
+    rows = pair.one.rows(tokens)
+    pair.one.cache.begin_forward(["s"], [6])
+    for layer in range(NUM_LAYERS):
+        if layer == before:
+            ticket = pair.export()
+        pair.one.attend(layer, rows)
+    if before == NUM_LAYERS:
+        ticket = pair.export()
+    expected = pair.one.raw("s") if is_taken_back else None
+    pull = pair.receive(ticket)
+    if is_taken_back:
+        pair.one.cache._steps.abort()
+        with pytest.raises(kv.TransferError):
+            pull.synchronize()
+        pair.two.cache.remove_sequence("t")
+        assert expected
+    else:
+        pair.one.device.synchronize()
+        expected = pair.one.raw("s")
+        pair.one.cache.end_forward()
+        pull.synchronize()
+        assert pair.two.raw("t") == expected
+        for side, name in ((pair.one, "s"), (pair.two, "t")):
+            side.step(name, [3])
+        assert pair.two.bits("t") == pair.one.bits("s")
+    pair.end()
+
+
+def test_all_pages_demoted(device):
+    with Pair(device, recent=0) as pair:
+        begin(pair.one, tokens=PROMPT[: 3 * PAGE])
+        pull = pair.receive(pair.export())
+        pull.synchronize()
+        assert pair.two.raw("t") == pair.one.raw("s") and pull.num_pages == 3
+        same_outputs(pair.two.step("t", [5]), pair.one.step("s", [5]))
+        pair.end()
+
+
+def test_a_sequence_without_demoted_pages_needs_no_second_end(pair):
+    pair.one.cache.add_sequence("s")
+    pair.one.step("s", PROMPT[:5])
+    ticket = pair.one.cache.export_sequence("s", pair.senders[0])
+    pair.two.cache.import_sequence("t", ticket, pair.receivers[0]).synchronize()
+    assert pair.two.raw("t") == pair.one.raw("s")
+    pair.end()
+
+
+def test_as_it_was_at_the_call(pair):
+    """What is exported is not what becomes of it: more is demoted, some is written anew."""
+    begin(pair.one)
+    raw = pair.one.raw("s")
+    ticket = pair.export()
+    key, value = pair.one.cache.get_kv("s", 0, 6)
+    pair.one.cache.set_kv("s", 0, value, key)
+    pair.one.step("s", tokens_of(5, 7))
+    pair.one.cache.pop_tokens("s", 20)
+    pair.one.step("s", tokens_of(6, 5))
+    pair.receive(ticket).synchronize()
+    assert pair.two.raw("t") == raw
+    pair.end()
+
+
+def test_its_hashes_come_over_and_wide_blocks_are_published(device):
+    tokens = tokens_of(1, 22)
+    with Pair(device, tiered=True) as pair:
+        pair.one.prefill("s", tokens)
+        ticket = pair.export()
+        pair.one.cache.remove_sequence("s")
+        pull = pair.receive(ticket)
+        pull.synchronize()
+        assert pair.two.cache._sequences.find("t").hashes == hashes_of(tokens)
+        pair.settle()
+        assert counts(pair.one)[1] == 10  # what the offers have held is let go
+        assert pair.one.tiers.match(hashes_of(tokens)[4:]).device == 1
+        pair.end()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["wide", "demoted"])
+def test_a_lease_that_is_over_fails_the_sequence(pair, which):
+    begin(pair.one)
+    ticket = pair.export(lease_s=30.0)
+    if which:  # that of the demoted pages
+        described = json.loads(pair.receivers[0].inspect(ticket).attachment)
+        ended = bytes.fromhex(described["demoted"]["ticket"])
+    else:
+        ended = ticket
+    pair.senders[which].withdraw(ended)
+    pull = pair.receive(ticket)
+    with pytest.raises(kv.TransferError):
+        pull.synchronize()
+    assert isinstance(pull.failure, kv.TransferError)
+    with pytest.raises(kv.TransferError):
+        pull.done()
+    with pytest.raises(kv.TransferError):
+        pair.two.step("t", [3])
+    pair.two.cache.remove_sequence("t")
+    pair.close_senders()
+    pair.end()
+
+
+def test_a_cancelled_import_frees_all_pages(pair):
+    begin(pair.one)
+    pull = pair.receive(pair.export())
+    pull.cancel()
+    pair.two.cache.remove_sequence("t")
+    for receiver in pair.receivers:
+        receiver.close()
+    pair.close_senders()
+    pair.end()
+
+
+def test_an_export_that_cannot_be_offered_holds_nothing(pair, monkeypatch):
+    begin(pair.one)
+    before = counts(pair.one)
+    pair.senders[0].close()
+    with pytest.raises(kv.KvcupyError, match="closed"):
+        pair.export()
+    assert poll(lambda: not pair.senders[1].stats()["offered_pages"])
+    assert counts(pair.one) == before
+    references = pair.one.cache._sequences._references
+    assert references.sum() == 6
+    pair.end()
+
+
+def test_a_second_pull_that_is_refused_takes_the_first_back(device):
+    with Pair(device) as pair:
+        begin(pair.one)
+        with kv.PageSender(pair.one.cache.past_pool, model="another") as other:
+            ticket = pair.one.cache.export_sequence("s", pair.senders[0], past_sender=other)
+            with pytest.raises(kv.TransferError, match="model"):
+                pair.receive(ticket)
+        assert "t" not in pair.two.cache
+        pair.close_senders()
+        pair.end()
+
+
+# --- What is refused ---
+
+
+def test_ends_that_do_not_fit(pair, device):
+    begin(pair.one)
+    cache, (sender, past_sender) = pair.one.cache, pair.senders
+    for options, name in (
+        ({}, "past_sender: expected a PageSender of past_pool, for 's' has"),
+        ({"past_sender": sender}, "past_sender: expected a PageSender of the past_pool"),
+        ({"past_sender": 3}, "past_sender: expected"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}"):
+            cache.export_sequence("s", sender, **options)
+    ticket = pair.export()
+    receiver, _past_receiver = pair.receivers
+    for options, name in (
+        ({}, "past_receiver: expected a PageReceiver of past_pool, for the ticket has"),
+        ({"past_receiver": receiver}, "past_receiver: expected a PageReceiver of the past_pool"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}"):
+            pair.two.cache.import_sequence("t", ticket, receiver, **options)
+    plain = Prefixed(device, tiered=False, head_dim=16)
+    plain.cache.add_sequence("s")
+    plain.step("s", [1])
+    with (
+        kv.PageSender(plain.cache.pool) as end,
+        pytest.raises(ValueError, match="past_sender: expected None without past"),
+    ):
+        plain.cache.export_sequence("s", end, past_sender=past_sender)
+    assert "t" not in pair.two.cache and counts(pair.two) == (12, 10)
+    pair.close_senders()
+    pair.end()
+
+
+@pytest.mark.parametrize(("other", "name"), [
+    ({"recent": 6}, "recent 6, got 5"), ({"sinks": 4}, "sinks 4, got 0"),
+    ({"past": "int8"}, "past int8, got fp8_e4m3"),
+])  # fmt: skip
+def test_other_settings_are_refused(device, other, name):
+    """Windows of attention go by `recent`: pages that were demoted sooner would be missing."""
+    with Pair(device, other=other) as pair:
+        begin(pair.one)
+        with pytest.raises(ValueError, match=f"^ticket: expected a sequence with {name}"):
+            pair.receive(pair.export())
+        assert "t" not in pair.two.cache and counts(pair.two) == (12, 10)
+        pair.close_senders()
+        pair.end()
+
+
+def test_a_cache_without_past_refuses_demoted_pages(pair, device):
+    begin(pair.one)
+    plain = Prefixed(device, tiered=False, head_dim=16)
+    ticket, refused = pair.export(), r"^ticket: expected a sequence without demoted pages"
+    with kv.PageReceiver(plain.cache.pool) as receiver, pytest.raises(ValueError, match=refused):
+        plain.cache.import_sequence("t", ticket, receiver)
+    assert plain.cache.num_available_pages == 12
+
+
+@pytest.mark.parametrize("ends", ["wide", "demoted"])
+def test_a_ticket_with_other_pages_is_refused_before_any_is_allocated(pair, monkeypatch, ends):
+    """As many pages as the sequence needs; nothing is evicted for others."""
+    begin(pair.one)
+    described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
+    if ends == "wide":
+        described["length"] += 4
+        described["num_pages"] += 1
+        described["demoted"]["start"] = 0
+    else:
+        described["demoted"]["count"] -= 1
+    pages = pair.one.cache.pool.allocator.alloc(2)
+    forged = pair.senders[0].offer(pages, attachment=json.dumps(described).encode())
+
+    def fail(*counts):
+        raise AssertionError("pages are allocated")
+
+    monkeypatch.setattr(pair.two.cache._sequences, "allocate_both", fail)
+    with pytest.raises(ValueError, match=r"^ticket: expected \d pages of its sequence, got \d"):
+        pair.receive(forged)
+    monkeypatch.undo()
+    pair.close_senders()
+    pair.end()
+
+
+@pytest.mark.parametrize("change", [
+    {"start": -1}, {"start": 4}, {"count": 0}, {"count": 7}, {"start": True}, {"count": "3"},
+    {"ticket": "xyz"}, {"ticket": 5}, {"ticket": ""}, {"count": 6, "start": 0},
+    {"fields": {}}, {"fields": 3}, {"more": 1},
+])  # fmt: skip
+def test_what_a_ticket_says_of_demoted_pages_is_checked(pair, change):
+    begin(pair.one)
+    cache = pair.one.cache
+    described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
+    described["demoted"] |= change
+    fields = cache._exchanged(), PAGE, cache._exchanged_past()
+    with pytest.raises(ValueError, match=r"^ticket: "):
+        exchange.decode_state(json.dumps(described).encode(), *fields)
+    pair.close_senders()
+    pair.end()
+
+
+def test_a_ticket_with_too_few_pages_is_refused_without_past(device):
+    """Also where no page is demoted: before, blocks could be evicted for nothing."""
+    one, two = (Prefixed(device, tiered=t) for t in (False, True))
+    one.cache.add_sequence("s")
+    one.step("s", PROMPT[:10])
+    two.publish(tokens_of(5, 48))
+    free = two.cache.pool.allocator.num_free
+    assert free == 0
+    with kv.PageSender(one.cache.pool) as sender, kv.PageReceiver(two.cache.pool) as receiver:
+        ticket = one.cache.export_sequence("s", sender)
+        attachment = receiver.inspect(ticket).attachment
+        forged = sender.offer(one.cache.pool.allocator.alloc(1), attachment=attachment)
+        with pytest.raises(ValueError, match=r"^ticket: expected 3 pages of its sequence, got 1"):
+            two.cache.import_sequence("t", forged, receiver)
+    assert two.tiers.stats()["device_evicted"] == 0
+    assert two.cache.pool.allocator.num_free == free
