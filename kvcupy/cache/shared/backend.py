@@ -55,9 +55,12 @@ class Backend(Protocol):
     ----------
     blocks_per_get : how many blocks `SharedStore` asks of one `get` at most: few where little is
         gained by more, so that they are verified while they are in the processor's cache
+    threads_per_call : how many threads `SharedStore` uses for the blocks of one call at most, the
+        caller's included: more than one where a call is the processor's own copying
     """
 
     blocks_per_get: int
+    threads_per_call: int
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Return which keys have a block. It may be gone when it is asked for.

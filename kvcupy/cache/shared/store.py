@@ -7,9 +7,10 @@ import os
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent import futures
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -43,6 +44,9 @@ _ALGORITHM_NAMES = {code: name for name, code in _ALGORITHMS.items()}
 _SCRATCH_BYTES = 2**24  # of pages that are gathered before they are sent
 _KEYS_PER_QUERY = 1024
 _LOST_IN_A_ROW, _SKIPPED_S = 3, 10.0
+_LEAST_SHARED_BYTES = 2**21  # of a call that other threads take part in
+_LEAST_UNLOCKED_BYTES = 2**17  # of pieces that are copied and hashed without Python's lock
+_PATIENCE_S = 1e-3  # after which a header that another thread calculates is calculated again
 _BAD_S, _MOST_BAD = 10.0, 2**16  # how long, and how many keys that failed are not asked for again
 
 
@@ -101,6 +105,9 @@ class SharedStore(ProcessLocal):
         self._bad: dict[bytes, float] = {}
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
         self._scratch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+        piece_bytes = pages.block_bytes // (pages.num_pieces if pages.is_direct else 1)
+        copies_unlocked = piece_bytes >= _LEAST_UNLOCKED_BYTES
+        self._helpers = _Helpers(backend.threads_per_call - 1 if copies_unlocked else 0)
         counts, times_s = self._counts, self._times_s
         metrics.follow(
             self, lambda store: _samples(store._counts, store._times_s),
@@ -264,9 +271,15 @@ class SharedStore(ProcessLocal):
                     asked = [keys[i] for i in chunk]
                     headers = _Headers(self, asked, blocks)
                     try:
-                        results, _ = self._call(
-                            self._backend.put, asked, blocks, headers, deadline=deadline
-                        )
+                        with self._helpers.calling(
+                            headers.calculate, min(1, self._most_helpers(chunk))
+                        ):
+                            try:
+                                results, _ = self._call(
+                                    self._backend.put, asked, blocks, headers, deadline=deadline
+                                )
+                            finally:
+                                headers.stop()
                     except BaseException:
                         self._hold_back(asked, [numbers[i] for i in chunk], blocks)
                         raise
@@ -306,15 +319,31 @@ class SharedStore(ProcessLocal):
             asked = [i for i, bad in enumerate(self._are_bad(keys)) if not bad]
             self._pages.announce("get shared", [numbers[i] for i in asked], is_read=False)
             at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
-            for chunk in _chunks(asked, at_once):
-                if time.monotonic() >= deadline:
-                    self._count("late", sum(i >= chunk[0] for i in asked))
-                    break
-                arrived = self._get_some(
-                    [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
-                )
-                for i, whole in zip(chunk, arrived, strict=True):
-                    there[i] = whole
+            if num_helpers := self._most_helpers(asked):
+                at_once = min(at_once, -(-len(asked) // (1 + num_helpers)))
+            chunks = deque(_chunks(asked, at_once))
+
+            def get_chunks() -> None:
+                while chunks:
+                    try:
+                        chunk = chunks.popleft()
+                    except IndexError:  # another thread took the last
+                        return
+                    if time.monotonic() >= deadline:
+                        self._count("late", len(chunk))
+                        continue
+                    arrived = self._get_some(
+                        [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
+                    )
+                    for i, whole in zip(chunk, arrived, strict=True):
+                        there[i] = whole
+
+            with self._helpers.calling(get_chunks, num_helpers):
+                try:
+                    get_chunks()
+                except BaseException:
+                    chunks.clear()
+                    raise
             if asked:
                 self.pool.note_written()
             hits = sum(there)
@@ -400,6 +429,7 @@ class SharedStore(ProcessLocal):
                 return
             self._closed = True
             self._changed.wait_for(lambda: not self._num_users)
+        self._helpers.close()
         self._backend.close()
 
     def remove(self) -> None:
@@ -454,6 +484,12 @@ class SharedStore(ProcessLocal):
         if self._pages.is_direct:
             return _KEYS_PER_QUERY
         return max(1, _SCRATCH_BYTES // self._pages.block_bytes)
+
+    def _most_helpers(self, blocks: Sequence[int]) -> int:
+        """Return how many threads may help with so many blocks."""
+        if len(blocks) * self._pages.block_bytes < _LEAST_SHARED_BYTES:
+            return 0
+        return min(self._helpers.count, len(blocks) - 1)
 
     @contextmanager
     def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[Block]]:
@@ -612,12 +648,51 @@ class SharedStore(ProcessLocal):
                 self._changed.notify_all()
 
 
+class _Helpers:
+    """Threads that help a caller to copy blocks, started when there is something to do for them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._executor = (
+            futures.ThreadPoolExecutor(count, thread_name_prefix="kvcupy-shared") if count else None
+        )
+
+    @contextmanager
+    def calling(self, function: Callable[[], None], count: int) -> Iterator[None]:
+        """Let threads call a function during a with block, after which none of them is in it.
+
+        It has to return soon after that, and need not be called at all. What it raises is raised
+        at the end.
+        """
+        running: list[futures.Future[None]] = []
+        with suppress(RuntimeError):  # the system has no more threads: the caller does it all
+            for _ in range(count if self._executor is not None else 0):
+                running.append(self._executor.submit(function))
+        try:
+            yield
+        finally:
+            running = [future for future in running if not future.cancel()]
+            try:
+                futures.wait(running)
+            finally:
+                futures.wait(running)  # after a KeyboardInterrupt too
+        for future in running:
+            future.result()
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+
+
 class _Headers(Sequence[bytes]):
-    """Headers of blocks, each calculated when it is first asked for."""
+    """Headers of blocks, each calculated when it is first asked for, or ahead of that."""
 
     def __init__(self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
         self._store, self._keys, self._blocks = store, keys, blocks
         self._headers: dict[int, bytes] = {}
+        self._changed = threading.Condition()  # guards what follows
+        self._next = 0  # the first that is calculated ahead
+        self._calculating = -1
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -627,9 +702,31 @@ class _Headers(Sequence[bytes]):
             return [self[n] for n in range(*i.indices(len(self)))]
         n = range(len(self))[i]
         if n not in self._headers:
+            with self._changed:
+                self._next = max(self._next, n + 1)
+                if self._calculating == n:
+                    self._changed.wait_for(lambda: n in self._headers, _PATIENCE_S)
+        if n not in self._headers:
             self._headers[n] = self._store._header(self._keys[n], self._blocks[n])
         return self._headers[n]
 
+    def calculate(self) -> None:
+        """Calculate headers that have not been asked for, until `stop`. For one other thread."""
+        while True:
+            with self._changed:
+                self._calculating = n = self._next
+                self._next += 1
+            if n >= len(self):
+                return
+            header = self._store._header(self._keys[n], self._blocks[n])
+            with self._changed:
+                self._headers[n] = header
+                self._calculating = -1
+                self._changed.notify()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._next = len(self)
 
 def _chunks(numbers: list[int], count: int) -> Iterator[list[int]]:
     for start in range(0, len(numbers), count):
