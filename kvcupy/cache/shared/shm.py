@@ -62,6 +62,7 @@ _DIRTY, _HIGH_WATER, _HAND, _FREE, _NUM_BLOCKS, _EVICTED, _RECOVERED, _WAITING =
 
 # What starts a record: generation, length, key, length of the header.
 _RECORD = struct.Struct(f"@QQ{KEY_BYTES}sQ")
+_DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # what follows the generation, to `_USED`
 # Words of a record: the number of a free slot's successor plus one is in `_NEXT`.
 _GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED = 0, 1, 2, 6, 7, 8
 _RECORD_WORDS = RECORD_BYTES // 8
@@ -77,7 +78,7 @@ _RECENT_NS = 5_000_000  # a process that has waited for the lock within this may
 # some time others wait no longer than a live one has the lock.
 _STUCK_S, _NOT_WAITED_FOR_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.01
 _MADV_POPULATE_READ = 22  # of Linux 5.14
-_MOST_THREADS = 4  # unless told
+_MOST_THREADS = 4  # by default
 
 
 def open_backend(
@@ -87,7 +88,7 @@ def open_backend(
 ) -> ShmBackend:  # fmt: skip
     """Open "shm:NAME", a file in `folder`, which is made if there is none."""
     if threads is None:
-        threads = min(_MOST_THREADS, _num_processors())
+        threads = default_threads()
     checks.require_int(threads, "threads")
     if not 1 <= threads <= 64:
         raise ValueError(f"threads: expected 1 to 64, got {threads}")
@@ -101,11 +102,11 @@ def open_backend(
     return ShmBackend(path, pages.block_bytes, capacity_bytes, threads=int(threads))
 
 
-def _num_processors() -> int:
-    """Return how many processors this process may use."""
+def default_threads() -> int:
+    """Return how many threads copy the blocks of a call unless told: 4, or fewer processors."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 class ShmBackend(ProcessLocal):
@@ -223,7 +224,7 @@ class ShmBackend(ProcessLocal):
         buckets, mask = self._buckets, self._mask
         hash = int.from_bytes(key[:4], "little")
         i = hash & mask
-        for _ in range(len(buckets)):
+        for _ in range(mask + 1):
             entry = buckets[i]
             if not entry:
                 return -1
@@ -233,9 +234,10 @@ class ShmBackend(ProcessLocal):
         return -1
 
     def _key(self, slot: int) -> bytes | None:
-        if not 0 <= slot < self._layout.num_slots:  # of a damaged bucket
+        layout = self._layout
+        if not 0 <= slot < layout.num_slots:  # of a damaged bucket
             return None
-        start = self._layout.record_at(slot) + _KEY_AT
+        start = layout.records_at + slot * RECORD_BYTES + _KEY_AT
         return self._map[start : start + KEY_BYTES]
 
     def _map_payload(self, slot: int) -> None:
@@ -291,10 +293,11 @@ class ShmBackend(ProcessLocal):
             if not self._lock(deadline):
                 return
             try:
-                slot = self._find(key)
-                if slot >= 0:
+                bucket = self._bucket(key)
+                if bucket >= 0:
+                    slot = (self._buckets[bucket] & _SLOT_MASK) - 1
                     self._words[_DIRTY] = 1
-                    self._vacate(slot)
+                    self._vacate(slot, bucket)
                     self._free(slot)
                     self._words[_DIRTY] = 0
             finally:
@@ -329,11 +332,8 @@ class ShmBackend(ProcessLocal):
             start = stop
             self._at("piece")
         start = self._layout.record_at(slot)
-        self._bytes[start + _KEY_AT : start + _KEY_AT + KEY_BYTES] = key
-        self._bytes[start + _HEADER_AT : start + _HEADER_AT + len(header)] = header
-        records[at + _HEADER_LENGTH] = len(header)
-        records[at + _LENGTH] = num_bytes
-        records[at + _USED] = 0
+        self._map[start + _HEADER_AT : start + _HEADER_AT + len(header)] = header
+        _DESCRIPTION.pack_into(self._map, start + 8 * _LENGTH, num_bytes, key, len(header), 0, 0)
         self._at("described")
         records[at + _GENERATION] += 1
         self._at("even")
@@ -364,10 +364,11 @@ class ShmBackend(ProcessLocal):
                 victim = self._victim(kept)
                 if victim is None:
                     return None
-                if self._find(self._key(victim) or b"") == victim:
+                bucket = self._bucket(self._key(victim) or b"")
+                if bucket >= 0 and (self._buckets[bucket] & _SLOT_MASK) - 1 == victim:
                     words[_DIRTY] = 1
                     self._at("chosen")
-                    self._vacate(victim)
+                    self._vacate(victim, bucket)
                     words[_EVICTED] += 1
                     return victim
             self._recover()  # what is there cannot be: it was damaged
@@ -399,17 +400,14 @@ class ShmBackend(ProcessLocal):
             records[at] = 0
         return None
 
-    def _vacate(self, slot: int) -> None:
-        """Forget the block of a slot."""
-        key = self._key(slot)
-        assert key is not None
-        self._erase(key)
+    def _vacate(self, slot: int, bucket: int) -> None:
+        """Forget the block of a slot, which a bucket has."""
+        self._erase(bucket)
         records, at = self._records, slot * _RECORD_WORDS
         records[at + _GENERATION] += 1
         self._at("erased")
-        records[at + _LENGTH] = 0
-        for word in range(_KEY, _KEY + KEY_BYTES // 8):
-            records[at + word] = 0
+        start = self._layout.record_at(slot)
+        self._map[start + 8 * _LENGTH : start + _KEY_AT + KEY_BYTES] = bytes(8 + KEY_BYTES)
         records[at + _GENERATION] += 1
         self._words[_NUM_BLOCKS] = max(0, self._words[_NUM_BLOCKS] - 1)
 
@@ -427,16 +425,13 @@ class ShmBackend(ProcessLocal):
                 return
             i = i + 1 & mask
 
-    def _erase(self, key: bytes) -> None:
-        """Remove the bucket of a key, and move back those behind it that it kept from their place.
+    def _erase(self, bucket: int) -> None:
+        """Empty a bucket, and move back those behind it that it kept from their place.
 
         A reader may miss a block that is being moved.
         """
-        hole = self._bucket(key)
-        if hole < 0:
-            return
         buckets, mask = self._buckets, self._mask
-        i = hole
+        i = hole = bucket
         for _ in range(len(buckets)):
             i = i + 1 & mask
             entry = buckets[i]

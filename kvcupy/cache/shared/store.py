@@ -700,7 +700,7 @@ class _Headers(Sequence[bytes]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[n] for n in range(*i.indices(len(self)))]
-        n = range(len(self))[i]
+        n = range(len(self._keys))[i]
         if n not in self._headers:
             with self._changed:
                 self._next = max(self._next, n + 1)
