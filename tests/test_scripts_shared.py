@@ -46,13 +46,13 @@ def test_every_engine_is_measured(bench, tmp_path, capsys):
 
 
 def test_wrong_blocks_are_found(bench, monkeypatch):
-    real = ShmBackend._read
+    real = ShmBackend.get
 
-    def read(backend, key, block):
-        header = real(backend, key, block)
-        block[0][:8] = b"12345678"
-        return header
+    def get(backend, keys, blocks, deadline):
+        headers = real(backend, keys, blocks, deadline)
+        blocks[0][0][:8] = b"12345678"
+        return headers
 
-    monkeypatch.setattr(ShmBackend, "_read", read)
+    monkeypatch.setattr(ShmBackend, "get", get)
     with pytest.raises(AssertionError, match="is not what was put"):
         bench("--rounds", 1, "--engines", "shm unverified, 1 thread")

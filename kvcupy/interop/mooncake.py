@@ -209,7 +209,6 @@ class MooncakeBackend(ProcessLocal):
     """
 
     blocks_per_get = _BLOCKS_PER_GET
-    threads_per_call = 1
 
     def __init__(
         self, settings: _Settings, namespace: bytes, pages: WirePages, *, segment_bytes: int = 0

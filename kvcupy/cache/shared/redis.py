@@ -216,7 +216,6 @@ class RedisBackend(ProcessLocal):
     """
 
     blocks_per_get = _BLOCKS_PER_GET
-    threads_per_call = 1
 
     def __init__(
         self, address: RedisAddress, namespace: bytes, *, ttl_s: float | None = None,

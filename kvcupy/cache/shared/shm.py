@@ -9,9 +9,10 @@ slot has the key, the header, and a generation, odd while the slot is written. N
 order of the machine.
 
 Readers take no lock: they read the generation, copy the block, and look at the generation again.
-Writers hold a lock of the file, which the system releases when they die. They mark the file as
-dirty before they change it and clear that at the end, so that who gets the lock after a dead one
-rebuilds the buckets from the records, without the slot that was being written.
+Writers hold a lock of the file, which the system releases when they die, for some blocks at a time.
+They mark the file as dirty before they change it and clear that at the end, so that who gets the
+lock after a dead one rebuilds the buckets from the records, without the slots that were being
+written.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,12 +42,23 @@ from ...errors import ProcessLocal, file_path
 from ...ops import checks
 from ..identity import KEY_BYTES
 from ..wire import WirePages
-from .backend import FAILED, FULL, KNOWN, MOST_HEADER_BYTES, STORED, BackendLost, Block
+from .backend import (
+    FAILED,
+    FULL,
+    KNOWN,
+    MOST_HEADER_BYTES,
+    STORED,
+    BackendLost,
+    Block,
+    SummedBlock,
+)
 
 try:
     import fcntl
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
+
+_Item = TypeVar("_Item")
 
 VERSION = 1
 HEADER_BYTES = 4096
@@ -69,14 +83,16 @@ _RECORD_WORDS = RECORD_BYTES // 8
 _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MOST_HEADER_BYTES
 
 _SLOT_MASK = 2**32 - 1
-_LEAST_UNLOCKED_BYTES = 2**17  # pieces that are copied without Python's lock
 _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-_VERIFIED_BYTES = 2**22  # that are still in the processor's cache when they are verified
+_LEAST_UNLOCKED_BYTES = 2**17  # of parts that are copied and hashed without Python's lock
+_LEAST_HELPED_BYTES = 2**21  # less is copied before another thread has woken up
+_PART_BYTES = 2**19  # that are in the cache of one processor while they are copied and hashed
+_BYTES_AT_ONCE = 2**24  # of blocks that are copied together; also while the lock is held
 _POLL_S, _MOST_POLL_S = 1e-4, 5e-3
 _RECENT_NS = 5_000_000  # a process that has waited for the lock within this may wait still
 # After a call has waited this long in vain, the holder of the lock is stopped, or so it seems: for
 # some time others wait no longer than a live one has the lock.
-_STUCK_S, _NOT_WAITED_FOR_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.01
+_STUCK_S, _NOT_WAITED_FOR_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.05
 _MADV_POPULATE_READ = 22  # of Linux 5.14
 _MOST_THREADS = 4  # by default
 
@@ -152,8 +168,9 @@ class ShmBackend(ProcessLocal):
         self._records = words[layout.records_at // 8 :]
         self._mask = layout.num_buckets - 1
         self._mutex = threading.Lock()  # the file's lock is one of this process, not of a thread
-        self.blocks_per_get = max(1, _VERIFIED_BYTES // layout.block_bytes)
-        self.threads_per_call = threads
+        self.blocks_per_get = max(1, _BYTES_AT_ONCE // layout.block_bytes)
+        self._helpers = _Helpers(threads - 1)
+        self._putting: _Put | None = None  # which has the lock
         self._is_mapped = bytearray(layout.num_slots)  # that this process has touched
         self._torn = 0
         self._lock_timeouts = 0
@@ -174,17 +191,23 @@ class ShmBackend(ProcessLocal):
     ) -> list[bytes | None]:
         self._require_whole()
         headers: list[bytes | None] = [None] * len(keys)
-        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            if i and time.monotonic() >= deadline:
+        for start in range(0, len(keys), self.blocks_per_get):
+            if start and time.monotonic() >= deadline:
                 break
-            headers[i] = self._read(key, block)
+            some = range(start, min(start + self.blocks_per_get, len(keys)))
+            found = [(i, self._look_up(keys[i], blocks[i])) for i in some]
+            reads = [(i, read) for i, read in found if read is not None]
+            self._at("copying")
+            self._copy(_read_parts, [(blocks[i], read.slot) for i, read in reads])
+            for i, read in reads:
+                headers[i] = self._confirmed(read)
         return headers
 
-    def _read(self, key: bytes, block: Block) -> bytes | None:
+    def _look_up(self, key: bytes, block: Block) -> _Read | None:
+        """Return where the block of a key can be read; None if there is none."""
         slot = self._find(key)
         if slot < 0:
             return None
-        records, at = self._records, slot * _RECORD_WORDS
         record_at = self._layout.record_at(slot)
         generation, length, stored_key, header_length = _RECORD.unpack_from(self._map, record_at)
         if (
@@ -195,24 +218,18 @@ class ShmBackend(ProcessLocal):
         ):
             return None
         header = self._map[record_at + _HEADER_AT : record_at + _HEADER_AT + header_length]
-        if not self._is_mapped[slot]:
-            self._map_payload(slot)
-        self._at("copying")
-        start = self._layout.payload_at(slot)
-        for piece in block:
-            stop = start + len(piece)
-            if len(piece) < _LEAST_UNLOCKED_BYTES:
-                piece[:] = self._bytes[start:stop]
-            else:
-                np.copyto(np.frombuffer(piece, np.uint8), self._array[start:stop])
-            start = stop
+        return _Read(slot, generation, header)
+
+    def _confirmed(self, read: _Read) -> bytes | None:
+        """Return the header of a block that was copied; None if it has changed meanwhile."""
+        records, at = self._records, read.slot * _RECORD_WORDS
         # A processor that reorders loads may let a block pass that has changed meanwhile; then the
         # checksum tells.
-        if records[at + _GENERATION] != generation:
+        if records[at + _GENERATION] != read.generation:
             self._torn += 1
             return None
         records[at + _USED] = 1
-        return header
+        return read.header
 
     def _find(self, key: bytes) -> int:
         """Return the slot of a key, or -1."""
@@ -249,6 +266,38 @@ class ShmBackend(ProcessLocal):
             self._map.madvise(_MADV_POPULATE_READ, start, stop - start)
         self._is_mapped[slot] = 1
 
+    def _copy(self, copy: Callable[[_Parts], None], blocks: Sequence[tuple[Block, int]]) -> None:
+        """Copy blocks from or to slots, a part at a time, by several threads if they are large."""
+        jobs = [self._parts(block, slot) for block, slot in blocks]
+        # To wake others up for less takes longer, and small parts are copied with Python's lock.
+        is_large = len(jobs) > 1 and len(jobs) * self._layout.block_bytes >= _LEAST_HELPED_BYTES
+        is_helped = is_large and isinstance(jobs[0].pairs[0][0], np.ndarray)
+        share = min(self._helpers.count, len(jobs) - 1) if is_helped else 0
+
+        def copy_one(parts: _Parts) -> None:
+            copy(parts)
+            self._at("piece")
+
+        self._helpers.each(copy_one, jobs, share)
+
+    def _parts(self, block: Block, slot: int) -> _Parts:
+        """Return what corresponds in a slot and in a block."""
+        if not self._is_mapped[slot]:
+            self._map_payload(slot)
+        start = self._layout.payload_at(slot)
+        pairs: list[tuple[Any, Any]] = []
+        for piece in block:
+            if len(piece) < _LEAST_UNLOCKED_BYTES:
+                pairs.append((self._bytes[start : start + len(piece)], piece))
+                start += len(piece)
+                continue
+            array = np.frombuffer(piece, np.uint8)
+            for first in range(0, len(array), _PART_BYTES):
+                part = array[first : first + _PART_BYTES]
+                pairs.append((self._array[start : start + len(part)], part))
+                start += len(part)
+        return _Parts(pairs, block.begin() if isinstance(block, SummedBlock) else None)
+
     def _used(self, slot: int) -> bool:
         """Return whether a slot has a whole block, and note that it is used, which keeps it."""
         records, at = self._records, slot * _RECORD_WORDS
@@ -271,18 +320,20 @@ class ShmBackend(ProcessLocal):
     ) -> list[str]:  # fmt: skip
         self._require_whole()
         outcomes = [FAILED] * len(keys)
-        written: set[int] = set()
-        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+        new = []
+        for i, key in enumerate(keys):
             if self._used(self._find(key)):
                 outcomes[i] = KNOWN
-                continue
-            header = headers[i]  # outside of the lock, for it takes as long as the copy
-            if i:
+            else:
+                new.append(i)
+        put = _Put(keys, blocks, headers, outcomes)
+        for start in range(0, len(new), self.blocks_per_get):
+            if start:
                 self._give_way()
             if not self._lock(deadline):
                 break
             try:
-                outcomes[i] = self._put(key, block, header, written)
+                self._put(put, new[start : start + self.blocks_per_get])
             finally:
                 self._unlock()
         return outcomes
@@ -303,47 +354,61 @@ class ShmBackend(ProcessLocal):
             finally:
                 self._unlock()
 
-    def _put(self, key: bytes, block: Block, header: bytes, written: set[int]) -> str:
-        """Write a block to a slot other than those of `written`, to which it is added."""
+    def _put(self, put: _Put, numbers: Sequence[int]) -> None:
+        """Write some of the blocks of a put, each to a slot that it got before any is written."""
+        self._putting = put
+        try:
+            for i in numbers:
+                put.outcomes[i] = self._reserve(put, i)
+            self._write_reserved(put)
+        finally:
+            self._putting = None
+
+    def _reserve(self, put: _Put, i: int) -> str:
+        """Reserve a slot for a block, unless it has one; return what its outcome will be."""
+        key = put.keys[i]
+        if key in put.reserved:
+            return KNOWN
         if (slot := self._find(key)) >= 0:
             if self._used(slot):
                 return KNOWN
             self._recover()  # nobody is writing it: it was damaged
-        num_bytes = sum(map(len, block))
-        if num_bytes != self._layout.block_bytes:
+        if sum(map(len, put.blocks[i])) != self._layout.block_bytes:
             return FULL
-        free = self._take_slot(written)
+        free = self._take_slot(put.kept)
         if free is None:
             return FULL
-        slot = free
         self._at("marked")
-        records, at = self._records, slot * _RECORD_WORDS
-        records[at + _GENERATION] |= 1  # odd: no reader takes it
+        self._records[free * _RECORD_WORDS + _GENERATION] |= 1  # odd: no reader takes it
         self._at("odd")
-        if not self._is_mapped[slot]:
-            self._map_payload(slot)
-        start = self._layout.payload_at(slot)
-        for piece in block:
-            stop = start + len(piece)
-            if len(piece) < _LEAST_UNLOCKED_BYTES:
-                self._bytes[start:stop] = piece
-            else:
-                np.copyto(self._array[start:stop], np.frombuffer(piece, np.uint8))
-            start = stop
-            self._at("piece")
+        put.reserved[key] = i, free
+        put.kept.add(free)
+        return STORED
+
+    def _write_reserved(self, put: _Put) -> None:
+        """Write the blocks that have a slot, by several threads, and let readers find them."""
+        reserved, put.reserved = put.reserved, {}
+        if not reserved:
+            return
+        self._copy(_write_parts, [(put.blocks[i], slot) for i, slot in reserved.values()])
+        for key, (i, slot) in reserved.items():
+            self._publish(key, put.headers[i], slot)
+        self._words[_DIRTY] = 0
+        self._at("clean")
+
+    def _publish(self, key: bytes, header: bytes, slot: int) -> None:
+        """Describe the block in a slot, and let readers find it."""
         start = self._layout.record_at(slot)
         self._map[start + _HEADER_AT : start + _HEADER_AT + len(header)] = header
-        _DESCRIPTION.pack_into(self._map, start + 8 * _LENGTH, num_bytes, key, len(header), 0, 0)
+        _DESCRIPTION.pack_into(
+            self._map, start + 8 * _LENGTH, self._layout.block_bytes, key, len(header), 0, 0
+        )
         self._at("described")
-        records[at + _GENERATION] += 1
+        self._records[slot * _RECORD_WORDS + _GENERATION] += 1
         self._at("even")
         self._insert(key, slot)
         self._words[_NUM_BLOCKS] += 1
         self._at("inserted")
-        self._words[_DIRTY] = 0
-        self._at("clean")
-        written.add(slot)
-        return STORED
 
     def _take_slot(self, kept: set[int]) -> int | None:
         """Mark the file as dirty, and return a slot that no bucket has; None if there is none."""
@@ -448,6 +513,8 @@ class ShmBackend(ProcessLocal):
         cache_logger.warning(
             "%s: a write was interrupted or bytes damaged; whole blocks stay", self.path
         )
+        if self._putting is not None:  # its slots look like those of a dead writer
+            self._write_reserved(self._putting)
         words, buckets = self._words, self._buckets
         words[_DIRTY] = 1
         for i in range(len(buckets)):
@@ -566,6 +633,7 @@ class ShmBackend(ProcessLocal):
         _opened.discard(self)
         if self._fd < 0:
             return
+        self._helpers.close()
         views = self._words, self._buckets, self._records, self._bytes
         del self._array
         for release in (*(view.release for view in views), self._map.close):
@@ -595,6 +663,111 @@ class ShmBackend(ProcessLocal):
         size = os.fstat(self._fd).st_size
         if size < self._layout.num_bytes:
             raise BackendLost(f"{self.path}: it was truncated to {size} bytes")
+
+
+class _Read(NamedTuple):
+    """A block that is to be read: where it is, and what was stored with it."""
+
+    slot: int
+    generation: int
+    header: bytes
+
+
+class _Parts(NamedTuple):
+    """Parts of a slot with those of a block, and what the latter are passed to for a checksum."""
+
+    pairs: list[tuple[Any, Any]]
+    update: Callable[[Any], None] | None
+
+
+def _read_parts(parts: _Parts) -> None:
+    update = parts.update
+    for in_slot, in_block in parts.pairs:
+        in_block[:] = in_slot
+        if update is not None:
+            update(in_block)
+
+
+def _write_parts(parts: _Parts) -> None:
+    update = parts.update
+    for in_slot, in_block in parts.pairs:
+        if update is not None:
+            update(in_block)
+        in_slot[:] = in_block
+
+
+class _Helpers:
+    """Threads that help callers to copy blocks, started when there is something to do for them.
+
+    Parameters
+    ----------
+    count : of threads at most, for all callers together
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._executor = futures.ThreadPoolExecutor(count, "kvcupy-shared") if count else None
+
+    def each(self, function: Callable[[_Item], None], items: Iterable[_Item], share: int) -> None:
+        """Call a function with each item, in this thread and `share` others.
+
+        All calls are over when it returns. What one raises is raised, and items that no thread has
+        taken yet are left out then.
+        """
+        if not share or self._executor is None:
+            for item in items:
+                function(item)
+            return
+        rest = deque(items)
+
+        def work() -> None:
+            try:
+                while True:
+                    try:
+                        item = rest.popleft()
+                    except IndexError:
+                        return
+                    function(item)
+            except BaseException:
+                rest.clear()
+                raise
+
+        running: list[futures.Future[None]] = []
+        with suppress(RuntimeError):  # the system has no more threads: the caller does it all
+            running.extend(self._executor.submit(work) for _ in range(share))
+        try:
+            work()
+        finally:
+            running = [future for future in running if not future.cancel()]
+            try:
+                futures.wait(running)
+            finally:
+                futures.wait(running)  # after a KeyboardInterrupt too
+        for future in running:
+            future.result()
+
+    def close(self) -> None:
+        """End the threads; no call may be in progress."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+
+class _Put:
+    """What a put is to write, and what has become of it.
+
+    Attributes
+    ----------
+    reserved : by key, blocks that have a slot but are not written: number and slot
+    kept : slots of this put, which it does not evict
+    """
+
+    def __init__(
+        self, keys: Sequence[bytes], blocks: Sequence[Block], headers: Sequence[bytes],
+        outcomes: list[str],
+    ) -> None:  # fmt: skip
+        self.keys, self.blocks, self.headers, self.outcomes = keys, blocks, headers, outcomes
+        self.reserved: dict[bytes, tuple[int, int]] = {}
+        self.kept: set[int] = set()
 
 
 # A lock belongs to all processes that a descriptor was inherited by: children close theirs, so that

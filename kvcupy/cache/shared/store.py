@@ -7,10 +7,9 @@ import os
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
@@ -23,8 +22,8 @@ from ...ops import checks
 from ..identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ..pages import page_array
 from ..pool import Pool
-from ..wire import DEFAULT_CHECKSUM, HASHERS, WirePages, checksum
-from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, Block
+from ..wire import DEFAULT_CHECKSUM, HASHERS, WirePages
+from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
 
 _Result = TypeVar("_Result")
 
@@ -44,9 +43,6 @@ _ALGORITHM_NAMES = {code: name for name, code in _ALGORITHMS.items()}
 _SCRATCH_BYTES = 2**24  # of pages that are gathered before they are sent
 _KEYS_PER_QUERY = 1024
 _LOST_IN_A_ROW, _SKIPPED_S = 3, 10.0
-_LEAST_SHARED_BYTES = 2**21  # of a call that other threads take part in
-_LEAST_UNLOCKED_BYTES = 2**17  # of pieces that are copied and hashed without Python's lock
-_PATIENCE_S = 1e-3  # after which a header that another thread calculates is calculated again
 _BAD_S, _MOST_BAD = 10.0, 2**16  # how long, and how many keys that failed are not asked for again
 
 
@@ -105,9 +101,6 @@ class SharedStore(ProcessLocal):
         self._bad: dict[bytes, float] = {}
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
         self._scratch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-        piece_bytes = pages.block_bytes // (pages.num_pieces if pages.is_direct else 1)
-        copies_unlocked = piece_bytes >= _LEAST_UNLOCKED_BYTES
-        self._helpers = _Helpers(backend.threads_per_call - 1 if copies_unlocked else 0)
         counts, times_s = self._counts, self._times_s
         metrics.follow(
             self, lambda store: _samples(store._counts, store._times_s),
@@ -271,15 +264,9 @@ class SharedStore(ProcessLocal):
                     asked = [keys[i] for i in chunk]
                     headers = _Headers(self, asked, blocks)
                     try:
-                        with self._helpers.calling(
-                            headers.calculate, min(1, self._most_helpers(chunk))
-                        ):
-                            try:
-                                results, _ = self._call(
-                                    self._backend.put, asked, blocks, headers, deadline=deadline
-                                )
-                            finally:
-                                headers.stop()
+                        results, _ = self._call(
+                            self._backend.put, asked, blocks, headers, deadline=deadline
+                        )
                     except BaseException:
                         self._hold_back(asked, [numbers[i] for i in chunk], blocks)
                         raise
@@ -319,31 +306,15 @@ class SharedStore(ProcessLocal):
             asked = [i for i, bad in enumerate(self._are_bad(keys)) if not bad]
             self._pages.announce("get shared", [numbers[i] for i in asked], is_read=False)
             at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
-            if num_helpers := self._most_helpers(asked):
-                at_once = min(at_once, -(-len(asked) // (1 + num_helpers)))
-            chunks = deque(_chunks(asked, at_once))
-
-            def get_chunks() -> None:
-                while chunks:
-                    try:
-                        chunk = chunks.popleft()
-                    except IndexError:  # another thread took the last
-                        return
-                    if time.monotonic() >= deadline:
-                        self._count("late", len(chunk))
-                        continue
-                    arrived = self._get_some(
-                        [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
-                    )
-                    for i, whole in zip(chunk, arrived, strict=True):
-                        there[i] = whole
-
-            with self._helpers.calling(get_chunks, num_helpers):
-                try:
-                    get_chunks()
-                except BaseException:
-                    chunks.clear()
-                    raise
+            for chunk in _chunks(asked, at_once):
+                if time.monotonic() >= deadline:
+                    self._count("late", sum(i >= chunk[0] for i in asked))
+                    break
+                arrived = self._get_some(
+                    [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
+                )
+                for i, whole in zip(chunk, arrived, strict=True):
+                    there[i] = whole
             if asked:
                 self.pool.note_written()
             hits = sum(there)
@@ -383,7 +354,9 @@ class SharedStore(ProcessLocal):
         self._note_bad(damaged + failed)
         return [verdict is True for verdict in verdicts]
 
-    def _hold_back(self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[Block]) -> None:
+    def _hold_back(
+        self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[SummedBlock]
+    ) -> None:
         """Keep memory that an engine may still access from being used for something else."""
         if keys and (completion := self._backend.busy(keys)) is not None:
             if self._pages.is_direct:
@@ -429,7 +402,6 @@ class SharedStore(ProcessLocal):
                 return
             self._closed = True
             self._changed.wait_for(lambda: not self._num_users)
-        self._helpers.close()
         self._backend.close()
 
     def remove(self) -> None:
@@ -451,15 +423,15 @@ class SharedStore(ProcessLocal):
 
     # --- Headers and verification ---
 
-    def _header(self, key: bytes, block: Block) -> bytes:
+    def _header(self, key: bytes, block: SummedBlock) -> bytes:
         algorithm = self._algorithm
-        total = 0 if algorithm == "none" else checksum(block, algorithm)
+        total = 0 if algorithm == "none" else block.checksum(algorithm)
         return _HEADER.pack(
             _MAGIC, _VERSION, _ALGORITHMS[algorithm], 0, self._pages.block_bytes, total,
             self._digest, key,
         )  # fmt: skip
 
-    def _verify(self, header: bytes, key: bytes, block: Block) -> bool | None:
+    def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
         """Return whether a block is what was put; None if that cannot be said."""
         if len(header) != _HEADER.size:
             return False
@@ -475,7 +447,7 @@ class SharedStore(ProcessLocal):
         if algorithm not in HASHERS:
             self._count("unverified", 1)
             return None
-        return self._algorithm == "none" or checksum(block, algorithm) == total
+        return self._algorithm == "none" or block.checksum(algorithm) == total
 
     # --- Memory ---
 
@@ -485,32 +457,26 @@ class SharedStore(ProcessLocal):
             return _KEYS_PER_QUERY
         return max(1, _SCRATCH_BYTES // self._pages.block_bytes)
 
-    def _most_helpers(self, blocks: Sequence[int]) -> int:
-        """Return how many threads may help with so many blocks."""
-        if len(blocks) * self._pages.block_bytes < _LEAST_SHARED_BYTES:
-            return 0
-        return min(self._helpers.count, len(blocks) - 1)
-
     @contextmanager
-    def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[Block]]:
+    def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[SummedBlock]]:
         """Give the memory of pages in wire order: their own, or a buffer, which is `gather`ed.
 
         Who clears the list keeps the buffer from being used again.
         """
         if self._pages.is_direct:
-            yield [self._pages.pieces(page) for page in pages]
+            yield [SummedBlock(self._pages.pieces(page), self._algorithm) for page in pages]
             return
         num_bytes = self._pages.block_bytes
         try:
             scratch = self._scratch.pop()
         except IndexError:
             scratch = np.empty(self._blocks_at_once() * num_bytes, np.uint8)
-        blocks: list[Block] = []
+        blocks: list[SummedBlock] = []
         for n, page in enumerate(pages):
             piece = scratch[n * num_bytes : (n + 1) * num_bytes].data
             if gather:
                 self._pages.read_into(page, piece)
-            blocks.append([piece])
+            blocks.append(SummedBlock([piece], self._algorithm))
         yield blocks
         if blocks:
             self._scratch.append(scratch)
@@ -648,51 +614,14 @@ class SharedStore(ProcessLocal):
                 self._changed.notify_all()
 
 
-class _Helpers:
-    """Threads that help a caller to copy blocks, started when there is something to do for them."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._executor = (
-            futures.ThreadPoolExecutor(count, thread_name_prefix="kvcupy-shared") if count else None
-        )
-
-    @contextmanager
-    def calling(self, function: Callable[[], None], count: int) -> Iterator[None]:
-        """Let threads call a function during a with block, after which none of them is in it.
-
-        It has to return soon after that, and need not be called at all. What it raises is raised
-        at the end.
-        """
-        running: list[futures.Future[None]] = []
-        with suppress(RuntimeError):  # the system has no more threads: the caller does it all
-            for _ in range(count if self._executor is not None else 0):
-                running.append(self._executor.submit(function))
-        try:
-            yield
-        finally:
-            running = [future for future in running if not future.cancel()]
-            try:
-                futures.wait(running)
-            finally:
-                futures.wait(running)  # after a KeyboardInterrupt too
-        for future in running:
-            future.result()
-
-    def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown()
-
-
 class _Headers(Sequence[bytes]):
-    """Headers of blocks, each calculated when it is first asked for, or ahead of that."""
+    """Headers of blocks, each calculated when it is first asked for."""
 
-    def __init__(self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
+    def __init__(
+        self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[SummedBlock]
+    ) -> None:
         self._store, self._keys, self._blocks = store, keys, blocks
         self._headers: dict[int, bytes] = {}
-        self._changed = threading.Condition()  # guards what follows
-        self._next = 0  # the first that is calculated ahead
-        self._calculating = -1
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -700,33 +629,11 @@ class _Headers(Sequence[bytes]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[n] for n in range(*i.indices(len(self)))]
-        n = range(len(self._keys))[i]
-        if n not in self._headers:
-            with self._changed:
-                self._next = max(self._next, n + 1)
-                if self._calculating == n:
-                    self._changed.wait_for(lambda: n in self._headers, _PATIENCE_S)
+        n = range(len(self))[i]
         if n not in self._headers:
             self._headers[n] = self._store._header(self._keys[n], self._blocks[n])
         return self._headers[n]
 
-    def calculate(self) -> None:
-        """Calculate headers that have not been asked for, until `stop`. For one other thread."""
-        while True:
-            with self._changed:
-                self._calculating = n = self._next
-                self._next += 1
-            if n >= len(self):
-                return
-            header = self._store._header(self._keys[n], self._blocks[n])
-            with self._changed:
-                self._headers[n] = header
-                self._calculating = -1
-                self._changed.notify()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._next = len(self)
 
 def _chunks(numbers: list[int], count: int) -> Iterator[list[int]]:
     for start in range(0, len(numbers), count):
