@@ -32,6 +32,7 @@ class Shelf:
     """A backend in a dictionary, which does what a test tells it to."""
 
     blocks_per_get = 3
+    put_asks_first = False
 
     def __init__(self, clock):
         self.clock = clock

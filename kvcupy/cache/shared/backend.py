@@ -81,9 +81,12 @@ class Backend(Protocol):
     ----------
     blocks_per_get : how many blocks `SharedStore` asks of one `get` at most: few where little is
         gained by more, so that they are verified while they are in the processor's cache
+    put_asks_first : whether `put` sends nothing of blocks that are known, so that nobody needs to
+        ask `exists` before
     """
 
     blocks_per_get: int
+    put_asks_first: bool
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Return which keys have a block. It may be gone when it is asked for.

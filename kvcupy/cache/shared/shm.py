@@ -143,6 +143,8 @@ class ShmBackend(ProcessLocal):
     OSError : it cannot be made, opened or mapped
     """
 
+    put_asks_first = True
+
     def __init__(
         self, path: Path, block_bytes: int, capacity_bytes: int | None, *, threads: int = 1
     ) -> None:
@@ -330,8 +332,11 @@ class ShmBackend(ProcessLocal):
         for start in range(0, len(new), self.blocks_per_get):
             if start:
                 self._give_way()
-            if not self._lock(deadline):
-                break
+            try:
+                if not self._lock(deadline):
+                    break
+            except BackendLost as error:
+                raise BackendLost(str(error), outcomes) from error
             try:
                 self._put(put, new[start : start + self.blocks_per_get])
             finally:

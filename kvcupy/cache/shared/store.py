@@ -253,7 +253,10 @@ class SharedStore(ProcessLocal):
         numbers = self._page_list(pages, len(keys))
         with self._using(), self._timed("put"):
             deadline = time.monotonic() + self._deadline_s
-            known = self._known(keys, deadline) if keys else []
+            if self._backend.put_asks_first and self._pages.is_direct:
+                known = [False] * len(keys)
+            else:
+                known = self._known(keys, deadline) if keys else []
             outcomes = [KNOWN if there else FAILED for there in known]
             missing = [i for i, there in enumerate(known) if not there]
             self._pages.announce("put shared", [numbers[i] for i in missing], is_read=True)
