@@ -27,7 +27,7 @@ def test_every_engine_is_measured(bench, tmp_path, capsys):
     left = {path.name for path in Path("/dev/shm").iterdir()}
     assert bench("--rounds", 1, "--json", report) == 0
     read = json.loads(report.read_text())
-    engines = ["memcpy", "checksum", "shm", "shm unverified"]
+    engines = ["memcpy", "checksum", "shm", "shm, 1 thread", "shm unverified, 1 thread"]
     assert [row["engine"] for row in read["rows"]] == engines * 2
     assert {row["case"] for row in read["rows"]} == {"64 KiB x1", "64 KiB x32"}
     for row in read["rows"]:
@@ -35,6 +35,7 @@ def test_every_engine_is_measured(bench, tmp_path, capsys):
             assert row[f"{call}_gb_per_s"] >= row[f"{call}_median_gb_per_s"] > 0
             assert 0 < row[f"{call}_p50_us"] <= row[f"{call}_p99_us"]
             assert row[f"{call}_cpu_us_per_block"] > 0
+            assert row[f"{call}_median_percent_of_memcpy"] > 0
         if row["engine"] == "memcpy":
             percents = [row[f"{call}_percent_of_memcpy"] for call in ("put", "get")]
             assert percents == pytest.approx([100, 100])
@@ -45,13 +46,13 @@ def test_every_engine_is_measured(bench, tmp_path, capsys):
 
 
 def test_wrong_blocks_are_found(bench, monkeypatch):
-    real = ShmBackend._read
+    real = ShmBackend.get
 
-    def read(backend, key, block):
-        header = real(backend, key, block)
-        block[0][:8] = b"12345678"
-        return header
+    def get(backend, keys, blocks, deadline):
+        headers = real(backend, keys, blocks, deadline)
+        blocks[0][0][:8] = b"12345678"
+        return headers
 
-    monkeypatch.setattr(ShmBackend, "_read", read)
+    monkeypatch.setattr(ShmBackend, "get", get)
     with pytest.raises(AssertionError, match="is not what was put"):
-        bench("--rounds", 1, "--engines", "shm unverified")
+        bench("--rounds", 1, "--engines", "shm unverified, 1 thread")

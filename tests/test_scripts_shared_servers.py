@@ -19,7 +19,7 @@ import redis_server  # noqa: E402
 
 SOCKETS = ["socket tcp", "socket unix"]
 REDIS = [f"redis {kind} {what}" for kind in ("tcp", "unix") for what in ("backend", "SharedStore")]
-MOONCAKE = ["Mooncake", "Mooncake backend", "Mooncake SharedStore"]
+MOONCAKE = ["Mooncake", "Mooncake asked", "Mooncake backend", "Mooncake SharedStore"]
 
 
 @pytest.fixture

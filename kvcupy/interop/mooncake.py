@@ -36,6 +36,7 @@ from ..cache.shared.backend import (
     STORED,
     BackendLost,
     Block,
+    SummedBlock,
 )
 from ..cache.wire import WirePages
 from ..config import cache_logger
@@ -44,7 +45,8 @@ from ..extras import install
 
 _LENGTH_BYTES = 2  # of the header that follows
 _HEADER_BYTES = 256  # of an object in front of its payload
-_BLOCKS_PER_CALL = 512
+_MOST_STAGED_BYTES = 2**17  # of blocks that go through a buffer: a request costs as much as a copy
+_BLOCKS_PER_CALL, _STAGED_BLOCKS_PER_CALL = 512, 64
 _BLOCKS_PER_GET = 32
 _CALLS_AT_ONCE = 4
 _MOST_DRAINING = 2
@@ -195,6 +197,9 @@ def _store_class() -> Any:
 class MooncakeBackend(ProcessLocal):
     """Blocks as objects of a Mooncake Store: a header of 256 bytes, then the payload.
 
+    Blocks of up to 128 KiB are copied to and from a buffer, where they are behind their headers:
+    the store makes a request of each piece, which takes longer than the copy of such a block.
+
     Calls of the store block, some for a minute. Each runs in a thread of this class; one that is
     late is given up. It may still access the memory that it was called with, and so may one that
     failed while bytes were under way: then the client of the store is replaced, and closed when its
@@ -209,6 +214,7 @@ class MooncakeBackend(ProcessLocal):
     """
 
     blocks_per_get = _BLOCKS_PER_GET
+    put_asks_first = True
 
     def __init__(
         self, settings: _Settings, namespace: bytes, pages: WirePages, *, segment_bytes: int = 0
@@ -236,7 +242,7 @@ class MooncakeBackend(ProcessLocal):
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         known = [False] * len(keys)
-        for part in _parts(len(keys)):
+        for part in _parts(len(keys), _BLOCKS_PER_CALL):
             names = self._names(keys[part])
             codes = self._call(partial(_exist, names), (), (), deadline, known)
             known[part] = [code == 1 for code in codes]
@@ -249,7 +255,7 @@ class MooncakeBackend(ProcessLocal):
         deadline: float,
     ) -> list[str]:  # fmt: skip
         outcomes = [FAILED] * len(keys)
-        for part in _parts(len(keys)):
+        for part in _parts(len(keys), self._clients.blocks_per_call):
             names, pieces = self._names(keys[part]), blocks[part]
             call = partial(_put, names, headers[part], pieces)
             codes = self._call(call, keys[part], pieces, deadline, outcomes)
@@ -263,7 +269,7 @@ class MooncakeBackend(ProcessLocal):
         headers: list[bytes | None] = [None] * len(keys)
         # What arrives late must not replace what arrives now.
         usable = [i for i, block in enumerate(blocks) if not self._clients.may_be_written(block)]
-        for part in _parts(len(usable)):
+        for part in _parts(len(usable), self._clients.blocks_per_call):
             chosen = usable[part]
             chosen_keys, pieces = [keys[i] for i in chosen], [blocks[i] for i in chosen]
             rows: list[bytes] = []
@@ -334,17 +340,17 @@ class MooncakeBackend(ProcessLocal):
             )  # fmt: skip
 
 
-# --- Calls of the store, with memory for headers ---
+# --- Calls of the store, with memory for headers, and for small blocks behind them ---
 
 _Call = Callable[[Any, Any], list[int]]  # returns codes
 
 
-def _exist(names: list[str], store: Any, headers: Any) -> list[int]:
+def _exist(names: list[str], store: Any, rows: Any) -> list[int]:
     return list(store.batch_is_exist(names))
 
 
 def _put(
-    names: list[str], contents: Sequence[bytes], blocks: Sequence[Block], store: Any, headers: Any
+    names: list[str], contents: Sequence[bytes], blocks: Sequence[Block], store: Any, rows: Any
 ) -> list[int]:
     codes = list(store.batch_is_exist(names))
     if min(codes) < 0:
@@ -354,14 +360,19 @@ def _put(
     codes = [_EXISTS if known else 0 for known in codes]
     if not new:
         return codes
-    for row, i in zip(headers, new, strict=False):
+    for row, i in zip(rows, new, strict=False):
         content = contents[i]
         if len(content) > MOST_HEADER_BYTES:
             raise ValueError(f"headers: expected {MOST_HEADER_BYTES} bytes, got {len(content)}")
         data = len(content).to_bytes(_LENGTH_BYTES, "little") + content
-        row[: len(data)] = np.frombuffer(data, np.uint8)
-        row[len(data) :] = 0
-    pointers, sizes = _addresses(headers, [blocks[i] for i in new])
+        memory = row.data
+        memory[:_HEADER_BYTES] = data.ljust(_HEADER_BYTES, b"\0")
+        if _is_staged(rows, blocks[i]):
+            start = _HEADER_BYTES
+            for piece in blocks[i]:
+                memory[start : start + piece.nbytes] = piece
+                start += piece.nbytes
+    pointers, sizes = _addresses(rows, [blocks[i] for i in new])
     put_codes = store.batch_put_from_multi_buffers([names[i] for i in new], pointers, sizes)
     for i, code in zip(new, put_codes, strict=True):
         codes[i] = code
@@ -369,20 +380,42 @@ def _put(
 
 
 def _get(
-    names: list[str], blocks: Sequence[Block], rows: list[bytes], store: Any, headers: Any
+    names: list[str], blocks: Sequence[Block], headers: list[bytes], store: Any, rows: Any
 ) -> list[int]:
-    codes = list(store.batch_get_into_multi_buffers(names, *_addresses(headers, blocks)))
-    rows += [row.tobytes() for row in headers[: len(names)]]
+    pointers, sizes = _addresses(rows, blocks)
+    codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
+    for row, block, code, lengths in zip(rows, blocks, codes, sizes, strict=False):
+        memory = row.data
+        headers.append(bytes(memory[:_HEADER_BYTES]))
+        if code == sum(lengths) and _is_staged(rows, block):
+            update = block.begin() if isinstance(block, SummedBlock) else None
+            start = _HEADER_BYTES
+            for piece in block:
+                piece[:] = memory[start : start + piece.nbytes]
+                if update is not None:
+                    update(piece)
+                start += piece.nbytes
     return codes
 
 
-def _addresses(headers: Any, blocks: Sequence[Block]) -> tuple[list[list[int]], list[list[int]]]:
+def _is_staged(rows: Any, block: Block) -> bool:
+    """Return whether a block has room behind its header."""
+    return bool(_HEADER_BYTES + sum(piece.nbytes for piece in block) <= rows.shape[1])
+
+
+def _addresses(rows: Any, blocks: Sequence[Block]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the addresses and lengths of header and pieces, for each block."""
-    first = headers.ctypes.data
+    first, row_bytes = rows.ctypes.data, rows.shape[1]
     pointers, sizes = [], []
     for i, block in enumerate(blocks):
-        pointers.append([first + i * _HEADER_BYTES, *map(_address, block)])
-        sizes.append([_HEADER_BYTES, *(piece.nbytes for piece in block)])
+        lengths = [piece.nbytes for piece in block]
+        row = first + i * row_bytes
+        if _HEADER_BYTES + sum(lengths) <= row_bytes:
+            pointers.append([row])
+            sizes.append([_HEADER_BYTES + sum(lengths)])
+        else:
+            pointers.append([row, *map(_address, block)])
+            sizes.append([_HEADER_BYTES, *lengths])
     return pointers, sizes
 
 
@@ -403,8 +436,8 @@ def _is_unsafe(code: int) -> bool:
     return code < 0 and code not in _QUIET
 
 
-def _parts(count: int) -> list[slice]:
-    return [slice(i, min(i + _BLOCKS_PER_CALL, count)) for i in range(0, count, _BLOCKS_PER_CALL)]
+def _parts(count: int, at_once: int) -> list[slice]:
+    return [slice(i, min(i + at_once, count)) for i in range(0, count, at_once)]
 
 
 # --- Clients of the store, and threads ---
@@ -416,6 +449,8 @@ class _Clients:
     def __init__(self, settings: _Settings, pages: WirePages) -> None:
         self._settings = settings
         self._pages = pages
+        is_staged = pages.block_bytes <= _MOST_STAGED_BYTES
+        self.blocks_per_call = _STAGED_BLOCKS_PER_CALL if is_staged else _BLOCKS_PER_CALL
         self._current: _Client | None = None
         self._node: _Client | None = None
         self._draining: list[_Client] = []
@@ -431,7 +466,7 @@ class _Clients:
 
         Parameters
         ----------
-        call : of the store and of memory for headers
+        call : of the store and of memory for headers and small blocks
         keys, blocks : whose memory it accesses, which is kept alive as long as it may
 
         Raises
@@ -582,7 +617,10 @@ class _Client:
         self.quiet = threading.Event()
         self._lanes: list[_Lane] = []
         shape = (_CALLS_AT_ONCE, _BLOCKS_PER_CALL, _HEADER_BYTES)
-        self._headers = np.zeros(shape, np.uint8)
+        if pages is not None and pages.block_bytes <= _MOST_STAGED_BYTES:
+            staged_bytes = _HEADER_BYTES + pages.block_bytes
+            shape = (_CALLS_AT_ONCE, _STAGED_BLOCKS_PER_CALL, staged_bytes)
+        self._rows = np.zeros(shape, np.uint8)
         self._store: Any = None
         self._lock = threading.Lock()
 
@@ -595,7 +633,7 @@ class _Client:
             return self.idle.pop()
         if len(self._lanes) == _CALLS_AT_ONCE:
             return None
-        lane = _Lane(self, self._headers[len(self._lanes)])
+        lane = _Lane(self, self._rows[len(self._lanes)])
         try:
             lane.start()
         except RuntimeError as error:  # the system has no more threads
@@ -620,8 +658,8 @@ class _Client:
         )  # fmt: skip
         if code:
             raise ConnectionError(f"its client could not be set up, code {code}")
-        headers = (self._headers.ctypes.data, self._headers.nbytes)
-        for pointer, num_bytes in (*settings.regions, headers) if settings.regions else ():
+        rows = (self._rows.ctypes.data, self._rows.nbytes)
+        for pointer, num_bytes in (*settings.regions, rows) if settings.regions else ():
             if code := store.register_buffer(pointer, num_bytes):
                 store.close()
                 raise OSError(f"memory of the pool could not be registered, code {code}")
@@ -665,11 +703,11 @@ class _Job:
         """Where its blocks start."""
         return frozenset(_address(block[0]) for block in self._blocks)
 
-    def run(self, client: _Client, headers: Any) -> None:
+    def run(self, client: _Client, rows: Any) -> None:
         try:
             store = client.store(self)
             if not self.is_given_up:
-                self.codes = self._call(store, headers)
+                self.codes = self._call(store, rows)
         except Exception as error:
             self.error = error
         self._running.release()
@@ -678,15 +716,15 @@ class _Job:
 class _Lane(threading.Thread):
     """A thread that runs one call after the other."""
 
-    def __init__(self, client: _Client, headers: Any) -> None:
+    def __init__(self, client: _Client, rows: Any) -> None:
         super().__init__(name="kvcupy-mooncake", daemon=True)
-        self._headers = headers
+        self._rows = rows
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._client = client
 
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
-            job.run(self._client, self._headers)
+            job.run(self._client, self._rows)
             del job  # with the memory that it kept alive
 
 

@@ -7,14 +7,15 @@ MiB (--mb), which no processor's cache holds. Puts are of blocks that the store 
 one that is full, so that each evicts. The blocks of one call are compared with what was put, before
 a case is measured.
 
-memcpy     NumPy, from pages to pages
-checksum   of the pages alone
-shm        kv.SharedStore in memory: "shm", as it is opened by default; "shm unverified", without
-           checksums
+memcpy     NumPy, from pages to pages, in one thread
+checksum   of the pages alone, in one thread
+shm        kv.SharedStore in memory: "shm", as it is opened by default, with as many threads as the
+           report says; "shm, 1 thread" in the caller's alone; "shm unverified, 1 thread" without
+           checksums too
 
 GB/s counts a block once. Best and median of the rounds, each of which repeats a call for a while;
-p50 and p99 are of single calls. CPU is that of the calling thread, and what a block of 64 KiB costs
-more than its copy is the overhead of a call.
+p50 and p99 are of single calls. CPU is that of the calling thread (of all threads in the report's
+`process_cpu`), and what a block of 64 KiB costs more than its copy is the overhead of a call.
 
     python scripts/bench.py shared --json build/bench_shared.json
 """
@@ -36,6 +37,7 @@ import numpy as np
 
 import kvcupy as kv
 from kvcupy.bench.report import format_table
+from kvcupy.cache.shared.shm import default_threads
 from kvcupy.cache.wire import DEFAULT_CHECKSUM, WirePages, checksum
 
 KIB = 1024
@@ -64,7 +66,11 @@ class Case:
         return f"{text} x{self.count}{layout}"
 
     def pool(self, num_bytes: int) -> kv.KVPool:
-        """Return a pool with pages of so many bytes to put, and as many to get into."""
+        """Return a pool with pages of so many bytes to put, and as many to get into.
+
+        All pages are written: the system keeps one page of zeros for all that were not, which stays
+        in the processor's cache.
+        """
         page_size, heads = BLOCKS[self.block_bytes]
         pool = kv.KVPool(
             2 * self.count * max(1, num_bytes // (self.block_bytes * self.count)),
@@ -73,6 +79,9 @@ class Case:
         )  # fmt: skip
         if pool.page_bytes != self.block_bytes:
             raise AssertionError(f"{self.name}: a page has {pool.page_bytes} bytes")
+        words = np.random.default_rng(0).integers(0, 2**62, self.block_bytes // 8, np.int64)
+        for page in range(pool.num_pages):
+            WirePages(pool).write_from(page, words + page)
         return pool
 
     def groups(self, pool: kv.KVPool) -> list[tuple[range, range]]:
@@ -159,11 +168,11 @@ class Store:
 
 
 @contextmanager
-def memory_store(case: Case, pool: kv.KVPool, algorithm: str | None) -> Iterator[Store]:
+def memory_store(case: Case, pool: kv.KVPool, **options: Any) -> Iterator[Store]:
     """Open a store in memory with room for all that is put, and remove it at the end."""
-    name = f"shm:kvcupy-bench-{os.getpid()}-{algorithm or 'default'}"
+    name = f"shm:kvcupy-bench-{os.getpid()}-" + "-".join(map(str, options.values()))
     capacity = pool.num_pages // 2 * (case.block_bytes + 4096) + 2**16
-    with kv.SharedStore.open(name, pool, capacity_bytes=capacity, checksum=algorithm) as store:
+    with kv.SharedStore.open(name, pool, capacity_bytes=capacity, **options) as store:
         try:
             yield Store(case, pool, store)
         finally:
@@ -183,19 +192,23 @@ def checksum_engine(case: Case, pool: kv.KVPool) -> Iterator[Engine]:
 ENGINES: dict[str, Callable[[Case, kv.KVPool], Any]] = {
     "memcpy": copy_engine,
     "checksum": checksum_engine,
-    "shm": lambda case, pool: memory_store(case, pool, None),
-    "shm unverified": lambda case, pool: memory_store(case, pool, "none"),
+    "shm": memory_store,
+    "shm, 1 thread": lambda case, pool: memory_store(case, pool, threads=1),
+    "shm unverified, 1 thread": lambda case, pool: memory_store(
+        case, pool, threads=1, checksum="none"
+    ),
 }
 """What is measured, by name: each gives an `Engine` for a case, within a with block."""
 
 
 @dataclass
 class Times:
-    """Seconds a call: of rounds, of single calls, and of the processor."""
+    """Seconds a call: of rounds, of single calls, and of the processor, for the caller and all."""
 
     rounds_s: list[float] = field(default_factory=list)
     calls_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    process_cpu_s: list[float] = field(default_factory=list)
 
 
 def measure(case: Case, engines: dict[str, Engine], rounds: int, round_s: float) -> dict[str, Any]:
@@ -211,13 +224,14 @@ def measure(case: Case, engines: dict[str, Engine], rounds: int, round_s: float)
 def repeat(function: Callable[[], object], times: Times, seconds: float) -> None:
     """Call a function for a while, as one round."""
     durations = []
-    cpu = time.thread_time()
+    cpu, process_cpu = time.thread_time(), time.process_time()
     begin = now = time.perf_counter()
     while now - begin < seconds:
         function()
         before, now = now, time.perf_counter()
         durations.append(now - before)
     times.cpu_s.append((time.thread_time() - cpu) / len(durations))
+    times.process_cpu_s.append((time.process_time() - process_cpu) / len(durations))
     times.rounds_s.append((now - begin) / len(durations))
     times.calls_s += durations
 
@@ -226,8 +240,6 @@ def check(case: Case, name: str, engine: Engine, pool: kv.KVPool) -> None:
     """Put blocks and get them, and compare those of one call."""
     pages = WirePages(pool)
     here, there = case.groups(pool)[0]
-    for page in here:
-        pages.write_from(page, np.random.default_rng(page).bytes(case.block_bytes))
     engine.put()
     # Each engine takes pages in turn: until it gets into those of the first call.
     for _ in range(len(case.groups(pool)) - 1 if isinstance(engine, Store) else 0):
@@ -260,6 +272,12 @@ def rows_of(case: Case, times: dict[tuple[str, str], Times]) -> list[dict[str, A
                 f"{call}_p99_us": 1e6 * float(np.percentile(of_call.calls_s, 99)),
                 f"{call}_us_per_block": 1e6 * best / case.count,
                 f"{call}_cpu_us_per_block": 1e6 * min(of_call.cpu_s) / case.count,
+                f"{call}_process_cpu_us_per_block": 1e6 * min(of_call.process_cpu_s) / case.count,
+                f"{call}_median_percent_of_memcpy": 100
+                * median(
+                    copied / taken
+                    for copied, taken in zip(of_copy.rounds_s, of_call.rounds_s, strict=True)
+                ),
             }
         rows.append(row)
     return rows
@@ -294,6 +312,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
             rows += rows_of(case, measure(case, engines, rounds, round_s))
     return {
         "rows": rows, "rounds": rounds, "round_s": round_s, "checksum": DEFAULT_CHECKSUM,
+        "threads": default_threads(),
         "headlines": headlines(rows),
     }  # fmt: skip
 
@@ -310,13 +329,16 @@ def headlines(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def render(report: dict[str, Any]) -> str:
     columns = (
-        "case", "engine", "put GB/s", "get GB/s", "put %", "get %", "get p50 us", "get p99 us",
-        "put CPU us/block", "get CPU us/block",
+        "case", "engine", "put GB/s", "get GB/s", "put %", "get %", "put % median",
+        "get % median", "get p50 us", "get p99 us", "put CPU us/block", "get CPU us/block",
     )  # fmt: skip
     keys = (
         "case", "engine", "put_gb_per_s", "get_gb_per_s", "put_percent_of_memcpy",
-        "get_percent_of_memcpy", "get_p50_us", "get_p99_us", "put_cpu_us_per_block",
-        "get_cpu_us_per_block",
+        "get_percent_of_memcpy", "put_median_percent_of_memcpy", "get_median_percent_of_memcpy",
+        "get_p50_us", "get_p99_us", "put_cpu_us_per_block", "get_cpu_us_per_block",
     )  # fmt: skip
     table = format_table(columns, [[row[key] for key in keys] for row in report["rows"]])
-    return f"{table}\n\nbest of {report['rounds']} rounds; checksum: {report['checksum']}"
+    return (
+        f"{table}\n\nbest of {report['rounds']} rounds, and the median of their ratios to memcpy; "
+        f"checksum: {report['checksum']}; threads of shm: {report['threads']}"
+    )

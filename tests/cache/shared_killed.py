@@ -90,13 +90,17 @@ def kill_at_steps(folder):
     """Return what was seen after a kill at each step."""
     report = []
     with opened(folder) as user:
-        for number, step in ((n, step) for step in STEPS for n in (1, 2)):
-            for repair in (None, *(REPAIR_STEPS if number == 1 else ())):
-                report.append(kill_at_step(folder, user, step, number, repair))
+        for step in STEPS:
+            for repair in (None, *REPAIR_STEPS):
+                report.append(kill_at_step(folder, user, step, 1, repair, per_lock=2))
+            if step != "clean":  # once for both
+                report.append(kill_at_step(folder, user, step, 2, None, per_lock=2))
+            report.append(kill_at_step(folder, user, step, 2, None, per_lock=1))
     return report
 
 
-def kill_at_step(folder, user, step, number, repair):
+def kill_at_step(folder, user, step, number, repair, *, per_lock):
+    """Kill a writer of two blocks, of which it writes so many while it has the lock."""
     user.put(*HASHES[:NUM_BLOCKS][:2])
     for first in range(2, NUM_BLOCKS, 2):
         user.put(*HASHES[first : first + 2])
@@ -105,6 +109,7 @@ def kill_at_step(folder, user, step, number, repair):
 
     def write():
         with opened(folder) as other:
+            other.store._backend.blocks_per_get = per_lock
             at_step(step, number, kill_self)
             other.put(*new)
 
@@ -126,7 +131,7 @@ def kill_at_step(folder, user, step, number, repair):
     after = reachable(user)
     stats = user.store.stats()
     result = {
-        "step": step, "number": number, "repair": repair, "killed": codes,
+        "step": step, "number": number, "per_lock": per_lock, "repair": repair, "killed": codes,
         "found_before": before[0], "read_before": before[1], "found": after[0], "read": after[1],
         "blocks": stats["blocks"], "recovered": stats["recovered"] - recovered,
         "new": [user.get(h)[0] for h in new],
@@ -177,7 +182,8 @@ class User:
 
 def work(folder, pool, seed, step, counts, options):
     """Use a store until it comes to a step, or for ever."""
-    user, rng = User(folder, pool, options), random.Random(seed)
+    shm._LEAST_HELPED_BYTES = 0  # two threads copy the two blocks
+    user, rng = User(folder, pool, {**options, "threads": 2}), random.Random(seed)
     if step is not None:
         at_step(step, rng.randrange(1, 6), kill_self)
     while True:
@@ -187,10 +193,10 @@ def work(folder, pool, seed, step, counts, options):
 
 def kill_rounds(folder, times, *, control=False):
     """Kill two users of three at random moments, so many times."""
-    options = {}
+    options = {"threads": 1}  # so that none is there when it forks
     if control:
-        options = {"checksum": "none"}
-        ShmBackend._put = write_before_marking
+        options["checksum"] = "none"
+        ShmBackend._reserve = write_before_marking
     counts = memoryview(mmap.mmap(-1, 4096)).cast("Q")  # four of each process
     pool = new_pool(len(HASHES) + 1, head_dim=WIDTH)
     fill(pool, range(len(HASHES)), HASHES)
@@ -228,18 +234,18 @@ def kill_rounds(folder, times, *, control=False):
     }  # fmt: skip
 
 
-def write_before_marking(backend, key, block, header, written, put=ShmBackend._put):
+def write_before_marking(backend, put, number, reserve=ShmBackend._reserve):
     """Write a block over one that is still found, and do what belongs before that afterwards."""
     full = backend._words[shm._HIGH_WATER] == backend._layout.num_slots
-    victim = backend._victim(written) if full else None
+    victim = backend._victim(put.kept) if full else None
     if victim is not None:
         start = backend._layout.payload_at(victim)
-        for piece in block:
+        for piece in put.blocks[number]:
             backend._bytes[start : start + len(piece)] = piece
             start += len(piece)
             backend._at("piece")
         backend._words[shm._HAND] = victim
-    return put(backend, key, block, header, written)
+    return reserve(backend, put, number)
 
 
 # --- Stopped, and forked --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from shared_cases import block_hashes, bytes_of, contents, fill, holds, new_pool
 import kvcupy as kv
 from kvcupy.cache.identity import BlockKeys
 from kvcupy.cache.shared import store as store_module
-from kvcupy.cache.shared.backend import MOST_HEADER_BYTES, BackendLost
+from kvcupy.cache.shared.backend import MOST_HEADER_BYTES, BackendLost, SummedBlock
 from kvcupy.cache.shared.store import SharedStore
 from kvcupy.cache.wire import WirePages
 
@@ -32,6 +32,7 @@ class Shelf:
     """A backend in a dictionary, which does what a test tells it to."""
 
     blocks_per_get = 3
+    put_asks_first = False
 
     def __init__(self, clock):
         self.clock = clock
@@ -525,7 +526,7 @@ def test_closing_waits_for_a_call_in_flight(store, shelf, monkeypatch):
 def test_headers_are_read_like_a_list(store):
     put(store, 3)
     pages = WirePages(store.pool)
-    blocks = [[bytes_of(store.pool, page)] for page in range(3)]
+    blocks = [SummedBlock([bytes_of(store.pool, page)], "sum64") for page in range(3)]
     headers = store_module._Headers(store, store._keys.keys(HASHES[:3]), blocks)
     assert len(headers) == 3 and [*headers] == headers[:] == [headers[0], headers[1], headers[-1]]
     assert headers[-1] is headers[2] and pages.block_bytes == store.pool.page_bytes

@@ -9,10 +9,11 @@ BackendLost where there is no server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ..pages import Completion
+from ..wire import HASHERS, Hasher, checksum
 
 Block = Sequence[memoryview]  # the bytes of a block in wire order, in contiguous pieces
 
@@ -43,6 +44,31 @@ class BackendLost(Exception):
         self.repeatable = repeatable and not refused
 
 
+class SummedBlock(list[memoryview]):
+    """A block, with a checksum that who copies it may calculate on the way.
+
+    A part that was just copied, or is copied next, is read from the processor's cache.
+    """
+
+    def __init__(self, pieces: Iterable[memoryview], algorithm: str) -> None:
+        super().__init__(pieces)
+        self._algorithm = algorithm
+        self._hasher: Hasher | None = None
+
+    def begin(self) -> Callable[[Any], None] | None:
+        """Return what all parts of the block are to be passed to, in order; None if nothing is."""
+        if self._algorithm not in HASHERS:
+            return None
+        self._hasher = HASHERS[self._algorithm]()
+        return self._hasher.update
+
+    def checksum(self, algorithm: str) -> int:
+        """Return the checksum of all that was passed on, or else of the block."""
+        if self._hasher is None or algorithm != self._algorithm:
+            return checksum(self, algorithm)
+        return self._hasher.intdigest()
+
+
 class Backend(Protocol):
     """Keeps blocks by key, each with a header that it does not look into.
 
@@ -55,9 +81,12 @@ class Backend(Protocol):
     ----------
     blocks_per_get : how many blocks `SharedStore` asks of one `get` at most: few where little is
         gained by more, so that they are verified while they are in the processor's cache
+    put_asks_first : whether `put` sends nothing of blocks that are known, so that nobody needs to
+        ask `exists` before
     """
 
     blocks_per_get: int
+    put_asks_first: bool
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Return which keys have a block. It may be gone when it is asked for.
@@ -75,8 +104,9 @@ class Backend(Protocol):
         """Store blocks, and return for each "stored", "known", "full" or "failed".
 
         Each of `headers`, of at most `MOST_HEADER_BYTES`, is calculated from its block when it is
-        first asked for: asking for it just before the block is sent reads the block only once from
-        memory. Blocks of one call do not evict each other.
+        first asked for: asking for it just before the block is sent, or after all of it was passed
+        to what `SummedBlock.begin` returns, reads the block only once from memory. Blocks of
+        one call do not evict each other.
 
         Raises
         ------
@@ -89,7 +119,8 @@ class Backend(Protocol):
     ) -> list[bytes | None]:
         """Fill blocks, and return the header stored with each; None for those that are missing.
 
-        Blocks that are missing, or of another length, may have been written to.
+        Blocks that are missing, or of another length, may have been written to. Of those that are
+        not, all or nothing was passed to what `SummedBlock.begin` returns.
 
         Raises
         ------

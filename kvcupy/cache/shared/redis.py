@@ -216,6 +216,7 @@ class RedisBackend(ProcessLocal):
     """
 
     blocks_per_get = _BLOCKS_PER_GET
+    put_asks_first = False
 
     def __init__(
         self, address: RedisAddress, namespace: bytes, *, ttl_s: float | None = None,

@@ -9,15 +9,17 @@ slot has the key, the header, and a generation, odd while the slot is written. N
 order of the machine.
 
 Readers take no lock: they read the generation, copy the block, and look at the generation again.
-Writers hold a lock of the file, which the system releases when they die. They mark the file as
-dirty before they change it and clear that at the end, so that who gets the lock after a dead one
-rebuilds the buckets from the records, without the slot that was being written.
+Writers hold a lock of the file, which the system releases when they die, for some blocks at a time.
+They mark the file as dirty before they change it and clear that at the end, so that who gets the
+lock after a dead one rebuilds the buckets from the records, without the slots that were being
+written.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import mmap
 import os
 import re
@@ -26,10 +28,12 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,12 +42,23 @@ from ...errors import ProcessLocal, file_path
 from ...ops import checks
 from ..identity import KEY_BYTES
 from ..wire import WirePages
-from .backend import FAILED, FULL, KNOWN, MOST_HEADER_BYTES, STORED, BackendLost, Block
+from .backend import (
+    FAILED,
+    FULL,
+    KNOWN,
+    MOST_HEADER_BYTES,
+    STORED,
+    BackendLost,
+    Block,
+    SummedBlock,
+)
 
 try:
     import fcntl
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
+
+_Item = TypeVar("_Item")
 
 VERSION = 1
 HEADER_BYTES = 4096
@@ -59,24 +74,40 @@ _FOLDER = "/dev/shm"
 _WORDS_AT = 2048
 _DIRTY, _HIGH_WATER, _HAND, _FREE, _NUM_BLOCKS, _EVICTED, _RECOVERED, _WAITING = range(8)
 
+# What starts a record: generation, length, key, length of the header.
+_RECORD = struct.Struct(f"@QQ{KEY_BYTES}sQ")
+_DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # what follows the generation, to `_USED`
 # Words of a record: the number of a free slot's successor plus one is in `_NEXT`.
 _GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED = 0, 1, 2, 6, 7, 8
 _RECORD_WORDS = RECORD_BYTES // 8
 _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MOST_HEADER_BYTES
 
 _SLOT_MASK = 2**32 - 1
-_LEAST_UNLOCKED_BYTES = 2**17  # pieces that are copied without Python's lock
 _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-_VERIFIED_BYTES = 2**22  # that are still in the processor's cache when they are verified
+_LEAST_UNLOCKED_BYTES = 2**17  # of parts that are copied and hashed without Python's lock
+_LEAST_HELPED_BYTES = 2**21  # less is copied before another thread has woken up
+_PART_BYTES = 2**19  # that are in the cache of one processor while they are copied and hashed
+_BYTES_AT_ONCE = 2**24  # of blocks that are copied together; also while the lock is held
 _POLL_S, _MOST_POLL_S = 1e-4, 5e-3
 _RECENT_NS = 5_000_000  # a process that has waited for the lock within this may wait still
+# After a call has waited this long in vain, the holder of the lock is stopped, or so it seems: for
+# some time others wait no longer than a live one has the lock.
+_STUCK_S, _NOT_WAITED_FOR_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.05
+_MADV_POPULATE_READ = 22  # of Linux 5.14
+_MOST_THREADS = 4  # by default
 
 
 def open_backend(
     url: str, pages: WirePages, *,
     namespace: bytes, capacity_bytes: int | None, deadline: float, folder: Any = _FOLDER,
+    threads: int | None = None,
 ) -> ShmBackend:  # fmt: skip
     """Open "shm:NAME", a file in `folder`, which is made if there is none."""
+    if threads is None:
+        threads = default_threads()
+    checks.require_int(threads, "threads")
+    if not 1 <= threads <= 64:
+        raise ValueError(f"threads: expected 1 to 64, got {threads}")
     name = url.removeprefix("shm:")
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -84,7 +115,14 @@ def open_backend(
             f"start with . or -, got {url!r}"
         )
     path = file_path(folder, "folder") / f"kvcupy-{name}"
-    return ShmBackend(path, pages.block_bytes, capacity_bytes)
+    return ShmBackend(path, pages.block_bytes, capacity_bytes, threads=int(threads))
+
+
+def default_threads() -> int:
+    """Return how many threads copy the blocks of a call unless told: 4, or fewer processors."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 class ShmBackend(ProcessLocal):
@@ -95,6 +133,7 @@ class ShmBackend(ProcessLocal):
     path : of the file, in a file system in memory
     block_bytes : length of a block
     capacity_bytes : size of the file; None: that of the file that is there
+    threads : that may copy the blocks of one call, the caller's included
 
     Raises
     ------
@@ -104,7 +143,11 @@ class ShmBackend(ProcessLocal):
     OSError : it cannot be made, opened or mapped
     """
 
-    def __init__(self, path: Path, block_bytes: int, capacity_bytes: int | None) -> None:
+    put_asks_first = True
+
+    def __init__(
+        self, path: Path, block_bytes: int, capacity_bytes: int | None, *, threads: int = 1
+    ) -> None:
         if fcntl is None or not hasattr(os, "posix_fallocate"):
             message = "url: expected a system with flock and posix_fallocate for shm:"
             raise OSError(errno.ENOTSUP, message, str(path))
@@ -127,8 +170,13 @@ class ShmBackend(ProcessLocal):
         self._records = words[layout.records_at // 8 :]
         self._mask = layout.num_buckets - 1
         self._mutex = threading.Lock()  # the file's lock is one of this process, not of a thread
-        self.blocks_per_get = max(1, _VERIFIED_BYTES // layout.block_bytes)
+        self.blocks_per_get = max(1, _BYTES_AT_ONCE // layout.block_bytes)
+        self._helpers = _Helpers(threads - 1)
+        self._putting: _Put | None = None  # which has the lock
+        self._is_mapped = bytearray(layout.num_slots)  # that this process has touched
         self._torn = 0
+        self._lock_timeouts = 0
+        self._not_waited_for_until = -math.inf
         _opened.add(self)
 
     def __repr__(self) -> str:
@@ -145,44 +193,45 @@ class ShmBackend(ProcessLocal):
     ) -> list[bytes | None]:
         self._require_whole()
         headers: list[bytes | None] = [None] * len(keys)
-        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            if i and time.monotonic() >= deadline:
+        for start in range(0, len(keys), self.blocks_per_get):
+            if start and time.monotonic() >= deadline:
                 break
-            headers[i] = self._read(key, block)
+            some = range(start, min(start + self.blocks_per_get, len(keys)))
+            found = [(i, self._look_up(keys[i], blocks[i])) for i in some]
+            reads = [(i, read) for i, read in found if read is not None]
+            self._at("copying")
+            self._copy(_read_parts, [(blocks[i], read.slot) for i, read in reads])
+            for i, read in reads:
+                headers[i] = self._confirmed(read)
         return headers
 
-    def _read(self, key: bytes, block: Block) -> bytes | None:
+    def _look_up(self, key: bytes, block: Block) -> _Read | None:
+        """Return where the block of a key can be read; None if there is none."""
         slot = self._find(key)
         if slot < 0:
             return None
-        records, at = self._records, slot * _RECORD_WORDS
-        generation = records[at + _GENERATION]
-        length, header_length = records[at + _LENGTH], records[at + _HEADER_LENGTH]
+        record_at = self._layout.record_at(slot)
+        generation, length, stored_key, header_length = _RECORD.unpack_from(self._map, record_at)
         if (
             generation & 1
-            or self._key(slot) != key
+            or stored_key != key
             or length != sum(map(len, block))
             or not 0 < header_length <= MOST_HEADER_BYTES
         ):
             return None
-        start = self._layout.record_at(slot) + _HEADER_AT
-        header = bytes(self._bytes[start : start + header_length])
-        start = self._layout.payload_at(slot)
-        self._at("copying")
-        for piece in block:
-            stop = start + len(piece)
-            if len(piece) < _LEAST_UNLOCKED_BYTES:
-                piece[:] = self._bytes[start:stop]
-            else:
-                np.copyto(np.frombuffer(piece, np.uint8), self._array[start:stop])
-            start = stop
+        header = self._map[record_at + _HEADER_AT : record_at + _HEADER_AT + header_length]
+        return _Read(slot, generation, header)
+
+    def _confirmed(self, read: _Read) -> bytes | None:
+        """Return the header of a block that was copied; None if it has changed meanwhile."""
+        records, at = self._records, read.slot * _RECORD_WORDS
         # A processor that reorders loads may let a block pass that has changed meanwhile; then the
         # checksum tells.
-        if records[at + _GENERATION] != generation:
+        if records[at + _GENERATION] != read.generation:
             self._torn += 1
             return None
         records[at + _USED] = 1
-        return header
+        return read.header
 
     def _find(self, key: bytes) -> int:
         """Return the slot of a key, or -1."""
@@ -194,7 +243,7 @@ class ShmBackend(ProcessLocal):
         buckets, mask = self._buckets, self._mask
         hash = int.from_bytes(key[:4], "little")
         i = hash & mask
-        for _ in range(len(buckets)):
+        for _ in range(mask + 1):
             entry = buckets[i]
             if not entry:
                 return -1
@@ -204,10 +253,52 @@ class ShmBackend(ProcessLocal):
         return -1
 
     def _key(self, slot: int) -> bytes | None:
-        if not 0 <= slot < self._layout.num_slots:  # of a damaged bucket
+        layout = self._layout
+        if not 0 <= slot < layout.num_slots:  # of a damaged bucket
             return None
-        start = self._layout.record_at(slot) + _KEY_AT
-        return bytes(self._bytes[start : start + KEY_BYTES])
+        start = layout.records_at + slot * RECORD_BYTES + _KEY_AT
+        return self._map[start : start + KEY_BYTES]
+
+    def _map_payload(self, slot: int) -> None:
+        """Map the memory of a slot at once, which costs a fraction of a fault for each page."""
+        start = self._layout.payload_at(slot)
+        stop = start + self._layout.stride
+        start = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with suppress(OSError):  # an older system, for example: then there are faults
+            self._map.madvise(_MADV_POPULATE_READ, start, stop - start)
+        self._is_mapped[slot] = 1
+
+    def _copy(self, copy: Callable[[_Parts], None], blocks: Sequence[tuple[Block, int]]) -> None:
+        """Copy blocks from or to slots, a part at a time, by several threads if they are large."""
+        jobs = [self._parts(block, slot) for block, slot in blocks]
+        # To wake others up for less takes longer, and small parts are copied with Python's lock.
+        is_large = len(jobs) > 1 and len(jobs) * self._layout.block_bytes >= _LEAST_HELPED_BYTES
+        is_helped = is_large and isinstance(jobs[0].pairs[0][0], np.ndarray)
+        share = min(self._helpers.count, len(jobs) - 1) if is_helped else 0
+
+        def copy_one(parts: _Parts) -> None:
+            copy(parts)
+            self._at("piece")
+
+        self._helpers.each(copy_one, jobs, share)
+
+    def _parts(self, block: Block, slot: int) -> _Parts:
+        """Return what corresponds in a slot and in a block."""
+        if not self._is_mapped[slot]:
+            self._map_payload(slot)
+        start = self._layout.payload_at(slot)
+        pairs: list[tuple[Any, Any]] = []
+        for piece in block:
+            if len(piece) < _LEAST_UNLOCKED_BYTES:
+                pairs.append((self._bytes[start : start + len(piece)], piece))
+                start += len(piece)
+                continue
+            array = np.frombuffer(piece, np.uint8)
+            for first in range(0, len(array), _PART_BYTES):
+                part = array[first : first + _PART_BYTES]
+                pairs.append((self._array[start : start + len(part)], part))
+                start += len(part)
+        return _Parts(pairs, block.begin() if isinstance(block, SummedBlock) else None)
 
     def _used(self, slot: int) -> bool:
         """Return whether a slot has a whole block, and note that it is used, which keeps it."""
@@ -231,18 +322,23 @@ class ShmBackend(ProcessLocal):
     ) -> list[str]:  # fmt: skip
         self._require_whole()
         outcomes = [FAILED] * len(keys)
-        written: set[int] = set()
-        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+        new = []
+        for i, key in enumerate(keys):
             if self._used(self._find(key)):
                 outcomes[i] = KNOWN
-                continue
-            header = headers[i]  # outside of the lock, for it takes as long as the copy
-            if i:
+            else:
+                new.append(i)
+        put = _Put(keys, blocks, headers, outcomes)
+        for start in range(0, len(new), self.blocks_per_get):
+            if start:
                 self._give_way()
-            if not self._lock(deadline):
-                break
             try:
-                outcomes[i] = self._put(key, block, header, written)
+                if not self._lock(deadline):
+                    break
+            except BackendLost as error:
+                raise BackendLost(str(error), outcomes) from error
+            try:
+                self._put(put, new[start : start + self.blocks_per_get])
             finally:
                 self._unlock()
         return outcomes
@@ -253,57 +349,71 @@ class ShmBackend(ProcessLocal):
             if not self._lock(deadline):
                 return
             try:
-                slot = self._find(key)
-                if slot >= 0:
+                bucket = self._bucket(key)
+                if bucket >= 0:
+                    slot = (self._buckets[bucket] & _SLOT_MASK) - 1
                     self._words[_DIRTY] = 1
-                    self._vacate(slot)
+                    self._vacate(slot, bucket)
                     self._free(slot)
                     self._words[_DIRTY] = 0
             finally:
                 self._unlock()
 
-    def _put(self, key: bytes, block: Block, header: bytes, written: set[int]) -> str:
-        """Write a block to a slot other than those of `written`, to which it is added."""
+    def _put(self, put: _Put, numbers: Sequence[int]) -> None:
+        """Write some of the blocks of a put, each to a slot that it got before any is written."""
+        self._putting = put
+        try:
+            for i in numbers:
+                put.outcomes[i] = self._reserve(put, i)
+            self._write_reserved(put)
+        finally:
+            self._putting = None
+
+    def _reserve(self, put: _Put, i: int) -> str:
+        """Reserve a slot for a block, unless it has one; return what its outcome will be."""
+        key = put.keys[i]
+        if key in put.reserved:
+            return KNOWN
         if (slot := self._find(key)) >= 0:
             if self._used(slot):
                 return KNOWN
             self._recover()  # nobody is writing it: it was damaged
-        num_bytes = sum(map(len, block))
-        if num_bytes != self._layout.block_bytes:
+        if sum(map(len, put.blocks[i])) != self._layout.block_bytes:
             return FULL
-        free = self._take_slot(written)
+        free = self._take_slot(put.kept)
         if free is None:
             return FULL
-        slot = free
         self._at("marked")
-        records, at = self._records, slot * _RECORD_WORDS
-        records[at + _GENERATION] |= 1  # odd: no reader takes it
+        self._records[free * _RECORD_WORDS + _GENERATION] |= 1  # odd: no reader takes it
         self._at("odd")
-        start = self._layout.payload_at(slot)
-        for piece in block:
-            stop = start + len(piece)
-            if len(piece) < _LEAST_UNLOCKED_BYTES:
-                self._bytes[start:stop] = piece
-            else:
-                np.copyto(self._array[start:stop], np.frombuffer(piece, np.uint8))
-            start = stop
-            self._at("piece")
+        put.reserved[key] = i, free
+        put.kept.add(free)
+        return STORED
+
+    def _write_reserved(self, put: _Put) -> None:
+        """Write the blocks that have a slot, by several threads, and let readers find them."""
+        reserved, put.reserved = put.reserved, {}
+        if not reserved:
+            return
+        self._copy(_write_parts, [(put.blocks[i], slot) for i, slot in reserved.values()])
+        for key, (i, slot) in reserved.items():
+            self._publish(key, put.headers[i], slot)
+        self._words[_DIRTY] = 0
+        self._at("clean")
+
+    def _publish(self, key: bytes, header: bytes, slot: int) -> None:
+        """Describe the block in a slot, and let readers find it."""
         start = self._layout.record_at(slot)
-        self._bytes[start + _KEY_AT : start + _KEY_AT + KEY_BYTES] = key
-        self._bytes[start + _HEADER_AT : start + _HEADER_AT + len(header)] = header
-        records[at + _HEADER_LENGTH] = len(header)
-        records[at + _LENGTH] = num_bytes
-        records[at + _USED] = 0
+        self._map[start + _HEADER_AT : start + _HEADER_AT + len(header)] = header
+        _DESCRIPTION.pack_into(
+            self._map, start + 8 * _LENGTH, self._layout.block_bytes, key, len(header), 0, 0
+        )
         self._at("described")
-        records[at + _GENERATION] += 1
+        self._records[slot * _RECORD_WORDS + _GENERATION] += 1
         self._at("even")
         self._insert(key, slot)
         self._words[_NUM_BLOCKS] += 1
         self._at("inserted")
-        self._words[_DIRTY] = 0
-        self._at("clean")
-        written.add(slot)
-        return STORED
 
     def _take_slot(self, kept: set[int]) -> int | None:
         """Mark the file as dirty, and return a slot that no bucket has; None if there is none."""
@@ -324,10 +434,11 @@ class ShmBackend(ProcessLocal):
                 victim = self._victim(kept)
                 if victim is None:
                     return None
-                if self._find(self._key(victim) or b"") == victim:
+                bucket = self._bucket(self._key(victim) or b"")
+                if bucket >= 0 and (self._buckets[bucket] & _SLOT_MASK) - 1 == victim:
                     words[_DIRTY] = 1
                     self._at("chosen")
-                    self._vacate(victim)
+                    self._vacate(victim, bucket)
                     words[_EVICTED] += 1
                     return victim
             self._recover()  # what is there cannot be: it was damaged
@@ -359,17 +470,14 @@ class ShmBackend(ProcessLocal):
             records[at] = 0
         return None
 
-    def _vacate(self, slot: int) -> None:
-        """Forget the block of a slot."""
-        key = self._key(slot)
-        assert key is not None
-        self._erase(key)
+    def _vacate(self, slot: int, bucket: int) -> None:
+        """Forget the block of a slot, which a bucket has."""
+        self._erase(bucket)
         records, at = self._records, slot * _RECORD_WORDS
         records[at + _GENERATION] += 1
         self._at("erased")
-        records[at + _LENGTH] = 0
-        for word in range(_KEY, _KEY + KEY_BYTES // 8):
-            records[at + word] = 0
+        start = self._layout.record_at(slot)
+        self._map[start + 8 * _LENGTH : start + _KEY_AT + KEY_BYTES] = bytes(8 + KEY_BYTES)
         records[at + _GENERATION] += 1
         self._words[_NUM_BLOCKS] = max(0, self._words[_NUM_BLOCKS] - 1)
 
@@ -387,16 +495,13 @@ class ShmBackend(ProcessLocal):
                 return
             i = i + 1 & mask
 
-    def _erase(self, key: bytes) -> None:
-        """Remove the bucket of a key, and move back those behind it that it kept from their place.
+    def _erase(self, bucket: int) -> None:
+        """Empty a bucket, and move back those behind it that it kept from their place.
 
         A reader may miss a block that is being moved.
         """
-        hole = self._bucket(key)
-        if hole < 0:
-            return
         buckets, mask = self._buckets, self._mask
-        i = hole
+        i = hole = bucket
         for _ in range(len(buckets)):
             i = i + 1 & mask
             entry = buckets[i]
@@ -413,6 +518,8 @@ class ShmBackend(ProcessLocal):
         cache_logger.warning(
             "%s: a write was interrupted or bytes damaged; whole blocks stay", self.path
         )
+        if self._putting is not None:  # its slots look like those of a dead writer
+            self._write_reserved(self._putting)
         words, buckets = self._words, self._buckets
         words[_DIRTY] = 1
         for i in range(len(buckets)):
@@ -448,10 +555,17 @@ class ShmBackend(ProcessLocal):
     # --- The lock ---
 
     def _lock(self, deadline: float) -> bool:
-        """Take the lock, and repair what a process that died with it has left; False if late."""
+        """Take the lock, and repair what a process that died with it has left; False if late.
+
+        A process that was stopped while it has the lock is waited for until the deadline once, and
+        then briefly for a while.
+        """
         if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return False
         pause_s = _POLL_S
+        started = time.monotonic()
+        if started < self._not_waited_for_until:
+            deadline = min(deadline, started + _BRIEF_WAIT_S)
         try:
             while True:
                 try:
@@ -461,6 +575,9 @@ class ShmBackend(ProcessLocal):
                     pass
                 now = time.monotonic()
                 if now >= deadline:
+                    self._lock_timeouts += 1
+                    if now - started >= _STUCK_S:
+                        self._not_waited_for_until = now + _NOT_WAITED_FOR_S
                     self._mutex.release()
                     return False
                 self._words[_WAITING] = time.monotonic_ns()
@@ -472,6 +589,7 @@ class ShmBackend(ProcessLocal):
         except BaseException:
             self._mutex.release()
             raise
+        self._not_waited_for_until = -math.inf
         try:
             if self._words[_DIRTY]:
                 self._recover()
@@ -520,6 +638,7 @@ class ShmBackend(ProcessLocal):
         _opened.discard(self)
         if self._fd < 0:
             return
+        self._helpers.close()
         views = self._words, self._buckets, self._records, self._bytes
         del self._array
         for release in (*(view.release for view in views), self._map.close):
@@ -529,16 +648,19 @@ class ShmBackend(ProcessLocal):
         self._fd = -1
 
     def stats(self) -> dict[str, Any]:
-        """Return `blocks`, `capacity_blocks`, `bytes` (of memory), `evicted`, `recovered`, `torn`.
+        """Return `blocks`, `capacity_blocks`, `bytes` (of memory), `evicted`, `recovered`, `torn`,
+        `lock_timeouts`.
 
         `evicted` and `recovered` (times that a writer had died) are of all processes, `torn` (reads
-        overtaken by a writer) of this one.
+        overtaken by a writer) and `lock_timeouts` (calls that did not get the lock in time) of this
+        one.
         """
         words = self._words
         return {
             "blocks": words[_NUM_BLOCKS], "capacity_blocks": self._layout.num_slots,
             "bytes": os.fstat(self._fd).st_blocks * 512, "evicted": words[_EVICTED],
             "recovered": words[_RECOVERED], "torn": self._torn,
+            "lock_timeouts": self._lock_timeouts,
         }  # fmt: skip
 
     def _require_whole(self) -> None:
@@ -546,6 +668,111 @@ class ShmBackend(ProcessLocal):
         size = os.fstat(self._fd).st_size
         if size < self._layout.num_bytes:
             raise BackendLost(f"{self.path}: it was truncated to {size} bytes")
+
+
+class _Read(NamedTuple):
+    """A block that is to be read: where it is, and what was stored with it."""
+
+    slot: int
+    generation: int
+    header: bytes
+
+
+class _Parts(NamedTuple):
+    """Parts of a slot with those of a block, and what the latter are passed to for a checksum."""
+
+    pairs: list[tuple[Any, Any]]
+    update: Callable[[Any], None] | None
+
+
+def _read_parts(parts: _Parts) -> None:
+    update = parts.update
+    for in_slot, in_block in parts.pairs:
+        in_block[:] = in_slot
+        if update is not None:
+            update(in_block)
+
+
+def _write_parts(parts: _Parts) -> None:
+    update = parts.update
+    for in_slot, in_block in parts.pairs:
+        if update is not None:
+            update(in_block)
+        in_slot[:] = in_block
+
+
+class _Helpers:
+    """Threads that help callers to copy blocks, started when there is something to do for them.
+
+    Parameters
+    ----------
+    count : of threads at most, for all callers together
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._executor = futures.ThreadPoolExecutor(count, "kvcupy-shared") if count else None
+
+    def each(self, function: Callable[[_Item], None], items: Iterable[_Item], share: int) -> None:
+        """Call a function with each item, in this thread and `share` others.
+
+        All calls are over when it returns. What one raises is raised, and items that no thread has
+        taken yet are left out then.
+        """
+        if not share or self._executor is None:
+            for item in items:
+                function(item)
+            return
+        rest = deque(items)
+
+        def work() -> None:
+            try:
+                while True:
+                    try:
+                        item = rest.popleft()
+                    except IndexError:
+                        return
+                    function(item)
+            except BaseException:
+                rest.clear()
+                raise
+
+        running: list[futures.Future[None]] = []
+        with suppress(RuntimeError):  # the system has no more threads: the caller does it all
+            running.extend(self._executor.submit(work) for _ in range(share))
+        try:
+            work()
+        finally:
+            running = [future for future in running if not future.cancel()]
+            try:
+                futures.wait(running)
+            finally:
+                futures.wait(running)  # after a KeyboardInterrupt too
+        for future in running:
+            future.result()
+
+    def close(self) -> None:
+        """End the threads; no call may be in progress."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+
+class _Put:
+    """What a put is to write, and what has become of it.
+
+    Attributes
+    ----------
+    reserved : by key, blocks that have a slot but are not written: number and slot
+    kept : slots of this put, which it does not evict
+    """
+
+    def __init__(
+        self, keys: Sequence[bytes], blocks: Sequence[Block], headers: Sequence[bytes],
+        outcomes: list[str],
+    ) -> None:  # fmt: skip
+        self.keys, self.blocks, self.headers, self.outcomes = keys, blocks, headers, outcomes
+        self.reserved: dict[bytes, tuple[int, int]] = {}
+        self.kept: set[int] = set()
 
 
 # A lock belongs to all processes that a descriptor was inherited by: children close theirs, so that

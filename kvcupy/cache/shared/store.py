@@ -22,8 +22,8 @@ from ...ops import checks
 from ..identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ..pages import page_array
 from ..pool import Pool
-from ..wire import DEFAULT_CHECKSUM, HASHERS, WirePages, checksum
-from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, Block
+from ..wire import DEFAULT_CHECKSUM, HASHERS, WirePages
+from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
 
 _Result = TypeVar("_Result")
 
@@ -253,7 +253,10 @@ class SharedStore(ProcessLocal):
         numbers = self._page_list(pages, len(keys))
         with self._using(), self._timed("put"):
             deadline = time.monotonic() + self._deadline_s
-            known = self._known(keys, deadline) if keys else []
+            if self._backend.put_asks_first and self._pages.is_direct:
+                known = [False] * len(keys)
+            else:
+                known = self._known(keys, deadline) if keys else []
             outcomes = [KNOWN if there else FAILED for there in known]
             missing = [i for i, there in enumerate(known) if not there]
             self._pages.announce("put shared", [numbers[i] for i in missing], is_read=True)
@@ -354,7 +357,9 @@ class SharedStore(ProcessLocal):
         self._note_bad(damaged + failed)
         return [verdict is True for verdict in verdicts]
 
-    def _hold_back(self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[Block]) -> None:
+    def _hold_back(
+        self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[SummedBlock]
+    ) -> None:
         """Keep memory that an engine may still access from being used for something else."""
         if keys and (completion := self._backend.busy(keys)) is not None:
             if self._pages.is_direct:
@@ -421,15 +426,15 @@ class SharedStore(ProcessLocal):
 
     # --- Headers and verification ---
 
-    def _header(self, key: bytes, block: Block) -> bytes:
+    def _header(self, key: bytes, block: SummedBlock) -> bytes:
         algorithm = self._algorithm
-        total = 0 if algorithm == "none" else checksum(block, algorithm)
+        total = 0 if algorithm == "none" else block.checksum(algorithm)
         return _HEADER.pack(
             _MAGIC, _VERSION, _ALGORITHMS[algorithm], 0, self._pages.block_bytes, total,
             self._digest, key,
         )  # fmt: skip
 
-    def _verify(self, header: bytes, key: bytes, block: Block) -> bool | None:
+    def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
         """Return whether a block is what was put; None if that cannot be said."""
         if len(header) != _HEADER.size:
             return False
@@ -445,7 +450,7 @@ class SharedStore(ProcessLocal):
         if algorithm not in HASHERS:
             self._count("unverified", 1)
             return None
-        return self._algorithm == "none" or checksum(block, algorithm) == total
+        return self._algorithm == "none" or block.checksum(algorithm) == total
 
     # --- Memory ---
 
@@ -456,25 +461,25 @@ class SharedStore(ProcessLocal):
         return max(1, _SCRATCH_BYTES // self._pages.block_bytes)
 
     @contextmanager
-    def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[Block]]:
+    def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[SummedBlock]]:
         """Give the memory of pages in wire order: their own, or a buffer, which is `gather`ed.
 
         Who clears the list keeps the buffer from being used again.
         """
         if self._pages.is_direct:
-            yield [self._pages.pieces(page) for page in pages]
+            yield [SummedBlock(self._pages.pieces(page), self._algorithm) for page in pages]
             return
         num_bytes = self._pages.block_bytes
         try:
             scratch = self._scratch.pop()
         except IndexError:
             scratch = np.empty(self._blocks_at_once() * num_bytes, np.uint8)
-        blocks: list[Block] = []
+        blocks: list[SummedBlock] = []
         for n, page in enumerate(pages):
             piece = scratch[n * num_bytes : (n + 1) * num_bytes].data
             if gather:
                 self._pages.read_into(page, piece)
-            blocks.append([piece])
+            blocks.append(SummedBlock([piece], self._algorithm))
         yield blocks
         if blocks:
             self._scratch.append(scratch)
@@ -615,7 +620,9 @@ class SharedStore(ProcessLocal):
 class _Headers(Sequence[bytes]):
     """Headers of blocks, each calculated when it is first asked for."""
 
-    def __init__(self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
+    def __init__(
+        self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[SummedBlock]
+    ) -> None:
         self._store, self._keys, self._blocks = store, keys, blocks
         self._headers: dict[int, bytes] = {}
 
