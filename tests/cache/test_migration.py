@@ -329,12 +329,11 @@ def test_who_waits_for_a_stream_renews_the_lease():
 
 def test_an_offer_that_ends_does_not_wait_for_a_stopped_receiver(monkeypatch):
     """Nor where only the end of a layer is not taken any more."""
-    flush, blocked = protocol.Channel.flush, threading.Event()
+    send_data, blocked = protocol.Channel.send_data, threading.Event()
 
-    def blocking(channel, deadline):
-        checksum = channel._unsent and channel._unsent[0][0] == protocol.CHECKSUM
-        flush(channel, deadline)
-        if checksum:  # as if there were no room for it
+    def blocking(channel, views, num_bytes, deadline, end=None):
+        send_data(channel, views, num_bytes, deadline)
+        if end is not None:  # as if there were no room for it
             blocked.set()
             channel.receive(deadline, protocol.REFUSED)
 
@@ -342,7 +341,7 @@ def test_an_offer_that_ends_does_not_wait_for_a_stopped_receiver(monkeypatch):
         ticket = sender.offer(source.allocator.alloc(2), by_layer=True, lease_s=1000)
         sender.layer_done(ticket, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(protocol.Channel, "flush", blocking)
+            patch.setattr(protocol.Channel, "send_data", blocking)
             pull = receiver.pull(ticket, [0, 1], deadline_s=1000)
             assert blocked.wait(PATIENCE_S)
             for layer in (1, 2):
@@ -415,10 +414,10 @@ def test_a_pull_renews_the_lease():
 def test_what_a_receiver_takes_renews_the_lease(monkeypatch):
     send, late = protocol.Channel.send_data, iter(range(8))
 
-    def sending(channel, views, deadline):
+    def sending(channel, *arguments):
         if next(late, None) is not None:
             time.sleep(0.15)
-        send(channel, views, deadline)
+        send(channel, *arguments)
 
     monkeypatch.setattr(protocol.Channel, "send_data", sending)
     large = {"head_dim": 512, "v_head_dim": 512, "page_size": 64, "num_layers": 1}

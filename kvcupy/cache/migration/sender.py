@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -33,7 +34,8 @@ from .engines import Service, engine_for
 from .layers import PageBytes, Staging, staging_for
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
 
-PULL_HEAD = struct.Struct(">QQ16sIII")  # number, generation, token, heads: first, count; run
+# Number, generation, token; heads: first, count; pages per run; whether START follows.
+PULL_HEAD = struct.Struct(">QQ16sIIII")
 GRANT_HEAD = struct.Struct(">QIIIQ")  # ms of lease, pages per run, pages, layers, bytes of each
 
 _IDLE_S = 60.0  # that a connection is kept without a pull
@@ -42,6 +44,8 @@ _MOST_PULLS = 1 << 20  # of an offer
 _MOST_ENDED = 1024  # offers of which it is remembered why they ended
 _BUFFER_BYTES = 1 << 20  # that a Unix socket takes, so that both ends work at a time
 _CLOSE_S = 5.0
+_GRACE_S = 0.05  # after which a connection is aborted that is blocked when its offer ends
+_LOOK_S = 3600.0  # at most, between looks at leases
 
 
 @dataclass(eq=False)
@@ -149,6 +153,8 @@ class PageSender(ProcessLocal):
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._num_handshakes = 0
         self._next = 1
+        self._to_abort: list[tuple[float, _Offer, Channel]] = []  # when, if it is still blocked
+        self._wakes_at = 0.0  # when the thread that ends leases looks again, by time.monotonic
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._pid = os.getpid()
@@ -265,7 +271,9 @@ class PageSender(ProcessLocal):
             self._next += 1
             self._offers[offer.number] = offer
             self._unreleased.add(offer)
-        self._notify()
+            is_earliest = offer.expires < self._wakes_at
+        if is_earliest:
+            self._notify()
         return Ticket(
             offer.number, offer.generation, offer.token, self._id, self._digest, lease,
             len(ordered), pulls, self._advertised, self._engine.name, self._identity, numbers,
@@ -418,11 +426,23 @@ class PageSender(ProcessLocal):
             self._ended[offer.number] = reason
             while len(self._ended) > _MOST_ENDED:
                 self._ended.popitem(last=False)
-            moving = [channel for channel in offer.channels if channel.moving]
-        for channel in moving:  # the others find out before they move anything
-            channel.abort()
+            abort_at = time.monotonic() + _GRACE_S
+            moving = [(abort_at, offer, each) for each in offer.channels if each.moving]
+            self._to_abort += moving  # the others find out before they move anything
+        if moving:
+            self._notify()
         self._settle(offer)
         return True
+
+    def _abort_blocked(self, now: float) -> float:
+        """Abort connections of offers that are over; return seconds until the next is due."""
+        with self._changed:
+            self._to_abort = [each for each in self._to_abort if each[2] in each[1].channels]
+            due = [channel for at, _, channel in self._to_abort if at <= now and channel.moving]
+            ends = [at - now for at, _, _ in self._to_abort if at > now]
+        for channel in due:
+            channel.abort()
+        return min(ends, default=_LOOK_S)
 
     def _settle(self, offer: _Offer) -> None:
         """Free the pages of an offer if it is over and nothing reads or writes them, once."""
@@ -453,11 +473,15 @@ class PageSender(ProcessLocal):
         while not self._closed:
             now = time.monotonic()
             with self._changed:
+                self._wakes_at = math.inf  # others notify from now on
                 offers = list(self._offers.values())
             for offer in offers:
                 if offer.expires <= now:
                     self._end(offer, "expired")
             ends = [offer.expires - now for offer in offers if not offer.ended]
+            ends.append(self._abort_blocked(now))
+            with self._changed:
+                self._wakes_at = now + min(ends)
             poll_s = self._engine.poll_s
             if poll_s is not None:
                 try:
@@ -465,7 +489,7 @@ class PageSender(ProcessLocal):
                 except Exception as error:  # of one peer: this thread is needed for all others
                     cache_logger.warning("%s could not make progress: %s", self, error)
                 ends.append(poll_s)
-            if protocol.any_readable((self._server, self._woken), min(ends, default=3600.0)):
+            if protocol.any_readable((self._server, self._woken), min(ends)):
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
                 self._accept()
@@ -550,7 +574,7 @@ class PageSender(ProcessLocal):
             return self._refuse(channel, "identity", "the pools differ")
         if len(request) < PULL_HEAD.size:
             raise Lost("a request was cut off")
-        number, generation, token, first, count, run_pages = PULL_HEAD.unpack_from(request)
+        number, generation, token, first, count, run_pages, waits = PULL_HEAD.unpack_from(request)
         start = first - self._identity.head_start
         heads = range(start, start + count)
         if not (start >= 0 and count and heads.stop <= self._pool.num_kv_heads and run_pages):
@@ -559,7 +583,8 @@ class PageSender(ProcessLocal):
         if offer is None:
             return self._refuse(channel, *refusal)
         try:
-            self._move(channel, offer, heads, run_pages, request[PULL_HEAD.size :])
+            peer = request[PULL_HEAD.size :]
+            self._move(channel, offer, heads, run_pages, peer, waits=bool(waits))
         except TransferError as error:
             self._leave(channel, offer, "refused_pulls")
             with suppress(Lost, TimeoutError):
@@ -600,8 +625,9 @@ class PageSender(ProcessLocal):
         return offer, ("", "")
 
     def _move(
-        self, channel: Channel, offer: _Offer, heads: range, run_pages: int, peer: bytes
-    ) -> None:
+        self, channel: Channel, offer: _Offer, heads: range, run_pages: int, peer: bytes, *,
+        waits: bool,
+    ) -> None:  # fmt: skip
         staging = self._staging if self._engine.staged else None
         page_bytes = self._bytes_of(heads)
         run_pages = min(run_pages, len(offer.pages) if staging is None else staging.pool.num_pages)
@@ -623,9 +649,12 @@ class PageSender(ProcessLocal):
             round(offer.lease_s * 1e3), run_pages, len(offer.pages), self._pool.num_layers,
             page_bytes.page_bytes,
         )  # fmt: skip
-        channel.send(GRANT, grant + self._engine.describe(), service.deadline())
+        grant += self._engine.describe()
+        channel.send(GRANT, grant, service.deadline(), more=True)  # along with layers
         before = channel.num_bytes
         try:
+            if waits:
+                service.wait_start()
             self._engine.serve(service)
             channel.moving = True  # so that it is not waited for when the offer is over
             self._check(offer)
