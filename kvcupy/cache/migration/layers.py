@@ -153,14 +153,17 @@ class _Part:
         return [span[each] for each in slices[key]]
 
     def _find_runs(self, pages: Pages) -> list[slice]:
-        size, numbers = self.page_bytes, pages.tolist()
-        counts = [1] * len(numbers)
-        if self._stride == size:
-            first = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
-            numbers = pages[first].tolist()
-            counts = np.diff(first, append=len(pages)).tolist()
-        starts = [number * self._stride + self._zero for number in numbers]
-        return [slice(i, i + n * size) for i, n in zip(starts, counts, strict=True)]
+        stride, size, numbers = self._stride, self.page_bytes, pages.tolist()
+        bounds = [(number * stride + self._zero, size) for number in numbers]
+        if stride == size:
+            bounds, last = [], None
+            for number in numbers:
+                if number != last:
+                    bounds.append((number * size + self._zero, 0))
+                start, num_bytes = bounds[-1]
+                bounds[-1] = start, num_bytes + size
+                last = number + 1
+        return [slice(start, start + num_bytes) for start, num_bytes in bounds]
 
 
 # --- Pools that the host cannot address -----------------------------------------------------------
