@@ -176,6 +176,11 @@ class Staging:
     ----------
     pool : that has the pages
     num_pages : of the staging pool, which transfers at one time share
+
+    Attributes
+    ----------
+    share : pages that a transfer may have at a time, so that one whose peer is slow leaves others
+        the rest
     """
 
     def __init__(self, pool: Pool, num_pages: int) -> None:
@@ -191,6 +196,7 @@ class Staging:
             self.pool = KVPool(
                 *sizes, pool.num_kv_heads, pool.head_dim, v_head_dim=pool.v_head_dim, **common
             )
+        self.share = max(1, num_pages // 4)
         self._owner = pool
         self._save = [transfer.prepare(pool, self.pool, layers=[i]) for i in range(pool.num_layers)]
         self._load = [transfer.prepare(self.pool, pool, layers=[i]) for i in range(pool.num_layers)]

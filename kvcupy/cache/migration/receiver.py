@@ -163,6 +163,7 @@ class PageReceiver(ProcessLocal):
         -----
         The call waits for nothing. Bytes: the pages once, of the heads that this pool has.
         """
+        self._require_own_process()
         several = isinstance(ticket, (list, tuple))
         tickets = [Ticket.decoded(each, self._secret) for each in (ticket if several else [ticket])]
         ordered = self._checked_pages(pages, tickets)
@@ -235,6 +236,8 @@ class PageReceiver(ProcessLocal):
 
     def _close_in_child(self) -> None:
         """Close the connections that a forked process has inherited."""
+        self._lock = threading.Lock()  # a thread that is not here may have held it
+        self._workers = _Workers()
         for channel in chain.from_iterable(self._idle.values()):
             channel.close()
         for pull in self._pulls:
@@ -242,9 +245,11 @@ class PageReceiver(ProcessLocal):
 
     # --- Arguments ---
 
-    def _require_open(self) -> None:
+    def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise KvcupyError(f"PageReceiver: it belongs to process {self._pid}, which forked this")
+
+    def _require_open(self) -> None:
         if self._closed:
             raise KvcupyError("PageReceiver: it is closed")
 
@@ -382,7 +387,7 @@ class PageReceiver(ProcessLocal):
         """Ask a sender for pages; return whether it is to wait for START before it sends any."""
         run_pages = len(pull._pages)
         if self._staging is not None and self._engine.staged:
-            run_pages = min(run_pages, self._staging.pool.num_pages)
+            run_pages = min(run_pages, self._staging.share)
         waits = pull._is_used()
         request = PULL_HEAD.pack(
             ticket.number, ticket.generation, ticket.token, heads.start, len(heads), run_pages,
@@ -482,7 +487,7 @@ class PageReceiver(ProcessLocal):
         if len(granted) < GRANT_HEAD.size:
             raise Lost("a grant was cut off")
         lease_ms, run_pages, *sizes = GRANT_HEAD.unpack_from(granted)
-        most = len(pull._pages) if staging is None else staging.pool.num_pages
+        most = len(pull._pages) if staging is None else staging.share
         expected = [len(pull._pages), self._pool.num_layers, page_bytes.page_bytes]
         if sizes != expected or not 1 <= run_pages <= most:
             raise Lost("the sender grants other pages than those of the ticket")
@@ -831,6 +836,11 @@ class Pull(ProcessLocal):
             self._landing.end()
 
     def _close_in_child(self) -> None:
+        """Fail in a forked process, in which no thread goes on with it."""
+        self._changed = threading.Condition()  # a thread that is not here may have held it
+        self._landing = Landing()
+        self._landing.end()
+        self.failure = TransferError("the pull belongs to the process that forked this", "lost")
         for channel in self._channels:
             channel.close()
 
