@@ -225,14 +225,16 @@ def test_layers_are_sent_as_they_are_done():
 def test_small_layers_that_are_ready_go_together(num_layers, expected, monkeypatch):
     """Up to some bytes, and without a layer waiting for one that is not ready."""
     sent = []
-    send = protocol.Channel.send
+    message = protocol.Channel._message
 
-    def recorded(channel, kind, payload, *arguments, **options):
+    def recorded(channel, kind, payload):
         if kind == protocol.LAYER:
             sent.append(struct.unpack_from(">II", payload))
-        return send(channel, kind, payload, *arguments, **options)
+        if kind == protocol.CHECKSUM and len(payload) > 16:  # it announces those that follow
+            sent.append(struct.unpack_from(">II", payload, 16))
+        return message(channel, kind, payload)
 
-    monkeypatch.setattr(protocol.Channel, "send", recorded)
+    monkeypatch.setattr(protocol.Channel, "_message", recorded)
     with pair() as (sender, receiver, source, target):
         layer_bytes = 4 * source.page_bytes // source.num_layers
         monkeypatch.setattr(engines, "_TOGETHER_BYTES", num_layers * layer_bytes)
@@ -246,6 +248,26 @@ def test_small_layers_that_are_ready_go_together(num_layers, expected, monkeypat
         pull.synchronize()
         assert_pulled(target, range(4), offered)
     assert sent == expected
+
+
+def test_layers_that_are_ready_need_no_message_of_their_own(monkeypatch):
+    """A pull of several groups of layers is answered by one grant, and as many checksums."""
+    messages, message = [], protocol.Channel._message
+
+    def recorded(channel, kind, payload):
+        messages.append(protocol.NAMES[kind])
+        return message(channel, kind, payload)
+
+    monkeypatch.setattr(protocol.Channel, "_message", recorded)
+    monkeypatch.setattr(engines, "_TOGETHER_BYTES", 1)
+    with pair() as (sender, receiver, source, target):
+        receiver.pull(sender.offer(source.allocator.alloc(4)), range(4)).synchronize()
+        assert_pulled(target, range(4), range(4))
+        eventually(lambda: source.allocator.num_free == 12)
+        eventually(lambda: len(messages) == 8)
+    assert sorted(messages) == sorted(
+        ["PULL", "GRANT", "LAYER", "CHECKSUM", "CHECKSUM", "CHECKSUM", "DONE", "CONFIRMED"]
+    )
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])

@@ -229,37 +229,41 @@ class SocketEngine:
         return b""
 
     def serve(self, service: Service) -> None:
-        channel, pages = service.channel, service.pages
-        layer_bytes = len(pages) * service.page_bytes.page_bytes
-        most = max(1, _TOGETHER_BYTES // max(1, layer_bytes))
-        runs = _runs_of(pages, service.run_pages)
-        stop = 0
-        while stop < service.pool.num_layers:
-            first, end = stop, min(stop + most, service.pool.num_layers)
+        channel, runs = service.channel, _runs_of(service.pages, service.run_pages)
+        layers = range(0)
+        while layers.stop < service.pool.num_layers:
+            first = layers.stop
             service.wait_ready(first)
-            stop += 1
-            while stop < end and service.is_ready(stop):
-                stop += 1
-            layers = range(first, stop)
-            head = _LAYER.pack(first, len(layers), len(layers) * layer_bytes)
-            channel.send(LAYER, head, service.deadline(), more=True)
-            checksum = channel.checksum(service.number, service.generation, first, len(layers))
-            for run in runs:
-                is_last = run is runs[-1]
-                if service.staging is None:
-                    self._send(service, run, layers, checksum, is_last)
-                    continue
-                service.flush()
-                with service.staging.borrowed(len(run), service.deadline()) as staged:
-                    for layer in layers:
-                        service.staging.save(run, staged, layer, service.stream())
-                    self._send(service, staged, layers, checksum, is_last)
+            layers = _ready_layers(service, first)
+            channel.send(LAYER, _announcement(service, layers), service.deadline(), more=True)
+            while layers:
+                layers = self._send_group(service, runs, layers)
+
+    def _send_group(self, service: Service, runs: list[Pages], layers: range) -> range:
+        """Send some layers that are ready; return those that come next, if some are ready too."""
+        checksum = service.channel.checksum(
+            service.number, service.generation, layers.start, len(layers)
+        )
+        following = range(layers.stop, layers.stop)
+        for run in runs:
+            is_last = run is runs[-1]
+            if service.staging is None:
+                following = self._send(service, run, layers, checksum, is_last)
+                continue
+            service.flush()
+            with service.staging.borrowed(len(run), service.deadline()) as staged:
+                for layer in layers:
+                    service.staging.save(run, staged, layer, service.stream())
+                following = self._send(service, staged, layers, checksum, is_last)
+        return following
 
     def _send(
         self, service: Service, pages: Pages, layers: range, checksum: Any, is_last: bool
-    ) -> None:
-        """Send pages of some layers, and the checksum along with the last bytes of them."""
+    ) -> range:
+        """Send pages of some layers; and along with the last bytes of them the checksum, and which
+        layers come next, if some are ready. Return these."""
         channel, end = service.channel, None
+        following = range(layers.stop, layers.stop)
         left = len(layers) * len(pages) * service.page_bytes.page_bytes
         channel.moving = True  # whoever ends the offer from now on aborts the channel
         for views, num_bytes in service.page_bytes.reading(pages, layers):
@@ -268,18 +272,20 @@ class SocketEngine:
                 checksum.update(view)
             left -= num_bytes
             if is_last and not left:
+                following = _ready_layers(service, layers.stop)
                 tail = _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest())
-                end = CHECKSUM, tail
+                end = CHECKSUM, tail + _announcement(service, following)
             channel.send_data(views, num_bytes, service.deadline(), end)
             service.renew()  # the receiver takes what is sent: it lives
         channel.moving = False
+        return following
 
     def pull(self, task: PullTask) -> None:
         layer_bytes = len(task.pages) * task.page_bytes.page_bytes
         runs = _runs_of(task.pages, task.run_pages)
-        stop = 0
+        stop, head = 0, b""
         while stop < task.pool.num_layers:
-            _, head = task.receive(LAYER)
+            head = head or task.receive(LAYER)[1]
             layers = self._announced(head, stop, task.pool.num_layers, layer_bytes)
             stop = layers.stop
             checksum = task.channel.checksum(
@@ -296,7 +302,8 @@ class SocketEngine:
                     for layer in layers:
                         task.staging.load(staged, run, layer, task.stream())
             _, tail = task.channel.received(first, task.deadline, CHECKSUM)
-            if tail != _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest()):
+            expected, head = tail[: _CHECKSUM.size], tail[_CHECKSUM.size :]
+            if expected != _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest()):
                 last = f" to {stop - 1}" if len(layers) > 1 else ""
                 raise TransferError(f"layer {layers.start}{last}: the checksum is wrong", "corrupt")
             for layer in layers:
@@ -332,6 +339,23 @@ class SocketEngine:
 
     def close(self, deadline: float) -> None:
         """Nothing: connections are closed by their owners."""
+
+
+def _ready_layers(service: Service, first: int) -> range:
+    """Return the layers from `first` on that are ready, and go together; at least one, if any."""
+    layer_bytes = len(service.pages) * service.page_bytes.page_bytes
+    most = max(1, _TOGETHER_BYTES // max(1, layer_bytes))
+    end = min(first + most, service.pool.num_layers)
+    stop = first
+    while stop < end and service.is_ready(stop):
+        stop += 1
+    return range(first, stop)
+
+
+def _announcement(service: Service, layers: range) -> bytes:
+    """Return what says that layers come next, empty for none."""
+    num_bytes = len(layers) * len(service.pages) * service.page_bytes.page_bytes
+    return _LAYER.pack(layers.start, len(layers), num_bytes) if layers else b""
 
 
 def _runs_of(pages: Pages, run_pages: int) -> list[Pages]:
