@@ -34,6 +34,6 @@ def test_the_plain_socket_moves_what_the_engine_does():
     pool = migration.pool_of(128 << 10)
     pages = np.array(migration.pages_of(3))
     engine = PageBytes(pool, range(8))
-    sent = [view.tobytes() for views in engine.reading(pages, range(2)) for view in views]
+    sent = [view.tobytes() for views, _ in engine.reading(pages, range(2)) for view in views]
     plain = [view.tobytes() for views in migration.pieces_of(pool, 3) for view in views]
     assert b"".join(plain) == b"".join(sent)

@@ -516,7 +516,7 @@ class NixlEngine:
         checksums = []
         for layer in layers:  # while the receiver reads
             checksum = channel.checksum(service.number, service.generation, layer)
-            for views in service.page_bytes.reading(service.pages, range(layer, layer + 1)):
+            for views, _ in service.page_bytes.reading(service.pages, range(layer, layer + 1)):
                 service.check()
                 self._agent.poll()
                 for view in views:
@@ -616,7 +616,7 @@ class NixlEngine:
         checksums = []
         for layer in layers:
             checksum = task.channel.checksum(task.number, task.generation, layer)
-            for views in task.page_bytes.reading(task.pages, range(layer, layer + 1)):
+            for views, _ in task.page_bytes.reading(task.pages, range(layer, layer + 1)):
                 task.check()
                 for view in views:
                     checksum.update(view)

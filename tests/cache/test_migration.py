@@ -101,6 +101,31 @@ def test_staging(side, staged):
         assert_pulled(target, [4, 1, 9, 8, 0], offered)
 
 
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_slow_pull_leaves_others_staging_pages(side, monkeypatch):
+    """One hangs in the middle of a layer, with staging pages of its own; another comes through."""
+    name = {"sender": "send_data", "receiver": "receive_data"}[side]
+    method, first, opened = getattr(protocol.Channel, name), [], threading.Event()
+
+    def moving(channel, *arguments):
+        first.append(channel)
+        if channel is first[0]:
+            assert opened.wait(PATIENCE_S)
+        method(channel, *arguments)
+
+    monkeypatch.setattr(protocol.Channel, name, moving)
+    with pair(**{side: {"staging_pages": 4}}) as (sender, receiver, source, target):
+        tickets = [sender.offer(source.allocator.alloc(5)) for _ in range(2)]
+        slow = receiver.pull(tickets[0], range(5))
+        eventually(lambda: first)
+        receiver.pull(tickets[1], range(5, 10)).synchronize()
+        assert_pulled(target, range(5, 10), range(5, 10))
+        assert not slow.done()
+        opened.set()
+        slow.synchronize()
+        assert_pulled(target, range(5), range(5))
+
+
 # --- Heads ---
 
 
@@ -200,14 +225,16 @@ def test_layers_are_sent_as_they_are_done():
 def test_small_layers_that_are_ready_go_together(num_layers, expected, monkeypatch):
     """Up to some bytes, and without a layer waiting for one that is not ready."""
     sent = []
-    send = protocol.Channel.send
+    message = protocol.Channel._message
 
-    def recorded(channel, kind, payload, *arguments, **options):
+    def recorded(channel, kind, payload):
         if kind == protocol.LAYER:
             sent.append(struct.unpack_from(">II", payload))
-        return send(channel, kind, payload, *arguments, **options)
+        if kind == protocol.CHECKSUM and len(payload) > 16:  # it announces those that follow
+            sent.append(struct.unpack_from(">II", payload, 16))
+        return message(channel, kind, payload)
 
-    monkeypatch.setattr(protocol.Channel, "send", recorded)
+    monkeypatch.setattr(protocol.Channel, "_message", recorded)
     with pair() as (sender, receiver, source, target):
         layer_bytes = 4 * source.page_bytes // source.num_layers
         monkeypatch.setattr(engines, "_TOGETHER_BYTES", num_layers * layer_bytes)
@@ -221,6 +248,26 @@ def test_small_layers_that_are_ready_go_together(num_layers, expected, monkeypat
         pull.synchronize()
         assert_pulled(target, range(4), offered)
     assert sent == expected
+
+
+def test_layers_that_are_ready_need_no_message_of_their_own(monkeypatch):
+    """A pull of several groups of layers is answered by one grant, and as many checksums."""
+    messages, message = [], protocol.Channel._message
+
+    def recorded(channel, kind, payload):
+        messages.append(protocol.NAMES[kind])
+        return message(channel, kind, payload)
+
+    monkeypatch.setattr(protocol.Channel, "_message", recorded)
+    monkeypatch.setattr(engines, "_TOGETHER_BYTES", 1)
+    with pair() as (sender, receiver, source, target):
+        receiver.pull(sender.offer(source.allocator.alloc(4)), range(4)).synchronize()
+        assert_pulled(target, range(4), range(4))
+        eventually(lambda: source.allocator.num_free == 12)
+        eventually(lambda: len(messages) == 8)
+    assert sorted(messages) == sorted(
+        ["PULL", "GRANT", "LAYER", "CHECKSUM", "CHECKSUM", "CHECKSUM", "DONE", "CONFIRMED"]
+    )
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
@@ -314,27 +361,53 @@ def test_pages_are_not_overwritten_while_a_stream_uses_them():
         assert seen == [True]
 
 
-def test_who_waits_for_a_stream_renews_the_lease():
-    with pair() as (sender, receiver, source, target):
+LARGE = {"head_dim": 512, "v_head_dim": 512, "page_size": 64, "num_layers": 1}
+
+
+@pytest.mark.parametrize("options", [full_only({}), LARGE], ids=["small", "large"])
+def test_who_waits_for_a_stream_renews_the_lease(options):
+    """Also where there is more to send than sockets take: nothing is sent before it can land."""
+    with pair(filled(**options), pool_of(**options)) as (sender, receiver, source, target):
         user = kv.device("host").stream()
         gate = Gate(user)
-        ticket = sender.offer(source.allocator.alloc(2), lease_s=0.6)
-        pull = receiver.pull(ticket, [0, 1], after=user)
-        time.sleep(1.8)
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=0.6)
+        (offer,) = sender._offers.values()
+        end = offer.expires
+        pull = receiver.pull(ticket, range(12), after=user)
+        eventually(lambda: offer.expires > end + 0.8)
+        assert sender.stats()["sent_bytes"] == 0
         gate.open()
         pull.synchronize()
-        assert_pulled(target, [0, 1], [0, 1])
+        assert_pulled(target, range(12), range(12))
         eventually(lambda: sender.stats()["completed"] == 1)
+
+
+def test_a_lease_ends_while_a_stream_uses_the_pages(monkeypatch):
+    """The receiver does not renew it: pages are back, once, before the stream is through."""
+    monkeypatch.setattr(engines.PullTask, "renew_if_due", lambda task: None)
+    released = []
+    with pair(filled(**LARGE), pool_of(**LARGE)) as (sender, receiver, source, target):
+        poison(target, range(12))
+        user = kv.device("host").stream()
+        gate = Gate(user)
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=0.1, release=released.append)
+        pull = receiver.pull(ticket, range(12), after=user)
+        eventually(lambda: released)
+        assert sender.stats()["expired"] == 1
+        gate.open()
+        assert reason_of(pull) == "expired"
+        assert is_poisoned(target, range(12))
+        assert len(released) == 1
+        source.allocator.free(released[0])
 
 
 def test_an_offer_that_ends_does_not_wait_for_a_stopped_receiver(monkeypatch):
     """Nor where only the end of a layer is not taken any more."""
-    flush, blocked = protocol.Channel.flush, threading.Event()
+    send_data, blocked = protocol.Channel.send_data, threading.Event()
 
-    def blocking(channel, deadline):
-        checksum = channel._unsent and channel._unsent[0][0] == protocol.CHECKSUM
-        flush(channel, deadline)
-        if checksum:  # as if there were no room for it
+    def blocking(channel, views, num_bytes, deadline, end=None):
+        send_data(channel, views, num_bytes, deadline)
+        if end is not None:  # as if there were no room for it
             blocked.set()
             channel.receive(deadline, protocol.REFUSED)
 
@@ -342,7 +415,7 @@ def test_an_offer_that_ends_does_not_wait_for_a_stopped_receiver(monkeypatch):
         ticket = sender.offer(source.allocator.alloc(2), by_layer=True, lease_s=1000)
         sender.layer_done(ticket, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(protocol.Channel, "flush", blocking)
+            patch.setattr(protocol.Channel, "send_data", blocking)
             pull = receiver.pull(ticket, [0, 1], deadline_s=1000)
             assert blocked.wait(PATIENCE_S)
             for layer in (1, 2):
@@ -415,14 +488,13 @@ def test_a_pull_renews_the_lease():
 def test_what_a_receiver_takes_renews_the_lease(monkeypatch):
     send, late = protocol.Channel.send_data, iter(range(8))
 
-    def sending(channel, views, deadline):
+    def sending(channel, *arguments):
         if next(late, None) is not None:
             time.sleep(0.15)
-        send(channel, views, deadline)
+        send(channel, *arguments)
 
     monkeypatch.setattr(protocol.Channel, "send_data", sending)
-    large = {"head_dim": 512, "v_head_dim": 512, "page_size": 64, "num_layers": 1}
-    with pair(filled(**large), pool_of(**large)) as (sender, receiver, source, target):
+    with pair(filled(**LARGE), pool_of(**LARGE)) as (sender, receiver, source, target):
         ticket = sender.offer(source.allocator.alloc(12), lease_s=0.8)
         receiver.pull(ticket, range(12)).synchronize()
         assert_pulled(target, range(12), range(12))
@@ -803,6 +875,106 @@ def test_metrics_of_senders_and_receivers_that_are_gone():
     gc.collect()
     moved = [b - a for a, b in zip(before, totals(), strict=True)]
     assert moved == [1, 1, num_bytes, num_bytes]
+
+
+def test_an_idle_connection_makes_place():
+    """A sender closes the one that has waited longest; its receiver asks over another then."""
+    pools = [pool_of() for _ in range(3)]
+    with pair(sender={"max_connections": 2}) as (sender, receiver, source, _):
+        others = [kv.PageReceiver(pool) for pool in pools]
+        for each in (receiver, *others, receiver, others[0]):
+            pages = source.allocator.alloc(2)
+            each.pull(sender.offer(pages), [3, 4]).synchronize()
+            assert_pulled(each.pool, [3, 4], pages)
+            eventually(lambda: source.allocator.num_free == 12)
+            eventually(lambda: len(sender._idle) == min(2, sender.stats()["connections"]))
+        stats = sender.stats()
+        assert (stats["connections"], stats["dropped_connections"]) == (2, 0)
+        eventually(lambda: len(sender._connections) == 2)
+        # Those that are at work stay.
+        tickets = [sender.offer(source.allocator.alloc(1), by_layer=True) for _ in range(3)]
+        pulls = [each.pull(t, [5]) for each, t in zip(others[:2], tickets, strict=False)]
+        eventually(lambda: sender.stats()["pulls"] == 2)
+        assert reason_of(others[2].pull(tickets[2], [5])) == "lost"
+        assert sender.stats()["dropped_connections"] >= 1
+        for ticket in tickets:
+            for layer in LAYERS:
+                sender.layer_done(ticket, layer)
+        for pull in pulls:
+            pull.synchronize()
+        sender.withdraw(tickets[2])
+        for each in others:
+            each.close()
+
+
+def test_a_connection_is_used_again_before_it_is_confirmed(monkeypatch):
+    """The sender takes its time to say that it has heard; what it says then is read in turn."""
+    send, heard = protocol.Channel.send, threading.Event()
+
+    def sending(channel, kind, *arguments, **options):
+        if kind == protocol.CONFIRMED:
+            assert heard.wait(PATIENCE_S)
+        send(channel, kind, *arguments, **options)
+
+    monkeypatch.setattr(protocol.Channel, "send", sending)
+    connected, connect = [], protocol.Address.connect
+    monkeypatch.setattr(
+        protocol.Address, "connect", lambda *a: connected.append(a) or connect(*a)
+    )  # fmt: skip
+    with pair() as (sender, receiver, source, target):
+        pages = [source.allocator.alloc(2) for _ in range(2)]
+        receiver.pull(sender.offer(pages[0]), [0, 1]).synchronize()
+        eventually(lambda: receiver.stats()["connections"] == 1)
+        second = receiver.pull(sender.offer(pages[1]), [2, 3])
+        assert receiver.stats()["connections"] == 0
+        heard.set()
+        second.synchronize()
+        assert_pulled(target, range(4), [*pages[0], *pages[1]])
+        assert len(connected) == 1
+
+
+def test_an_offer_that_ends_before_a_pull_is_confirmed(monkeypatch):
+    """The refusal is of the pull before, which has its pages: the next one connects anew."""
+    told = []
+    receive = protocol.Channel.receive
+
+    def receiving(channel, deadline, *kinds):
+        received = receive(channel, deadline, *kinds)
+        if received[0] == protocol.DONE and not told:
+            told.append(channel)
+            raise kv.TransferError("the offer: expired", "expired")
+        return received
+
+    monkeypatch.setattr(protocol.Channel, "receive", receiving)
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        receiver.pull(ticket, [0, 1]).synchronize()
+        eventually(lambda: sender.stats()["refused_pulls"] == 1)
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [2, 3]).synchronize()
+        assert_pulled(target, range(4), range(4))
+        sender.withdraw(ticket)
+
+
+def test_a_ticket_is_read_once(monkeypatch):
+    """Not for each layer that is announced: it may hold the hashes of all pages."""
+    read, decoded = [], protocol.Ticket.decoded
+
+    def counting(data, secret):
+        read.append(data)
+        return decoded(data, secret)
+
+    monkeypatch.setattr(protocol.Ticket, "decoded", counting)
+    with pair(secret=SECRET) as (sender, _, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), hashes=[1, 2], by_layer=True)
+        copied = bytes(bytearray(ticket))
+        for layer in LAYERS:
+            sender.layer_done(copied if layer == 1 else ticket, layer)
+        assert read == []
+        with pytest.raises(kv.TransferError, match="another secret"):
+            sender.withdraw(ticket[:-1] + bytes([ticket[-1] ^ 1]))
+        assert sender.withdraw(bytearray(ticket))
+        assert len(read) == 2 and sender._by_ticket == {}
+        assert sender.withdraw(ticket) is False
 
 
 def test_connections_to_senders_that_are_gone_are_closed():

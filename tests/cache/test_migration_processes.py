@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -238,6 +240,60 @@ def test_forked():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         receiver.pull(ticket, [0, 1]).synchronize()
         assert_pulled(receiver._pool, [0, 1], [0, 1])
+    source.allocator.check_leaks()
+
+
+def test_forked_while_locks_are_held():
+    """By threads that the child does not have: nothing waits for them there."""
+    source = filled()
+    with kv.PageSender(source) as sender, kv.PageReceiver(pool_of()) as receiver:
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        pull = receiver.pull(ticket, [0, 1])
+        locks = [sender._changed, receiver._lock, receiver._workers._changed, pull._changed]
+        locks.append(source.allocator._lock)
+        held, released = threading.Event(), threading.Event()
+
+        def hold():
+            with ExitStack() as stack:
+                for lock in locks:
+                    stack.enter_context(lock)
+                held.set()
+                released.wait(PATIENCE_S)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(PATIENCE_S)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            status = 1
+            try:
+                refusals = []
+                for call in (
+                    lambda: sender.offer([0]), lambda: sender.layer_done(ticket, 0),
+                    lambda: sender.withdraw(ticket), lambda: receiver.pull(ticket, [0, 1]),
+                    pull.synchronize, pull.done, lambda: pull.wait_layer(0),
+                ):  # fmt: skip
+                    try:
+                        call()
+                    except kv.KvcupyError as error:
+                        refusals.append("belongs to" in str(error))
+                pull.cancel()
+                sender.stats()
+                receiver.stats()
+                sender.close()
+                receiver.close()
+                status = 0 if refusals == [True] * 7 else 2
+            finally:
+                os._exit(status)
+        released.set()
+        holder.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for layer in range(3):
+            sender.layer_done(ticket, layer)
+        pull.synchronize()
+        assert_pulled(receiver.pool, [0, 1], [0, 1])
     source.allocator.check_leaks()
 
 

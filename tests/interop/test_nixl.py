@@ -241,10 +241,10 @@ def test_bytes_that_differ_are_noticed(peers):
 from kvcupy.cache.migration.layers import PageBytes
 honest = PageBytes.reading
 def flipped(self, pages, layers):
-    for views in honest(self, pages, layers):
+    for views, num_bytes in honest(self, pages, layers):
         copy = bytearray(views[0])
         copy[7] ^= 1 in layers
-        yield [memoryview(copy), *views[1:]]
+        yield [memoryview(copy), *views[1:]], num_bytes
 PageBytes.reading = flipped
 """)
     start_pull(receiver, offer(sender))

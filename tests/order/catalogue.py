@@ -494,7 +494,7 @@ NOT_NEEDED = {
             "Pull._settle: self._landing.end()": _ANOTHER,
             "Pull._settle: self._stream.synchronize()": _FAILURES,
             "Pull._wait: waiting.wait(event)": _SOCKETS,
-            "Pull._wait_for_users: self._after.done()": _SOCKETS,
+            "Pull._is_used: self._after.done()": _SOCKETS,
             "Pull.done: self._landing.done()": _THREADS,
             "Pull.synchronize: self._landing.synchronize()": _THREADS,
         },

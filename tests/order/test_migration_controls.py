@@ -136,7 +136,7 @@ CONTROLS = {
     SENDER + "_written_by: self._pool.allocator.busy(pages, completion)": freed_when_written,
     RECEIVER + "Pull._wait: waiting.wait(event)": read_when_arrived,
     RECEIVER + "Pull._event_of: stream.record()": read_when_arrived,
-    RECEIVER + "Pull._wait_for_users: self._after.done()": overwritten_when_used,
+    RECEIVER + "Pull._is_used: self._after.done()": overwritten_when_used,
     RECEIVER + "PageReceiver.pull: self._pool.allocator.busy(ordered, pull._landing)":
         freed_when_nothing_lands,
     "cache/migration/layers.py Staging.save: stream.synchronize()": staged("sender"),

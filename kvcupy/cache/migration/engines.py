@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import TransferError
 from ..pages import Pages
 from .layers import PageBytes, Staging
-from .protocol import CHECKSUM, LAYER, LEAST_MESSAGE_BYTES, RENEW, Channel, Lost
+from .protocol import CHECKSUM, LAYER, LEAST_MESSAGE_BYTES, RENEW, START, Channel, Lost
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
     from ..pool import Pool
 
 _POLL_S = 0.001  # while a layer that is asked for is not ready
+_START_POLL_S = 0.01  # whether the offer is over, while pages of the receiver are still in use
 _TOGETHER_BYTES = 1 << 20  # of layers that are ready at the same time, and so go together
 _LAYER = struct.Struct(">IIQ")  # the first, how many, their bytes
 _CHECKSUM = struct.Struct(">IIQ")  # the first, how many, their checksum
@@ -122,6 +123,21 @@ class Service:
                 self.channel.receive(self.deadline(), RENEW)
                 self.renew()
 
+    def wait_start(self) -> None:
+        """Wait until the receiver can take pages, for as long as it renews the lease.
+
+        Raises
+        ------
+        TransferError, Lost : as `wait_ready`
+        """
+        self.flush()
+        while True:
+            self.check()
+            if self.channel.readable(_START_POLL_S):
+                if self.channel.receive(self.deadline(), START, RENEW)[0] == START:
+                    return
+                self.renew()
+
     def flush(self) -> None:
         """Send what is kept back; who ends the offer does not wait for a receiver that is stopped.
 
@@ -213,58 +229,71 @@ class SocketEngine:
         return b""
 
     def serve(self, service: Service) -> None:
-        channel, pages = service.channel, service.pages
-        layer_bytes = len(pages) * service.page_bytes.page_bytes
-        most = max(1, _TOGETHER_BYTES // max(1, layer_bytes))
-        stop = 0
-        while stop < service.pool.num_layers:
-            first, end = stop, min(stop + most, service.pool.num_layers)
+        channel, runs = service.channel, _runs_of(service.pages, service.run_pages)
+        layers = range(0)
+        while layers.stop < service.pool.num_layers:
+            first = layers.stop
             service.wait_ready(first)
-            stop += 1
-            while stop < end and service.is_ready(stop):
-                stop += 1
-            layers = range(first, stop)
-            head = _LAYER.pack(first, len(layers), len(layers) * layer_bytes)
-            channel.send(LAYER, head, service.deadline(), more=True)
-            checksum = channel.checksum(service.number, service.generation, first, len(layers))
-            for start in range(0, len(pages), service.run_pages):
-                run = pages[start : start + service.run_pages]
-                if service.staging is None:
-                    self._send(service, run, layers, checksum)
-                    continue
-                with service.staging.borrowed(len(run), service.deadline()) as staged:
-                    for layer in layers:
-                        service.staging.save(run, staged, layer, service.stream())
-                    self._send(service, staged, layers, checksum)
-            tail = _CHECKSUM.pack(first, len(layers), checksum.intdigest())
-            channel.send(CHECKSUM, tail, service.deadline(), more=True)
-        service.flush()
+            layers = _ready_layers(service, first)
+            channel.send(LAYER, _announcement(service, layers), service.deadline(), more=True)
+            while layers:
+                layers = self._send_group(service, runs, layers)
 
-    def _send(self, service: Service, pages: Pages, layers: range, checksum: Any) -> None:
-        channel = service.channel
+    def _send_group(self, service: Service, runs: list[Pages], layers: range) -> range:
+        """Send some layers that are ready; return those that come next, if some are ready too."""
+        checksum = service.channel.checksum(
+            service.number, service.generation, layers.start, len(layers)
+        )
+        following = range(layers.stop, layers.stop)
+        for run in runs:
+            is_last = run is runs[-1]
+            if service.staging is None:
+                following = self._send(service, run, layers, checksum, is_last)
+                continue
+            service.flush()
+            with service.staging.borrowed(len(run), service.deadline()) as staged:
+                for layer in layers:
+                    service.staging.save(run, staged, layer, service.stream())
+                following = self._send(service, staged, layers, checksum, is_last)
+        return following
+
+    def _send(
+        self, service: Service, pages: Pages, layers: range, checksum: Any, is_last: bool
+    ) -> range:
+        """Send pages of some layers; and along with the last bytes of them the checksum, and which
+        layers come next, if some are ready. Return these."""
+        channel, end = service.channel, None
+        following = range(layers.stop, layers.stop)
+        left = len(layers) * len(pages) * service.page_bytes.page_bytes
         channel.moving = True  # whoever ends the offer from now on aborts the channel
-        for views in service.page_bytes.reading(pages, layers):
+        for views, num_bytes in service.page_bytes.reading(pages, layers):
             service.check()
             for view in views:
                 checksum.update(view)
-            channel.send_data(views, service.deadline())
+            left -= num_bytes
+            if is_last and not left:
+                following = _ready_layers(service, layers.stop)
+                tail = _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest())
+                end = CHECKSUM, tail + _announcement(service, following)
+            channel.send_data(views, num_bytes, service.deadline(), end)
             service.renew()  # the receiver takes what is sent: it lives
         channel.moving = False
+        return following
 
     def pull(self, task: PullTask) -> None:
         layer_bytes = len(task.pages) * task.page_bytes.page_bytes
-        stop = 0
+        runs = _runs_of(task.pages, task.run_pages)
+        stop, head = 0, b""
         while stop < task.pool.num_layers:
-            _, head = task.receive(LAYER)
+            head = head or task.receive(LAYER)[1]
             layers = self._announced(head, stop, task.pool.num_layers, layer_bytes)
             stop = layers.stop
             checksum = task.channel.checksum(
                 task.number, task.generation, layers.start, len(layers)
             )
             first = bytearray(LEAST_MESSAGE_BYTES)  # of the message behind the layers
-            for start in range(0, len(task.pages), task.run_pages):
-                run = task.pages[start : start + task.run_pages]
-                message = first if start + len(run) == len(task.pages) else None
+            for run in runs:
+                message = first if run is runs[-1] else None
                 if task.staging is None:
                     self._receive(task, run, layers, checksum, message)
                     continue
@@ -273,7 +302,8 @@ class SocketEngine:
                     for layer in layers:
                         task.staging.load(staged, run, layer, task.stream())
             _, tail = task.channel.received(first, task.deadline, CHECKSUM)
-            if tail != _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest()):
+            expected, head = tail[: _CHECKSUM.size], tail[_CHECKSUM.size :]
+            if expected != _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest()):
                 last = f" to {stop - 1}" if len(layers) > 1 else ""
                 raise TransferError(f"layer {layers.start}{last}: the checksum is wrong", "corrupt")
             for layer in layers:
@@ -293,11 +323,11 @@ class SocketEngine:
         message: bytearray | None,
     ) -> None:  # fmt: skip
         left = len(layers) * len(pages) * task.page_bytes.page_bytes
-        for views in task.page_bytes.writing(pages, layers):
+        for views, num_bytes in task.page_bytes.writing(pages, layers):
             task.check()
             task.renew_if_due()
-            left -= sum([view.nbytes for view in views])
-            task.channel.receive_data(views, task.deadline, None if left else message)
+            left -= num_bytes
+            task.channel.receive_data(views, num_bytes, task.deadline, None if left else message)
             for view in views:
                 checksum.update(view)
 
@@ -309,6 +339,27 @@ class SocketEngine:
 
     def close(self, deadline: float) -> None:
         """Nothing: connections are closed by their owners."""
+
+
+def _ready_layers(service: Service, first: int) -> range:
+    """Return the layers from `first` on that are ready, and go together; at least one, if any."""
+    layer_bytes = len(service.pages) * service.page_bytes.page_bytes
+    most = max(1, _TOGETHER_BYTES // max(1, layer_bytes))
+    end = min(first + most, service.pool.num_layers)
+    stop = first
+    while stop < end and service.is_ready(stop):
+        stop += 1
+    return range(first, stop)
+
+
+def _announcement(service: Service, layers: range) -> bytes:
+    """Return what says that layers come next, empty for none."""
+    num_bytes = len(layers) * len(service.pages) * service.page_bytes.page_bytes
+    return _LAYER.pack(layers.start, len(layers), num_bytes) if layers else b""
+
+
+def _runs_of(pages: Pages, run_pages: int) -> list[Pages]:
+    return [pages[i : i + run_pages] for i in range(0, len(pages), run_pages)]
 
 
 _ELSEWHERE = {"nixl": ("kvcupy.interop.nixl", "NixlEngine")}  # where optional wheels are needed

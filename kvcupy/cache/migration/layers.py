@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ from ..pool import KVPool, MLAPool, Pool
 
 _CHUNK_BYTES = 256 << 10  # that are checksummed while they are in the processor's cache
 _STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
+
+Group = tuple[list[memoryview], int]  # pieces of memory, and their bytes
+_Slices = dict[tuple[int, int, int], list[slice]]  # of memory with some stride, start and page size
 
 
 class PageBytes:
@@ -42,6 +45,7 @@ class PageBytes:
     """
 
     def __init__(self, pool: Pool, heads: range) -> None:
+        self._last: tuple[Pages | None, _Slices] = None, {}
         self._layers: list[list[_Part]] = [[] for _ in range(pool.num_layers)]
         for group in pool.groups:
             for part in (*map(bytes_of, group.parts), *group.scale_parts):
@@ -49,21 +53,31 @@ class PageBytes:
                     self._layers[layer].append(_Part(part[:, i], heads))
         self.page_bytes = sum(part.page_bytes for part in self._layers[0])
 
-    def reading(self, pages: Pages, layers: range) -> Iterator[list[memoryview]]:
+    def reading(self, pages: Pages, layers: range) -> Iterator[Group]:
         """Yield the bytes to send, in groups; those of one turn are valid until the next."""
-        return _grouped(view for part in self._parts(layers) for view in part.reading(pages))
+        slices = self._slices_of(pages)
+        return _grouped([part.reading(pages, slices) for part in self._parts(layers)])
 
-    def writing(self, pages: Pages, layers: range) -> Iterator[list[memoryview]]:
+    def writing(self, pages: Pages, layers: range) -> Iterator[Group]:
         """Yield memory to fill, in groups, which must be filled when the next is asked for."""
+        slices = self._slices_of(pages)
         for is_packed, parts in groupby(self._parts(layers), key=lambda part: part.is_packed):
             if is_packed:
-                yield from _grouped(view for part in parts for view in part.runs(pages))
+                yield from _grouped([part.runs(pages, slices) for part in parts])
                 continue
             for part in parts:
                 for chunk in part.chunks(pages):
                     packed = np.empty((len(chunk), *part.array.shape[1:]), np.uint8)
-                    yield [_flat(packed)]
+                    yield [_flat(packed)], packed.size
                     part.array[chunk] = packed
+
+    def _slices_of(self, pages: Pages) -> _Slices:
+        """Return what `_Part.runs` has found for these pages in other layers."""
+        last, slices = self._last
+        if last is not pages:
+            slices = {}
+            self._last = pages, slices
+        return slices
 
     def _parts(self, layers: range) -> Iterator[_Part]:
         for layer in layers:
@@ -74,21 +88,26 @@ def _flat(array: Any) -> memoryview:
     return memoryview(array.reshape(-1))
 
 
-def _grouped(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
+def _grouped(parts: Iterable[Iterable[memoryview]]) -> Iterator[Group]:
     """Cut and group memory into pieces of `_CHUNK_BYTES`, the last one less."""
     group: list[memoryview] = []
     room = _CHUNK_BYTES
-    for view in views:
-        num_bytes, start = view.nbytes, 0
+    for view in chain.from_iterable(parts):
+        num_bytes = view.nbytes
+        if num_bytes < room:
+            group.append(view)
+            room -= num_bytes
+            continue
+        start = 0
         while num_bytes - start >= room:
             group.append(view[start : start + room])
-            yield group
+            yield group, _CHUNK_BYTES
             start, group, room = start + room, [], _CHUNK_BYTES
         if start < num_bytes:
-            group.append(view[start:] if start else view)
+            group.append(view[start:])
             room -= num_bytes - start
     if group:
-        yield group
+        yield group, _CHUNK_BYTES - room
 
 
 class _Part:
@@ -120,26 +139,31 @@ class _Part:
         for i in range(0, len(pages), step):
             yield pages[i : i + step]
 
-    def reading(self, pages: Pages) -> Iterator[memoryview]:
-        """Yield the bytes of pages, copied where they do not lie in memory like that."""
+    def reading(self, pages: Pages, slices: _Slices) -> Iterable[memoryview]:
+        """Return the bytes of pages, copied where they do not lie in memory like that."""
         if self.is_packed:
-            yield from self.runs(pages)
-            return
-        for chunk in self.chunks(pages):
-            yield _flat(np.ascontiguousarray(self.array[chunk]))
+            return self.runs(pages, slices)
+        return (_flat(np.ascontiguousarray(self.array[chunk])) for chunk in self.chunks(pages))
 
-    def runs(self, pages: Pages) -> Iterator[memoryview]:
-        """Yield the memory of pages, neighbours as one."""
-        span, size = self._span, self.page_bytes
-        starts: Pages = pages * self._stride + self._zero
-        if self._stride != size or len(pages) < 2:
-            for start in starts.tolist():
-                yield span[start : start + size]
-            return
-        first = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1))
-        sizes = np.diff(np.append(first, len(pages))) * size
-        for start, num_bytes in zip(starts[first].tolist(), sizes.tolist(), strict=True):
-            yield span[start : start + num_bytes]
+    def runs(self, pages: Pages, slices: _Slices) -> list[memoryview]:
+        """Return the memory of pages, neighbours as one."""
+        span, key = self._span, (self._stride, self._zero, self.page_bytes)
+        if key not in slices:
+            slices[key] = self._find_runs(pages)
+        return [span[each] for each in slices[key]]
+
+    def _find_runs(self, pages: Pages) -> list[slice]:
+        stride, size, numbers = self._stride, self.page_bytes, pages.tolist()
+        bounds = [(number * stride + self._zero, size) for number in numbers]
+        if stride == size:
+            bounds, last = [], None
+            for number in numbers:
+                if number != last:
+                    bounds.append((number * size + self._zero, 0))
+                start, num_bytes = bounds[-1]
+                bounds[-1] = start, num_bytes + size
+                last = number + 1
+        return [slice(start, start + num_bytes) for start, num_bytes in bounds]
 
 
 # --- Pools that the host cannot address -----------------------------------------------------------
@@ -152,6 +176,11 @@ class Staging:
     ----------
     pool : that has the pages
     num_pages : of the staging pool, which transfers at one time share
+
+    Attributes
+    ----------
+    share : pages that a transfer may have at a time, so that one whose peer is slow leaves others
+        the rest
     """
 
     def __init__(self, pool: Pool, num_pages: int) -> None:
@@ -168,6 +197,7 @@ class Staging:
             self.pool = KVPool(
                 *sizes, pool.num_kv_heads, pool.head_dim, v_head_dim=pool.v_head_dim, **common
             )
+        self.share = max(1, num_pages // 4)
         self._owner = pool
         self._save = [transfer.prepare(pool, self.pool, layers=[i]) for i in range(pool.num_layers)]
         self._load = [transfer.prepare(self.pool, pool, layers=[i]) for i in range(pool.num_layers)]

@@ -6,6 +6,7 @@
     HMAC of both hellos                         ---->
     PULL offer, generation, heads               ---->
                                                 <----    GRANT lease, bytes per layer   or   REFUSED
+    START, if PULL said that it would follow    ---->
             ... layers, as the engine moves them; RENEW from the receiver at any time ...
     DONE                                        ---->
                                                 <----    CONFIRMED
@@ -30,7 +31,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ from ...errors import TransferError
 from ..identity import PoolIdentity
 from ..wire import HASHERS
 
-VERSION = 1
+VERSION = 2
 
 # Kinds of messages.
 PULL, GRANT, REFUSED, RENEW, DONE, CONFIRMED = 1, 2, 3, 4, 5, 6
 LAYER, CHECKSUM, READ = 7, 8, 9  # of engines
+START = 10
 NAMES = {
     PULL: "PULL", GRANT: "GRANT", REFUSED: "REFUSED", RENEW: "RENEW", DONE: "DONE",
-    CONFIRMED: "CONFIRMED", LAYER: "LAYER", CHECKSUM: "CHECKSUM", READ: "READ",
+    CONFIRMED: "CONFIRMED", LAYER: "LAYER", CHECKSUM: "CHECKSUM", READ: "READ", START: "START",
 }  # fmt: skip
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -57,7 +59,7 @@ MIN_SECRET_BYTES = 16
 
 _HEAD = struct.Struct(">BI")  # kind, bytes of the payload
 _MAC_BYTES = 16
-_LEAST_PAYLOAD_BYTES = 16  # shorter ones are filled up, so that one call receives most messages
+_LEAST_PAYLOAD_BYTES = 48  # shorter ones are filled up, so that one call receives most messages
 LEAST_MESSAGE_BYTES = _HEAD.size + _LEAST_PAYLOAD_BYTES + _MAC_BYTES
 _MOST_BUFFERS = 512  # memory areas that one call to the system takes
 
@@ -104,7 +106,7 @@ class Address:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp:{host}:{self.port}"
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         """Whether only processes of this machine can connect."""
         if self.path or self.host == "localhost":
@@ -351,6 +353,7 @@ class Channel:
         self._timeout_s = 0.0  # that the system keeps
         self._unsent: list[memoryview] = []  # messages that go along with what is sent next
         self.num_bytes = 0  # of pages, sent and received
+        self.confirming = False  # whether the sender has yet to say CONFIRMED
         self.moving = False  # whether who ends an offer must abort this, for it may be blocked
 
     def __del__(self) -> None:
@@ -360,9 +363,7 @@ class Channel:
 
     def send(self, kind: int, payload: bytes, deadline: float, *, more: bool = False) -> None:
         """Send a message; with `more` along with what is sent next."""
-        payload = payload.ljust(_LEAST_PAYLOAD_BYTES, b"\0")
-        head = _HEAD.pack(kind, len(payload))
-        self._unsent.append(memoryview(head + payload + self._mac(True, head, payload)))
+        self._unsent.append(self._message(kind, payload))
         if not more:
             self.flush(deadline)
 
@@ -370,7 +371,11 @@ class Channel:
         """Send what `send` has kept back."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []
-            self._move(unsent, deadline, is_sent=True)
+            self._move(unsent, sum(map(len, unsent)), deadline, is_sent=True)
+
+    def _message(self, kind: int, payload: bytes) -> memoryview:
+        body = _HEAD.pack(kind, len(payload)) + payload.ljust(_LEAST_PAYLOAD_BYTES, b"\0")
+        return memoryview(body + self._mac(True, body))
 
     def receive(self, deadline: float, *kinds: int) -> tuple[int, bytes]:
         """Return kind and payload of the next message.
@@ -381,23 +386,24 @@ class Channel:
         Lost : it is of none of `kinds`, damaged, or none comes any more
         """
         least = bytearray(LEAST_MESSAGE_BYTES)
-        self._move([memoryview(least)], deadline, is_sent=False)
+        self._move([memoryview(least)], LEAST_MESSAGE_BYTES, deadline, is_sent=False)
         return self.received(least, deadline, *kinds)
 
     def received(self, first: bytearray, deadline: float, *kinds: int) -> tuple[int, bytes]:
         """Return kind and payload of a message of which the first bytes have come, as `receive`."""
         kind, length = _HEAD.unpack_from(first)
-        if not _LEAST_PAYLOAD_BYTES <= length <= MAX_MESSAGE_BYTES or kind not in NAMES:
+        if length > MAX_MESSAGE_BYTES or kind not in NAMES:
             raise Lost("what came is not a message")
         if length > _LEAST_PAYLOAD_BYTES:
             rest = bytearray(length - _LEAST_PAYLOAD_BYTES)
-            self._move([memoryview(rest)], deadline, is_sent=False)
+            self._move([memoryview(rest)], len(rest), deadline, is_sent=False)
             first = first + rest
-        head, payload = bytes(first[: _HEAD.size]), bytes(first[_HEAD.size : -_MAC_BYTES])
-        if not hmac.compare_digest(first[-_MAC_BYTES:], self._mac(False, head, payload)):
+        body = bytes(first[:-_MAC_BYTES])
+        if not hmac.compare_digest(first[-_MAC_BYTES:], self._mac(False, body)):
             raise Lost("a message was changed on its way")
+        payload = body[_HEAD.size : _HEAD.size + length]
         if kind == REFUSED:
-            reason, _, message = payload.rstrip(b"\0").decode("utf-8", "replace").partition("\n")
+            reason, _, message = payload.decode("utf-8", "replace").partition("\n")
             raise TransferError(message, reason)
         if kinds and kind not in kinds:
             expected = " or ".join(NAMES[k] for k in kinds)
@@ -414,15 +420,12 @@ class Channel:
             return True
         return any_readable([self._socket], timeout_s)
 
-    def _mac(self, is_sent: bool, *parts: bytes) -> bytes:
+    def _mac(self, is_sent: bool, body: bytes) -> bytes:
         number = self._counts[is_sent]
         self._counts[is_sent] = number + 1
-        keyed = hashlib.blake2b(
-            number.to_bytes(8, "big"), key=self._keys[is_sent], digest_size=_MAC_BYTES
-        )
-        for part in parts:
-            keyed.update(part)
-        return keyed.digest()
+        return hashlib.blake2b(
+            number.to_bytes(8, "big") + body, key=self._keys[is_sent], digest_size=_MAC_BYTES
+        ).digest()
 
     # --- Pages ---
 
@@ -432,25 +435,46 @@ class Channel:
         checksum.update(self._data_key + struct.pack(f">{len(names)}Q", *names))
         return checksum
 
-    def send_data(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Send memory as it is, all of it, behind the messages that `send` has kept back."""
-        unsent, self._unsent = self._unsent, []
-        self._move([*unsent, *views], deadline, is_sent=True)
-        self.num_bytes += sum([view.nbytes for view in views])
+    def send_data(
+        self, views: list[memoryview], num_bytes: int, deadline: float,
+        end: tuple[int, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        """Send memory as it is, all of it, behind the messages that `send` has kept back.
+
+        `end` is kind and payload of a message that goes along with the last bytes.
+        """
+        total = num_bytes
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            total += sum(map(len, unsent))
+            views = unsent + views
+        if end is not None:
+            message = self._message(*end)
+            total += len(message)
+            views = [*views, message]
+        self._move(views, total, deadline, is_sent=True)
+        self.num_bytes += num_bytes
 
     def receive_data(
-        self, views: Sequence[memoryview], deadline: float, end: bytearray | None = None
-    ) -> None:
+        self, views: list[memoryview], num_bytes: int, deadline: float,
+        end: bytearray | None = None,
+    ) -> None:  # fmt: skip
         """Fill memory with what comes, and then `end` with the first bytes of a message."""
-        self._move([*views, memoryview(end)] if end else views, deadline, is_sent=False)
-        self.num_bytes += sum([view.nbytes for view in views])
+        if end is None:
+            self._move(views, num_bytes, deadline, is_sent=False)
+        else:
+            self._move([*views, memoryview(end)], num_bytes + len(end), deadline, is_sent=False)
+        self.num_bytes += num_bytes
 
-    def _move(self, views: Sequence[memoryview], deadline: float, *, is_sent: bool) -> None:
-        """Send memory, or fill it."""
+    def _move(
+        self, views: list[memoryview], num_bytes: int, deadline: float, *, is_sent: bool
+    ) -> None:
+        """Send memory, or fill it: all of `views`, which have so many bytes."""
         connection = self._socket
         try:
             if not self._is_tls:
-                self._move_all(views, connection.sendmsg if is_sent else self._fill, deadline)
+                move = connection.sendmsg if is_sent else self._fill
+                self._move_all(views, num_bytes, move, deadline)
                 return
             for view in views:
                 set_timeout(connection, deadline)
@@ -467,19 +491,25 @@ class Channel:
             raise Lost(f"the connection has ended: {error}") from error
 
     def _move_all(
-        self, views: Sequence[memoryview], move: Callable[[list[memoryview]], int], deadline: float
-    ) -> None:
+        self, views: list[memoryview], left: int, move: Callable[[list[memoryview]], int],
+        deadline: float,
+    ) -> None:  # fmt: skip
         """Call `move` with views, and again with what it has left of them, until nothing is."""
-        rest = list(views)
-        left = sum([view.nbytes for view in rest])
-        while left:
+        rest = views
+        while True:
             remaining_s = deadline - time.monotonic()
-            if not 0.95 * self._timeout_s < remaining_s <= self._timeout_s:  # spares calls
+            if not 0 < self._timeout_s <= 1.05 * remaining_s:  # which spares most calls
                 set_timeout(self._socket, deadline)
                 self._timeout_s = remaining_s
-            moved = move(rest[:_MOST_BUFFERS])
+            try:
+                moved = move(rest if len(rest) <= _MOST_BUFFERS else rest[:_MOST_BUFFERS])
+            except BlockingIOError:  # a timeout that was set for an earlier deadline
+                if time.monotonic() >= deadline:
+                    raise
+                self._timeout_s = 0.0
+                continue
             left -= moved
-            if not left:
+            if left == 0:
                 return
             first = 0
             while moved >= rest[first].nbytes:

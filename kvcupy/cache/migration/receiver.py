@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..pool import Pool, positive_int
 from . import protocol
 from .engines import PullTask, engine_for
 from .layers import PageBytes
-from .protocol import CONFIRMED, DONE, GRANT, PULL, Address, Channel, Lost, Ticket
+from .protocol import CONFIRMED, DONE, GRANT, PULL, START, Address, Channel, Lost, Ticket
 from .sender import (
     GRANT_HEAD,
     PULL_HEAD,
@@ -92,7 +93,7 @@ class PageReceiver(ProcessLocal):
         self._lock = threading.Lock()  # guards all of the below
         self._pulls: set[Pull] = set()  # whose pages may be written
         self._workers = _Workers()
-        self._idle: dict[tuple[str, bytes], list[tuple[Channel, bytes]]] = {}
+        self._idle: dict[tuple[str, bytes], list[Channel]] = {}
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._pid = os.getpid()
@@ -162,6 +163,7 @@ class PageReceiver(ProcessLocal):
         -----
         The call waits for nothing. Bytes: the pages once, of the heads that this pool has.
         """
+        self._require_own_process()
         several = isinstance(ticket, (list, tuple))
         tickets = [Ticket.decoded(each, self._secret) for each in (ticket if several else [ticket])]
         ordered = self._checked_pages(pages, tickets)
@@ -180,14 +182,17 @@ class PageReceiver(ProcessLocal):
             if len(self._pulls) >= self._max_pulls:
                 raise CacheFull(f"max_pulls: expected at most {self._max_pulls} pulls at a time")
             self._pulls.add(pull)
+        asked = [self._ask_early(pull, ticket, heads) for ticket, _, heads in parts]
         try:
             self._pool.allocator.busy(ordered, pull._landing)
             pull._prepare()
         except BaseException:
+            for channel, _ in filter(None, asked):
+                channel.close()
             pull._fail(TransferError("the pull could not be started", "lost"))
             pull._settle()
             raise
-        pull._start()
+        pull._start(asked)
         return pull
 
     def stats(self) -> dict[str, int]:
@@ -223,24 +228,28 @@ class PageReceiver(ProcessLocal):
             pulls, idle, self._idle = list(self._pulls), self._idle, {}
         for pull in pulls:
             pull._fail(TransferError("the receiver was closed", "closed"))
-        for channel, _ in (each for channels in idle.values() for each in channels):
-            channel.close()
+        for channel in chain.from_iterable(idle.values()):
+            _close_confirmed(channel, min(deadline, time.monotonic() + _CONFIRM_S))
         self._workers.close(deadline)  # also those that tell the sender that they are done
         if first:
             self._engine.close(deadline)
 
     def _close_in_child(self) -> None:
         """Close the connections that a forked process has inherited."""
-        for channel, _ in (each for channels in self._idle.values() for each in channels):
+        self._lock = threading.Lock()  # a thread that is not here may have held it
+        self._workers = _Workers()
+        for channel in chain.from_iterable(self._idle.values()):
             channel.close()
         for pull in self._pulls:
             pull._close_in_child()
 
     # --- Arguments ---
 
-    def _require_open(self) -> None:
+    def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise KvcupyError(f"PageReceiver: it belongs to process {self._pid}, which forked this")
+
+    def _require_open(self) -> None:
         if self._closed:
             raise KvcupyError("PageReceiver: it is closed")
 
@@ -252,13 +261,14 @@ class PageReceiver(ProcessLocal):
 
     def _checked_pages(self, pages: Any, tickets: Sequence[Ticket]) -> Pages:
         listed = page_array(pages)
-        outside = listed[(listed < 0) | (listed >= self._pool.num_pages)]
-        if len(outside):
-            raise ValueError(f"pages: expected 0 to {self._pool.num_pages - 1}, got {outside[0]}")
-        ordered: Pages = np.array(listed, np.int64)
-        ascending = np.sort(ordered)
-        if (ascending[1:] == ascending[:-1]).any():
+        numbers = listed.tolist()
+        most = self._pool.num_pages - 1
+        outside = [number for number in numbers if not 0 <= number <= most]
+        if outside:
+            raise ValueError(f"pages: expected 0 to {most}, got {outside[0]}")
+        if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once")
+        ordered: Pages = np.array(listed, np.int64)
         if not tickets:
             raise ValueError("ticket: expected at least one")
         for ticket in tickets:
@@ -310,8 +320,8 @@ class PageReceiver(ProcessLocal):
 
     # --- Connections ---
 
-    def _connect(self, ticket: Ticket, address: Address, deadline: float) -> tuple[Channel, bytes]:
-        """Return a connection to a ticket's sender behind its handshake, and its pool's digest."""
+    def _connect(self, ticket: Ticket, address: Address, deadline: float) -> Channel:
+        """Return a connection to a ticket's sender behind its handshake."""
         until = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
         try:
             channel, digest = self._shake_hands(address, until)
@@ -324,7 +334,10 @@ class PageReceiver(ProcessLocal):
             raise TransferError(
                 f"the sender that made the ticket no longer listens on {address}", "lost"
             )
-        return channel, digest
+        if digest != self._digest:
+            channel.close()
+            raise TransferError("the pools differ", "identity")
+        return channel
 
     def _shake_hands(self, address: Address, deadline: float) -> tuple[Channel, bytes]:
         connection = address.connect(max(0.001, deadline - time.monotonic()))
@@ -337,7 +350,7 @@ class PageReceiver(ProcessLocal):
             connection.close()
             raise
 
-    def _borrow(self, ticket: Ticket) -> tuple[Channel, bytes] | None:
+    def _borrow(self, ticket: Ticket) -> Channel | None:
         """Return a connection that an earlier pull has left, if there is one."""
         key = ticket.address, ticket.sender_id
         while True:
@@ -346,37 +359,67 @@ class PageReceiver(ProcessLocal):
                 if not idle:
                     self._idle.pop(key, None)
                     return None
-                channel, digest = idle.pop()
-            if not channel.readable(0):  # it would be the end of it
-                return channel, digest
+                channel = idle.pop()
+            if _is_idle(channel):
+                return channel
             channel.close()
 
-    def _give_back(self, ticket: Ticket, channel: Channel, digest: bytes) -> None:
+    def _give_back(self, ticket: Ticket, channel: Channel) -> None:
         with self._lock:
             for key, channels in list(self._idle.items()):  # of senders that are gone
-                ended = [each for each in channels if each[0].readable(0)]
+                ended = [each for each in channels if not _is_idle(each)]
                 for each in ended:
                     channels.remove(each)
-                    each[0].close()
+                    each.close()
                 if not channels:
                     del self._idle[key]
             idle = self._idle.setdefault((ticket.address, ticket.sender_id), [])
             if not self._closed and len(idle) < _MOST_IDLE:
-                idle.append((channel, digest))
+                idle.append(channel)
                 return
-        channel.close()
+        _close_confirmed(channel, time.monotonic() + _CONFIRM_S)
 
     # --- One part of a pull, in a thread of its own ---
 
-    def _run(self, pull: Pull, ticket: Ticket, address: Address, heads: range) -> None:
+    def _ask(
+        self, pull: Pull, ticket: Ticket, heads: range, channel: Channel, deadline: float
+    ) -> bool:
+        """Ask a sender for pages; return whether it is to wait for START before it sends any."""
+        run_pages = len(pull._pages)
+        if self._staging is not None and self._engine.staged:
+            run_pages = min(run_pages, self._staging.share)
+        waits = pull._is_used()
+        request = PULL_HEAD.pack(
+            ticket.number, ticket.generation, ticket.token, heads.start, len(heads), run_pages,
+            waits,
+        )  # fmt: skip
+        channel.send(PULL, request + self._engine.describe(), deadline)
+        return waits
+
+    def _ask_early(self, pull: Pull, ticket: Ticket, heads: range) -> tuple[Channel, bool] | None:
+        """Ask over a connection that an earlier pull has left, so that the sender is at work while
+        a thread wakes up here; None if there is none."""
+        while (channel := self._borrow(ticket)) is not None:
+            try:
+                return channel, self._ask(pull, ticket, heads, channel, pull._deadline)
+            except (Lost, TimeoutError):
+                channel.close()  # by the sender, to which it was idle
+        return None
+
+    def _run(
+        self, pull: Pull, ticket: Ticket, address: Address, heads: range,
+        asked: tuple[Channel, bool] | None,
+    ) -> None:  # fmt: skip
         """Fetch one part of a pull, and settle it whatever happens."""
         task = None
         try:
-            channel, digest, granted = self._granted(pull, ticket, address, heads)
+            channel, granted, waits = self._granted(pull, ticket, address, heads, asked)
             before = channel.num_bytes
             try:
                 task = self._task(pull, ticket, channel, heads, granted)
-                pull._wait_for_users(task)
+                if waits:
+                    pull._wait_for_users(task)
+                    channel.send(START, b"", pull._deadline)
                 self._engine.pull(task)
             except BaseException:
                 channel.close()
@@ -392,38 +435,43 @@ class PageReceiver(ProcessLocal):
             return
         pull._part_ended()
         pull._landing.synchronize()  # for the other parts
-        if pull.failure is None:
-            self._confirm(ticket, channel, digest)
-        else:
+        if pull.failure is not None:
             channel.close()
+            return
+        try:  # a sender that does not hear it waits for its lease
+            channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
+        except (Lost, TimeoutError):
+            channel.close()
+        else:
+            channel.confirming = True
+            self._give_back(ticket, channel)
 
     def _granted(
-        self, pull: Pull, ticket: Ticket, address: Address, heads: range
-    ) -> tuple[Channel, bytes, bytes]:
-        """Ask for the pages; return the connection, the sender's digest and what it grants."""
-        run_pages = len(pull._pages)
-        if self._staging is not None and self._engine.staged:
-            run_pages = min(run_pages, self._staging.pool.num_pages)
-        request = PULL_HEAD.pack(
-            ticket.number, ticket.generation, ticket.token, heads.start, len(heads), run_pages
-        )
-        request += self._engine.describe()
-        borrowed = self._borrow(ticket)
+        self, pull: Pull, ticket: Ticket, address: Address, heads: range,
+        asked: tuple[Channel, bool] | None,
+    ) -> tuple[Channel, bytes, bool]:  # fmt: skip
+        """Return the connection, what the sender grants, and whether it waits for START."""
         while True:
-            channel, digest = borrowed or self._connect(ticket, address, pull._deadline)
+            channel = self._connect(ticket, address, pull._deadline) if asked is None else asked[0]
             try:
                 pull._uses(channel)
-                if digest != self._digest:
-                    raise TransferError("the pools differ", "identity")
-                channel.send(PULL, request, pull._deadline)
+                if asked is None:
+                    waits = self._ask(pull, ticket, heads, channel, pull._deadline)
+                else:
+                    waits = asked[1]
+                if channel.confirming:
+                    channel.receive(pull._deadline, CONFIRMED)
+                    channel.confirming = False
                 _, granted = channel.receive(pull._deadline, GRANT)
             except BaseException as error:
                 channel.close()
-                if isinstance(error, Lost) and borrowed and pull.failure is None:
-                    borrowed = None  # the sender had closed it, being idle
+                is_over = isinstance(error, Lost) or channel.confirming
+                if isinstance(error, (Lost, TransferError)) and is_over and asked:
+                    pull._check()
+                    asked = None  # the sender had closed it, being idle
                     continue
                 raise
-            return channel, digest, granted
+            return channel, granted, waits
 
     def _task(
         self, pull: Pull, ticket: Ticket, channel: Channel, heads: range, granted: bytes
@@ -439,7 +487,7 @@ class PageReceiver(ProcessLocal):
         if len(granted) < GRANT_HEAD.size:
             raise Lost("a grant was cut off")
         lease_ms, run_pages, *sizes = GRANT_HEAD.unpack_from(granted)
-        most = len(pull._pages) if staging is None else staging.pool.num_pages
+        most = len(pull._pages) if staging is None else staging.share
         expected = [len(pull._pages), self._pool.num_layers, page_bytes.page_bytes]
         if sizes != expected or not 1 <= run_pages <= most:
             raise Lost("the sender grants other pages than those of the ticket")
@@ -457,15 +505,6 @@ class PageReceiver(ProcessLocal):
             page_bytes=page_bytes, staging=staging, stream=own_stream, check=pull._check,
             arrived=pull._part_arrived,
         )  # fmt: skip
-
-    def _confirm(self, ticket: Ticket, channel: Channel, digest: bytes) -> None:
-        """Wait until the sender has heard that the pull is done, and keep the connection."""
-        try:
-            channel.receive(time.monotonic() + _CONFIRM_S, CONFIRMED)
-        except (Lost, TimeoutError, TransferError):
-            channel.close()
-        else:
-            self._give_back(ticket, channel, digest)
 
     def _quarantined(self) -> int:
         return sum(len(pull._pages) for pull in self._pulls if pull.failure is not None)
@@ -723,10 +762,10 @@ class Pull(ProcessLocal):
         if observe.order_observers and not self._is_staged:  # else when somebody waits
             self._event_of(self._pool.num_layers - 1)
 
-    def _start(self) -> None:
-        for part in self._parts:
+    def _start(self, asked: Sequence[tuple[Channel, bool] | None]) -> None:
+        for part, early in zip(self._parts, asked, strict=True):
             try:
-                self._receiver._workers.run(partial(self._receiver._run, self, *part))
+                self._receiver._workers.run(partial(self._receiver._run, self, *part, early))
             except RuntimeError as error:
                 self._fail(TransferError(f"no thread for the pull: {error}", "lost"))
                 self._part_ended()
@@ -737,9 +776,13 @@ class Pull(ProcessLocal):
             self._channels.append(channel)
         self._check()
 
+    def _is_used(self) -> bool:
+        """Return whether a stream may still use the pages."""
+        return self._after is not None and not self._after.done()
+
     def _wait_for_users(self, task: PullTask) -> None:
         """Wait until the pages are not used any more."""
-        while self._after is not None and not self._after.done():
+        while self._is_used():
             self._check()
             task.renew_if_due()
             if time.monotonic() > self._deadline:
@@ -774,19 +817,14 @@ class Pull(ProcessLocal):
             self._num_running -= 1
             if self._num_running:
                 return
-            channels, self._channels = self._channels, []
-        self._settle(channels)
+            self._channels = []
+        self._settle()
 
-    def _settle(self, channels: Sequence[Channel] = ()) -> None:
-        """Note that nothing lands in the pages any more, and tell the senders of `channels`."""
+    def _settle(self) -> None:
+        """Note that nothing lands in the pages any more."""
         try:
             if self.failure is None:
                 self._pool.note_written()
-                for channel in channels:  # a sender that does not hear it waits for its lease
-                    try:
-                        channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
-                    except (Lost, TimeoutError):
-                        channel.abort()
                 if observe.order_observers and self._stream is not None:
                     self._stream.synchronize()  # tells them that the host is behind it
             elif self._stream is not None:  # it is no one else's, and this handle has the failure
@@ -798,8 +836,34 @@ class Pull(ProcessLocal):
             self._landing.end()
 
     def _close_in_child(self) -> None:
+        """Fail in a forked process, in which no thread goes on with it."""
+        self._changed = threading.Condition()  # a thread that is not here may have held it
+        self._landing = Landing()
+        self._landing.end()
+        self.failure = TransferError("the pull belongs to the process that forked this", "lost")
         for channel in self._channels:
             channel.close()
+
+
+def _is_idle(channel: Channel) -> bool:
+    """Return whether a connection that is kept has not ended, and is not about to."""
+    while channel.readable(0):
+        if not channel.confirming:
+            return False  # it is the end of it
+        try:
+            channel.receive(time.monotonic() + _CONFIRM_S, CONFIRMED)
+        except (Lost, TimeoutError, TransferError):
+            return False
+        channel.confirming = False
+    return True
+
+
+def _close_confirmed(channel: Channel, deadline: float) -> None:
+    """Close a connection once its sender has heard that the last pull is done."""
+    if channel.confirming:
+        with suppress(Lost, TimeoutError, TransferError):
+            channel.receive(deadline, CONFIRMED)
+    channel.close()
 
 
 def _as_transfer_error(error: BaseException, where: str) -> TransferError:

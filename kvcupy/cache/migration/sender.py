@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -33,7 +34,8 @@ from .engines import Service, engine_for
 from .layers import PageBytes, Staging, staging_for
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
 
-PULL_HEAD = struct.Struct(">QQ16sIII")  # number, generation, token, heads: first, count; run
+# Number, generation, token; heads: first, count; pages per run; whether START follows.
+PULL_HEAD = struct.Struct(">QQ16sIIII")
 GRANT_HEAD = struct.Struct(">QIIIQ")  # ms of lease, pages per run, pages, layers, bytes of each
 
 _IDLE_S = 60.0  # that a connection is kept without a pull
@@ -42,6 +44,8 @@ _MOST_PULLS = 1 << 20  # of an offer
 _MOST_ENDED = 1024  # offers of which it is remembered why they ended
 _BUFFER_BYTES = 1 << 20  # that a Unix socket takes, so that both ends work at a time
 _CLOSE_S = 5.0
+_GRACE_S = 0.05  # after which a connection is aborted that is blocked when its offer ends
+_LOOK_S = 3600.0  # at most, between looks at leases
 
 
 @dataclass(eq=False)
@@ -57,6 +61,7 @@ class _Offer:
     release: Callable[[Any], object]
     written: list[StreamCompletion | None]  # what writes each layer; None: not announced yet
     expires: float = 0.0  # a value of time.monotonic
+    ticket: bytes = b""  # as it was handed out
     completed: int = 0  # pulls
     channels: set[Channel] = field(default_factory=set)  # of pulls that are being served
     ended: str = ""  # why
@@ -81,7 +86,8 @@ class PageSender(ProcessLocal):
         many as needed, up to 64, where it cannot
     advertise : address that tickets name instead of `listen`, such as of this machine where that
         is "tcp:0.0.0.0:PORT"
-    max_connections : that are served at a time; others are dropped
+    max_connections : that are served at a time; when there are so many, the one that has waited
+        longest for its next pull is closed for a new one, and others are dropped
 
     Attributes
     ----------
@@ -144,11 +150,16 @@ class PageSender(ProcessLocal):
         self._changed = threading.Condition()  # guards all of the below
         self._offers: dict[int, _Offer] = {}  # open, by number
         self._unreleased: set[_Offer] = set()  # over or not
+        self._by_ticket: dict[bytes, _Offer] = {}  # of those; spares reading a ticket per layer
         self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that this frees
         self._ended: OrderedDict[int, str] = OrderedDict()  # why, by number
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._idle: dict[socket.socket, None] = {}  # of those, which wait for a pull, oldest first
+        self._evicted: set[socket.socket] = set()  # of those, which end to make place
         self._num_handshakes = 0
         self._next = 1
+        self._to_abort: list[tuple[float, _Offer, Channel]] = []  # when, if it is still blocked
+        self._wakes_at = 0.0  # when the thread that ends leases looks again, by time.monotonic
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._pid = os.getpid()
@@ -230,6 +241,7 @@ class PageSender(ProcessLocal):
         closes, before all layers were announced. Lease and pages are the sender's affair alone: a
         receiver that hangs or dies keeps nothing.
         """
+        self._require_own_process()
         ordered = self._checked_pages(pages)
         lease = positive_seconds(lease_s, "lease_s")
         pulls = positive_int(pulls, "pulls")
@@ -265,12 +277,19 @@ class PageSender(ProcessLocal):
             self._next += 1
             self._offers[offer.number] = offer
             self._unreleased.add(offer)
-        self._notify()
-        return Ticket(
+            is_earliest = offer.expires < self._wakes_at
+        if is_earliest:
+            self._notify()
+        ticket = Ticket(
             offer.number, offer.generation, offer.token, self._id, self._digest, lease,
             len(ordered), pulls, self._advertised, self._engine.name, self._identity, numbers,
             bytes(attachment),
         ).encoded(self._secret)  # fmt: skip
+        with self._changed:
+            if not offer.is_released:
+                offer.ticket = ticket
+                self._by_ticket[ticket] = offer
+        return ticket
 
     def layer_done(self, ticket: bytes, layer: int, stream: Any = None) -> None:
         """Announce that a layer of an offer by layers is written by what a stream holds now.
@@ -333,7 +352,7 @@ class PageSender(ProcessLocal):
                 "offers": len(self._offers),
                 "offered_pages": sum(len(offer.pages) for offer in self._unreleased),
                 "pulls": sum(len(offer.channels) for offer in self._unreleased),
-                "connections": len(self._connections),
+                "connections": len(self._connections) - len(self._evicted),
             }
             return now | {name: self._counts[name] for name in _COUNTS}
 
@@ -368,6 +387,7 @@ class PageSender(ProcessLocal):
 
     def _close_in_child(self) -> None:
         """Close what a forked process has inherited, and leave the offers to their owner."""
+        self._changed = threading.Condition()  # a thread that is not here may have held it
         if self._unlink is not None:
             self._unlink.detach()
         for inherited in (self._server, self._wake, self._woken, *self._connections):
@@ -392,14 +412,21 @@ class PageSender(ProcessLocal):
             self._pool.allocator.busy(pages, completion)
         return completion
 
-    def _require_open(self) -> None:
+    def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise KvcupyError(f"PageSender: it belongs to process {self._pid}, which forked this")
+
+    def _require_open(self) -> None:
         if self._closed:
             raise KvcupyError("PageSender: it is closed")
 
     def _offer_of(self, ticket: Any) -> _Offer | None:
         """Return the offer of a ticket, or None if nothing of it is left."""
+        self._require_own_process()
+        if type(ticket) is bytes:
+            with self._changed:
+                if (offer := self._by_ticket.get(ticket)) is not None:
+                    return offer
         decoded = Ticket.decoded(ticket, self._secret)
         if decoded.sender_id != self._id:
             raise TransferError("ticket: expected one of this sender", "ticket")
@@ -418,11 +445,23 @@ class PageSender(ProcessLocal):
             self._ended[offer.number] = reason
             while len(self._ended) > _MOST_ENDED:
                 self._ended.popitem(last=False)
-            moving = [channel for channel in offer.channels if channel.moving]
-        for channel in moving:  # the others find out before they move anything
-            channel.abort()
+            abort_at = time.monotonic() + _GRACE_S
+            moving = [(abort_at, offer, each) for each in offer.channels if each.moving]
+            self._to_abort += moving  # the others find out before they move anything
+        if moving:
+            self._notify()
         self._settle(offer)
         return True
+
+    def _abort_blocked(self, now: float) -> float:
+        """Abort connections of offers that are over; return seconds until the next is due."""
+        with self._changed:
+            self._to_abort = [each for each in self._to_abort if each[2] in each[1].channels]
+            due = [channel for at, _, channel in self._to_abort if at <= now and channel.moving]
+            ends = [at - now for at, _, _ in self._to_abort if at > now]
+        for channel in due:
+            channel.abort()
+        return min(ends, default=_LOOK_S)
 
     def _settle(self, offer: _Offer) -> None:
         """Free the pages of an offer if it is over and nothing reads or writes them, once."""
@@ -433,6 +472,7 @@ class PageSender(ProcessLocal):
             offer.is_released = True
             offer.written = []
             self._unreleased.discard(offer)
+            self._by_ticket.pop(offer.ticket, None)
         try:
             offer.release(offer.pages)
         except Exception as error:
@@ -453,11 +493,15 @@ class PageSender(ProcessLocal):
         while not self._closed:
             now = time.monotonic()
             with self._changed:
+                self._wakes_at = math.inf  # others notify from now on
                 offers = list(self._offers.values())
             for offer in offers:
                 if offer.expires <= now:
                     self._end(offer, "expired")
             ends = [offer.expires - now for offer in offers if not offer.ended]
+            ends.append(self._abort_blocked(now))
+            with self._changed:
+                self._wakes_at = now + min(ends)
             poll_s = self._engine.poll_s
             if poll_s is not None:
                 try:
@@ -465,7 +509,7 @@ class PageSender(ProcessLocal):
                 except Exception as error:  # of one peer: this thread is needed for all others
                     cache_logger.warning("%s could not make progress: %s", self, error)
                 ends.append(poll_s)
-            if protocol.any_readable((self._server, self._woken), min(ends, default=3600.0)):
+            if protocol.any_readable((self._server, self._woken), min(ends)):
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
                 self._accept()
@@ -483,7 +527,7 @@ class PageSender(ProcessLocal):
             return
         with self._changed:
             is_crowded = self._num_handshakes >= _MOST_HANDSHAKES
-            if self._closed or is_crowded or len(self._connections) >= self._max_connections:
+            if self._closed or is_crowded or not self._make_place():
                 self._counts["dropped_connections"] += 1
                 connection.close()
                 return
@@ -497,6 +541,18 @@ class PageSender(ProcessLocal):
         except RuntimeError as error:  # no thread can be started
             cache_logger.warning("a connection could not be served: %s", error)
             self._dropped(connection)
+
+    def _make_place(self) -> bool:
+        """Return whether there is place for a connection, if need be that of an idle one."""
+        if len(self._connections) - len(self._evicted) < self._max_connections:
+            return True
+        oldest = next(iter(self._idle), None)
+        if oldest is None:
+            return False
+        del self._idle[oldest]
+        self._evicted.add(oldest)
+        protocol.shut_down(oldest)  # its receiver asks again over another one
+        return True
 
     def _dropped(self, connection: socket.socket) -> None:
         connection.close()
@@ -533,7 +589,7 @@ class PageSender(ProcessLocal):
         with self._changed:
             self._num_handshakes -= 1
         try:
-            while not self._closed and channel.readable(_IDLE_S):
+            while not self._closed and self._is_asked(channel, connection):
                 _, request = channel.receive(time.monotonic() + protocol.HANDSHAKE_S, PULL)
                 if not self._serve(channel, digest, request):
                     break
@@ -543,6 +599,18 @@ class PageSender(ProcessLocal):
             channel.close()
             with self._changed:
                 self._connections.pop(connection, None)
+                self._evicted.discard(connection)
+
+    def _is_asked(self, channel: Channel, connection: socket.socket) -> bool:
+        """Wait for the next request; return whether something has come that is to be served."""
+        if channel.readable(0):
+            return True
+        with self._changed:
+            self._idle[connection] = None
+        is_asked = channel.readable(_IDLE_S)
+        with self._changed:
+            self._idle.pop(connection, None)
+            return is_asked and connection not in self._evicted
 
     def _serve(self, channel: Channel, digest: bytes, request: bytes) -> bool:
         """Serve one pull; return whether the connection can be used for another."""
@@ -550,7 +618,7 @@ class PageSender(ProcessLocal):
             return self._refuse(channel, "identity", "the pools differ")
         if len(request) < PULL_HEAD.size:
             raise Lost("a request was cut off")
-        number, generation, token, first, count, run_pages = PULL_HEAD.unpack_from(request)
+        number, generation, token, first, count, run_pages, waits = PULL_HEAD.unpack_from(request)
         start = first - self._identity.head_start
         heads = range(start, start + count)
         if not (start >= 0 and count and heads.stop <= self._pool.num_kv_heads and run_pages):
@@ -559,7 +627,8 @@ class PageSender(ProcessLocal):
         if offer is None:
             return self._refuse(channel, *refusal)
         try:
-            self._move(channel, offer, heads, run_pages, request[PULL_HEAD.size :])
+            peer = request[PULL_HEAD.size :]
+            self._move(channel, offer, heads, run_pages, peer, waits=bool(waits))
         except TransferError as error:
             self._leave(channel, offer, "refused_pulls")
             with suppress(Lost, TimeoutError):
@@ -600,11 +669,12 @@ class PageSender(ProcessLocal):
         return offer, ("", "")
 
     def _move(
-        self, channel: Channel, offer: _Offer, heads: range, run_pages: int, peer: bytes
-    ) -> None:
+        self, channel: Channel, offer: _Offer, heads: range, run_pages: int, peer: bytes, *,
+        waits: bool,
+    ) -> None:  # fmt: skip
         staging = self._staging if self._engine.staged else None
         page_bytes = self._bytes_of(heads)
-        run_pages = min(run_pages, len(offer.pages) if staging is None else staging.pool.num_pages)
+        run_pages = min(run_pages, len(offer.pages) if staging is None else staging.share)
         stream: list[Any] = []
 
         def own_stream() -> Any:
@@ -623,9 +693,12 @@ class PageSender(ProcessLocal):
             round(offer.lease_s * 1e3), run_pages, len(offer.pages), self._pool.num_layers,
             page_bytes.page_bytes,
         )  # fmt: skip
-        channel.send(GRANT, grant + self._engine.describe(), service.deadline())
+        grant += self._engine.describe()
+        channel.send(GRANT, grant, service.deadline(), more=True)  # along with layers
         before = channel.num_bytes
         try:
+            if waits:
+                service.wait_start()
             self._engine.serve(service)
             channel.moving = True  # so that it is not waited for when the offer is over
             self._check(offer)
