@@ -122,6 +122,7 @@ def test_many_rows(device, packed, narrows):
         )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("packed", FOUR_BIT)
 @pytest.mark.parametrize("source", ["bf16", "fp16", "fp8_e4m3"])
 def test_rows_are_those_that_store_kv_stores(device, packed, source):
