@@ -103,10 +103,11 @@ class KernelSources:
         assert found == count, f"{name} has {found} of {old!r}, not {count}"
         path.write_text(text)
 
-    def device(self) -> Any:
+    def device(self, *flags: str) -> Any:
         """Make a host device, and let the operations of kvcupy use it until the test ends.
 
-        It lays kernels out as on a GPU, and a kernel that does not compile is an error.
+        It lays kernels out as on a GPU, and a kernel that does not compile is an error. What runs
+        once is not worth the time of optimising it: give the compiler "-O0".
         """
         from kvcupy import devices
         from kvcupy.config import config
@@ -114,7 +115,7 @@ class KernelSources:
         from kvcupy.ops import call as op_call
 
         device = HostDevice()
-        device.warp_lanes = 32
+        device.warp_lanes, device.extra_flags = 32, flags
         self._monkeypatch.setitem(devices._devices, "host", device)
         self._monkeypatch.setattr(op_call, "_plans", {})
         self._monkeypatch.setattr(config, "_fallback", "error")

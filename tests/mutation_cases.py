@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers import KernelSources
+from helpers import KernelSources, full_only
 
 import kvcupy as kv
 
@@ -38,7 +38,18 @@ class Mutation:
         kernel_sources.replace(self.file, self.old, self.new, self.count)
         for file, old, new in self.more:
             kernel_sources.replace(file, old, new)
-        device = kernel_sources.device()
-        device.extra_flags = ("-O0",)  # what runs once is not worth the time of optimising it
+        device = kernel_sources.device("-O0")
         with pytest.raises(NOTICED):
             self.check(device)
+
+
+def one_of_each(mutations: dict[str, Mutation]) -> list[Any]:
+    """Return the names of mutations, of which one per file and check runs without ``--full``.
+
+    A check that has noticed one is able to fail; that it notices the rest says where it looks.
+    """
+    first: dict[tuple[str, Callable[[Any], Any]], str] = {}
+    for name, mutation in mutations.items():
+        first.setdefault((mutation.file, mutation.check), name)
+    telling = set(first.values())
+    return [name if name in telling else full_only(name) for name in mutations]

@@ -1,7 +1,9 @@
 """What `test_sanitizers.py` starts: kernels over arrays that end where their allocation ends.
 
 usage: sanitized.py stores|rotations|moves|transfers|attention|traps|redzones
-                    <folder of the kernels>
+                    <folder of the kernels> [<which>]
+
+Of the rows of a table below those run whose number leaves no remainder by `which`: all by 1.
 
 The runtime of the sanitizers is loaded before Python, so that NumPy's allocations are guarded.
 """
@@ -438,7 +440,7 @@ def run_traps(device: HostDevice) -> None:
             assert trapped or (out == 7).all(), f"{name}: got {out}"
 
 
-def main(what: str, folder: str) -> None:
+def main(what: str, folder: str, which: str = "1") -> None:
     """Run what the command line names."""
     sources.kernels_dir = lambda: Path(folder)
     kv.config.fallback = "error"
@@ -455,7 +457,7 @@ def main(what: str, folder: str) -> None:
         "traps": ((lambda device, _: run_traps(device), 1),),
     }[what]
     for one, count in work:
-        for number in range(count):
+        for number in range(0, count, int(which)):
             print(f"{getattr(one, '__name__', what)} {number}", flush=True)
             one(device, number)
     print("all done")

@@ -388,7 +388,7 @@ def _attend(
         v_cache = k_cache[..., : widths[1]]
     if rotated:
         k_cache, v_cache = (
-            four_bit_view(v.codes, cast(ArrayView, v.scales), v.format, v.shape[-1])
+            four_bit_view(v.codes, cast(ArrayView, v.scales), v.format, v.shape[-1], v.scale_rule)
             for v in (k_cache, v_cache)
         )
     options: dict[str, Any] = {}

@@ -63,6 +63,7 @@ def compile_program(target, folder, specialisation, *flags):
     return folder / "kernel.o"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("specialisation", FEW, ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_kernel_compiles_for_another_target(tmp_path, target, specialisation):

@@ -305,8 +305,7 @@ TELLING = (
 def test_a_broken_kernel_is_noticed(kernel_sources: KernelSources, name):
     old, new, check = MUTATIONS[name]
     kernel_sources.replace(FILE, old, new)
-    device = kernel_sources.device()
+    device = kernel_sources.device("-O0")
     device.warp_lanes = 1
-    device.extra_flags = ("-O0",)  # what runs once is not worth the time of optimising it
     with pytest.raises(NOTICED):
         (check or test_weights_are_powers_to_within_an_ulp)(device)

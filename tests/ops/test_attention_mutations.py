@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import attention_checks
 import pytest
-from helpers import full_only
-from mutation_cases import Mutation
+from mutation_cases import Mutation, one_of_each
 from prefill_calls import Call
 
 DECODE, APPEND = attention_checks.check_attention_decode, attention_checks.check_attention_append
@@ -360,19 +359,6 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-TELLING = (
-    "missing latents of many heads weigh in", "the rest of weights left out",
-    "keys of many heads hidden by the rows of the first warp", "sums of many heads not rescaled",
-)  # fmt: skip
-"""The mutations of the kernel for many heads, which takes long to compile, that always run."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        full_only(name) if mutation.file == HEADS_FILE and name not in TELLING else name
-        for name, mutation in MUTATIONS.items()
-    ],
-)
+@pytest.mark.parametrize("name", one_of_each(MUTATIONS))
 def test_a_broken_kernel_is_noticed(kernel_sources, name):
     MUTATIONS[name].must_be_noticed(kernel_sources)
