@@ -191,9 +191,9 @@ def whole(kind, length):
 
 def out_of_turn(channel):
     """Return a genuine message whose turn it is not: DONE before a PULL."""
-    head = struct.pack(">BI", protocol.DONE, protocol._LEAST_PAYLOAD_BYTES)
-    payload = bytes(protocol._LEAST_PAYLOAD_BYTES)
-    return head + payload + channel._mac(True, head, payload)
+    least = protocol._LEAST_PAYLOAD_BYTES
+    message = struct.pack(">BI", protocol.DONE, least) + bytes(least)
+    return message + channel._mac(True, message)
 
 
 @pytest.mark.parametrize(
