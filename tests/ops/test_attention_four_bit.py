@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views
 from four_bit_cases import FOUR_BIT, KINDS, split_cache
-from helpers import Arg, from_values, full_only
+from helpers import from_values, full_only
 
 import kvcupy as kv
 from kvcupy import reference
