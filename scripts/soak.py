@@ -2,15 +2,17 @@
 
 Three servers take steps in turn: a bf16 cache, one of fp8 with a scale per token and head and keys
 that are rotated in attention, and one of MLA's latents, each with a host tier and a disk tier, or
-with --shared a shared store in its place. They admit requests on cached prefixes, prefill in
-chunks, decode by calls and by captured graphs, fork, search with beams, verify token trees, slide
-windows, fail in the middle of steps, preempt by offload and by recomputation, cancel, evict, save,
-load and restart. After every step each page has the owners that it must have; sampled sequences
-hold the bits that follow from their tokens, and sampled outputs of attention are those of float64.
+with --shared a shared store in its place. With --past there is a fourth, whose old tokens are in
+nvfp4; its rows are such that this format holds them exactly. They admit requests on cached
+prefixes, prefill in chunks, decode by calls and by captured graphs, fork, search with beams, verify
+token trees, slide windows, fail in the middle of steps, preempt by offload and by recomputation,
+cancel, evict, save, load and restart. After every step each page has the owners that it must have;
+sampled sequences hold the bits that follow from their tokens, and sampled outputs of attention are
+those of float64.
 
     python scripts/soak.py --steps 3000
     python scripts/soak.py --seconds 600 --seed 7 --json build/soak.json --plot build/soak.png
-    python scripts/soak.py --shared
+    python scripts/soak.py --shared --past
 
 A server of 25 ms per step takes 144,000 steps in an hour. The exit status is 1 if something was
 wrong, or if memory, threads, files or Python's blocks have grown after the warm-up by more than
@@ -37,10 +39,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common.measure import chosen_device, log_compilation
 from soaking.audit import Broken
-from soaking.contents import VARIANTS
+from soaking.contents import PAST, VARIANTS, Variant
 from soaking.draw import draw
 from soaking.resources import SLACK, Sample, beyond_slack, growth, sample, warm_up
-from soaking.server import DISK_SLOTS, HOST_PAGES, NUM_PAGES, Server
+from soaking.server import DISK_SLOTS, HOST_PAGES, Server, num_pages
 
 from kvcupy.bench.report import describe, format_table, write_json
 from kvcupy.errors import KvcupyError
@@ -50,10 +52,13 @@ HOUR_STEPS, STEP_MS = 144_000, 25
 SAMPLES = 400  # about, of a run
 
 
-def pool_sizes() -> dict[str, int]:
+def pool_sizes(variants: Sequence[Variant]) -> dict[str, int]:
     """Return the sizes of the pools, of all servers together."""
-    sizes = {"device_pages": NUM_PAGES, "host_pages": HOST_PAGES, "disk_blocks": DISK_SLOTS}
-    return {name: len(VARIANTS) * size for name, size in sizes.items()}
+    return {
+        "device_pages": sum(map(num_pages, variants)),
+        "host_pages": len(variants) * HOST_PAGES,
+        "disk_blocks": len(variants) * DISK_SLOTS,
+    }
 
 
 def take_sample(servers: Sequence[Server], step: int, folder: Path) -> Sample:
@@ -75,10 +80,11 @@ def soak(
     """
     device = chosen_device(arguments.device)
     where = describe(device)
+    variants = (*VARIANTS, PAST) if arguments.past else VARIANTS
     start = time.perf_counter()
     servers = [
         Server(device, variant, arguments.seed, folder, shared=arguments.shared)
-        for variant in VARIANTS
+        for variant in variants
     ]
     opened_s = time.perf_counter() - start
     steps, samples = 0, [take_sample(servers, 0, folder)]
@@ -113,6 +119,7 @@ def soak(
         **where,
         "seed": arguments.seed,
         "shared": arguments.shared,
+        "past": arguments.past,
         "steps": steps,
         "seconds": seconds,
         "opened_s": opened_s,
@@ -124,7 +131,7 @@ def soak(
             }
             for server in servers
         },
-        "sizes": pool_sizes(),
+        "sizes": pool_sizes(variants),
         "warm_up_steps": warm_up(samples),
         "slack": SLACK,
         "grown": grown,
@@ -176,6 +183,7 @@ def main(argv: Sequence[str] | None = None, after_step: Callable[[], object] = l
     length.add_argument("--seconds", type=float, help="how long, instead")
     add("--seed", type=int, default=0, help="of the traffic")
     add("--shared", action="store_true", help="a shared store in place of each disk tier")
+    add("--past", action="store_true", help="a fourth server, with old tokens in four bits")
     add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw memory and pools over steps here (needs matplotlib)")
     arguments = parser.parse_args(argv)

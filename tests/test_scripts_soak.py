@@ -77,6 +77,20 @@ def test_a_shared_store_below_the_tiers(device_name, tmp_path, few_plans, monkey
     assert [server["blocks"]["shared_errors"] for server in servers] == [0, 0, 0]
 
 
+def test_a_past(device_name, tmp_path, few_plans, monkeypatch):
+    import soak as script
+
+    monkeypatch.setattr(script, "VARIANTS", ())  # that server alone
+    path = tmp_path / "soak.json"
+    assert soak(device_name, "--steps", 160, "--past", "--json", path) == 0
+    report = json.loads(path.read_text())
+    counts = report["servers"]["past"]["counts"]
+    assert counts["most pages of the past"] > 16 and report["past"]
+    for what in ("rows compared", "outputs compared", "launched graphs", "trees committed",
+                 "steps taken back", "not offloaded, being demoted"):  # fmt: skip
+        assert counts[what] > 0, what
+
+
 def test_it_runs_for_a_time(device_name, capsys):
     assert soak(device_name, "--seconds", 0.3) == 0
     assert "too much" not in capsys.readouterr().err
@@ -101,6 +115,18 @@ WRONG = {
     "references are not dropped": (
         Sequences, "_release", lambda self, pages: None, "are referred to"),
 }  # fmt: skip
+
+
+def test_wrong_conversions_are_noticed(device, monkeypatch, tmp_path):
+    from soaking.audit import Broken
+    from soaking.contents import PAST
+    from soaking.server import Server
+
+    monkeypatch.setattr("kvcupy.cache.paged.past.store_kv", lambda *_, **__: None)
+    server = Server(device, PAST, 5, tmp_path, check_every=1)
+    with pytest.raises(Broken, match=r"rows differ|off by"):
+        for _ in range(200):
+            server.step()
 
 
 @pytest.mark.parametrize("name", [n if i < 3 else full_only(n) for i, n in enumerate(WRONG)])

@@ -56,7 +56,7 @@ def audit(cache: Any, tiers: Any, leases: Sequence[Any]) -> None:
 def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
     """Compare references and owners of device pages; return all leases."""
     sequences = cache._sequences
-    references = np.zeros(cache.pool.num_pages, np.int64)
+    references = np.zeros(len(sequences._references), np.int64)  # of a past, too
     length = 0
     for sequence in sequences._known.values():
         pages = sequence.pages
@@ -77,8 +77,12 @@ def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
     require(cache.total_length == length, f"total_length {cache.total_length}, expected {length}")
     tier = tiers._shared._tiers.device
     pinned = [lease.pages for lease in leases]
-    owned = np.concatenate([np.flatnonzero(references), np.flatnonzero(tier.owned), *pinned])
+    used, first_past = np.flatnonzero(references), cache.pool.num_pages
+    owned = np.concatenate([used[used < first_past], np.flatnonzero(tier.owned), *pinned])
     _compare("device", cache.pool.allocator.allocated(), owned)
+    if cache.past_pool is not None:
+        demoted = used[used >= first_past] - first_past
+        _compare("past", cache.past_pool.allocator.allocated(), demoted)
     copies = [copy.page for copy in tier.copies.values()]
     require(len(set(copies)) == len(copies), "two blocks are on one device page")
     require(bool(tier.owned[copies].all()), "a block is on a page that is not the tier's")

@@ -43,6 +43,8 @@ class Variant:
     dtype : of the cache; int8 and fp8 have a scale per token and head
     latent : multi-head latent attention
     rope : keys are rotated in attention
+    past : the format of old tokens; rows are then such that it holds them exactly, so that it makes
+        no difference which of them have been demoted, and how often
     policy, write : of the tiered cache
     """
 
@@ -50,8 +52,14 @@ class Variant:
     dtype: str = "bf16"
     latent: bool = False
     rope: bool = False
+    past: str | None = None
     policy: str = "lru"
     write: str = "through"
+
+    @property
+    def width(self) -> int:
+        """Elements of a head."""
+        return 2 * WIDTH if self.past else WIDTH
 
 
 VARIANTS = (
@@ -59,6 +67,7 @@ VARIANTS = (
     Variant("fp8", dtype="fp8_e4m3", rope=True, policy="2q", write="back"),
     Variant("mla", latent=True, policy="lfu"),
 )
+PAST = Variant("past", past="nvfp4")
 
 
 class Stock:
@@ -81,12 +90,14 @@ class Stock:
         if variant.latent:
             shapes = (Q_HEADS, LATENT + ROPE), (LATENT,), (ROPE,)
         else:
-            shapes = (Q_HEADS, WIDTH), (1, WIDTH), (1, WIDTH)
+            shapes = (Q_HEADS, variant.width), (1, variant.width), (1, variant.width)
         self.query, self.key, self.value = (
             rng.standard_normal((LAYERS, ROWS, *shape)).astype(np.float32) for shape in shapes
         )
+        if variant.past:
+            self.key, self.value = (_on_grid(rows) for rows in (self.key, self.value))
         self.stored = self._rounded(self.key), self._rounded(self.value)
-        self.out_width = LATENT if variant.latent else WIDTH
+        self.out_width = LATENT if variant.latent else variant.width
 
     def _rounded(self, rows: Array) -> Array:
         """Return what a cache of the format holds of rows."""
@@ -117,8 +128,17 @@ class Stock:
             keys = reference.rotate(keys, *reference.cos_sin(self.table, positions))
             angles = reference.cos_sin(self.table, np.array([position]))
             query = reference.rotate(query[None], *angles)[0]
-        scale = SM_SCALE if self.variant.latent else WIDTH**-0.5
+        scale = SM_SCALE if self.variant.latent else self.variant.width**-0.5
         scores = (query.astype(np.float64)[:, None] * keys[:, 0]).sum(-1) * scale
         weights = np.exp(scores - scores.max(1, keepdims=True))
         weights /= weights.sum(1, keepdims=True)
         return np.asarray((weights[..., None] * values[:, 0]).sum(1))
+
+
+def _on_grid(rows: Array) -> Array:
+    """Round rows to what E2M1 has, with its largest number in each, so that their scale is 1."""
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    nearest = np.abs(np.abs(rows)[..., None] - grid).argmin(-1)
+    rounded = np.sign(rows) * grid[nearest]
+    rounded[..., 0] = 6
+    return np.asarray(rounded, np.float32)

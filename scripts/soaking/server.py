@@ -34,7 +34,6 @@ from .contents import (
     ROPE,
     SM_SCALE,
     TOLERANCE,
-    WIDTH,
     Stock,
     Variant,
     next_chain,
@@ -47,9 +46,15 @@ GRAPHS = (2, 4, 8)  # sequences that a captured step is for
 VOCABULARY, SYSTEM_PROMPTS = 50, 6
 IN_FLIGHT = 2  # steps that are launched before the host waits
 STORE_BLOCKS = 64  # of the shared store, if there is one
+RECENT, SINKS = 6, 2  # tokens that a cache with a past keeps as they are
 SLOT_BYTES = 4096  # of the disk file, more than a block takes
 
 KINDS = ("plain", "plain", "plain", "fork", "beam", "tree", "window")
+
+
+def num_pages(variant: Variant) -> int:
+    """Return the pages of a cache's own format; one with a past has the others for that."""
+    return NUM_PAGES // 2 if variant.past else NUM_PAGES
 
 
 class StepFailed(Exception):
@@ -192,11 +197,14 @@ class Server:
     def _open(self) -> None:
         device, variant = self.device, self.variant
         self.compute, self.other, self.copies = (device.stream() for _ in range(3))
-        shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": WIDTH}
+        shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": variant.width}
         if variant.latent:
             shape = {"num_kv_heads": 1, "head_dim": LATENT + ROPE, "latent_dim": LATENT}
+        if variant.past:
+            shape |= {"past": variant.past, "recent": RECENT, "sinks": SINKS,
+                      "num_past_pages": NUM_PAGES - num_pages(variant)}  # fmt: skip
         self.cache = kv.PagedKVCache(
-            num_layers=LAYERS, num_q_heads=Q_HEADS, num_pages=NUM_PAGES, page_size=PAGE,
+            num_layers=LAYERS, num_q_heads=Q_HEADS, num_pages=num_pages(variant), page_size=PAGE,
             dtype=variant.dtype, rope=self.table, rope_mode="inline" if variant.rope else "normal",
             max_batch_tokens=BUDGET, max_seq_len=MAX_POSITIONS, copy_stream=self.copies,
             device=device, **shape,
@@ -208,7 +216,9 @@ class Server:
             host_pool: Any = kv.MLAPool(HOST_PAGES, PAGE, LAYERS, LATENT + ROPE, **common)
         else:
             scaled = bool(self.cache.pool.scale_parts)
-            host_pool = kv.KVPool(HOST_PAGES, PAGE, LAYERS, 1, WIDTH, scales=scaled, **common)
+            host_pool = kv.KVPool(
+                HOST_PAGES, PAGE, LAYERS, 1, variant.width, scales=scaled, **common
+            )
         self.store = None
         if self.shared:
             self.store = kv.SharedStore.open(
@@ -254,7 +264,8 @@ class Server:
         if self.store is not None:
             self.store.close()
         self.device.synchronize()
-        for pool in (self.cache.pool, self.tiers.host_pool):
+        pools = self.cache.pool, self.tiers.host_pool, self.cache.past_pool
+        for pool in (pool for pool in pools if pool is not None):
             require(pool.allocator.num_free == pool.num_pages, f"pages of {pool} are left")
         kv.check_faults(self.device)
 
@@ -292,11 +303,20 @@ class Server:
         disk = self.tiers._shared._tiers.disk
         return {
             "device_pages": self.cache.pool.allocator.num_allocated,
+            "past_pages": self._past_pages,
             "host_pages": self.tiers.host_pool.allocator.num_allocated,
             "disk_blocks": 0 if disk is None else len(disk),
         }
 
+    @property
+    def _past_pages(self) -> int:
+        pool = self.cache.past_pool
+        return 0 if pool is None else int(pool.allocator.num_allocated)
+
     def _audit(self) -> None:
+        if self.variant.past:
+            most = max(self.counts["most pages of the past"], self._past_pages)
+            self.counts["most pages of the past"] = most
         audit(self.cache, self.tiers, [lease for lease, _ in self.leases])
         for sequence in self.running:
             length, expected = self.cache.sequence_length(sequence.name), len(sequence.all_rows)
@@ -511,6 +531,11 @@ class Server:
     def _offload(self, sequence: Sequence) -> bool:
         try:
             self.cache.offload(sequence.name)
+        except ValueError:
+            if not self.variant.past:
+                raise
+            self.counts["not offloaded, being demoted"] += 1
+            return False
         except kv.CacheFull:
             self.counts["not offloaded"] += 1
             return False
