@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _IDLE_S = 10.0  # that a thread waits for the next pull
 _MOST_IDLE = 4  # connections kept per sender
+_MOST_PLANNED = 64  # senders of which the tickets are known to fit
 _CONFIRM_S = 1.0
 _CLOSE_S = 5.0
 _QUIET_POLL_S = 0.02
@@ -90,6 +91,8 @@ class PageReceiver(ProcessLocal):
         self._staging = staging_of(pool, staging_pages)
         self._engine = engine_for(engine, pool)
         self._page_bytes: dict[range, PageBytes] = {}
+        # By sender and address: a ticket that was checked, and what follows from it for all others.
+        self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
         self._lock = threading.Lock()  # guards all of the below
         self._pulls: set[Pull] = set()  # whose pages may be written
         self._workers = _Workers()
@@ -268,7 +271,8 @@ class PageReceiver(ProcessLocal):
             raise ValueError(f"pages: expected 0 to {most}, got {outside[0]}")
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once")
-        ordered: Pages = np.array(listed, np.int64)
+        is_own = listed is not pages and listed.dtype == np.int64
+        ordered: Pages = listed if is_own else np.array(listed, np.int64)
         if not tickets:
             raise ValueError("ticket: expected at least one")
         for ticket in tickets:
@@ -281,6 +285,10 @@ class PageReceiver(ProcessLocal):
 
     def _plan(self, tickets: Sequence[Ticket]) -> list[tuple[Ticket, Address, range]]:
         """Return for each ticket where its sender is, and which heads of the model come from it."""
+        key = tickets[0].sender_id, tickets[0].address
+        known = self._planned.get(key) if len(tickets) == 1 else None
+        if known is not None and known[0].is_alike(tickets[0]):
+            return [(tickets[0], *known[1:])]
         parts = []
         covered: list[int] = []
         own = range(
@@ -316,6 +324,10 @@ class PageReceiver(ProcessLocal):
                 f"heads: expected {own.start} to {own.stop - 1}, each once, got "
                 f"{sorted(covered) or 'none'}", "identity",
             )  # fmt: skip
+        if len(parts) == 1:
+            if len(self._planned) >= _MOST_PLANNED:
+                self._planned.clear()
+            self._planned[key] = parts[0]
         return parts
 
     # --- Connections ---
