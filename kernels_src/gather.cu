@@ -72,7 +72,7 @@ __device__ __forceinline__ void restore_sixteen(const SixteenCodes& codes, u32 b
   if (!has && rotation.most_shift == 0) return;
   const float step = __fmul_rn(group_scale<TFormat>(bits), scale);
   Sixteen values = decode_codes<TFormat>(codes, step);
-  if (rotation.most_shift) values = rotate_sixteen(values, rotation);
+  if (rotation.most_shift) rotate_sixteen(values, rotation);
   if (has) store_sixteen<TOut, kCount>(from_floats<TOut>(values), target);
 }
 
