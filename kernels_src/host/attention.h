@@ -313,9 +313,19 @@ struct HostTile {
 
   // Rotate a row as those of a four-bit cache are.
   static void rotate(float* row, const GroupScales& rotation) {
-    const int shift = rotation.rotation_shift;
-    if (shift == 0) return;
-    for (int i = 0; i < rotation.rotated_width; i += 1 << shift) rotate_alone(row + i, shift);
+    const int block = 1 << rotation.rotation_shift;
+    const float scale = rotation_scale(rotation.rotation_shift);
+    for (int half = 1; half < block; half *= 2) {
+      for (int first = 0; first < rotation.rotated_width; first += 2 * half) {
+        for (int i = first; i < first + half; ++i) {
+          const float x = row[i];
+          const float y = row[i + half];
+          row[i] = x + y;
+          row[i + half] = x - y;
+        }
+      }
+    }
+    for (int i = 0; i < rotation.rotated_width; ++i) row[i] *= scale;
   }
 
   void start() {

@@ -288,8 +288,7 @@ MUTATIONS = {
     "values as they are stored": (
         "rotate(values[r], p.v.group_scales);", "", check_stored_rotated),
     "the first block of a row alone": (
-        "i < rotation.rotated_width; i += 1 << shift", "i < 1 << shift; i += 1 << shift",
-        check_stored_rotated),
+        "first < rotation.rotated_width", "first < block", check_stored_rotated),
     "the page of the first key for all": (
         "if (entry_of(p, place) != entry) {", "if (entry < 0) {", check_few_rows),
 }  # fmt: skip
