@@ -1,4 +1,4 @@
-"""Groups of nvfp4 that get the scale of the smaller error: bit for bit, wherever rows are written."""
+"""Groups of nvfp4 with the scale of the smaller error, bit for bit, wherever rows are written."""
 
 from __future__ import annotations
 
