@@ -345,48 +345,41 @@ __device__ __forceinline__ float rotation_scale(int shift) {
   return __fmul_rn(power, shift & 1 ? kRootOfHalf : 1.0f);
 }
 
-// What is rotated before it is stored: NaN as 0, and no magnitude above the limit.
-template <typename T>
-__device__ __forceinline__ Sixteen bounded_sixteen(const Pack<T, kCodesPerThread>& pack) {
-  Sixteen x = to_floats(pack);
+// What is rotated before it is stored has no magnitude above the limit.
+__device__ __forceinline__ void bound_sixteen(Sixteen& x) {
 #pragma unroll
   for (int i = 0; i < kCodesPerThread; ++i) {
-    const float value = fminf(fmaxf(x.values[i], -kRotatedLimit), kRotatedLimit);
-    x.values[i] = x.values[i] == x.values[i] ? value : 0.0f;
+    x.values[i] = fminf(fmaxf(x.values[i], -kRotatedLimit), kRotatedLimit);
   }
-  return x;
 }
 
 // Every thread of the warp must call it, with consecutive parts of a block in neighbouring threads.
-__device__ __forceinline__ Sixteen rotate_sixteen(const Sixteen& in, const Rotation& rotation) {
-  Sixteen x = in;
+__device__ __forceinline__ void rotate_sixteen(Sixteen& x, const Rotation& rotation) {
+  if (rotation.shift) {
 #pragma unroll
-  for (int half = 1; half < kCodesPerThread; half *= 2) {
+    for (int half = 1; half < kCodesPerThread; half *= 2) {
 #pragma unroll
-    for (int i = 0; i < kCodesPerThread; ++i) {
-      if (i & half) continue;
-      const float first = x.values[i];
-      const float second = x.values[i + half];
-      x.values[i] = __fadd_rn(first, second);
-      x.values[i + half] = __fadd_rn(first, -second);
+      for (int i = 0; i < kCodesPerThread; ++i) {
+        if (i & half) continue;
+        const float first = x.values[i];
+        const float second = x.values[i + half];
+        x.values[i] = __fadd_rn(first, second);
+        x.values[i + half] = __fadd_rn(first, -second);
+      }
     }
   }
   const int lanes = (1 << rotation.shift) / kCodesPerThread;
   for (int distance = 1; distance < (1 << rotation.most_shift) / kCodesPerThread; distance *= 2) {
-    const bool is_second = threadIdx.x & distance;
+    const float sign = threadIdx.x & distance ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < kCodesPerThread; ++i) {
       const float other = __shfl_xor_sync(kAllLanes, x.values[i], distance);
-      const float own = is_second ? -x.values[i] : x.values[i];
-      if (distance < lanes) x.values[i] = __fadd_rn(other, own);
+      if (distance < lanes) x.values[i] = __fmaf_rn(x.values[i], sign, other);
     }
   }
-  const float scale = rotation_scale(rotation.shift);
+  const float scale = rotation.shift ? rotation_scale(rotation.shift) : 1.0f;
 #pragma unroll
-  for (int i = 0; i < kCodesPerThread; ++i) {
-    x.values[i] = rotation.shift ? __fmul_rn(x.values[i], scale) : in.values[i];
-  }
-  return x;
+  for (int i = 0; i < kCodesPerThread; ++i) x.values[i] = __fmul_rn(x.values[i], scale);
 }
 
 // The first elements of rows, which are stored rotated, and log2 of what rotates together; or
@@ -401,21 +394,30 @@ __device__ __forceinline__ Rotation rotation_at(const RotatedPart& part, int ele
 }
 
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
-// Rotate a block by one thread.
+// Rotate a block by one thread, eight elements at a time.
 inline void rotate_alone(float* x, int shift) {
+  using namespace kvcupy_host;
+  const auto load = [](const float* from) {
+    Pack<float, 8> eight;
+    eight.load(reinterpret_cast<const char*>(from));
+    return bits_as<Floats>(eight);
+  };
+  const auto store = [](Floats eight, float* to) {
+    bits_as<Pack<float, 8>>(eight).store(reinterpret_cast<char*>(to));
+  };
   const int block = 1 << shift;
-  for (int half = 1; half < block; half *= 2) {
-    for (int first = 0; first < block; first += 2 * half) {
-      for (int i = first; i < first + half; ++i) {
-        const float a = x[i];
-        const float b = x[i + half];
-        x[i] = a + b;
-        x[i + half] = a - b;
-      }
+  for (int i = 0; i < block; i += 8) store(butterflies_of_eight(load(x + i)), x + i);
+  for (int half = 8; half < block; half *= 2) {
+    for (int i = 0; i < block; i += 8) {
+      if (i & half) continue;
+      const Floats first = load(x + i);
+      const Floats second = load(x + i + half);
+      store(first + second, x + i);
+      store(first - second, x + i + half);
     }
   }
   const float scale = rotation_scale(shift);
-  for (int i = 0; i < block; ++i) x[i] *= scale;
+  for (int i = 0; i < block; i += 8) store(load(x + i) * scale, x + i);
 }
 #endif
 
@@ -732,13 +734,22 @@ __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float
 
 // The same of elements that are rotated before, or whose scales are chosen by error.
 template <typename TFormat, typename T>
-__device__ __forceinline__ void rotate_in_group(const Pack<T, kCodesPerThread>& x, float scale,
-                                                int at, bool active, const FourBitRow& row,
+__device__ __forceinline__ void rotate_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
+                                                bool active, const FourBitRow& row,
                                                 const KVOperand& operand,
                                                 const Rotation& rotation) {
-  Sixteen rotated = rotation.shift ? bounded_sixteen(x) : to_floats(x);
-  if (rotation.most_shift) rotated = rotate_sixteen(rotated, rotation);
-  const GroupRange<TFormat> range = range_without_nan<TFormat>(rotated);
+  const float bound = clear_nan(x);
+  Sixteen rotated = to_floats(x);
+  if (bound > kRotatedLimit && rotation.shift) bound_sixteen(rotated);
+  if (rotation.most_shift) rotate_sixteen(rotated, rotation);
+  GroupRange<TFormat> range;
+  if constexpr (kHasMinimum<TFormat>) {
+    range = clear_nan_between(rotated);
+  } else {
+    AbsMax<kCodesPerThread> largest;
+    largest.add(rotated);
+    range.absmax = fminf(largest.value(), kFloatMax);
+  }
   encode_in_group<TFormat, false>(rotated, range, scale, at, active, row, operand);
 }
 
@@ -817,7 +828,9 @@ inline void encode_alone(float* x, float scale, int first, int count, const Four
     for (int j = i; j < i + (1 << rotated.shift); j += kCodesPerThread) {
       Sixteen pack;
       pack.load(reinterpret_cast<const char*>(x + j));
-      bounded_sixteen(pack).store(reinterpret_cast<char*>(x + j));
+      clear_nan(pack);
+      bound_sixteen(pack);
+      pack.store(reinterpret_cast<char*>(x + j));
     }
     rotate_alone(x + i, rotated.shift);
   }

@@ -71,7 +71,7 @@ __device__ __forceinline__ void restore_sixteen(const SixteenCodes& codes, u32 b
   const Rotation rotation = rotation_of(operand);
   if (!has && rotation.most_shift == 0) return;
   Sixteen values = decode_codes<TFormat>(codes, group_step<TFormat>(bits, scale));
-  if (rotation.most_shift) values = rotate_sixteen(values, rotation);
+  if (rotation.most_shift) rotate_sixteen(values, rotation);
   if (has) store_sixteen<TOut, kCount>(from_floats<TOut>(values), target);
 }
 

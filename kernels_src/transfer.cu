@@ -355,6 +355,9 @@ __device__ __forceinline__ auto scaled_sixteen(const Pack<TIn, kCodesPerThread>&
   }
 }
 
+// Chosen before the loop, so that other rows keep their machine code.
+struct NotRotated {};
+
 // The codes of 16 elements, and their group's scale; of none, zeros.
 template <typename TFormat>
 struct HeldCodes {
@@ -364,9 +367,10 @@ struct HeldCodes {
   __device__ __forceinline__ void load(const char* row, int width, int element, bool live,
                                        const KVOperand& operand) {
     codes.words[0] = codes.words[1] = scale_bits = 0;
-    if (!live || element >= width) return;
-    const FourBitRow packed = packed_row(const_cast<char*>(row), width);
-    load_in_group<TFormat>(packed, element, operand, codes, scale_bits);
+    if (live && element < width) {
+      const FourBitRow packed = packed_row(const_cast<char*>(row), width);
+      load_in_group<TFormat>(packed, element, operand, codes, scale_bits);
+    }
   }
 
   // Every thread of the warp must call what follows: lanes exchange what was rotated.
@@ -375,11 +379,17 @@ struct HeldCodes {
   }
 
   __device__ __forceinline__ Sixteen values(const Rotation& rotation) const {
-    const Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
-    return rotation.most_shift ? rotate_sixteen(x, rotation) : x;
+    Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
+    if (rotation.most_shift) rotate_sixteen(x, rotation);
+    return x;
   }
 
-  __device__ __forceinline__ float absmax(const Rotation& rotation) const {
+  __device__ __forceinline__ Sixteen values(NotRotated) const {
+    return decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
+  }
+
+  template <typename TRotation>
+  __device__ __forceinline__ float absmax(const TRotation& rotation) const {
     AbsMax<kCodesPerThread> largest;
     largest.add(values(rotation));
     return largest.value();
@@ -388,9 +398,19 @@ struct HeldCodes {
   template <typename TOut, int kCount>
   __device__ __forceinline__ void store(char* target, float scale, bool has,
                                         const Rotation& rotation) const {
-    if (!has && rotation.most_shift == 0) return;
     const Sixteen x = values(rotation);
-    if (!has) return;
+    if (has) store_values<TOut, kCount>(x, target, scale);
+  }
+
+  // Of a row that is not rotated: by the threads that have elements.
+  template <typename TOut, int kCount>
+  __device__ __forceinline__ void store(char* target, float scale, bool has, NotRotated) const {
+    if (has) store_values<TOut, kCount>(values(NotRotated{}), target, scale);
+  }
+
+ private:
+  template <typename TOut, int kCount>
+  static __device__ __forceinline__ void store_values(const Sixteen& x, char* target, float scale) {
     if constexpr (kQuantised<TOut>) {
       store_sixteen<TOut, kCount>(quantise<TOut>(x, ScaleDivisor(scale)), target);
     } else {
@@ -551,16 +571,17 @@ __device__ __forceinline__ float scale_of_row(float absmax, int lanes) {
 }
 
 // The same of a row that its lanes read in several steps.
-template <typename TFormat, typename TOut>
+template <typename TFormat, typename TOut, typename TRotation>
 __device__ __forceinline__ float scale_of_long_row(char* row, int width, bool live, int lane,
                                                    int lanes, const KVOperand& operand,
-                                                   const RotatedPart& rotated) {
+                                                   const RotatedPart& rotated,
+                                                   const TRotation& rotation_of_part) {
   float absmax = 0.0f;
   for (int start = 0; start < width; start += lanes * kCodesPerThread) {
     const int element = start + lane * kCodesPerThread;
     HeldCodes<TFormat> held;
     held.load(row, width, element, live, operand);
-    absmax = fmaxf(absmax, held.absmax(rotation_at(rotated, element)));
+    absmax = fmaxf(absmax, held.absmax(rotation_of_part(rotated, element)));
   }
   return scale_of_row<TOut>(absmax, lanes);
 }
@@ -621,93 +642,108 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
 #endif
 
   // The loops are warp-uniform: lanes exchange values.
-  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
-    char* k_from[kRows];
-    char* v_from[kRows];
-    char* k_to[kRows];
-    char* v_to[kRows];
-    float* k_scale_to[kRows];
-    float* v_scale_to[kRows];
-    float k_scales[kRows];
-    float v_scales[kRows];
-    bool live[kRows];
+  const auto convert = [&](const auto& rotation_of_part) {
+    for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
+      char* k_from[kRows];
+      char* v_from[kRows];
+      char* k_to[kRows];
+      char* v_to[kRows];
+      float* k_scale_to[kRows];
+      float* v_scale_to[kRows];
+      float k_scales[kRows];
+      float v_scales[kRows];
+      bool live[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
-                                          first + of_warp + r * groups, lane == 0);
-      live[r] = at.src_page >= 0;
-      const i64 src = live[r] ? at.src_page : 0;
-      const i64 dst = live[r] ? at.dst_page : 0;
-      k_from[r] = const_cast<char*>(p.src_k) + offset_of(p.src_k_strides, src, at);
-      v_from[r] = const_cast<char*>(p.src_v) + offset_of(p.src_v_strides, src, at);
-      k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at);
-      v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at);
-      k_scales[r] = v_scales[r] = 1.0f;
-      if constexpr (kQuantised<TOut>) {
-        k_scale_to[r] = reinterpret_cast<float*>(
-            const_cast<char*>(scale_of(p.dst_k_scale, p.dst_k_scale_strides, dst, at)));
-        v_scale_to[r] = reinterpret_cast<float*>(
-            const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)));
-        if (p.dst_k_scale && p.k_width > step && !alone) {
-          k_scales[r] = scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes,
-                                                         operand, p.src.k_rotated);
-        }
-        if (p.dst_v_scale && p.v_width > step && !alone) {
-          v_scales[r] = scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes,
-                                                         operand, p.src.v_rotated);
-        }
-      }
-    }
-
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
-    if (alone) {
       for (int r = 0; r < kRows; ++r) {
-        if (!live[r]) continue;
-        float* scales[2] = {};
+        const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
+                                            first + of_warp + r * groups, lane == 0);
+        live[r] = at.src_page >= 0;
+        const i64 src = live[r] ? at.src_page : 0;
+        const i64 dst = live[r] ? at.dst_page : 0;
+        k_from[r] = const_cast<char*>(p.src_k) + offset_of(p.src_k_strides, src, at);
+        v_from[r] = const_cast<char*>(p.src_v) + offset_of(p.src_v_strides, src, at);
+        k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at);
+        v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at);
+        k_scales[r] = v_scales[r] = 1.0f;
         if constexpr (kQuantised<TOut>) {
-          if (p.dst_k_scale) scales[0] = k_scale_to[r];
-          if (p.dst_v_scale && p.v_width) scales[1] = v_scale_to[r];
-        }
-        restore_row_alone<TFormat, TOut, kCount>(k_from[r], p.k_width, k_to[r], scales[0], operand,
-                                                 p.src.k_rotated);
-        restore_row_alone<TFormat, TOut, kCount>(v_from[r], p.v_width, v_to[r], scales[1], operand,
-                                                 p.src.v_rotated);
-      }
-      continue;
-    }
-#endif
-
-    for (int start = 0; start < max(p.k_width, p.v_width); start += step) {
-      const int element = start + lane * kCodesPerThread;
-      const Rotation k_rotation = rotation_at(p.src.k_rotated, element);
-      const Rotation v_rotation = rotation_at(p.src.v_rotated, element);
-      HeldCodes<TFormat> k[kRows];
-      HeldCodes<TFormat> v[kRows];
-      // Load
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        k[r].load(k_from[r], p.k_width, element, live[r], operand);
-        v[r].load(v_from[r], p.v_width, element, live[r], operand);
-      }
-      // Convert, Store
-      if constexpr (kQuantised<TOut>) {
-        if (start == 0 && p.dst_k_scale) {
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-            if (p.k_width <= step) k_scales[r] = scale_of_row<TOut>(k[r].absmax(k_rotation), lanes);
-            if (p.v_width <= step) v_scales[r] = scale_of_row<TOut>(v[r].absmax(v_rotation), lanes);
-            if (live[r] && lane == 0) *k_scale_to[r] = k_scales[r];
-            if (live[r] && lane == 0 && p.v_width) *v_scale_to[r] = v_scales[r];
+          k_scale_to[r] = reinterpret_cast<float*>(
+              const_cast<char*>(scale_of(p.dst_k_scale, p.dst_k_scale_strides, dst, at)));
+          v_scale_to[r] = reinterpret_cast<float*>(
+              const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)));
+          if (p.dst_k_scale && p.k_width > step && !alone) {
+            k_scales[r] =
+                scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes,
+                                                 operand, p.src.k_rotated, rotation_of_part);
+          }
+          if (p.dst_v_scale && p.v_width > step && !alone) {
+            v_scales[r] =
+                scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes,
+                                                 operand, p.src.v_rotated, rotation_of_part);
           }
         }
       }
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+      if (alone) {
+        for (int r = 0; r < kRows; ++r) {
+          if (!live[r]) continue;
+          float* scales[2] = {};
+          if constexpr (kQuantised<TOut>) {
+            if (p.dst_k_scale) scales[0] = k_scale_to[r];
+            if (p.dst_v_scale && p.v_width) scales[1] = v_scale_to[r];
+          }
+          restore_row_alone<TFormat, TOut, kCount>(k_from[r], p.k_width, k_to[r], scales[0],
+                                                   operand, p.src.k_rotated);
+          restore_row_alone<TFormat, TOut, kCount>(v_from[r], p.v_width, v_to[r], scales[1],
+                                                   operand, p.src.v_rotated);
+        }
+        continue;
+      }
+#endif
+
+      for (int start = 0; start < max(p.k_width, p.v_width); start += step) {
+        const int element = start + lane * kCodesPerThread;
+        const auto of_k = rotation_of_part(p.src.k_rotated, element);
+        constexpr bool kRotates = kSameType<decltype(of_k), const Rotation>;
+        const auto of_v = rotation_of_part(p.src.v_rotated, element);
+        HeldCodes<TFormat> k[kRows];
+        HeldCodes<TFormat> v[kRows];
+        // Load
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        k[r].template store<TOut, kCount>(k_to[r] + element * kOutBytes, k_scales[r],
-                                          live[r] && element < p.k_width, k_rotation);
-        v[r].template store<TOut, kCount>(v_to[r] + element * kOutBytes, v_scales[r],
-                                          live[r] && element < p.v_width, v_rotation);
+        for (int r = 0; r < kRows; ++r) {
+          k[r].load(k_from[r], p.k_width, element, live[r], operand);
+          v[r].load(v_from[r], p.v_width, element, live[r], operand);
+        }
+        // Convert, Store
+        if constexpr (kQuantised<TOut>) {
+          if (start == 0 && p.dst_k_scale) {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              if (p.k_width <= step) k_scales[r] = scale_of_row<TOut>(k[r].absmax(of_k), lanes);
+              if (p.v_width <= step) v_scales[r] = scale_of_row<TOut>(v[r].absmax(of_v), lanes);
+              if (live[r] && lane == 0) *k_scale_to[r] = k_scales[r];
+              if (live[r] && lane == 0 && p.v_width) *v_scale_to[r] = v_scales[r];
+            }
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (!kRotates && !live[r]) continue;
+          if (kRotates || element < p.k_width) {
+            k[r].template store<TOut, kCount>(k_to[r] + element * kOutBytes, k_scales[r],
+                                              live[r] && element < p.k_width, of_k);
+          }
+          if (kRotates || element < p.v_width) {
+            v[r].template store<TOut, kCount>(v_to[r] + element * kOutBytes, v_scales[r],
+                                              live[r] && element < p.v_width, of_v);
+          }
+        }
       }
     }
+  };
+  if (p.src.k_rotated.shift | p.src.v_rotated.shift) {
+    convert(rotation_at);
+  } else {
+    convert([](const RotatedPart&, int) { return NotRotated{}; });
   }
 }

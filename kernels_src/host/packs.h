@@ -51,6 +51,26 @@ inline Pack<T, 8> pack_of(Ints codes) {
   }
 }
 
+// Eight numbers, their neighbours in pairs of 1, 2 or 4 exchanged.
+template <int kDistance>
+inline Floats exchanged(Floats x) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, x, 0 ^ kDistance, 1 ^ kDistance, 2 ^ kDistance, 3 ^ kDistance,
+                                 4 ^ kDistance, 5 ^ kDistance, 6 ^ kDistance, 7 ^ kDistance);
+#else
+  const Ints indices = {0 ^ kDistance, 1 ^ kDistance, 2 ^ kDistance, 3 ^ kDistance,
+                        4 ^ kDistance, 5 ^ kDistance, 6 ^ kDistance, 7 ^ kDistance};
+  return __builtin_shuffle(x, indices);
+#endif
+}
+
+// Three stages of a Hadamard rotation: sums and differences at distances of 1, 2 and 4.
+inline Floats butterflies_of_eight(Floats x) {
+  x = exchanged<1>(x) + x * Floats{1, -1, 1, -1, 1, -1, 1, -1};
+  x = exchanged<2>(x) + x * Floats{1, 1, -1, -1, 1, 1, -1, -1};
+  return exchanged<4>(x) + x * Floats{1, 1, 1, 1, -1, -1, -1, -1};
+}
+
 template <typename T>
 inline Pack<T, 8> encode_eight(const Pack<float, 8>& in) {
   return pack_of<T>(encode<T, Ints>(bits_as<Floats>(in)));

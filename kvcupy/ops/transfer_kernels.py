@@ -340,6 +340,7 @@ _CONVERT_THREADS = 256  # kConvertThreads
 _IN_FLIGHT = 4  # kInFlight of transfer_copy
 _LONGEST_PIECE_BYTES = 64 * 1024  # where a single thread copies a piece
 _BLOCKS_PER_SM = 2
+_BLOCKS_OF_ROTATION = 2  # rotating takes twice the instructions of converting
 
 
 def specialisations() -> list[Specialisation]:
@@ -402,7 +403,8 @@ def default_blocks(device: Device, src: LayerPages, dst: LayerPages) -> int:
     """Return how many blocks a launch may have unless the caller says so."""
     if src.on_device and dst.on_device:
         return _BLOCKS_PER_SM * device.sm_count
-    return link_blocks(device)
+    rotates = src.encoding != dst.encoding and any((*src.rotated_widths, *dst.rotated_widths))
+    return link_blocks(device) * (_BLOCKS_OF_ROTATION if rotates else 1)
 
 
 def reaches(device: Device, *pages: LayerPages) -> bool:

@@ -40,7 +40,7 @@ from ..ops.merge import merge_states
 from ..ops.pages import copy_pages
 from ..ops.rope import rope_store_kv
 from ..ops.store import gather_kv, store_kv
-from ..ops.transfer_kernels import LayerPages, launches, link_blocks
+from ..ops.transfer_kernels import LayerPages, default_blocks, launches
 from ..progress import Progress, available_cpus, run
 from . import cubin, paths, sass
 from .constants import FirstThread, constant_bank
@@ -302,8 +302,12 @@ _SEQUENCES, _KEYS, _PAGE = 256, 8192, 16
 
 
 def _caches(device: PlannedDevice, format: str, widths: tuple[int, int] = (_WIDTH, _WIDTH), *,
-            heads: int = _HEADS, slots: int = 1 << 20) -> list[ArrayView]:  # fmt: skip
-    return [device.array(slots // _PAGE, _PAGE, heads, n, format=format) for n in widths]
+            heads: int = _HEADS, slots: int = 1 << 20,
+            rotated: bool = False) -> list[ArrayView]:  # fmt: skip
+    caches = [device.array(slots // _PAGE, _PAGE, heads, n, format=format) for n in widths]
+    for cache in caches:
+        cache.rotated_width = cache.shape[-1] if rotated else 0
+    return caches
 
 
 def _rows(device: PlannedDevice, format: str, heads: int = _HEADS) -> ArrayView:
@@ -314,8 +318,10 @@ def _slots(device: PlannedDevice) -> ArrayView:
     return device.array(_TOKENS, format="int32")
 
 
-def _store(device: PlannedDevice, kv_format: str, *, dynamic: bool = False) -> None:
-    k_cache, v_cache = _caches(device, kv_format)
+def _store(
+    device: PlannedDevice, kv_format: str, *, dynamic: bool = False, rotated: bool = False
+) -> None:
+    k_cache, v_cache = _caches(device, kv_format, rotated=rotated)
     scales: dict[str, Any] = _scales(kv_format)
     if dynamic:
         shape = k_cache.shape[0] * _PAGE, _HEADS
@@ -328,15 +334,15 @@ def _scales(kv_format: str) -> dict[str, Any]:
     return {"k_scale": 0.5, "v_scale": 0.5} if formats.CACHE_FORMATS[kv_format].quantised else {}
 
 
-def _gather(device: PlannedDevice, kv_format: str) -> None:
-    k_cache, v_cache = _caches(device, kv_format)
+def _gather(device: PlannedDevice, kv_format: str, *, rotated: bool = False) -> None:
+    k_cache, v_cache = _caches(device, kv_format, rotated=rotated)
     k_out, v_out = (_rows(device, "bf16") for _ in "kv")
     gather_kv(k_cache, v_cache, _slots(device), k_out=k_out, v_out=v_out, **_scales(kv_format))
 
 
-def _rope_store(device: PlannedDevice, kv_format: str) -> None:
+def _rope_store(device: PlannedDevice, kv_format: str, *, rotated: bool = False) -> None:
     query, (key, value) = _rows(device, "bf16", _QUERY_HEADS), [_rows(device, "bf16") for _ in "kv"]
-    k_cache, v_cache = _caches(device, kv_format)
+    k_cache, v_cache = _caches(device, kv_format, rotated=rotated)
     table, positions = device.array(1 << 17, _WIDTH, format="fp32"), _slots(device)
     rope_store_kv(
         query, key, value, table, positions, k_cache, v_cache, _slots(device), **_scales(kv_format)
@@ -348,14 +354,16 @@ def _copy_pages(device: PlannedDevice) -> None:
     copy_pages(_caches(device, "bf16")[0], *pages)
 
 
-def _transfer(device: PlannedDevice, host_format: str) -> None:
+def _transfer(device: PlannedDevice, host_format: str, *, rotated: bool = False) -> None:
     """Load pages of a page-first pool in pinned memory into a layer-first one."""
     shape = 1024, 32, _PAGE, _HEADS, _WIDTH
     pinned = [device.array(*shape, format=host_format) for _ in "kv"]
+    for part in pinned:
+        part.rotated_width = _WIDTH if rotated else 0
     own = [device.array(*shape, format="bf16") for _ in "kv"]
     src, dst = LayerPages.of(pinned, (), on_device=False), LayerPages.of(own, (), on_device=True)
     planned = cast(Device, device)
-    for launch in launches(planned, src, dst, max_blocks=link_blocks(planned), reports=True):
+    for launch in launches(planned, src, dst, max_blocks=default_blocks(planned, src, dst), reports=True):
         device.launches.append(Planned(
             launch.function, launch.grid, launch.block, launch.smem_bytes,
             _with_addresses(launch.function, launch.constants),
@@ -450,23 +458,23 @@ def _asked_of_codes(kv_format: str) -> float:
     return 0.5 if formats.FOUR_BIT[kv_format].row_bytes(_WIDTH) % 8 == 0 else 0
 
 
-def _gathered(name: str, kv_format: str) -> Row:
+def _gathered(name: str, kv_format: str, **options: Any) -> Row:
     elements, size = 2 * _HEADS * _WIDTH, formats.bytes_per_element(kv_format)
     asked = elements * (2 + (_asked_of_codes(kv_format) if size < 1 else size))
     return Row(
-        name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token",
+        name, partial(_gather, kv_format=kv_format, **options), "gather_", "K and V of a token",
         elements * (size + 2), _bytes(asked), _TOKENS,
         word_bytes=min(16, 8 * formats.itemsize(kv_format)),
     )  # fmt: skip
 
 
-def _rotated(kv_format: str) -> Row:
+def _rope_stored(name: str, kv_format: str, **options: Any) -> Row:
     """Return a row about a key, which moves most: to the live key and the cache; and its angles."""
     size = formats.bytes_per_element(kv_format)
     # Groups are encoded from the row as shared memory has it.
     asked = 2 + 2 + 4 + (2 + _asked_of_codes(kv_format) if size < 1 else size)
     return Row(
-        f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
+        name, partial(_rope_store, kv_format=kv_format, **options), "rope_store",
         "head of a key", _WIDTH * (2 + 2 + size), _bytes(_WIDTH * asked),
         _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
         block=_first_key_block, word_bytes=8,
@@ -479,10 +487,11 @@ def _first_key_block(launch: Planned) -> int:
     return (_QUERY_HEADS << int(record["lane_shift"])) // launch.block[0]
 
 
-def _transferred(name: str, kernel: str, host_format: str) -> Row:
+def _transferred(name: str, kernel: str, host_format: str, **options: Any) -> Row:
     width, size = 2 * _WIDTH, formats.bytes_per_element(host_format)
     asked = width * (2 + (_asked_of_codes(host_format) if size < 1 else size))
-    return Row(name, partial(_transfer, host_format=host_format), kernel, "head of K and V",
+    call = partial(_transfer, host_format=host_format, **options)
+    return Row(name, call, kernel, "head of K and V",
                width * size, _bytes(asked), over_link=True,
                word_bytes=min(16, 8 * formats.itemsize(host_format)))  # fmt: skip
 
@@ -537,15 +546,22 @@ ROWS: tuple[Row, ...] = (
     _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 3, dynamic=True),
     *[_stored(f"store bf16 to {name}", name, 2 + _asked_of_codes(name))
       for name in _FOUR_BIT],
-    _rotated("bf16"), _rotated("fp8_e4m3"), _rotated("nvfp4"),
+    *[_stored(f"store bf16 to {name}, rotated", name, 2 + _asked_of_codes(name), rotated=True)
+      for name in ("nvfp4", "int4")],
+    *[_rope_stored(f"rope_store {name}", name) for name in ("bf16", "fp8_e4m3", "nvfp4")],
+    _rope_stored("rope_store nvfp4, rotated", "nvfp4", rotated=True),
     _gathered("gather bf16", "bf16"), _gathered("gather fp8_e4m3 to bf16", "fp8_e4m3"),
     *[_gathered(f"gather {name} to bf16", name) for name in _FOUR_BIT],
+    *[_gathered(f"gather {name}, rotated, to bf16", name, rotated=True)
+      for name in ("nvfp4", "int4")],
     Row("copy_pages bf16", _copy_pages, "copy_pages", "page", 4 * _PAGE * _HEADS * _WIDTH,
         _bytes(4 * _PAGE * _HEADS * _WIDTH), 1024),
     _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
     *[_transferred(f"load {name} pages as bf16", "transfer_from_four_bit", name)
       for name in _FOUR_BIT],
+    _transferred("load nvfp4 pages, rotated, as bf16", "transfer_from_four_bit", "nvfp4",
+                 rotated=True),
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
     *[_decode(name, group) for name in _FOUR_BIT for group in (1, 4, 8)],

@@ -150,14 +150,14 @@ def refusals(device):
         "latent_dim": lambda: kv.MLAPool(4, 4, 1, 72, **same),
         "scales": lambda: kv.KVPool(4, 4, 1, 1, 64, scales=True, **same),
         "dst_pool": lambda: kv.transfer_pages(pool, new_pool(device, "int4"), [0], [0]),
-        "convert": lambda: kv.transfer_pages(
-            pool, new_pool(device, "int4"), [0], [0], convert=True
-        ),
+        "rotation": lambda: kv.KVPool(4, 4, 1, 1, 64, rotation="fourier", **same),
+        "rotated_width": lambda: kv.MLAPool(4, 4, 1, 64, rotation="hadamard", **same),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", ["head_dim", "v_head_dim", "latent_dim", "scales", "dst_pool", "convert"]
+    "name",
+    ["head_dim", "v_head_dim", "latent_dim", "scales", "dst_pool", "rotation", "rotated_width"],
 )
 def test_what_does_not_fit_is_refused(device, name):
     with pytest.raises(ValueError, match=f"^{name}: "):

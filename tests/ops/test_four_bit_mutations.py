@@ -80,7 +80,7 @@ SMALLEST = "absmax > 0.0f ? max(bits, u32{1}) : 0"
 
 MUTATIONS = {
     "a group without its other threads": Mutation(
-        "max_within_warp(clear_nan(x), (1 << shift) / kCodesPerThread)", "clear_nan(x)",
+        "max_within_warp(largest, (1 << shift) / kCodesPerThread)", "largest",
         check_store_of_pairs, HEADER),
     "half of a long group": Mutation(
         "(1 << shift) / kCodesPerThread)", "(1 << shift) / kCodesPerThread / 2)",
@@ -134,8 +134,7 @@ MUTATIONS = {
     "skipped slots stored": Mutation(
         "active && has_v, v_out", "has_v, v_out", check_store, STORE),
     "K with the scale of V": Mutation(
-        "store_in_group<TFormat>(k, k_scale", "store_in_group<TFormat>(k, v_scale", check_store,
-        STORE),
+        "store(k, k_scale", "store(k, v_scale", check_store, STORE),
     "only the first packs of a row": Mutation(
         "first < max(p.k.width, p.v.width); first += lanes", "first < 16; first += lanes",
         check_store, STORE),
@@ -154,8 +153,7 @@ MUTATIONS = {
         "scale_bits = load_group_scale<TFormat>(row.scales + group",
         "scale_bits = load_group_scale<TFormat>(row.scales + 0 * group", check_gather, HEADER),
     "V of a gather multiplied as K": Mutation(
-        "__fmul_rn(group_scale<TFormat>(v_bits), v_scale)",
-        "__fmul_rn(group_scale<TFormat>(v_bits), k_scale)", check_gather, GATHER),
+        "(v, v_bits, v_scale", "(v, v_bits, k_scale", check_gather, GATHER),
     "rotated pairs not staged": Mutation(
         "if (cached) rotary.store_pairs(staged, i, x, y);", "", check_rope, ROPE),
     "what passes is not staged": Mutation(

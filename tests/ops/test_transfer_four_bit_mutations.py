@@ -45,14 +45,13 @@ MUTATIONS = {
     "group scales before the codes": Mutation(
         "return {row, row + width / 2};", "return {row + width / 16, row};", check_to, FILE),
     "V by the width of K": Mutation(
-        "packed_row(v_to[r], p.v_width), operand);\n        }",
-        "packed_row(v_to[r], p.k_width), operand);\n        }", check_to, FILE),
+        "v_to[r], p.v_width, live[r] && has_v", "v_to[r], p.k_width, live[r] && has_v", check_to,
+        FILE),
     "scales of the source ignored": Mutation(
         "k_factors[r] = *reinterpret_cast<const float*>(k_scale)", "k_factors[r] = 1.0f",
         check_to, FILE),
     "scales of V for K": Mutation(
-        "scaled_sixteen(k[r], k_factors[r])", "scaled_sixteen(k[r], v_factors[r])", check_to,
-        FILE),
+        "k[r].values(k_factors[r]", "k[r].values(v_factors[r]", check_to, FILE),
     "only the first step of a row": Mutation(
         "start < max(p.k_width, p.v_width); start += lanes * kCodesPerThread",
         "start < lanes * kCodesPerThread; start += lanes * kCodesPerThread", check_to, FILE),
@@ -60,14 +59,13 @@ MUTATIONS = {
         "const int element = start + lane * kCodesPerThread;\n      const bool has_k",
         "const int element = start;\n      const bool has_k", check_to, FILE),
     "skipped pages encoded": Mutation(
-        "live[r] && has_k, packed_row(k_to[r]", "has_k, packed_row(k_to[r]", check_to, FILE),
+        "k_to[r], p.k_width, live[r] && has_k", "k_to[r], p.k_width, has_k", check_to, FILE),
     "the second row of a thread left out": Mutation(
-        "packed_row(k_to[r], p.k_width), operand);\n        if (p.v_width) {",
-        "packed_row(k_to[0], p.k_width), operand);\n        if (p.v_width) {",
+        "k_to[r], p.k_width, live[r] && has_k", "k_to[0], p.k_width, live[r] && has_k",
         check_to_long_groups, FILE),
     "the shift of another group": Mutation(
-        "operand.group_scales.group_shift = p.group_shift;",
-        "operand.group_scales.group_shift = p.group_shift - 1;", check_to_long_groups, FILE),
+        "operand.group_scales.group_shift = pool.group_shift;",
+        "operand.group_scales.group_shift = pool.group_shift - 1;", check_to_long_groups, FILE),
     "no scales of rows": Mutation(
         "if (live[r] && lane == 0) *k_scale_to[r] = k_scales[r];", "", check_from, FILE),
     "the scale of K for V": Mutation(
@@ -82,8 +80,8 @@ MUTATIONS = {
     "long rows of V scaled by 1": Mutation(
         "if (p.dst_v_scale && p.v_width > step)", "if (false)", check_from_long_rows, FILE),
     "quantised without the scale of the row": Mutation(
-        "quantise<TOut>(values(), ScaleDivisor(scale))",
-        "quantise<TOut>(values(), ScaleDivisor(1.0f))", check_from, FILE),
+        "quantise<TOut>(x, ScaleDivisor(scale))", "quantise<TOut>(x, ScaleDivisor(1.0f))",
+        check_from, FILE),
     "elements of a lane at their bytes": Mutation(
         "k_to[r] + element * kOutBytes, k_scales[r]", "k_to[r] + element, k_scales[r]",
         check_from_plain, FILE),
