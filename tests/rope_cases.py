@@ -74,7 +74,7 @@ class RopeCase(Case):
         buffer = arg.buffer
         payload = buffer.want[buffer.start : buffer.stop].copy().view(buffer.dtype)
         copy = Buffer(self, buffer.fmt, payload, buffer.start - GUARD_BYTES, buffer.name)
-        copy.rotated_width = buffer.rotated_width
+        copy.rotated_width, copy.scale_rule = buffer.rotated_width, buffer.scale_rule
         return Arg(copy, arg._cut)
 
     def issue(self, operation, args, stream, options):

@@ -43,7 +43,7 @@ class Memory:
 
     def __init__(self, case, name, view, axes, sizes, fmt, content):
         self.case, self.name, self.fmt = case, name, fmt
-        self.rotated_width = view.rotated_width
+        self.rotated_width, self.scale_rule = view.rotated_width, view.scale_rule
         if fmt in FOUR_BIT:
             sizes = {**sizes, "D": FOUR_BIT[fmt].row_bytes(sizes["D"])}
             view = arrays.bytes_of(view)
@@ -74,7 +74,7 @@ class Memory:
         rows = self.by_layer(self.want)
         if self.fmt not in FOUR_BIT:
             return rows
-        return reference.FourBitRows.packed(rows, self.fmt, self.rotated_width)
+        return reference.FourBitRows.packed(rows, self.fmt, self.rotated_width, self.scale_rule)
 
     def upload(self, stream=None):
         """Copy the mirror to the device in the order of `stream`, without waiting for it."""

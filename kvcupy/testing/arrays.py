@@ -198,11 +198,12 @@ def address(array: Any) -> int:
 
 
 def typed_view(
-    device: Any, raw: Any, dtype: np.dtype[Any], fmt: str, cut: Cut, rotated_width: int = 0
-) -> Any:
+    device: Any, raw: Any, dtype: np.dtype[Any], fmt: str, cut: Cut, rotated_width: int = 0,
+    scale_rule: str = "absmax",
+) -> Any:  # fmt: skip
     """View device bytes as `dtype`, cut to shape; those of a four-bit format are its rows."""
     if fmt in FOUR_BIT:
-        return view_as(cut(raw), fmt, **rotation_options(rotated_width))
+        return view_as(cut(raw), fmt, **rotation_options(rotated_width), scale_rule=scale_rule)
     if device.kind == "cuda" and fmt.startswith("fp8"):
         return view_as(cut(raw), fmt)
     return cut(raw.view(dtype))
@@ -218,9 +219,11 @@ class Buffer:
     exact : whether a NaN must keep its bits
     shape : by which elements are named where they differ
     rotated_width : the first elements of rows of a four-bit format, which are stored rotated
+    scale_rule : how groups of a four-bit format get their scales
     """
 
     rotated_width = 0
+    scale_rule = "absmax"
 
     def __init__(self, case: Arguments, fmt: str, content: Array, misalign: int, name: str) -> None:
         if content.ndim != 1 or misalign % content.itemsize:
@@ -297,10 +300,12 @@ class Argument:
         self.view: Any = cut(buffer.want[inside].view(buffer.dtype))
         self.array = typed_view(
             buffer.case.device, buffer.raw[inside], buffer.dtype, buffer.fmt, cut,
-            buffer.rotated_width,
+            buffer.rotated_width, buffer.scale_rule,
         )  # fmt: skip
         if buffer.fmt in FOUR_BIT:
-            self.view = reference.FourBitRows.packed(self.view, buffer.fmt, buffer.rotated_width)
+            self.view = reference.FourBitRows.packed(
+                self.view, buffer.fmt, buffer.rotated_width, buffer.scale_rule
+            )
 
     @property
     def raw_array(self) -> Any:
@@ -326,6 +331,11 @@ class Argument:
     def sub(self, cut: Cut) -> Argument:
         """Cut another argument from this one; they share their bytes."""
         return type(self)(self.buffer, lambda flat: cut(self._cut(flat)))
+
+    def ruled(self, scale_rule: str) -> Argument:
+        """Return the same rows of a four-bit format, whose groups get their scales by a rule."""
+        self.buffer.scale_rule = scale_rule
+        return type(self)(self.buffer, self._cut)
 
     def rotated(self, width: int | None = None) -> Argument:
         """Return the same rows of a four-bit format, stored rotated: `width` elements; None: all.

@@ -477,10 +477,13 @@ def array_view(case: Case) -> None:
     rows = case.place(np.zeros((3, 146), np.uint8))
     scales = case.place(np.zeros((3, 32), np.uint8))
     own = [None, scales, scales[:, :8], scales[:, ::2], scales[0], array, 3, "x"]
+    formats_of_groups = ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128", "int4_zp"]
+    rules = ["absmax", "four_over_six", "six", None, 3]
     chosen = case.attempt(kv.view_as, {
         "array": rows[:, : case.rng.choice([0, 16, 64, 68, 72, 136, 144, 146])],
-        "format": case.rng.choice(["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128"]),
+        "format": case.rng.choice([*formats_of_groups]),
         "scales": case.rng.choice(own),
+        **({"scale_rule": case.rng.choice(rules)} if case.chance(0.3) else {}),
     })  # fmt: skip
     if isinstance(chosen, kv.ArrayView):
         tagged = chosen if case.chance(0.5) else tagged

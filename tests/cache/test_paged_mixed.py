@@ -71,6 +71,7 @@ def test_keys_that_are_cached_rotated(device, past, sinks):
 
 @pytest.mark.parametrize(("past", "width"), [
     ("mxfp4", 32), ("int4", 32), ("int4_g64", 64), ("fp8_e5m2", 8), ("nvfp4", 64),
+    ("int4_zp", 32),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
 def test_formats(device, dtype, past, width):

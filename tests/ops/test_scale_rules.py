@@ -1,0 +1,269 @@
+"""Groups of nvfp4 with the scale of the smaller error, bit for bit, wherever rows are written."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from four_bit_cases import FLOATS, place_rows
+from helpers import Case, cache_shape, full_only
+from mutation_cases import Mutation
+from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
+from store_calls import shuffled_slots
+from test_transfer_four_bit import content
+from transfer_cases import TransferCase
+
+import kvcupy as kv
+from kvcupy import reference
+from kvcupy.ops import fallback
+
+RULE = {"scale_rule": "four_over_six"}
+
+
+def ruled(argument):
+    return argument.ruled("four_over_six")
+
+
+def check_store(device, source="fp32", rotates=False, layout="slots", seed=1):
+    """K by the rule and V not, and the other way round, in rows of several packs per thread."""
+    case = Case(device, seed)
+    key, value = (place_rows(case, source, (24, 2, n)) for n in (128, 384))
+    shapes = [cache_shape(layout, 9, 3, 2, n) for n in (128, 384)]
+    caches = [case.output("nvfp4", shape, name="cache") for shape in shapes]
+    if rotates:
+        caches = [cache.rotated() for cache in caches]
+    for chosen in ((ruled(caches[0]), caches[1]), (caches[0].ruled("absmax"), ruled(caches[1]))):
+        options = {"k_scale": 0.37, "v_scale": np.float32([1.0, 1.9])}
+        case.store_kv(key, value, *chosen, shuffled_slots(case, 24, 27), **options)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("source", [*FLOATS, "fp8_e4m3"])
+def test_store(device, source, rotates):
+    check_store(device, source, rotates)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_store_by_threads_alone(device, lenient_host, rotates):
+    check_store(device, "bf16", rotates)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_rope_store(device, rotates):
+    """Queries, keys and values in one warp, of which some rows follow the rule."""
+    for rules in ((True, False), (False, True)):
+        case = RopeCase(device, 2)
+        *args, k_cache, v_cache = store_arguments(
+            case, "bf16", "nvfp4", width=128, v_width=256, rotary_dim=48
+        )
+        caches = [c.rotated() if rotates else c for c in (k_cache, v_cache)]
+        caches = [ruled(c) if r else c for c, r in zip(caches, rules, strict=True)]
+        case.store(*args, *caches, SLOTS, v_scale=0.5)
+
+
+def test_latents(device):
+    case = Case(device, 3)
+    latent, rope_key = place_rows(case, "bf16", (6, 512)), place_rows(case, "bf16", (6, 64))
+    cache = ruled(case.output("nvfp4", (3, 4, 576)).rotated(512))
+    case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
+    case = RopeCase(device, 4)
+    *args, cache = mla_arguments(case, "bf16", "nvfp4", rank=256, width=64)
+    case.store_mla_rotated(*args, ruled(cache), SLOTS)
+
+
+@pytest.mark.parametrize("method", ["kernel", "staged"])
+@pytest.mark.parametrize("source", ["bf16", "int8", "int4"])
+def test_transfers(device, source, method):
+    for rotation in (None, "hadamard"):
+        case = TransferCase(device, 5)
+        geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
+        near = case.pool(
+            "layer_first", source, scales=source == "int8", content=content(case), **geometry
+        )
+        far = case.pool("page_first", "nvfp4", rotation=rotation, **RULE, **geometry)
+        case.transfer(near, far, [1, -1, 2, 0], [3, 0, 0, 1], method=method, convert=True)
+
+
+def test_transfers_by_threads_alone(device, lenient_host):
+    case = TransferCase(device, 6)
+    geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
+    near = case.pool("layer_first", "fp16", content=content(case), **geometry)
+    far = case.pool("page_first", "nvfp4", **RULE, **geometry)
+    case.transfer(near, far, [1, 2], [3, 0], convert=True)
+
+
+@pytest.mark.parametrize("rotated_width", [0, 128])
+def test_arrays_without_a_kernel(rotated_width):
+    rng = np.random.default_rng(7)
+    rows = (rng.standard_normal((64, 2, 128)) * 10.0 ** rng.integers(-4, 4, (64, 2, 1))).astype(
+        np.float32
+    )
+    rows[0], rows[1, 0, 3], rows[2, 1, 7] = 0, np.inf, np.nan
+    bytes_of_rows = np.zeros((64, 2, 72), np.uint8)
+    want = reference.FourBitRows.packed(bytes_of_rows, "nvfp4", rotated_width, "four_over_six")
+    reference.quantise_rows(rows, want, np.full((64, 2), 0.5, np.float32))
+    codes, scales = fallback.encode_groups(
+        rows, kv.formats.FOUR_BIT["nvfp4"], np.float32(0.5), rotated_width, "four_over_six"
+    )
+    np.testing.assert_array_equal(codes, want.codes)
+    np.testing.assert_array_equal(scales, want.scales)
+
+
+# What it is --------------------------------------------------------------------------------------
+
+
+def squared_errors(rows, rule):
+    """Of each group, in float64."""
+    target = reference.FourBitRows.packed(np.zeros((len(rows), 9), np.uint8), "nvfp4", 0, rule)
+    reference.quantise_rows(rows, target, np.ones(len(rows), np.float32))
+    return ((reference.dequantise_rows(target).astype(np.float64) - rows) ** 2).sum(-1), target
+
+
+def test_each_group_takes_the_smaller_error():
+    rows = np.random.default_rng(8).standard_normal((4096, 16)).astype(np.float32)
+    six, by_six = squared_errors(rows, "absmax")
+    best, chosen = squared_errors(rows, "four_over_six")
+    assert (best <= six * (1 + 1e-6)).all()
+    assert best.sum() < 0.85 * six.sum()
+    fours = (chosen.scales != by_six.scales)[:, 0]
+    assert 0.2 < fours.mean() < 0.6
+    np.testing.assert_array_equal(chosen.codes[~fours], by_six.codes[~fours])
+    largest = reference.decode_codes(chosen.codes[fours], "e2m1")
+    assert np.isin(np.abs(largest).max(-1), (4, 6)).all()  # a scale may be rounded down
+
+
+def test_ties_and_special_groups_take_six():
+    rows = np.zeros((5, 16), np.float32)
+    rows[1] = 6 * np.float32(0.5)  # exact by either
+    rows[2, 3], rows[3, 3], rows[4, 3:5] = np.inf, 1e38, np.nan
+    np.testing.assert_array_equal(
+        squared_errors(rows, "four_over_six")[1].scales, squared_errors(rows, "absmax")[1].scales
+    )
+
+
+# Where it is said --------------------------------------------------------------------------------
+
+
+def test_views_and_arrays_keep_the_rule(device):
+    cache = device.zeros((4, 3, 2, 64), "nvfp4", **RULE)
+    assert cache.scale_rule == "four_over_six"
+    for part in (cache[1], cache[..., :32], cache.without_owner(), kv.view_as(cache, "nvfp4")):
+        assert part.scale_rule == "four_over_six"
+    assert kv.view_as(cache, "nvfp4", scale_rule="absmax").scale_rule == "absmax"
+    assert device.empty((4, 64), "nvfp4").scale_rule == "absmax"
+    assert device.empty_pinned((4, 64), "nvfp4", **RULE).scale_rule == "four_over_six"
+    codes, scales = np.zeros((4, 32), np.uint8), np.zeros((4, 4), np.uint8)
+    apart = kv.view_as(codes, "nvfp4", scales=scales, **RULE)
+    assert apart[1:].scale_rule == "four_over_six"
+
+
+def test_plans_tell_the_rules_apart(device):
+    """Calls that differ in nothing else, one after another, over the same bytes."""
+    rows = np.random.default_rng(9).standard_normal((4, 2, 64)).astype(np.float32)
+    rows, slots = device.asarray(rows), device.asarray(np.arange(4))
+    raws = [device.zeros((4, 2, 36), np.uint8) for _ in "kv"]
+    stored = []
+    for rule in ("absmax", "four_over_six") * 2:
+        caches = [kv.view_as(raw, "nvfp4", scale_rule=rule) for raw in raws]
+        kv.store_kv(rows, rows, *caches, slots)
+        stored.append(device.to_numpy(raws[0]).tobytes())
+    assert stored[:2] == stored[2:]
+    assert stored[0] != stored[1]
+
+
+def test_pools_and_caches_say_it(device):
+    """Their bytes are of one format: pages are exchanged, and identities are the same."""
+    pools = [
+        kv.KVPool(4, 4, 2, 2, 64, dtype="nvfp4", device=device, **options) for options in ({}, RULE)
+    ]
+    assert [pool.scale_rule for pool in pools] == ["absmax", "four_over_six"]
+    assert {pool.k(1).scale_rule for pool in pools} == {"absmax", "four_over_six"}
+    assert pools[0].encoding == pools[1].encoding
+    kv.transfer_pages(pools[1], pools[0], [0], [1])
+    k, v = ([pool.k(layer) for layer in range(2)] for pool in pools)
+    with pytest.raises(ValueError, match=r"v.*: expected scale_rule absmax"):
+        kv.KVPool.wrap(k, v)
+    latents = kv.MLAPool(4, 4, 2, 64, dtype="nvfp4", device=device, **RULE)
+    assert latents.k(0).scale_rule == "four_over_six"
+    sizes = {"num_layers": 1, "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64}
+    cache = kv.PagedKVCache(**sizes, num_pages=4, dtype="nvfp4", device=device, **RULE)
+    assert cache.pool.scale_rule == "four_over_six"
+    mixed = {"past": "nvfp4", "recent": 8, "dtype": "fp16"}
+    cache = kv.PagedKVCache(**sizes, num_pages=4, device=device, **mixed, **RULE)
+    assert (cache.pool.scale_rule, cache.past_pool.scale_rule) == ("absmax", "four_over_six")
+
+
+def test_a_cache_writes_by_the_rule(device):
+    """What a step stores, and what becomes the past."""
+    rng = np.random.default_rng(10)
+    rows = rng.standard_normal((3, 12, 2, 64)).astype(ml_dtypes.bfloat16)
+    want = reference.FourBitRows.packed(
+        np.zeros((12, 2, 36), np.uint8), "nvfp4", 0, "four_over_six"
+    )
+    reference.quantise_rows(rows[1].astype(np.float32), want, np.ones((12, 2), np.float32))
+    values = reference.dequantise_rows(want).astype(ml_dtypes.bfloat16)
+    sizes = {"num_layers": 1, "num_q_heads": 2, "num_kv_heads": 2, "head_dim": 64, "page_size": 4}
+    for options, first in (({"dtype": "nvfp4"}, 12), ({"past": "nvfp4", "recent": 4}, 8)):
+        cache = kv.PagedKVCache(**sizes, num_pages=6, device=device, **options, **RULE)
+        cache.add_sequence("a")
+        with cache.forward(["a"], [12]):
+            cache.attention(0, *(device.asarray(part) for part in rows))
+        k = device.to_numpy(kv.arrays.view(cache.get_kv("a", 0, first)[0]))[0]
+        np.testing.assert_array_equal(
+            k.view(np.uint16), values[:first].view(np.uint16), err_msg=str(options)
+        )
+
+
+REFUSED = {
+    "an unknown rule": (lambda: kv.view_as(np.zeros((2, 36), np.uint8), "nvfp4", scale_rule="6"),
+                        "scale_rule: expected 'absmax' or 'four_over_six', got '6'"),
+    "another format": (lambda: kv.device("host").zeros((2, 64), "int4", **RULE),
+                       "scale_rule: expected 'absmax' for int4"),
+    "no groups": (lambda: kv.device("host").zeros((2, 64), "bf16", **RULE),
+                  "scale_rule: expected 'absmax' for bf16"),
+    "a tag of no groups": (lambda: kv.view_as(np.zeros((2, 64), np.uint8), "fp8_e4m3", **RULE),
+                           "scale_rule: expected 'absmax' for fp8_e4m3"),
+    "a pool": (lambda: kv.KVPool(2, 2, 1, 1, 64, dtype="mxfp4", device="host", **RULE),
+               "scale_rule: expected 'absmax' for mxfp4"),
+    "a cache of 16 bits": (
+        lambda: kv.PagedKVCache(num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=64,
+                                num_pages=2, device="host", **RULE),
+        "scale_rule: expected 'absmax' for bf16"),
+    "a pool of its own": (
+        lambda: kv.PagedKVCache(
+            num_q_heads=1, device="host", **RULE,
+            pool=kv.KVPool(2, 2, 1, 1, 64, dtype="nvfp4", device="host")),
+        "scale_rule: expected 'absmax' as in pool"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(what):
+    call, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# Deliberate faults -------------------------------------------------------------------------------
+
+HEADER = "four_bit.cuh"
+MUTATIONS = {
+    "the larger error": Mutation(
+        "error_of_four < error_of_six", "error_of_four > error_of_six", check_store, HEADER),
+    "always four": Mutation("error_of_four < error_of_six", "true", check_store, HEADER),
+    "the scale of six for codes of four": Mutation(
+        "if (prefers_four) bits = other;", "", check_store, HEADER),
+    "three over six": Mutation("__fmul_rn(4.0f, scale)", "__fmul_rn(3.0f, scale)", check_store,
+                               HEADER),
+    "magnitudes of errors": Mutation(
+        "__fadd_rn(sum, __fmul_rn(error, error))", "__fadd_rn(sum, fabsf(error))", check_store,
+        HEADER),
+    "for everyone": Mutation(
+        "is_encoded = operand.group_scales.four_over_six;", "is_encoded = true;", check_store,
+        HEADER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n if n == "always four" else full_only(n) for n in MUTATIONS])
+def test_a_broken_kernel_is_noticed(kernel_sources, name):
+    MUTATIONS[name].must_be_noticed(kernel_sources)
