@@ -181,6 +181,20 @@ class MixedModel(PagedModel):
         sequence.tokens = [self._converted(token, self.fmt) for token in sequence.tokens]
         self.demote([sequence])
 
+    def leave(self, name, copy) -> None:
+        """Add a copy of a sequence, on pages of its own, as they are."""
+        left = self.sequences[copy] = self.sequences[name].copy()
+        own: dict[int, int] = {}
+        for i, (page, offset) in enumerate(left.places):
+            if page not in own:
+                own[page] = next(self._new_pages)
+                if page in self.past_pages:
+                    self.past_pages[own[page]] = {}
+            left.places[i] = own[page], offset
+            left.tokens[i] = Token(left.tokens[i].k.copy(), left.tokens[i].v.copy())
+            if page in self.past_pages:
+                self.past_pages[own[page]][offset] = left.tokens[i]
+
     def set_kv(self, name, start, key, value) -> None:
         self._keeps_past = True
         try:

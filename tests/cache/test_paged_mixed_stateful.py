@@ -6,10 +6,14 @@ import pytest
 from helpers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from line_process import poll
 from mixed_model import MixedTwin
 from paged_cases import rope_of
-from test_paged_stateful import MOST_TOKENS, NUM_PAGES, SETTINGS, PagedCacheMachine
+from test_paged_stateful import DATA, MOST_TOKENS, NUM_PAGES, SETTINGS, PagedCacheMachine
+
+import kvcupy as kv
+from kvcupy.cache.pool import pool_like
 
 # What is looked at is the host's part, not the kernels.
 pytestmark = pytest.mark.usefixtures("lenient_host")
@@ -43,10 +47,60 @@ class MixedMachine(PagedCacheMachine):
             sinks=sinks, num_past_pages=num_past_pages, rotation=rotation,
         )  # fmt: skip
         self.open = []
+        cache = self.twin.cache
+        self.ends = [
+            kind(pool)
+            for kind in (kv.PageSender, kv.PageReceiver)
+            for pool in (cache.pool, cache.past_pool)
+        ]
+        host = pool_like(cache.pool, NUM_PAGES, dtype=dtype)
+        cache.attach(kv.TieredCache(cache.pool, host))
+
+    def movable(self):
+        """Sequences that there is room for another of; those with demoted pages, if there are."""
+        model = self.twin.model
+        with_room, demoted = [], []
+        for name in self.free(tree=False):
+            pages = model.sequences[name].pages()
+            past = pages & model.past_pages.keys()
+            is_wide_enough = len(pages - past) <= model.available
+            if pages and is_wide_enough and len(past) <= model.available_past:
+                with_room.append(name)
+                demoted += [name] * bool(past)
+        return demoted or with_room
+
+    @precondition(lambda self: self.movable())
+    @rule(data=DATA)
+    def step_aside(self, data):
+        """It comes back on pages of its own, whoever has shared them."""
+        name = self.draw(data, st.sampled_from(self.movable()), "seq")
+        self.twin.cache.offload(name)
+        self.twin.cache.onboard(name)
+        model = self.twin.model
+        model.leave(name, "aside")
+        model.sequences[name] = model.sequences.pop("aside")
+
+    @precondition(lambda self: self.movable() and len(self.sequences) < 6)
+    @rule(data=DATA)
+    def exchange(self, data):
+        """A sequence is exported, and imported under another name."""
+        name = self.draw(data, st.sampled_from(self.movable()), "seq")
+        cache, (sender, past_sender, receiver, past_receiver) = self.twin.cache, self.ends
+        ticket = cache.export_sequence(name, sender, past_sender=past_sender)
+        copy = self.new_name()
+        pull = cache.import_sequence(copy, ticket, receiver, past_receiver=past_receiver)
+        pull.synchronize()
+        assert poll(lambda: not any(end.stats()["offers"] for end in (sender, past_sender)))
+        self.twin.model.leave(name, copy)
+
+    def teardown(self):
+        for end in getattr(self, "ends", ()):
+            end.close()
+        super().teardown()
 
 
 def test_any_calls(device, tmp_path):
     run_state_machine_as_test(
         lambda: MixedMachine(device, tmp_path),
-        settings=settings(SETTINGS, max_examples=examples(28)),
+        settings=settings(SETTINGS, max_examples=examples(60)),
     )

@@ -226,6 +226,7 @@ class PagedKVCache(ProcessLocal):
         """Pages for old tokens that are not allocated; 0 without `past`."""
         if self.past_pool is None:
             return 0
+        self._exports.reclaim()
         return self.past_pool.allocator.num_available
 
     @property

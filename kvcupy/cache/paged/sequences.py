@@ -407,6 +407,8 @@ class Sequences:
     def allocate_past(self, count: int) -> Ints:
         """Allocate pages of the pool of old tokens, all or none; numbered as in sequences."""
         assert self._past_allocator is not None
+        if self.reclaim is not None:
+            self.reclaim()
         return self._past_allocator.alloc(count) + self.first_past
 
     def free(self, pages: Ints) -> None:
@@ -477,9 +479,8 @@ class Sequences:
         pages = self.allocate(count)
         if not past_count:
             return pages, np.empty(0, np.int64)
-        assert self._past_allocator is not None
         try:
-            return pages, self._past_allocator.alloc(past_count)
+            return pages, self.allocate_past(past_count) - self.first_past
         except BaseException:
             self._allocator.free(pages)
             raise
