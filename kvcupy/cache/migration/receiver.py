@@ -671,8 +671,9 @@ class Pull(ProcessLocal):
         Notes
         -----
         On a GPU streams that wait for layers which are not there yet do so by `Stream.call`, one
-        after the other. Behind staging pages a GPU copies each layer, which streams that share its
-        hardware queue with one that waits would hold up: so there the host waits.
+        after the other. Behind staging pages a GPU copies each layer, which is enqueued when the
+        layer has come: there is no event of it before, and streams that share its hardware queue
+        with one that waits by `Stream.call` would hold it up. So there the host waits.
         """
         self._wait(self._pool.layer_number(layer), stream)
 

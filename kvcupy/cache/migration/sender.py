@@ -82,8 +82,8 @@ class PageSender(ProcessLocal):
     heads : (first, total) of the model's heads, where the pool holds only some; None: it has all
     model : what else K and V depend on, such as weights and adapter; receivers must say the same
     tls : ssl.SSLContext for servers, with a certificate; None: nothing is encrypted
-    staging_pages : pinned pages through which pages pass that the host cannot address; None: as
-        many as needed, up to 64, where it cannot
+    staging_pages : pinned pages through which pages pass that the host cannot address, of which a
+        pull has a quarter at most; None: as many as needed, up to 64, where it cannot
     advertise : address that tickets name instead of `listen`, such as of this machine where that
         is "tcp:0.0.0.0:PORT"
     max_connections : that are served at a time; when there are so many, the one that has waited
