@@ -517,7 +517,8 @@ def _convert(
     num_parts, widths = len(src.parts), src.widths
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
     alignments = {side: rows.alignment(range(i, i + num_parts)) for side, _, _, i in sides}
-    kernels, fewest, packed = CONVERT, 1, {}
+    kernels, fewest = CONVERT, 1
+    packed: _Params = {}
     if src.four_bit is None and dst.four_bit is None:
         elements = taken = next(
             count for count in pack_sizes(source)
