@@ -225,8 +225,7 @@ MUTATIONS = {
     "blocks not divided by their root": Mutation(
         "if (is_rotated(s)) row[s].values[j] *= scale;", "", check_stored_rotated, HADAMARD),
     "the rope part rotated with the latent": Mutation(
-        "< rotation.rotated_width", "< (1 << 20)", check_stored_rotated_latents, HADAMARD,
-        count=2),
+        "< rotation.rotated_width", "< (1 << 20)", check_stored_rotated_latents, HADAMARD),
     "queries not rotated on the plain path": Mutation(
         "if (p.k.group_scales.rotation_shift)", "if (false)", check_plain_stored_rotated, PLAIN),
     "values as they are stored on the plain path": Mutation(

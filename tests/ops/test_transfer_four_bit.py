@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from four_bit_cases import FOUR_BIT, KINDS, hard_rows
+from four_bit_cases import FOUR_BIT, KINDS, content, hard_rows
 from helpers import FORMATS, QUANTISED, examples, full_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,17 +36,6 @@ def pools(case, packed, other, narrows, layouts=LAYOUT_PAIRS[1], *, scales=False
         )
         for layout, fmt in zip(layouts, pair, strict=True)
     ]
-
-
-def content(case):
-    """Bytes of a four-bit pool; else rows with elements around every boundary of codes."""
-
-    def draw(fmt, count):
-        if fmt in FOUR_BIT:
-            return case.bits(fmt, count)
-        return hard_rows(case, fmt, (count // 16, 16)).reshape(-1)
-
-    return draw
 
 
 @pytest.mark.covering
@@ -278,7 +267,7 @@ def test_an_engine_narrows_and_widens(device, packed):
 def test_two_four_bit_formats(device):
     case = TransferCase(device, 9)
     src, dst = (case.pool(fmt=fmt, widths=(64, 64)) for fmt in ("nvfp4", "int4"))
-    with pytest.raises(ValueError, match="^dst_pool: .*nvfp4.*int4.*convert=True"):
+    with pytest.raises(ValueError, match=r"^dst_pool: .*nvfp4.*int4.*convert=True"):
         kv.transfer_pages(src.pool, dst.pool, [0], [0])
     case.finish()
     case.transfer(src, dst, [0], [0], convert=True)
