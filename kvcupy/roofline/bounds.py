@@ -363,7 +363,9 @@ def _transfer(device: PlannedDevice, host_format: str, *, rotated: bool = False)
     own = [device.array(*shape, format="bf16") for _ in "kv"]
     src, dst = LayerPages.of(pinned, (), on_device=False), LayerPages.of(own, (), on_device=True)
     planned = cast(Device, device)
-    for launch in launches(planned, src, dst, max_blocks=default_blocks(planned, src, dst), reports=True):
+    for launch in launches(
+        planned, src, dst, max_blocks=default_blocks(planned, src, dst), reports=True
+    ):
         device.launches.append(Planned(
             launch.function, launch.grid, launch.block, launch.smem_bytes,
             _with_addresses(launch.function, launch.constants),
