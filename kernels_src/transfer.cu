@@ -742,7 +742,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     }
   };
   if (p.src.k_rotated.shift | p.src.v_rotated.shift) {
-    convert(rotation_at);
+    convert([](const RotatedPart& part, int element) { return rotation_at(part, element); });
   } else {
     convert([](const RotatedPart&, int) { return NotRotated{}; });
   }

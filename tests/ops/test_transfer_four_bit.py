@@ -270,7 +270,7 @@ def test_an_engine_narrows_and_widens(device, packed):
 def test_two_four_bit_formats(device):
     case = TransferCase(device, 9)
     src, dst = (case.pool(fmt=fmt, widths=(64, 64)) for fmt in ("nvfp4", "int4"))
-    with pytest.raises(ValueError, match="^dst_pool: .*nvfp4.*int4.*convert=True"):
+    with pytest.raises(ValueError, match=r"^dst_pool: .*nvfp4.*int4.*convert=True"):
         kv.transfer_pages(src.pool, dst.pool, [0], [0])
     case.finish()
     case.transfer(src, dst, [0], [0], convert=True)

@@ -1,0 +1,219 @@
+"""Pages whose rows are stored rotated: views, pools, identities, tiers, files and caches."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+from test_four_bit_pages import HEADS, LAYERS, LAYOUTS, PAGE, WIDTH, contents, fill, new_pool
+
+import kvcupy as kv
+from kvcupy import arrays
+from kvcupy.cache.identity import BlockKeys, PoolIdentity
+from kvcupy.cache.inspection import inspect
+
+HADAMARD = {"rotation": "hadamard"}
+
+
+# Views ---------------------------------------------------------------------------------------
+
+
+def test_views_keep_their_rotation(device):
+    v = device.zeros((4, PAGE, HEADS, 192), "nvfp4", **HADAMARD)
+    moved = arrays.transposed(v, (1, 0, 2, 3))
+    flat = arrays.reshaped(v, (4 * PAGE, HEADS, 192), v.strides[1:])
+    apart = kv.view_as(v.codes, "nvfp4", scales=v.scales, **HADAMARD)
+    again = kv.view_as(v, "nvfp4", **HADAMARD)
+    views = (v, v[1:, 0], v[0, ..., None, :], moved, flat, v.without_owner(), again, apart)
+    for view in (*views, arrays.transposed(apart, (1, 0, 2, 3)), apart[2]):
+        assert (view.rotation, view.rotated_width) == ("hadamard", 192), view
+    assert v[..., 64:128].rotated_width == 64  # a block of its own
+    assert arrays.describe(v) == f"(4, {PAGE}, {HEADS}, 192) nvfp4, rotated"
+    for cut in (slice(0, 128), slice(32, 96), slice(16, 192)):
+        with pytest.raises(ValueError, match=r"columns: .*blocks of 64"):
+            v[..., cut]
+
+
+def test_a_part_of_rows_is_rotated(device):
+    v = device.zeros((4, PAGE, 576), "nvfp4", **HADAMARD, rotated_width=512)
+    assert [v[..., cut].rotated_width for cut in (
+        slice(None), slice(0, 512), slice(512, 576), slice(528, 560), slice(0, 528),
+    )] == [512, 512, 0, 0, 512]  # fmt: skip
+    with pytest.raises(ValueError, match="columns"):
+        v[..., 256:]
+
+
+def test_what_cannot_be_rotated_is_refused(device):
+    raw = np.zeros((4, 72), np.uint8)
+    for name, call in {
+        "rotation: expected None for bf16": lambda: kv.view_as(
+            np.zeros((4, 8), np.uint16), "bf16", **HADAMARD
+        ),
+        "rotation: expected None for fp16": lambda: device.zeros((4, 64), np.float16, **HADAMARD),
+        "rotation: expected None or 'hadamard'": lambda: kv.view_as(raw, "nvfp4", rotation="dct"),
+        "rotated_width: expected None": lambda: kv.view_as(raw, "nvfp4", rotated_width=64),
+        "rotated_width: expected whole groups of 16, at most 128": lambda: kv.view_as(
+            raw, "nvfp4", **HADAMARD, rotated_width=24
+        ),
+        "rotation: expected blocks of at most 512": lambda: device.zeros(
+            (4, 1024), "int4", **HADAMARD
+        ),
+        "array: expected bytes, or rows with 128": lambda: kv.view_as(
+            kv.view_as(raw, "nvfp4"), "nvfp4", **HADAMARD
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            call()
+    with pytest.raises(TypeError, match="rotated_width"):
+        kv.view_as(raw, "nvfp4", **HADAMARD, rotated_width=64.0)
+
+
+def test_copies_tell_rotations_apart(device):
+    v, other = (device.zeros((4, 64), "nvfp4", rotation=r) for r in ("hadamard", None))
+    with pytest.raises(ValueError, match=r"dst: expected .*rotated"):
+        device.copy(other, v)
+    device.copy(device.zeros((4, 64), "nvfp4", **HADAMARD), v)
+
+
+# Pools ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pools(device, layout):
+    for placement in ("device", "pinned", "pageable"):
+        pool = new_pool(device, "int4", layout=layout, placement=placement, **HADAMARD)
+        assert (pool.rotation, pool.encoding) == ("hadamard", f"int4+hadamard:{WIDTH}")
+        assert pool.k(1).rotation == pool.views(0)[1].rotation == "hadamard"
+        assert "int4 rotated" in repr(pool)
+    latent = kv.MLAPool(
+        6, PAGE, LAYERS, 576, dtype="nvfp4", device=device, layout=layout, **HADAMARD,
+        rotated_width=512,
+    )  # fmt: skip
+    assert (latent.k(0).rotated_width, latent.encoding) == (512, "nvfp4+hadamard:512")
+
+
+def test_wrapped_pools_take_the_rotation_of_their_arrays(device):
+    def layers(rotation):
+        return [device.zeros((6, PAGE, 1, WIDTH), "nvfp4", rotation=rotation) for _ in range(3)]
+
+    pool = kv.KVPool.wrap(layers("hadamard"), layers(None))
+    assert (pool.k(2).rotation, pool.v(2).rotation) == ("hadamard", None)
+    assert pool.encoding == f"nvfp4+hadamard:{WIDTH},nvfp4"
+    with pytest.raises(ValueError, match=r"k\[1\]: expected 128 rotated elements"):
+        kv.KVPool.wrap([*layers("hadamard")[:1], *layers(None)[1:]], layers(None))
+
+
+def test_identities(device):
+    plain, rotated = new_pool(device, "nvfp4"), new_pool(device, "nvfp4", **HADAMARD)
+    hashes = kv.block_hashes(range(8), 2, bits=128)
+    ours, others = (BlockKeys(pool).keys(hashes) for pool in (plain, rotated))
+    assert not {*ours} & {*others}
+    difference = PoolIdentity.of(plain).difference(PoolIdentity.of(rotated))
+    assert difference == f"format: expected nvfp4, got nvfp4+hadamard:{WIDTH}"
+
+
+def test_a_disk_of_rotated_blocks(device, tmp_path):
+    def pools(**rotation):
+        pool = new_pool(device, "nvfp4", **rotation)
+        return pool, new_pool(device, "nvfp4", 4, placement="pinned", **rotation)
+
+    pool, host = pools(**HADAMARD)
+    fill(pool)
+    before = contents(pool)
+    options = {"disk": tmp_path / "blocks.kv", "disk_bytes": 2**20}
+    with closing(kv.TieredCache(pool, host, **options)) as cache:
+        pages, hashes = pool.allocator.alloc(3), kv.block_hashes(range(3 * PAGE), PAGE)
+        cache.insert(hashes, pages)
+        cache.flush()
+        cache.evict(3)
+        lease = cache.acquire(hashes)
+        lease.wait(None)
+        device.synchronize()
+        np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], before[:, :, pages])
+        lease.release()
+    assert "nvfp4+hadamard:128" in inspect(tmp_path / "blocks.kv")["formats"]
+    with pytest.raises(ValueError, match="disk"):
+        kv.TieredCache(*pools(), **options)
+    with pytest.raises(ValueError, match=r"^host_pool: expected nvfp4\+hadamard:128"):
+        kv.TieredCache(pool, pools()[1])
+
+
+# Caches --------------------------------------------------------------------------------------
+
+
+def new_cache(device, **options):
+    options = {"dtype": "nvfp4", "head_dim": WIDTH, "num_kv_heads": HEADS, **options}
+    return kv.PagedKVCache(
+        num_layers=2, num_q_heads=4, num_pages=12, page_size=PAGE, device=device, **options
+    )
+
+
+def rows(device, count, width=WIDTH, heads=HEADS):
+    rng = np.random.default_rng(3)
+    content = rng.standard_normal((2, count, heads, width)).astype(np.float32)
+    content[..., 5] *= 30
+    return content
+
+
+def error_of(got, want):
+    return np.linalg.norm(got.astype(np.float32) - want) / np.linalg.norm(want)
+
+
+def test_a_cache_and_its_file(device, tmp_path):
+    cache, other, plain = (
+        new_cache(device, dtype="int4_g128", rotation=r) for r in ("hadamard", "hadamard", None)
+    )
+    assert cache.pool.rotation == "hadamard"
+    want, errors = rows(device, 9), []
+    for each in (cache, plain):
+        each.add_sequence("a")
+        with each.forward(["a"], [9]):
+            pass
+        each.set_kv("a", 0, device.asarray(want), device.asarray(want))
+        errors.append(error_of(device.to_numpy(each.get_kv("a", 0, 9)[0]), want))
+    assert errors[0] < min(0.1, errors[1])
+    cache.save_sequence("a", tmp_path / "a.safetensors")
+    other.load_sequence("b", tmp_path / "a.safetensors")
+    for got, expected in zip(other.get_kv("b", 0, 9), cache.get_kv("a", 0, 9), strict=True):
+        np.testing.assert_array_equal(
+            device.to_numpy(got).view(np.uint16), device.to_numpy(expected).view(np.uint16)
+        )
+    with pytest.raises(ValueError, match=r"path: .*dtype int4_g128, got int4_g128\+hadamard:128"):
+        plain.load_sequence("b", tmp_path / "a.safetensors")
+
+
+def test_a_cache_of_latents(device):
+    cache = new_cache(device, latent_dim=512, head_dim=576, num_kv_heads=1, **HADAMARD)
+    assert cache.pool.parts[0].rotated_width == 512
+    latent, rope_key = rows(device, 5, 512, 1)[:, :, 0], rows(device, 5, 64, 1)[:, :, 0]
+    cache.add_sequence("a")
+    with cache.forward(["a"], [5]):
+        pass
+    cache.set_kv("a", 0, device.asarray(latent), device.asarray(rope_key))
+    for got, want in zip(cache.get_kv("a", 0, 5), (latent, rope_key), strict=True):
+        assert error_of(device.to_numpy(got), want) < 0.2
+
+
+def test_rotation_is_of_the_past(device):
+    cache = new_cache(device, dtype="bf16", past="int4", recent=4, **HADAMARD)
+    assert (cache.pool.rotation, cache.past_pool.rotation) == (None, "hadamard")
+    cache.add_sequence("a")
+    want = rows(device, 16)
+    with cache.forward(["a"], [16]):
+        pass
+    with cache.forward(["a"], [1]):
+        pass
+    assert cache.num_available_past_pages < 12
+    cache.set_kv("a", 0, device.asarray(want), device.asarray(want))
+    assert error_of(device.to_numpy(cache.get_kv("a", 0, 16)[0]), want) < 0.1
+
+
+def test_what_is_not_four_bits_is_refused(device):
+    with pytest.raises(ValueError, match=r"^rotation: expected None for bf16"):
+        new_cache(device, dtype="bf16", **HADAMARD)
+    with pytest.raises(ValueError, match=r"^rotation: expected None for fp8_e4m3"):
+        new_cache(device, dtype="bf16", past="fp8_e4m3", recent=4, **HADAMARD)
+    pool = kv.KVPool(12, PAGE, 2, HEADS, WIDTH, dtype="nvfp4", device=device)
+    with pytest.raises(ValueError, match=r"^rotation: expected None as in pool, got 'hadamard'"):
+        kv.PagedKVCache(num_q_heads=4, pool=pool, **HADAMARD)
