@@ -46,6 +46,17 @@ def place_rows(case: Case, fmt: str, shape: tuple[int, ...], cut=None, **options
     return case.place(hard_rows(case, fmt, shape), fmt, cut, **options)
 
 
+def content(case):
+    """Bytes of a four-bit pool; else rows with elements around every boundary of codes."""
+
+    def draw(fmt, count):
+        if fmt in FOUR_BIT:
+            return case.bits(fmt, count)
+        return hard_rows(case, fmt, (count // 16, 16)).reshape(-1)
+
+    return draw
+
+
 def split_cache(
     case: Case, fmt: str, pages: int, page_size: int, heads: int, width: int, *, usual: bool = False
 ):

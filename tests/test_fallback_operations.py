@@ -25,6 +25,7 @@ from ops import (
     test_rope_errors,
     test_rope_store,
     test_rope_streams,
+    test_rotation,
 )
 
 import kvcupy as kv
@@ -81,6 +82,12 @@ globals().update(
     | again(test_rope_errors)
     | again(test_gather)
     | again(test_four_bit, "test_every_format_on_the_lenient_host")
+    | again(
+        test_rotation,
+        "test_a_thread_alone",
+        "test_rope_store_by_threads_alone",
+        "test_transfers_by_threads_alone",
+    )
     | again(test_copy_pages)
     | again(test_indexing)
 )

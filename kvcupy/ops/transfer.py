@@ -73,7 +73,7 @@ def transfer_pages(
         host are staged if that makes the pieces so long; on the host device kernels
     max_blocks : of the kernels; None: one for every 24 SMs of the device, where bytes leave its
         memory or enter it
-    convert : allow pools of different formats, of which at most one is a four-bit format. Scales
+    convert : allow pools of different formats, or of rows that are rotated and not. Scales
         of an fp8 or int8 pool are dynamic, one per token and head, as in `store_kv`; without scales
         they are 1. Rows in a four-bit pool are those that `store_kv` stores
     stream : Stream, or a CuPy or torch stream. None: the current one of the library that the page

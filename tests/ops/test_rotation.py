@@ -6,11 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, KINDS, place_rows, split_cache
+from four_bit_cases import FLOATS, KINDS, content, place_rows, split_cache
 from helpers import FORMATS, LAYOUTS, Case, cache_shape, refused
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
 from store_calls import shuffled_slots
-from test_transfer_four_bit import content
 from transfer_cases import TransferCase
 
 import kvcupy as kv

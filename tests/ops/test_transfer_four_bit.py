@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from four_bit_cases import FOUR_BIT, KINDS, hard_rows
+from four_bit_cases import FOUR_BIT, KINDS, content, hard_rows
 from helpers import FORMATS, QUANTISED, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,17 +36,6 @@ def pools(case, packed, other, narrows, layouts=LAYOUT_PAIRS[1], *, scales=False
         )
         for layout, fmt in zip(layouts, pair, strict=True)
     ]
-
-
-def content(case):
-    """Bytes of a four-bit pool; else rows with elements around every boundary of codes."""
-
-    def draw(fmt, count):
-        if fmt in FOUR_BIT:
-            return case.bits(fmt, count)
-        return hard_rows(case, fmt, (count // 16, 16)).reshape(-1)
-
-    return draw
 
 
 @pytest.mark.covering
