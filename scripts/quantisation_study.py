@@ -46,6 +46,7 @@ from kvcupy.bench.report import describe, format_table, write_json
 
 FORMATS = (
     "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",
+    "int4_zp", "int4_zp_g64", "int4_zp_g128",
 )  # fmt: skip
 FOUR_BIT = FORMATS[4:]
 BASELINE = Scheme("bf16")
@@ -71,6 +72,7 @@ def model_schemes() -> list[Scheme]:
     schemes += [Scheme("nvfp4", parts=part) for part in "kv"]
     schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("nvfp4", "mxfp4", "int4", "int4_g64")]
     schemes += [Scheme("int4_g64", hadamard=True, recent=64, sinks=4)]
+    schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("int4_zp", "int4_zp_g64")]
     schemes += [Scheme(fmt, pre_rope=True) for fmt in ("nvfp4", "int4_g64")]
     return schemes
 

@@ -20,8 +20,9 @@ the minimum is the value of code 0, as KIVI (arXiv 2402.02750) and q4_1 of llama
 
 1. x as above; least and most: its smallest and largest element, within the finite float32
 2. low = float32(least / scale), at most 65504 in magnitude, zero without a sign; minimum = low
-   rounded down to fp16. So no element is below it; where a bias is so large that neighbours in fp16
-   are further apart than elements, rounding to nearest would lose them all
+   rounded down to fp16, so that no element is below it. Of normal groups of 32 about a bias of 1000
+   standard deviations rounding to nearest has 4 % less error; of 10000, 3.7 times the error, for
+   elements that are all below their minimum are lost
 3. span = float32(float32(most / scale) - minimum); quotient = float32(span / 15)
 4. group scale = quotient, at most 65504, rounded up to fp16, so that code 15 is not below the
    largest element; 0 where the quotient is not above 0
