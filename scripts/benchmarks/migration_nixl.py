@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,8 +29,9 @@ from typing import Any
 import numpy as np
 
 import kvcupy as kv
-from benchmarks.migration import CASES, NUM_PAGES, ROUND_S, _rounds, pages_of, pool_of
+from benchmarks.migration import CASES, NUM_PAGES, ROUND_S, pages_of, pool_of
 from kvcupy.bench.report import format_table
+from kvcupy.bench.timers import interleave
 from kvcupy.doctor import environment
 from kvcupy.interop import nixl
 
@@ -170,9 +172,12 @@ def measure(folder: str, block_bytes: int, blocks: int, *, quick: bool) -> dict[
             wipe(pool)
             way()
             require_equal(pool, expected, pages)
-        times = _rounds(
-            {"migration": migrate, "bare": read}, 2 if quick else 9, 0.01 if quick else ROUND_S
-        )
+        round_s = 0.01 if quick else ROUND_S
+        ways = {
+            "migration": partial(repeat, migrate, round_s),
+            "bare": partial(repeat, read, round_s),
+        }
+        times = interleave(ways, 2 if quick else 9)
     best = {name: min(taken) for name, taken in times.items()}
     num_bytes = blocks * block_bytes
     pairs = zip(times["bare"], times["migration"], strict=True)
@@ -185,6 +190,15 @@ def measure(folder: str, block_bytes: int, blocks: int, *, quick: bool) -> dict[
         "ratio": best["bare"] / best["migration"],
         "median_ratio": median(bare / migration for bare, migration in pairs),
     }  # fmt: skip
+
+
+def repeat(way: Callable[[], float], seconds: float) -> float:
+    """Call what returns the seconds of a transfer for a while; return their median."""
+    end = time.perf_counter() + seconds
+    taken = [way()]
+    while time.perf_counter() < end:
+        taken.append(way())
+    return median(taken)
 
 
 def wipe(pool: kv.KVPool) -> None:
