@@ -1,12 +1,13 @@
 """Pages of a peer's pool, read into one's own by NIXL: the engine "nixl" of page migration.
 
-    sender     metadata, regions, pages | layers 0-3 are ready |              | checksums 0-3 | ...
-    receiver                                                   | READ 0-3 | read them |        | ...
+    sender     metadata, regions, pages | layers 0-3 are ready |          | checksums 0-3 | ...
+    receiver                                                   | READ 0-3 |               | READ 4-7
 
 NIXL is one-sided: the sender's pages are read without its doing, by RDMA, shared memory or TCP,
 whichever UCX finds. So a layer is complete only when the sender has said, after the READ, that its
-pages were still those of the offer, and what their checksum is. A READ that is given up may land
-later all the same: its pages stay in quarantine until it has reached an end (`Reading.done`).
+pages were still those of the offer, and what their checksum is, which is verified while the next
+layers are read if these are ready. A READ that is given up may land later all the same: its pages
+stay in quarantine until it has reached an end (`Reading.done`).
 Nothing that NIXL would unpickle comes from a peer: addresses are numbers, and the metadata of the
 sender's agent, which are opaque, come over the authenticated connection. The receiver sends none,
 so that nobody can reach its memory.
@@ -28,6 +29,7 @@ import struct
 import sys
 import threading
 import time
+from concurrent import futures
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,9 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
 _GROUP_BYTES = 8 << 20  # of layers that are ready together, which one READ moves
 _MOST_PAGES = 1 << 16  # of a message
 _MOST_PEERS = 64  # that stay connected without a pull
+_MOST_DESCRIPTIONS = 16  # of peers that are kept decoded
+_MOST_VERIFIERS = 4  # threads, which all pulls share
+_SOON_S = 2e-4  # in which a sender names the next layers if they are ready
 _OWING_S = 60.0  # after a pull has broken off, in which the sender still helps a READ to its end
 _LAYERS = struct.Struct(">IIQ")  # the first, how many, bytes of both
 _COUNT = struct.Struct(">I")  # of the page numbers behind it; short messages are filled up
@@ -467,6 +472,11 @@ class NixlEngine:
         # By pull: what may still land, and the key of the peer that it is read from.
         self._readings: dict[PullTask, tuple[Reading, bytes]] = {}
         self._owing_until_s = 0.0
+        self._described = Peer(
+            self._agent.metadata, Process.own(), self._blocks.regions
+        ).encoded()  # of this process, which is all that uses it
+        self._decoded: dict[bytes, Peer] = {}  # by what peers have sent, the last ones
+        self._verifiers = futures.ThreadPoolExecutor(_MOST_VERIFIERS, "kvcupy-nixl")
 
     @property
     def poll_s(self) -> float | None:
@@ -482,8 +492,7 @@ class NixlEngine:
     def serve(self, service: Service) -> None:
         _require_all_heads(service.pool, service.heads)
         channel = service.channel
-        me = Peer(self._agent.metadata, Process.own(), self._blocks.regions)
-        channel.send(READ, me.encoded(), service.deadline())
+        channel.send(READ, self._described, service.deadline())
         for start in range(0, len(service.pages), _MOST_PAGES):
             numbers = service.pages[start : start + _MOST_PAGES].astype(">i4")
             message = _COUNT.pack(len(numbers)) + numbers.tobytes()
@@ -543,10 +552,7 @@ class NixlEngine:
 
     def pull(self, task: PullTask) -> None:
         _require_all_heads(task.pool, task.heads)
-        peer = Peer.decoded(task.receive(READ)[1])
-        own = [[region.num_bytes for region in layer] for layer in self._blocks.regions]
-        if [[region.num_bytes for region in layer] for layer in peer.regions] != own:
-            raise Lost("the blocks of the sender's pool have other sizes")
+        peer = self._peer(task.receive(READ)[1])
         numbers = b""
         while len(numbers) < 4 * len(task.pages):
             _, message = task.receive(READ)
@@ -562,6 +568,7 @@ class NixlEngine:
         except Exception as error:  # see Agent.read
             raise TransferError(f"NIXL cannot reach the sender: {error}", "lost") from error
         failed = True
+        verifying: futures.Future[None] | None = None  # the layers before
         try:
             layer = 0
             while layer < task.pool.num_layers:
@@ -576,12 +583,38 @@ class NixlEngine:
                 self._follow(task, reading)
                 del self._readings[task]
                 task.channel.num_bytes += int(sizes.sum())
-                self._confirm(task, layers, named)
+                checksums = self._confirmed(task, named)
+                if verifying is not None:
+                    verifying.result()
+                    verifying = None
                 layer = layers.stop
+                # Else a failure would be told only when they are ready.
+                if layer < task.pool.num_layers and task.channel.readable(_SOON_S):
+                    with contextlib.suppress(RuntimeError):  # the system has no more threads
+                        verifying = self._verifiers.submit(self._verify, task, layers, checksums)
+                if verifying is None:
+                    self._verify(task, layers, checksums)
             failed = False
         finally:
+            if verifying is not None and not verifying.cancel():
+                futures.wait((verifying,))
             if task not in self._readings:  # else NIXL would not say when it has ended
                 self._agent.release_peer(key, failed=failed)
+
+    def _peer(self, encoded: bytes) -> Peer:
+        """Return what a sender says of itself; Lost unless its blocks have the sizes of one's own.
+
+        Pulls from one sender decode it once.
+        """
+        peer = self._decoded.get(encoded)
+        if peer is None:
+            peer = Peer.decoded(encoded)
+            own = [[region.num_bytes for region in layer] for layer in self._blocks.regions]
+            if [[region.num_bytes for region in layer] for layer in peer.regions] != own:
+                raise Lost("the blocks of the sender's pool have other sizes")
+            decoded = dict(list(self._decoded.items())[1 - _MOST_DESCRIPTIONS :])
+            self._decoded = {**decoded, encoded: peer}
+        return peer
 
     def _next_layers(self, task: PullTask, expected: int) -> tuple[range, bytes]:
         """Wait until layers are ready; return them, and what names them in messages."""
@@ -610,9 +643,16 @@ class NixlEngine:
         if reading.failure is not None:
             raise TransferError(f"NIXL: {reading.failure}", "lost") from reading.failure
 
-    def _confirm(self, task: PullTask, layers: range, named: bytes) -> None:
-        """Compare what was read with what the sender has, and still offers."""
+    def _confirmed(self, task: PullTask, named: bytes) -> bytes:
+        """Return the checksums of layers that were read, which the sender still offers."""
         task.channel.send(READ, named, task.deadline)
+        _, payload = task.receive(CHECKSUM)
+        if not payload.startswith(named):
+            raise Lost("the sender confirms other layers than were read")
+        return payload[len(named) :]
+
+    def _verify(self, task: PullTask, layers: range, expected: bytes) -> None:
+        """Compare what was read with what the sender has, while what follows is read."""
         checksums = []
         for layer in layers:
             checksum = task.channel.checksum(task.number, task.generation, layer)
@@ -620,9 +660,9 @@ class NixlEngine:
                 task.check()
                 for view in views:
                     checksum.update(view)
+
             checksums.append(checksum.intdigest())
-        _, payload = task.receive(CHECKSUM)
-        if payload != named + struct.pack(f">{len(layers)}Q", *checksums):
+        if expected != struct.pack(f">{len(layers)}Q", *checksums):
             raise TransferError(
                 f"layers {layers.start} to {layers.stop - 1}: a checksum is wrong", "corrupt"
             )
@@ -659,6 +699,7 @@ class NixlEngine:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        self._verifiers.shutdown()
         self._agent.close()
 
 

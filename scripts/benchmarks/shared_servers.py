@@ -5,9 +5,9 @@ over loopback, from and to 64 MiB of memory. `socket` is another process that ta
 many blocks on request, as fast as Python's sockets do that. `backend` is what a `SharedStore` has
 below it, and `SharedStore` the whole, with checksums. `Mooncake` is its own batch calls, on
 registered memory: of the blocks alone, and in `Mooncake asked` after the call that asks which keys
-are known, without which a put does not tell. kvcupy's objects have a header of 256 bytes more. Each round measures every candidate of a case, puts of new keys and then gets of
-the same; a row has the best and the median round. Every block that was got is compared once with
-what was put.
+are known, without which a put does not tell. kvcupy's objects have a header of 256 bytes more. Each
+round measures every candidate of a case, puts of new keys and then gets of the same; a row has the
+best and the median round. Every block that was got is compared once with what was put.
 
 A server that is not installed is left out: redis-server, and a wheel of Mooncake with libibverbs1.
 

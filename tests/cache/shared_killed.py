@@ -274,6 +274,13 @@ def stop_a_writer(folder):
             result["put"] = user.put(HASHES[7])
             result["known"] = user.put(HASHES[0])
             result["waited_s"] = time.monotonic() - started
+            user.store._deadline_s = 60.0
+            started = time.monotonic()
+            result["put_again"] = [user.put(HASHES[7], HASHES[8]) for _ in range(3)]
+            result["waited_again_s"] = time.monotonic() - started
+            result["read_again"] = user.get(*HASHES[:2])
+            result["stats"] = user.store.stats()
+            user.store._deadline_s = 0.2
             try:
                 user.store.remove()
             except ConnectionError as error:

@@ -77,6 +77,10 @@ def test_a_stopped_writer_holds_up_writers_until_their_deadline_and_no_reader(tm
     assert seen["being_written"] == [False]
     assert seen["put"] == ["failed"] and seen["known"] == ["known"]
     assert seen["waited_s"] >= 0.2
+    assert seen["put_again"] == [["failed"] * 2] * 3 and seen["read_again"] == [True, True]
+    assert seen["waited_again_s"] < 30, "it has waited for the lock again, for 60 s at most"
+    assert seen["stats"]["lock_timeouts"] == 4 and seen["stats"]["failed"] == 7
+    assert seen["stats"]["skipped"] == 0
     assert "lock" in seen["remove"]
     assert seen["writer"] == 0 and seen["after"] == [True, True]
     assert seen["put_after"] == ["stored"] and seen["recovered"] == 0
