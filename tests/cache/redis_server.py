@@ -53,11 +53,14 @@ class RedisServer:
             time.sleep(0.01)
 
     def _listens(self):
+        """Return whether both of its addresses are connected to: a socket's file comes earlier."""
         try:
             socket.create_connection(("127.0.0.1", self.port), 1).close()
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(self.socket))
         except OSError:
             return False
-        return self.socket.exists()
+        return True
 
     @property
     def url(self):

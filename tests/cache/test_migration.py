@@ -452,6 +452,8 @@ def test_order_is_checked(waits):
         if waits:
             pull.wait_layer(0, stream)
         kv.store_kv(key, value, target.k(0), target.v(0), np.array([8]), stream=stream)
+        if not waits:  # else what has come could be written over before its checksum is compared
+            stream.synchronize()
         for layer in LAYERS:
             sender.layer_done(ticket, layer)
         pull.synchronize()
