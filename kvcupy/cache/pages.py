@@ -326,7 +326,8 @@ class PageAllocator(ProcessLocal):
         with self._lock:
             self._transfers[next(self._numbers)] = transfer, touched
             self._num_transfers[touched] += 1
-            self._num_unbounded += _is_unbounded(transfer)
+            if getattr(transfer, "unbounded", False):
+                self._num_unbounded += 1
             crowded = len(self._transfers) > self._poll_above
             if crowded:  # so that threads that call this meanwhile do not poll too
                 self._poll_above = 2 * len(self._transfers)
@@ -417,7 +418,8 @@ class PageAllocator(ProcessLocal):
             # Another thread may have been first.
             ended = [self._transfers.pop(n) for n in numbers if n in self._transfers]
             dropped = [pages for _, pages in ended]
-            self._num_unbounded -= sum(_is_unbounded(transfer) for transfer, _ in ended)
+            if self._num_unbounded:
+                self._num_unbounded -= sum(_is_unbounded(transfer) for transfer, _ in ended)
             for pages in dropped:
                 self._num_transfers[pages] -= 1
             if not dropped or not self._num_deferred:

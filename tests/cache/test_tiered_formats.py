@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import itertools
 from contextlib import closing
 
 import numpy as np
 import pytest
 from helpers import full_only
-from line_process import LineProcess
+from line_process import LineProcess, poll
 from tiered_cases import in_time
 from tiered_store_cases import Held, WireStore, names
 
@@ -352,8 +351,7 @@ def test_prefetched_blocks_are_widened(device):
     one.insert(HASHES, seed=8)
     one.drop_from_memory()
     one.cache.prefetch(HASHES)
-    assert in_time(lambda: next(n for n in itertools.count()
-                                if one.cache.match(HASHES).host == 4)) >= 0  # fmt: skip
+    assert poll(lambda: one.cache.match(HASHES).host == 4)
     with one.cache.acquire(HASHES, wait="best_effort") as lease:
         assert lease.num_blocks == 4
     one.use(HASHES, one.widened)

@@ -369,15 +369,12 @@ class Tiers:
             return
         pages, past_pages, past_start = self._sequences.split(sequence)
         stream = self._access.copy_stream
-        freed: list[tuple[PageAllocator, Ints]] = []
+        engines = [tiers.engine]
+        if len(past_pages):
+            engines.append(self._engine_of_past(tiers))
+        host_pages, past_host_pages = self._take_host_pages(tiers, len(pages), len(past_pages))
+        past = None
         try:
-            host_pages = tiers.take_host_pages(len(pages))
-            freed.append((tiers.host_pool.allocator, host_pages))
-            engines, past = [tiers.engine], None
-            if len(past_pages):
-                engines.append(self._engine_of_past(tiers))
-                past_host_pages = self._take_past_host_pages(tiers, len(past_pages))
-                freed.append((engines[1].host_pool.allocator, past_host_pages))
             with self._access.on(stream, sequence):
                 pass  # the saves wait for what the copy stream waits for
             save = tiers.engine.save(pages, host_pages, after=stream)
@@ -387,8 +384,9 @@ class Tiers:
                 engines[1].flush()
                 past = OffloadedPages(past_host_pages, past_save, engines[1].host_pool.allocator)
         except BaseException:
-            for allocator, taken in freed:
-                allocator.free(taken)
+            tiers.host_pool.allocator.free(host_pages)
+            if len(past_pages):
+                engines[1].host_pool.allocator.free(past_host_pages)
             raise
         if len(self._sequences.owned(sequence, sequence.num_pages)) < sequence.num_pages:
             # A sequence that shares a page may soon be its only owner, and write while it is read.
@@ -439,17 +437,27 @@ class Tiers:
             self._past_engine = TransferEngine(past_pool, host_pool)
         return self._past_engine
 
-    def _take_past_host_pages(self, tiers: TieredCache, count: int) -> Ints:
-        if self._shares_host_pool(tiers):
-            taken: Ints = tiers.take_host_pages(count)
-            return taken
-        return self._engine_of_past(tiers).host_pool.allocator.alloc(count)
+    def _take_host_pages(
+        self, tiers: TieredCache, count: int, past_count: int
+    ) -> tuple[Ints, Ints]:
+        """Take pages in host memory for pages of both formats, all or none."""
+        if not past_count or self._shares_host_pool(tiers):
+            taken: Ints = tiers.take_host_pages(count + past_count)
+            return taken[:count], taken[count:]
+        past_allocator = self._engine_of_past(tiers).host_pool.allocator
+        past_pages = past_allocator.alloc(past_count)
+        try:
+            return tiers.take_host_pages(count), past_pages
+        except BaseException:
+            past_allocator.free(past_pages)
+            raise
 
     def _shares_host_pool(self, tiers: TieredCache) -> bool:
         """Return whether the host pool has the format of demoted pages."""
         past, host = self._past_pool, tiers.host_pool
-        same = past is not None and host.dtype == past.dtype
-        return same and bool(host.scale_parts) == bool(past and past.scale_parts)
+        if past is None or host.dtype != past.dtype:
+            return False
+        return bool(host.scale_parts) == bool(past.scale_parts)
 
     def publish(self, sequence: CachedSequence) -> set[int]:
         """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
