@@ -180,8 +180,10 @@ def test_what_two_caches_of_the_same_bytes_hold(device_name, tmp_path, capsys):
     assert "times the tokens in no more bytes" in printed and "32 and 32 are what the" in printed
     from serving.capacity import TooFewTokens
 
-    with pytest.raises(TooFewTokens, match=r"expected at least 3\.4"):
-        serve_demo.main([*arguments, "--held-at-least", "3.4"])
+    short = [*arguments, "--prompt-tokens", "60", "--json", str(tmp_path / "none.json")]
+    with pytest.raises(TooFewTokens, match=r"expected at least 3\.0: are the prompts too short"):
+        serve_demo.main(short)
+    assert not (tmp_path / "none.json").exists()
     with pytest.raises(SystemExit):
         serve_demo.main(["--prompt-tokens", "400"])
 
