@@ -383,6 +383,10 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
         float sums[4] = {};  // of the queries of rows g and g + 8, twice
         mma_m16n8k16<half>(sums, a[0], kOnes, kOnes);
         mma_m16n8k16<half>(sums, a[1], kOnes, kOnes);
+        if constexpr (kHasRest) {
+          mma_m16n8k16<half>(sums, rests[0], kOnes, kOnes);
+          mma_m16n8k16<half>(sums, rests[1], kOnes, kOnes);
+        }
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           Pack<u32, 2> pairs;

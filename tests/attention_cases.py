@@ -129,7 +129,9 @@ def as_rotated(arg, rotated_width=None):
     They are as random rotated as not.
     """
     width = rotated_width or arg.view.shape[-1]
-    array = four_bit_view(arg.array.codes, arg.array.scales, arg.array.format, width)
+    array = four_bit_view(
+        arg.array.codes, arg.array.scales, arg.array.format, width, arg.array.scale_rule
+    )
     return Views(array, reference.FourBitRows(arg.view.codes, arg.view.scales, arg.view.fmt, width))
 
 

@@ -135,14 +135,19 @@ def check_stored_rotated_narrow(device):
     return check_decode(device, widths=(128, 64), stored_rotated=True)
 
 
-def check_stored_rotated_loud(device):
+def check_stored_rotated_loud(device, cache_fmt="nvfp4"):
     """Scores so large that they need more bits of the queries than one fp16 has."""
     case = AttentionCase(device, 73)
-    args = case.arguments([300, 0, 37], fmt="bf16", cache_fmt="nvfp4", heads=(8, 2),
+    args = case.arguments([300, 0, 37], fmt="bf16", cache_fmt=cache_fmt, heads=(8, 2),
                           widths=(128, 128), page_size=16, loud=4.0)  # fmt: skip
     args = rotated(args)
     case.attend(args, *case.results(args, fmt="fp32"))
     return case
+
+
+def check_stored_rotated_loud_zp(device):
+    """And minima, which meet both halves of a query too."""
+    return check_stored_rotated_loud(device, "int4_zp")
 
 
 def check_plain_stored_rotated(device):
@@ -255,6 +260,9 @@ MUTATIONS = {
     "rotated queries of 11 bits": Mutation(
         "} else if (p.k.group_scales.rotation_shift) {", "} else if (false) {",
         check_stored_rotated_loud, KERNEL),
+    "minima without the rests of queries": Mutation(
+        "mma_m16n8k16<half>(sums, rests[1], kOnes, kOnes);", "",
+        check_stored_rotated_loud_zp, TILES),
     "rests of queries that nobody brings": Mutation(
         "rests.store(rest);", "", check_stored_rotated_narrow, KERNEL),
     "rests over queries that others read": Mutation(
@@ -299,7 +307,8 @@ USUAL = (
      check_rotated, check_rotated_int4, check_interleaved, check_large_values, check_zp,
      check_zp_g64, check_rotated_zp, check_large_zp,
      check_stored_rotated, check_stored_rotated_wide, check_stored_rotated_narrow,
-     check_stored_rotated_loud, check_plain_stored_rotated, check_stored_rotated_latents,
+     check_stored_rotated_loud, check_stored_rotated_loud_zp, check_plain_stored_rotated,
+     check_stored_rotated_latents,
      check_plain_stored_rotated_latents],
     ids=lambda check: check.__name__,
 )  # fmt: skip
