@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from .. import compile_check, formats, sources
-from ..arrays import ArrayView, four_bit_view, strides_of
+from ..arrays import ArrayView, strides_of
 from ..devices import nvrtc
 from ..devices.protocol import Device
 from ..errors import CompileError
@@ -393,14 +393,12 @@ def _attend(
     rotated: bool = False,
 ) -> None:  # fmt: skip
     num_pages = _KEYS // _PAGE
-    k_cache, v_cache = _caches(device, kv_format, widths, heads=heads[1], slots=sequences * _KEYS)
+    slots = sequences * _KEYS
+    k_cache, v_cache = _caches(
+        device, kv_format, widths, heads=heads[1], slots=slots, rotated=rotated
+    )
     if widths[0] > widths[1] and heads[1] == 1:  # MLA: values are part of the latent
         v_cache = k_cache[..., : widths[1]]
-    if rotated:
-        k_cache, v_cache = (
-            four_bit_view(v.codes, cast(ArrayView, v.scales), v.format, v.shape[-1], v.scale_rule)
-            for v in (k_cache, v_cache)
-        )
     options: dict[str, Any] = {}
     if tokens > 1:
         options["query_lens"] = device.array(sequences, format="int32")
