@@ -968,7 +968,8 @@ def _allocator(
     shape: tuple[int, ...], format: str, like: ArrayView, rotated_width: int
 ) -> Callable[[], Any]:
     """Return what allocates zeros on the device of `like` as an array of its library."""
-    device, options = devices.get(like.device), rotation_options(rotated_width)
+    device = devices.get(like.device)
+    options = rotation_options(rotated_width) if rotated_width else {}
     if like.library != "torch":
         return partial(device.zeros, shape, format, **options)
     return _torch_allocator(shape, format, device.torch_name, rotated_width)
