@@ -456,7 +456,8 @@ def test_every_script_that_writes_json_is_run(quick):
     } | {f"bench_{name}" for name in (*BENCHMARKS, "models") if name not in SECTIONS}  # fmt: skip
     named -= {"fault_table", "fuzz", "order_table"}  # of the host device alone
     named -= {"fleet_simulation", "quantisation_study"}  # of no device
-    named -= {"bench_shared", "bench_shared_servers", "bench_migration"}  # of host memory alone
+    named -= {"bench_shared", "bench_shared_servers"}  # of host memory alone
+    named -= {"bench_migration", "bench_migration_nixl"}  # of host memory alone
     assert {p.name for p in all_parts(quick=quick) if p.group == "bench"} == named
 
 

@@ -772,6 +772,7 @@ def shared(case: Case) -> None:
     opening = {
         "url": "shm:fuzz", "capacity_bytes": 1 << 16, "folder": case.folder, "tenant": "a",
         "checksum": case.rng.choice([None, "sum64", "none"]), "deadline_s": 5.0,
+        "threads": case.rng.choice([None, 1, 3]),
     }  # fmt: skip
     stores = [kv.SharedStore.open(host_pool=pool, **opening) for pool in pools]
     others: list[kv.SharedStore] = []
@@ -804,7 +805,7 @@ def shared(case: Case) -> None:
         name = case.rng.choice([*list(makers)[:-2] * 4, "remove", "close"])
         result = try_method(
             case, store, name, makers[name](), state=state, settle=False,
-            names=("store", "url", "pages", "hashes", "host_pool", "capacity_bytes"),
+            names=("store", "url", "pages", "hashes", "host_pool", "capacity_bytes", "threads"),
         )  # fmt: skip
         if isinstance(result, kv.SharedStore):
             others.append(result)

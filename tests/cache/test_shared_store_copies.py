@@ -121,27 +121,24 @@ def test_a_call_that_fails_returns_when_no_thread_copies_any_more(opened, monkey
     """Whoever fails, the others end the block that they are at, and take no further ones."""
     user, hashes = opened(threads=2), block_hashes(BLOCKS)
     user.put(*hashes)
-    real, copied, failed = shm._read_parts, [], threading.Event()
+    real, begun, copied, both = shm._read_parts, [], [], threading.Barrier(2)
 
     def read(parts):
-        if not failed.is_set():
-            failed.set()
-            raise OSError("the first fails")
+        begun.append(parts)
+        if len(begun) <= 2 and both.wait(30) == 0:
+            raise OSError("one of them fails")
         time.sleep(0.2)  # longer than the caller needs to return, if it did not wait
         real(parts)
         copied.append(parts)
 
     monkeypatch.setattr(shm, "_read_parts", read)
-    with pytest.raises(OSError, match="the first fails"):
+    with pytest.raises(OSError, match="one of them fails"):
         user.store._backend.get(
             user.store._keys.keys(hashes),
             [WirePages(user.pool).pieces(page) for page in range(BLOCKS)],
             time.monotonic() + 60,
         )
-    there = len(copied)
-    assert there <= 1
-    time.sleep(0.5)
-    assert len(copied) == there
+    assert len(begun) == 2 and len(copied) == 1
     monkeypatch.setattr(shm, "_read_parts", real)
     assert user.get(*hashes) == [True] * BLOCKS
 

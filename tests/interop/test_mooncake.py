@@ -19,13 +19,19 @@ from line_process import poll
 from mooncake_servers import free_ports, needs_mooncake, pause, servers_in
 
 import kvcupy as kv
-from kvcupy.cache.shared.backend import BackendLost
-from kvcupy.cache.wire import WirePages
+from kvcupy.cache.shared.backend import BackendLost, SummedBlock
+from kvcupy.cache.wire import WirePages, checksum
 from kvcupy.interop import mooncake
 
 PATTERN = 0xA5
 HEADER = b"header of a block"
 MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch):
+    """Blocks come and go where they lie, as longer ones do, which is where bytes can land late."""
+    monkeypatch.setattr(mooncake, "_MOST_STAGED_BYTES", 0)
 
 
 @pytest.fixture
@@ -151,6 +157,38 @@ class TestStore:
         assert backend.stats() == {
             "clients": 1, "late": 0, "failed_transfers": 0, "errors": 0, "draining": 0,
         }  # fmt: skip
+
+    def test_small_blocks_go_through_a_buffer(self, servers, backend_of, monkeypatch):
+        """In one piece, some at a time; the objects are the same as in place."""
+        started = servers()
+        started.add_node(64 * MEBIBYTE)
+        in_place = backend_of(started, Pages())
+        monkeypatch.setattr(mooncake, "_MOST_STAGED_BYTES", BLOCK_BYTES)
+        monkeypatch.setattr(mooncake, "_STAGED_BLOCKS_PER_CALL", 3)
+        staged = backend_of(started, Pages())
+        pieces = []
+        real = mooncake._addresses
+
+        def addresses(rows, blocks):
+            pointers, sizes = real(rows, blocks)
+            pieces.append([len(lengths) for lengths in sizes])
+            return pointers, sizes
+
+        monkeypatch.setattr(mooncake, "_addresses", addresses)
+        assert put(staged, Pages(), KEYS[:4]) == ["stored"] * 4
+        assert pieces == [[1] * 3, [1]]
+        assert put(in_place, Pages(), KEYS[:6]) == ["known"] * 4 + ["stored"] * 2
+        assert pieces[2:] == [[3] * 2], "K, V and the header"
+        for backend in (staged, in_place):
+            pages = Pages(layout="layer_first")
+            summed = [SummedBlock(block, "sum64") for block in pages.wipe()]
+            expected = [HEADER] * 6 + [None] * 2
+            assert backend.get(KEYS, summed, soon()) == expected
+            assert all(pages.block(i) == content(KEYS[i], BLOCK_BYTES) for i in range(6))
+            assert pages.block(7) == bytes([PATTERN]) * BLOCK_BYTES
+            for key, block in zip(KEYS[:6], summed, strict=False):
+                assert block.checksum("sum64") == checksum([content(key, BLOCK_BYTES)], "sum64")
+        assert pieces[3:] == [[1] * 3, [1] * 3, [1] * 2, [9] * 8]
 
     def test_tenants(self, store):
         pages, one, other = Pages(), store(b"one"), store(b"other")
@@ -489,7 +527,7 @@ class TestSharedStore:
             assert other.get(HASHES, range(8)) == [False] * 8
             # A block that is not what was put under its key is a miss, and makes way.
             keys = one._keys.keys(HASHES)
-            header = one._header(keys[1], direct.blocks[1])
+            header = one._header(keys[1], SummedBlock(direct.blocks[1], "none"))
             one._backend.discard(keys[1:2], soon())
             one._backend.put(keys[1:2], direct.blocks[:1], [header], soon())
             assert one.get(HASHES[:3], [5, 6, 7]) == [True, False, True]

@@ -220,17 +220,16 @@ class ShmBackend(ProcessLocal):
         ):
             return None
         header = self._map[record_at + _HEADER_AT : record_at + _HEADER_AT + header_length]
+        self._records[slot * _RECORD_WORDS + _USED] = 1  # so that writers choose others meanwhile
         return _Read(slot, generation, header)
 
     def _confirmed(self, read: _Read) -> bytes | None:
         """Return the header of a block that was copied; None if it has changed meanwhile."""
-        records, at = self._records, read.slot * _RECORD_WORDS
         # A processor that reorders loads may let a block pass that has changed meanwhile; then the
         # checksum tells.
-        if records[at + _GENERATION] != read.generation:
+        if self._records[read.slot * _RECORD_WORDS + _GENERATION] != read.generation:
             self._torn += 1
             return None
-        records[at + _USED] = 1
         return read.header
 
     def _find(self, key: bytes) -> int:

@@ -131,7 +131,8 @@ class SharedStore(ProcessLocal):
         checksum : that blocks are stored with: "xxh3_64" (`kvcupy[shared]`), "sum64", or "none",
             which reads blocks without verifying their bytes; None: the first that there is
         retries : of a call that has lost the server, within its deadline
-        options : of the backend. "shm:": `folder` of the file, "/dev/shm". Redis: `user`,
+        options : of the backend. "shm:": `folder` of the file, "/dev/shm"; `threads` that copy the
+            blocks of one call, the caller's included, up to 4 unless told. Redis: `user`,
             `password`, `db`, `ca_file`, `cert_file`, `key_file`, `verify`, `ttl_s`,
             `max_connections`; Mooncake: `segment_bytes`, `host`, `protocol`, `devices`; see
             docs/shared_store_servers.md
