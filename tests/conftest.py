@@ -249,6 +249,17 @@ def device(request: pytest.FixtureRequest):
 
 
 @pytest.fixture
+def users_device(device, lenient_host: None, monkeypatch: pytest.MonkeyPatch):
+    """The device as users have it: on the host it is lenient, and each row has one thread."""
+    from kvcupy.ops import call
+
+    if device.kind == "host":
+        monkeypatch.setattr(device, "warp_lanes", 1)
+        monkeypatch.setattr(call, "_plans", {})
+    return device
+
+
+@pytest.fixture
 def plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep Inductor from trying vector instructions out, which takes it longer than a graph."""
     from torch._inductor import cpu_vec_isa

@@ -81,7 +81,7 @@ globals().update(
     | again(test_rope_streams, "test_against_transformers")
     | again(test_rope_errors)
     | again(test_gather)
-    | again(test_four_bit, "test_every_format_on_the_lenient_host")
+    | again(test_four_bit, "test_every_format_as_users_run_it")
     | again(
         test_rotation,
         "test_a_thread_alone",

@@ -28,6 +28,7 @@ from kvcupy.cache.tiered.leases import Match
 
 A, B, C, D, E, F = range(1, 7)
 SECONDS = 1.0 if helpers.full else 0.4
+LEAST_ROUNDS = 4  # of each thread, however long they take
 
 
 @pytest.fixture
@@ -967,7 +968,7 @@ def test_many_threads_of_two_caches(device, write):
         blocks = both[seed % 2]
         cache, allocator = blocks.cache, blocks.device_pool.allocator
         try:
-            while time.monotonic() < until:
+            while rounds < LEAST_ROUNDS or time.monotonic() < until:
                 user = rng.randrange(8)
                 hashes = names(user // 4, *(100 * user + i for i in range(rng.randrange(1, 5))))
                 waits = {"wait": rng.choice(["complete", "best_effort", "timeout"])}
@@ -1006,9 +1007,8 @@ def test_many_threads_of_two_caches(device, write):
         thread.start()
     for thread in threads:
         thread.join(SECONDS + PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads), "a deadlock"
+    assert not any(thread.is_alive() for thread in threads), f"a deadlock: rounds {done}"
     assert not errors, errors
-    assert min(done) > 3, done
     for blocks in both:
         blocks.settle()
         found = blocks.cache.stats()

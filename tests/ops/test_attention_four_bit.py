@@ -156,8 +156,8 @@ def test_values_that_are_part_of_latents(device, fmt):
 @pytest.mark.parametrize(
     "fmt", ["nvfp4", "mxfp4", full_only("int4"), full_only("int4_g64"), "int4_g128"]
 )
-def test_where_each_thread_takes_rows_of_its_own(lenient_host, fmt):
-    case = AttentionCase(kv.device("host"), 10)
+def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
+    case = AttentionCase(users_device, 10)
     args = case.arguments([41, 0, 9], [5, 0, 1], fmt="bf16", cache_fmt=fmt, widths=(128, 256),
                           heads=(6, 2), page_size=16, scales=("per head", "float"))  # fmt: skip
     case.attend(args)

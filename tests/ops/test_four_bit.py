@@ -283,8 +283,9 @@ def test_what_does_not_fit_is_refused(device, name):
     refused(case, calls(case, device)[name], ValueError, f"{name}|k_cache")
 
 
-def test_every_format_on_the_lenient_host(device, lenient_host):
-    """A thread holds whole rows there."""
+def test_every_format_as_users_run_it(users_device):
+    """A thread of the host device holds whole rows there."""
+    device = users_device
     for fmt, source in (("nvfp4", "bf16"), ("int4_g128", "fp32")):
         case = RopeCase(device, 18)
         key, value = (place_rows(case, source, (48, 3, n)) for n in (128, 384))

@@ -90,9 +90,9 @@ def test_rows_of_any_length(device, packed, other, groups, narrows):
         for packed in KINDS
     ],
 )
-def test_every_format_on_the_lenient_host(device, lenient_host, packed, other, narrows):
-    """A thread holds whole rows there."""
-    case = TransferCase(device, 11)
+def test_every_format_as_users_run_it(users_device, packed, other, narrows):
+    """A thread of the host device holds whole rows there."""
+    case = TransferCase(users_device, 11)
     both = pools(case, packed, other, narrows, scales=True)
     case.transfer(*both, SRC, DST, method="kernel", convert=True)
 
