@@ -20,6 +20,7 @@ from llama_cases import (
 )
 
 import kvcupy as kv
+from kvcupy.ops import call
 from kvcupy.timelines.timeline import Span
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "quick_host")
@@ -132,6 +133,15 @@ def test_the_report_on_a_past(capsys, tmp_path):
 LONG = {"dtype": "bf16", "past": "nvfp4", "recent": 16, "sinks": 4}
 
 
+@pytest.fixture
+def as_users_run(lenient_host, monkeypatch):
+    """The builds and the geometry of kernels that users have: these prompts are long."""
+    call.forget()
+    monkeypatch.setattr(kv.device("host"), "warp_lanes", 1)
+    yield
+    call.forget()
+
+
 def compared(device, tokens=150, count=4, **changes):
     """Two caches of the same bytes, with a model that looks its answers up."""
     from serving.capacity import compare
@@ -147,7 +157,7 @@ def compared(device, tokens=150, count=4, **changes):
     return compare(model, settings, Policy(budget=16, max_running=4), prompts, overflow, answers)
 
 
-@pytest.mark.usefixtures("lenient_host")
+@pytest.mark.usefixtures("as_users_run")
 def test_what_two_caches_of_the_same_bytes_hold(device_name, tmp_path, capsys):
     """Three times the tokens, the same answers from them, and nothing is held at the end."""
     import serve_demo
@@ -188,7 +198,7 @@ def test_what_two_caches_of_the_same_bytes_hold(device_name, tmp_path, capsys):
         serve_demo.main(["--prompt-tokens", "400"])
 
 
-@pytest.mark.usefixtures("lenient_host")
+@pytest.mark.usefixtures("as_users_run")
 def test_answers_come_from_the_past(device, monkeypatch):
     """Without what is demoted, the model cannot know them; and pages that are lost are noticed."""
     from serving.capacity import TooFewTokens
@@ -209,7 +219,7 @@ def test_answers_come_from_the_past(device, monkeypatch):
             compared(device, past="fp8_e4m3", tokens=60)
 
 
-@pytest.mark.usefixtures("lenient_host")
+@pytest.mark.usefixtures("as_users_run")
 def test_a_past_lets_more_requests_run(models):
     """A request may be longer than the pages of 16 bits, and several share them."""
     prompts = prompts_of(*[(0, 150, 6)] * 3)
