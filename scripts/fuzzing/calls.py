@@ -388,7 +388,7 @@ def transfer_pages(case: Case) -> None:
         source.k(n)[...], source.v(n)[...] = n + 1, n + 2
 
     def contents() -> list[bytes]:
-        return [part.tobytes() for p in (source, target) for part in pages_of_pool(Pooled(p))]
+        return [part.tobytes() for p in (source, target) for part in pages_of_pool(p)]
 
     def written() -> list[np.ndarray[Any, Any]]:
         arrays = guarded.get(id(changed["dst_pool"]), [])
@@ -402,13 +402,6 @@ def transfer_pages(case: Case) -> None:
     case.attempt(kv.transfer_pages, changed, valid=not broken, state=contents, writes=written)
     if changed["dst_pool"] is target is not source and contents()[:4] != before[:4]:
         raise AssertionError("transfer_pages: changed the source")
-
-
-class Pooled:
-    """A pool where a cache is expected."""
-
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
 
 
 def _bound(case: Case) -> None:

@@ -23,7 +23,7 @@ from kvcupy.cache.tiered.leases import Lease
 
 from . import values
 from .attempts import Case
-from .calls import Arguments, Pooled, memory_of
+from .calls import Arguments, memory_of
 
 Makers = Mapping[str, Callable[[], Arguments]]
 """Methods by name, and what makes arguments for each that may fit."""
@@ -161,7 +161,7 @@ def new_pool(num_pages: int = 6, **changes: Any) -> Any:
 
 
 def pool_bytes(*pools: Any) -> list[list[bytes]]:
-    return [[part.tobytes() for part in pages_of_pool(Pooled(pool))] for pool in pools]
+    return [[part.tobytes() for part in pages_of_pool(pool)] for pool in pools]
 
 
 def _layers(case: Case, pool: Any) -> Makers:
@@ -638,7 +638,7 @@ class Paged:
         names = [name for name in self.NAMES if name in cache]
         lengths = {name: cache.sequence_length(name) for name in names}
         pools = [pool for pool in (cache.pool, cache.past_pool) if pool is not None]
-        pages = [hash(part.tobytes()) for pool in pools for part in pages_of_pool(Pooled(pool))]
+        pages = [hash(part.tobytes()) for pool in pools for part in pages_of_pool(pool)]
         # The pages of an export come back at any time.
         available = None
         if self.ends is None:
