@@ -38,7 +38,7 @@ def check_store(device, source="fp32", rotates=False, layout="slots", seed=1):
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("source", [*FLOATS, "fp8_e4m3"])
+@pytest.mark.parametrize("source", [*FLOATS, full_only("fp8_e4m3")])
 def test_store(device, source, rotates):
     check_store(device, source, rotates)
 
@@ -72,7 +72,7 @@ def test_latents(device):
 
 
 @pytest.mark.parametrize("method", ["kernel", "staged"])
-@pytest.mark.parametrize("source", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("source", ["bf16", full_only("int8"), full_only("int4")])
 def test_transfers(device, source, method):
     for rotation in (None, "hadamard"):
         case = TransferCase(device, 5)
