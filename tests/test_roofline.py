@@ -521,13 +521,14 @@ def test_a_table_is_printed_written_and_drawn(table):
     assert written["what"].startswith("A bound from the machine code, not a measurement")
     assert [row["row"] for row in written["rows"]] == [
         "store bf16", "store bf16 to fp8_e4m3", "store bf16 to fp8_e4m3, dynamic scales",
-        "store bf16 to nvfp4", "store bf16 to mxfp4", "store bf16 to int4", "rope_store bf16",
+        "store bf16 to nvfp4", "store bf16 to mxfp4", "store bf16 to int4",
+        "store bf16 to nvfp4, rotated", "store bf16 to int4, rotated", "rope_store bf16",
     ]  # fmt: skip
     assert image.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("change, status, line", [
-    (1.0, 0, "none of 7 rows is worse"), (2.0, 1, "to accept this: python -m kvcupy roofline"),
+    (1.0, 0, "none of 9 rows is worse"), (2.0, 1, "to accept this: python -m kvcupy roofline"),
 ])  # fmt: skip
 def test_against_a_table(table, tmp_path, capsys, change, status, line):
     recorded = copy.deepcopy(table[1])
