@@ -646,8 +646,8 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       char* v_from[kRows];
       char* k_to[kRows];
       char* v_to[kRows];
-      float* k_scale_to[kRows];
-      float* v_scale_to[kRows];
+      [[maybe_unused]] float* k_scale_to[kRows];
+      [[maybe_unused]] float* v_scale_to[kRows];
       float k_scales[kRows];
       float v_scales[kRows];
       bool live[kRows];
