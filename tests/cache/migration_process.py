@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 
 import migration_cases as cases
 
@@ -21,15 +22,20 @@ def answer(**values):
 
 
 def stop_after(count):
-    """Stop this process once so many pieces of page data were sent."""
+    """Stop this process once so many pieces of page data were sent.
+
+    A signal stops the main thread first: the one that sends waits by itself until all go on.
+    """
     send = protocol.Channel.send_data
-    left = [count]
+    left, continued = [count], threading.Event()
+    signal.signal(signal.SIGCONT, lambda *_: continued.set())
 
     def sending(channel, *arguments):
         send(channel, *arguments)
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
+            continued.wait()
 
     protocol.Channel.send_data = sending
 

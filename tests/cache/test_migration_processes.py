@@ -32,6 +32,7 @@ from migration_cases import (
 )
 
 import kvcupy as kv
+from kvcupy.cache.migration import protocol
 from kvcupy.doctor import environment
 
 LARGE = {"head_dim": 512, "v_head_dim": 512, "page_size": 64}  # 1 MiB per page and layer
@@ -197,6 +198,30 @@ def test_a_stopped_sender_lands_nothing_later(process, receiving, ends):  # noqa
     sender.signal(signal.SIGCONT)
     eventually(lambda: sender.ask("stats")["lost_pulls"] == 1)
     assert is_poisoned(pool, range(12), 0x22)
+
+
+def test_a_sender_that_is_blocked_hears_of_the_end(monkeypatch):
+    """Over TCP, too, where a receiver that takes nothing more could leave it to its probes."""
+    receive_data, taking, opened = protocol.Channel.receive_data, [], threading.Event()
+
+    def receiving(channel, *arguments):
+        taking.append(channel)
+        assert opened.wait(PATIENCE_S)
+        receive_data(channel, *arguments)
+
+    monkeypatch.setattr(protocol.Channel, "receive_data", receiving)
+    source, target = filled(**LARGE), pool_of(**LARGE)
+    with kv.PageSender(source) as sender, kv.PageReceiver(target) as receiver:
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=600)
+        pull = receiver.pull(ticket, range(12))
+        eventually(lambda: taking)
+        time.sleep(0.2)  # until it is blocked; the test holds wherever it is
+        pull.cancel()
+        opened.set()
+        assert reason_of(pull) == "cancelled"
+        eventually(lambda: sender.stats()["lost_pulls"] == 1)
+        sender.withdraw(ticket)
+    source.allocator.check_leaks()
 
 
 def test_what_lies_on_the_way_lands_nothing_later(process, receiving, proxy):  # noqa: F811

@@ -546,6 +546,8 @@ class Channel:
 
     def abort(self) -> None:
         """Let a thread that waits for the peer fail at once. Any thread may call this."""
+        with suppress(OSError):  # else a peer that is blocked in a send may not hear of it for long
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         shut_down(self._socket)
 
     def close(self) -> None:
