@@ -393,9 +393,12 @@ __device__ __forceinline__ Rotation rotation_at(const RotatedPart& part, int ele
   return {element < part.width ? part.shift : 0, part.shift};
 }
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
-// Rotate a block by one thread, eight elements at a time.
+#ifndef __CUDACC__
+// Rotate a block by one thread: eight elements at a time where the compiler has vectors for that.
 inline void rotate_alone(float* x, int shift) {
+  const int block = 1 << shift;
+  int half = 1;
+#ifndef KVCUPY_STRICT
   using namespace kvcupy_host;
   const auto load = [](const float* from) {
     Pack<float, 8> eight;
@@ -405,9 +408,8 @@ inline void rotate_alone(float* x, int shift) {
   const auto store = [](Floats eight, float* to) {
     bits_as<Pack<float, 8>>(eight).store(reinterpret_cast<char*>(to));
   };
-  const int block = 1 << shift;
   for (int i = 0; i < block; i += 8) store(butterflies_of_eight(load(x + i)), x + i);
-  for (int half = 8; half < block; half *= 2) {
+  for (half = 8; half < block; half *= 2) {
     for (int i = 0; i < block; i += 8) {
       if (i & half) continue;
       const Floats first = load(x + i);
@@ -416,8 +418,18 @@ inline void rotate_alone(float* x, int shift) {
       store(first - second, x + i + half);
     }
   }
+#endif
+  for (; half < block; half *= 2) {
+    for (int i = 0; i < block; ++i) {
+      if (i & half) continue;
+      const float first = x[i];
+      const float second = x[i + half];
+      x[i] = first + second;
+      x[i + half] = first - second;
+    }
+  }
   const float scale = rotation_scale(shift);
-  for (int i = 0; i < block; i += 8) store(load(x + i) * scale, x + i);
+  for (int i = 0; i < block; ++i) x[i] *= scale;
 }
 #endif
 
@@ -783,7 +795,7 @@ __device__ __forceinline__ void store_sixteen(const Pack<T, kCodesPerThread>& pa
   }
 }
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifndef __CUDACC__
 // Store a row that is not rotated by one thread, which holds every group.
 template <typename T, typename TFormat, int kCount>
 inline void store_groups_alone(const char* in, float scale, int width, const FourBitRow& row,
@@ -923,7 +935,7 @@ __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes,
   return out;
 }
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifndef __CUDACC__
 // Restore elements of a row by one thread, from `first` on, a multiple of kElementsAlone.
 template <typename TFormat>
 inline void decode_alone(const FourBitRow& row, float scale, int first, int count,

@@ -248,14 +248,18 @@ def device(request: pytest.FixtureRequest):
     return chosen
 
 
-@pytest.fixture
-def users_device(device, lenient_host: None, monkeypatch: pytest.MonkeyPatch):
-    """The device as users have it: on the host it is lenient, and each row has one thread."""
+@pytest.fixture(params=["lenient", "strict"])
+def users_device(device, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """The device as users have it: on the host each row has one thread, strict or not."""
     from kvcupy.ops import call
 
     if device.kind == "host":
         monkeypatch.setattr(device, "warp_lanes", 1)
         monkeypatch.setattr(call, "_plans", {})
+        if request.param == "lenient":
+            request.getfixturevalue("lenient_host")
+    elif request.param == "strict":
+        pytest.skip("a GPU is always strict")
     return device
 
 

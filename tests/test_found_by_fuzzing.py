@@ -342,7 +342,7 @@ def misaligned_table(device):
         ({"cascade": TWO}, ValueError), ({"rope": misaligned_table}, ValueError),
         ({"k_scale": HUGE, "dtype": "int8"}, ValueError),
         ({"rope_mode": np.array(["normal", "none"])}, ValueError),
-        ({"sinks": TWO}, ValueError), ({"sinks": ""}, ValueError),
+        ({"sinks": TWO}, TypeError), ({"sinks": ""}, TypeError),
         ({"past": "fp64", "recent": 4}, TypeError),
     ],
     ids=lambda value: str(value)[:30],

@@ -73,7 +73,7 @@ _meaning(
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
     num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent num_past_pages
-    num_past_host_pages
+    num_past_host_pages rotated_width
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
@@ -81,7 +81,7 @@ _meaning(
     values.text,
     """
     layout placement method policy write action lse_base rope_mode format library source struct
-    reports url tenant model checksum shared_write wait listen advertise engine
+    reports url tenant model checksum shared_write wait listen advertise engine rotation scale_rule
 """,
 )
 _meaning(

@@ -150,19 +150,20 @@ def four_bit_arguments(case: Case, name: str) -> Arguments:
     group = formats.FOUR_BIT[fmt].group
     width, v_width = 2 * group, group
     hnd = "kv" in name and case.chance(0.3)
+    rotation = "hadamard" if "mla" not in name and case.chance(0.3) else None
 
     def rows(*shape: int) -> np.ndarray[Any, Any]:
         return case.place(every_call.array(device, *shape))
 
     def cache(width: int, *heads: int) -> kv.ArrayView:
         shape = (2, *heads, 4) if hnd else (2, 4, *heads)
-        return four_bit_view(case, fmt, (*shape, width))
+        return four_bit_view(case, fmt, (*shape, width), rotation)
 
     def numbers(*values: Any) -> np.ndarray[Any, Any]:
         return case.place(np.array(values, rng.choice([np.int32, np.int64])))
 
     if name == "copy_pages":
-        whole = four_bit_view(case, fmt, (4, 2, width))
+        whole = four_bit_view(case, fmt, (4, 2, width), rotation)
         return {"cache": whole, "src_pages": numbers(0, 1), "dst_pages": numbers(3, 2)}
     slots: Arguments = {"slot_mapping": numbers(5, -1, 0)}
     rotated: Arguments = {
@@ -190,16 +191,18 @@ def four_bit_arguments(case: Case, name: str) -> Arguments:
     return arguments | rotated if name == "rope_store_kv" else arguments
 
 
-def four_bit_view(case: Case, fmt: str, shape: tuple[int, ...]) -> kv.ArrayView:
+def four_bit_view(
+    case: Case, fmt: str, shape: tuple[int, ...], rotation: str | None = None
+) -> kv.ArrayView:
     """Return rows of a four-bit format in guarded memory, with their scales behind or apart."""
     form = formats.FOUR_BIT[fmt]
     *before, width = shape
     if case.chance(0.6):
-        return kv.view_as(case.place(np.zeros((*before, form.row_bytes(width)), np.uint8)), fmt)
+        rows = case.place(np.zeros((*before, form.row_bytes(width)), np.uint8))
+        return kv.view_as(rows, fmt, rotation=rotation)
     codes = case.place(np.zeros((*before, width // 2), np.uint8))
-    kind = np.uint8 if form.scale_bytes == 1 else np.uint16
-    scales = case.place(np.zeros((*before, width // form.group), kind))
-    return kv.view_as(codes, fmt, scales=scales)
+    scales = case.place(np.zeros((*before, width // form.group), f"u{form.scale_bytes}"))
+    return kv.view_as(codes, fmt, scales=scales, rotation=rotation)
 
 
 def memory_of(value: Any) -> np.ndarray[Any, Any] | None:
@@ -472,11 +475,15 @@ def array_view(case: Case) -> None:
     own = [None, scales, scales[:, :8], scales[:, ::2], scales[0], array, 3, "x"]
     formats_of_groups = ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128", "int4_zp"]
     rules = ["absmax", "four_over_six", "six", None, 3]
+    rotations = ["hadamard", "hadamard", None, "givens", 3]
+    widths = [None, 0, 16, 64, 128, 24, -16, 2**70, "x"]
     chosen = case.attempt(kv.view_as, {
         "array": rows[:, : case.rng.choice([0, 16, 64, 68, 72, 136, 144, 146])],
         "format": case.rng.choice([*formats_of_groups]),
         "scales": case.rng.choice(own),
         **({"scale_rule": case.rng.choice(rules)} if case.chance(0.3) else {}),
+        **({"rotation": case.rng.choice(rotations)} if case.chance(0.3) else {}),
+        **({"rotated_width": case.rng.choice(widths)} if case.chance(0.3) else {}),
     })  # fmt: skip
     if isinstance(chosen, kv.ArrayView):
         tagged = chosen if case.chance(0.5) else tagged

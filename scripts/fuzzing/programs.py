@@ -554,6 +554,8 @@ def paged(case: Case) -> None:
             "past": past, "recent": case.rng.randrange(7), "sinks": case.rng.randrange(6),
             "num_past_pages": case.rng.choice([2, 8]), "head_dim": 16,
         }  # fmt: skip
+    if "nvfp4" in (arguments["dtype"], arguments.get("past")) and case.chance(0.5):
+        arguments |= {"rotation": "hadamard", "scale_rule": "four_over_six"}
     if not latent and case.chance(0.3):
         table = kv.rope_table(64, arguments["head_dim"], device=case.device)
         arguments |= {"rope": table, "rope_mode": case.rng.choice(["normal", "inline"])}

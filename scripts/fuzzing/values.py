@@ -195,7 +195,7 @@ def _other_rows(case: Case, rows: kv.ArrayView) -> Any:
         return kv.view_as(case.place(np.zeros((*before, num_bytes), np.uint8), shift), format)
 
     def apart(shape: tuple[int, ...]) -> kv.ArrayView:
-        kind = np.uint8 if four_bit.scale_bytes == 1 else np.uint16
+        kind = f"u{four_bit.scale_bytes}"
         whole = case.place(np.zeros((*before, width // 2), np.uint8))
         scales = case.place(np.zeros((*before, width // four_bit.group), kind))
         return kv.view_as(whole, rows.format, scales=np.broadcast_to(scales[:1], shape))
@@ -207,7 +207,7 @@ def _other_rows(case: Case, rows: kv.ArrayView) -> Any:
         lambda: rows.packed, lambda: rows.scales,
         lambda: placed(width + four_bit.group, rows.format),
         lambda: placed(four_bit.group, rows.format), lambda: placed(128, other),
-        lambda: placed(width, rows.format, shift=2),
+        lambda: placed(width, rows.format, shift=max(2, four_bit.scale_bytes)),
         lambda: apart((*before, width // four_bit.group)),
         lambda: case.place(np.zeros(rows.shape, np.uint8)), lambda: rows.without_owner(),
     ])()  # fmt: skip

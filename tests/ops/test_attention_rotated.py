@@ -144,8 +144,8 @@ def test_latents(device, fmt, latent, rope):
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", full_only("mxfp4"), "int4_g64"])
-def test_where_each_thread_takes_rows_of_its_own(lenient_host, fmt):
-    case = AttentionCase(kv.device("host"), 10)
+def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
+    case = AttentionCase(users_device, 10)
     for new in ([5, 0, 1], None, [33, 0, 2]):
         args = case.arguments([41, 0, 9], new, fmt="bf16", cache_fmt=fmt, widths=(128, 192),
                               heads=(6, 2), page_size=16, scales=("per head", "float"))  # fmt: skip

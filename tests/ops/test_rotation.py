@@ -63,10 +63,10 @@ def test_layouts(device, layout, fmt):
     there_and_back(Case(device, 2), fmt, (128, 384), "bf16", "fp16", heads=3, layout=layout)
 
 
-def test_a_thread_alone(device, lenient_host):
+def test_a_thread_alone(users_device):
     """A thread holds whole rows there, and blocks in memory."""
     for fmt, width in (("nvfp4", 48), ("int4_g128", 512)):
-        there_and_back(Case(device, 3), fmt, (width, 768), "bf16", "fp32")
+        there_and_back(Case(users_device, 3), fmt, (width, 768), "bf16", "fp32")
 
 
 @pytest.mark.parametrize("fmt", KINDS)
@@ -122,8 +122,8 @@ def test_rope_store(device, source, fmt, rotates):
         case.store(*args, *caches, SLOTS, write_key=write_key, v_scale=0.5)
 
 
-def test_rope_store_by_threads_alone(device, lenient_host):
-    case = RopeCase(device, 8)
+def test_rope_store_by_threads_alone(users_device):
+    case = RopeCase(users_device, 8)
     *args, k_cache, v_cache = store_arguments(case, "bf16", "nvfp4", width=96, v_width=64)
     case.store(*args, k_cache.rotated(), v_cache.rotated(), SLOTS)
 
@@ -177,12 +177,12 @@ def test_transfers_between_four_bit_pools(device, ends, rotates):
     case.transfer(*both, SRC, DST, convert=True)
 
 
-def test_transfers_by_threads_alone(device, lenient_host):
+def test_transfers_by_threads_alone(users_device):
     for src, dst in (
         (("bf16", False), ("nvfp4", True)), (("int4", True), ("int8", False)),
         (("nvfp4", True), ("nvfp4", False)),
     ):  # fmt: skip
-        case = TransferCase(device, 12)
+        case = TransferCase(users_device, 12)
         case.transfer(*pools(case, src, dst, (384, 640)), SRC, DST, convert=True)
 
 

@@ -44,8 +44,8 @@ def test_store(device, source, rotates):
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-def test_store_by_threads_alone(device, lenient_host, rotates):
-    check_store(device, "bf16", rotates)
+def test_store_by_threads_alone(users_device, rotates):
+    check_store(users_device, "bf16", rotates)
 
 
 @pytest.mark.parametrize("rotates", [False, True])
@@ -84,8 +84,8 @@ def test_transfers(device, source, method):
         case.transfer(near, far, [1, -1, 2, 0], [3, 0, 0, 1], method=method, convert=True)
 
 
-def test_transfers_by_threads_alone(device, lenient_host):
-    case = TransferCase(device, 6)
+def test_transfers_by_threads_alone(users_device):
+    case = TransferCase(users_device, 6)
     geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
     near = case.pool("layer_first", "fp16", content=content(case), **geometry)
     far = case.pool("page_first", "nvfp4", **RULE, **geometry)
