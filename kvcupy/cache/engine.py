@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..config import cache_logger
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from ..ops import transfer
 from .pages import waiting_stream
@@ -523,6 +524,8 @@ class TransferQueue:
             batch.fail(error, len(batch.layer_events) if begun else None)
             if not isinstance(error, Exception):
                 raise
+            cache_logger.debug("%s: it could not be issued", batch.name(), exc_info=True)
+            _drop_frames(error)
         finally:
             self._close(batch)
         return batch
@@ -579,6 +582,14 @@ class TransferQueue:
             for marks, lists in zip(self._marks, sides, strict=True)
             for pages in lists
         )
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an exception that is kept: their frames hold all that called it, and
+    an allocator may keep a batch for as long as there is a pool."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _as_int64(pages: Any) -> Pages | None:

@@ -818,9 +818,9 @@ def test_a_save_in_flight_is_looked_at_less_and_less(blocks, monkeypatch):
     looked = []
     genuine = blocks.tier._next
 
-    def count():
+    def count(shared):
         looked.append(time.monotonic())
-        return genuine()
+        return genuine(shared)
 
     monkeypatch.setattr(blocks.tier, "_next", count)
     blocks.cache.insert(names(A), pages)
@@ -1051,3 +1051,26 @@ def test_a_prompt_that_another_process_has_computed(device):
     for one, other in zip(*seen, strict=True):
         assert np.array_equal(one.view(np.uint16), other.view(np.uint16))
     assert set(stored) == set(hashes)
+
+
+def test_a_cache_that_remembers_a_failure_is_collected(device):
+    """Its tiers and its pool remember it; the worker, which has both, must not hold the cache."""
+
+    def fail():
+        blocks = SharedBlocks(device)
+        blocks.insert(names(A, B))
+        blocks.cache.flush()
+        blocks.evict_all()
+        blocks.settle()
+        with observe.attached(Log(refuse="load 0")):
+            lease = blocks.cache.acquire(names(A, B))
+        with pytest.raises(kv.DeviceError, match="refused"):
+            lease.wait()
+        lease.release()
+        return weakref.ref(blocks.cache), blocks.tier._thread
+
+    gone, worker = fail()
+    gc.collect()
+    assert gone() is None
+    worker.join(PATIENCE_S)
+    assert not worker.is_alive()

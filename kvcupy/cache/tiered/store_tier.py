@@ -175,16 +175,23 @@ class StoreTier:
         self._num_fetched = 0  # steps since the last put
         self._stopped = False
         self._failing = False  # the last call raised
-        self._shared: SharedTiers | None = None  # while the worker may run: they refer to this one
+        # Weak, for the thread and finalizers have this one: a failure that a copy remembers has a
+        # traceback, whose frames hold the cache.
+        self._attached: weakref.ref[SharedTiers] | None = None
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # which finalizers may put into
         self._pid = os.getpid()
 
     def attach(self, owner: Any, shared: SharedTiers) -> None:
         """Serve tiers until they are closed, or `owner` is gone."""
-        self._shared = shared
+        self._attached = weakref.ref(shared)
         weakref.finalize(owner, self.stop).atexit = False
         _open_stores.add(self)
+
+    @property
+    def _shared(self) -> SharedTiers | None:
+        """The tiers, for as long as somebody else has them, such as a step of the worker."""
+        return None if self._attached is None else self._attached()
 
     def require_own_process(self) -> None:
         """Raise KvcupyError in a forked child, which has neither the thread nor its lock."""
@@ -394,8 +401,6 @@ class StoreTier:
         thread = self._thread
         if join_s > 0 and thread is not None and thread is not threading.current_thread():
             thread.join(join_s)
-        if thread is None:
-            self._shared = None
 
     def _wait_for_put(self, hashes: Sequence[int], over: threading.Event) -> None:
         began = self._call_began
@@ -431,13 +436,15 @@ class StoreTier:
         pause_s = _POLL_S[0]
         while not self._stopped:
             worked = False
+            if (shared := self._shared) is None:
+                return
             try:
-                if (step := self._next()) is not None:
+                if (step := self._next(shared)) is not None:
                     worked = True
                     step()
             except BaseException:  # none is expected; the work is lost, and the worker goes on
                 cache_logger.exception("the shared store of a cache: a step failed")
-            step = None  # it has pages and copies
+            step = shared = None  # they have pages and copies
             if worked:
                 pause_s = _POLL_S[0]
                 continue
@@ -446,13 +453,11 @@ class StoreTier:
                 pause_s = _POLL_S[0]
             except queue.Empty:  # saves are still in flight
                 pause_s = min(2 * pause_s, _POLL_S[1])
-        self._shared = None
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self, shared: SharedTiers) -> Callable[[], None] | None:
         """Return what to do next, if anything can be done."""
-        assert self._shared is not None
-        with self._shared.locked() as tiers:
-            if self._shared.closed:
+        with shared.locked() as tiers:
+            if shared.closed:
                 return None
             tiers.settle()
             if self._urgent_puts:
