@@ -545,9 +545,21 @@ class MLAPool(Pool):
 def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: str = "pinned") -> Pool:
     """Return a new pool for pages like those of another, in another format or memory.
 
-    Its pages are contiguous ("page_first_direct"). Where the format is another of 8 bits, there is
-    a scale per token and head.
+    Its pages are contiguous ("page_first_direct"). Where the format is the same, the same elements
+    of each part are rotated. Where it is another of 8 bits, there is a scale per token and head.
     """
+    if dtype == pool.dtype and pool.rotation is not None:
+        arrays = [
+            _zeros(
+                pool.device, placement,
+                (num_pages, pool.num_layers, pool.page_size, pool.num_kv_heads, part.shape[-1]),
+                dtype, part.rotated_width, part.scale_rule,
+            )
+            for part in pool.groups[0].parts
+        ]  # fmt: skip
+        wrap: Any = MLAPool.wrap if isinstance(pool, MLAPool) else KVPool.wrap
+        wrapped: Pool = wrap(*arrays, layout="page_first_direct", device=pool.device)
+        return wrapped
     own = formats.FORMATS.get(dtype)  # groups of a four-bit format have scales anyway
     scales = bool(pool.scale_parts)
     if dtype != pool.dtype:

@@ -65,7 +65,7 @@ class Prefixed:
     def host_pool_of(self, num_pages, options):
         shape = [num_pages, options["page_size"], NUM_LAYERS]
         more = {"dtype": options["dtype"], "layout": "page_first", "placement": "pinned"}
-        if rotation := options.get("rotation"):
+        if (rotation := options.get("rotation")) and "past" not in options:  # else it is the past's
             more["rotation"] = rotation
             if self.is_latent:
                 more["rotated_width"] = options["latent_dim"]

@@ -52,6 +52,7 @@ def spoil(side):
         like = kv.KVPool(
             len(free), pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
             dtype=pool.dtype, scales=bool(pool.scale_parts), device=side.device,
+            rotation=pool.rotation,
         )  # fmt: skip
         for part in like.scale_parts:
             side.device.copy(part, np.full(part.shape, 3, np.float32))
@@ -99,6 +100,38 @@ def test_bits(device, past, sinks):
     assert one.bits("s") == plain.bits("s")
     one.settle()
     assert far.allocator.num_allocated == one.host_pool.allocator.num_allocated == 0
+    assert_empty(one)
+
+
+ROTATED = {"past": "nvfp4", "rotation": "hadamard", "scale_rule": "four_over_six"}
+
+
+@pytest.mark.parametrize("host_dtype", [None, full_only("nvfp4")])
+def test_rotated_pages_come_back_as_they_were(device, host_dtype):
+    """Also where the host pool has four bits that are not rotated: those are others."""
+    one = mixed(device, **ROTATED, tiered=host_dtype is None)
+    if host_dtype is not None:
+        pool = one.cache.pool
+        one.host_pool = kv.KVPool(
+            16, PAGE, NUM_LAYERS, pool.num_kv_heads, 16, dtype=host_dtype, placement="pinned",
+            device=device,
+        )  # fmt: skip
+        one.tiers = kv.TieredCache(pool, one.host_pool, host_dtype=host_dtype)
+        one.cache.attach(one.tiers, num_past_host_pages=5)
+    begin(one)
+    raw = [part for part in one.raw("s") if isinstance(part, bytes)]
+    past = one.cache.past_pool
+    count = past.allocator.num_allocated
+    one.cache.offload("s")
+    far = one.cache._tiers._past_engine.host_pool
+    assert (far.encoding, far.allocator.num_allocated) == (past.encoding, count)
+    assert past.encoding == "nvfp4+hadamard:16"
+    spoil(one)
+    one.cache.onboard("s")
+    got = [part for part in one.raw("s") if isinstance(part, bytes)]
+    assert got[2 * NUM_LAYERS :] == raw[2 * NUM_LAYERS :]
+    assert host_dtype is not None or got == raw
+    one.settle()
     assert_empty(one)
 
 
@@ -669,3 +702,12 @@ def test_a_ticket_with_too_few_pages_is_refused_without_past(device):
             two.cache.import_sequence("t", forged, receiver)
     assert two.tiers.stats()["device_evicted"] == 0
     assert two.cache.pool.allocator.num_free == free
+
+
+def test_pages_that_are_rotated_otherwise_are_refused(device):
+    with Pair(device, **ROTATED, other={"rotation": None}) as pair:
+        begin(pair.one)
+        with pytest.raises(ValueError, match=r"ticket: .*past nvfp4, got nvfp4\+hadamard:16"):
+            pair.receive(pair.export())
+        pair.close_senders()
+        pair.end()

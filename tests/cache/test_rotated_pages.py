@@ -217,3 +217,28 @@ def test_what_is_not_four_bits_is_refused(device):
     pool = kv.KVPool(12, PAGE, 2, HEADS, WIDTH, dtype="nvfp4", device=device)
     with pytest.raises(ValueError, match=r"^rotation: expected None as in pool, got 'hadamard'"):
         kv.PagedKVCache(num_q_heads=4, pool=pool, **HADAMARD)
+
+
+# Between processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["k", "v", "a part of k"])
+def test_wrapped_pools_of_which_one_part_is_rotated_are_staged(device, which):
+    options = {"k": (HADAMARD, {}), "v": ({}, HADAMARD)}.get(
+        which, ({**HADAMARD, "rotated_width": WIDTH // 2}, {})
+    )
+
+    def wrapped():
+        shape = (8, LAYERS, PAGE, HEADS, WIDTH)
+        parts = [device.zeros(shape, "nvfp4", **own) for own in options]
+        return kv.KVPool.wrap(*parts, layout="page_first_direct", device=device)
+
+    one, two = wrapped(), wrapped()
+    fill(one, 5)
+    with (
+        kv.PageSender(one, staging_pages=4) as sender,
+        kv.PageReceiver(two, staging_pages=4) as receiver,
+    ):
+        assert sender._staging.pool.encoding == one.encoding
+        receiver.pull(sender.offer(one.allocator.alloc(3)), [5, 1, 2]).synchronize()
+    np.testing.assert_array_equal(contents(two)[:, :, [5, 1, 2]], contents(one)[:, :, :3])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any
@@ -22,9 +22,10 @@ import numpy as np
 from ...arrays import ArrayView, array_at, bytes_of
 from ...ops import transfer
 from ..pages import Pages
-from ..pool import KVPool, MLAPool, Pool
+from ..pool import Pool, pool_like
 
 _CHUNK_BYTES = 256 << 10  # that are checksummed while they are in the processor's cache
+_WAIT_S = 0.02  # for staging pages, until it is looked whether they are still needed
 _STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
 
 Group = tuple[list[memoryview], int]  # pieces of memory, and their bytes
@@ -184,19 +185,7 @@ class Staging:
     """
 
     def __init__(self, pool: Pool, num_pages: int) -> None:
-        common: dict[str, Any] = {
-            "dtype": pool.dtype, "layout": "page_first_direct", "placement": "pinned",
-            "device": pool.device, "scales": bool(pool.scale_parts), "rotation": pool.rotation,
-        }  # fmt: skip
-        sizes = (num_pages, pool.page_size, pool.num_layers)
-        self.pool: Pool
-        if isinstance(pool, MLAPool):
-            rotated = pool.parts[0].rotated_width or None
-            self.pool = MLAPool(*sizes, pool.head_dim, **common, rotated_width=rotated)
-        else:
-            self.pool = KVPool(
-                *sizes, pool.num_kv_heads, pool.head_dim, v_head_dim=pool.v_head_dim, **common
-            )
+        self.pool = pool_like(pool, num_pages, dtype=pool.dtype)
         self.share = max(1, num_pages // 4)
         self._owner = pool
         self._save = [transfer.prepare(pool, self.pool, layers=[i]) for i in range(pool.num_layers)]
@@ -204,14 +193,24 @@ class Staging:
         self._freed = threading.Condition()
 
     @contextmanager
-    def borrowed(self, count: int, deadline: float) -> Iterator[Pages]:
-        """Lend pages, at most all there are; TimeoutError if they are not free until a deadline."""
+    def borrowed(
+        self, count: int, deadline: float, meanwhile: Callable[[], None]
+    ) -> Iterator[Pages]:
+        """Lend pages, at most all there are; TimeoutError if they are not free until a deadline.
+
+        `meanwhile` is called now and then; what it raises ends the waiting.
+        """
         allocator = self.pool.allocator
-        with self._freed:
-            while allocator.num_free < count:
-                if not self._freed.wait(deadline - time.monotonic()):
-                    raise TimeoutError("no staging pages are free")
-            pages = allocator.alloc(count)
+        while True:
+            with self._freed:
+                if allocator.num_free < count:
+                    self._freed.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic())))
+                if allocator.num_free >= count:
+                    pages = allocator.alloc(count)
+                    break
+            if time.monotonic() >= deadline:
+                raise TimeoutError("no staging pages are free")
+            meanwhile()
         try:
             yield pages
         finally:

@@ -986,7 +986,7 @@ class PagedKVCache(ProcessLocal):
         past = self._past
         if past is None:
             return None
-        kept = {"past": past.pool.dtype, "recent": past.recent, "sinks": past.sinks}
+        kept = {"past": past.pool.encoding, "recent": past.recent, "sinks": past.sinks}
         return {name: str(value) for name, value in kept.items()}
 
     def _check_past(self, end: Any, name: str, kind: str) -> None:

@@ -455,7 +455,7 @@ class Tiers:
     def _shares_host_pool(self, tiers: TieredCache) -> bool:
         """Return whether the host pool has the format of demoted pages."""
         past, host = self._past_pool, tiers.host_pool
-        if past is None or host.dtype != past.dtype:
+        if past is None or host.encoding != past.encoding:
             return False
         return bool(host.scale_parts) == bool(past.scale_parts)
 
