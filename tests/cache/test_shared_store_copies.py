@@ -117,6 +117,36 @@ def test_a_system_without_threads_copies_in_the_callers(opened, monkeypatch):
     assert user.get(*hashes) == [True] * BLOCKS
 
 
+def test_what_a_thread_takes_late_is_waited_for(monkeypatch):
+    """An executor that could not start a thread has the call in its queue all the same."""
+    submitted, copied = [], []
+    begun, gate = threading.Event(), threading.Event()
+
+    class Crowded:
+        def submit(self, call):
+            submitted.append(call)
+            raise RuntimeError("can't start new thread")
+
+    def copy(item):
+        if item == 0:  # the caller's; the other is taken now
+            threading.Thread(target=submitted[0]).start()
+            begun.wait()
+        else:
+            begun.set()
+            gate.wait()
+        copied.append(item)
+
+    helpers = shm._Helpers(1)
+    monkeypatch.setattr(helpers, "_executor", Crowded())
+    caller = threading.Thread(target=helpers.each, args=(copy, [0, 1], 1))
+    caller.start()
+    caller.join(0.2)
+    is_waiting = caller.is_alive()
+    gate.set()
+    caller.join()
+    assert is_waiting and copied == [0, 1]
+
+
 def test_a_call_that_fails_returns_when_no_thread_copies_any_more(opened, monkeypatch):
     """Whoever fails, the others end the block that they are at, and take no further ones."""
     user, hashes = opened(threads=2), block_hashes(BLOCKS)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -722,38 +722,62 @@ class _Helpers:
             for item in items:
                 function(item)
             return
-        rest = deque(items)
-
-        def work() -> None:
-            try:
-                while True:
-                    try:
-                        item = rest.popleft()
-                    except IndexError:
-                        return
-                    function(item)
-            except BaseException:
-                rest.clear()
-                raise
-
-        running: list[futures.Future[None]] = []
+        job = _Job(function, items)
         with suppress(RuntimeError):  # the system has no more threads: the caller does it all
-            running.extend(self._executor.submit(work) for _ in range(share))
-        try:
-            work()
-        finally:
-            running = [future for future in running if not future.cancel()]
-            try:
-                futures.wait(running)
-            finally:
-                futures.wait(running)  # after a KeyboardInterrupt too
-        for future in running:
-            future.result()
+            for _ in range(share):
+                self._executor.submit(job.work)
+        job.work()
+        job.wait()
 
     def close(self) -> None:
         """End the threads; no call may be in progress."""
         if self._executor is not None:
             self._executor.shutdown()
+
+
+class _Job(Generic[_Item]):
+    """Items that several threads work on.
+
+    An executor that could not start a thread still has the call, and makes it some time: what
+    counts is who has taken an item, not what was submitted.
+    """
+
+    def __init__(self, function: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+        self._function, self._rest = function, deque(items)
+        self._changed = threading.Condition()
+        self._num_working = 0
+        self._error: BaseException | None = None
+
+    def work(self) -> None:
+        """Work on items until there are none left; errors are left to `wait`."""
+        with self._changed:
+            self._num_working += 1
+        try:
+            while True:
+                try:
+                    item = self._rest.popleft()
+                except IndexError:
+                    return
+                self._function(item)
+        except BaseException as error:
+            self._rest.clear()
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._num_working -= 1
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until nobody works on an item, however often that is interrupted; raise an error."""
+        while self._num_working:
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._num_working)
+            except BaseException as error:  # such as KeyboardInterrupt
+                self._error = error
+        failure, self._error = self._error, None
+        if failure is not None:
+            raise failure
 
 
 class _Put:
