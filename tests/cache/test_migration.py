@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import full_only
+from line_process import poll
 from migration_cases import (
     HEADS,
     PATIENCE_S,
@@ -1046,3 +1047,56 @@ def test_layers_are_announced_while_the_sender_closes(monkeypatch):
                 monkeypatch.setattr(closing, when, then_close)
                 closing.layer_done(ticket, 0)
                 assert source.allocator.num_free == 12
+
+
+# No staging pages are free -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def staged(device):
+    pools = [
+        kv.KVPool(8, 4, 2, 2, 16, dtype="fp16", placement="pinned", device=device) for _ in range(2)
+    ]
+    with (
+        kv.PageSender(pools[0], staging_pages=4) as sender,
+        kv.PageReceiver(pools[1], staging_pages=4) as receiver,
+    ):
+        yield sender, receiver
+
+
+def test_a_pull_that_waits_for_staging_is_cancelled_at_once(staged):
+    sender, receiver = staged
+    held = receiver._staging.pool.allocator.alloc(4)  # as by pulls of slow senders
+    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=600)
+    pull = receiver.pull(ticket, [0, 1], deadline_s=600)
+    assert poll(lambda: sender.stats()["pulls"])
+    pull.cancel()
+    assert poll(lambda: not receiver.stats()["pulls"])
+    receiver._staging.pool.allocator.free(held)
+
+
+def test_an_offer_that_waits_for_staging_is_withdrawn_at_once(staged):
+    sender, receiver = staged
+    held = sender._staging.pool.allocator.alloc(4)  # as by pulls of slow receivers
+    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=600)
+    pull = receiver.pull(ticket, [0, 1], deadline_s=600)
+    assert poll(lambda: sender.stats()["pulls"])
+    assert sender.withdraw(ticket)
+    assert poll(lambda: not sender.stats()["offered_pages"])
+    with pytest.raises(kv.TransferError):
+        pull.synchronize()
+    sender._staging.pool.allocator.free(held)
+
+
+def test_a_pull_that_waits_for_staging_keeps_its_lease(staged):
+    sender, receiver = staged
+    staging = receiver._staging
+    held = staging.pool.allocator.alloc(4)
+    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=2)
+    (offer,) = sender._offers.values()
+    pull = receiver.pull(ticket, [0, 1], deadline_s=600)
+    assert poll(lambda: offer.channels)
+    first = offer.expires
+    assert poll(lambda: offer.expires > first or offer.ended) and not offer.ended
+    staging.pool.allocator.free(held)
+    pull.synchronize()

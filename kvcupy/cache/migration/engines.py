@@ -119,9 +119,19 @@ class Service:
             if self._is_ready(layer):
                 return
             self.flush()
-            if self.channel.readable(_POLL_S):
-                self.channel.receive(self.deadline(), RENEW)
-                self.renew()
+            self.hear(_POLL_S)
+
+    def hear(self, timeout_s: float = 0.0) -> None:
+        """Renew the lease if the receiver asks for that within a time.
+
+        Raises
+        ------
+        TransferError, Lost : as `wait_ready`
+        """
+        self.check()
+        if self.channel.readable(timeout_s):
+            self.channel.receive(self.deadline(), RENEW)
+            self.renew()
 
     def wait_start(self) -> None:
         """Wait until the receiver can take pages, for as long as it renews the lease.
@@ -203,6 +213,11 @@ class PullTask:
             self.check()
             self.renew_if_due()
 
+    def keep(self) -> None:
+        """Go on waiting: TransferError if the pull has failed, and else the lease is renewed."""
+        self.check()
+        self.renew_if_due()
+
     def renew_if_due(self) -> None:
         """Renew the lease, if a third of it has passed since the last time."""
         if time.monotonic() >= self._renew_at:
@@ -251,7 +266,7 @@ class SocketEngine:
                 following = self._send(service, run, layers, checksum, is_last)
                 continue
             service.flush()
-            with service.staging.borrowed(len(run), service.deadline()) as staged:
+            with service.staging.borrowed(len(run), service.deadline(), service.hear) as staged:
                 for layer in layers:
                     service.staging.save(run, staged, layer, service.stream())
                 following = self._send(service, staged, layers, checksum, is_last)
@@ -297,7 +312,7 @@ class SocketEngine:
                 if task.staging is None:
                     self._receive(task, run, layers, checksum, message)
                     continue
-                with task.staging.borrowed(len(run), task.deadline) as staged:
+                with task.staging.borrowed(len(run), task.deadline, task.keep) as staged:
                     self._receive(task, staged, layers, checksum, message)
                     for layer in layers:
                         task.staging.load(staged, run, layer, task.stream())

@@ -185,8 +185,10 @@ class PageReceiver(ProcessLocal):
             if len(self._pulls) >= self._max_pulls:
                 raise CacheFull(f"max_pulls: expected at most {self._max_pulls} pulls at a time")
             self._pulls.add(pull)
-        asked = [self._ask_early(pull, ticket, heads) for ticket, _, heads in parts]
+        asked: list[tuple[Channel, bool] | None] = []
         try:
+            for ticket_of_part, _, heads in parts:
+                asked.append(self._ask_early(pull, ticket_of_part, heads))
             self._pool.allocator.busy(ordered, pull._landing)
             pull._prepare()
         except BaseException:
