@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -71,11 +70,10 @@ def model_schemes() -> list[Scheme]:
     schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 128)]
     schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
     schemes += [Scheme("nvfp4", parts=part) for part in "kv"]
-    schemes += [
-        Scheme(fmt, hadamard=h, recent=64, sinks=4) for fmt in FOUR_BIT for h in (False, True)
-    ]
+    rotations = False, True
+    schemes += [Scheme(f, hadamard=h, recent=64, sinks=4) for f in FOUR_BIT for h in rotations]
     schemes += [Scheme("nvfp4", hadamard=True, four_over_six=True, recent=64, sinks=4)]
-    schemes += [Scheme("int8", recent=64, sinks=4), Scheme("fp8_e4m3", recent=64, sinks=4)]
+    schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("fp8_e4m3", "int8")]
     schemes += [Scheme(fmt, pre_rope=True) for fmt in ("nvfp4", "int4_g64")]
     return schemes
 
@@ -83,19 +81,13 @@ def model_schemes() -> list[Scheme]:
 # --- Drawn rows -----------------------------------------------------------------------------------
 
 
-def study_rows(
-    tokens: int, seeds: int, known: Sequence[dict[str, Any]] = ()
-) -> list[dict[str, Any]]:
+def study_rows(tokens: int, seeds: int) -> list[dict[str, Any]]:
     """Return the errors of each scheme on each kind of rows, averaged over `seeds` sequences."""
     results = []
-    earlier = {(row["rows"], row["scheme"]): row for row in known}
     for name, kind in KINDS.items():
         drawn = [draw_rows(kind, tokens, seed) for seed in range(seeds)]
         exact = [stored_and_read(BASELINE, rows) for rows in drawn]
         for scheme in row_schemes():
-            if (name, scheme.name) in earlier:
-                results.append(earlier[name, scheme.name])
-                continue
             errors = []
             for rows, want in zip(drawn, exact, strict=True):
                 got = stored_and_read(scheme, rows)
@@ -126,13 +118,11 @@ def rounded(value: float) -> float:
 # --- A model --------------------------------------------------------------------------------------
 
 
-def study_model(
-    model: Llama, text: str, context: int, chunks: int, known: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
+def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str, Any]:
     """Return what each scheme does to the model's predictions of a text.
 
-    Schemes in `known` keep the results that they have there. The second half of each chunk is
-    scored, so that every scored token has a past of at least half a chunk.
+    The second half of each chunk is scored, so that every scored token has a past of at least half
+    a chunk.
     """
     tokens = model.encode(text)
     starts = np.linspace(0, len(tokens) - context - 1, chunks).astype(int)
@@ -153,11 +143,7 @@ def study_model(
         for part in parts
     ]
     results = []
-    earlier = {row["scheme"]: row for row in known}
     for scheme in schemes:
-        if scheme != BASELINE and scheme.name in earlier:
-            results.append(earlier[scheme.name])
-            continue
         losses, divergences, same = [], [], []
         for part, want in zip(parts, exact, strict=True):
             got = want
@@ -202,61 +188,26 @@ def reference_table(model: Llama, tokens: int) -> Array:
 # --- The report -----------------------------------------------------------------------------------
 
 
-class OtherStudy(Exception):
-    """An earlier report is of another model, text or size, so that its figures do not compare."""
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    earlier = json.loads(arguments.reuse.read_text()) if arguments.reuse else None
-    setup = {
+    report: dict[str, Any] = {
+        **describe(kv.device("host")),
         "tokens": arguments.tokens, "seeds": arguments.seeds, "head_dim": WIDTH,
         "logit_spread": LOGIT_SPREAD,
         "kinds": {name: vars(kind) for name, kind in KINDS.items()},
-    }  # fmt: skip
-    require_same_setup(earlier, setup)
-    report: dict[str, Any] = {
-        **describe(kv.device("host")), **setup, "reused": reused(earlier),
-        "rows": study_rows(
-            arguments.tokens, arguments.seeds, earlier["rows"] if earlier else ()
-        ),
-        "model": None,
+        "rows": study_rows(arguments.tokens, arguments.seeds), "model": None,
     }  # fmt: skip
     path = None if arguments.no_model else find_model(arguments.model)
     if path is None:
         print("no model: rows alone (see --help)", file=sys.stderr)
         return report
     text = arguments.text.read_text() if arguments.text else python_topics()
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    known = earlier["model"] if earlier else None
-    require_same_setup(known, {
-        "file_sha256": digest, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "context": arguments.context, "chunks": arguments.chunks,
-    })  # fmt: skip
     report["model"] = {
-        "file": path.name, "file_sha256": digest,
+        "file": path.name, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "text": arguments.text.name if arguments.text
         else f"pydoc_data.topics of Python {platform.python_version()}",
-        **study_model(
-            Llama(path), text, arguments.context, arguments.chunks,
-            known["results"] if known else (),
-        ),
+        **study_model(Llama(path), text, arguments.context, arguments.chunks),
     }  # fmt: skip
     return report
-
-
-def require_same_setup(earlier: dict[str, Any] | None, setup: dict[str, Any]) -> None:
-    """Raise `OtherStudy`, naming the first difference, unless an earlier report is of `setup`."""
-    for name, value in setup.items() if earlier else ():
-        if earlier[name] != value:
-            raise OtherStudy(f"--reuse: {name} is {earlier[name]}, expected {value}")
-
-
-def reused(earlier: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return where the figures of an earlier report are from, the oldest first."""
-    if earlier is None:
-        return []
-    source = {name: earlier[name] for name in ("date", "commit")}
-    return [*earlier.get("reused", []), source]
 
 
 def render(report: dict[str, Any]) -> str:
@@ -308,7 +259,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib.ticker import FuncFormatter
 
     model = report["model"]
-    figure = Figure(figsize=(12, 5.2), dpi=130, layout="constrained")
+    figure = Figure(figsize=(12, 6.4), dpi=130, layout="constrained")
     panels = figure.subplots(1, 2) if model else [figure.subplots()]
     colours = {"plain": "#8C8C8C", "llama": "#4C78A8", "qwen": "#B4436C"}
     names = [fmt for fmt in FORMATS if fmt != "bf16"]
@@ -373,7 +324,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=int, default=512, help="tokens of a chunk; its second half is scored")
     add("--chunks", type=int, default=2, help="chunks, spread over the text")
     add("--quick", action="store_true", help="64 tokens of one sequence, and one chunk of 128")
-    add("--reuse", type=Path, help="take the figures that this earlier report has of the same data")
     add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
     arguments = parser.parse_args(argv)
