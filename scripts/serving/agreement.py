@@ -33,7 +33,7 @@ class Read:
     ----------
     on_text : most likely tokens after each token of a prompt's second half
     own : greedy continuations
-    forced : most likely tokens along the continuations of another cache
+    forced : most likely tokens along the continuations of another cache, if there were any
     """
 
     on_text: list[list[int]]
@@ -97,7 +97,7 @@ def read(
 ) -> Read:
     """Read prompts, and continue each by the tokens of the cache and by `continuations`."""
     cache, at_a_time = server.cache, server.policy.budget
-    on_text, own, forced = [], [], []
+    on_text, own = [], []
     for prompt in prompts:
         ids, chosen = np.asarray(prompt.tokens), []
         cache.add_sequence(prompt.number)
@@ -107,19 +107,15 @@ def read(
             chosen += step(server, [prompt.number], [part], range(first, len(part)))
         on_text.append(chosen[:-1])
         own.append(chosen[-1:])
-        forced.append(chosen[-1:])
-    numbers = [prompt.number for prompt in prompts]
-    if continuations is not None:
-        twins = [len(prompts) + number for number in numbers]
-        for number, twin in zip(numbers, twins, strict=True):
-            cache.fork_sequence(number, twin)
-        numbers += twins
+    numbers, forced = [prompt.number for prompt in prompts], []
+    for prompt, first in zip(prompts, own, strict=True) if continuations else ():
+        numbers.append(len(prompts) + prompt.number)
+        cache.fork_sequence(prompt.number, numbers[-1])
+        forced.append(list(first))
     for at in range(prompts[0].output_length - 1):
-        feeds = [tokens[-1] for tokens in own]
-        if continuations is not None:
-            feeds += [tokens[at] for tokens in continuations]
+        feeds = [tokens[-1] for tokens in own] + [tokens[at] for tokens in continuations or ()]
         chosen = step(server, numbers, [[token] for token in feeds], range(len(feeds)))
-        for tokens, token in zip([*own, *forced], chosen, strict=continuations is not None):
+        for tokens, token in zip([*own, *forced], chosen, strict=True):
             tokens.append(token)
     return Read(on_text, own, forced)
 
