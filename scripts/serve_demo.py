@@ -235,7 +235,7 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
     config = lookup_config(2 * tokens)
     weights = lookup_weights(device, config, seed=arguments.seed, dtype=dtype)
     asked, answers = lookup_prompts(count, config.vocab, tokens, output, seed=arguments.seed)
-    cases = {"lookup": (Llama(device, config, weights, context=context), asked)}
+    cases: dict[str, Any] = {"lookup": (Llama(device, config, weights, context=context), asked)}
     config = random_config(arguments)
     weights = random_weights(device, config, dtype=dtype)
     drawn = long_prompts(rng, range(count), config.vocab, tokens, output)
@@ -245,6 +245,8 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
         config, weights = gguf_weights(device, file, dtype=dtype)
         texts = text_prompts(file.encode(python_topics()), count, tokens, output)
         cases[file.name] = Llama(device, config, weights, context=context), texts
+    if arguments.only_file:
+        cases = {name: case for name, case in cases.items() if name not in ("lookup", "random")}
     models: dict[str, Any] = {}
     report = {
         **where, "page_size": arguments.page_size, "dtype": arguments.dtype,
@@ -364,6 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", type=Path,
         help="folder with config.json and safetensors; default: random. With --prompt-tokens: a "
         "GGUF file of a Llama, which then continues Python's documentation")  # fmt: skip
+    add("--only-file", action="store_true", help="with --prompt-tokens, the model of --model alone")
     add("--layers", type=int, default=6, help="of the random model")
     add("--hidden", type=int, default=256, help="of the random model")
     add("--vocab", type=int, default=1024, help="of the random model")
