@@ -12,12 +12,15 @@ That is measured against the same steps with the copy on the compute stream itse
 a step verifies a small tree of draft tokens for each request that decodes. Every request's tokens
 are compared with those of a plain forward pass without a cache; with --past, which keeps old tokens
 in a narrower format, with those of a cache of one format. --prompt-tokens compares what two such
-caches of the same bytes hold, in a model that looks tokens up in its past and in the random one.
+caches of the same bytes hold, in a model that looks tokens up in its past and in the random one;
+with --agreement, how often caches of other formats give the same tokens.
 
     python scripts/serve_demo.py --out build/serve
     python scripts/serve_demo.py --trace trace.jsonl --scale 32 --speculate
     python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 64 --sinks 4 \
         --prompt-tokens 2048
+    python scripts/serve_demo.py --dtype bf16 --recent 64 --sinks 4 --prompt-tokens 512 \
+        --agreement =fp32 =fp8_e4m3 nvfp4 nvfp4:hadamard:four_over_six int4_zp:hadamard@128
     python scripts/serve_demo.py --model path/to/llama --dtype bf16
 """
 
@@ -253,6 +256,7 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
         "past": arguments.past, "rotation": arguments.rotation,
         "scale_rule": arguments.scale_rule, "recent": arguments.recent, "sinks": arguments.sinks,
         "compute": arguments.compute, "budget": arguments.budget, "seed": arguments.seed,
+        "requests": count, "prompt_tokens": tokens, "output_tokens": output,
         "held_at_least": arguments.held_at_least, "models": models,
     }  # fmt: skip
     for name, (model, prompts) in cases.items():

@@ -249,3 +249,27 @@ def test_figures_of_the_quantisation_study():
         assert cells == [f"{100 * error:.1f} %" for error in errors], label
     divergences = {f"{row['divergence']:.4f}" for row in model.values()}
     assert set(re.findall(r"0\.\d{4}", text)) <= divergences
+
+
+def test_figures_of_agreement():
+    """Each row of the page has the shares of equal tokens that the JSON counts."""
+    file = ROOT / "scripts/results/serve_demo_agreement_host.json"
+    long, language, *_ = json.loads(file.read_text())
+    assert (long["prompt_tokens"], language["prompt_tokens"]) == (2016, 512)
+    (smol,), drawn = language["models"].values(), long["models"]["random"]
+    words = {
+        "none, ": "=", " throughout": "", ", rotated": ":hadamard",
+        ", four over six": ":four_over_six", ", the last ": "@",
+    }  # fmt: skip
+    rows = table_rows(PAGES["quantised_caches.md"], "old tokens in")
+    for label, *cells in rows:
+        name = label
+        for word, part in words.items():
+            name = name.replace(word, part)
+        shares = [model[name][part] for model in (smol, drawn) for part in ("on_text", "forced")]
+        assert cells == [f"{100 * x['same_tokens'] / x['tokens']:.1f} %" for x in shares], label
+    assert {(smol["=fp32"]["own"]["same_tokens"], drawn["=fp32"]["own"]["same_tokens"])} == {
+        (4 * 32, 8 * 32)
+    }
+    assert all(row["own"]["same_tokens"] == 8 * 32 for row in long["models"]["lookup"].values())
+    assert smol["nvfp4:hadamard:four_over_six"]["own"]["same_requests"] == 2
