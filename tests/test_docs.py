@@ -254,7 +254,7 @@ def test_figures_of_the_quantisation_study():
 def test_figures_of_agreement():
     """Each row of the page has the shares of equal tokens that the JSON counts."""
     file = ROOT / "scripts/results/serve_demo_agreement_host.json"
-    long, language, *_ = json.loads(file.read_text())
+    long, language, stretches = json.loads(file.read_text())
     assert (long["prompt_tokens"], language["prompt_tokens"]) == (2016, 512)
     (smol,), drawn = language["models"].values(), long["models"]["random"]
     words = {
@@ -273,3 +273,10 @@ def test_figures_of_agreement():
     }
     assert all(row["own"]["same_tokens"] == 8 * 32 for row in long["models"]["lookup"].values())
     assert smol["nvfp4:hadamard:four_over_six"]["own"]["same_requests"] == 2
+    (rows,) = stretches["models"].values()
+    shares = (
+        f"{100 * rows[name]['on_text']['same_tokens'] / rows[name]['on_text']['tokens']:.1f} %"
+        for name in ("=fp32", "=fp8_e4m3", "nvfp4", "nvfp4:hadamard:four_over_six")
+    )
+    text = PAGES["quantised_caches.md"].partition("- **Longer texts:**")[2].partition("\n- ")[0]
+    assert re.findall(r"[\d.]+ %", text) == list(shares)
