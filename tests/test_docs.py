@@ -274,9 +274,10 @@ def test_figures_of_agreement():
     assert all(row["own"]["same_tokens"] == 8 * 32 for row in long["models"]["lookup"].values())
     assert smol["nvfp4:hadamard:four_over_six"]["own"]["same_requests"] == 2
     (rows,) = stretches["models"].values()
-    shares = (
-        f"{100 * rows[name]['on_text']['same_tokens'] / rows[name]['on_text']['tokens']:.1f} %"
-        for name in ("=fp32", "=fp8_e4m3", "nvfp4", "nvfp4:hadamard:four_over_six")
-    )
+    chosen = [rows[n] for n in ("=fp32", "=fp8_e4m3", "nvfp4", "nvfp4:hadamard:four_over_six")]
+    texts = [row["on_text"] for row in chosen]
+    shares = (f"{100 * part['same_tokens'] / part['tokens']:.1f} %" for part in texts)
     text = PAGES["quantised_caches.md"].partition("- **Longer texts:**")[2].partition("\n- ")[0]
     assert re.findall(r"[\d.]+ %", text) == list(shares)
+    along = [row["forced"]["same_tokens"] for row in chosen]
+    assert "64 tokens they give {}, {}, {} and {}.".format(*along) in text
