@@ -7,9 +7,8 @@ NIXL is one-sided: the sender's pages are read without its doing, by RDMA, share
 whichever UCX finds. So a layer is complete only when the sender has said, after the READ, that its
 pages were still those of the offer, and what their checksum is. The sender names layers, and
 calculates their checksums, some groups ahead of the READs, which then find them in a cache that
-both ends may share; the receiver calculates its own right behind each READ, for the same reason.
-A READ that is given up may land later all the same: its pages stay in quarantine until it has
-reached an end (`Reading.done`).
+both ends share; the receiver calculates its own right behind each READ, for the same reason. A READ that is given up may land later all the same: its pages
+stay in quarantine until it has reached an end (`Reading.done`).
 Nothing that NIXL would unpickle comes from a peer: addresses are numbers, and the metadata of the
 sender's agent, which are opaque, come over the authenticated connection. The receiver sends none,
 so that nobody can reach its memory.
@@ -33,7 +32,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +52,7 @@ _WHEELS = ("nixl_cu12", "nixl_cu13")
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
 # Of layers that are ready together, which one READ moves: few enough to be verified from the
 # processor's cache.
-_GROUP_BYTES = 4 << 20
+_GROUP_BYTES = 2 << 20
 _MOST_AHEAD = 4  # groups that a sender has named, and not confirmed
 _MOST_PAGES = 1 << 16  # of a message
 _MOST_PEERS = 64  # that stay connected without a pull
@@ -175,11 +173,9 @@ def addresses_of(
 ) -> tuple[Addresses, Addresses]:
     """Return address and size of each block, int64, by layer, part and page."""
     chosen = [region for layer in layers for region in regions[layer]]
-    pointers = np.array([region.pointer for region in chosen], np.int64)
-    strides = np.array([region.page_stride for region in chosen], np.int64)
-    sizes = np.array([region.num_bytes for region in chosen], np.int64)
-    addresses = pointers[:, None] + strides[:, None] * pages
-    return addresses.reshape(-1), np.repeat(sizes, len(pages))
+    addresses = [region.pointer + pages * region.page_stride for region in chosen]
+    sizes = [np.full(len(pages), region.num_bytes, np.int64) for region in chosen]
+    return np.concatenate(addresses), np.concatenate(sizes)
 
 
 def joined(
@@ -309,8 +305,10 @@ class Agent:
     ) -> Reading:
         """Begin to read blocks of a peer's memory into one's own."""
         local, remote, sizes = joined(local, remote, sizes)
-        lists = np.zeros((2, len(sizes), 3), np.uint64)
-        lists[0, :, 0], lists[1, :, 0], lists[:, :, 1] = local, remote, sizes
+        lists = [
+            np.stack([side, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
+            for side in (local, remote)
+        ]
         every = np.arange(len(sizes), dtype=np.int32)
         with self._lock:
             agent = self._agent
@@ -646,11 +644,6 @@ class NixlEngine:
         if len(numbers) != 4 * len(task.pages):
             raise Lost("the sender offers another number of pages")
         pages = np.frombuffer(numbers, ">i4").astype(np.int64)
-        every = range(task.pool.num_layers)
-        remote, _ = addresses_of(peer.regions, pages, every)
-        local, sizes = addresses_of(self._blocks.regions, task.pages, every)
-        # Where the blocks of each layer begin.
-        starts = [0, *accumulate(len(pages) * len(layer) for layer in self._blocks.regions)]
         try:
             key, name = self._agent.add_peer(peer.metadata)
         except Exception as error:  # see Agent.read
@@ -663,17 +656,16 @@ class NixlEngine:
                     groups.take()
                     continue
                 layers, named = groups.named.popleft()
-                blocks = slice(starts[layers.start], starts[layers.stop])
+                remote, _ = addresses_of(peer.regions, pages, layers)
+                local, sizes = addresses_of(self._blocks.regions, task.pages, layers)
                 try:
-                    reading = self._agent.read(
-                        name, peer.process, local[blocks], remote[blocks], sizes[blocks]
-                    )
+                    reading = self._agent.read(name, peer.process, local, remote, sizes)
                 except Exception as error:  # see Agent.read: nothing is in flight
                     raise TransferError(f"NIXL refuses to read: {error}", "lost") from error
                 self._readings[task] = reading, key
                 self._follow(task, reading, groups)
                 del self._readings[task]
-                task.channel.num_bytes += int(sizes[blocks].sum())
+                task.channel.num_bytes += int(sizes.sum())
                 task.channel.send(READ, named, task.deadline)
                 groups.read.append((layers, named, self._checksums_of(task, layers)))
                 task.renew_if_due()
