@@ -1,15 +1,13 @@
 """Pages of a peer's pool, read into one's own by NIXL: the engine "nixl" of page migration.
 
-    sender     metadata, regions, pages | layers 0-1, 2-3, ... are ready | checksums 0-1 | ...
-    receiver                            | READ 0-1 | verify | READ 2-3 | verify | READ 4-5 | ...
+    sender     metadata, regions, pages | layers 0-3 are ready |          | checksums 0-3 | ...
+    receiver                                                   | READ 0-3 |               | READ 4-7
 
 NIXL is one-sided: the sender's pages are read without its doing, by RDMA, shared memory or TCP,
 whichever UCX finds. So a layer is complete only when the sender has said, after the READ, that its
-pages were still those of the offer, and what their checksum is. The sender names layers, and
-calculates their checksums, some groups ahead of the READs, which then find them in a cache that
-both ends may share; the receiver calculates its own right behind each READ, for the same reason.
-A READ that is given up may land later all the same: its pages stay in quarantine until it has
-reached an end (`Reading.done`).
+pages were still those of the offer, and what their checksum is, which is verified while the next
+layers are read if these are ready. A READ that is given up may land later all the same: its pages
+stay in quarantine until it has reached an end (`Reading.done`).
 Nothing that NIXL would unpickle comes from a peer: addresses are numbers, and the metadata of the
 sender's agent, which are opaque, come over the authenticated connection. The receiver sends none,
 so that nobody can reach its memory.
@@ -31,9 +29,8 @@ import struct
 import sys
 import threading
 import time
-from collections import deque
+from concurrent import futures
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +49,12 @@ Addresses = np.ndarray[Any, Any]
 
 _WHEELS = ("nixl_cu12", "nixl_cu13")
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
-# Of layers that are ready together, which one READ moves: few enough to be verified from the
-# processor's cache.
-_GROUP_BYTES = 4 << 20
-_MOST_AHEAD = 4  # groups that a sender has named, and not confirmed
+_GROUP_BYTES = 8 << 20  # of layers that are ready together, which one READ moves
 _MOST_PAGES = 1 << 16  # of a message
 _MOST_PEERS = 64  # that stay connected without a pull
 _MOST_DESCRIPTIONS = 16  # of peers that are kept decoded
+_MOST_VERIFIERS = 4  # threads, which all pulls share
+_SOON_S = 2e-4  # in which a sender names the next layers if they are ready
 _OWING_S = 60.0  # after a pull has broken off, in which the sender still helps a READ to its end
 _LAYERS = struct.Struct(">IIQ")  # the first, how many, bytes of both
 _COUNT = struct.Struct(">I")  # of the page numbers behind it; short messages are filled up
@@ -175,11 +171,9 @@ def addresses_of(
 ) -> tuple[Addresses, Addresses]:
     """Return address and size of each block, int64, by layer, part and page."""
     chosen = [region for layer in layers for region in regions[layer]]
-    pointers = np.array([region.pointer for region in chosen], np.int64)
-    strides = np.array([region.page_stride for region in chosen], np.int64)
-    sizes = np.array([region.num_bytes for region in chosen], np.int64)
-    addresses = pointers[:, None] + strides[:, None] * pages
-    return addresses.reshape(-1), np.repeat(sizes, len(pages))
+    addresses = [region.pointer + pages * region.page_stride for region in chosen]
+    sizes = [np.full(len(pages), region.num_bytes, np.int64) for region in chosen]
+    return np.concatenate(addresses), np.concatenate(sizes)
 
 
 def joined(
@@ -309,8 +303,10 @@ class Agent:
     ) -> Reading:
         """Begin to read blocks of a peer's memory into one's own."""
         local, remote, sizes = joined(local, remote, sizes)
-        lists = np.zeros((2, len(sizes), 3), np.uint64)
-        lists[0, :, 0], lists[1, :, 0], lists[:, :, 1] = local, remote, sizes
+        lists = [
+            np.stack([side, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
+            for side in (local, remote)
+        ]
         every = np.arange(len(sizes), dtype=np.int32)
         with self._lock:
             agent = self._agent
@@ -412,64 +408,6 @@ class Reading:
 # --- The engine ---
 
 
-class _Groups:
-    """The groups of layers of a pull, as its receiver sees them: named, then read, then verified.
-
-    Attributes
-    ----------
-    named : what may be read, and what names it in messages
-    read : what the sender has yet to confirm, and the checksums of what has come
-    num_verified : layers
-    """
-
-    def __init__(self, task: PullTask) -> None:
-        self.named: deque[tuple[range, bytes]] = deque()
-        self.read: deque[tuple[range, bytes, bytes]] = deque()
-        self.num_verified = 0
-        self._num_named = 0  # layers
-        self._task = task
-
-    def take(self) -> None:
-        """Wait for a message, and note what it says.
-
-        Raises
-        ------
-        TransferError : a checksum is wrong, or the sender has refused
-        Lost, TimeoutError : it says something else, or there is none
-        """
-        kind, payload = self._task.receive(LAYER, CHECKSUM)
-        if kind == LAYER:
-            self._name(payload)
-        else:
-            self._verify(payload)
-
-    def _name(self, named: bytes) -> None:
-        if len(named) != _LAYERS.size:
-            raise Lost("the sender names no layers")
-        first, count, num_bytes = _LAYERS.unpack(named)
-        if first != self._num_named or not 0 < count <= self._task.pool.num_layers - first:
-            raise Lost("the sender has other layers ready than the next")
-        if num_bytes != count * len(self._task.pages) * self._task.page_bytes.page_bytes:
-            raise Lost("the sender's layers have another size")
-        self._num_named += count
-        self.named.append((range(first, first + count), named))
-
-    def _verify(self, confirmed: bytes) -> None:
-        """Compare what was read with what the sender has, and still offers."""
-        if not self.read:
-            raise Lost("the sender confirms what has not been read")
-        layers, named, checksums = self.read.popleft()
-        if not confirmed.startswith(named):
-            raise Lost("the sender confirms other layers than were read")
-        if confirmed[len(named) :] != checksums:
-            raise TransferError(
-                f"layers {layers.start} to {layers.stop - 1}: a checksum is wrong", "corrupt"
-            )
-        for layer in layers:
-            self._task.arrived(layer)
-        self.num_verified = layers.stop
-
-
 @dataclass(frozen=True)
 class Peer:
     """What a sender says of itself: how to read its memory, and what lies where."""
@@ -538,6 +476,7 @@ class NixlEngine:
             self._agent.metadata, Process.own(), self._blocks.regions
         ).encoded()  # of this process, which is all that uses it
         self._decoded: dict[bytes, Peer] = {}  # by what peers have sent, the last ones
+        self._verifiers = futures.ThreadPoolExecutor(_MOST_VERIFIERS, "kvcupy-nixl")
 
     @property
     def poll_s(self) -> float | None:
@@ -553,54 +492,21 @@ class NixlEngine:
     def serve(self, service: Service) -> None:
         _require_all_heads(service.pool, service.heads)
         channel = service.channel
-        channel.send(READ, self._described, service.deadline(), more=True)
+        channel.send(READ, self._described, service.deadline())
         for start in range(0, len(service.pages), _MOST_PAGES):
             numbers = service.pages[start : start + _MOST_PAGES].astype(">i4")
             message = _COUNT.pack(len(numbers)) + numbers.tobytes()
-            channel.send(READ, message, service.deadline(), more=True)
-        try:
-            self._serve_layers(service)
-        except BaseException:
-            self._owing_until_s = time.monotonic() + _OWING_S
-            raise
-
-    def _serve_layers(self, service: Service) -> None:
-        """Name layers that are ready, ahead of the receiver, and confirm those that it has read."""
-        num_layers = service.pool.num_layers
-        unread: deque[tuple[range, bytes]] = deque()  # groups that the receiver may be reading
-        checksums: deque[bytes] = deque()  # of the first of them
-        stop = 0  # of the layers that are named
-        pause_s = _FIRST_PAUSE_S
-        while unread or stop < num_layers:
-            if not unread:
-                service.wait_ready(stop)
-            while stop < num_layers and len(unread) < _MOST_AHEAD and service.is_ready(stop):
-                layers = range(stop, stop + self._ready(service, stop))
-                unread.append((layers, self._name(service, layers)))
-                stop = layers.stop
-            service.flush()
-            is_behind = len(checksums) < len(unread)
-            if is_behind:  # while the receiver reads them
-                checksums.append(self._checksums(service, unread[len(checksums)][0]))
-            self._agent.poll()
-            service.check()
-            if not service.channel.readable(0 if is_behind else pause_s):
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-                continue
-            pause_s = _FIRST_PAUSE_S
-            kind, payload = service.channel.receive(service.deadline(), RENEW, READ)
-            service.renew()
-            if kind == RENEW:
-                continue
-            if not unread or payload != unread[0][1]:
-                raise Lost("the receiver has read other layers than it was to")
-            # The pages were those of the offer until now, and so while they were read.
-            service.check()
-            _, named = unread.popleft()
-            service.channel.num_bytes += _LAYERS.unpack(named)[2]
-            packed = named + checksums.popleft()
-            service.channel.send(CHECKSUM, packed, service.deadline(), more=True)
-        service.flush()
+            channel.send(READ, message, service.deadline())
+        layer = 0
+        while layer < service.pool.num_layers:
+            service.wait_ready(layer)
+            count = self._ready(service, layer)
+            try:
+                self._serve_layers(service, range(layer, layer + count))
+            except BaseException:
+                self._owing_until_s = time.monotonic() + _OWING_S
+                raise
+            layer += count
 
     def _ready(self, service: Service, first: int) -> int:
         """Return how many layers from `first` on go together."""
@@ -611,25 +517,36 @@ class NixlEngine:
             count += 1
         return count
 
-    def _name(self, service: Service, layers: range) -> bytes:
-        """Tell the receiver that it may read some layers; return what names them in messages."""
+    def _serve_layers(self, service: Service, layers: range) -> None:
+        channel = service.channel
         num_bytes = len(layers) * len(service.pages) * service.page_bytes.page_bytes
         named = _LAYERS.pack(layers.start, len(layers), num_bytes)
-        service.channel.send(LAYER, named, service.deadline())
-        return named
-
-    def _checksums(self, service: Service, layers: range) -> bytes:
-        """Return the checksum of each of some layers that are ready."""
+        channel.send(LAYER, named, service.deadline())
         checksums = []
-        for layer in layers:
-            checksum = service.channel.checksum(service.number, service.generation, layer)
+        for layer in layers:  # while the receiver reads
+            checksum = channel.checksum(service.number, service.generation, layer)
             for views, _ in service.page_bytes.reading(service.pages, range(layer, layer + 1)):
                 service.check()
                 self._agent.poll()
                 for view in views:
                     checksum.update(view)
             checksums.append(checksum.intdigest())
-        return struct.pack(f">{len(layers)}Q", *checksums)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._agent.poll()
+            service.check()
+            if channel.readable(pause_s):
+                kind, payload = channel.receive(service.deadline(), RENEW, READ)
+                service.renew()
+                if kind == READ:
+                    if payload != named:
+                        raise Lost("the receiver has read other layers than it was to")
+                    break
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        service.check()  # the pages were those of the offer until now, and so while they were read
+        channel.num_bytes += num_bytes
+        packed = named + struct.pack(f">{len(layers)}Q", *checksums)
+        channel.send(CHECKSUM, packed, service.deadline())
 
     # --- The receiver ---
 
@@ -646,41 +563,41 @@ class NixlEngine:
         if len(numbers) != 4 * len(task.pages):
             raise Lost("the sender offers another number of pages")
         pages = np.frombuffer(numbers, ">i4").astype(np.int64)
-        every = range(task.pool.num_layers)
-        remote, _ = addresses_of(peer.regions, pages, every)
-        local, sizes = addresses_of(self._blocks.regions, task.pages, every)
-        # Where the blocks of each layer begin.
-        starts = [0, *accumulate(len(pages) * len(layer) for layer in self._blocks.regions)]
         try:
             key, name = self._agent.add_peer(peer.metadata)
         except Exception as error:  # see Agent.read
             raise TransferError(f"NIXL cannot reach the sender: {error}", "lost") from error
         failed = True
-        groups = _Groups(task)
+        verifying: futures.Future[None] | None = None  # the layers before
         try:
-            while groups.num_verified < task.pool.num_layers:
-                if not groups.named:
-                    groups.take()
-                    continue
-                layers, named = groups.named.popleft()
-                blocks = slice(starts[layers.start], starts[layers.stop])
+            layer = 0
+            while layer < task.pool.num_layers:
+                layers, named = self._next_layers(task, layer)
+                remote, _ = addresses_of(peer.regions, pages, layers)
+                local, sizes = addresses_of(self._blocks.regions, task.pages, layers)
                 try:
-                    reading = self._agent.read(
-                        name, peer.process, local[blocks], remote[blocks], sizes[blocks]
-                    )
+                    reading = self._agent.read(name, peer.process, local, remote, sizes)
                 except Exception as error:  # see Agent.read: nothing is in flight
                     raise TransferError(f"NIXL refuses to read: {error}", "lost") from error
                 self._readings[task] = reading, key
-                self._follow(task, reading, groups)
+                self._follow(task, reading)
                 del self._readings[task]
-                task.channel.num_bytes += int(sizes[blocks].sum())
-                task.channel.send(READ, named, task.deadline)
-                groups.read.append((layers, named, self._checksums_of(task, layers)))
-                task.renew_if_due()
-                while groups.read and task.channel.readable(0):
-                    groups.take()
+                task.channel.num_bytes += int(sizes.sum())
+                checksums = self._confirmed(task, named)
+                if verifying is not None:
+                    verifying.result()
+                    verifying = None
+                layer = layers.stop
+                # Else a failure would be told only when they are ready.
+                if layer < task.pool.num_layers and task.channel.readable(_SOON_S):
+                    with contextlib.suppress(RuntimeError):  # the system has no more threads
+                        verifying = self._verifiers.submit(self._verify, task, layers, checksums)
+                if verifying is None:
+                    self._verify(task, layers, checksums)
             failed = False
         finally:
+            if verifying is not None and not verifying.cancel():
+                futures.wait((verifying,))
             if task not in self._readings:  # else NIXL would not say when it has ended
                 self._agent.release_peer(key, failed=failed)
 
@@ -699,7 +616,19 @@ class NixlEngine:
             self._decoded = {**decoded, encoded: peer}
         return peer
 
-    def _follow(self, task: PullTask, reading: Reading, groups: _Groups) -> None:
+    def _next_layers(self, task: PullTask, expected: int) -> tuple[range, bytes]:
+        """Wait until layers are ready; return them, and what names them in messages."""
+        _, named = task.receive(LAYER)
+        if len(named) != _LAYERS.size:
+            raise Lost("the sender names no layers")
+        first, count, num_bytes = _LAYERS.unpack(named)
+        if first != expected or not 0 < count <= task.pool.num_layers - first:
+            raise Lost("the sender has other layers ready than the next")
+        if num_bytes != count * len(task.pages) * task.page_bytes.page_bytes:
+            raise Lost("the sender's layers have another size")
+        return range(first, first + count), named
+
+    def _follow(self, task: PullTask, reading: Reading) -> None:
         """Wait until a READ is over; raise if it fails, or the pull does."""
         pause_s = _FIRST_PAUSE_S
         while not reading.done() and reading.failure is None:
@@ -707,16 +636,23 @@ class NixlEngine:
                 raise TimeoutError("timed out")
             task.check()
             task.renew_if_due()
-            if task.channel.readable(0):
-                groups.take()
-                continue
-            time.sleep(pause_s)  # `readable` would wait for a millisecond at least
+            if task.channel.readable(pause_s):  # the sender speaks again when this is read
+                task.receive(CHECKSUM)
+                raise Lost("the sender confirms what has not been read")
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         if reading.failure is not None:
             raise TransferError(f"NIXL: {reading.failure}", "lost") from reading.failure
 
-    def _checksums_of(self, task: PullTask, layers: range) -> bytes:
-        """Return the checksums of layers that have just been read, and are still in the cache."""
+    def _confirmed(self, task: PullTask, named: bytes) -> bytes:
+        """Return the checksums of layers that were read, which the sender still offers."""
+        task.channel.send(READ, named, task.deadline)
+        _, payload = task.receive(CHECKSUM)
+        if not payload.startswith(named):
+            raise Lost("the sender confirms other layers than were read")
+        return payload[len(named) :]
+
+    def _verify(self, task: PullTask, layers: range, expected: bytes) -> None:
+        """Compare what was read with what the sender has, while what follows is read."""
         checksums = []
         for layer in layers:
             checksum = task.channel.checksum(task.number, task.generation, layer)
@@ -724,8 +660,14 @@ class NixlEngine:
                 task.check()
                 for view in views:
                     checksum.update(view)
+
             checksums.append(checksum.intdigest())
-        return struct.pack(f">{len(layers)}Q", *checksums)
+        if expected != struct.pack(f">{len(layers)}Q", *checksums):
+            raise TransferError(
+                f"layers {layers.start} to {layers.stop - 1}: a checksum is wrong", "corrupt"
+            )
+        for layer in layers:
+            task.arrived(layer)
 
     def quiet(self, task: PullTask) -> bool:
         if task in self._readings:
@@ -757,6 +699,7 @@ class NixlEngine:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        self._verifiers.shutdown()
         self._agent.close()
 
 
