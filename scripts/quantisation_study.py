@@ -70,9 +70,10 @@ def model_schemes() -> list[Scheme]:
     schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 128)]
     schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
     schemes += [Scheme("nvfp4", parts=part) for part in "kv"]
-    schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("nvfp4", "mxfp4", "int4", "int4_g64")]
-    schemes += [Scheme("int4_g64", hadamard=True, recent=64, sinks=4)]
-    schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("int4_zp", "int4_zp_g64")]
+    rotations = False, True
+    schemes += [Scheme(f, hadamard=h, recent=64, sinks=4) for f in FOUR_BIT for h in rotations]
+    schemes += [Scheme("nvfp4", hadamard=True, four_over_six=True, recent=64, sinks=4)]
+    schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("fp8_e4m3", "int8")]
     schemes += [Scheme(fmt, pre_rope=True) for fmt in ("nvfp4", "int4_g64")]
     return schemes
 
@@ -258,7 +259,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib.ticker import FuncFormatter
 
     model = report["model"]
-    figure = Figure(figsize=(12, 5.2), dpi=130, layout="constrained")
+    figure = Figure(figsize=(12, 6.4), dpi=130, layout="constrained")
     panels = figure.subplots(1, 2) if model else [figure.subplots()]
     colours = {"plain": "#8C8C8C", "llama": "#4C78A8", "qwen": "#B4436C"}
     names = [fmt for fmt in FORMATS if fmt != "bf16"]

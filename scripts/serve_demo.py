@@ -12,12 +12,15 @@ That is measured against the same steps with the copy on the compute stream itse
 a step verifies a small tree of draft tokens for each request that decodes. Every request's tokens
 are compared with those of a plain forward pass without a cache; with --past, which keeps old tokens
 in a narrower format, with those of a cache of one format. --prompt-tokens compares what two such
-caches of the same bytes hold, in a model that looks tokens up in its past and in the random one.
+caches of the same bytes hold, in a model that looks tokens up in its past and in the random one;
+with --agreement, how often caches of other formats give the same tokens.
 
     python scripts/serve_demo.py --out build/serve
     python scripts/serve_demo.py --trace trace.jsonl --scale 32 --speculate
     python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 64 --sinks 4 \
         --prompt-tokens 2048
+    python scripts/serve_demo.py --dtype bf16 --recent 64 --sinks 4 --prompt-tokens 512 \
+        --agreement =fp32 =fp8_e4m3 nvfp4 nvfp4:hadamard:four_over_six int4_zp:hadamard@128
     python scripts/serve_demo.py --model path/to/llama --dtype bf16
 """
 
@@ -40,7 +43,7 @@ import numpy as np
 from common.measure import device_for_products, length_us, log_compilation, one_core_per_stream
 from quantisation.llama import Llama as GgufLlama
 from quantisation.llama import python_topics
-from serving import capacity
+from serving import agreement, capacity
 from serving.draw import draw_steps
 from serving.engine import CacheSettings, Outcome, Server
 from serving.llama import Llama, LlamaConfig
@@ -121,8 +124,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = CacheSettings(pages, arguments.page_size, arguments.dtype)
     if arguments.past:
         settings = replace(
-            settings, past=arguments.past, recent=arguments.recent, sinks=arguments.sinks
-        )
+            settings, past=arguments.past, recent=arguments.recent, sinks=arguments.sinks,
+            rotation=arguments.rotation, scale_rule=arguments.scale_rule,
+        )  # fmt: skip
     policy = Policy(
         budget=arguments.budget, max_running=arguments.max_running, share=not arguments.no_sharing,
         branches=arguments.branches if arguments.speculate else 0, depth=arguments.depth,
@@ -167,7 +171,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
     past = None
     if arguments.past:
-        plain = replace(settings, past=None, recent=None, sinks=0)
+        plain = replace(
+            settings, past=None, recent=None, sinks=0, rotation=None, scale_rule="absmax"
+        )
         server = Server(model, plain, policy, ahead=arguments.ahead)
         with one_core_per_stream(device):
             outcome, _ = server.serve(prompts)
@@ -224,7 +230,7 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens, output, count = arguments.prompt_tokens, arguments.output_tokens, arguments.requests
     settings = CacheSettings(
         1, arguments.page_size, arguments.dtype, past=arguments.past, recent=arguments.recent,
-        sinks=arguments.sinks,
+        sinks=arguments.sinks, rotation=arguments.rotation, scale_rule=arguments.scale_rule,
     )  # fmt: skip
     policy = Policy(budget=arguments.budget, max_running=min(arguments.max_running, count))
     rng, dtype = np.random.default_rng(arguments.seed), np.dtype(arguments.compute)
@@ -232,7 +238,7 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
     config = lookup_config(2 * tokens)
     weights = lookup_weights(device, config, seed=arguments.seed, dtype=dtype)
     asked, answers = lookup_prompts(count, config.vocab, tokens, output, seed=arguments.seed)
-    cases = {"lookup": (Llama(device, config, weights, context=context), asked)}
+    cases: dict[str, Any] = {"lookup": (Llama(device, config, weights, context=context), asked)}
     config = random_config(arguments)
     weights = random_weights(device, config, dtype=dtype)
     drawn = long_prompts(rng, range(count), config.vocab, tokens, output)
@@ -242,8 +248,32 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
         config, weights = gguf_weights(device, file, dtype=dtype)
         texts = text_prompts(file.encode(python_topics()), count, tokens, output)
         cases[file.name] = Llama(device, config, weights, context=context), texts
-    models = {}
+    if arguments.only_file:
+        cases = {name: case for name, case in cases.items() if name not in ("lookup", "random")}
+    models: dict[str, Any] = {}
+    report = {
+        **where, "page_size": arguments.page_size, "dtype": arguments.dtype,
+        "past": arguments.past, "rotation": arguments.rotation,
+        "scale_rule": arguments.scale_rule, "recent": arguments.recent, "sinks": arguments.sinks,
+        "compute": arguments.compute, "budget": arguments.budget, "seed": arguments.seed,
+        "requests": count, "prompt_tokens": tokens, "output_tokens": output,
+        "held_at_least": arguments.held_at_least, "models": models,
+    }  # fmt: skip
     for name, (model, prompts) in cases.items():
+        if arguments.agreement:
+            models[name] = {}
+
+            def keep(setting: str, row: Any, name: str = name) -> None:
+                models[name][setting] = row
+                same = row["on_text"]
+                print(f"{name}, {setting}: {same['same_tokens']} of {same['tokens']} on the text",
+                      file=sys.stderr, flush=True)  # fmt: skip
+                if arguments.json:  # this takes long: an interrupted run leaves what it has
+                    write_json(arguments.json, report)
+
+            with one_core_per_stream(device):
+                agreement.agreement(model, settings, policy, prompts, arguments.agreement, keep)
+            continue
         numbers = range(count, 2 * count + 2)  # to fill the caches with
         overflow = long_prompts(rng, numbers, model.config.vocab, tokens, output)
         with one_core_per_stream(device):
@@ -255,12 +285,7 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"{models[name]['times_the_tokens']:.2f} times the tokens, expected at least "
                 f"{arguments.held_at_least}: are the prompts too short?"
             )
-    return {
-        **where, "page_size": arguments.page_size, "dtype": arguments.dtype,
-        "past": arguments.past, "recent": arguments.recent, "sinks": arguments.sinks,
-        "compute": arguments.compute, "budget": arguments.budget, "seed": arguments.seed,
-        "held_at_least": arguments.held_at_least, "models": models,
-    }  # fmt: skip
+    return report
 
 
 def long_prompts(
@@ -345,6 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", type=Path,
         help="folder with config.json and safetensors; default: random. With --prompt-tokens: a "
         "GGUF file of a Llama, which then continues Python's documentation")  # fmt: skip
+    add("--only-file", action="store_true", help="with --prompt-tokens, the model of --model alone")
     add("--layers", type=int, default=6, help="of the random model")
     add("--hidden", type=int, default=256, help="of the random model")
     add("--vocab", type=int, default=1024, help="of the random model")
@@ -360,6 +386,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--past", help="narrower format of old tokens, such as nvfp4; default: none")
     add("--recent", type=int, default=128, help="with --past, last tokens that stay in --dtype")
     add("--sinks", type=int, default=16, help="with --past, first tokens that stay in --dtype")
+    add("--rotation", choices=("hadamard",), help="with --past, how its rows are rotated")
+    add("--scale-rule", default="absmax", choices=("absmax", "four_over_six"),
+        help="with --past, how its groups get their scales")  # fmt: skip
+    add("--agreement", nargs="+", metavar="PAST",
+        help="with --prompt-tokens: compare tokens alone, for each of these instead of --past: "
+        "FORMAT[:hadamard][:four_over_six][@RECENT], or =FORMAT of a whole cache")  # fmt: skip
     add("--prompt-tokens", type=int, help="with --past: compare caches with prompts of so many")
     add("--held-at-least", type=float, default=3.0,
         help="fail if the cache with a past holds fewer times the tokens")  # fmt: skip
@@ -383,10 +415,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.requests is None:
         arguments.requests = 8 if arguments.prompt_tokens else 48
     if arguments.prompt_tokens:
-        if not arguments.past or arguments.trace or arguments.out:
+        if not (arguments.past or arguments.agreement) or arguments.trace or arguments.out:
             parser.error("--prompt-tokens: expected --past, and no --trace and --out")
         report = run_long(arguments)
-        print(f"{report['device']}, {report['date']}\n\n{capacity.render(report)}")
+        text = (agreement if arguments.agreement else capacity).render(report)
+        print(f"{report['device']}, {report['date']}\n\n{text}")
     else:
         report = run(arguments)
         print(f"{header(report)}\n\n{render(report)}")

@@ -207,3 +207,77 @@ def test_pages_in_a_browser(site, server, tmp_path):
         ):
             dead.append(url.geturl())
     assert dead == []
+
+
+# Figures ---
+
+
+def table_rows(text, header):
+    """The cells of the tables of a page that begin with a header, without code marks."""
+    tables = re.findall(rf"^\| {re.escape(header)}.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert tables, header
+    rows = "".join(tables).replace("`", "").splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def scheme_of(label):
+    """The study's name of what a row of the page is about."""
+    words = {
+        ", scale per token and head": "", ", rotated": ", hadamard",
+        ", four over six": ", 4 over 6", ", values alone": " values", ", keys alone": " keys",
+        " and the first ": ", sinks ", ", the last ": ", recent ",
+    }  # fmt: skip
+    for word, name in words.items():
+        label = label.replace(word, name)
+    return label
+
+
+def test_figures_of_the_quantisation_study():
+    """Each row of the page has the figures of the JSON, and each divergence in its text too."""
+    text = PAGES["quantised_caches.md"].partition("## What it costs in quality")[2]
+    study = json.loads((ROOT / "scripts/results/quantisation_study.json").read_text())
+    model = {row["scheme"]: row for row in study["model"]["results"]}
+    for label, *cells in table_rows(text, "past, and") + table_rows(text, "past | bits"):
+        row = model[scheme_of(label)]
+        assert cells == [
+            f"{row['bits']:g}", f"{row['loss_change']:+.3f} ± {row['standard_error']:.3f}",
+            f"{row['divergence']:.4f}", f"{100 * row['same_token']:.1f} %",
+        ], label  # fmt: skip
+    drawn = {(row["rows"], row["scheme"]): row["output_error"] for row in study["rows"]}
+    for label, *cells in table_rows(text, "past | plain"):
+        errors = [drawn[kind, scheme_of(label)] for kind in ("plain", "llama", "qwen")]
+        assert cells == [f"{100 * error:.1f} %" for error in errors], label
+    divergences = {f"{row['divergence']:.4f}" for row in model.values()}
+    assert set(re.findall(r"0\.\d{4}", text)) <= divergences
+
+
+def test_figures_of_agreement():
+    """Each row of the page has the shares of equal tokens that the JSON counts."""
+    file = ROOT / "scripts/results/serve_demo_agreement_host.json"
+    long, language, stretches = json.loads(file.read_text())
+    assert (long["prompt_tokens"], language["prompt_tokens"]) == (2016, 512)
+    (smol,), drawn = language["models"].values(), long["models"]["random"]
+    words = {
+        "none, ": "=", " throughout": "", ", rotated": ":hadamard",
+        ", four over six": ":four_over_six", ", the last ": "@",
+    }  # fmt: skip
+    rows = table_rows(PAGES["quantised_caches.md"], "old tokens in")
+    for label, *cells in rows:
+        name = label
+        for word, part in words.items():
+            name = name.replace(word, part)
+        shares = [model[name][part] for model in (smol, drawn) for part in ("on_text", "forced")]
+        assert cells == [f"{100 * x['same_tokens'] / x['tokens']:.1f} %" for x in shares], label
+    assert {(smol["=fp32"]["own"]["same_tokens"], drawn["=fp32"]["own"]["same_tokens"])} == {
+        (4 * 32, 8 * 32)
+    }
+    assert all(row["own"]["same_tokens"] == 8 * 32 for row in long["models"]["lookup"].values())
+    assert smol["nvfp4:hadamard:four_over_six"]["own"]["same_requests"] == 2
+    (rows,) = stretches["models"].values()
+    chosen = [rows[n] for n in ("=fp32", "=fp8_e4m3", "nvfp4", "nvfp4:hadamard:four_over_six")]
+    texts = [row["on_text"] for row in chosen]
+    shares = (f"{100 * part['same_tokens'] / part['tokens']:.1f} %" for part in texts)
+    text = PAGES["quantised_caches.md"].partition("- **Longer texts:**")[2].partition("\n- ")[0]
+    assert re.findall(r"[\d.]+ %", text) == list(shares)
+    along = [row["forced"]["same_tokens"] for row in chosen]
+    assert "64 tokens they give {}, {}, {} and {}.".format(*along) in text

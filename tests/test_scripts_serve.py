@@ -666,3 +666,87 @@ def test_demo_notices_a_wrong_result(device, device_name, monkeypatch):
     monkeypatch.setattr(kv.PagedKVCache, "attention_qkv", wrong)
     with pytest.raises(WrongTokens, match="request 0, output"):
         demo(device_name)
+
+
+# How often caches give the same tokens ---
+
+
+def looked_up(device, tokens=120, count=2):
+    """A model whose answers stand in its prompts, and settings of a cache with a past."""
+    from serving.llama import Llama
+    from serving.lookup import lookup_config, lookup_prompts, lookup_weights
+    from serving.schedule import CacheSettings, Policy
+
+    config = lookup_config(256)
+    model = Llama(device, config, lookup_weights(device, config), context=tokens + 8)
+    prompts, answers = lookup_prompts(count, config.vocab, tokens, 6)
+    return model, CacheSettings(1, 4, **LONG), Policy(budget=16, max_running=4), prompts, answers
+
+
+@pytest.mark.usefixtures("as_users_run")
+def test_what_caches_agree_about(device, monkeypatch):
+    """All of it with a cache of the same format, and nothing of what a cache has lost."""
+    from serving.agreement import agreement, parse_settings, read
+    from serving.engine import Server
+
+    from kvcupy.cache.paged import past
+
+    model, settings, policy, prompts, answers = looked_up(device)
+    rows = agreement(model, settings, policy, prompts, ["=bf16", "nvfp4:hadamard"])
+    for part, tokens in (("on_text", 2 * 59), ("own", 2 * 6), ("forced", 2 * 6)):
+        assert rows["=bf16"][part]["same_tokens"] == rows["=bf16"][part]["tokens"] == tokens
+    assert rows["nvfp4:hadamard"]["own"]["same_requests"] == 2
+    assert rows["=bf16"]["page_bytes"] > 3 * rows["nvfp4:hadamard"]["page_bytes"]
+
+    server = Server(model, replace(parse_settings(settings, "=bf16"), num_pages=200), policy)
+    plain = read(server, prompts)
+    assert plain.own == answers and plain.forced == []
+    # Along other tokens it gives what follows those in the text, not what follows its own.
+    server.cache.clear()
+    text = prompts[0].tokens.tolist()
+    others = [text[n] for n in (90, 7, 60, 33, 110, 20)]
+    forced = read(server, prompts, [others, answers[1]])
+    assert forced.own == answers
+    after = [text[n + 1] for n in (90, 7, 60, 33, 110)]
+    assert forced.forced == [[answers[0][0], *after], answers[1]]
+
+    monkeypatch.setattr(past, "store_kv", lambda *arguments, **options: None)
+    rows = agreement(model, settings, policy, prompts, ["nvfp4:hadamard"])["nvfp4:hadamard"]
+    assert rows["own"]["same_requests"] < 2
+    assert rows["on_text"]["same_tokens"] < rows["on_text"]["tokens"]
+
+
+def test_settings_of_a_past_by_name(device):
+    from serving.agreement import parse_settings
+    from serving.engine import Server
+
+    model, settings, policy, *_ = looked_up(device)
+    settings = replace(settings, num_pages=40, rotation="hadamard", scale_rule="four_over_six")
+    whole = parse_settings(settings, "=fp8_e4m3")
+    assert Server(model, whole, policy).cache.past_pool is None
+    named = parse_settings(settings, "nvfp4:hadamard:four_over_six@32")
+    assert (named.recent, named.sinks) == (32, 4)
+    pool = Server(model, named, policy).cache.past_pool
+    assert (pool.dtype, pool.rotation, pool.scale_rule) == ("nvfp4", "hadamard", "four_over_six")
+    plain = parse_settings(settings, "int4")
+    assert (plain.rotation, plain.scale_rule, plain.recent) == (None, "absmax", 16)
+    with pytest.raises(ValueError, match=r"int4:dct: expected hadamard or four_over_six, got"):
+        parse_settings(settings, "int4:dct")
+
+
+@pytest.mark.usefixtures("as_users_run")
+def test_the_report_of_what_caches_agree_about(device_name, tmp_path, capsys):
+    import serve_demo
+
+    file = tmp_path / "agreement.json"
+    arguments = [
+        *("--device", device_name, "--dtype", "bf16", "--recent", "16", "--sinks", "4"),
+        *("--prompt-tokens", "80", "--page-size", "4", "--requests", "2", "--budget", "24"),
+        *("--output-tokens", "4", "--layers", "1", "--hidden", "128", "--json", str(file)),
+    ]
+    assert serve_demo.main([*arguments, "--agreement", "=fp32", "nvfp4:hadamard"]) == 0
+    report = json.loads(file.read_text())
+    assert {name: list(rows) for name, rows in report["models"].items()} == {
+        name: ["=fp32", "nvfp4:hadamard"] for name in ("lookup", "random")
+    }
+    assert "same along bf16's" in capsys.readouterr().out

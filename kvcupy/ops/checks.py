@@ -496,6 +496,12 @@ def _kv_operand(
             f"{names.rows}: expected rows rotated like {describe(cache_view)}, the cache, got "
             f"{describe(rows_view)}"
         )
+    rotated = cache_view.rotated_width
+    if rows_format is not cache_format and rotated not in (0, cache_view.shape[-1]):
+        raise ValueError(
+            f"{names.cache}: expected rows that are rotated whole or not at all (of a view, "
+            f"[..., :{rotated}] and [..., {rotated}:] are), got {describe(cache_view)}"
+        )
     own_rows = rows(rows_view, names.rows)
     own_cache = cache(cache_view, names.cache, layout, rows_view.ndim, written=into_cache)
     if not into_cache:

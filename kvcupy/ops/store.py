@@ -123,7 +123,7 @@ def store_kv(
         H, D), "HND" (num_pages, H, page_size, D); or (num_slots, W). Same format as the rows: bits
         are copied, and a static scale only describes them. Another format: float32 arithmetic, one
         rounding; a four-bit format scales each group of elements by itself, and its D and Dv are
-        whole groups
+        whole groups, rotated whole or not at all
     slot_mapping : int32 or int64 (T,); slot = page * page_size + offset. Negative: skipped. Past
         the end: skipped, and raised by `check_faults`
     k_scale, v_scale : dequantisation multipliers for quantised caches: None (1), a number, or

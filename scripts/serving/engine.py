@@ -80,6 +80,8 @@ class Server:
             recent=settings.recent,
             sinks=settings.sinks,
             num_past_pages=settings.num_past_pages,
+            rotation=settings.rotation,
+            scale_rule=settings.scale_rule,
             rope=model.rope,
             max_batch_tokens=policy.budget,
             device=device,

@@ -34,6 +34,8 @@ class CacheSettings:
     recent: int | None = None
     sinks: int = 0
     num_past_pages: int | None = None
+    rotation: str | None = None
+    scale_rule: str = "absmax"
 
     def pages(self, tokens: int) -> int:
         """Return the pages of a sequence of so many tokens, in both formats together."""

@@ -18,13 +18,14 @@ from kvcupy.testing.arrays import assert_near
 
 
 def as_cached(
-    rows: np.ndarray, fmt: str, scale: np.ndarray | None, *, rotated: bool = False
-) -> np.ndarray:
+    rows: np.ndarray, fmt: str, scale: np.ndarray | None, *, rotated: bool = False,
+    scale_rule: str = "absmax",
+) -> np.ndarray:  # fmt: skip
     """What a cache of any format gives back of rows (T, H, D), which it may store rotated."""
     if fmt not in formats.FOUR_BIT:
         return as_cached_by_element(rows, fmt, scale)
     bits = np.zeros((*rows.shape[:-1], formats.FOUR_BIT[fmt].row_bytes(rows.shape[-1])), np.uint8)
-    packed = reference.FourBitRows.packed(bits, fmt, rows.shape[-1] if rotated else 0)
+    packed = reference.FourBitRows.packed(bits, fmt, rows.shape[-1] if rotated else 0, scale_rule)
     values = reference.decode(rows, reference.format_of(rows)).astype(np.float32)
     reference.quantise_rows(values, packed, np.ones(rows.shape[:-1], np.float32))
     return reference.dequantise_rows(packed)
@@ -34,11 +35,13 @@ class MixedModel(PagedModel):
     """What a `PagedKVCache` with `past` does."""
 
     def __init__(
-        self, *, past, recent, sinks=0, num_past_pages=None, num_pages, rotation=None, **options
+        self, *, past, recent, sinks=0, num_past_pages=None, num_pages, rotation=None,
+        scale_rule="absmax", **options
     ):  # fmt: skip
         super().__init__(num_pages=num_pages, **options)
         self.past, self.recent, self.sinks = past, recent, sinks
         self.rotated = rotation is not None  # rows of the past
+        self.scale_rule = scale_rule
         self.num_past_pages = num_past_pages or num_pages
         self.past_pages: dict[int, dict[int, Token]] = {}  # every page that was ever demoted
         self.demoted: dict[int, int] = {}  # of pages that others still use
@@ -65,7 +68,9 @@ class MixedModel(PagedModel):
         )  # fmt: skip
 
     def _as_cached(self, rows: np.ndarray, fmt: str) -> np.ndarray:
-        return as_cached(rows, fmt, None, rotated=self.rotated and fmt == self.past)
+        if fmt != self.past:
+            return as_cached(rows, fmt, None)
+        return as_cached(rows, fmt, None, rotated=self.rotated, scale_rule=self.scale_rule)
 
     def _forget(self, page: int) -> None:
         self.demoted = {w: p for w, p in self.demoted.items() if page not in (w, p)}

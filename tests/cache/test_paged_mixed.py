@@ -35,18 +35,23 @@ def test_steps_cross_the_border(device, past, dtype, mode, sinks):
 
 
 @pytest.mark.parametrize(
-    ("past", "width"),
-    [("nvfp4", 16), ("int4", 96), full_only("mxfp4", 64), full_only("int4_g128", 128)],
-)
+    ("past", "width", "rule"),
+    [
+        ("nvfp4", 16, "absmax"), ("nvfp4", 64, "four_over_six"), ("int4", 96, "absmax"),
+        ("int4_zp", 32, "absmax"), full_only("mxfp4", 64, "absmax"),
+        full_only("int4_g128", 128, "absmax"), full_only("int4_zp_g64", 64, "absmax"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [full_only("fp32"), "bf16", full_only("fp8_e4m3")])
 @pytest.mark.parametrize("sinks", [0, 3])
-def test_a_past_that_is_stored_rotated(device, past, width, dtype, sinks):
+def test_a_past_that_is_stored_rotated(device, past, width, rule, dtype, sinks):
     """Demoted, converted back, copied for a fork, written and read by `get_kv` and `set_kv`."""
     twin = MixedTwin(
         device, **{**MIXED, "past": past, "head_dim": width, "dtype": dtype, "sinks": sinks},
-        rotation="hadamard",
+        rotation="hadamard", scale_rule=rule,
     )  # fmt: skip
     assert (twin.cache.pool.rotation, twin.cache.past_pool.rotation) == (None, "hadamard")
+    assert twin.cache.past_pool.scale_rule == rule
     twin.prefill("a", 17, "b", 3)
     twin.step("ba", [9, 1])
     twin.fork("a", "c", 6)

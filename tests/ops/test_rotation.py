@@ -107,6 +107,37 @@ def test_a_latent_that_its_cache_does_not_rotate_is_refused(device):
     refused(case, call, ValueError, "cache: .*rotated_width=512")
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4_zp"])
+def test_rows_of_which_a_part_is_rotated_are_stored_in_parts(device, fmt):
+    """A call rotates whole rows; columns of such a cache are rotated whole or not at all."""
+    case = RopeCase(device, 16)
+    key = place_rows(case, "bf16", (6, 2, 192))
+    caches = [case.output(fmt, (12, 2, 192), name="cache") for _ in "kv"]
+    rotated, plain = caches[0].rotated(128), caches[1]
+    slots = np.arange(6)
+    table, positions = case.table(64, range(6)), case.positions(range(6))
+    rope = None, key.array, key.array, table.array, positions.array
+    for cache, other, name in ((rotated, plain, "k_cache"), (plain, rotated, "v_cache")):
+        both = cache.array, other.array
+        for call in (
+            lambda both=both: kv.store_kv(key.array, key.array, *both, slots),
+            lambda both=both: kv.gather_kv(*both, slots, dtype="bf16"),
+            lambda both=both: kv.rope_store_kv(*rope, *both, slots),
+        ):
+            message = f"{name}: expected rows that are rotated whole or not at all .*:128"
+            refused(case, call, ValueError, message)
+    parts = [slice(0, 128), slice(128, 192)]
+    kv.store_kv(
+        *(key.array[..., part] for part in parts), *(rotated.array[..., part] for part in parts),
+        slots,
+    )  # fmt: skip
+    unused = reference.FourBitRows(plain.view.codes.copy(), plain.view.scales.copy(), fmt)
+    reference.store_kv(key.view, key.view, rotated.view, unused, slots)
+    case.check_buffers()
+    copies = kv.gather_kv(rotated.array, rotated.array, slots, dtype=fmt)
+    assert [copy.rotated_width for copy in copies] == [128, 128]
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("fmt", KINDS)
 @pytest.mark.parametrize("source", FLOATS)
