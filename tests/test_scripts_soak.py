@@ -87,7 +87,7 @@ def test_a_past(device_name, tmp_path, few_plans, monkeypatch):
     counts = report["servers"]["past"]["counts"]
     assert counts["most pages of the past"] > 16 and report["past"]
     for what in ("rows compared", "outputs compared", "launched graphs", "trees committed",
-                 "steps taken back", "not offloaded, being demoted"):  # fmt: skip
+                 "steps taken back", "offloaded", "onboarded"):  # fmt: skip
         assert counts[what] > 0, what
 
 

@@ -531,11 +531,6 @@ class Server:
     def _offload(self, sequence: Sequence) -> bool:
         try:
             self.cache.offload(sequence.name)
-        except ValueError:
-            if not self.variant.past:
-                raise
-            self.counts["not offloaded, being demoted"] += 1
-            return False
         except kv.CacheFull:
             self.counts["not offloaded"] += 1
             return False

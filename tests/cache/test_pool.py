@@ -398,9 +398,10 @@ def test_signatures():
     """Those of API.md, with scales at the end."""
     names = ["num_pages", "page_size", "num_layers"]
     rest = ["dtype", "layout", "placement", "device", "scales", "rotation"]
+    rule = ["scale_rule"]
     expected = {
-        kv.KVPool: [*names, "num_kv_heads", "head_dim", "v_head_dim", *rest],
-        kv.MLAPool: [*names, "latent_dim", *rest, "rotated_width"],
+        kv.KVPool: [*names, "num_kv_heads", "head_dim", "v_head_dim", *rest, *rule],
+        kv.MLAPool: [*names, "latent_dim", *rest, "rotated_width", *rule],
     }
     for pool, parameters in expected.items():
         signature = inspect.signature(pool).parameters

@@ -228,13 +228,18 @@ def test_wrapped_pools_of_which_one_part_is_rotated_are_staged(device, which):
         which, ({**HADAMARD, "rotated_width": WIDTH // 2}, {})
     )
 
-    def wrapped():
+    def wrapped(filled):
         shape = (8, LAYERS, PAGE, HEADS, WIDTH)
-        parts = [device.zeros(shape, "nvfp4", **own) for own in options]
+        plain = [device.zeros(shape, "nvfp4") for _ in "kv"]
+        if filled:
+            fill(kv.KVPool.wrap(*plain, layout="page_first_direct", device=device), 5)
+        parts = [
+            kv.view_as(part.packed, "nvfp4", **own)
+            for part, own in zip(plain, options, strict=True)
+        ]
         return kv.KVPool.wrap(*parts, layout="page_first_direct", device=device)
 
-    one, two = wrapped(), wrapped()
-    fill(one, 5)
+    one, two = wrapped(True), wrapped(False)
     with (
         kv.PageSender(one, staging_pages=4) as sender,
         kv.PageReceiver(two, staging_pages=4) as receiver,

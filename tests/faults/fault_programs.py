@@ -1128,7 +1128,7 @@ class TieredShared(Tiered):
     def work(self) -> None:
         """Let the store's thread do all that is queued, and that can be done by now."""
         worker = self.tiers._store
-        while (step := worker._next()) is not None or worker._puts:
+        while (step := worker._next(worker._shared)) is not None or worker._puts:
             if step is not None:
                 step()
             else:
@@ -1531,7 +1531,7 @@ class PagedShared(PagedExchange, PagedTiers):
     def work(self) -> None:
         """Let the store's thread do all that is queued, and that can be done by now."""
         worker = self.tiers._store
-        while (step := worker._next()) is not None or worker._puts:
+        while (step := worker._next(worker._shared)) is not None or worker._puts:
             if step is not None:
                 step()
             else:

@@ -254,7 +254,8 @@ CACHE_STRIDES = [(f"{axis}_bytes", np.int64) for axis in ("page", "offset", "hea
 GROUP_SCALES = np.dtype(
     [
         ("offset_bytes", np.int64), ("strides", CACHE_STRIDES), ("group_shift", np.int32),
-        ("code_word_bytes", np.int32),
+        *((name, np.int32) for name in
+          ("code_word_bytes", "rotation_shift", "rotated_width", "four_over_six")),
     ],
     align=True,
 )  # fmt: skip
@@ -294,7 +295,7 @@ def test_templates_nested_structs_and_null_pointers(device):
     operand |= {"token_bytes": 16, "scale": 0.5, "width": 8}
     operand["cache"] = {"page_bytes": 32, "offset_bytes": 8, "head_bytes": 8}
     operand["group_scales"] = {
-        "offset_bytes": 0, "strides": operand["cache"], "group_shift": 0, "code_word_bytes": 0
+        name: operand["cache"] if name == "strides" else 0 for name in GROUP_SCALES.names
     }  # fmt: skip
     arguments = {"grid": 1, "block": 1, "rows": rows, "cache": cache, "none": None,
                  "k": operand, "table": [0, 6]}  # fmt: skip

@@ -476,7 +476,8 @@ NOT_NEEDED = {
             "TransferQueue._reap: batch.join()": _FAILURES,
         },
         "cache/migration/layers.py": {
-            "Staging.borrowed: self._freed.wait(deadline - time.monotonic())": _THREADS,
+            "Staging.borrowed: self._freed.wait(min(_WAIT_S, max(0.0, deadline - "
+            "time.monotonic())))": _THREADS,
             "Staging.load: stream.synchronize()": _SOCKETS,
             "Staging.save: stream.synchronize()": _SOCKETS,
         },
@@ -561,6 +562,10 @@ NOT_NEEDED = {
         },
         "cache/shared/redis.py": {
             "_Pool.take: self._changed.wait(_remaining(deadline))": _NO_STREAM,
+        },
+        "cache/shared/shm.py": {
+            "ShmBackend._parts: block.begin()": "begins a checksum, not a copy",
+            "_Helpers.each: job.wait()": _THREADS,
         },
         "cache/shared/store.py": {
             "SharedStore._hold_back: self._backend.busy(keys)": _ANOTHER,

@@ -416,7 +416,7 @@ class SharedTiers(Tiers):
     def work(self):
         """Let the store's thread do all that is queued."""
         while self.worker._puts or self.worker._fetches:
-            if (step := self.worker._next()) is not None:
+            if (step := self.worker._next(self.worker._shared)) is not None:
                 step()
 
     def results(self):
