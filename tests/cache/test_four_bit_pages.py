@@ -277,10 +277,9 @@ def read(cache, seq, start, stop):
     return [cache.device.to_numpy(x) for x in cache.get_kv(seq, start, stop, dtype="fp32")]
 
 
-@pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
-@pytest.mark.parametrize("fmt", KINDS)
-def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
-    cache = new_cache(device, fmt, latent_dim)
+def check_contents_forks_and_files(device, fmt, latent_dim, file, **options):
+    """Write a sequence, fork it, save it to a file and load it into another cache."""
+    cache = new_cache(device, fmt, latent_dim, **options)
     cache.add_sequence(0)
     with cache.forward([0], [9]):
         pass
@@ -295,12 +294,19 @@ def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
     for got, of_parent in zip(read(cache, 1, 0, 6), stored, strict=True):
         np.testing.assert_array_equal(got[:, :5], of_parent[:, :5])
         np.testing.assert_array_equal(got[:, 5], of_parent[:, 0])
-    cache.save_sequence(0, tmp_path / "sequence.safetensors")
-    assert inspect(tmp_path / "sequence.safetensors")["dtype"] == fmt
-    other = new_cache(device, fmt, latent_dim)
-    other.load_sequence("again", tmp_path / "sequence.safetensors")
+    cache.save_sequence(0, file)
+    other = new_cache(device, fmt, latent_dim, **options)
+    other.load_sequence("again", file)
     for got, want in zip(read(other, "again", 0, 9), stored, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
+@pytest.mark.parametrize("fmt", KINDS)
+def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
+    file = tmp_path / "sequence.safetensors"
+    check_contents_forks_and_files(device, fmt, latent_dim, file)
+    assert inspect(file)["dtype"] == fmt
 
 
 def attended(query, k, v, group):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import from_values, full_only
-from test_four_bit_pages import HEADS, WIDTH, attended, new_cache, read, rows_of
+from test_four_bit_pages import (
+    HEADS,
+    WIDTH,
+    attended,
+    check_contents_forks_and_files,
+    new_cache,
+    read,
+)
 
 import kvcupy as kv
 from kvcupy.reference.attention import rotate_keys
@@ -52,28 +59,10 @@ def test_attention(device, fmt, query_fmt):
 @pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
 @pytest.mark.parametrize("fmt", ["nvfp4", full_only("int4_g128")])
 def test_contents_forks_and_files(device, fmt, latent_dim, tmp_path):
-    cache = new_cache(device, fmt, latent_dim, **ROTATED)
-    cache.add_sequence(0)
-    with cache.forward([0], [9]):
-        pass
-    rows = rows_of(cache, 9, latent_dim)
-    cache.set_kv(0, 0, *rows)
-    stored = read(cache, 0, 0, 9)
-    for got, want in zip(stored, rows, strict=True):
-        exact = device.to_numpy(want)
-        assert np.linalg.norm(got - exact) < 0.2 * np.linalg.norm(exact)
-    cache.fork_sequence(0, 1, at=6)
-    cache.set_kv(1, 5, *[x[:, :1] for x in rows])
-    for got, of_parent in zip(read(cache, 1, 0, 6), stored, strict=True):
-        np.testing.assert_array_equal(got[:, :5], of_parent[:, :5])
-        np.testing.assert_array_equal(got[:, 5], of_parent[:, 0])
-    cache.save_sequence(0, tmp_path / "sequence.safetensors")
-    other = new_cache(device, fmt, latent_dim, **ROTATED)
-    other.load_sequence("again", tmp_path / "sequence.safetensors")
-    for got, want in zip(read(other, "again", 0, 9), stored, strict=True):
-        np.testing.assert_array_equal(got, want)
+    file = tmp_path / "sequence.safetensors"
+    check_contents_forks_and_files(device, fmt, latent_dim, file, **ROTATED)
     with pytest.raises(ValueError, match="hadamard"):
-        new_cache(device, fmt, latent_dim).load_sequence(0, tmp_path / "sequence.safetensors")
+        new_cache(device, fmt, latent_dim).load_sequence(0, file)
 
 
 @pytest.mark.parametrize("mode", ["none", full_only("normal"), "inline"])

@@ -1081,6 +1081,16 @@ class TieredNarrow(Tiered):
     below = "bf16"
 
 
+def finish_store_work(tiers: Any) -> None:
+    """Let the thread of a shared store do all that is queued, and that can be done by now."""
+    worker = tiers._store
+    while (step := worker._next(worker._shared)) is not None or worker._puts:
+        if step is not None:
+            step()
+        else:
+            tiers.engine.save_stream.synchronize()
+
+
 class TieredShared(Tiered):
     """Over a shared store, in place of the file; its thread takes its steps when it is told."""
 
@@ -1118,21 +1128,12 @@ class TieredShared(Tiered):
 
     def insert(self, *blocks: int) -> None:
         super().insert(*blocks)
-        self.work()
+        finish_store_work(self.tiers)
 
     def use(self, *blocks: int) -> None:
         self.tiers.prefetch([self.first + b for b in blocks])
-        self.work()
+        finish_store_work(self.tiers)
         super().use(*blocks)
-
-    def work(self) -> None:
-        """Let the store's thread do all that is queued, and that can be done by now."""
-        worker = self.tiers._store
-        while (step := worker._next(worker._shared)) is not None or worker._puts:
-            if step is not None:
-                step()
-            else:
-                self.tiers.engine.save_stream.synchronize()
 
     def close_tiers(self) -> None:
         self.tiers.close(deadline_s=0)
@@ -1496,21 +1497,21 @@ class PagedShared(PagedExchange, PagedTiers):
             def run() -> None:
                 if name in cache:
                     cache.remove_sequence(name)
-                self.work()
+                finish_store_work(self.tiers)
 
             return run
 
         def evict() -> None:
             """Leave the blocks to the store alone."""
             self.tiers.evict(int(self.tiers.stats()["device_blocks"]))
-            self.work()
+            finish_store_work(self.tiers)
             self.host.allocator.free(self.tiers.take_host_pages(self.host.num_pages))
 
         def add() -> None:
             if "b" in cache:
                 cache.remove_sequence("b")
             self.tiers.prefetch(self.hashes)
-            self.work()
+            finish_store_work(self.tiers)
             self.add("b")
 
         return [
@@ -1527,15 +1528,6 @@ class PagedShared(PagedExchange, PagedTiers):
             ("remove", remove("c")),
             ("remove", remove("b")),
         ]
-
-    def work(self) -> None:
-        """Let the store's thread do all that is queued, and that can be done by now."""
-        worker = self.tiers._store
-        while (step := worker._next(worker._shared)) is not None or worker._puts:
-            if step is not None:
-                step()
-            else:
-                self.tiers.engine.save_stream.synchronize()
 
     def reset(self) -> None:
         settle(self.device)
