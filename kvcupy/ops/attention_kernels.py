@@ -315,6 +315,8 @@ DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _TURING_SMEM_BYTES = 64 * 1024
+# Decode kernels on tensor cores for which an architecture has too few registers: they would spill.
+_SPILLING = {("sm_75", "int4x2", "192", "128"), ("sm_120", "uint4x2", "192", "128")}
 _LEAST_SMEM_BYTES = min(n for arch, n in SHARED_BYTES.items() if arch != "sm_75")
 _TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
@@ -364,6 +366,8 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
         return arch != "sm_75" and specialisation.arguments[1] == str(_heads_keys(arch))
     if kernel is DECODE[32]:
         return arch == "sm_75" or format not in PREFILL_FORMATS.values()
+    if kernel is DECODE_MMA and (arch, *specialisation.arguments) in _SPILLING:
+        return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
         return True
     if kernel is PREFILL:
