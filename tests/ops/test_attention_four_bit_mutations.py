@@ -246,7 +246,7 @@ MUTATIONS = {
     "rotated keys without their minimum": Mutation(
         "x[i][4 + j] += minima[i];", "", check_rotated_zp, TILES),
     "rotated keys relative to their scale alone": Mutation(
-        "minima[i] *= inverse;", "", check_rotated_zp, TILES),
+        "if constexpr (kHasMinimum<TCache>) minima[i] *= inverse;", "", check_rotated_zp, TILES),
     "large values by scales alone": Mutation(
         "(scale & 0x7fff) > 0x6800 ||", "", check_large_zp, TILES),
     "large values by minima alone": Mutation(

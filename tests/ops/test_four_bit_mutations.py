@@ -138,8 +138,6 @@ MUTATIONS = {
     "a scale for groups that do not vary": Mutation(
         "quotient > 0.0f ? half_not_below(fminf(quotient, kHalfMax)) : 0",
         "half_not_below(fminf(quotient, kHalfMax))", check_store_above, HEADER),
-    "codes in groups that do not vary": Mutation(
-        "varies ? word : 0", "word", check_store_above, HEADER),
     "codes below zero": Mutation(
         "fmaxf(__fadd_rn(to_float(x.values[8 * i + j]), -base), 0.0f)",
         "__fadd_rn(to_float(x.values[8 * i + j]), -base)", check_store_above, HEADER),
@@ -208,7 +206,7 @@ ALIKE = {
     "codes of int4 without their offset", "V of a gather multiplied as K",
     "what passes is not staged", "rows staged in one place", "the limit of the other formats",
     "minus zero as a minimum", "scales without their minimum", "codes below zero",
-    "a scale for groups that do not vary", "codes in groups that do not vary",
+    "a scale for groups that do not vary",
     "the least of a group without its other threads", "minima without the scale of the tensor",
 }  # fmt: skip
 

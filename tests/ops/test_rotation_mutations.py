@@ -89,7 +89,8 @@ MUTATIONS = {
     "NaN that spreads": Mutation(
         "const float bound = clear_nan(x);", "const float bound = 0.0f;", check_long_rows, HEADER),
     "stores that do not rotate": Mutation(
-        "if (rotation_of(p.k).shift | rotation_of(p.v).shift)", "if (false)", check_blocks, STORE),
+        "if (!is_stored_plainly(p.k) || !is_stored_plainly(p.v))", "if (false)",
+        check_blocks, STORE),
     "blocks of one size": Mutation(
         "has, row, operand, rotation_of(operand));", "has, row, operand, Rotation{5, 5});",
         check_blocks, STORE),
@@ -102,8 +103,7 @@ MUTATIONS = {
     "rope that looks at K alone": Mutation(
         "p.v_cache ? rotation_of(p.v).shift : 0", "0", check_rope, ROPE),
     "pages that are not rotated": Mutation(
-        "if (rotated.shift == 0) {\n          store_in_group",
-        "if (true) {\n          store_in_group", check_to, TRANSFER),
+        "if (rotated.shift == 0 && is_stored_plainly(operand))", "if (true)", check_to, TRANSFER),
     "pages that stay rotated": Mutation(
         "if (rotation.most_shift) rotate_sixteen(x, rotation);", "", check_from, TRANSFER),
     "scales of rows as they are stored": Mutation(

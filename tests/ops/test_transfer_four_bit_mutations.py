@@ -78,7 +78,8 @@ MUTATIONS = {
         "for (int start = 0; start < 1; start += lanes * kCodesPerThread) {",
         check_from_long_rows, FILE),
     "long rows of V scaled by 1": Mutation(
-        "if (p.dst_v_scale && p.v_width > step)", "if (false)", check_from_long_rows, FILE),
+        "if (p.dst_v_scale && p.v_width > step && !alone)", "if (false)",
+        check_from_long_rows, FILE),
     "quantised without the scale of the row": Mutation(
         "quantise<TOut>(x, ScaleDivisor(scale))", "quantise<TOut>(x, ScaleDivisor(1.0f))",
         check_from, FILE),
@@ -86,8 +87,8 @@ MUTATIONS = {
         "k_to[r] + element * kOutBytes, k_scales[r]", "k_to[r] + element, k_scales[r]",
         check_from_plain, FILE),
     "V decoded from K": Mutation(
-        "v[r].load(v_from[r], p.v_width", "v[r].load(k_from[r], p.v_width", check_from_plain,
-        FILE),
+        "v[r].load(v_from[r], p.v_width, element, live[r], operand)",
+        "v[r].load(k_from[r], p.v_width, element, live[r], operand)", check_from_plain, FILE),
     "rows of a thread left out": Mutation(
         "group - of_warp; first < p.rows.num_pieces; first += groups * kRows",
         "group - of_warp; first < p.rows.num_pieces; first += groups * (kRows + 1)", check_to, FILE,
