@@ -1163,9 +1163,13 @@ def _pairs_as_words(v: ArrayView, shape: tuple[int, ...]) -> ArrayView:
     )  # fmt: skip
 
 
-def is_four_bit(dtype: Any) -> bool:
-    """Return whether a dtype argument names a four-bit format."""
-    return isinstance(dtype, str) and dtype in formats.FOUR_BIT
+def is_four_bit(
+    dtype: Any, rotation: Any = None, rotated_width: Any = None, scale_rule: Any = "absmax"
+) -> bool:
+    """Return whether a dtype argument names a four-bit format, or an option is of those alone."""
+    if isinstance(dtype, str) and dtype in formats.FOUR_BIT:
+        return True
+    return rotation is not None or rotated_width is not None or scale_rule != "absmax"
 
 
 def rotation_options(rotated_width: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class CudaDevice:
         fp8 and four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are
         those of `kvcupy.view_as`. Its memory belongs to the current stream's arena of CuPy's pool.
         """
-        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
             return arrays.four_bit_array(
                 self.empty, shape, dtype, rotation, rotated_width, scale_rule
             )
@@ -85,7 +85,7 @@ class CudaDevice:
 
         It is never part of a capture.
         """
-        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
             return arrays.four_bit_array(
                 self.zeros, shape, dtype, rotation, rotated_width, scale_rule
             )
@@ -106,7 +106,7 @@ class CudaDevice:
         Four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are those
         of `kvcupy.view_as`.
         """
-        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
             return arrays.four_bit_array(
                 self.empty_pinned, shape, dtype, rotation, rotated_width, scale_rule
             )

@@ -166,7 +166,7 @@ class HostDevice:
         Four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are those
         of `kvcupy.view_as`.
         """
-        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
             return arrays.four_bit_array(
                 self.empty, shape, dtype, rotation, rotated_width, scale_rule
             )
@@ -177,7 +177,7 @@ class HostDevice:
         scale_rule: Any = "absmax",
     ) -> Any:  # fmt: skip
         """Return an array of zeros; `dtype` may be a format name, as for `empty`."""
-        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
             return arrays.four_bit_array(
                 self.zeros, shape, dtype, rotation, rotated_width, scale_rule
             )
@@ -188,7 +188,7 @@ class HostDevice:
         scale_rule: Any = "absmax",
     ) -> Any:  # fmt: skip
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
-        if rotation is not None or scale_rule != "absmax" or arrays.is_four_bit(dtype):
+        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
             return arrays.four_bit_array(
                 self.empty_pinned, shape, dtype, rotation, rotated_width, scale_rule
             )

@@ -314,6 +314,16 @@ def test_special_values(device):
         assert stored(rows)[0] == bits
 
 
+@pytest.mark.parametrize("make", ["empty", "zeros", "empty_pinned"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", np.float32])
+def test_what_only_four_bits_have_is_refused(device, make, dtype):
+    for name, value in (
+        ("rotation", "hadamard"), ("rotated_width", 64), ("scale_rule", "four_over_six"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            getattr(device, make)((2, 64), dtype, **{name: value})
+
+
 def test_rows_of_another_rotation_are_refused(device):
     case = Case(device, 16)
     cache, rows = case.output("nvfp4", (8, 2, 64)).rotated(), case.output("nvfp4", (4, 2, 64))
