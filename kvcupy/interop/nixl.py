@@ -1,13 +1,15 @@
 """Pages of a peer's pool, read into one's own by NIXL: the engine "nixl" of page migration.
 
-    sender     metadata, regions, pages | layers 0-3 are ready |          | checksums 0-3 | ...
-    receiver                                                   | READ 0-3 |               | READ 4-7
+    sender     metadata, pages | layers 0-3, 4-7 are ready |         | checksum 0-3 |         | ...
+    receiver                                    | READ 0-3 | READ 4-7               | READ 8-11
 
 NIXL is one-sided: the sender's pages are read without its doing, by RDMA, shared memory or TCP,
 whichever UCX finds. So a layer is complete only when the sender has said, after the READ, that its
-pages were still those of the offer, and what their checksum is, which is verified while the next
-layers are read if these are ready. A READ that is given up may land later all the same: its pages
-stay in quarantine until it has reached an end (`Reading.done`).
+pages were still those of the offer, and what their checksum is. A READ that is given up may land
+later all the same: its pages stay in quarantine until it has reached an end (`Reading.done`).
+Checksums cost more than the READs where these are copies in memory, so that nobody waits for them:
+the sender's thread that goes ahead of pulls has them by the time that they are asked for, and the
+receiver verifies some MiB while the next are read.
 Nothing that NIXL would unpickle comes from a peer: addresses are numbers, and the metadata of the
 sender's agent, which are opaque, come over the authenticated connection. The receiver sends none,
 so that nobody can reach its memory.
@@ -18,9 +20,10 @@ Source: ai-dynamo/nixl `src/api/python/_api.py`, the wheel nixl-cu12, which work
 from __future__ import annotations
 
 import base64
+import bisect
 import contextlib
-import hashlib
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -29,34 +32,49 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import bytes_of
-from ..cache.migration.protocol import CHECKSUM, LAYER, READ, RENEW, Lost
+from ..arrays import array_at, bytes_of
+from ..cache.migration.protocol import (
+    BEST_ALGORITHM,
+    CHECKSUM,
+    LAYER,
+    READ,
+    RENEW,
+    Lost,
+    new_checksum,
+)
 from ..cache.pool import Pool
 from ..config import cache_logger
 from ..errors import KvcupyError, TransferError
 
 if TYPE_CHECKING:
-    from ..cache.migration.engines import PullTask, Service
+    from ..cache.migration.engines import Offered, PullTask, Service
 
 Addresses = np.ndarray[Any, Any]
 
 _WHEELS = ("nixl_cu12", "nixl_cu13")
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
-_GROUP_BYTES = 8 << 20  # of layers that are ready together, which one READ moves
+_GROUP_BYTES = 16 << 20  # of layers that are ready together, which have one checksum
+_READ_BYTES = 4 << 20  # which are still in the processor's cache when they are verified
+_MOST_READS = 4  # of a pull at a time
+_HASHED_BYTES = 1 << 20  # between looks whether an offer stands
+_LOOK_AHEAD_S = 2e-3  # between looks whether layers are ready
 _MOST_PAGES = 1 << 16  # of a message
 _MOST_PEERS = 64  # that stay connected without a pull
 _MOST_DESCRIPTIONS = 16  # of peers that are kept decoded
 _MOST_VERIFIERS = 4  # threads, which all pulls share
-_SOON_S = 2e-4  # in which a sender names the next layers if they are ready
 _OWING_S = 60.0  # after a pull has broken off, in which the sender still helps a READ to its end
-_LAYERS = struct.Struct(">IIQ")  # the first, how many, bytes of both
+_LAYERS = struct.Struct(">II?Q")  # the first, how many, the order of blocks, bytes of all
+_CHECKSUM = struct.Struct(">Q")
 _COUNT = struct.Struct(">I")  # of the page numbers behind it; short messages are filled up
 # Errors behind which nothing of a READ is in flight. Others may leave it so.
 _FINAL = (
@@ -97,19 +115,47 @@ def load() -> Any:
 
 
 @dataclass(frozen=True)
-class Region:
-    """Where the blocks of one part of a layer lie, of a page each: K, V, or scales of either.
+class Regions:
+    """Where blocks lie, each of a page, a layer and a part: K, V, or scales of either.
 
     Attributes
     ----------
-    pointer : of page 0
-    page_stride : bytes from page to page
-    num_bytes : of a block
+    pointers : int64 (parts, layers), of page 0
+    page_strides : int64 (parts, layers), bytes from page to page
+    sizes : int64 (parts, layers), bytes of a block
     """
 
-    pointer: int
-    page_stride: int
-    num_bytes: int
+    pointers: Addresses
+    page_strides: Addresses
+    sizes: Addresses
+
+    @cached_property
+    def is_by_page(self) -> bool:
+        """Whether the layers of a page lie side by side."""
+        ends = self.pointers[:, :-1] + self.sizes[:, :-1]
+        return bool((ends == self.pointers[:, 1:]).all())
+
+    def joined_layers(self, layers: range) -> Regions:
+        """Return layers as one, where they lie side by side."""
+        chosen = slice(layers.start, layers.stop)
+        sizes = self.sizes[:, chosen].sum(axis=1, keepdims=True)
+        first = slice(layers.start, layers.start + 1)
+        return Regions(self.pointers[:, first], self.page_strides[:, first], sizes)
+
+    def blocks(
+        self, pages: Addresses, layers: range, *, by_page: bool
+    ) -> tuple[Addresses, Addresses]:
+        """Return address and size of each block, int64, by part, then by page and layer or by layer
+        and page."""
+        pointers, strides, sizes = (
+            table[:, layers.start : layers.stop, None]
+            for table in (self.pointers, self.page_strides, self.sizes)
+        )
+        addresses = pointers + strides * pages
+        sizes = np.broadcast_to(sizes, addresses.shape)
+        if by_page:
+            addresses, sizes = addresses.swapaxes(1, 2), sizes.swapaxes(1, 2)
+        return addresses.reshape(-1), sizes.reshape(-1)
 
 
 class BlockAddresses:
@@ -120,6 +166,12 @@ class BlockAddresses:
     pool : with memory that the host can address, and a layout that keeps the slots of a page and a
         layer together: "layer_first" or "page_first_direct"
 
+    Attributes
+    ----------
+    regions : where they are
+    memory : pointer and bytes of all memory that they lie in
+    layer_bytes : of a page in one layer
+
     Raises
     ------
     ValueError : it is another pool
@@ -128,52 +180,78 @@ class BlockAddresses:
     def __init__(self, pool: Pool) -> None:
         if pool.placement == "device" and pool.device.kind != "host":
             raise ValueError(f"pool: expected host memory for the engine nixl, got {pool}")
-        # By layer: its parts, scales last.
-        self.regions: list[list[Region]] = [[] for _ in range(pool.num_layers)]
-        spans: list[tuple[int, int]] = []  # of all memory, from and to
+        extents: list[tuple[int, int]] = []  # of all memory, from and to
+        tables: list[Any] = []  # by part, scales last: of each layer pointer, stride, size
         for parts in ("parts", "scale_parts"):
-            for group in pool.groups:
-                for part in getattr(group, parts):
-                    spans.append(self._add(pool, bytes_of(part), group.layers))
+            for number in range(len(getattr(pool.groups[0], parts))):
+                table: list[tuple[int, int, int]] = []
+                for group in pool.groups:
+                    part = bytes_of(getattr(group, parts)[number])
+                    table += _blocks_of(pool, part)
+                    extents.append(_extent_of(part))
+                tables.append(table)
+        self.regions = Regions(*np.array(tables, np.int64).transpose(2, 0, 1))
         # Pointer and bytes of what is to be registered: parts may lie between one another.
         self.memory: list[tuple[int, int]] = []
-        start, end = min(spans)
-        for low, high in sorted(spans):
+        start, end = min(extents)
+        for low, high in sorted(extents):
             if low > end:
                 self.memory.append((start, end - start))
                 start, end = low, high
             end = max(end, high)
         self.memory.append((start, end - start))
+        self.layer_bytes = int(self.regions.sizes[:, 0].sum())  # of a page
+        self._starts = [start for start, _ in self.memory]
+        uint8 = np.dtype(np.uint8)
+        spans: Any = [array_at(pool, start, (size,), uint8) for start, size in self.memory]
+        self._views = [memoryview(span) for span in spans]
 
-    def _add(self, pool: Pool, part: Any, layers: range) -> tuple[int, int]:
-        """Add the regions of one part; return from where to where it lies."""
-        num_pages, num_layers, *block = part.shape
-        page_stride, layer_stride, *inner = part.strides
-        expected = part.itemsize
-        for size, stride in zip(reversed(block), reversed(inner), strict=True):
-            if size > 1 and stride != expected:
-                raise ValueError(
-                    f"pool: expected slots of a page and a layer side by side for the engine nixl "
-                    f"(layer_first, page_first_direct), got {pool}"
-                )
-            expected *= size
-        for i, layer in enumerate(layers):
-            pointer = part.pointer + i * layer_stride
-            self.regions[layer].append(Region(pointer, page_stride, expected))
-        low = part.pointer + min(0, (num_pages - 1) * page_stride)
-        low += min(0, (num_layers - 1) * layer_stride)
-        span = abs(page_stride) * (num_pages - 1) + abs(layer_stride) * (num_layers - 1) + expected
-        return low, low + span
+    def views(self, addresses: Addresses, sizes: Addresses) -> list[memoryview]:
+        """Return memory of the pool."""
+        views = []
+        for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
+            number = bisect.bisect_right(self._starts, address) - 1
+            start = address - self._starts[number]
+            views.append(self._views[number][start : start + size])
+        return views
 
 
-def addresses_of(
-    regions: list[list[Region]], pages: Addresses, layers: range
-) -> tuple[Addresses, Addresses]:
-    """Return address and size of each block, int64, by layer, part and page."""
-    chosen = [region for layer in layers for region in regions[layer]]
-    addresses = [region.pointer + pages * region.page_stride for region in chosen]
-    sizes = [np.full(len(pages), region.num_bytes, np.int64) for region in chosen]
-    return np.concatenate(addresses), np.concatenate(sizes)
+def _blocks_of(pool: Pool, part: Any) -> list[tuple[int, int, int]]:
+    """Return of each layer of a part the pointer, the stride and the size of blocks."""
+    _, num_layers, *block = part.shape
+    page_stride, layer_stride, *inner = part.strides
+    size = part.itemsize
+    for count, stride in zip(reversed(block), reversed(inner), strict=True):
+        if count > 1 and stride != size:
+            raise ValueError(
+                f"pool: expected slots of a page and a layer side by side for the engine nixl "
+                f"(layer_first, page_first_direct), got {pool}"
+            )
+        size *= count
+    return [(part.pointer + i * layer_stride, page_stride, size) for i in range(num_layers)]
+
+
+def _extent_of(part: Any) -> tuple[int, int]:
+    """Return from where to where a part lies, whose blocks are contiguous."""
+    extents = [(count - 1) * stride for count, stride in zip(part.shape, part.strides, strict=True)]
+    low = part.pointer + sum(min(0, extent) for extent in extents)
+    return low, low + sum(map(abs, extents)) + part.itemsize
+
+
+def blocks_of(
+    mine: Regions, pages: Addresses, theirs: Regions, their_pages: Addresses, layers: range,
+    *, by_page: bool,
+) -> tuple[Addresses, Addresses, Addresses]:  # fmt: skip
+    """Return what corresponds in two pools: both addresses, and sizes, of as few blocks as can be.
+
+    They are in the order of parts, and then by page and layer, or by layer and page.
+    """
+    if by_page and mine.is_by_page and theirs.is_by_page:
+        mine, theirs = mine.joined_layers(layers), theirs.joined_layers(layers)
+        layers = range(1)
+    local, sizes = mine.blocks(pages, layers, by_page=by_page)
+    remote, _ = theirs.blocks(their_pages, layers, by_page=by_page)
+    return joined(local, remote, sizes)
 
 
 def joined(
@@ -181,14 +259,36 @@ def joined(
 ) -> tuple[Addresses, Addresses, Addresses]:
     """Join blocks that follow one another on both sides.
 
-    >>> joined(np.array([40, 0, 10]), np.array([90, 50, 60]), np.array([10, 10, 10]))
+    >>> joined(np.array([0, 10, 40]), np.array([50, 60, 90]), np.array([10, 10, 10]))
     (array([ 0, 40]), array([50, 90]), array([20, 10]))
     """
-    order = np.argsort(local)
-    local, remote, sizes = local[order], remote[order], sizes[order]
     follows = (local[:-1] + sizes[:-1] == local[1:]) & (remote[:-1] + sizes[:-1] == remote[1:])
     starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     return local[starts], remote[starts], np.add.reduceat(sizes, starts)
+
+
+def pieces(
+    local: Addresses, remote: Addresses, sizes: Addresses, num_bytes: int
+) -> Iterator[tuple[Addresses, Addresses, Addresses]]:
+    """Cut blocks, in order, into groups of about so many bytes, at most twice that.
+
+    >>> for piece in pieces(np.array([0, 40]), np.array([50, 90]), np.array([10, 4]), 4):
+    ...     print(*piece)
+    [0] [50] [4]
+    [4] [54] [4]
+    [ 8 40] [58 90] [2 4]
+    """
+    counts = -(-sizes // num_bytes)  # that a block is cut into
+    if counts.max() > 1:
+        numbers = np.repeat(np.arange(len(sizes)), counts)
+        firsts = np.cumsum(counts) - counts
+        offsets = (np.arange(len(numbers)) - firsts[numbers]) * num_bytes
+        local, remote = local[numbers] + offsets, remote[numbers] + offsets
+        sizes = np.minimum(sizes[numbers] - offsets, num_bytes)
+    groups = (np.cumsum(sizes) - 1) // num_bytes
+    bounds = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(sizes)]
+    for start, stop in itertools.pairwise(bounds):
+        yield local[start:stop], remote[start:stop], sizes[start:stop]
 
 
 # --- Who the peer is ---
@@ -260,7 +360,7 @@ class Agent:
             for pointer, num_bytes in blocks.memory
         ]
         self.metadata: bytes = self._agent.get_agent_metadata()
-        # By digest of the metadata: name, and pulls that use it; the longest idle first.
+        # By metadata: name, and pulls that use it; the longest idle first.
         self._peers: dict[bytes, tuple[Any, int]] = {}
 
     def poll(self) -> None:
@@ -271,7 +371,7 @@ class Agent:
 
     def add_peer(self, metadata: bytes) -> tuple[bytes, Any]:
         """Return key and name of the agent of an authenticated peer, for `release_peer`."""
-        key = hashlib.sha256(metadata).digest()
+        key = metadata
         with self._lock:
             name, count = self._peers.pop(key, (None, 0))
             if name is None:
@@ -302,11 +402,8 @@ class Agent:
         self, peer: Any, process: Process, local: Addresses, remote: Addresses, sizes: Addresses
     ) -> Reading:
         """Begin to read blocks of a peer's memory into one's own."""
-        local, remote, sizes = joined(local, remote, sizes)
-        lists = [
-            np.stack([side, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
-            for side in (local, remote)
-        ]
+        lists = np.zeros((2, len(sizes), 3), np.uint64)
+        lists[0, :, 0], lists[1, :, 0], lists[:, :, 1] = local, remote, sizes
         every = np.arange(len(sizes), dtype=np.int32)
         with self._lock:
             agent = self._agent
@@ -405,24 +502,19 @@ class Reading:
             self.fail(error, is_over=True)
 
 
-# --- The engine ---
-
-
 @dataclass(frozen=True)
 class Peer:
     """What a sender says of itself: how to read its memory, and what lies where."""
 
     metadata: bytes
     process: Process
-    regions: list[list[Region]]
+    regions: Regions
 
     def encoded(self) -> bytes:
         described = {
             "metadata": base64.b64encode(self.metadata).decode(),
             "process": asdict(self.process),
-            "regions": [
-                [[r.pointer, r.page_stride, r.num_bytes] for r in layer] for layer in self.regions
-            ],
+            "regions": {name: table.tolist() for name, table in vars(self.regions).items()},
         }
         return json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
 
@@ -434,19 +526,399 @@ class Peer:
             process = Process(**described["process"])
             if [type(v) for v in asdict(process).values()] != [str, str, int, int]:
                 raise TypeError("its process is none")
-            regions = [
-                [Region(*map(_address, region)) for region in layer]
-                for layer in described["regions"]
-            ]
+            regions = Regions(**{n: _table(t) for n, t in described["regions"].items()})
             return cls(base64.b64decode(described["metadata"], validate=True), process, regions)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise Lost(f"the sender describes no memory: {error!r:.200}") from None
 
 
-def _address(value: Any) -> int:
-    if type(value) is not int or not -(2**62) < value < 2**62:
-        raise ValueError(f"{value!r:.40} is no address")
-    return value
+def _table(rows: Any) -> Addresses:
+    """Return lists of addresses as an array; ValueError or TypeError if they are none."""
+    for value in itertools.chain.from_iterable(rows):
+        if type(value) is not int or not -(2**62) < value < 2**62:
+            raise ValueError(f"{value!r:.40} is no address")
+    return np.array(rows, np.int64)
+
+
+# --- The checksums of a sender ---
+
+
+def _new_checksum(algorithm: int, of: Offered | PullTask, layers: range) -> Any:
+    return new_checksum(algorithm, of.key, of.number, of.generation, layers.start, len(layers))
+
+
+class _Span:
+    """Layers of an offer that go together.
+
+    Attributes
+    ----------
+    layers
+    num_bytes : of their pages
+    named : what names them in messages
+    """
+
+    def __init__(
+        self, offered: Offered, blocks: BlockAddresses, layers: range, algorithm: int
+    ) -> None:
+        self.layers = layers
+        self.num_bytes = len(layers) * len(offered.pages) * blocks.layer_bytes
+        is_by_page = blocks.regions.is_by_page
+        self.named = _LAYERS.pack(layers.start, len(layers), is_by_page, self.num_bytes)
+        self._offered, self._blocks, self._algorithm = offered, blocks, algorithm
+        self._lock = threading.Lock()
+        self._digest: int | None = None
+
+    def digest(self) -> int:
+        """Return the checksum of their pages, which is calculated once.
+
+        Raises
+        ------
+        TransferError : the offer is over
+        """
+        with self._lock:
+            if self._digest is None:
+                self._digest = self._calculate()
+            return self._digest
+
+    def _calculate(self) -> int:
+        offered, regions = self._offered, self._blocks.regions
+        pages = offered.pages
+        checksum = _new_checksum(self._algorithm, offered, self.layers)
+        blocks = blocks_of(regions, pages, regions, pages, self.layers, by_page=regions.is_by_page)
+        for addresses, _, sizes in pieces(*blocks, _HASHED_BYTES):
+            offered.check()
+            for view in self._blocks.views(addresses, sizes):
+                checksum.update(view)
+        digest: int = checksum.intdigest()
+        return digest
+
+
+class _Spans:
+    """The layers of an offer as spans, with checksums by one algorithm.
+
+    Which layers go together is decided when the first of them is asked for.
+    """
+
+    def __init__(self, offered: Offered, blocks: BlockAddresses, algorithm: int) -> None:
+        self._offered, self._blocks, self._algorithm = offered, blocks, algorithm
+        layer_bytes = max(1, len(offered.pages) * blocks.layer_bytes)
+        self._most = max(1, _GROUP_BYTES // layer_bytes)
+        self._lock = threading.Lock()
+        self._spans: dict[int, _Span] = {}  # by first layer
+        self._next = 0  # layer without a checksum
+
+    def beginning_with(self, first: int) -> _Span | None:
+        """Return the span that a layer begins, or None if it is not ready.
+
+        Raises
+        ------
+        TransferError : it never will be
+        """
+        with self._lock:
+            if first not in self._spans:
+                end = min(first + self._most, self._offered.pool.num_layers)
+                stop = first
+                while stop < end and self._offered.is_ready(stop):
+                    stop += 1
+                if stop == first:
+                    return None
+                self._spans[first] = _Span(
+                    self._offered, self._blocks, range(first, stop), self._algorithm
+                )
+            return self._spans[first]
+
+    @property
+    def is_complete(self) -> bool:
+        return self._next == self._offered.pool.num_layers
+
+    def advance(self) -> bool:
+        """Calculate the next checksum; return False if its layer is not ready.
+
+        Raises
+        ------
+        TransferError : the offer is over
+        """
+        with self._offered.reading():
+            span = self.beginning_with(self._next)
+            if span is None:
+                return False
+            span.digest()
+        self._next = span.layers.stop
+        return True
+
+
+class _Ahead:
+    """A thread that calculates checksums of offers before a pull asks for them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._offers: list[_Spans] = []
+        self._closed = False
+
+    def add(self, spans: _Spans) -> None:
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="kvcupy-nixl ahead", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more: pulls calculate them
+                    return
+                self._thread = thread
+            self._offers.append(spans)
+            self._changed.notify()
+
+    def close(self, deadline: float) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._offers or self._closed)
+                if self._closed:
+                    return
+                offers = list(self._offers)
+            moved = False
+            for spans in offers:
+                try:
+                    moved |= spans.advance()
+                    is_over = spans.is_complete
+                except Exception:  # the offer is over; whatever else it is, pulls will say
+                    is_over = True
+                if is_over:
+                    with self._changed:
+                        self._offers.remove(spans)
+            with self._changed:
+                if self._offers and not moved:
+                    self._changed.wait(_LOOK_AHEAD_S)
+
+
+# --- The checksums and the READs of a receiver ---
+
+
+class _Verification:
+    """The checksums of a pull, calculated in order by one thread at a time.
+
+    That is a thread of `executor` while the pull has READs to begin, and else the pull's own.
+    """
+
+    def __init__(self, task: PullTask, blocks: BlockAddresses, executor: futures.Executor) -> None:
+        self._task, self._blocks, self._executor = task, blocks, executor
+        self._changed = threading.Condition()  # guards the next three
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._is_working = False
+        self._failure: BaseException | None = None
+        # What the thread at work has:
+        self._checksum: Any = None  # of layers that are being read
+        self._digests: deque[int] = deque()  # of layers that wait for the sender's
+
+    def add_bytes(
+        self, layers: range, addresses: Addresses, sizes: Addresses, *, is_last: bool
+    ) -> None:
+        """Add what has come of some layers, and whether that is all."""
+        self._add(partial(self._hash, layers, addresses, sizes, is_last=is_last))
+
+    def add_expected(self, layers: range, expected: int) -> None:
+        """Add the sender's checksum of layers that have come."""
+        self._add(partial(self._compare, layers, expected))
+
+    def go_on_beside(self) -> None:
+        """Let a thread do what there is to do."""
+        with self._changed:
+            if self._is_working or not self._jobs:
+                return
+            self._is_working = True
+        try:
+            self._executor.submit(self._work)
+        except RuntimeError:  # the system has no more threads
+            self._work()
+
+    def go_on(self) -> None:
+        """Do what there is to do, unless a thread does; raise what has failed."""
+        with self._changed:
+            mine, self._is_working = not self._is_working, True
+        if mine:
+            self._work()
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Return when all is done; raise what has failed."""
+        self.go_on()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_working)
+        self.go_on()
+
+    def stop(self) -> None:
+        """Leave the rest undone, and return when no thread is at it."""
+        with self._changed:
+            self._jobs.clear()
+            self._changed.wait_for(lambda: not self._is_working)
+
+    def _add(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            self._jobs.append(job)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs or self._failure is not None:
+                    self._is_working = False
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            try:
+                job()
+            except BaseException as error:
+                self._failure = error
+
+    def _hash(
+        self, layers: range, addresses: Addresses, sizes: Addresses, *, is_last: bool
+    ) -> None:
+        if self._checksum is None:
+            self._checksum = _new_checksum(self._task.channel.algorithm, self._task, layers)
+        self._task.check()
+        for view in self._blocks.views(addresses, sizes):
+            self._checksum.update(view)
+        if is_last:
+            self._digests.append(self._checksum.intdigest())
+            self._checksum = None
+
+    def _compare(self, layers: range, expected: int) -> None:
+        if self._digests.popleft() != expected:
+            last = f" to {layers[-1]}" if len(layers) > 1 else ""
+            raise TransferError(f"layer {layers[0]}{last}: the checksum is wrong", "corrupt")
+        for layer in layers:
+            self._task.arrived(layer)
+
+
+class _Read(NamedTuple):
+    """What one READ brings."""
+
+    layers: range
+    local: Addresses
+    remote: Addresses
+    sizes: Addresses
+    named: bytes  # what names the layers, if this is the last of them
+
+
+class _Reader:
+    """Reads the layers of a pull as the sender names them.
+
+    Attributes
+    ----------
+    begun : READs that are not over, in order
+    """
+
+    def __init__(
+        self, task: PullTask, agent: Agent, blocks: BlockAddresses, peer: Peer, name: Any,
+        pages: Addresses, verification: _Verification,
+    ) -> None:  # fmt: skip
+        self.begun: deque[tuple[_Read, Reading]] = deque()
+        self._task, self._agent, self._blocks = task, agent, blocks
+        self._peer, self._name, self._pages = peer, name, pages
+        self._verification = verification
+        self._named: deque[bytes] = deque()  # layers of which no READ is prepared
+        self._prepared: deque[_Read] = deque()
+        self._unconfirmed: deque[_Read] = deque()  # last ones of layers that have come
+        self._num_named = self._num_confirmed = 0  # layers
+
+    def run(self) -> None:
+        """Return when all layers are there, and verified."""
+        task, pause_s = self._task, 0.0
+        while self._num_confirmed < task.pool.num_layers:
+            task.keep()
+            if time.monotonic() >= task.deadline:
+                raise TimeoutError("timed out")
+            if self._end_read() or self._begin_read():
+                pause_s = 0.0
+                if self.begun or self._prepared or self._named:
+                    self._verification.go_on_beside()
+            elif self.begun:
+                pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _MAX_PAUSE_S)
+            else:
+                self._verification.go_on()
+                pause_s = _LOOK_S
+            if task.channel.readable(pause_s):
+                self._hear()
+        self._verification.finish()
+
+    def _end_read(self) -> bool:
+        """Note that the oldest READ is over, if it is."""
+        if not self.begun:
+            return False
+        read, reading = self.begun[0]
+        is_over = reading.done()
+        if reading.failure is not None:
+            raise TransferError(f"NIXL: {reading.failure}", "lost") from reading.failure
+        if not is_over:
+            return False
+        self.begun.popleft()
+        task = self._task
+        task.channel.num_bytes += int(read.sizes.sum())
+        self._verification.add_bytes(read.layers, read.local, read.sizes, is_last=bool(read.named))
+        if read.named:
+            task.channel.send(READ, read.named, task.deadline)
+            self._unconfirmed.append(read)
+        return True
+
+    def _begin_read(self) -> bool:
+        """Begin the next READ, if there is one, and room for it."""
+        if not self._prepared and self._named:
+            self._prepare(self._named.popleft())
+        if not self._prepared or len(self.begun) == _MOST_READS:
+            return False
+        read = self._prepared.popleft()
+        try:
+            reading = self._agent.read(
+                self._name, self._peer.process, read.local, read.remote, read.sizes
+            )
+        except Exception as error:  # see Agent.read: nothing is in flight
+            raise TransferError(f"NIXL refuses to read: {error}", "lost") from error
+        self.begun.append((read, reading))
+        return True
+
+    def _prepare(self, named: bytes) -> None:
+        first, count, by_page, _ = _LAYERS.unpack(named)
+        layers = range(first, first + count)
+        blocks = blocks_of(
+            self._blocks.regions, self._task.pages, self._peer.regions, self._pages, layers,
+            by_page=by_page,
+        )  # fmt: skip
+        parts = list(pieces(*blocks, _READ_BYTES))
+        for part in parts:
+            self._prepared.append(_Read(layers, *part, named if part is parts[-1] else b""))
+
+    def _hear(self) -> None:
+        """Take a message: layers are ready, or the checksum of some."""
+        task = self._task
+        kind, payload = task.channel.receive(task.deadline, LAYER, CHECKSUM)
+        if len(payload) < _LAYERS.size:
+            raise Lost("the sender names no layers")
+        named, checksum = payload[: _LAYERS.size], payload[_LAYERS.size :]
+        first, count, _, num_bytes = _LAYERS.unpack(named)
+        if kind == LAYER:
+            if first != self._num_named or not 0 < count <= task.pool.num_layers - first:
+                raise Lost("the sender has other layers ready than the next")
+            if num_bytes != count * len(task.pages) * self._blocks.layer_bytes:
+                raise Lost("the sender's layers have another size")
+            self._named.append(named)
+            self._num_named += count
+            return
+        if not self._unconfirmed or self._unconfirmed[0].named != named:
+            raise Lost("the sender confirms other layers than were read")
+        if len(checksum) != _CHECKSUM.size:
+            raise Lost("the sender has no checksum")
+        layers = self._unconfirmed.popleft().layers
+        self._verification.add_expected(layers, *_CHECKSUM.unpack(checksum))
+        self._num_confirmed += len(layers)
+
+
+# --- The engine ---
 
 
 class NixlEngine:
@@ -469,13 +941,14 @@ class NixlEngine:
         self._pool = pool
         self._blocks = BlockAddresses(pool)
         self._agent = Agent(self._blocks)
-        # By pull: what may still land, and the key of the peer that it is read from.
-        self._readings: dict[PullTask, tuple[Reading, bytes]] = {}
+        # By pull: its READs, which may still land, and the key of the peer.
+        self._readers: dict[PullTask, tuple[_Reader, bytes]] = {}
         self._owing_until_s = 0.0
         self._described = Peer(
             self._agent.metadata, Process.own(), self._blocks.regions
         ).encoded()  # of this process, which is all that uses it
         self._decoded: dict[bytes, Peer] = {}  # by what peers have sent, the last ones
+        self._ahead = _Ahead()
         self._verifiers = futures.ThreadPoolExecutor(_MOST_VERIFIERS, "kvcupy-nixl")
 
     @property
@@ -489,116 +962,79 @@ class NixlEngine:
 
     # --- The sender ---
 
+    def offered(self, offered: Offered) -> None:
+        """Begin to calculate checksums as layers become ready."""
+        self._ahead.add(self._spans_of(offered, BEST_ALGORITHM))
+
+    def _spans_of(self, offered: Offered, algorithm: int) -> _Spans:
+        spans = _Spans(offered, self._blocks, algorithm)
+        shared: _Spans = offered.prepared.setdefault(algorithm, spans)
+        return shared
+
     def serve(self, service: Service) -> None:
         _require_all_heads(service.pool, service.heads)
         channel = service.channel
-        channel.send(READ, self._described, service.deadline())
+        channel.send(READ, self._described, service.deadline(), more=True)
         for start in range(0, len(service.pages), _MOST_PAGES):
             numbers = service.pages[start : start + _MOST_PAGES].astype(">i4")
             message = _COUNT.pack(len(numbers)) + numbers.tobytes()
-            channel.send(READ, message, service.deadline())
-        layer = 0
-        while layer < service.pool.num_layers:
-            service.wait_ready(layer)
-            count = self._ready(service, layer)
-            try:
-                self._serve_layers(service, range(layer, layer + count))
-            except BaseException:
+            channel.send(READ, message, service.deadline(), more=True)
+        spans = self._spans_of(service.offered, channel.algorithm)
+        unread: deque[_Span] = deque()
+        try:
+            self._serve_spans(service, spans, unread)
+        except BaseException:
+            if unread:
                 self._owing_until_s = time.monotonic() + _OWING_S
-                raise
-            layer += count
+            raise
 
-    def _ready(self, service: Service, first: int) -> int:
-        """Return how many layers from `first` on go together."""
-        layer_bytes = max(1, len(service.pages) * service.page_bytes.page_bytes)
-        most = min(service.pool.num_layers - first, max(1, _GROUP_BYTES // layer_bytes))
-        count = 1
-        while count < most and service.is_ready(first + count):
-            count += 1
-        return count
-
-    def _serve_layers(self, service: Service, layers: range) -> None:
+    def _serve_spans(self, service: Service, spans: _Spans, unread: deque[_Span]) -> None:
+        """Name layers once they are ready, and confirm those that have been read."""
         channel = service.channel
-        num_bytes = len(layers) * len(service.pages) * service.page_bytes.page_bytes
-        named = _LAYERS.pack(layers.start, len(layers), num_bytes)
-        channel.send(LAYER, named, service.deadline())
-        checksums = []
-        for layer in layers:  # while the receiver reads
-            checksum = channel.checksum(service.number, service.generation, layer)
-            for views, _ in service.page_bytes.reading(service.pages, range(layer, layer + 1)):
-                service.check()
-                self._agent.poll()
-                for view in views:
-                    checksum.update(view)
-            checksums.append(checksum.intdigest())
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            self._agent.poll()
+        first, num_layers = 0, service.pool.num_layers
+        while unread or first < num_layers:
             service.check()
-            if channel.readable(pause_s):
-                kind, payload = channel.receive(service.deadline(), RENEW, READ)
-                service.renew()
-                if kind == READ:
-                    if payload != named:
-                        raise Lost("the receiver has read other layers than it was to")
-                    break
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        service.check()  # the pages were those of the offer until now, and so while they were read
-        channel.num_bytes += num_bytes
-        packed = named + struct.pack(f">{len(layers)}Q", *checksums)
-        channel.send(CHECKSUM, packed, service.deadline())
+            while first < num_layers and (span := spans.beginning_with(first)) is not None:
+                channel.send(LAYER, span.named, service.deadline(), more=True)
+                unread.append(span)
+                first = span.layers.stop
+            service.flush()
+            self._agent.poll()
+            if not channel.readable(_MAX_PAUSE_S):
+                continue
+            kind, payload = channel.receive(service.deadline(), RENEW, READ)
+            service.renew()
+            if kind == RENEW:
+                continue
+            if not unread or payload != unread[0].named:
+                raise Lost("the receiver has read other layers than it was to")
+            digest = unread[0].digest()
+            service.check()  # pages were those of the offer until now, and so while they were read
+            span = unread.popleft()
+            channel.num_bytes += span.num_bytes
+            channel.send(CHECKSUM, span.named + _CHECKSUM.pack(digest), service.deadline())
 
     # --- The receiver ---
 
     def pull(self, task: PullTask) -> None:
         _require_all_heads(task.pool, task.heads)
         peer = self._peer(task.receive(READ)[1])
-        numbers = b""
-        while len(numbers) < 4 * len(task.pages):
-            _, message = task.receive(READ)
-            (count,) = _COUNT.unpack_from(message)
-            if not 0 < count <= len(task.pages) or len(message) < _COUNT.size + 4 * count:
-                raise Lost("the sender offers no pages")
-            numbers += message[_COUNT.size : _COUNT.size + 4 * count]
-        if len(numbers) != 4 * len(task.pages):
-            raise Lost("the sender offers another number of pages")
-        pages = np.frombuffer(numbers, ">i4").astype(np.int64)
+        pages = self._pages(task)
         try:
             key, name = self._agent.add_peer(peer.metadata)
         except Exception as error:  # see Agent.read
             raise TransferError(f"NIXL cannot reach the sender: {error}", "lost") from error
+        verification = _Verification(task, self._blocks, self._verifiers)
+        reader = _Reader(task, self._agent, self._blocks, peer, name, pages, verification)
+        self._readers[task] = reader, key
         failed = True
-        verifying: futures.Future[None] | None = None  # the layers before
         try:
-            layer = 0
-            while layer < task.pool.num_layers:
-                layers, named = self._next_layers(task, layer)
-                remote, _ = addresses_of(peer.regions, pages, layers)
-                local, sizes = addresses_of(self._blocks.regions, task.pages, layers)
-                try:
-                    reading = self._agent.read(name, peer.process, local, remote, sizes)
-                except Exception as error:  # see Agent.read: nothing is in flight
-                    raise TransferError(f"NIXL refuses to read: {error}", "lost") from error
-                self._readings[task] = reading, key
-                self._follow(task, reading)
-                del self._readings[task]
-                task.channel.num_bytes += int(sizes.sum())
-                checksums = self._confirmed(task, named)
-                if verifying is not None:
-                    verifying.result()
-                    verifying = None
-                layer = layers.stop
-                # Else a failure would be told only when they are ready.
-                if layer < task.pool.num_layers and task.channel.readable(_SOON_S):
-                    with contextlib.suppress(RuntimeError):  # the system has no more threads
-                        verifying = self._verifiers.submit(self._verify, task, layers, checksums)
-                if verifying is None:
-                    self._verify(task, layers, checksums)
+            reader.run()
             failed = False
         finally:
-            if verifying is not None and not verifying.cancel():
-                futures.wait((verifying,))
-            if task not in self._readings:  # else NIXL would not say when it has ended
+            verification.stop()
+            if not reader.begun:  # else NIXL would not say when they have ended
+                del self._readers[task]
                 self._agent.release_peer(key, failed=failed)
 
     def _peer(self, encoded: bytes) -> Peer:
@@ -609,72 +1045,36 @@ class NixlEngine:
         peer = self._decoded.get(encoded)
         if peer is None:
             peer = Peer.decoded(encoded)
-            own = [[region.num_bytes for region in layer] for layer in self._blocks.regions]
-            if [[region.num_bytes for region in layer] for layer in peer.regions] != own:
+            sizes = self._blocks.regions.sizes
+            theirs = peer.regions
+            if not (
+                np.array_equal(theirs.sizes, sizes)
+                and theirs.pointers.shape == theirs.page_strides.shape == sizes.shape
+            ):
                 raise Lost("the blocks of the sender's pool have other sizes")
             decoded = dict(list(self._decoded.items())[1 - _MOST_DESCRIPTIONS :])
             self._decoded = {**decoded, encoded: peer}
         return peer
 
-    def _next_layers(self, task: PullTask, expected: int) -> tuple[range, bytes]:
-        """Wait until layers are ready; return them, and what names them in messages."""
-        _, named = task.receive(LAYER)
-        if len(named) != _LAYERS.size:
-            raise Lost("the sender names no layers")
-        first, count, num_bytes = _LAYERS.unpack(named)
-        if first != expected or not 0 < count <= task.pool.num_layers - first:
-            raise Lost("the sender has other layers ready than the next")
-        if num_bytes != count * len(task.pages) * task.page_bytes.page_bytes:
-            raise Lost("the sender's layers have another size")
-        return range(first, first + count), named
-
-    def _follow(self, task: PullTask, reading: Reading) -> None:
-        """Wait until a READ is over; raise if it fails, or the pull does."""
-        pause_s = _FIRST_PAUSE_S
-        while not reading.done() and reading.failure is None:
-            if time.monotonic() >= task.deadline:
-                raise TimeoutError("timed out")
-            task.check()
-            task.renew_if_due()
-            if task.channel.readable(pause_s):  # the sender speaks again when this is read
-                task.receive(CHECKSUM)
-                raise Lost("the sender confirms what has not been read")
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        if reading.failure is not None:
-            raise TransferError(f"NIXL: {reading.failure}", "lost") from reading.failure
-
-    def _confirmed(self, task: PullTask, named: bytes) -> bytes:
-        """Return the checksums of layers that were read, which the sender still offers."""
-        task.channel.send(READ, named, task.deadline)
-        _, payload = task.receive(CHECKSUM)
-        if not payload.startswith(named):
-            raise Lost("the sender confirms other layers than were read")
-        return payload[len(named) :]
-
-    def _verify(self, task: PullTask, layers: range, expected: bytes) -> None:
-        """Compare what was read with what the sender has, while what follows is read."""
-        checksums = []
-        for layer in layers:
-            checksum = task.channel.checksum(task.number, task.generation, layer)
-            for views, _ in task.page_bytes.reading(task.pages, range(layer, layer + 1)):
-                task.check()
-                for view in views:
-                    checksum.update(view)
-
-            checksums.append(checksum.intdigest())
-        if expected != struct.pack(f">{len(layers)}Q", *checksums):
-            raise TransferError(
-                f"layers {layers.start} to {layers.stop - 1}: a checksum is wrong", "corrupt"
-            )
-        for layer in layers:
-            task.arrived(layer)
+    def _pages(self, task: PullTask) -> Addresses:
+        """Return the pages of the sender's pool."""
+        numbers = b""
+        while len(numbers) < 4 * len(task.pages):
+            _, message = task.receive(READ)
+            (count,) = _COUNT.unpack_from(message)
+            if not 0 < count <= len(task.pages) or len(message) < _COUNT.size + 4 * count:
+                raise Lost("the sender offers no pages")
+            numbers += message[_COUNT.size : _COUNT.size + 4 * count]
+        if len(numbers) != 4 * len(task.pages):
+            raise Lost("the sender offers another number of pages")
+        return np.frombuffer(numbers, ">i4").astype(np.int64)
 
     def quiet(self, task: PullTask) -> bool:
-        if task in self._readings:
-            reading, key = self._readings[task]
-            if not reading.done():
+        if task in self._readers:
+            reader, key = self._readers[task]
+            if not all([reading.done() for _, reading in reader.begun]):
                 return False
-            del self._readings[task]
+            del self._readers[task]
             self._agent.release_peer(key, failed=True)
         return True
 
@@ -688,8 +1088,9 @@ class NixlEngine:
 
         Where that does not come about in time, the memory stays as it is until the process ends.
         """
+        self._ahead.close(deadline)
         pause_s = _FIRST_PAUSE_S
-        while pending := [r for r, _ in list(self._readings.values()) if not r.done()]:
+        while pending := self._pending():
             if time.monotonic() >= deadline:
                 _abandoned.append((self._agent, self._pool, pending))
                 cache_logger.warning(
@@ -701,6 +1102,11 @@ class NixlEngine:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         self._verifiers.shutdown()
         self._agent.close()
+
+    def _pending(self) -> list[Reading]:
+        """Return READs that are not over."""
+        begun = [list(reader.begun) for reader, _ in list(self._readers.values())]
+        return [r for _, r in itertools.chain.from_iterable(begun) if not r.done()]
 
 
 _abandoned: list[tuple[Agent, Pool, list[Reading]]] = []

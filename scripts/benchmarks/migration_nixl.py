@@ -52,17 +52,15 @@ class Bare:
             for pointer, num_bytes in self.blocks.memory
         ]
 
-    def descriptors(self, regions: list[list[Any]], pages: list[int]) -> Any:
-        """Return address and size of the pages' blocks of all layers."""
-        return nixl.addresses_of(regions, np.array(pages), range(len(regions)))
-
-    def prepare(self, described: dict[str, Any], pages: list[int]) -> None:
+    def prepare(self, described: dict[str, Any], pages: list[int], num_layers: int) -> None:
         """Prepare to read some pages of another process into the same pages of this one."""
-        remote_regions = [[nixl.Region(*r) for r in layer] for layer in described["regions"]]
+        tables = (np.array(table, np.int64) for table in described["regions"])
         peer = self.agent.add_remote_agent(bytes.fromhex(described["metadata"]))
-        local, sizes = self.descriptors(self.blocks.regions, pages)
-        remote, _ = self.descriptors(remote_regions, pages)
-        local, remote, sizes = nixl.joined(local, remote, sizes)
+        chosen = np.array(pages)
+        local, remote, sizes = nixl.blocks_of(
+            self.blocks.regions, chosen, nixl.Regions(*tables), chosen, range(num_layers),
+            by_page=True,
+        )  # fmt: skip
         lists = [
             np.stack([side, sizes, np.zeros_like(sizes)], axis=1).astype(np.uint64)
             for side in (local, remote)
@@ -97,8 +95,7 @@ def serve() -> None:
             pool = pool_of(request["block_bytes"])
             sender = kv.PageSender(pool, listen=request["listen"], engine="nixl")
             bare = Bare("sender", pool)
-            regions = [[[r.pointer, r.page_stride, r.num_bytes] for r in layer]
-                       for layer in bare.blocks.regions]  # fmt: skip
+            regions = [table.tolist() for table in vars(bare.blocks.regions).values()]
             answer = {"metadata": bare.agent.get_agent_metadata().hex(), "regions": regions}
         elif "offer" in request:
             while pool.allocator.num_free < NUM_PAGES:
@@ -149,7 +146,7 @@ def measure(folder: str, block_bytes: int, blocks: int, *, quick: bool) -> dict[
         listen = f"unix:{folder}/{block_bytes}-{blocks}"
         other.request(listen=listen, block_bytes=block_bytes)
         bare = Bare("receiver", pool)
-        bare.prepare(other.answer(), pages)
+        bare.prepare(other.answer(), pages, pool.num_layers)
 
         def migrate() -> float:
             other.request(offer=blocks)

@@ -59,8 +59,9 @@ class World:
         send = Channel.send
 
         def send_and_stop(channel, kind, payload, deadline, **options):
-            send(channel, kind, payload, deadline, **options)
-            if kind == LAYER and int.from_bytes(payload[:4], "big") == layer:
+            is_it = kind == LAYER and int.from_bytes(payload[:4], "big") == layer
+            send(channel, kind, payload, deadline, **({} if is_it else options))
+            if is_it:
                 Channel.send = send
                 os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -113,7 +113,7 @@ def stop_in_a_read(sender, receiver, deadline_s=30.0, **options):
     # READ, though nothing of it has come.
     assert receiver.do("""
 engine = w.receiver._engine
-answer(poll(lambda: engine._readings or w.pull.failure) and not w.pull.failure)
+answer(poll(lambda: engine._pending() or w.pull.failure) and not w.pull.failure)
 """), receiver.do("answer(str(w.pull.failure))")
     receiver.do("time.sleep(0.1)")
 
@@ -185,9 +185,9 @@ def test_without_quarantine_it_would(peers):
     sender.go_on()
     sender.reply()
     assert receiver.do("""
-readings = [reading for reading, _ in w.receiver._engine._readings.values()]
-answer(poll(lambda: [r.done() for r in readings] and not w.is_all(w.reused, 5.0), 5), )
-"""), receiver.do("answer([(r.state, str(r.failure)) for r in readings])")
+engine = w.receiver._engine
+answer(poll(lambda: [engine._pending()] and not w.is_all(w.reused, 5.0), 5))
+"""), receiver.do("answer(str(engine._pending()))")
 
 
 @needs_nixl
@@ -239,37 +239,39 @@ def test_a_lease_that_ends_during_a_read(peers):
 
 @needs_nixl
 @pytest.mark.parametrize("group_bytes", [1, 8 << 20])
-def test_bytes_that_differ_are_noticed(peers, group_bytes):
-    """What is read is not what the sender has: its own checksum says so. With a layer a READ, it is
-    verified while the next is read."""
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_bytes_that_differ_are_noticed(peers, group_bytes, is_ahead):
+    """What is read is not what the sender has: its own checksum says so, whether it was calculated
+    before the pull or for it; and however many layers and READs it is of."""
     sender, receiver = peers
     sender.is_as_it_was = receiver.is_as_it_was = False
-    receiver.do("""
-import threading
-from kvcupy.interop import nixl
-from kvcupy.interop.nixl import NixlEngine
-nixl._SOON_S = 30.0
-verify, threads = NixlEngine._verify, []
-def noted(*arguments):
-    threads.append(threading.current_thread().name)
-    verify(*arguments)
-NixlEngine._verify = noted
-""")
+    receiver.do("from kvcupy.interop import nixl; nixl._READ_BYTES = 100_000")
     sender.do(f"from kvcupy.interop import nixl; nixl._GROUP_BYTES = {group_bytes}")
-    sender.do("""
-from kvcupy.cache.migration.layers import PageBytes
-honest = PageBytes.reading
-def flipped(self, pages, layers):
-    for views, num_bytes in honest(self, pages, layers):
-        copy = bytearray(views[0])
-        copy[7] ^= 1 in layers
-        yield [memoryview(copy), *views[1:]], num_bytes
-PageBytes.reading = flipped
+    if not is_ahead:
+        sender.do("nixl._Ahead.add = lambda *_: None")
+    ticket = offer(sender)
+    if is_ahead:
+        assert sender.do("""
+(offer,) = w.sender._offers.values()
+(spans,) = offer.offered.prepared.values()
+answer(poll(lambda: spans.is_complete))
 """)
-    start_pull(receiver, offer(sender))
+        sender.do("nixl._Span._calculate = None")  # which nobody needs any more
+    sender.do("view = w.pool.v(1); view[w.pages[2], 3, 1, 200] += 1")
+    if not is_ahead:
+        sender.do("""
+calculate = nixl._Span._calculate
+def of_others(span):
+    view[w.pages[2], 3, 1, 200] -= 1
+    digest = calculate(span)
+    view[w.pages[2], 3, 1, 200] += 1
+    return digest
+nixl._Span._calculate = of_others
+""")
+    start_pull(receiver, ticket)
     assert receiver.do("answer(w.outcome())") == "corrupt"
-    ahead = receiver.do("answer(sum(name.startswith('kvcupy-nixl') for name in threads))")
-    assert ahead == (2 if group_bytes == 1 else 0)
+    layers = "layer 1:" if group_bytes == 1 else "layer 0 to 2:"
+    assert layers in receiver.do("answer(str(w.pull.failure))")
     receiver.do("w.allocator.free(w.pages)")
     assert_all_free(receiver)
 
@@ -324,23 +326,42 @@ def test_addresses_are_those_of_the_blocks(layout, kind):
     for part in parts:
         array = kv.device("host").to_numpy(part)
         array[...] = rng.integers(-100, 100, array.shape)
-    blocks, pages = nixl.BlockAddresses(pool), np.array([4, 0, 5])
-    addresses, sizes = nixl.addresses_of(blocks.regions, pages, range(1, 3))
-    blocks_at = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
-    got = [ctypes.string_at(address, size) for address, size in blocks_at]
-    expected = []
-    for layer in (1, 2):
+    blocks, pages, layers = nixl.BlockAddresses(pool), np.array([4, 0, 5, 1]), range(1, 3)
+    memory = []  # by layer and part
+    for layer in layers:
         views = [pool.k(layer), *([] if kind == "mla" else [pool.v(layer)])]
         if kind == "four-bit":
             views = [kv.device("host").to_numpy(view) for view in views]
         if pool.scale_parts:
             views += [s.reshape(6, 4, 2) for s in (pool.k_scale(layer), pool.v_scale(layer))]
-        expected += [np.ascontiguousarray(v[p]).tobytes() for v in views for p in pages]
-    assert got == expected
+        memory.append(views)
+    parts = range(len(memory[0]))
+    orders = {
+        True: [(part, page, i) for part in parts for page in pages for i in range(2)],
+        False: [(part, page, i) for part in parts for i in range(2) for page in pages],
+    }
+    for by_page, order in orders.items():
+        expected = [
+            np.ascontiguousarray(memory[i][part][page]).tobytes() for part, page, i in order
+        ]
+        addresses, sizes = blocks.regions.blocks(pages, layers, by_page=by_page)
+        blocks_at = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
+        assert [ctypes.string_at(address, size) for address, size in blocks_at] == expected
+        for address, size in blocks_at:
+            assert any(a <= address and address + size <= a + n for a, n in blocks.memory)
+        # Joined, cut, and as memory.
+        both = blocks.regions, pages
+        joined = nixl.blocks_of(*both, *both, layers, by_page=by_page)
+        assert len(joined[0]) <= len(addresses)
+        for num_bytes in (10, 100, 1 << 20):
+            cut = list(nixl.pieces(*joined, num_bytes))
+            assert all(int(sizes.sum()) <= 2 * num_bytes for _, _, sizes in cut)
+            views = [view for at, _, sizes in cut for view in blocks.views(at, sizes)]
+            assert b"".join(views) == b"".join(expected)
+    side_by_side = layout == "page_first_direct" and kind not in ("wrapped", "interleaved")
+    assert blocks.regions.is_by_page == side_by_side
     if kind == "interleaved":
         assert len(blocks.memory) <= 3 and sum(n for _, n in blocks.memory) == pool.num_bytes
-    for address, size in blocks_at:
-        assert any(a <= address and address + size <= a + n for a, n in blocks.memory)
 
 
 def test_joined_blocks_move_the_same_bytes():
@@ -380,16 +401,19 @@ def test_a_process_is_known_by_more_than_its_number():
 @pytest.mark.parametrize(
     "change",
     [
-        {"metadata": 1}, {"metadata": "!"}, {"process": {}}, {"regions": [[[1, 2]]]},
-        {"regions": [[[1, 2, "3"]]]}, {"regions": [[[1, 2, 2**80]]]}, {"regions": 5},
+        {"metadata": 1}, {"metadata": "!"}, {"process": {}}, {"regions": 5},
+        {"regions": {"pointers": [[1]], "sizes": [[3]]}},
+        *({"regions": {"pointers": table, "page_strides": [[2]], "sizes": [[3]]}}
+          for table in (5, [1], [["3"]], [[True]], [[2**80]], [[1], [2, 3]])),
         {"process": {"boot": "", "namespace": "", "pid": True, "started": 0}},
     ],
 )  # fmt: skip
 def test_what_a_sender_says_of_itself_is_checked(change):
     from kvcupy.cache.migration.protocol import Lost
 
-    peer = nixl.Peer(b"opaque", nixl.Process.own(), [[nixl.Region(1, 2, 3)]])
-    assert nixl.Peer.decoded(peer.encoded()) == peer
+    regions = nixl.Regions(*(np.array([[number]]) for number in (1, 2, 3)))
+    peer = nixl.Peer(b"opaque", nixl.Process.own(), regions)
+    assert nixl.Peer.decoded(peer.encoded()).encoded() == peer.encoded()
     with pytest.raises(Lost):
         nixl.Peer.decoded(json.dumps({**json.loads(peer.encoded()), **change}).encode())
     with pytest.raises(Lost):

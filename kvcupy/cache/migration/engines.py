@@ -10,6 +10,7 @@ import importlib
 import struct
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import TransferError
@@ -54,6 +55,10 @@ class Engine(Protocol):
         over the authenticated connection: the receiver's with PULL, the sender's with GRANT."""
         ...
 
+    def offered(self, offered: Offered) -> None:
+        """Hear of pages that may be pulled from now on; what can be done ahead is done by a thread
+        of the engine's own."""
+
     def serve(self, service: Service) -> None:
         """Let the receiver have every layer, each once it is ready; return when it says that it has
         them. Whatever is raised ends the pull, and pages are no longer read then."""
@@ -75,36 +80,61 @@ class Engine(Protocol):
         """Give up what the engine holds."""
 
 
+class Offered:
+    """Pages that a sender offers.
+
+    Attributes
+    ----------
+    pool, pages : int64 (n,)
+    number, generation : of the offer
+    key : of checksums that do not depend on a connection; receivers derive it from the ticket
+    check : raises TransferError if the offer is over
+    is_ready : returns whether a layer has been written; TransferError if it never will be
+    reading : context in which a thread that serves no pull may read them; TransferError if the
+        offer is over
+    prepared : what the engine keeps with them, by a key of its own
+    """
+
+    def __init__(
+        self, pool: Pool, pages: Pages, *, number: int, generation: int, key: bytes,
+        check: Callable[[], None], is_ready: Callable[[int], bool],
+        reading: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self.pool, self.pages = pool, pages
+        self.number, self.generation, self.key = number, generation, key
+        self.check, self.is_ready, self.reading = check, is_ready, reading
+        self.prepared: dict[Any, Any] = {}
+
+
 class Service:
     """One pull as its sender sees it.
 
     Attributes
     ----------
     channel : the connection
-    pool, pages : int64 (n,), those that are offered
+    offered : the pages
+    pool, pages, number, generation : of them
     heads : of the pool, those that are asked for
-    number, generation : of the offer
     peer : what the receiver's engine described
     lease_s : how long the peer may be silent
     run_pages : that a layer is sent in runs of (see `layers`)
     """
 
     def __init__(
-        self, channel: Channel, pool: Pool, pages: Pages, heads: range, *, number: int,
-        generation: int, peer: bytes, lease_s: float, run_pages: int, page_bytes: PageBytes,
-        staging: Staging | None, stream: Callable[[], Stream], check: Callable[[], None],
-        renew: Callable[[], None], is_ready: Callable[[int], bool],
+        self, channel: Channel, offered: Offered, heads: range, *, peer: bytes, lease_s: float,
+        run_pages: int, page_bytes: PageBytes, staging: Staging | None,
+        stream: Callable[[], Stream], renew: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.channel, self.pool, self.pages, self.heads = channel, pool, pages, heads
-        self.number, self.generation, self.peer = number, generation, peer
+        self.channel, self.offered, self.heads = channel, offered, heads
+        self.pool, self.pages = offered.pool, offered.pages
+        self.number, self.generation, self.peer = offered.number, offered.generation, peer
         self.lease_s, self.run_pages = lease_s, run_pages
         self.page_bytes, self.staging, self.stream = page_bytes, staging, stream
-        self.check, self.renew = check, renew
-        self._is_ready = is_ready
+        self.check, self.renew = offered.check, renew
 
     def is_ready(self, layer: int) -> bool:
         """Return whether a layer has been written."""
-        return self._is_ready(layer)
+        return self.offered.is_ready(layer)
 
     def wait_ready(self, layer: int) -> None:
         """Wait until a layer has been written, and answer the receiver meanwhile.
@@ -116,7 +146,7 @@ class Service:
         """
         while True:
             self.check()
-            if self._is_ready(layer):
+            if self.is_ready(layer):
                 return
             self.flush()
             self.hear(_POLL_S)
@@ -175,7 +205,7 @@ class PullTask:
     channel : the connection
     pool, pages : int64 (n,), where the pages go
     heads : of the pool, those that come
-    number, generation : of the offer
+    number, generation, key : of the offer (see `Offered`)
     peer : what the sender's engine described
     deadline : of the whole pull, a value of time.monotonic
     lease_s : how long this end may be silent
@@ -184,12 +214,12 @@ class PullTask:
 
     def __init__(
         self, channel: Channel, pool: Pool, pages: Pages, heads: range, *, number: int,
-        generation: int, peer: bytes, lease_s: float, deadline: float, run_pages: int,
+        generation: int, key: bytes, peer: bytes, lease_s: float, deadline: float, run_pages: int,
         page_bytes: PageBytes, staging: Staging | None, stream: Callable[[], Stream],
         check: Callable[[], None], arrived: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.channel, self.pool, self.pages, self.heads = channel, pool, pages, heads
-        self.number, self.generation, self.peer = number, generation, peer
+        self.number, self.generation, self.key, self.peer = number, generation, key, peer
         self.lease_s, self.deadline, self.run_pages = lease_s, deadline, run_pages
         self.page_bytes, self.staging, self.stream = page_bytes, staging, stream
         self.check, self.arrived = check, arrived
@@ -242,6 +272,9 @@ class SocketEngine:
 
     def describe(self) -> bytes:
         return b""
+
+    def offered(self, offered: Offered) -> None:
+        """Nothing: bytes are checksummed as they are sent, while the processor has them."""
 
     def serve(self, service: Service) -> None:
         channel, runs = service.channel, _runs_of(service.pages, service.run_pages)

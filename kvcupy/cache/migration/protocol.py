@@ -39,7 +39,7 @@ from ...errors import TransferError
 from ..identity import PoolIdentity
 from ..wire import HASHERS
 
-VERSION = 2
+VERSION = 3
 
 # Kinds of messages.
 PULL, GRANT, REFUSED, RENEW, DONE, CONFIRMED = 1, 2, 3, 4, 5, 6
@@ -344,6 +344,20 @@ _ALGORITHMS = {
 }
 """The checksums that there are here, by their numbers in a hello; the best come first."""
 _SUPPORTED = sum(1 << number for number in _ALGORITHMS)
+BEST_ALGORITHM = next(iter(_ALGORITHMS))
+
+
+def new_checksum(algorithm: int, key: bytes, *names: int) -> Any:
+    """Return a new checksum of data that numbers name."""
+    checksum = _ALGORITHMS[algorithm]()
+    checksum.update(key + struct.pack(f">{len(names)}Q", *names))
+    return checksum
+
+
+def offer_key(secret: bytes, token: bytes) -> bytes:
+    """Return the key of checksums of an offer's pages, for all who have its ticket."""
+    key = _ticket_key(secret)
+    return hashlib.blake2b(token, key=key, digest_size=32, person=b"kvcupy pages").digest()
 
 
 # --- Messages on a connection ---------------------------------------------------------------------
@@ -369,7 +383,7 @@ class Channel:
         self._keys = {True: send_key, False: receive_key}
         self._counts = {True: 0, False: 0}
         self._data_key = data_key
-        self._algorithm = algorithm
+        self.algorithm = algorithm  # of checksums
         self._is_tls = isinstance(connection, ssl.SSLSocket)
         self._timeout_s = 0.0  # that the system keeps
         self._unsent: list[memoryview] = []  # messages that go along with what is sent next
@@ -452,9 +466,7 @@ class Channel:
 
     def checksum(self, *names: int) -> Any:
         """Return a new checksum of this connection, of data that numbers name."""
-        checksum = _ALGORITHMS[self._algorithm]()
-        checksum.update(self._data_key + struct.pack(f">{len(names)}Q", *names))
-        return checksum
+        return new_checksum(self.algorithm, self._data_key, *names)
 
     def send_data(
         self, views: list[memoryview], num_bytes: int, deadline: float,
@@ -572,6 +584,8 @@ def any_readable(sockets: Sequence[socket.socket], timeout_s: float) -> bool:
     """Wait until something has come on one of them, or one was closed."""
     poll = select.poll()
     try:
+        if 0 < timeout_s < 1e-3 and max(each.fileno() for each in sockets) < 1024:
+            return bool(select.select(sockets, (), (), timeout_s)[0])  # poll waits for whole ms
         for each in sockets:
             poll.register(each, select.POLLIN)
         return bool(poll.poll(max(0.0, timeout_s) * 1e3))

@@ -514,8 +514,9 @@ class PageReceiver(ProcessLocal):
 
         return PullTask(
             channel, self._pool, pull._pages, local, number=ticket.number,
-            generation=ticket.generation, peer=granted[GRANT_HEAD.size :],
-            lease_s=max(0.01, lease_ms / 1e3), deadline=pull._deadline, run_pages=run_pages,
+            generation=ticket.generation, key=protocol.offer_key(self._secret, ticket.token),
+            peer=granted[GRANT_HEAD.size :], lease_s=max(0.01, lease_ms / 1e3),
+            deadline=pull._deadline, run_pages=run_pages,
             page_bytes=page_bytes, staging=staging, stream=own_stream, check=pull._check,
             arrived=pull._part_arrived,
         )  # fmt: skip

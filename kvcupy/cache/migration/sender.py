@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..identity import PoolIdentity, hash_list
 from ..pages import Pages, StreamCompletion, page_array
 from ..pool import Pool, positive_int
 from . import protocol
-from .engines import Service, engine_for
+from .engines import Offered, Service, engine_for
 from .layers import PageBytes, Staging, staging_for
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
 
@@ -64,8 +64,10 @@ class _Offer:
     ticket: bytes = b""  # as it was handed out
     completed: int = 0  # pulls
     channels: set[Channel] = field(default_factory=set)  # of pulls that are being served
+    num_readers: int = 0  # threads of the engine that read the pages beside those
     ended: str = ""  # why
     is_released: bool = False
+    offered: Offered = field(init=False)  # as the engine sees it
 
 
 class PageSender(ProcessLocal):
@@ -274,12 +276,14 @@ class PageSender(ProcessLocal):
                 self._next, secrets.randbits(63), secrets.token_bytes(16), ordered, lease, pulls,
                 release or self._free, written, time.monotonic() + lease,
             )  # fmt: skip
+            offer.offered = self._offered(offer)
             self._next += 1
             self._offers[offer.number] = offer
             self._unreleased.add(offer)
             is_earliest = offer.expires < self._wakes_at
         if is_earliest:
             self._notify()
+        self._engine.offered(offer.offered)
         ticket = Ticket(
             offer.number, offer.generation, offer.token, self._id, self._digest, lease,
             len(ordered), pulls, self._advertised, self._engine.name, self._identity, numbers,
@@ -467,7 +471,8 @@ class PageSender(ProcessLocal):
         """Free the pages of an offer if it is over and nothing reads or writes them, once."""
         with self._changed:
             unwritten = None in offer.written and not self._closed
-            if not offer.ended or offer.channels or unwritten or offer.is_released:
+            is_read = offer.channels or offer.num_readers
+            if not offer.ended or is_read or unwritten or offer.is_released:
                 return
             offer.is_released = True
             offer.written = []
@@ -683,11 +688,9 @@ class PageSender(ProcessLocal):
             return stream[0]
 
         service = Service(
-            channel, self._pool, offer.pages, heads, number=offer.number,
-            generation=offer.generation, peer=peer, lease_s=offer.lease_s, run_pages=run_pages,
+            channel, offer.offered, heads, peer=peer, lease_s=offer.lease_s, run_pages=run_pages,
             page_bytes=page_bytes, staging=staging, stream=own_stream,
-            check=partial(self._check, offer), renew=partial(self._renew, offer),
-            is_ready=partial(self._is_ready, offer),
+            renew=partial(self._renew, offer),
         )  # fmt: skip
         grant = GRANT_HEAD.pack(
             round(offer.lease_s * 1e3), run_pages, len(offer.pages), self._pool.num_layers,
@@ -739,6 +742,26 @@ class PageSender(ProcessLocal):
             of = self._pool if staging is None else staging.pool
             self._page_bytes[heads] = PageBytes(of, heads)
         return self._page_bytes[heads]
+
+    def _offered(self, offer: _Offer) -> Offered:
+        return Offered(
+            self._pool, offer.pages, number=offer.number, generation=offer.generation,
+            key=protocol.offer_key(self._secret, offer.token), check=partial(self._check, offer),
+            is_ready=partial(self._is_ready, offer), reading=partial(self._reading, offer),
+        )  # fmt: skip
+
+    @contextmanager
+    def _reading(self, offer: _Offer) -> Iterator[None]:
+        """Keep the pages of an offer for a thread of the engine; TransferError if it is over."""
+        with self._changed:
+            self._check(offer)
+            offer.num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                offer.num_readers -= 1
+            self._settle(offer)
 
     def _check(self, offer: _Offer) -> None:
         if offer.ended:
