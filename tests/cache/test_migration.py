@@ -31,9 +31,11 @@ from migration_cases import (
     reason_of,
 )
 from stream_cases import Gate
+from tiered_cases import in_time
 
 import kvcupy as kv
 from kvcupy.cache.migration import engines, protocol
+from kvcupy.cache.migration import receiver as receivers
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 LAYERS = range(3)
@@ -934,6 +936,44 @@ def test_a_connection_is_used_again_before_it_is_confirmed(monkeypatch):
         second.synchronize()
         assert_pulled(target, range(4), [*pages[0], *pages[1]])
         assert len(connected) == 1
+
+
+def test_nobody_waits_for_a_sender_that_stops_while_it_confirms(monkeypatch):
+    """Half of what it says has come: neither other pulls wait for the rest, nor who asks it."""
+    send, opened, halves = protocol.Channel.send, threading.Event(), []
+
+    def sending(channel, kind, payload, deadline, **options):
+        if kind != protocol.CONFIRMED or channel._socket.getsockname()[1] != stopped_port:
+            send(channel, kind, payload, deadline, **options)
+            return
+        message = channel._message(kind, payload)
+        channel._socket.sendall(message[:10])
+        halves.append(channel)
+        assert opened.wait(PATIENCE_S)
+        channel._socket.sendall(message[10:])
+
+    monkeypatch.setattr(protocol.Channel, "send", sending)
+    monkeypatch.setattr(receivers, "_CONFIRM_S", 10.0 * PATIENCE_S)
+    with pair() as (sender, receiver, source, target), kv.PageSender(filled()) as other:
+        stopped_port = int(sender.address.rpartition(":")[2])
+        pages = [source.allocator.alloc(2), other.pool.allocator.alloc(1), source.allocator.alloc(2)]
+        first, ticket, second = (
+            each.offer(numbers, pulls=2)
+            for each, numbers in zip((sender, other, sender), pages, strict=True)
+        )
+        try:
+            receiver.pull(first, [0, 1]).synchronize()
+            eventually(lambda: halves)
+            eventually(lambda: receiver.stats()["connections"] == 1)
+            for _ in range(2):
+                in_time(lambda: receiver.pull(ticket, [2]).synchronize())
+                eventually(lambda: in_time(receiver.stats)["connections"] == 2)
+            pull = in_time(lambda: receiver.pull(second, [3, 4]))
+            assert in_time(receiver.stats)["connections"] == 1, "it is used again"
+        finally:
+            opened.set()
+        pull.synchronize()
+        assert_pulled(target, range(5), np.concatenate(pages))
 
 
 def test_an_offer_that_ends_before_a_pull_is_confirmed(monkeypatch):
