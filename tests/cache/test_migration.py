@@ -1140,3 +1140,34 @@ def test_a_pull_that_waits_for_staging_keeps_its_lease(staged):
     assert poll(lambda: offer.expires > first or offer.ended) and not offer.ended
     staging.pool.allocator.free(held)
     pull.synchronize()
+
+
+def test_an_offer_that_waits_for_staging_keeps_its_lease(device):
+    """Longer than that: the receiver renews it, which is in the middle of a layer by then."""
+    pools = [pool_of(placement="pinned") for _ in range(2)]
+    fill(pools[0])
+    with pair(*pools, sender={"staging_pages": 4}) as (sender, receiver, source, target):
+        staging = sender._staging
+        ticket = sender.offer(source.allocator.alloc(4), lease_s=1.0)
+        (offer,) = sender._offers.values()
+        held = staging.pool.allocator.alloc(4)
+        began = offer.expires
+        pull = receiver.pull(ticket, [3, 2, 1, 0], deadline_s=600)
+        assert poll(lambda: offer.expires > began + 1.4 * offer.lease_s or offer.ended)
+        assert not offer.ended and pull.failure is None
+        staging.pool.allocator.free(held)
+        pull.synchronize()
+        assert_pulled(target, [3, 2, 1, 0], range(4))
+        assert poll(lambda: sender.stats()["completed"] == 1)
+
+
+def test_an_offer_that_waits_for_staging_ends_with_its_lease(device, monkeypatch):
+    """Control of the above: the receiver does not renew it."""
+    monkeypatch.setattr(engines.PullTask, "renew_if_due", lambda task: None)
+    with pair(sender={"staging_pages": 4}) as (sender, receiver, source, _):
+        held = sender._staging.pool.allocator.alloc(4)
+        ticket = sender.offer(source.allocator.alloc(4), lease_s=0.1)
+        assert reason_of(receiver.pull(ticket, range(4), deadline_s=600)) in ("expired", "lost")
+        assert poll(lambda: source.allocator.num_free == 12)
+        assert sender.stats()["expired"] == 1
+        sender._staging.pool.allocator.free(held)
