@@ -610,6 +610,51 @@ def test_cancelled_pages_stay_until_nothing_can_land(monkeypatch):
                     sender.layer_done(ticket, layer)
 
 
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["bounded", "unbounded"])
+def test_pages_that_an_engine_may_never_let_go_are_not_waited_for(monkeypatch, is_bounded):
+    """Those of the others are: they are back as soon as the engine has stopped."""
+    quiet, asked = threading.Event(), threading.Event()
+
+    def is_quiet(engine, task):
+        asked.set()
+        return quiet.is_set()
+
+    monkeypatch.setattr(engines.SocketEngine, "quiet", is_quiet)
+    monkeypatch.setattr(engines.SocketEngine, "bounded", is_bounded)
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(3), by_layer=True)
+        allocator = target.allocator
+        pages = allocator.alloc(3)
+        pull = receiver.pull(ticket, pages)
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(0)
+        pull.cancel()
+        assert asked.wait(PATIENCE_S)
+        allocator.free(pages)
+        assert allocator.num_available == (12 if is_bounded else 9)
+        assert len(in_time(lambda: allocator.alloc(9))) == 9
+        waiting = threading.Thread(target=lambda: allocator.alloc(3), daemon=True)
+        if is_bounded:
+            waiting.start()
+            time.sleep(0.05)
+            assert waiting.is_alive()
+        else:
+            with pytest.raises(kv.CacheFull):
+                in_time(lambda: allocator.alloc(1))
+            in_time(allocator.wait_for_freed)
+        quiet.set()
+        assert reason_of(pull) == "cancelled"
+        if is_bounded:
+            waiting.join(PATIENCE_S)
+        else:
+            allocator.alloc(3)
+        assert allocator.num_allocated == 12
+        allocator.free(range(12))
+        sender.withdraw(ticket)
+        for layer in LAYERS[1:]:
+            sender.layer_done(ticket, layer)
+
+
 # --- Tickets and arguments ---
 
 
@@ -956,7 +1001,11 @@ def test_nobody_waits_for_a_sender_that_stops_while_it_confirms(monkeypatch):
     monkeypatch.setattr(receivers, "_CONFIRM_S", 10.0 * PATIENCE_S)
     with pair() as (sender, receiver, source, target), kv.PageSender(filled()) as other:
         stopped_port = int(sender.address.rpartition(":")[2])
-        pages = [source.allocator.alloc(2), other.pool.allocator.alloc(1), source.allocator.alloc(2)]
+        pages = [
+            source.allocator.alloc(2),
+            other.pool.allocator.alloc(1),
+            source.allocator.alloc(2),
+        ]
         first, ticket, second = (
             each.offer(numbers, pulls=2)
             for each, numbers in zip((sender, other, sender), pages, strict=True)

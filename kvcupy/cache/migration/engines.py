@@ -42,10 +42,13 @@ class Engine(Protocol):
         is over
     staged : whether it moves pages by `layers.PageBytes`, and so those of a pool that the host
         cannot address by way of a `Staging`; else it must reach the pool by itself
+    bounded : whether `quiet` is true soon after every pull that was given up, so that who needs its
+        pages may wait for that; an engine without this attribute says no
     """
 
     name: str
     staged: bool
+    bounded: bool
 
     @property
     def poll_s(self) -> float | None: ...
@@ -247,6 +250,7 @@ class SocketEngine:
     name = "socket"
     poll_s: float | None = None
     staged = True
+    bounded = True
 
     def __init__(self, pool: Pool) -> None:
         del pool
