@@ -800,7 +800,7 @@ def shared(case: Case) -> None:
         makers = methods("SharedStore", {
             "open": lambda store=store: {**opening, "host_pool": store.pool},
             "exists": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
-            "put": lambda store=store: some(store),
+            "put": lambda store=store: {**some(store), "deadline_s": 5.0},
             "get": lambda store=store: {**some(store), "deadline_s": 5.0},
             "stats": dict, "remove": dict, "close": dict,
         })  # fmt: skip

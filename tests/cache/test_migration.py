@@ -31,9 +31,11 @@ from migration_cases import (
     reason_of,
 )
 from stream_cases import Gate
+from tiered_cases import in_time
 
 import kvcupy as kv
 from kvcupy.cache.migration import engines, protocol
+from kvcupy.cache.migration import receiver as receivers
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 LAYERS = range(3)
@@ -608,6 +610,51 @@ def test_cancelled_pages_stay_until_nothing_can_land(monkeypatch):
                     sender.layer_done(ticket, layer)
 
 
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["bounded", "unbounded"])
+def test_pages_that_an_engine_may_never_let_go_are_not_waited_for(monkeypatch, is_bounded):
+    """Those of the others are: they are back as soon as the engine has stopped."""
+    quiet, asked = threading.Event(), threading.Event()
+
+    def is_quiet(engine, task):
+        asked.set()
+        return quiet.is_set()
+
+    monkeypatch.setattr(engines.SocketEngine, "quiet", is_quiet)
+    monkeypatch.setattr(engines.SocketEngine, "bounded", is_bounded)
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(3), by_layer=True)
+        allocator = target.allocator
+        pages = allocator.alloc(3)
+        pull = receiver.pull(ticket, pages)
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(0)
+        pull.cancel()
+        assert asked.wait(PATIENCE_S)
+        allocator.free(pages)
+        assert allocator.num_available == (12 if is_bounded else 9)
+        assert len(in_time(lambda: allocator.alloc(9))) == 9
+        waiting = threading.Thread(target=lambda: allocator.alloc(3), daemon=True)
+        if is_bounded:
+            waiting.start()
+            time.sleep(0.05)
+            assert waiting.is_alive()
+        else:
+            with pytest.raises(kv.CacheFull):
+                in_time(lambda: allocator.alloc(1))
+            in_time(allocator.wait_for_freed)
+        quiet.set()
+        assert reason_of(pull) == "cancelled"
+        if is_bounded:
+            waiting.join(PATIENCE_S)
+        else:
+            allocator.alloc(3)
+        assert allocator.num_allocated == 12
+        allocator.free(range(12))
+        sender.withdraw(ticket)
+        for layer in LAYERS[1:]:
+            sender.layer_done(ticket, layer)
+
+
 # --- Tickets and arguments ---
 
 
@@ -936,6 +983,48 @@ def test_a_connection_is_used_again_before_it_is_confirmed(monkeypatch):
         assert len(connected) == 1
 
 
+def test_nobody_waits_for_a_sender_that_stops_while_it_confirms(monkeypatch):
+    """Half of what it says has come: neither other pulls wait for the rest, nor who asks it."""
+    send, opened, halves = protocol.Channel.send, threading.Event(), []
+
+    def sending(channel, kind, payload, deadline, **options):
+        if kind != protocol.CONFIRMED or channel._socket.getsockname()[1] != stopped_port:
+            send(channel, kind, payload, deadline, **options)
+            return
+        message = channel._message(kind, payload)
+        channel._socket.sendall(message[:10])
+        halves.append(channel)
+        assert opened.wait(PATIENCE_S)
+        channel._socket.sendall(message[10:])
+
+    monkeypatch.setattr(protocol.Channel, "send", sending)
+    monkeypatch.setattr(receivers, "_CONFIRM_S", 10.0 * PATIENCE_S)
+    with pair() as (sender, receiver, source, target), kv.PageSender(filled()) as other:
+        stopped_port = int(sender.address.rpartition(":")[2])
+        pages = [
+            source.allocator.alloc(2),
+            other.pool.allocator.alloc(1),
+            source.allocator.alloc(2),
+        ]
+        first, ticket, second = (
+            each.offer(numbers, pulls=2)
+            for each, numbers in zip((sender, other, sender), pages, strict=True)
+        )
+        try:
+            receiver.pull(first, [0, 1]).synchronize()
+            eventually(lambda: halves)
+            eventually(lambda: receiver.stats()["connections"] == 1)
+            for _ in range(2):
+                in_time(lambda: receiver.pull(ticket, [2]).synchronize())
+                eventually(lambda: in_time(receiver.stats)["connections"] == 2)
+            pull = in_time(lambda: receiver.pull(second, [3, 4]))
+            assert in_time(receiver.stats)["connections"] == 1, "it is used again"
+        finally:
+            opened.set()
+        pull.synchronize()
+        assert_pulled(target, range(5), np.concatenate(pages))
+
+
 def test_an_offer_that_ends_before_a_pull_is_confirmed(monkeypatch):
     """The refusal is of the pull before, which has its pages: the next one connects anew."""
     told = []
@@ -1100,3 +1189,34 @@ def test_a_pull_that_waits_for_staging_keeps_its_lease(staged):
     assert poll(lambda: offer.expires > first or offer.ended) and not offer.ended
     staging.pool.allocator.free(held)
     pull.synchronize()
+
+
+def test_an_offer_that_waits_for_staging_keeps_its_lease(device):
+    """Longer than that: the receiver renews it, which is in the middle of a layer by then."""
+    pools = [pool_of(placement="pinned") for _ in range(2)]
+    fill(pools[0])
+    with pair(*pools, sender={"staging_pages": 4}) as (sender, receiver, source, target):
+        staging = sender._staging
+        ticket = sender.offer(source.allocator.alloc(4), lease_s=1.0)
+        (offer,) = sender._offers.values()
+        held = staging.pool.allocator.alloc(4)
+        began = offer.expires
+        pull = receiver.pull(ticket, [3, 2, 1, 0], deadline_s=600)
+        assert poll(lambda: offer.expires > began + 1.4 * offer.lease_s or offer.ended)
+        assert not offer.ended and pull.failure is None
+        staging.pool.allocator.free(held)
+        pull.synchronize()
+        assert_pulled(target, [3, 2, 1, 0], range(4))
+        assert poll(lambda: sender.stats()["completed"] == 1)
+
+
+def test_an_offer_that_waits_for_staging_ends_with_its_lease(device, monkeypatch):
+    """Control of the above: the receiver does not renew it."""
+    monkeypatch.setattr(engines.PullTask, "renew_if_due", lambda task: None)
+    with pair(sender={"staging_pages": 4}) as (sender, receiver, source, _):
+        held = sender._staging.pool.allocator.alloc(4)
+        ticket = sender.offer(source.allocator.alloc(4), lease_s=0.1)
+        assert reason_of(receiver.pull(ticket, range(4), deadline_s=600)) in ("expired", "lost")
+        assert poll(lambda: source.allocator.num_free == 12)
+        assert sender.stats()["expired"] == 1
+        sender._staging.pool.allocator.free(held)

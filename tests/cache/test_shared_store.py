@@ -716,8 +716,9 @@ def test_arguments_of_calls(shared, name, arguments, error, message):
     user = shared()
     with pytest.raises(error, match=f"^{message}"):
         getattr(user.store, name)(*arguments)
-    with pytest.raises(TypeError, match=r"^deadline_s: expected seconds"):
-        user.store.get([2**127], [0], deadline_s="x")
+    for call in (user.store.get, user.store.put):
+        with pytest.raises(TypeError, match=r"^deadline_s: expected seconds"):
+            call([2**127], [0], deadline_s="x")
     assert user.store.stats()["blocks"] == 0
 
 

@@ -390,6 +390,17 @@ def test_what_is_late_is_a_miss(store, shelf):
     assert store.get(HASHES, range(8)) == [True] * 8, "they are asked for again"
 
 
+def test_what_is_put_late_has_failed(store, shelf, monkeypatch):
+    monkeypatch.setattr(store_module, "_KEYS_PER_QUERY", 2)
+    monkeypatch.setattr(store_module, "_SCRATCH_BYTES", 2 * store.pool.page_bytes)
+    shelf.takes_s = 1.0
+    fill(store.pool, range(8), HASHES)
+    assert store.put(HASHES, range(8), deadline_s=1.5) == ["stored"] * 2 + ["failed"] * 6
+    assert store.put(HASHES[2:], range(2, 8), deadline_s=0) == ["failed"] * 6
+    assert store.deadline_s == 5.0 and store.stats()["stored"] == 2
+    assert store.put(HASHES, range(8)) == ["known"] * 2 + ["stored"] * 6
+
+
 def test_removing_says_what_failed(store, shelf):
     put(store, 2)
     shelf.failures = [BackendLost("gone")]

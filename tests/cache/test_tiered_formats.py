@@ -15,7 +15,8 @@ from tiered_store_cases import Held, WireStore, names
 import kvcupy as kv
 from kvcupy.cache.inspection import inspect
 from kvcupy.cache.pool import pool_like
-from kvcupy.cache.tiered.conversion import Conversion
+from kvcupy.cache.tiered import conversion
+from kvcupy.cache.tiered.conversion import Conversion, converted_store
 from kvcupy.cache.wire import WirePages
 
 pytestmark = pytest.mark.usefixtures("quick_host")
@@ -391,6 +392,54 @@ def test_without_staged_pages_blocks_are_missing_and_nothing_is_lost(device):
     one.pool.allocator.free(taken)
     one.use(HASHES, one.widened)
     one.end()
+
+
+class SlowStore(WireStore):
+    """Each call takes seconds of a clock of the test's own. Calls have a deadline, as long as it is
+    not shortened."""
+
+    deadline_s, takes_s, now = 5.0, 2.0, 100.0
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.deadlines = []
+
+    def monotonic(self):
+        return self.now
+
+    def put(self, hashes, pages, *, deadline_s=None):
+        return self.slowly(super().put, hashes, pages, deadline_s)
+
+    def get(self, hashes, pages, *, deadline_s=None):
+        return self.slowly(super().get, hashes, pages, deadline_s)
+
+    def slowly(self, call, hashes, pages, deadline_s):
+        self.deadlines.append(deadline_s)
+        self.now += self.takes_s
+        return call(hashes, pages)
+
+
+def test_calls_of_a_store_have_one_deadline_together(device, monkeypatch):
+    """They are several where staged pages are few; what is late has failed, or is missing."""
+    host = pool_of(device, 8, "bf16", placement="pinned")
+    pool = pool_like(host, 3, dtype="nvfp4")
+    store = SlowStore(pool)
+    monkeypatch.setattr(conversion, "time", store)
+    converted, _ = converted_store(store, host, "nvfp4")
+    taken = pool.allocator.alloc(2)
+    assert converted.put(HASHES, range(4)) == ["stored"] * 3 + ["failed"]
+    assert store.deadlines == [5.0, 3.0, 1.0] and list(store.blocks) == HASHES[:3]
+    store.deadlines.clear()
+    store.takes_s = 1.5
+    assert converted.put(HASHES, range(4)) == ["known"] * 3 + ["stored"]
+    assert store.deadlines == [5.0, 3.5, 2.0, 0.5]
+    store.deadlines.clear()
+    store.takes_s = 3.0
+    assert converted.get(HASHES, range(4, 8)) == [True] * 2 + [False] * 2
+    assert store.deadlines == [5.0, 2.0]
+    assert blocks_of(host, [4, 5]) == blocks_of(host, [0, 1])
+    pool.allocator.free(taken)
+    pool.allocator.check_leaks()
 
 
 @pytest.mark.parametrize("call", ["put", "get"])

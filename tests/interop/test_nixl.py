@@ -160,6 +160,7 @@ def test_nothing_lands_in_pages_that_are_used_again(peers, way):
     assert receiver.do("answer(poll(lambda: w.pull.failure is not None))")
     receiver.do("w.allocator.free(w.pages)")
     assert receiver.do("time.sleep(0.3); answer(w.allocator.num_free)") == 5
+    assert receiver.do("answer(w.allocator.num_available)") == 5, "nobody waits for the others"
     assert receiver.do("answer(w.receiver.stats()['quarantined_pages'])") == 3
     sender.go_on()
     sender.reply()

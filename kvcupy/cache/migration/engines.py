@@ -7,6 +7,7 @@ moves the layers in order. `socket` sends them over that same connection.
 from __future__ import annotations
 
 import importlib
+import math
 import struct
 import time
 from collections.abc import Callable
@@ -42,10 +43,13 @@ class Engine(Protocol):
         is over
     staged : whether it moves pages by `layers.PageBytes`, and so those of a pool that the host
         cannot address by way of a `Staging`; else it must reach the pool by itself
+    bounded : whether `quiet` is true soon after every pull that was given up, so that who needs its
+        pages may wait for that; an engine without this attribute says no
     """
 
     name: str
     staged: bool
+    bounded: bool
 
     @property
     def poll_s(self) -> float | None: ...
@@ -233,14 +237,24 @@ class PullTask:
         TransferError : the sender has refused, or the pull is cancelled
         Lost, TimeoutError : there will be none, or not in time
         """
+        self.wait_readable()
+        return self.channel.receive(self.deadline, *kinds)
+
+    def wait_readable(self) -> None:
+        """Wait until something comes, and renew the lease as long as nothing does.
+
+        Raises
+        ------
+        TransferError, Lost, TimeoutError : as `receive`
+        """
         while True:
             now = time.monotonic()
             if now >= self.deadline:
                 raise TimeoutError("timed out")
-            if self.channel.readable(min(self._renew_at, self.deadline) - now):
-                self.check()
-                return self.channel.receive(self.deadline, *kinds)
+            is_readable = self.channel.readable(min(self._renew_at, self.deadline) - now)
             self.check()
+            if is_readable:
+                return
             self.renew_if_due()
 
     def keep(self) -> None:
@@ -266,6 +280,7 @@ class SocketEngine:
     name = "socket"
     poll_s: float | None = None
     staged = True
+    bounded = True
 
     def __init__(self, pool: Pool) -> None:
         del pool
@@ -299,7 +314,8 @@ class SocketEngine:
                 following = self._send(service, run, layers, checksum, is_last)
                 continue
             service.flush()
-            with service.staging.borrowed(len(run), service.deadline(), service.hear) as staged:
+            # No deadline of its own: who does not renew the lease ends the offer, and so this.
+            with service.staging.borrowed(len(run), math.inf, service.hear) as staged:
                 for layer in layers:
                     service.staging.save(run, staged, layer, service.stream())
                 following = self._send(service, staged, layers, checksum, is_last)
@@ -341,6 +357,7 @@ class SocketEngine:
             )
             first = bytearray(LEAST_MESSAGE_BYTES)  # of the message behind the layers
             for run in runs:
+                task.wait_readable()  # the sender may be waiting for staging pages
                 message = first if run is runs[-1] else None
                 if task.staging is None:
                     self._receive(task, run, layers, checksum, message)

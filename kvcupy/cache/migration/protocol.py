@@ -455,6 +455,15 @@ class Channel:
             return True
         return any_readable([self._socket], timeout_s)
 
+    def has_ended(self) -> bool:
+        """Return whether the peer has ended the connection, also behind what is not read yet."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, getattr(select, "POLLRDHUP", 0))  # only Linux has it
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
+
     def _mac(self, is_sent: bool, body: bytes) -> bytes:
         number = self._counts[is_sent]
         self._counts[is_sent] = number + 1

@@ -144,7 +144,8 @@ class PageReceiver(ProcessLocal):
             heads, which together must be those of this pool, each once
         pages : int32 or int64 (N,) of the host, or a list of ints: pages of the pool, as many as
             are offered, each once, where they go, in order. They stay the caller's; those freed
-            meanwhile become free when nothing can land in them any more
+            meanwhile become free when nothing can land in them any more. Over "nixl" that may be
+            never, while a sender is stopped: `alloc` does not wait for these
         deadline_s : seconds until which all of it has to be there
         after : stream that uses the pages for the last time: Stream, or a CuPy or torch stream;
             nothing is written before it has passed what it holds now. None: nothing does
@@ -587,7 +588,8 @@ class Landing:
 
     failure: BaseException | None = None  # the handle of the user has it
 
-    def __init__(self) -> None:
+    def __init__(self, *, unbounded: bool = False) -> None:
+        self.unbounded = unbounded  # a peer that has stopped may go on at any time, or never
         self._over = threading.Event()
 
     def end(self) -> None:
@@ -634,7 +636,8 @@ class Pull(ProcessLocal):
         self.num_bytes = len(pages) * pool.page_bytes
         self.hashes, self.attachment = parts[0][0].hashes, parts[0][0].attachment
         self.failure: TransferError | None = None
-        self._landing = Landing()
+        is_bounded = getattr(receiver._engine, "bounded", False)
+        self._landing = Landing(unbounded=not is_bounded)
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
         self._is_staged = receiver._staging is not None and receiver._engine.staged
@@ -862,16 +865,11 @@ class Pull(ProcessLocal):
 
 
 def _is_idle(channel: Channel) -> bool:
-    """Return whether a connection that is kept has not ended, and is not about to."""
-    while channel.readable(0):
-        if not channel.confirming:
-            return False  # it is the end of it
-        try:
-            channel.receive(time.monotonic() + _CONFIRM_S, CONFIRMED)
-        except (Lost, TimeoutError, TransferError):
-            return False
-        channel.confirming = False
-    return True
+    """Return whether a connection that is kept has not ended, as far as is known. Does not wait.
+
+    What its sender says of the last pull is left to the next one: reading it could take a while.
+    """
+    return not channel.has_ended() and (channel.confirming or not channel.readable(0))
 
 
 def _close_confirmed(channel: Channel, deadline: float) -> None:

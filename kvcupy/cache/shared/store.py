@@ -58,6 +58,7 @@ class SharedStore(ProcessLocal):
     ----------
     pool : the host pool
     identity : its PoolIdentity, part of every key
+    deadline_s : seconds that a call may take, unless it says otherwise
 
     Notes
     -----
@@ -205,6 +206,10 @@ class SharedStore(ProcessLocal):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def deadline_s(self) -> float:
+        return self._deadline_s
+
     # --- Blocks ---
 
     def exists(self, hashes: Any) -> int:
@@ -232,13 +237,14 @@ class SharedStore(ProcessLocal):
                     return start + known.index(False)
             return len(keys)
 
-    def put(self, hashes: Any, pages: Any) -> list[str]:
+    def put(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[str]:
         """Store blocks that the store does not have.
 
         Parameters
         ----------
         hashes : list of ints of 128 bits
         pages : list or integer array, the page of each block
+        deadline_s : seconds, for this call. What is late is "failed"
 
         Returns
         -------
@@ -252,8 +258,9 @@ class SharedStore(ProcessLocal):
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
+        seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
         with self._using(), self._timed("put"):
-            deadline = time.monotonic() + self._deadline_s
+            deadline = time.monotonic() + seconds
             if self._backend.put_asks_first and self._pages.is_direct:
                 known = [False] * len(keys)
             else:

@@ -8,6 +8,8 @@ Formats that convert: any two of `kvcupy.formats.FORMATS`, and one of those and 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -106,8 +108,9 @@ class ConvertedStore:
     """A shared store of another format: its blocks pass through pages of its own pool.
 
     It is called with host pages. Where no page of the store's pool is free, blocks are not put
-    ("failed"), or missing; none is waited for. What the store answers is up to the caller to check:
-    an answer of another length is passed on as a shorter one.
+    ("failed"), or missing; none is waited for. The same becomes of those for which the store's
+    deadline, which all calls for one `put` or `get` share, leaves no time. What the store answers
+    is up to the caller to check: an answer of another length is passed on as a shorter one.
 
     Parameters
     ----------
@@ -124,15 +127,16 @@ class ConvertedStore:
 
     def put(self, hashes: Sequence[int], pages: Sequence[int]) -> list[str]:
         outcomes: list[str] = []
+        deadline = self._deadline()
         while len(outcomes) < len(pages):
             start = len(outcomes)
-            staged = self._borrow(len(pages) - start)
+            staged = self._borrow(len(pages) - start, deadline)
             if not staged:
                 return outcomes + ["failed"] * (len(pages) - start)
             chunk = slice(start, start + len(staged))
             try:
                 self._conversion.down(pages[chunk], staged)
-                answer: Any = self._store.put(hashes[chunk], staged)
+                answer: Any = self._store.put(hashes[chunk], staged, **_time_left(deadline))
             finally:
                 self._give_back(staged)
             if not _is_answer(answer, staged):
@@ -142,14 +146,15 @@ class ConvertedStore:
 
     def get(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]:
         arrived: list[bool] = []
+        deadline = self._deadline()
         while len(arrived) < len(pages):
             start = len(arrived)
-            staged = self._borrow(len(pages) - start)
+            staged = self._borrow(len(pages) - start, deadline)
             if not staged:
                 return arrived + [False] * (len(pages) - start)
             chunk = slice(start, start + len(staged))
             try:
-                answer: Any = self._store.get(hashes[chunk], staged)
+                answer: Any = self._store.get(hashes[chunk], staged, **_time_left(deadline))
                 if not _is_answer(answer, staged):
                     break
                 there = [i for i, whole in enumerate(answer) if whole is True]
@@ -159,8 +164,15 @@ class ConvertedStore:
             arrived += answer
         return arrived
 
-    def _borrow(self, most: int) -> list[int]:
-        """Allocate pages of the store's pool, as many as are free."""
+    def _deadline(self) -> float:
+        """Return until when a call that begins now may last, a value of time.monotonic."""
+        seconds: float = getattr(self._store, "deadline_s", math.inf)
+        return time.monotonic() + seconds
+
+    def _borrow(self, most: int, deadline: float) -> list[int]:
+        """Allocate pages of the store's pool, as many as are free; none after the deadline."""
+        if time.monotonic() >= deadline:
+            return []
         allocator = self._conversion.staged_pool.allocator
         try:
             pages: Pages = allocator.alloc(min(most, allocator.num_free))
@@ -170,6 +182,13 @@ class ConvertedStore:
 
     def _give_back(self, staged: Sequence[int]) -> None:
         self._conversion.staged_pool.allocator.free(staged)
+
+
+def _time_left(deadline: float) -> dict[str, float]:
+    """Return the option by which a store that has deadlines learns of this one."""
+    if deadline == math.inf:
+        return {}
+    return {"deadline_s": max(0.0, deadline - time.monotonic())}
 
 
 def _is_answer(answer: Any, pages: Sequence[int]) -> bool:

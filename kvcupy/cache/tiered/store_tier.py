@@ -48,7 +48,9 @@ class Store(Protocol):
 
     `put` sends what the store does not know. A call may raise, which counts as no answer. When
     `get` has returned or raised, nothing writes the pages any more, or the allocator of the host
-    pool knows that they are `busy`.
+    pool knows that they are `busy`. A store that has an attribute `deadline_s`, the seconds that a
+    call may take, takes an argument of that name in `put` and `get`; a cache with `shared_dtype`
+    passes what is left, where it makes several calls of one.
     """
 
     def exists(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
