@@ -30,7 +30,7 @@ def test_report(tmp_path, capsys):
     assert run(path) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["block_bytes"], row["blocks"]) == (1 << 20, 8)
-    assert row["ratio"] == pytest.approx(row["best_bare_us"] / row["best_migration_us"])
+    assert all(0 < row[name] < 3 for name in row if "ratio" in name)
     assert min(row.values()) > 0
     assert "of bare" in capsys.readouterr().out
 

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -63,9 +63,12 @@ Addresses = np.ndarray[Any, Any]
 
 _WHEELS = ("nixl_cu12", "nixl_cu13")
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
-_GROUP_BYTES = 16 << 20  # of layers that are ready together, which have one checksum
-_READ_BYTES = 4 << 20  # which are still in the processor's cache when they are verified
-_MOST_READS = 4  # of a pull at a time
+# Layers that are ready together go in groups of so many bytes, or a share of all layers if that is
+# more: the more layers, the longer are the pieces that a READ is of, but the later is the first.
+_GROUP_BYTES = 16 << 20
+_MOST_GROUPS = 4
+_READ_BYTES = 8 << 20  # which are verified while the next are read
+_MOST_READS, _MOST_PREPARED = 4, 64  # of a pull at a time
 _HASHED_BYTES = 1 << 20  # between looks whether an offer stands
 _LOOK_AHEAD_S = 2e-3  # between looks whether layers are ready
 _MOST_PAGES = 1 << 16  # of a message
@@ -267,16 +270,14 @@ def joined(
     return local[starts], remote[starts], np.add.reduceat(sizes, starts)
 
 
-def pieces(
+def cut(
     local: Addresses, remote: Addresses, sizes: Addresses, num_bytes: int
-) -> Iterator[tuple[Addresses, Addresses, Addresses]]:
-    """Cut blocks, in order, into groups of about so many bytes, at most twice that.
+) -> tuple[Addresses, Addresses, Addresses, list[int]]:
+    """Cut blocks into groups of about so many bytes, at most twice that; return blocks of at most
+    so many, and where each group ends.
 
-    >>> for piece in pieces(np.array([0, 40]), np.array([50, 90]), np.array([10, 4]), 4):
-    ...     print(*piece)
-    [0] [50] [4]
-    [4] [54] [4]
-    [ 8 40] [58 90] [2 4]
+    >>> cut(np.array([0, 40]), np.array([50, 90]), np.array([10, 4]), 4)
+    (array([ 0,  4,  8, 40]), array([50, 54, 58, 90]), array([4, 4, 2, 4]), [1, 2, 4])
     """
     counts = -(-sizes // num_bytes)  # that a block is cut into
     if counts.max() > 1:
@@ -286,9 +287,8 @@ def pieces(
         local, remote = local[numbers] + offsets, remote[numbers] + offsets
         sizes = np.minimum(sizes[numbers] - offsets, num_bytes)
     groups = (np.cumsum(sizes) - 1) // num_bytes
-    bounds = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(sizes)]
-    for start, stop in itertools.pairwise(bounds):
-        yield local[start:stop], remote[start:stop], sizes[start:stop]
+    ends = [*(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(sizes)]
+    return local, remote, sizes, ends
 
 
 # --- Who the peer is ---
@@ -398,34 +398,47 @@ class Agent:
             with contextlib.suppress(Exception):  # it has disconnected: NIXL has forgotten it
                 self._agent.remove_remote_agent(name)
 
-    def read(
-        self, peer: Any, process: Process, local: Addresses, remote: Addresses, sizes: Addresses
-    ) -> Reading:
-        """Begin to read blocks of a peer's memory into one's own."""
-        lists = np.zeros((2, len(sizes), 3), np.uint64)
-        lists[0, :, 0], lists[1, :, 0], lists[:, :, 1] = local, remote, sizes
+    def prepare(
+        self, peer: Any, process: Process, local: Addresses, remote: Addresses, sizes: Addresses,
+        bounds: Iterable[tuple[int, int]],
+    ) -> list[Reading]:  # fmt: skip
+        """Return READs of some blocks of a peer's memory into one's own, for `begin`.
+
+        `bounds` are the first and the end of the blocks of each. They end in their order, or are
+        dropped together.
+        """
+        described = np.zeros((2, len(sizes), 3), np.uint64)
+        described[0, :, 0], described[1, :, 0], described[:, :, 1] = local, remote, sizes
         every = np.arange(len(sizes), dtype=np.int32)
         with self._lock:
             agent = self._agent
-            mine = agent.prep_xfer_dlist("NIXL_INIT_AGENT", lists[0], "DRAM")
-            theirs = agent.prep_xfer_dlist(peer, lists[1], "DRAM")
-            handle = agent.make_prepped_xfer("READ", mine, every, theirs, every)
-            reading = Reading(self, process, handle, (mine, theirs))
+            mine = agent.prep_xfer_dlist("NIXL_INIT_AGENT", described[0], "DRAM")
+            theirs = agent.prep_xfer_dlist(peer, described[1], "DRAM")
+            handles = []
+            for start, stop in bounds:
+                some = every[start:stop]
+                handles.append(agent.make_prepped_xfer("READ", mine, some, theirs, some))
+        readings = [Reading(self, process, handle) for handle in handles]
+        readings[-1].lists = (mine, theirs)
+        return readings
+
+    def begin(self, reading: Reading) -> None:
+        """Begin a READ; where it is a copy in memory it is over when this returns."""
+        with self._lock:
             try:
-                reading.state = agent.transfer(handle)
+                reading.state = self._agent.transfer(reading.handle)
             except Exception as error:  # what NIXL raises differs from version to version
                 reading.fail(error, is_over=type(error).__name__ in _FINAL)
-        return reading
 
     def state_of(self, handle: Any) -> str:
         with self._lock:
             return str(self._agent.check_xfer_state(handle))
 
-    def release(self, handle: Any, lists: tuple[Any, ...]) -> None:
+    def release(self, *prepared: Any) -> None:
         with self._lock:
-            for prepared in (handle, *lists):
+            for each in prepared:
                 with contextlib.suppress(Exception):  # of a peer that is gone
-                    prepared.release()
+                    each.release()
 
     def close(self) -> None:
         """Deregister the memory; nothing may be read into it any more."""
@@ -448,11 +461,12 @@ class Reading:
     peer's process is known to be dead and what it had sent has had time to arrive.
     """
 
-    def __init__(self, agent: Agent, process: Process, handle: Any, lists: tuple[Any, ...]) -> None:
+    def __init__(self, agent: Agent, process: Process, handle: Any) -> None:
         self.state = "PROC"
         self.failure: BaseException | None = None
+        self.handle = handle
+        self.lists: tuple[Any, ...] = ()  # of blocks, to release with it
         self._agent, self._process = agent, process
-        self._handle, self._lists = handle, lists
         self._dead_since_s: float | None = None
         self._look_at_s = time.monotonic() + _LOOK_S
         self._lock = threading.Lock()
@@ -465,12 +479,12 @@ class Reading:
     def done(self) -> bool:
         """Return whether nothing lands any more; what progress there can be is made here."""
         with self._lock:
-            if self._handle is None:
+            if self.handle is None:
                 return True
             if self.state == "PROC":
                 try:
-                    self.state = self._agent.state_of(self._handle)
-                except Exception as error:  # see Agent.read
+                    self.state = self._agent.state_of(self.handle)
+                except Exception as error:  # see Agent.begin
                     self.fail(error, is_over=type(error).__name__ in _FINAL)
             if self.state == "PROC":
                 self._look_for_death()
@@ -478,9 +492,13 @@ class Reading:
                 return False
             if self.state != "DONE" and self.failure is None:
                 self.failure = KvcupyError(f"NIXL ended a transfer as {self.state}")
-            self._agent.release(self._handle, self._lists)
-            self._handle, self._lists = None, ()
+            self.drop()
             return True
+
+    def drop(self) -> None:
+        """Let go what NIXL keeps of one that is over, or has not begun."""
+        self._agent.release(self.handle, *self.lists)
+        self.handle, self.lists = None, ()
 
     def synchronize(self) -> None:
         """Wait until nothing lands any more, which may be for as long as the peer is stopped."""
@@ -585,10 +603,10 @@ class _Span:
         pages = offered.pages
         checksum = _new_checksum(self._algorithm, offered, self.layers)
         blocks = blocks_of(regions, pages, regions, pages, self.layers, by_page=regions.is_by_page)
-        for addresses, _, sizes in pieces(*blocks, _HASHED_BYTES):
+        addresses, _, sizes, _ = cut(*blocks, _HASHED_BYTES)
+        for view in self._blocks.views(addresses, sizes):
             offered.check()
-            for view in self._blocks.views(addresses, sizes):
-                checksum.update(view)
+            checksum.update(view)
         digest: int = checksum.intdigest()
         return digest
 
@@ -602,7 +620,8 @@ class _Spans:
     def __init__(self, offered: Offered, blocks: BlockAddresses, algorithm: int) -> None:
         self._offered, self._blocks, self._algorithm = offered, blocks, algorithm
         layer_bytes = max(1, len(offered.pages) * blocks.layer_bytes)
-        self._most = max(1, _GROUP_BYTES // layer_bytes)
+        share = offered.pool.num_layers // _MOST_GROUPS
+        self._most = max(1, _GROUP_BYTES // layer_bytes, share)
         self._lock = threading.Lock()
         self._spans: dict[int, _Span] = {}  # by first layer
         self._next = 0  # layer without a checksum
@@ -797,33 +816,28 @@ class _Verification:
 
 
 class _Read(NamedTuple):
-    """What one READ brings."""
+    """A READ, and what it brings."""
 
+    reading: Reading
     layers: range
-    local: Addresses
-    remote: Addresses
+    addresses: Addresses  # of one's own blocks
     sizes: Addresses
-    named: bytes  # what names the layers, if this is the last of them
+    named: bytes  # what names the layers, if it is the last of them
 
 
 class _Reader:
-    """Reads the layers of a pull as the sender names them.
-
-    Attributes
-    ----------
-    begun : READs that are not over, in order
-    """
+    """Reads the layers of a pull as the sender names them."""
 
     def __init__(
         self, task: PullTask, agent: Agent, blocks: BlockAddresses, peer: Peer, name: Any,
         pages: Addresses, verification: _Verification,
     ) -> None:  # fmt: skip
-        self.begun: deque[tuple[_Read, Reading]] = deque()
         self._task, self._agent, self._blocks = task, agent, blocks
         self._peer, self._name, self._pages = peer, name, pages
         self._verification = verification
         self._named: deque[bytes] = deque()  # layers of which no READ is prepared
         self._prepared: deque[_Read] = deque()
+        self._begun: deque[_Read] = deque()
         self._unconfirmed: deque[_Read] = deque()  # last ones of layers that have come
         self._num_named = self._num_confirmed = 0  # layers
 
@@ -836,62 +850,88 @@ class _Reader:
                 raise TimeoutError("timed out")
             if self._end_read() or self._begin_read():
                 pause_s = 0.0
-                if self.begun or self._prepared or self._named:
+                if self._begun or self._prepared:
                     self._verification.go_on_beside()
-            elif self.begun:
+            elif self._begun:
                 pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _MAX_PAUSE_S)
             else:
                 self._verification.go_on()
                 pause_s = _LOOK_S
             if task.channel.readable(pause_s):
                 self._hear()
+                while task.channel.readable(0):  # layers that are ready are named together
+                    self._hear()
         self._verification.finish()
+
+    def pending(self) -> list[Reading]:
+        """Return READs that may still write; they end in some order."""
+        return [read.reading for read in list(self._begun) if not read.reading.done()]
+
+    def drop(self) -> None:
+        """Let go what NIXL keeps, when no READ is pending."""
+        for read in self._prepared:
+            read.reading.drop()
 
     def _end_read(self) -> bool:
         """Note that the oldest READ is over, if it is."""
-        if not self.begun:
+        if not self._begun:
             return False
-        read, reading = self.begun[0]
-        is_over = reading.done()
-        if reading.failure is not None:
-            raise TransferError(f"NIXL: {reading.failure}", "lost") from reading.failure
+        read = self._begun[0]
+        is_over, failure = read.reading.done(), read.reading.failure
+        if failure is not None:
+            raise TransferError(f"NIXL: {failure}", "lost") from failure
         if not is_over:
             return False
-        self.begun.popleft()
-        task = self._task
-        task.channel.num_bytes += int(read.sizes.sum())
-        self._verification.add_bytes(read.layers, read.local, read.sizes, is_last=bool(read.named))
+        self._begun.popleft()
+        self._verification.add_bytes(
+            read.layers, read.addresses, read.sizes, is_last=bool(read.named)
+        )
         if read.named:
+            task = self._task
+            task.channel.num_bytes += self._bytes_of(len(read.layers))
             task.channel.send(READ, read.named, task.deadline)
             self._unconfirmed.append(read)
         return True
 
     def _begin_read(self) -> bool:
         """Begin the next READ, if there is one, and room for it."""
-        if not self._prepared and self._named:
+        while self._named and len(self._prepared) < _MOST_PREPARED:
             self._prepare(self._named.popleft())
-        if not self._prepared or len(self.begun) == _MOST_READS:
+        if not self._prepared or len(self._begun) == _MOST_READS:
             return False
         read = self._prepared.popleft()
-        try:
-            reading = self._agent.read(
-                self._name, self._peer.process, read.local, read.remote, read.sizes
-            )
-        except Exception as error:  # see Agent.read: nothing is in flight
-            raise TransferError(f"NIXL refuses to read: {error}", "lost") from error
-        self.begun.append((read, reading))
+        self._agent.begin(read.reading)
+        self._begun.append(read)
         return True
 
     def _prepare(self, named: bytes) -> None:
+        """Prepare the READs of layers that are ready: what takes long is done before the first of
+        them, for READs that are copies in memory leave no code in the processor's cache."""
         first, count, by_page, _ = _LAYERS.unpack(named)
         layers = range(first, first + count)
-        blocks = blocks_of(
+        local, remote, sizes = blocks_of(
             self._blocks.regions, self._task.pages, self._peer.regions, self._pages, layers,
             by_page=by_page,
         )  # fmt: skip
-        parts = list(pieces(*blocks, _READ_BYTES))
-        for part in parts:
-            self._prepared.append(_Read(layers, *part, named if part is parts[-1] else b""))
+        local, remote, sizes, ends = cut(local, remote, sizes, _READ_BYTES)
+        bounds = list(itertools.pairwise((0, *ends)))
+        try:
+            readings = self._agent.prepare(
+                self._name, self._peer.process, local, remote, sizes, bounds
+            )
+        except Exception as error:  # see Agent.begin
+            raise TransferError(f"NIXL refuses to read: {error}", "lost") from error
+        for reading, (start, stop) in zip(readings, bounds, strict=True):
+            is_last = stop == len(sizes)
+            self._prepared.append(
+                _Read(
+                    reading, layers, local[start:stop], sizes[start:stop],
+                    named if is_last else b"",
+                )
+            )  # fmt: skip
+
+    def _bytes_of(self, num_layers: int) -> int:
+        return num_layers * len(self._task.pages) * self._blocks.layer_bytes
 
     def _hear(self) -> None:
         """Take a message: layers are ready, or the checksum of some."""
@@ -904,7 +944,7 @@ class _Reader:
         if kind == LAYER:
             if first != self._num_named or not 0 < count <= task.pool.num_layers - first:
                 raise Lost("the sender has other layers ready than the next")
-            if num_bytes != count * len(task.pages) * self._blocks.layer_bytes:
+            if num_bytes != self._bytes_of(count):
                 raise Lost("the sender's layers have another size")
             self._named.append(named)
             self._num_named += count
@@ -936,6 +976,7 @@ class NixlEngine:
 
     name = "nixl"
     staged = False
+    bounded = False
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -1022,7 +1063,7 @@ class NixlEngine:
         pages = self._pages(task)
         try:
             key, name = self._agent.add_peer(peer.metadata)
-        except Exception as error:  # see Agent.read
+        except Exception as error:  # see Agent.begin
             raise TransferError(f"NIXL cannot reach the sender: {error}", "lost") from error
         verification = _Verification(task, self._blocks, self._verifiers)
         reader = _Reader(task, self._agent, self._blocks, peer, name, pages, verification)
@@ -1033,9 +1074,7 @@ class NixlEngine:
             failed = False
         finally:
             verification.stop()
-            if not reader.begun:  # else NIXL would not say when they have ended
-                del self._readers[task]
-                self._agent.release_peer(key, failed=failed)
+            self._let_go(task, failed=failed)
 
     def _peer(self, encoded: bytes) -> Peer:
         """Return what a sender says of itself; Lost unless its blocks have the sizes of one's own.
@@ -1070,12 +1109,16 @@ class NixlEngine:
         return np.frombuffer(numbers, ">i4").astype(np.int64)
 
     def quiet(self, task: PullTask) -> bool:
-        if task in self._readers:
-            reader, key = self._readers[task]
-            if not all([reading.done() for _, reading in reader.begun]):
-                return False
-            del self._readers[task]
-            self._agent.release_peer(key, failed=True)
+        return task not in self._readers or self._let_go(task, failed=True)
+
+    def _let_go(self, task: PullTask, *, failed: bool) -> bool:
+        """Let go of the peer of a pull; return False while something may land."""
+        reader, key = self._readers[task]
+        if reader.pending():  # NIXL would not say when they have ended
+            return False
+        del self._readers[task]
+        reader.drop()
+        self._agent.release_peer(key, failed=failed)
         return True
 
     # --- Both ---
@@ -1105,8 +1148,8 @@ class NixlEngine:
 
     def _pending(self) -> list[Reading]:
         """Return READs that are not over."""
-        begun = [list(reader.begun) for reader, _ in list(self._readers.values())]
-        return [r for _, r in itertools.chain.from_iterable(begun) if not r.done()]
+        readers = [reader for reader, _ in list(self._readers.values())]
+        return [reading for reader in readers for reading in reader.pending()]
 
 
 _abandoned: list[tuple[Agent, Pool, list[Reading]]] = []

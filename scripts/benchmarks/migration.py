@@ -39,10 +39,10 @@ ROUND_S = 0.25
 _PIECE_BYTES = 1 << 20
 
 
-def pool_of(block_bytes: int) -> kv.KVPool:
+def pool_of(block_bytes: int, num_pages: int = NUM_PAGES) -> kv.KVPool:
     """Return a pool of host memory whose pages have so many bytes, none of them zero pages."""
     pool = kv.KVPool(
-        NUM_PAGES, 16, block_bytes // LAYER_BYTES, 8, 128,
+        num_pages, 16, block_bytes // LAYER_BYTES, 8, 128,
         placement="pinned", device="host", layout="page_first_direct",
     )  # fmt: skip
     for layer in range(pool.num_layers):

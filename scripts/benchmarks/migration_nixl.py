@@ -4,9 +4,12 @@ A block is a page of all layers, K and V. Both ways READ the same descriptors of
 into the same pages of this one, by what UCX finds between two processes of a machine. `bare` is an
 agent of NIXL with the memory of the pool registered and all descriptors prepared before, which
 makes a transfer, posts it, and asks for its state until it is over; the other process progresses
-its agent meanwhile. Nothing is agreed upon, verified or freed. `migration` is a
-`kv.PageReceiver.pull` and all that belongs to it, with the checksums of both sides. Rounds
-alternate between the two.
+its agent meanwhile. Nothing is agreed upon, verified or freed. `verified` is the same, and then a
+checksum of what has come, with which nothing is compared. `migration` is a
+`kv.PageReceiver.pull` and all that belongs to it, with the checksums of both sides: of an offer
+that was made just before, and of one that the sender has had the time to calculate them for, as
+where a prompt is computed layer by layer (`aged`). Rounds alternate between all, in several pairs
+of processes: where their memory and threads lie makes a difference of a third.
 
     python scripts/bench.py migration_nixl
 """
@@ -29,14 +32,19 @@ from typing import Any
 import numpy as np
 
 import kvcupy as kv
-from benchmarks.migration import CASES, NUM_PAGES, ROUND_S, pages_of, pool_of
+from benchmarks.migration import CASES, ROUND_S, pages_of, pool_of
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave
+from kvcupy.cache import wire
 from kvcupy.doctor import environment
 from kvcupy.interop import nixl
 
+_CASES = (*CASES, (2 << 20, 128))
+_PAIRS = 3  # of processes
 _POLL_S = 20e-6  # of the other process, between looks at its agent
+_HASHED_PER_S = 8e9  # bytes of an offer whose checksums are calculated by then
 _OVER = b"over"
+_RATIOS = ("ratio", "aged_ratio", "verified_ratio", "aged_ratio_to_verified")
 
 
 class Bare:
@@ -66,6 +74,7 @@ class Bare:
             for side in (local, remote)
         ]
         self._every = np.arange(len(sizes), dtype=np.int32)
+        self._views = self.blocks.views(local, sizes)
         self._mine = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", lists[0], "DRAM")
         self._theirs = self.agent.prep_xfer_dlist(peer, lists[1], "DRAM")
 
@@ -80,6 +89,10 @@ class Bare:
             raise RuntimeError(f"NIXL ended a transfer as {state}")
         agent.release_xfer_handle(handle)
 
+    def checksum(self) -> int:
+        """Return a checksum of what `read` has brought."""
+        return wire.checksum(self._views)
+
     def serve(self) -> None:
         """Progress until the other process has read once."""
         while not any(self.agent.get_new_notifs().values()):
@@ -92,17 +105,19 @@ def serve() -> None:
         request = json.loads(line)
         answer: Any = None
         if "listen" in request:
-            pool = pool_of(request["block_bytes"])
+            pool = pool_of(request["block_bytes"], request["num_pages"])
             sender = kv.PageSender(pool, listen=request["listen"], engine="nixl")
             bare = Bare("sender", pool)
             regions = [table.tolist() for table in vars(bare.blocks.regions).values()]
             answer = {"metadata": bare.agent.get_agent_metadata().hex(), "regions": regions}
         elif "offer" in request:
-            while pool.allocator.num_free < NUM_PAGES:
+            while pool.allocator.num_free < pool.num_pages:
                 time.sleep(0.0001)
             owned = pool.allocator.alloc(2 * request["offer"])
             pool.allocator.free(owned[1::2])
             answer = sender.offer(owned[::2]).hex()
+            if request["aged"]:
+                time.sleep(2e-4 + owned[::2].size * pool.page_bytes / _HASHED_PER_S)
         else:
             bare.serve()
         print(json.dumps(answer), flush=True)
@@ -140,53 +155,73 @@ def other_process() -> Iterator[OtherProcess]:
 
 def measure(folder: str, block_bytes: int, blocks: int, *, quick: bool) -> dict[str, Any]:
     """Measure one size of block and number of blocks."""
-    pool = pool_of(block_bytes)
+    times: dict[str, list[float]] = {}
+    for number in range(1 if quick else _PAIRS):
+        listen = f"unix:{folder}/{block_bytes}-{blocks}-{number}"
+        for name, taken in measure_pair(listen, block_bytes, blocks, quick=quick).items():
+            times.setdefault(name, []).extend(taken)
+    best = {name: min(taken) for name, taken in times.items()}
+    num_bytes = blocks * block_bytes
+
+    def ratio(of: str, to: str) -> float:
+        return median(b / t for b, t in zip(times[to], times[of], strict=True))
+
+    return {
+        "block_bytes": block_bytes, "blocks": blocks,
+        **{f"{name}_us": median(taken) * 1e6 for name, taken in times.items()},
+        **{f"best_{name}_us": taken * 1e6 for name, taken in best.items()},
+        **{f"{name}_gb_per_s": num_bytes / taken / 1e9 for name, taken in best.items()},
+        "ratio": ratio("migration", "bare"),
+        "aged_ratio": ratio("aged", "bare"),
+        "verified_ratio": ratio("verified", "bare"),
+        "aged_ratio_to_verified": ratio("aged", "verified"),
+    }  # fmt: skip
+
+
+def measure_pair(
+    listen: str, block_bytes: int, blocks: int, *, quick: bool
+) -> dict[str, list[float]]:
+    """Return seconds of all ways between two processes."""
+    num_pages = 2 * blocks
+    pool = pool_of(block_bytes, num_pages)
     pages = pages_of(blocks)
     with other_process() as other, kv.PageReceiver(pool, engine="nixl") as receiver:
-        listen = f"unix:{folder}/{block_bytes}-{blocks}"
-        other.request(listen=listen, block_bytes=block_bytes)
+        other.request(listen=listen, block_bytes=block_bytes, num_pages=num_pages)
         bare = Bare("receiver", pool)
         bare.prepare(other.answer(), pages, pool.num_layers)
 
-        def migrate() -> float:
-            other.request(offer=blocks)
+        def migrate(*, aged: bool = False) -> float:
+            other.request(offer=blocks, aged=aged)
             ticket = bytes.fromhex(other.answer())
             start = time.perf_counter()
             receiver.pull(ticket, pages).synchronize()
             return time.perf_counter() - start
 
-        def read() -> float:
+        def read(*, verified: bool = False) -> float:
             other.request(serve=True)
             time.sleep(_POLL_S)  # it has begun to poll
             start = time.perf_counter()
             bare.read()
+            if verified:
+                bare.checksum()
             seconds = time.perf_counter() - start
             other.answer()
             return seconds
 
-        expected = pool_of(block_bytes)
+        expected = pool_of(block_bytes, num_pages)
         for way in (read, migrate):
             wipe(pool)
             way()
             require_equal(pool, expected, pages)
+        del expected
         round_s = 0.01 if quick else ROUND_S
         ways = {
             "migration": partial(repeat, migrate, round_s),
+            "aged": partial(repeat, partial(migrate, aged=True), round_s),
             "bare": partial(repeat, read, round_s),
+            "verified": partial(repeat, partial(read, verified=True), round_s),
         }
-        times = interleave(ways, 2 if quick else 9)
-    best = {name: min(taken) for name, taken in times.items()}
-    num_bytes = blocks * block_bytes
-    pairs = zip(times["bare"], times["migration"], strict=True)
-    return {
-        "block_bytes": block_bytes, "blocks": blocks,
-        **{f"{name}_us": median(taken) * 1e6 for name, taken in times.items()},
-        **{f"best_{name}_us": taken * 1e6 for name, taken in best.items()},
-        "migration_gb_per_s": num_bytes / best["migration"] / 1e9,
-        "bare_gb_per_s": num_bytes / best["bare"] / 1e9,
-        "ratio": best["bare"] / best["migration"],
-        "median_ratio": median(bare / migration for bare, migration in pairs),
-    }  # fmt: skip
+        return interleave(ways, 2 if quick else 5)
 
 
 def repeat(way: Callable[[], float], seconds: float) -> float:
@@ -223,7 +258,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
         nixl.load()
     except ImportError as error:
         return {"rows": rows, "notes": [str(error)]}
-    cases = ((1 << 20, 8),) if options.quick else CASES
+    cases = ((1 << 20, 8),) if options.quick else _CASES
     with tempfile.TemporaryDirectory() as folder:
         for block_bytes, blocks in cases:
             rows.append(measure(folder, block_bytes, blocks, quick=options.quick))
@@ -231,13 +266,15 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    heads = ("blocks", "us", "GB/s", "bare us", "bare GB/s", "of bare", "of bare, median")
+    heads = (
+        "blocks", "us", "aged us", "verified us", "bare us", "of bare", "aged", "verified",
+        "aged of verified",
+    )  # fmt: skip
     cells = [
         (
             f"{row['blocks']} x {row['block_bytes'] >> 10} KiB",
-            f"{row['best_migration_us']:.0f}", f"{row['migration_gb_per_s']:.2f}",
-            f"{row['best_bare_us']:.0f}", f"{row['bare_gb_per_s']:.2f}",
-            f"{100 * row['ratio']:.0f} %", f"{100 * row['median_ratio']:.0f} %",
+            *(f"{row[f'{name}_us']:.0f}" for name in ("migration", "aged", "verified", "bare")),
+            *(f"{100 * row[ratio]:.0f} %" for ratio in _RATIOS),
         )
         for row in report["rows"]
     ]  # fmt: skip

@@ -518,6 +518,24 @@ def test_a_receiver_that_is_silent_loses_the_lease(monkeypatch):
             sender.layer_done(ticket, layer)
 
 
+def test_pages_that_an_engine_reads_ahead_are_freed_behind_it():
+    """A thread of the engine reads them when the offer is taken back; and reads none after that."""
+    with pair() as (sender, _, source, _):
+        free = source.allocator.num_free
+        ticket = sender.offer(source.allocator.alloc(3))
+        (offer,) = sender._offers.values()
+        with offer.offered.reading(), offer.offered.reading():
+            assert sender.withdraw(ticket)
+            assert source.allocator.num_free == free - 3
+            assert sender.stats()["offered_pages"] == 3
+            with pytest.raises(kv.TransferError, match="withdrawn"):
+                offer.offered.check()
+        assert source.allocator.num_free == free and sender.stats()["offered_pages"] == 0
+        with pytest.raises(kv.TransferError, match="withdrawn"), offer.offered.reading():
+            raise AssertionError("the pages are others'")
+        assert source.allocator.num_free == free
+
+
 def test_withdrawn():
     with pair() as (sender, receiver, source, _):
         ticket = sender.offer(source.allocator.alloc(3))

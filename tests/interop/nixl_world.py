@@ -70,15 +70,15 @@ class World:
     def read_when_stopped(self, pid):
         """Put off every READ but the first until that process is stopped."""
         engine = self.receiver._engine
-        begin, stat, calls = engine._agent.read, Path(f"/proc/{pid}/stat"), []
+        begin, stat, calls = engine._agent.begin, Path(f"/proc/{pid}/stat"), []
 
-        def begin_late(*arguments):
-            calls.append(arguments)
+        def begin_late(reading):
+            calls.append(reading)
             if len(calls) > 1:
                 assert poll(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-            return begin(*arguments)
+            begin(reading)
 
-        engine._agent.read = begin_late
+        engine._agent.begin = begin_late
 
     def outcome(self):
         """How the pull ended, once nothing lands any more."""

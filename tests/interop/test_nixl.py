@@ -6,6 +6,7 @@ does; by shared memory it would be over at once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -21,10 +22,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from helpers import full_only
-from line_process import LineProcess
+from line_process import LineProcess, poll
 
 import kvcupy as kv
 from kvcupy.arrays import bytes_of
+from kvcupy.cache.migration.protocol import BEST_ALGORITHM
 from kvcupy.interop import nixl
 
 needs_nixl = pytest.mark.skipif(
@@ -355,10 +357,11 @@ def test_addresses_are_those_of_the_blocks(layout, kind):
         joined = nixl.blocks_of(*both, *both, layers, by_page=by_page)
         assert len(joined[0]) <= len(addresses)
         for num_bytes in (10, 100, 1 << 20):
-            cut = list(nixl.pieces(*joined, num_bytes))
-            assert all(int(sizes.sum()) <= 2 * num_bytes for _, _, sizes in cut)
-            views = [view for at, _, sizes in cut for view in blocks.views(at, sizes)]
-            assert b"".join(views) == b"".join(expected)
+            mine, theirs, sizes, ends = nixl.cut(*joined, num_bytes)
+            assert mine.tolist() == theirs.tolist() and ends[-1] == len(sizes)
+            groups = np.split(sizes, ends[:-1])
+            assert all(0 < int(group.sum()) <= 2 * num_bytes for group in groups)
+            assert b"".join(blocks.views(mine, sizes)) == b"".join(expected)
     side_by_side = layout == "page_first_direct" and kind not in ("wrapped", "interleaved")
     assert blocks.regions.is_by_page == side_by_side
     if kind == "interleaved":
@@ -381,6 +384,97 @@ def test_joined_blocks_move_the_same_bytes():
             for a, b in zip(mine.tolist(), theirs.tolist(), strict=True)
             for i in range(size)
         }
+
+
+class FakeOffer:
+    """Pages of a pool, of whose layers those in `ready` are written."""
+
+    number, generation, key = 1, 2, b"key"
+
+    def __init__(self, pool, pages, ready=()):
+        self.pool, self.pages, self.prepared = pool, np.array(pages), {}
+        self.ready, self.num_looks, self.num_reading = set(ready), 0, 0
+        self.over = False
+
+    def is_ready(self, layer):
+        assert self.num_reading
+        self.num_looks += 1
+        return layer in self.ready
+
+    def check(self):
+        if self.over:
+            raise kv.TransferError("the offer: expired", "expired")
+
+    @contextlib.contextmanager
+    def reading(self):
+        self.check()
+        self.num_reading += 1
+        yield
+        self.num_reading -= 1
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_checksums_are_ahead_of_pulls(layout):
+    """As layers become ready, those that are together as one; of offers that stand, in turn."""
+    pools = [
+        kv.KVPool(6, 4, 8, 2, 8, dtype="fp16", layout=each, device="host")
+        for each in (layout, "layer_first")
+    ]
+    rng = np.random.default_rng(0)
+    for layer in range(8):
+        for views in ([pool.k(layer) for pool in pools], [pool.v(layer) for pool in pools]):
+            values = rng.standard_normal(views[0].shape)
+            for view in views:
+                view[...] = values
+    blocks = nixl.BlockAddresses(pools[0])
+    ahead = nixl._Ahead()
+    offers = [FakeOffer(pools[0], [4, 0, 1], range(n)) for n in (1, 8, 0)]
+    spans = [nixl._Spans(offer, blocks, BEST_ALGORITHM) for offer in offers]
+    for each in spans:
+        ahead.add(each)
+    assert poll(lambda: spans[1].is_complete and 0 in spans[0]._spans)
+    assert not spans[0].is_complete and not spans[2]._spans
+    offers[2].over = True
+    assert poll(lambda: len(ahead._offers) == 1)
+    offers[0].ready.update(range(8))
+    assert poll(lambda: not ahead._offers)
+    assert spans[0].is_complete and not spans[2].is_complete
+    looks = [offer.num_looks for offer in offers]
+    together = {0: [range(1), range(1, 8)], 1: [range(8)]}
+    for number, expected in together.items():
+        got = [span.layers for span in spans[number]._spans.values()]
+        assert got == expected
+        for span in spans[number]._spans.values():
+            # What the other pool has, in the order that the first prefers.
+            offer = FakeOffer(pools[1], [4, 0, 1])
+            theirs, pages = nixl.BlockAddresses(pools[1]), offer.pages
+            _, addresses, sizes = nixl.blocks_of(
+                blocks.regions, pages, theirs.regions, pages, span.layers,
+                by_page=blocks.regions.is_by_page,
+            )  # fmt: skip
+            checksum = nixl._new_checksum(BEST_ALGORITHM, offer, span.layers)
+            for view in theirs.views(addresses, sizes):
+                checksum.update(view)
+            assert span.digest() == checksum.intdigest()
+    assert [offer.num_looks for offer in offers] == looks  # of those that are over, and done
+    ahead.close(time.monotonic() + 5)
+    assert not ahead._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "num_layers, pages, expected", [(3, 3, [3]), (32, 3, [32]), (8, 2000, [2] * 4)]
+)
+def test_layers_that_go_together(num_layers, pages, expected):
+    """All of a small offer; of a large one at most a quarter, or 16 MiB."""
+    pool = kv.KVPool(2000, 16, num_layers, 2, 64, dtype="fp32", device="host")
+    offer = FakeOffer(pool, range(pages), range(num_layers))
+    spans = nixl._Spans(offer, nixl.BlockAddresses(pool), BEST_ALGORITHM)
+    counts, first = [], 0
+    offer.num_reading = 1
+    while first < num_layers:
+        counts.append(len(spans.beginning_with(first).layers))
+        first += counts[-1]
+    assert counts == expected
 
 
 def test_a_process_is_known_by_more_than_its_number():
@@ -443,26 +537,26 @@ class FakeAgent:
             raise state
         return state
 
-    def release(self, handle, lists):
+    def release(self, handle):
         self.released += 1
 
 
 def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(monkeypatch):
     me = nixl.Process.own()
     agent = FakeAgent("PROC", "PROC", "DONE")
-    reading = nixl.Reading(agent, me, "handle", ())
+    reading = nixl.Reading(agent, me, "handle")
     assert [reading.done() for _ in range(3)] == [False, False, True]
     assert reading.failure is None and agent.released == 1 and reading.done()
     # An error that leaves it open whether bytes are under way does not end it.
     agent = FakeAgent(ValueError("it was invalidated"))
-    reading = nixl.Reading(agent, me, "handle", ())
+    reading = nixl.Reading(agent, me, "handle")
     assert not reading.done() and isinstance(reading.failure, ValueError)
     agent.states = [nixlRemoteDisconnectError()]
     assert reading.done() and agent.released == 1
     # What a dead sender had sent may still arrive.
     dead = nixl.Process(me.boot, me.namespace, me.pid, me.started + 1)
     agent = FakeAgent("PROC")
-    reading = nixl.Reading(agent, dead, "handle", ())
+    reading = nixl.Reading(agent, dead, "handle")
     time.sleep(nixl._LOOK_S)
     assert not reading.done() and not reading.done()
     monkeypatch.setattr(nixl, "_GRACE_S", -1.0)
