@@ -44,7 +44,7 @@ _PAIRS = 3  # of processes
 _POLL_S = 20e-6  # of the other process, between looks at its agent
 _HASHED_PER_S = 8e9  # bytes of an offer whose checksums are calculated by then
 _OVER = b"over"
-_RATIOS = ("ratio", "aged_ratio", "verified_ratio", "aged_ratio_to_verified")
+RATIOS = ("ratio", "aged_ratio", "verified_ratio", "aged_ratio_to_verified")
 
 
 class Bare:
@@ -274,7 +274,7 @@ def render(report: dict[str, Any]) -> str:
         (
             f"{row['blocks']} x {row['block_bytes'] >> 10} KiB",
             *(f"{row[f'{name}_us']:.0f}" for name in ("migration", "aged", "verified", "bare")),
-            *(f"{100 * row[ratio]:.0f} %" for ratio in _RATIOS),
+            *(f"{100 * row[ratio]:.0f} %" for ratio in RATIOS),
         )
         for row in report["rows"]
     ]  # fmt: skip

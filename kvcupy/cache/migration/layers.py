@@ -24,7 +24,8 @@ from ...ops import transfer
 from ..pages import Pages
 from ..pool import Pool, pool_like
 
-_CHUNK_BYTES = 256 << 10  # that are checksummed while they are in the processor's cache
+_CHUNK_BYTES = 1 << 20  # that are checksummed while they are in the processor's cache
+_PACKED_BYTES = 256 << 10
 _WAIT_S = 0.02  # for staging pages, until it is looked whether they are still needed
 _STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
 
@@ -135,8 +136,8 @@ class _Part:
             self._span, self._stride, self._zero = memoryview(span), stride, first - start
 
     def chunks(self, pages: Pages) -> Iterator[Pages]:
-        """Split pages into pieces of about `_CHUNK_BYTES`."""
-        step = max(1, _CHUNK_BYTES // self.page_bytes)
+        """Split pages into pieces of about `_PACKED_BYTES`."""
+        step = max(1, _PACKED_BYTES // self.page_bytes)
         for i in range(0, len(pages), step):
             yield pages[i : i + step]
 
