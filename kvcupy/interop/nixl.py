@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent import futures
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,9 +134,12 @@ class Regions:
 
     @cached_property
     def is_by_page(self) -> bool:
-        """Whether the layers of a page lie side by side."""
+        """Whether the layers of a page lie side by side, in every page."""
         ends = self.pointers[:, :-1] + self.sizes[:, :-1]
-        return bool((ends == self.pointers[:, 1:]).all())
+        strides = self.page_strides
+        return np.array_equal(ends, self.pointers[:, 1:]) and bool(
+            (strides == strides[:, :1]).all()
+        )
 
     def joined_layers(self, layers: range) -> Regions:
         """Return layers as one, where they lie side by side."""
@@ -532,7 +535,10 @@ class Peer:
         described = {
             "metadata": base64.b64encode(self.metadata).decode(),
             "process": asdict(self.process),
-            "regions": {name: table.tolist() for name, table in vars(self.regions).items()},
+            "regions": {
+                field.name: getattr(self.regions, field.name).tolist()
+                for field in fields(self.regions)
+            },
         }
         return json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
 

@@ -108,7 +108,8 @@ def serve() -> None:
             pool = pool_of(request["block_bytes"], request["num_pages"])
             sender = kv.PageSender(pool, listen=request["listen"], engine="nixl")
             bare = Bare("sender", pool)
-            regions = [table.tolist() for table in vars(bare.blocks.regions).values()]
+            tables = bare.blocks.regions
+            regions = [t.tolist() for t in (tables.pointers, tables.page_strides, tables.sizes)]
             answer = {"metadata": bare.agent.get_agent_metadata().hex(), "regions": regions}
         elif "offer" in request:
             while pool.allocator.num_free < pool.num_pages:

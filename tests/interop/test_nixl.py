@@ -386,6 +386,22 @@ def test_joined_blocks_move_the_same_bytes():
         }
 
 
+def test_layers_are_joined_only_where_they_lie_side_by_side_in_every_page():
+    """Those of the first page do here; pages of the second layer are twice as far apart."""
+    pages, layers = np.array([0, 1]), range(2)
+    regions = nixl.Regions(*np.array([[[0, 10]], [[20, 40]], [[10, 10]]]))
+    assert not regions.is_by_page
+    addresses, _, sizes = nixl.blocks_of(regions, pages, regions, pages, layers, by_page=True)
+    assert (addresses.tolist(), sizes.tolist()) == ([0, 50], [30, 10])
+    even = nixl.Regions(*np.array([[[0, 10]], [[20, 20]], [[10, 10]]]))
+    assert even.is_by_page
+    addresses, _, sizes = nixl.blocks_of(even, pages, even, pages, layers, by_page=True)
+    assert (addresses.tolist(), sizes.tolist()) == ([0], [40])
+    # What was found out of them is no part of what a sender says of them.
+    peer = nixl.Peer(b"opaque", nixl.Process.own(), even)
+    assert nixl.Peer.decoded(peer.encoded()).regions.is_by_page
+
+
 class FakeOffer:
     """Pages of a pool, of whose layers those in `ready` are written."""
 
