@@ -355,6 +355,8 @@ class Agent:
         nixl = load()
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._lock = threading.Lock()
+        self._has_stopped = False
+        self._unreleased: list[Any] = []  # what NIXL would not release
         self._agent: Any = nixl.nixl_agent(f"kvcupy-{secrets.token_hex(8)}", config)
         if "UCX" not in self._agent.backends:
             raise KvcupyError("the engine nixl needs NIXL's plugin UCX, which is missing")
@@ -413,14 +415,20 @@ class Agent:
         described = np.zeros((2, len(sizes), 3), np.uint64)
         described[0, :, 0], described[1, :, 0], described[:, :, 1] = local, remote, sizes
         every = np.arange(len(sizes), dtype=np.int32)
+        prepared: list[Any] = []  # what NIXL keeps
         with self._lock:
             agent = self._agent
-            mine = agent.prep_xfer_dlist("NIXL_INIT_AGENT", described[0], "DRAM")
-            theirs = agent.prep_xfer_dlist(peer, described[1], "DRAM")
-            handles = []
-            for start, stop in bounds:
-                some = every[start:stop]
-                handles.append(agent.make_prepped_xfer("READ", mine, some, theirs, some))
+            try:
+                prepared.append(agent.prep_xfer_dlist("NIXL_INIT_AGENT", described[0], "DRAM"))
+                prepared.append(agent.prep_xfer_dlist(peer, described[1], "DRAM"))
+                mine, theirs = prepared
+                for start, stop in bounds:
+                    some = every[start:stop]
+                    prepared.append(agent.make_prepped_xfer("READ", mine, some, theirs, some))
+            except BaseException:
+                self._release(prepared[::-1])
+                raise
+        mine, theirs, *handles = prepared
         readings = [Reading(self, process, handle) for handle in handles]
         readings[-1].lists = (mine, theirs)
         return readings
@@ -428,6 +436,10 @@ class Agent:
     def begin(self, reading: Reading) -> None:
         """Begin a READ; where it is a copy in memory it is over when this returns."""
         with self._lock:
+            if self._has_stopped:
+                reading.fail(KvcupyError("the engine was closed"), is_over=True)
+                return
+            reading.state = "PROC"  # also where what is raised leaves it open
             try:
                 reading.state = self._agent.transfer(reading.handle)
             except Exception as error:  # what NIXL raises differs from version to version
@@ -439,9 +451,20 @@ class Agent:
 
     def release(self, *prepared: Any) -> None:
         with self._lock:
-            for each in prepared:
-                with contextlib.suppress(Exception):  # of a peer that is gone
-                    each.release()
+            self._release(prepared)
+
+    def _release(self, prepared: Iterable[Any]) -> None:
+        """Release what NIXL keeps, for its finalizers would do so without the lock."""
+        for each in prepared:
+            try:
+                each.release()
+            except Exception:  # of a peer that is gone
+                self._unreleased.append(each)
+
+    def stop(self) -> None:
+        """Let no READ begin any more."""
+        with self._lock:
+            self._has_stopped = True
 
     def close(self) -> None:
         """Deregister the memory; nothing may be read into it any more."""
@@ -458,14 +481,14 @@ class Agent:
 
 
 class Reading:
-    """One READ: in flight, over, or failed. As a `Completion` it says when no byte lands any more.
+    """One READ: prepared, in flight, over, or failed. It says when no byte lands any more.
 
     Giving up does not end it: NIXL has no abort. It has ended when its handle says so, or when the
     peer's process is known to be dead and what it had sent has had time to arrive.
     """
 
     def __init__(self, agent: Agent, process: Process, handle: Any) -> None:
-        self.state = "PROC"
+        self.state = "NEW"
         self.failure: BaseException | None = None
         self.handle = handle
         self.lists: tuple[Any, ...] = ()  # of blocks, to release with it
@@ -491,7 +514,7 @@ class Reading:
                     self.fail(error, is_over=type(error).__name__ in _FINAL)
             if self.state == "PROC":
                 self._look_for_death()
-            if self.state == "PROC":
+            if self.state in ("NEW", "PROC"):
                 return False
             if self.state != "DONE" and self.failure is None:
                 self.failure = KvcupyError(f"NIXL ended a transfer as {self.state}")
@@ -502,13 +525,6 @@ class Reading:
         """Let go what NIXL keeps of one that is over, or has not begun."""
         self._agent.release(self.handle, *self.lists)
         self.handle, self.lists = None, ()
-
-    def synchronize(self) -> None:
-        """Wait until nothing lands any more, which may be for as long as the peer is stopped."""
-        pause_s = _FIRST_PAUSE_S
-        while not self.done():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _look_for_death(self) -> None:
         now = time.monotonic()
@@ -905,9 +921,8 @@ class _Reader:
             self._prepare(self._named.popleft())
         if not self._prepared or len(self._begun) == _MOST_READS:
             return False
-        read = self._prepared.popleft()
-        self._agent.begin(read.reading)
-        self._begun.append(read)
+        self._begun.append(self._prepared.popleft())  # who closes the engine waits for it
+        self._agent.begin(self._begun[-1].reading)
         return True
 
     def _prepare(self, named: bytes) -> None:
@@ -1138,6 +1153,7 @@ class NixlEngine:
         Where that does not come about in time, the memory stays as it is until the process ends.
         """
         self._ahead.close(deadline)
+        self._agent.stop()
         pause_s = _FIRST_PAUSE_S
         while pending := self._pending():
             if time.monotonic() >= deadline:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import ClassVar
 
@@ -557,22 +558,28 @@ class FakeAgent:
         self.released += 1
 
 
+def begun_reading(agent, process):
+    reading = nixl.Reading(agent, process, "handle")
+    reading.state = "PROC"
+    return reading
+
+
 def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(monkeypatch):
     me = nixl.Process.own()
     agent = FakeAgent("PROC", "PROC", "DONE")
-    reading = nixl.Reading(agent, me, "handle")
+    reading = begun_reading(agent, me)
     assert [reading.done() for _ in range(3)] == [False, False, True]
     assert reading.failure is None and agent.released == 1 and reading.done()
     # An error that leaves it open whether bytes are under way does not end it.
     agent = FakeAgent(ValueError("it was invalidated"))
-    reading = nixl.Reading(agent, me, "handle")
+    reading = begun_reading(agent, me)
     assert not reading.done() and isinstance(reading.failure, ValueError)
     agent.states = [nixlRemoteDisconnectError()]
     assert reading.done() and agent.released == 1
     # What a dead sender had sent may still arrive.
     dead = nixl.Process(me.boot, me.namespace, me.pid, me.started + 1)
     agent = FakeAgent("PROC")
-    reading = nixl.Reading(agent, dead, "handle")
+    reading = begun_reading(agent, dead)
     time.sleep(nixl._LOOK_S)
     assert not reading.done() and not reading.done()
     monkeypatch.setattr(nixl, "_GRACE_S", -1.0)
@@ -601,3 +608,80 @@ def test_idle_peers_stay_connected(count, monkeypatch):
         key, _ = agent.add_peer(str(i).encode())
         agent.release_peer(key, failed=False)
     assert Fake.forgotten == list(range(max(0, count - nixl._MOST_PEERS)))
+
+
+class FakeNixl:
+    """What an `Agent` calls, and nobody without its lock."""
+
+    def __init__(self, lock, num_good=100):
+        self.lock, self.num_good, self.kept = lock, num_good, []
+        self.entered, self.left = threading.Event(), threading.Event()
+
+    def prep_xfer_dlist(self, *_):
+        return self.make_prepped_xfer()
+
+    def make_prepped_xfer(self, *_):
+        assert self.lock.locked()
+        if len(self.kept) == self.num_good:
+            raise ValueError("the peer is gone")
+        self.kept.append(FakeHandle(self))
+        return self.kept[-1]
+
+    def transfer(self, handle):
+        self.entered.set()
+        assert self.left.wait(30)
+        return "PROC"
+
+
+class FakeHandle:
+    def __init__(self, agent):
+        self.agent = agent
+
+    def release(self):
+        assert self.agent.lock.locked()
+        if self is self.agent.kept[0]:
+            raise ValueError("it cannot be released")
+        self.agent.kept.remove(self)
+
+
+def fake_agent(**options):
+    agent = object.__new__(nixl.Agent)
+    agent._lock, agent._unreleased, agent._has_stopped = threading.Lock(), [], False
+    agent._agent = FakeNixl(agent._lock, **options)
+    return agent
+
+
+@pytest.mark.parametrize("num_good", range(4))
+def test_what_was_prepared_before_a_failure_is_released_with_the_lock(num_good):
+    """Finalizers of NIXL's would do so later, and without it."""
+    agent = fake_agent(num_good=num_good)
+    blocks = np.arange(2) * 8
+    with pytest.raises(ValueError, match="gone"):
+        agent.prepare("peer", nixl.Process.own(), blocks, blocks, blocks, [(0, 1), (1, 2)])
+    assert agent._agent.kept == agent._unreleased, "only what could not be"
+    assert len(agent._unreleased) == min(1, num_good)
+
+
+def test_who_closes_an_engine_waits_for_a_read_that_is_about_to_begin():
+    """And none begins later: it would land in memory that is not registered any more."""
+    agent = fake_agent()
+    blocks = np.arange(2) * 8
+    first, second = agent.prepare(
+        "peer", nixl.Process.own(), blocks, blocks, blocks, [(0, 1), (1, 2)]
+    )
+    reader = object.__new__(nixl._Reader)
+    reader._agent, reader._named, reader._begun = agent, deque(), deque()
+    reader._prepared = deque(
+        nixl._Read(each, range(1), None, None, b"") for each in (first, second)
+    )
+    assert not reader.pending()
+    begins = threading.Thread(target=reader._begin_read, daemon=True)
+    begins.start()
+    assert agent._agent.entered.wait(30)
+    assert [read.reading for read in reader._begun] == [first] and first.state == "PROC"
+    agent._agent.left.set()
+    begins.join(30)
+    agent.stop()
+    agent._agent.entered.clear()
+    assert reader._begin_read() and not agent._agent.entered.is_set()
+    assert second.done() and "closed" in str(second.failure)
