@@ -749,9 +749,10 @@ class _Verification:
 
     def __init__(self, task: PullTask, blocks: BlockAddresses, executor: futures.Executor) -> None:
         self._task, self._blocks, self._executor = task, blocks, executor
-        self._changed = threading.Condition()  # guards the next three
+        self._changed = threading.Condition()  # guards the next four
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_working = False
+        self._is_submitted = False  # a thread of `executor` is to come
         self._failure: BaseException | None = None
         # What the thread at work has:
         self._checksum: Any = None  # of layers that are being read
@@ -768,30 +769,36 @@ class _Verification:
         self._add(partial(self._compare, layers, expected))
 
     def go_on_beside(self) -> None:
-        """Let a thread do what there is to do."""
+        """Let a thread do what there is to do; raise what has failed."""
         with self._changed:
-            if self._is_working or not self._jobs:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_working or self._is_submitted or not self._jobs:
                 return
-            self._is_working = True
-        try:
+            self._is_submitted = True
+        # Without another thread one that there is takes it, or the pull's own does all of it.
+        with contextlib.suppress(RuntimeError):
             self._executor.submit(self._work)
-        except RuntimeError:  # the system has no more threads
-            self._work()
 
-    def go_on(self) -> None:
-        """Do what there is to do, unless a thread does; raise what has failed."""
-        with self._changed:
-            mine, self._is_working = not self._is_working, True
-        if mine:
-            self._work()
+    def go_on(self) -> bool:
+        """Do the next of what there is to do; raise what has failed.
+
+        Return whether there was anything that no thread is at.
+        """
+        did = self._do_next()
         if self._failure is not None:
             raise self._failure
+        return did
 
     def finish(self) -> None:
-        """Return when all is done; raise what has failed."""
-        self.go_on()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_working)
+        """Return when all is done; raise what has failed, or that the pull has."""
+        while not self._is_finished():
+            self._task.keep()
+            if not self.go_on():
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: not self._is_working, min(_LOOK_S, self._task.next_keep_s)
+                    )
         self.go_on()
 
     def stop(self) -> None:
@@ -800,22 +807,37 @@ class _Verification:
             self._jobs.clear()
             self._changed.wait_for(lambda: not self._is_working)
 
+    def _is_finished(self) -> bool:
+        with self._changed:
+            return not (self._jobs or self._is_working)
+
     def _add(self, job: Callable[[], None]) -> None:
         with self._changed:
             self._jobs.append(job)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs or self._failure is not None:
-                    self._is_working = False
-                    self._changed.notify_all()
-                    return
-                job = self._jobs.popleft()
-            try:
-                job()
-            except BaseException as error:
-                self._failure = error
+        with self._changed:
+            self._is_submitted = False
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """Do what comes next; return False if a thread is at it, or nothing is left."""
+        with self._changed:
+            if self._is_working or self._failure is not None or not self._jobs:
+                return False
+            self._is_working = True
+            job = self._jobs.popleft()
+        failure: BaseException | None = None
+        try:
+            job()
+        except BaseException as error:
+            failure = error
+        with self._changed:
+            self._failure = failure
+            self._is_working = False
+            self._changed.notify_all()
+        return True
 
     def _hash(
         self, layers: range, addresses: Addresses, sizes: Addresses, *, is_last: bool
@@ -868,17 +890,14 @@ class _Reader:
         task, pause_s = self._task, 0.0
         while self._num_confirmed < task.pool.num_layers:
             task.keep()
-            if time.monotonic() >= task.deadline:
-                raise TimeoutError("timed out")
-            if self._end_read() or self._begin_read():
+            has_moved = self._end_read() or self._begin_read()
+            if self._begun or self._prepared:
+                self._verification.go_on_beside()
+                pause_s = 0.0 if has_moved else min(2 * pause_s or _FIRST_PAUSE_S, _MAX_PAUSE_S)
+            elif has_moved or self._verification.go_on():
                 pause_s = 0.0
-                if self._begun or self._prepared:
-                    self._verification.go_on_beside()
-            elif self._begun:
-                pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _MAX_PAUSE_S)
             else:
-                self._verification.go_on()
-                pause_s = _LOOK_S
+                pause_s = min(_LOOK_S, task.next_keep_s)
             if task.channel.readable(pause_s):
                 self._hear()
                 while task.channel.readable(0):  # layers that are ready are named together

@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +26,7 @@ import numpy as np
 import pytest
 from helpers import full_only
 from line_process import LineProcess, poll
+from tiered_cases import in_time
 
 import kvcupy as kv
 from kvcupy.arrays import bytes_of
@@ -685,3 +688,112 @@ def test_who_closes_an_engine_waits_for_a_read_that_is_about_to_begin():
     agent._agent.entered.clear()
     assert reader._begin_read() and not agent._agent.entered.is_set()
     assert second.done() and "closed" in str(second.failure)
+
+
+class FakeTask:
+    """A pull that is to be kept every so often, whose sender says nothing."""
+
+    deadline = float("inf")
+
+    def __init__(self, next_keep_s=1e-3):
+        self.next_keep_s, self.num_kept, self.pauses_s = next_keep_s, 0, []
+        self.channel, self.pool, self.pages = self, self, np.arange(1)
+        self.num_layers = 1
+
+    def keep(self):
+        self.num_kept += 1
+        if self.num_kept == 20:
+            raise TimeoutError("timed out")
+
+    def readable(self, seconds):
+        self.pauses_s.append(seconds)
+        return False
+
+
+class BusyExecutor:
+    """Its threads have other things to do, and the system has no more."""
+
+    def __init__(self):
+        self.submitted = []
+
+    def submit(self, function):
+        self.submitted.append(function)  # the one of Python does so, too
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_pull_verifies_by_itself_what_no_thread_takes():
+    executor, done = BusyExecutor(), []
+    verification = nixl._Verification(FakeTask(), None, executor)
+    for number in range(3):
+        verification._add(partial(done.append, number))
+    verification.go_on_beside()
+    in_time(verification.finish)
+    assert done == [0, 1, 2]
+
+
+def test_what_a_thread_takes_late_is_not_done_beside_the_pull():
+    executor, done = BusyExecutor(), []
+    verification = nixl._Verification(FakeTask(), None, executor)
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow():
+        entered.set()
+        assert leave.wait(30)
+        done.append("slow")
+
+    def verify():
+        verification.go_on_beside()
+        verification.finish()
+
+    verification._add(slow)
+    verification._add(partial(done.append, "next"))
+    pull = threading.Thread(target=verify, daemon=True)
+    pull.start()
+    assert entered.wait(30)
+    in_time(executor.submitted[0])
+    assert done == []
+    leave.set()
+    pull.join(30)
+    assert done == ["slow", "next"]
+
+
+def test_a_pull_keeps_its_lease_and_deadline_while_another_thread_verifies():
+    with futures.ThreadPoolExecutor(1) as executor:
+        task, leave = FakeTask(), threading.Event()
+        verification = nixl._Verification(task, None, executor)
+        verification._add(lambda: leave.wait(30))
+        verification.go_on_beside()
+        assert poll(lambda: verification._is_working)
+        try:
+            with pytest.raises(TimeoutError):
+                in_time(verification.finish)
+        finally:
+            leave.set()
+        assert task.num_kept == 20
+
+
+def test_a_failure_is_raised_while_there_are_reads_to_begin():
+    task = FakeTask()
+    with futures.ThreadPoolExecutor(1) as executor:
+        verification = nixl._Verification(task, None, executor)
+        verification._add(lambda: 1 // 0)
+        verification.go_on_beside()
+        assert poll(lambda: verification._failure)
+        with pytest.raises(ZeroDivisionError):
+            verification.go_on_beside()
+
+
+@pytest.mark.parametrize("is_reading", [True, False])
+def test_a_reader_waits_no_longer_than_its_lease_allows(is_reading):
+    """And sees to it that what has come is verified while the next comes."""
+    task, beside = FakeTask(next_keep_s=0.01), []
+    verification = nixl._Verification(task, None, None)
+    verification.go_on_beside = lambda: beside.append(1)
+    reader = nixl._Reader(task, None, None, None, None, None, verification)
+    if is_reading:
+        reading = nixl.Reading(FakeAgent("PROC"), nixl.Process.own(), "handle")
+        reader._begun.append(nixl._Read(reading, range(1), None, None, b""))
+    with pytest.raises(TimeoutError):
+        reader.run()
+    assert len(beside) == 19 * is_reading
+    assert max(task.pauses_s) <= task.next_keep_s

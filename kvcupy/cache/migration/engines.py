@@ -248,19 +248,31 @@ class PullTask:
         TransferError, Lost, TimeoutError : as `receive`
         """
         while True:
-            now = time.monotonic()
-            if now >= self.deadline:
+            if time.monotonic() >= self.deadline:
                 raise TimeoutError("timed out")
-            is_readable = self.channel.readable(min(self._renew_at, self.deadline) - now)
+            is_readable = self.channel.readable(self.next_keep_s)
             self.check()
             if is_readable:
                 return
             self.renew_if_due()
 
     def keep(self) -> None:
-        """Go on waiting: TransferError if the pull has failed, and else the lease is renewed."""
+        """Renew the lease if that is due, and go on.
+
+        Raises
+        ------
+        TransferError : the pull has failed
+        TimeoutError : its deadline has passed
+        """
         self.check()
+        if time.monotonic() >= self.deadline:
+            raise TimeoutError("timed out")
         self.renew_if_due()
+
+    @property
+    def next_keep_s(self) -> float:
+        """Seconds in which `keep` is due again."""
+        return max(0.0, min(self._renew_at, self.deadline) - time.monotonic())
 
     def renew_if_due(self) -> None:
         """Renew the lease, if a third of it has passed since the last time."""
