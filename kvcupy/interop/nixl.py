@@ -70,7 +70,7 @@ _MOST_GROUPS = 4
 _READ_BYTES = 8 << 20  # which are verified while the next are read
 _MOST_READS, _MOST_PREPARED = 4, 64  # of a pull at a time
 _HASHED_BYTES = 1 << 20  # between looks whether an offer stands
-_LOOK_AHEAD_S = 2e-3  # between looks whether layers are ready
+_LOOK_AHEAD_S, _MAX_LOOK_AHEAD_S = 2e-3, 32e-3  # between looks whether layers are ready
 _MOST_PAGES = 1 << 16  # of a message
 _MOST_PEERS = 64  # that stay connected without a pull
 _MOST_DESCRIPTIONS = 16  # of peers that are kept decoded
@@ -608,19 +608,25 @@ class _Span:
         self._lock = threading.Lock()
         self._digest: int | None = None
 
-    def digest(self) -> int:
+    def digest(self, meanwhile: Callable[[], None] = lambda: None) -> int:
         """Return the checksum of their pages, which is calculated once.
+
+        `meanwhile` is called now and then until it is.
 
         Raises
         ------
         TransferError : the offer is over
         """
-        with self._lock:
+        while not self._lock.acquire(timeout=_MAX_PAUSE_S):
+            meanwhile()
+        try:
             if self._digest is None:
-                self._digest = self._calculate()
+                self._digest = self._calculate(meanwhile)
             return self._digest
+        finally:
+            self._lock.release()
 
-    def _calculate(self) -> int:
+    def _calculate(self, meanwhile: Callable[[], None]) -> int:
         offered, regions = self._offered, self._blocks.regions
         pages = offered.pages
         checksum = _new_checksum(self._algorithm, offered, self.layers)
@@ -628,6 +634,7 @@ class _Span:
         addresses, _, sizes, _ = cut(*blocks, _HASHED_BYTES)
         for view in self._blocks.views(addresses, sizes):
             offered.check()
+            meanwhile()
             checksum.update(view)
         digest: int = checksum.intdigest()
         return digest
@@ -713,10 +720,11 @@ class _Ahead:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):  # which may release pages
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
+        pause_s = _LOOK_AHEAD_S
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._offers or self._closed)
@@ -733,9 +741,12 @@ class _Ahead:
                 if is_over:
                     with self._changed:
                         self._offers.remove(spans)
+            del offers, spans  # and with them what is over
             with self._changed:
-                if self._offers and not moved:
-                    self._changed.wait(_LOOK_AHEAD_S)
+                if moved or not self._offers or self._changed.wait(pause_s):
+                    pause_s = _LOOK_AHEAD_S
+                else:
+                    pause_s = min(2 * pause_s, _MAX_LOOK_AHEAD_S)
 
 
 # --- The checksums and the READs of a receiver ---
@@ -1089,7 +1100,7 @@ class NixlEngine:
                 continue
             if not unread or payload != unread[0].named:
                 raise Lost("the receiver has read other layers than it was to")
-            digest = unread[0].digest()
+            digest = unread[0].digest(self._agent.poll)  # for READs of those that follow
             service.check()  # pages were those of the offer until now, and so while they were read
             span = unread.popleft()
             channel.num_bytes += span.num_bytes

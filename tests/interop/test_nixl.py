@@ -268,9 +268,9 @@ answer(poll(lambda: spans.is_complete))
     if not is_ahead:
         sender.do("""
 calculate = nixl._Span._calculate
-def of_others(span):
+def of_others(span, meanwhile):
     view[w.pages[2], 3, 1, 200] -= 1
-    digest = calculate(span)
+    digest = calculate(span, meanwhile)
     view[w.pages[2], 3, 1, 200] += 1
     return digest
 nixl._Span._calculate = of_others
@@ -479,6 +479,88 @@ def test_checksums_are_ahead_of_pulls(layout):
     assert [offer.num_looks for offer in offers] == looks  # of those that are over, and done
     ahead.close(time.monotonic() + 5)
     assert not ahead._thread.is_alive()
+
+
+def test_the_sender_helps_reads_while_checksums_are_calculated(monkeypatch):
+    """By the thread that serves the pull, or by another one."""
+    monkeypatch.setattr(nixl, "_HASHED_BYTES", 1000)
+    pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
+    span = nixl._Span(
+        FakeOffer(pool, range(6)), nixl.BlockAddresses(pool), range(2), BEST_ALGORITHM
+    )
+    calls, digests = [], []
+    with span._lock:
+        helping = threading.Thread(
+            target=lambda: digests.append(span.digest(partial(calls.append, 1))), daemon=True
+        )
+        helping.start()
+        assert poll(lambda: len(calls) >= 3)
+        assert not digests
+    helping.join(30)
+    assert len(digests) == 1
+    calls.clear()
+    span._digest = None
+    assert span.digest(partial(calls.append, 1)) == digests[0]
+    assert len(calls) == -(-2 * 6 * 4 * 2 * 8 * 2 * 2 // 1000), "once per piece"
+    assert span.digest(partial(calls.append, 1)) == digests[0]
+
+
+@needs_nixl
+def test_pages_are_released_by_the_thread_that_reads_ahead():
+    """To who closes the sender then."""
+    pool = kv.KVPool(2, 4, 2, 2, 8, dtype="fp16", device="host")
+    sender, released = kv.PageSender(pool, engine="nixl"), []
+    engine = sender._engine
+
+    def release(pages):
+        sender.close()
+        released.append(threading.current_thread())
+        pool.allocator.free(pages)
+
+    def advance(spans):
+        with spans._offered.reading():
+            assert sender.withdraw(ticket)
+        raise AssertionError("that was all")
+
+    pages = pool.allocator.alloc(1)
+    ahead = engine._ahead
+    with pytest.MonkeyPatch.context() as patched:
+        # Only when there is a ticket.
+        patched.setattr(ahead, "add", lambda spans: None)
+        ticket = sender.offer(pages, release=release)
+        patched.setattr(nixl._Spans, "advance", advance)
+        (offer,) = sender._offers.values()
+        (spans,) = offer.offered.prepared.values()
+        nixl._Ahead.add(ahead, spans)
+        assert poll(lambda: released)
+    assert released == [ahead._thread]
+    ahead._thread.join(30)
+    assert not ahead._thread.is_alive() and engine._agent._agent is None
+    pool.allocator.check_leaks()
+
+
+def test_looks_whether_layers_are_ready_become_rarer(monkeypatch):
+    monkeypatch.setattr(nixl, "_LOOK_AHEAD_S", 1e-3)
+    monkeypatch.setattr(nixl, "_MAX_LOOK_AHEAD_S", 64e-3)
+    pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
+    blocks, ahead = nixl.BlockAddresses(pool), nixl._Ahead()
+    pauses_s, wait = [], ahead._changed.wait
+
+    def noted(timeout=None):
+        if timeout is not None:
+            pauses_s.append(timeout)
+        return wait(timeout)
+
+    monkeypatch.setattr(ahead._changed, "wait", noted)
+    offer = FakeOffer(pool, [0])
+    ahead.add(nixl._Spans(offer, blocks, BEST_ALGORITHM))
+    assert poll(lambda: len(pauses_s) >= 9)
+    assert pauses_s[:9] == [1e-3 * 2**i for i in range(7)] + [64e-3] * 2
+    offer.ready.add(0)
+    assert poll(lambda: pauses_s[-1] == 1e-3 or 1e-3 in pauses_s[1:])
+    offer.ready.add(1)
+    assert poll(lambda: not ahead._offers)
+    ahead.close(time.monotonic() + 30)
 
 
 @pytest.mark.parametrize(
