@@ -631,11 +631,13 @@ class _Span:
         pages = offered.pages
         checksum = _new_checksum(self._algorithm, offered, self.layers)
         blocks = blocks_of(regions, pages, regions, pages, self.layers, by_page=regions.is_by_page)
-        addresses, _, sizes, _ = cut(*blocks, _HASHED_BYTES)
-        for view in self._blocks.views(addresses, sizes):
+        addresses, _, sizes, ends = cut(*blocks, _HASHED_BYTES)
+        views = self._blocks.views(addresses, sizes)
+        for start, stop in itertools.pairwise((0, *ends)):
             offered.check()
             meanwhile()
-            checksum.update(view)
+            for view in views[start:stop]:
+                checksum.update(view)
         digest: int = checksum.intdigest()
         return digest
 

@@ -44,7 +44,7 @@ class Engine(Protocol):
     staged : whether it moves pages by `layers.PageBytes`, and so those of a pool that the host
         cannot address by way of a `Staging`; else it must reach the pool by itself
     bounded : whether `quiet` is true soon after every pull that was given up, so that who needs its
-        pages may wait for that; an engine without this attribute says no
+        pages may wait for that
     """
 
     name: str

@@ -69,8 +69,9 @@ class PageReceiver(ProcessLocal):
     Notes
     -----
     Capture: not legal; a pull is outside of every capture. Lifetime: each pull has a daemon thread
-    for each of its tickets; connections are kept for the next pull until `close`. Threads may share
-    a receiver. `PageSender` has an example, and says what is authenticated.
+    for each of its tickets, and over "nixl" up to four threads verify what comes; connections are
+    kept for the next pull until `close`. Threads may share a receiver. `PageSender` has an example,
+    and says what is authenticated.
     """
 
     def __init__(
@@ -636,8 +637,7 @@ class Pull(ProcessLocal):
         self.num_bytes = len(pages) * pool.page_bytes
         self.hashes, self.attachment = parts[0][0].hashes, parts[0][0].attachment
         self.failure: TransferError | None = None
-        is_bounded = getattr(receiver._engine, "bounded", False)
-        self._landing = Landing(unbounded=not is_bounded)
+        self._landing = Landing(unbounded=not receiver._engine.bounded)
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
         self._is_staged = receiver._staging is not None and receiver._engine.staged

@@ -105,8 +105,9 @@ class PageSender(ProcessLocal):
     Notes
     -----
     Stream: pages are read once `after` has passed what it held, by a thread of the sender. Capture:
-    not legal. Bytes: each page once per pull. Lifetime: a daemon thread, and one per connection,
-    until `close`. Threads may share a sender.
+    not legal. Bytes: each page once per pull, and over "nixl" once per offer, for its checksums.
+    Lifetime: a daemon thread, and one per connection, until `close`; over "nixl" another one, which
+    reads pages as soon as they are written. Threads may share a sender.
     Security: with a secret, both ends prove that they have it, and messages are authenticated; page
     data is checked against a keyed checksum, which a fault of the network does not survive, but is
     no cryptographic code; nothing is encrypted. `tls` gives both. See docs/migration.md.
