@@ -708,6 +708,8 @@ class _Ahead:
 
     def add(self, spans: _Spans) -> None:
         with self._changed:
+            if self._closed:
+                return
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="kvcupy-nixl ahead", daemon=True)
                 try:
@@ -731,6 +733,7 @@ class _Ahead:
             with self._changed:
                 self._changed.wait_for(lambda: self._offers or self._closed)
                 if self._closed:
+                    self._offers.clear()
                     return
                 offers = list(self._offers)
             moved = False

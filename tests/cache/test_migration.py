@@ -9,11 +9,12 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import full_only
+from helpers import full_only, without_collection
 from line_process import poll
 from migration_cases import (
     HEADS,
@@ -524,16 +525,29 @@ def test_pages_that_an_engine_reads_ahead_are_freed_behind_it():
         free = source.allocator.num_free
         ticket = sender.offer(source.allocator.alloc(3))
         (offer,) = sender._offers.values()
-        with offer.offered.reading(), offer.offered.reading():
+        offered = offer.offered
+        with offered.reading(), offered.reading():
             assert sender.withdraw(ticket)
             assert source.allocator.num_free == free - 3
             assert sender.stats()["offered_pages"] == 3
             with pytest.raises(kv.TransferError, match="withdrawn"):
-                offer.offered.check()
+                offered.check()
         assert source.allocator.num_free == free and sender.stats()["offered_pages"] == 0
-        with pytest.raises(kv.TransferError, match="withdrawn"), offer.offered.reading():
+        with pytest.raises(kv.TransferError, match="withdrawn"), offered.reading():
             raise AssertionError("the pages are others'")
         assert source.allocator.num_free == free
+
+
+def test_pools_are_not_kept_by_offers_that_are_over():
+    """Not until garbage is collected, either: their memory is large."""
+    with without_collection():
+        with pair() as (sender, receiver, source, target):
+            receiver.pull(sender.offer(source.allocator.alloc(3)), [0, 1, 2]).synchronize()
+            sender.withdraw(sender.offer(source.allocator.alloc(1)))
+            sender.offer(source.allocator.alloc(1))
+        pools = [weakref.ref(pool) for pool in (source, target)]
+        del sender, receiver, source, target
+        assert poll(lambda: not any(pool() for pool in pools))
 
 
 def test_withdrawn():

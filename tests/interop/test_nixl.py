@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from concurrent import futures
 from functools import partial
@@ -24,7 +25,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from helpers import full_only
+from helpers import full_only, without_collection
 from line_process import LineProcess, poll
 from tiered_cases import in_time
 
@@ -770,6 +771,19 @@ def test_who_closes_an_engine_waits_for_a_read_that_is_about_to_begin():
     agent._agent.entered.clear()
     assert reader._begin_read() and not agent._agent.entered.is_set()
     assert second.done() and "closed" in str(second.failure)
+
+
+@needs_nixl
+def test_pools_are_not_kept_by_offers_that_are_over():
+    """Nor by those that are not read ahead any more."""
+    with without_collection():
+        pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
+        with kv.PageSender(pool, engine="nixl") as sender:
+            sender.withdraw(sender.offer(pool.allocator.alloc(3)))
+            sender.offer(pool.allocator.alloc(1), by_layer=True)
+        alive = weakref.ref(pool)
+        del sender, pool
+        assert poll(lambda: not alive())
 
 
 class FakeTask:

@@ -67,7 +67,7 @@ class _Offer:
     num_readers: int = 0  # threads of the engine that read the pages beside those
     ended: str = ""  # why
     is_released: bool = False
-    offered: Offered = field(init=False)  # as the engine sees it
+    offered: Offered = field(init=False)  # as the engine sees it, until then
 
 
 class PageSender(ProcessLocal):
@@ -277,14 +277,14 @@ class PageSender(ProcessLocal):
                 self._next, secrets.randbits(63), secrets.token_bytes(16), ordered, lease, pulls,
                 release or self._free, written, time.monotonic() + lease,
             )  # fmt: skip
-            offer.offered = self._offered(offer)
+            offer.offered = offered = self._offered(offer)
             self._next += 1
             self._offers[offer.number] = offer
             self._unreleased.add(offer)
             is_earliest = offer.expires < self._wakes_at
         if is_earliest:
             self._notify()
-        self._engine.offered(offer.offered)
+        self._engine.offered(offered)
         ticket = Ticket(
             offer.number, offer.generation, offer.token, self._id, self._digest, lease,
             len(ordered), pulls, self._advertised, self._engine.name, self._identity, numbers,
@@ -477,6 +477,8 @@ class PageSender(ProcessLocal):
                 return
             offer.is_released = True
             offer.written = []
+            offer.offered.prepared.clear()  # both refer to what has them, and so to the pool
+            del offer.offered
             self._unreleased.discard(offer)
             self._by_ticket.pop(offer.ticket, None)
         try:
