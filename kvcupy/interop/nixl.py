@@ -697,7 +697,7 @@ class _Spans:
         return True
 
 
-class _Ahead:
+class _ChecksumWorker:
     """A thread that calculates checksums of offers before a pull asks for them."""
 
     def __init__(self) -> None:
@@ -711,7 +711,9 @@ class _Ahead:
             if self._closed:
                 return
             if self._thread is None:
-                thread = threading.Thread(target=self._work, name="kvcupy-nixl ahead", daemon=True)
+                thread = threading.Thread(
+                    target=self._work, name="kvcupy-nixl checksums", daemon=True
+                )
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no more: pulls calculate them
@@ -784,7 +786,7 @@ class _Verification:
         """Add the sender's checksum of layers that have come."""
         self._add(partial(self._compare, layers, expected))
 
-    def go_on_beside(self) -> None:
+    def submit(self) -> None:
         """Let a thread do what there is to do; raise what has failed."""
         with self._changed:
             if self._failure is not None:
@@ -796,12 +798,12 @@ class _Verification:
         with contextlib.suppress(RuntimeError):
             self._executor.submit(self._work)
 
-    def go_on(self) -> bool:
+    def run_next(self) -> bool:
         """Do the next of what there is to do; raise what has failed.
 
         Return whether there was anything that no thread is at.
         """
-        did = self._do_next()
+        did = self._run_next()
         if self._failure is not None:
             raise self._failure
         return did
@@ -810,12 +812,12 @@ class _Verification:
         """Return when all is done; raise what has failed, or that the pull has."""
         while not self._is_finished():
             self._task.keep()
-            if not self.go_on():
+            if not self.run_next():
                 with self._changed:
                     self._changed.wait_for(
                         lambda: not self._is_working, min(_LOOK_S, self._task.next_keep_s)
                     )
-        self.go_on()
+        self.run_next()
 
     def stop(self) -> None:
         """Leave the rest undone, and return when no thread is at it."""
@@ -834,10 +836,10 @@ class _Verification:
     def _work(self) -> None:
         with self._changed:
             self._is_submitted = False
-        while self._do_next():
+        while self._run_next():
             pass
 
-    def _do_next(self) -> bool:
+    def _run_next(self) -> bool:
         """Do what comes next; return False if a thread is at it, or nothing is left."""
         with self._changed:
             if self._is_working or self._failure is not None or not self._jobs:
@@ -908,9 +910,9 @@ class _Reader:
             task.keep()
             has_moved = self._end_read() or self._begin_read()
             if self._begun or self._prepared:
-                self._verification.go_on_beside()
+                self._verification.submit()
                 pause_s = 0.0 if has_moved else min(2 * pause_s or _FIRST_PAUSE_S, _MAX_PAUSE_S)
-            elif has_moved or self._verification.go_on():
+            elif has_moved or self._verification.run_next():
                 pause_s = 0.0
             else:
                 pause_s = min(_LOOK_S, task.next_keep_s)
@@ -1045,7 +1047,7 @@ class NixlEngine:
             self._agent.metadata, Process.own(), self._blocks.regions
         ).encoded()  # of this process, which is all that uses it
         self._decoded: dict[bytes, Peer] = {}  # by what peers have sent, the last ones
-        self._ahead = _Ahead()
+        self._checksum_worker = _ChecksumWorker()
         self._verifiers = futures.ThreadPoolExecutor(_MOST_VERIFIERS, "kvcupy-nixl")
 
     @property
@@ -1061,7 +1063,7 @@ class NixlEngine:
 
     def offered(self, offered: Offered) -> None:
         """Begin to calculate checksums as layers become ready."""
-        self._ahead.add(self._spans_of(offered, BEST_ALGORITHM))
+        self._checksum_worker.add(self._spans_of(offered, BEST_ALGORITHM))
 
     def _spans_of(self, offered: Offered, algorithm: int) -> _Spans:
         spans = _Spans(offered, self._blocks, algorithm)
@@ -1187,7 +1189,7 @@ class NixlEngine:
 
         Where that does not come about in time, the memory stays as it is until the process ends.
         """
-        self._ahead.close(deadline)
+        self._checksum_worker.close(deadline)
         self._agent.stop()
         pause_s = _FIRST_PAUSE_S
         while pending := self._pending():

@@ -256,7 +256,7 @@ def test_bytes_that_differ_are_noticed(peers, group_bytes, is_ahead):
     receiver.do("from kvcupy.interop import nixl; nixl._READ_BYTES = 100_000")
     sender.do(f"from kvcupy.interop import nixl; nixl._GROUP_BYTES = {group_bytes}")
     if not is_ahead:
-        sender.do("nixl._Ahead.add = lambda *_: None")
+        sender.do("nixl._ChecksumWorker.add = lambda *_: None")
     ticket = offer(sender)
     if is_ahead:
         assert sender.do("""
@@ -448,7 +448,7 @@ def test_checksums_are_ahead_of_pulls(layout):
             for view in views:
                 view[...] = values
     blocks = nixl.BlockAddresses(pools[0])
-    ahead = nixl._Ahead()
+    ahead = nixl._ChecksumWorker()
     offers = [FakeOffer(pools[0], [4, 0, 1], range(n)) for n in (1, 8, 0)]
     spans = [nixl._Spans(offer, blocks, BEST_ALGORITHM) for offer in offers]
     for each in spans:
@@ -524,7 +524,7 @@ def test_pages_are_released_by_the_thread_that_reads_ahead():
         raise AssertionError("that was all")
 
     pages = pool.allocator.alloc(1)
-    ahead = engine._ahead
+    ahead = engine._checksum_worker
     with pytest.MonkeyPatch.context() as patched:
         # Only when there is a ticket.
         patched.setattr(ahead, "add", lambda spans: None)
@@ -532,7 +532,7 @@ def test_pages_are_released_by_the_thread_that_reads_ahead():
         patched.setattr(nixl._Spans, "advance", advance)
         (offer,) = sender._offers.values()
         (spans,) = offer.offered.prepared.values()
-        nixl._Ahead.add(ahead, spans)
+        nixl._ChecksumWorker.add(ahead, spans)
         assert poll(lambda: released)
     assert released == [ahead._thread]
     ahead._thread.join(30)
@@ -544,7 +544,7 @@ def test_looks_whether_layers_are_ready_become_rarer(monkeypatch):
     monkeypatch.setattr(nixl, "_LOOK_AHEAD_S", 1e-3)
     monkeypatch.setattr(nixl, "_MAX_LOOK_AHEAD_S", 64e-3)
     pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
-    blocks, ahead = nixl.BlockAddresses(pool), nixl._Ahead()
+    blocks, ahead = nixl.BlockAddresses(pool), nixl._ChecksumWorker()
     pauses_s, wait = [], ahead._changed.wait
 
     def noted(timeout=None):
@@ -822,7 +822,7 @@ def test_a_pull_verifies_by_itself_what_no_thread_takes():
     verification = nixl._Verification(FakeTask(), None, executor)
     for number in range(3):
         verification._add(partial(done.append, number))
-    verification.go_on_beside()
+    verification.submit()
     in_time(verification.finish)
     assert done == [0, 1, 2]
 
@@ -838,7 +838,7 @@ def test_what_a_thread_takes_late_is_not_done_beside_the_pull():
         done.append("slow")
 
     def verify():
-        verification.go_on_beside()
+        verification.submit()
         verification.finish()
 
     verification._add(slow)
@@ -858,7 +858,7 @@ def test_a_pull_keeps_its_lease_and_deadline_while_another_thread_verifies():
         task, leave = FakeTask(), threading.Event()
         verification = nixl._Verification(task, None, executor)
         verification._add(lambda: leave.wait(30))
-        verification.go_on_beside()
+        verification.submit()
         assert poll(lambda: verification._is_working)
         try:
             with pytest.raises(TimeoutError):
@@ -873,10 +873,10 @@ def test_a_failure_is_raised_while_there_are_reads_to_begin():
     with futures.ThreadPoolExecutor(1) as executor:
         verification = nixl._Verification(task, None, executor)
         verification._add(lambda: 1 // 0)
-        verification.go_on_beside()
+        verification.submit()
         assert poll(lambda: verification._failure)
         with pytest.raises(ZeroDivisionError):
-            verification.go_on_beside()
+            verification.submit()
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
@@ -884,7 +884,7 @@ def test_a_reader_waits_no_longer_than_its_lease_allows(is_reading):
     """And sees to it that what has come is verified while the next comes."""
     task, beside = FakeTask(next_keep_s=0.01), []
     verification = nixl._Verification(task, None, None)
-    verification.go_on_beside = lambda: beside.append(1)
+    verification.submit = lambda: beside.append(1)
     reader = nixl._Reader(task, None, None, None, None, None, verification)
     if is_reading:
         reading = nixl.Reading(FakeAgent("PROC"), nixl.Process.own(), "handle")
