@@ -152,6 +152,23 @@ w.allocator.free(w.pages)
 
 
 @needs_nixl
+@pytest.mark.full
+def test_a_receiver_with_another_checksum(peers):
+    """The sender calculates that for it, whatever it has calculated ahead."""
+    sender, receiver = peers
+    receiver.is_as_it_was = False
+    receiver.do("from kvcupy.cache.migration import protocol; protocol._SUPPORTED = 1 << 2")
+    ticket = offer(sender)
+    start_pull(receiver, ticket)
+    assert receiver.do("answer(w.outcome())") == "done"
+    assert receiver.do("answer(w.holds(w.pages, 1))")
+    assert receiver.do("""
+kept = w.receiver._idle
+answer(poll(lambda: kept) and [c.algorithm for channels in kept.values() for c in channels])
+""") == [2]
+
+
+@needs_nixl
 @pytest.mark.parametrize("way", ["cancelled", full_only("late")])
 def test_nothing_lands_in_pages_that_are_used_again(peers, way):
     """The sender stops while its second layer is read; the pages wait for the READ to end."""
