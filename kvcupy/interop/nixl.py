@@ -280,7 +280,7 @@ def cut(
     so many, and where each group ends.
 
     >>> cut(np.array([0, 40]), np.array([50, 90]), np.array([10, 4]), 4)
-    (array([ 0,  4,  8, 40]), array([50, 54, 58, 90]), array([4, 4, 2, 4]), [1, 2, 4])
+    (array([ 0,  4,  8, 40]), array([50, 54, 58, 90]), array([4, 4, 2, 4]), [1, 2, 3, 4])
     """
     counts = -(-sizes // num_bytes)  # that a block is cut into
     if counts.max() > 1:

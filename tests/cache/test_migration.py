@@ -519,6 +519,68 @@ def test_a_receiver_that_is_silent_loses_the_lease(monkeypatch):
             sender.layer_done(ticket, layer)
 
 
+@pytest.mark.parametrize("said", ["RENEW, REFUSED", "RENEW", ""])
+def test_why_a_peer_has_ended_the_connection(said):
+    """Who sends and cannot hears what it said last."""
+    ends = socket.socketpair()
+    keys = [b"a" * 32, b"b" * 32]
+    one, other = (
+        protocol.Channel(end, *order, b"data", protocol.BEST_ALGORITHM, b"")
+        for end, order in zip(ends, (keys, keys[::-1]), strict=True)
+    )
+    for name in filter(None, said.split(", ")):
+        if name == "REFUSED":
+            other.refuse("expired", "the offer: expired", time.monotonic() + 5)
+        else:
+            other.send(protocol.RENEW, b"", time.monotonic() + 5)
+    other.close()
+    expected = kv.TransferError if "REFUSED" in said else protocol.Lost
+    with pytest.raises(expected, match="expired" if "REFUSED" in said else "ended"):
+        for _ in range(3):
+            one.send(protocol.DONE, b"", time.monotonic() + 5)
+
+
+def test_a_refusal_of_the_pull_before(monkeypatch):
+    """All had come when its offer was taken back: the next pull takes another connection."""
+    serve = engines.SocketEngine.serve
+
+    def serve_and_withdraw(engine, service):
+        serve(engine, service)
+        monkeypatch.setattr(engines.SocketEngine, "serve", serve)
+        sender.withdraw(tickets[0])
+
+    monkeypatch.setattr(engines.SocketEngine, "serve", serve_and_withdraw)
+    monkeypatch.setattr(protocol.Channel, "has_ended", lambda channel: False)
+    with pair() as (sender, receiver, source, target):
+        pages = [source.allocator.alloc(2) for _ in range(2)]
+        tickets = [sender.offer(each) for each in pages]
+        receiver.pull(tickets[0], [0, 1]).synchronize()
+        eventually(lambda: sender.stats()["refused_pulls"] == 1 and receiver.stats()["connections"])
+        eventually(lambda: sender.stats()["connections"] == 0)
+        receiver.pull(tickets[1], [2, 3]).synchronize()
+        assert_pulled(target, [2, 3], pages[1])
+        assert sender.stats()["withdrawn"] == 1 and sender.stats()["completed"] == 1
+
+
+def test_a_refusal_behind_the_last_layer(monkeypatch):
+    """The receiver has all of it, and cannot say so: the pull is done, and no thread is lost."""
+    send = protocol.Channel.send
+
+    def refused(channel, kind, *arguments, **options):
+        if kind == protocol.DONE:
+            raise kv.TransferError("the offer: expired", "expired")
+        send(channel, kind, *arguments, **options)
+
+    with pair() as (sender, receiver, source, target):
+        monkeypatch.setattr(protocol.Channel, "send", refused)
+        offered = source.allocator.alloc(2)
+        receiver.pull(sender.offer(offered), [0, 1]).synchronize()
+        assert_pulled(target, [0, 1], offered)
+        (thread,) = receiver._workers._threads
+        eventually(lambda: receiver._workers._num_idle == 1)
+        assert thread.is_alive() and receiver.stats()["connections"] == 0
+
+
 def test_pages_that_an_engine_reads_ahead_are_freed_behind_it():
     """A thread of the engine reads them when the offer is taken back; and reads none after that."""
     with pair() as (sender, _, source, _):

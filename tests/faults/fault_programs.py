@@ -507,6 +507,8 @@ class Migration(Program):
                 except (kv.TransferError, kv.DeviceError):
                     if attempt == 2:
                         raise
+                    with suppress(kv.TransferError, kv.DeviceError):
+                        self.compute.synchronize()  # it failed with the pull that it waited for
                 finally:
                     self.sender.withdraw(ticket)
                     while self.near.allocator.num_free < 6:

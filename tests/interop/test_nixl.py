@@ -11,13 +11,14 @@ import ctypes
 import importlib.util
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from concurrent import futures
 from functools import partial
 from pathlib import Path
@@ -154,6 +155,23 @@ w.allocator.free(w.pages)
     assert stats["completed"] == 2 and stats["received_bytes"] == 2 * 3 * 3 * 2 * 64 * 2 * 256 * 4
     sender.do("w.sender.close()")
     receiver.do("w.receiver.close()")
+
+
+@needs_nixl
+@pytest.mark.full
+def test_a_receiver_with_another_checksum(peers):
+    """The sender calculates that for it, whatever it has calculated ahead."""
+    sender, receiver = peers
+    receiver.is_as_it_was = False
+    receiver.do("from kvcupy.cache.migration import protocol; protocol._SUPPORTED = 1 << 2")
+    ticket = offer(sender)
+    start_pull(receiver, ticket)
+    assert receiver.do("answer(w.outcome())") == "done"
+    assert receiver.do("answer(w.holds(w.pages, 1))")
+    assert receiver.do("""
+kept = w.receiver._idle
+answer(poll(lambda: kept) and [c.algorithm for channels in kept.values() for c in channels])
+""") == [2]
 
 
 @needs_nixl
@@ -297,6 +315,111 @@ def test_closing_a_receiver_that_waits_for_a_read(peers):
     assert receiver.do("answer(w.allocator.num_free)") == 5
     sender.go_on()
     assert_all_free(receiver)
+
+
+def value_of(tag, layer, side, i):
+    """What is in a page, by its pull, place and number."""
+    return np.float32(1000 * tag + 10 * layer + side + i / 100)
+
+
+class Puller:
+    """Offers and pulls at random, and checks what comes."""
+
+    def __init__(self, sender, receiver, seed):
+        self.sender, self.receiver, self.seed = sender, receiver, seed
+        self.outcomes = Counter()
+        self.wrong = []
+
+    def run(self, count):
+        rng = random.Random(self.seed)
+        for number in range(count):
+            try:
+                self.pull(rng, 1000 * self.seed + number)
+            except kv.CacheFull:  # others have the pages
+                time.sleep(0.001)
+
+    def write(self, pages, tag, layer):
+        pool = self.sender.pool
+        for side, view in enumerate((pool.k(layer), pool.v(layer))):
+            for i, page in enumerate(pages):
+                view[page] = value_of(tag, layer, side, i)
+
+    def pull(self, rng, tag):
+        source, target = self.sender.pool, self.receiver.pool
+        layers = range(source.num_layers)
+        pages = source.allocator.alloc(rng.randint(1, 10))
+        by_layer = rng.random() < 0.5
+        if not by_layer:
+            for layer in layers:
+                self.write(pages, tag, layer)
+        ticket = self.sender.offer(pages, by_layer=by_layer, lease_s=rng.choice([30, 0.05]))
+        into = None
+        try:
+            into = target.allocator.alloc(len(pages))
+            pull = self.receiver.pull(ticket, into, deadline_s=20)
+            for layer in layers if by_layer else ():
+                self.write(pages, tag, layer)
+                self.sender.layer_done(ticket, layer)
+            by_layer = False
+            self.end(rng, ticket, pull)
+            try:
+                pull.synchronize()
+            except kv.TransferError as error:
+                self.outcomes[error.reason] += 1
+                return
+            self.outcomes["done"] += 1
+            self.wrong += [
+                (tag, layer, side, i)
+                for layer in layers
+                for side, view in enumerate((target.k(layer), target.v(layer)))
+                for i, page in enumerate(into)
+                if not (view[page] == value_of(tag, layer, side, i)).all()
+            ]
+        finally:
+            for layer in layers if by_layer else ():
+                self.sender.layer_done(ticket, layer)
+            self.sender.withdraw(ticket)
+            if into is not None:
+                target.allocator.free(into)
+
+    def end(self, rng, ticket, pull):
+        """Leave it alone, mostly."""
+        kind = rng.random()
+        if kind < 0.3:
+            time.sleep(0.003 * rng.random())
+            if kind < 0.15:
+                pull.cancel()
+            elif kind < 0.25:
+                self.sender.withdraw(ticket)
+            else:
+                with contextlib.suppress(kv.TransferError):
+                    pull.wait_layer(rng.randrange(pull._pool.num_layers))
+
+
+@needs_nixl
+@pytest.mark.full
+@pytest.mark.parametrize("layouts", ["layer_first page_first_direct", "page_first_direct " * 2])
+def test_pulls_at_random(layouts, monkeypatch, tmp_path):
+    """By four threads, in many small READs: no wrong byte, and all pages are free at the end."""
+    monkeypatch.setattr(nixl, "_READ_BYTES", 1 << 14)
+    monkeypatch.setattr(nixl, "_GROUP_BYTES", 1 << 15)
+    pools = [
+        kv.KVPool(64, 4, 6, 2, 64, dtype="fp32", layout=layout, device="host")
+        for layout in layouts.split()
+    ]
+    with (
+        kv.PageSender(pools[0], engine="nixl", listen=f"unix:{tmp_path}/s") as sender,
+        kv.PageReceiver(pools[1], engine="nixl", max_quarantined_pages=64) as receiver,
+    ):
+        pullers = [Puller(sender, receiver, seed) for seed in range(4)]
+        with futures.ThreadPoolExecutor(4) as executor:
+            for done in [executor.submit(puller.run, 200) for puller in pullers]:
+                done.result()
+        outcomes = sum((puller.outcomes for puller in pullers), Counter())
+        assert [puller.wrong for puller in pullers] == [[]] * 4
+        assert set(outcomes) <= {"done", "cancelled", "withdrawn", "expired"}
+        assert min(outcomes[name] for name in ("done", "cancelled", "withdrawn")) > 0
+        assert poll(lambda: all(pool.allocator.num_free == 64 for pool in pools))
 
 
 # --- Without another process ---

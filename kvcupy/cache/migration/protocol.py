@@ -61,6 +61,7 @@ _HEAD = struct.Struct(">BI")  # kind, bytes of the payload
 _MAC_BYTES = 16
 _LEAST_PAYLOAD_BYTES = 48  # shorter ones are filled up, so that one call receives most messages
 LEAST_MESSAGE_BYTES = _HEAD.size + _LEAST_PAYLOAD_BYTES + _MAC_BYTES
+_LAST_S = 0.1  # for the rest of a message, when the connection has ended
 _MOST_BUFFERS = 512  # memory areas that one call to the system takes
 
 
@@ -530,7 +531,15 @@ class Channel:
         except (TimeoutError, BlockingIOError):
             raise TimeoutError("timed out") from None
         except (OSError, ValueError) as error:
+            if is_sent:
+                self._raise_refusal()
             raise Lost(f"the connection has ended: {error}") from error
+
+    def _raise_refusal(self) -> None:
+        """Raise why the peer has ended the connection, if it has said so."""
+        with suppress(Lost, TimeoutError):
+            while self.readable(0):
+                self.receive(time.monotonic() + _LAST_S)
 
     def _move_all(
         self, views: list[memoryview], left: int, move: Callable[[list[memoryview]], int],

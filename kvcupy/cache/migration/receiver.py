@@ -418,7 +418,7 @@ class PageReceiver(ProcessLocal):
         while (channel := self._borrow(ticket)) is not None:
             try:
                 return channel, self._ask(pull, ticket, heads, channel, pull._deadline)
-            except (Lost, TimeoutError):
+            except (Lost, TimeoutError, TransferError):  # of the pull before, whose offer is over
                 channel.close()  # by the sender, to which it was idle
         return None
 
@@ -456,7 +456,7 @@ class PageReceiver(ProcessLocal):
             return
         try:  # a sender that does not hear it waits for its lease
             channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
-        except (Lost, TimeoutError):
+        except (Lost, TimeoutError, TransferError):  # or its offer is over, which does not matter
             channel.close()
         else:
             channel.confirming = True
