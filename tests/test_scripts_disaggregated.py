@@ -8,12 +8,12 @@ import json
 import pytest
 from helpers import full_only
 
-from kvcupy.interop import nixl
+from kvcupy.interop import nixl_agents
 from kvcupy.timelines.timeline import Span
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 
-HAS_NIXL = any(importlib.util.find_spec(name) for name in nixl._WHEELS)
+HAS_NIXL = any(importlib.util.find_spec(name) for name in nixl_agents.WHEELS)
 
 
 def run(device_name, *arguments):

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from kvcupy.interop import nixl
+from kvcupy.interop import nixl_agents
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 
 needs_nixl = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in nixl._WHEELS),
+    not any(importlib.util.find_spec(name) for name in nixl_agents.WHEELS),
     reason="needs NIXL: pip install --no-deps nixl-cu12",
 )
 
@@ -41,7 +41,7 @@ def test_without_nixl_it_says_so(tmp_path, monkeypatch, capsys):
     def missing():
         raise ImportError("the engine nixl needs NIXL")
 
-    monkeypatch.setattr(nixl, "load", missing)
+    monkeypatch.setattr(nixl_agents, "load", missing)
     path = tmp_path / "nixl.json"
     assert run(path) == 0
     assert json.loads(path.read_text())["rows"] == []

@@ -37,7 +37,7 @@ from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave
 from kvcupy.cache import wire
 from kvcupy.doctor import environment
-from kvcupy.interop import nixl
+from kvcupy.interop import nixl_agents
 
 _CASES = (*CASES, (2 << 20, 128))
 _PAIRS = 3  # of processes
@@ -51,10 +51,10 @@ class Bare:
     """An agent of NIXL for the memory of a pool."""
 
     def __init__(self, name: str, pool: kv.KVPool) -> None:
-        module = nixl.load()
+        module = nixl_agents.load()
         config = module.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.agent: Any = module.nixl_agent(name, config)
-        self.blocks = nixl.BlockAddresses(pool)
+        self.blocks = nixl_agents.BlockAddresses(pool)
         self._registered = [
             self.agent.register_memory([(pointer, num_bytes, 0, "")], "DRAM")
             for pointer, num_bytes in self.blocks.memory
@@ -65,8 +65,8 @@ class Bare:
         tables = (np.array(table, np.int64) for table in described["regions"])
         peer = self.agent.add_remote_agent(bytes.fromhex(described["metadata"]))
         chosen = np.array(pages)
-        local, remote, sizes = nixl.blocks_of(
-            self.blocks.regions, chosen, nixl.Regions(*tables), chosen, range(num_layers),
+        local, remote, sizes = nixl_agents.blocks_of(
+            self.blocks.regions, chosen, nixl_agents.Regions(*tables), chosen, range(num_layers),
             by_page=True,
         )  # fmt: skip
         lists = [
@@ -256,7 +256,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     try:
-        nixl.load()
+        nixl_agents.load()
     except ImportError as error:
         return {"rows": rows, "notes": [str(error)]}
     cases = ((1 << 20, 8),) if options.quick else _CASES

@@ -17,12 +17,12 @@ from line_process import LineProcess, poll
 from paged_tiers_cases import Prefixed
 
 import kvcupy as kv
-from kvcupy.interop import nixl
+from kvcupy.interop import nixl_agents
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
 
 PROGRAM = "import kvcupy as kv; kv.config.strict = False; from exchange_world import *"
-HAS_NIXL = any(importlib.util.find_spec(name) for name in nixl._WHEELS)
+HAS_NIXL = any(importlib.util.find_spec(name) for name in nixl_agents.WHEELS)
 NEEDS_NIXL = pytest.mark.skipif(not HAS_NIXL, reason="needs NIXL")
 
 

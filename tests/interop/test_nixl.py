@@ -33,10 +33,10 @@ from tiered_cases import in_time
 import kvcupy as kv
 from kvcupy.arrays import bytes_of
 from kvcupy.cache.migration.protocol import BEST_ALGORITHM
-from kvcupy.interop import nixl
+from kvcupy.interop import nixl, nixl_agents
 
 needs_nixl = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in nixl._WHEELS),
+    not any(importlib.util.find_spec(name) for name in nixl_agents.WHEELS),
     reason="needs NIXL: pip install --no-deps nixl-cu12",
 )
 
@@ -429,7 +429,7 @@ def test_pulls_at_random(layouts, monkeypatch, tmp_path):
 def test_layouts_that_scatter_a_layer_are_refused(device, layout):
     pool = kv.KVPool(4, 4, 2, 2, 8, dtype="fp16", layout=layout, device="host")
     with pytest.raises(ValueError, match=r"^pool: .*layer_first"):
-        nixl.BlockAddresses(pool)
+        nixl_agents.BlockAddresses(pool)
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
@@ -457,7 +457,7 @@ def test_addresses_are_those_of_the_blocks(layout, kind):
     for part in parts:
         array = kv.device("host").to_numpy(part)
         array[...] = rng.integers(-100, 100, array.shape)
-    blocks, pages, layers = nixl.BlockAddresses(pool), np.array([4, 0, 5, 1]), range(1, 3)
+    blocks, pages, layers = nixl_agents.BlockAddresses(pool), np.array([4, 0, 5, 1]), range(1, 3)
     memory = []  # by layer and part
     for layer in layers:
         views = [pool.k(layer), *([] if kind == "mla" else [pool.v(layer)])]
@@ -482,10 +482,10 @@ def test_addresses_are_those_of_the_blocks(layout, kind):
             assert any(a <= address and address + size <= a + n for a, n in blocks.memory)
         # Joined, cut, and as memory.
         both = blocks.regions, pages
-        joined = nixl.blocks_of(*both, *both, layers, by_page=by_page)
+        joined = nixl_agents.blocks_of(*both, *both, layers, by_page=by_page)
         assert len(joined[0]) <= len(addresses)
         for num_bytes in (10, 100, 1 << 20):
-            mine, theirs, sizes, ends = nixl.cut(*joined, num_bytes)
+            mine, theirs, sizes, ends = nixl_agents.cut(*joined, num_bytes)
             assert mine.tolist() == theirs.tolist() and ends[-1] == len(sizes)
             groups = np.split(sizes, ends[:-1])
             assert all(0 < int(group.sum()) <= 2 * num_bytes for group in groups)
@@ -503,7 +503,7 @@ def test_joined_blocks_move_the_same_bytes():
         mine, theirs = (rng.permutation(12)[:8].astype(np.int64) for _ in range(2))
         if rng.random() < 0.5:
             theirs = mine + 3
-        joined = nixl.joined(mine * size, theirs * size, np.full(8, size))
+        joined = nixl_agents.joined(mine * size, theirs * size, np.full(8, size))
         moved = {
             (int(a) + i, int(b) + i) for a, b, n in zip(*joined, strict=True) for i in range(int(n))
         }
@@ -517,16 +517,18 @@ def test_joined_blocks_move_the_same_bytes():
 def test_layers_are_joined_only_where_they_lie_side_by_side_in_every_page():
     """Those of the first page do here; pages of the second layer are twice as far apart."""
     pages, layers = np.array([0, 1]), range(2)
-    regions = nixl.Regions(*np.array([[[0, 10]], [[20, 40]], [[10, 10]]]))
+    regions = nixl_agents.Regions(*np.array([[[0, 10]], [[20, 40]], [[10, 10]]]))
     assert not regions.is_by_page
-    addresses, _, sizes = nixl.blocks_of(regions, pages, regions, pages, layers, by_page=True)
+    addresses, _, sizes = nixl_agents.blocks_of(
+        regions, pages, regions, pages, layers, by_page=True
+    )
     assert (addresses.tolist(), sizes.tolist()) == ([0, 50], [30, 10])
-    even = nixl.Regions(*np.array([[[0, 10]], [[20, 20]], [[10, 10]]]))
+    even = nixl_agents.Regions(*np.array([[[0, 10]], [[20, 20]], [[10, 10]]]))
     assert even.is_by_page
-    addresses, _, sizes = nixl.blocks_of(even, pages, even, pages, layers, by_page=True)
+    addresses, _, sizes = nixl_agents.blocks_of(even, pages, even, pages, layers, by_page=True)
     assert (addresses.tolist(), sizes.tolist()) == ([0], [40])
     # What was found out of them is no part of what a sender says of them.
-    peer = nixl.Peer(b"opaque", nixl.Process.own(), even)
+    peer = nixl.Peer(b"opaque", nixl_agents.Process.own(), even)
     assert nixl.Peer.decoded(peer.encoded()).regions.is_by_page
 
 
@@ -570,7 +572,7 @@ def test_checksums_are_ahead_of_pulls(layout):
             values = rng.standard_normal(views[0].shape)
             for view in views:
                 view[...] = values
-    blocks = nixl.BlockAddresses(pools[0])
+    blocks = nixl_agents.BlockAddresses(pools[0])
     ahead = nixl._ChecksumWorker()
     offers = [FakeOffer(pools[0], [4, 0, 1], range(n)) for n in (1, 8, 0)]
     spans = [nixl._Spans(offer, blocks, BEST_ALGORITHM) for offer in offers]
@@ -591,8 +593,8 @@ def test_checksums_are_ahead_of_pulls(layout):
         for span in spans[number]._spans.values():
             # What the other pool has, in the order that the first prefers.
             offer = FakeOffer(pools[1], [4, 0, 1])
-            theirs, pages = nixl.BlockAddresses(pools[1]), offer.pages
-            _, addresses, sizes = nixl.blocks_of(
+            theirs, pages = nixl_agents.BlockAddresses(pools[1]), offer.pages
+            _, addresses, sizes = nixl_agents.blocks_of(
                 blocks.regions, pages, theirs.regions, pages, span.layers,
                 by_page=blocks.regions.is_by_page,
             )  # fmt: skip
@@ -610,7 +612,7 @@ def test_the_sender_helps_reads_while_checksums_are_calculated(monkeypatch):
     monkeypatch.setattr(nixl, "_HASHED_BYTES", 1000)
     pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
     span = nixl._Span(
-        FakeOffer(pool, [0, 2, 4]), nixl.BlockAddresses(pool), range(2), BEST_ALGORITHM
+        FakeOffer(pool, [0, 2, 4]), nixl_agents.BlockAddresses(pool), range(2), BEST_ALGORITHM
     )
     calls, digests = [], []
     with span._lock:
@@ -667,7 +669,7 @@ def test_looks_whether_layers_are_ready_become_rarer(monkeypatch):
     monkeypatch.setattr(nixl, "_LOOK_AHEAD_S", 1e-3)
     monkeypatch.setattr(nixl, "_MAX_LOOK_AHEAD_S", 64e-3)
     pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
-    blocks, ahead = nixl.BlockAddresses(pool), nixl._ChecksumWorker()
+    blocks, ahead = nixl_agents.BlockAddresses(pool), nixl._ChecksumWorker()
     pauses_s, wait = [], ahead._changed.wait
 
     def noted(timeout=None):
@@ -694,7 +696,7 @@ def test_layers_that_go_together(num_layers, pages, expected):
     """All of a small offer; of a large one at most a quarter, or 16 MiB."""
     pool = kv.KVPool(2000, 16, num_layers, 2, 64, dtype="fp32", device="host")
     offer = FakeOffer(pool, range(pages), range(num_layers))
-    spans = nixl._Spans(offer, nixl.BlockAddresses(pool), BEST_ALGORITHM)
+    spans = nixl._Spans(offer, nixl_agents.BlockAddresses(pool), BEST_ALGORITHM)
     counts, first = [], 0
     offer.num_reading = 1
     while first < num_layers:
@@ -704,13 +706,13 @@ def test_layers_that_go_together(num_layers, pages, expected):
 
 
 def test_a_process_is_known_by_more_than_its_number():
-    me = nixl.Process.own()
+    me = nixl_agents.Process.own()
     assert not me.is_dead()
-    assert nixl.Process(me.boot, me.namespace, me.pid, me.started + 1).is_dead()
-    assert not nixl.Process("another boot", me.namespace, me.pid, me.started + 1).is_dead()
-    assert not nixl.Process("", "", me.pid, 0).is_dead()
+    assert nixl_agents.Process(me.boot, me.namespace, me.pid, me.started + 1).is_dead()
+    assert not nixl_agents.Process("another boot", me.namespace, me.pid, me.started + 1).is_dead()
+    assert not nixl_agents.Process("", "", me.pid, 0).is_dead()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    other = nixl.Process(me.boot, me.namespace, child.pid, nixl._started(child.pid))
+    other = nixl_agents.Process(me.boot, me.namespace, child.pid, nixl_agents._started(child.pid))
     assert not other.is_dead()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie still has the number
@@ -732,8 +734,8 @@ def test_a_process_is_known_by_more_than_its_number():
 def test_what_a_sender_says_of_itself_is_checked(change):
     from kvcupy.cache.migration.protocol import Lost
 
-    regions = nixl.Regions(*(np.array([[number]]) for number in (1, 2, 3)))
-    peer = nixl.Peer(b"opaque", nixl.Process.own(), regions)
+    regions = nixl_agents.Regions(*(np.array([[number]]) for number in (1, 2, 3)))
+    peer = nixl.Peer(b"opaque", nixl_agents.Process.own(), regions)
     assert nixl.Peer.decoded(peer.encoded()).encoded() == peer.encoded()
     with pytest.raises(Lost):
         nixl.Peer.decoded(json.dumps({**json.loads(peer.encoded()), **change}).encode())
@@ -742,9 +744,9 @@ def test_what_a_sender_says_of_itself_is_checked(change):
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(nixl, "_WHEELS", ("kvcupy_has_no_such_wheel",))
+    monkeypatch.setattr(nixl_agents, "WHEELS", ("kvcupy_has_no_such_wheel",))
     with pytest.raises(ImportError, match=re.escape("pip install --no-deps nixl-cu12")):
-        nixl.load()
+        nixl_agents.load()
 
 
 class nixlRemoteDisconnectError(Exception):
@@ -768,13 +770,13 @@ class FakeAgent:
 
 
 def begun_reading(agent, process):
-    reading = nixl.Reading(agent, process, "handle")
+    reading = nixl_agents.Reading(agent, process, "handle")
     reading.state = "PROC"
     return reading
 
 
 def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(monkeypatch):
-    me = nixl.Process.own()
+    me = nixl_agents.Process.own()
     agent = FakeAgent("PROC", "PROC", "DONE")
     reading = begun_reading(agent, me)
     assert [reading.done() for _ in range(3)] == [False, False, True]
@@ -786,14 +788,14 @@ def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(m
     agent.states = [nixlRemoteDisconnectError()]
     assert reading.done() and agent.released == 1
     # What a dead sender had sent may still arrive.
-    dead = nixl.Process(me.boot, me.namespace, me.pid, me.started + 1)
+    dead = nixl_agents.Process(me.boot, me.namespace, me.pid, me.started + 1)
     agent = FakeAgent("PROC")
     reading = begun_reading(agent, dead)
-    time.sleep(nixl._LOOK_S)
+    time.sleep(nixl_agents._LOOK_S)
     assert not reading.done() and not reading.done()
-    monkeypatch.setattr(nixl, "_GRACE_S", -1.0)
+    monkeypatch.setattr(nixl_agents, "_GRACE_S", -1.0)
     assert not reading.done()  # it does not look all the time
-    time.sleep(nixl._LOOK_S)
+    time.sleep(nixl_agents._LOOK_S)
     assert reading.done() and "dead" in str(reading.failure)
 
 
@@ -810,13 +812,13 @@ def test_idle_peers_stay_connected(count, monkeypatch):
         def remove_remote_agent(self, name):
             self.forgotten.append(int(name))
 
-    agent = object.__new__(nixl.Agent)
+    agent = object.__new__(nixl_agents.Agent)
     agent._lock, agent._agent, agent._peers = threading.Lock(), Fake(), {}
     monkeypatch.setattr(Fake, "forgotten", [])
     for i in range(count):
         key, _ = agent.add_peer(str(i).encode())
         agent.release_peer(key, failed=False)
-    assert Fake.forgotten == list(range(max(0, count - nixl._MOST_PEERS)))
+    assert Fake.forgotten == list(range(max(0, count - nixl_agents._MOST_PEERS)))
 
 
 class FakeNixl:
@@ -854,7 +856,7 @@ class FakeHandle:
 
 
 def fake_agent(**options):
-    agent = object.__new__(nixl.Agent)
+    agent = object.__new__(nixl_agents.Agent)
     agent._lock, agent._unreleased, agent._has_stopped = threading.Lock(), [], False
     agent._agent = FakeNixl(agent._lock, **options)
     return agent
@@ -866,7 +868,7 @@ def test_what_was_prepared_before_a_failure_is_released_with_the_lock(num_good):
     agent = fake_agent(num_good=num_good)
     blocks = np.arange(2) * 8
     with pytest.raises(ValueError, match="gone"):
-        agent.prepare("peer", nixl.Process.own(), blocks, blocks, blocks, [(0, 1), (1, 2)])
+        agent.prepare("peer", nixl_agents.Process.own(), blocks, blocks, blocks, [(0, 1), (1, 2)])
     assert agent._agent.kept == agent._unreleased, "only what could not be"
     assert len(agent._unreleased) == min(1, num_good)
 
@@ -876,7 +878,7 @@ def test_who_closes_an_engine_waits_for_a_read_that_is_about_to_begin():
     agent = fake_agent()
     blocks = np.arange(2) * 8
     first, second = agent.prepare(
-        "peer", nixl.Process.own(), blocks, blocks, blocks, [(0, 1), (1, 2)]
+        "peer", nixl_agents.Process.own(), blocks, blocks, blocks, [(0, 1), (1, 2)]
     )
     reader = object.__new__(nixl._Reader)
     reader._agent, reader._named, reader._begun = agent, deque(), deque()
@@ -1010,7 +1012,7 @@ def test_a_reader_waits_no_longer_than_its_lease_allows(is_reading):
     verification.submit = lambda: beside.append(1)
     reader = nixl._Reader(task, None, None, None, None, None, verification)
     if is_reading:
-        reading = nixl.Reading(FakeAgent("PROC"), nixl.Process.own(), "handle")
+        reading = nixl_agents.Reading(FakeAgent("PROC"), nixl_agents.Process.own(), "handle")
         reader._begun.append(nixl._Read(reading, range(1), None, None, b""))
     with pytest.raises(TimeoutError):
         reader.run()
