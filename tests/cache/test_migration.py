@@ -559,7 +559,8 @@ def test_a_refusal_of_the_pull_before(monkeypatch):
         eventually(lambda: sender.stats()["connections"] == 0)
         receiver.pull(tickets[1], [2, 3]).synchronize()
         assert_pulled(target, [2, 3], pages[1])
-        assert sender.stats()["withdrawn"] == 1 and sender.stats()["completed"] == 1
+        eventually(lambda: sender.stats()["completed"] == 1)
+        assert sender.stats()["withdrawn"] == 1
 
 
 def test_a_refusal_behind_the_last_layer(monkeypatch):
