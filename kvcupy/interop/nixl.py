@@ -126,7 +126,7 @@ def _new_checksum(algorithm: int, of: Offered | PullTask, layers: range) -> Any:
     return new_checksum(algorithm, of.key, of.number, of.generation, layers.start, len(layers))
 
 
-class _Span:
+class _LayerGroup:
     """Layers of an offer that go together.
 
     Attributes
@@ -181,8 +181,8 @@ class _Span:
         return digest
 
 
-class _Spans:
-    """The layers of an offer as spans, with checksums by one algorithm.
+class _LayerGroups:
+    """The layers of an offer in groups, with checksums by one algorithm.
 
     Which layers go together is decided when the first of them is asked for.
     """
@@ -193,28 +193,28 @@ class _Spans:
         share = offered.pool.num_layers // _MOST_GROUPS
         self._most = max(1, _GROUP_BYTES // layer_bytes, share)
         self._lock = threading.Lock()
-        self._spans: dict[int, _Span] = {}  # by first layer
+        self._groups: dict[int, _LayerGroup] = {}  # by first layer
         self._next = 0  # layer without a checksum
 
-    def beginning_with(self, first: int) -> _Span | None:
-        """Return the span that a layer begins, or None if it is not ready.
+    def beginning_with(self, first: int) -> _LayerGroup | None:
+        """Return the group that a layer begins, or None if it is not ready.
 
         Raises
         ------
         TransferError : it never will be
         """
         with self._lock:
-            if first not in self._spans:
+            if first not in self._groups:
                 end = min(first + self._most, self._offered.pool.num_layers)
                 stop = first
                 while stop < end and self._offered.is_ready(stop):
                     stop += 1
                 if stop == first:
                     return None
-                self._spans[first] = _Span(
+                self._groups[first] = _LayerGroup(
                     self._offered, self._blocks, range(first, stop), self._algorithm
                 )
-            return self._spans[first]
+            return self._groups[first]
 
     @property
     def is_complete(self) -> bool:
@@ -228,11 +228,11 @@ class _Spans:
         TransferError : the offer is over
         """
         with self._offered.reading():
-            span = self.beginning_with(self._next)
-            if span is None:
+            group = self.beginning_with(self._next)
+            if group is None:
                 return False
-            span.digest()
-        self._next = span.layers.stop
+            group.digest()
+        self._next = group.layers.stop
         return True
 
 
@@ -242,10 +242,10 @@ class _ChecksumWorker:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._offers: list[_Spans] = []
+        self._offers: list[_LayerGroups] = []
         self._closed = False
 
-    def add(self, spans: _Spans) -> None:
+    def add(self, groups: _LayerGroups) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -258,7 +258,7 @@ class _ChecksumWorker:
                 except RuntimeError:  # the system has no more: pulls calculate them
                     return
                 self._thread = thread
-            self._offers.append(spans)
+            self._offers.append(groups)
             self._changed.notify()
 
     def close(self, deadline: float) -> None:
@@ -278,16 +278,16 @@ class _ChecksumWorker:
                     return
                 offers = list(self._offers)
             moved = False
-            for spans in offers:
+            for groups in offers:
                 try:
-                    moved |= spans.advance()
-                    is_over = spans.is_complete
+                    moved |= groups.advance()
+                    is_over = groups.is_complete
                 except Exception:  # the offer is over; whatever else it is, pulls will say
                     is_over = True
                 if is_over:
                     with self._changed:
-                        self._offers.remove(spans)
-            del offers, spans  # and with them what is over
+                        self._offers.remove(groups)
+            del offers, groups  # and with them what is over
             with self._changed:
                 if moved or not self._offers or self._changed.wait(pause_s):
                     pause_s = _LOOK_AHEAD_S
@@ -579,8 +579,8 @@ class NixlEngine:
         self._pool = pool
         self._blocks = BlockAddresses(pool)
         self._agent = Agent(self._blocks)
-        # By pull: its READs, which may still land, and the key of the peer.
-        self._readers: dict[PullTask, tuple[_Reader, bytes]] = {}
+        # By pull: its READs, which may still land, and the peer.
+        self._readers: dict[PullTask, tuple[_Reader, Peer]] = {}
         self._owing_until_s = 0.0
         self._described = Peer(
             self._agent.metadata, Process.own(), self._blocks.regions
@@ -602,11 +602,11 @@ class NixlEngine:
 
     def offered(self, offered: Offered) -> None:
         """Begin to calculate checksums as layers become ready."""
-        self._checksum_worker.add(self._spans_of(offered, BEST_ALGORITHM))
+        self._checksum_worker.add(self._groups_of(offered, BEST_ALGORITHM))
 
-    def _spans_of(self, offered: Offered, algorithm: int) -> _Spans:
-        spans = _Spans(offered, self._blocks, algorithm)
-        shared: _Spans = offered.prepared.setdefault(algorithm, spans)
+    def _groups_of(self, offered: Offered, algorithm: int) -> _LayerGroups:
+        groups = _LayerGroups(offered, self._blocks, algorithm)
+        shared: _LayerGroups = offered.prepared.setdefault(algorithm, groups)
         return shared
 
     def serve(self, service: Service) -> None:
@@ -617,25 +617,27 @@ class NixlEngine:
             numbers = service.pages[start : start + _MOST_PAGES].astype(">i4")
             message = _COUNT.pack(len(numbers)) + numbers.tobytes()
             channel.send(READ, message, service.deadline(), more=True)
-        spans = self._spans_of(service.offered, channel.algorithm)
-        unread: deque[_Span] = deque()
+        groups = self._groups_of(service.offered, channel.algorithm)
+        unread: deque[_LayerGroup] = deque()
         try:
-            self._serve_spans(service, spans, unread)
+            self._serve_groups(service, groups, unread)
         except BaseException:
             if unread:
                 self._owing_until_s = time.monotonic() + _OWING_S
             raise
 
-    def _serve_spans(self, service: Service, spans: _Spans, unread: deque[_Span]) -> None:
+    def _serve_groups(
+        self, service: Service, groups: _LayerGroups, unread: deque[_LayerGroup]
+    ) -> None:
         """Name layers once they are ready, and confirm those that have been read."""
         channel = service.channel
         first, num_layers = 0, service.pool.num_layers
         while unread or first < num_layers:
             service.check()
-            while first < num_layers and (span := spans.beginning_with(first)) is not None:
-                channel.send(LAYER, span.named, service.deadline(), more=True)
-                unread.append(span)
-                first = span.layers.stop
+            while first < num_layers and (group := groups.beginning_with(first)) is not None:
+                channel.send(LAYER, group.named, service.deadline(), more=True)
+                unread.append(group)
+                first = group.layers.stop
             service.flush()
             self._agent.poll()
             if not channel.readable(_MAX_PAUSE_S):
@@ -648,9 +650,9 @@ class NixlEngine:
                 raise Lost("the receiver has read other layers than it was to")
             digest = unread[0].digest(self._agent.poll)  # for READs of those that follow
             service.check()  # pages were those of the offer until now, and so while they were read
-            span = unread.popleft()
-            channel.num_bytes += span.num_bytes
-            channel.send(CHECKSUM, span.named + _CHECKSUM.pack(digest), service.deadline())
+            group = unread.popleft()
+            channel.num_bytes += group.num_bytes
+            channel.send(CHECKSUM, group.named + _CHECKSUM.pack(digest), service.deadline())
 
     # --- The receiver ---
 
@@ -659,12 +661,12 @@ class NixlEngine:
         peer = self._peer(task.receive(READ)[1])
         pages = self._pages(task)
         try:
-            key, name = self._agent.add_peer(peer.metadata)
+            name = self._agent.add_peer(peer.metadata)
         except Exception as error:  # see Agent.begin
             raise TransferError(f"NIXL cannot reach the sender: {error}", "lost") from error
         verification = _Verification(task, self._blocks, self._verifiers)
         reader = _Reader(task, self._agent, self._blocks, peer, name, pages, verification)
-        self._readers[task] = reader, key
+        self._readers[task] = reader, peer
         failed = True
         try:
             reader.run()
@@ -710,12 +712,12 @@ class NixlEngine:
 
     def _let_go(self, task: PullTask, *, failed: bool) -> bool:
         """Let go of the peer of a pull; return False while something may land."""
-        reader, key = self._readers[task]
+        reader, peer = self._readers[task]
         if reader.pending():  # NIXL would not say when they have ended
             return False
         del self._readers[task]
         reader.drop()
-        self._agent.release_peer(key, failed=failed)
+        self._agent.release_peer(peer.metadata, failed=failed)
         return True
 
     # --- Both ---

@@ -325,31 +325,30 @@ class Agent:
             if self._agent is not None:
                 self._agent.update_notifs()
 
-    def add_peer(self, metadata: bytes) -> tuple[bytes, Any]:
-        """Return key and name of the agent of an authenticated peer, for `release_peer`."""
-        key = metadata
+    def add_peer(self, metadata: bytes) -> Any:
+        """Return the name of the agent of an authenticated peer, until `release_peer`."""
         with self._lock:
-            name, count = self._peers.pop(key, (None, 0))
+            name, count = self._peers.pop(metadata, (None, 0))
             if name is None:
                 idle = [k for k, (_, used) in self._peers.items() if not used]
                 for old in idle[: max(0, len(idle) - _MOST_PEERS + 1)]:
                     self._forget(old)
                 name = self._agent.add_remote_agent(metadata)
-            self._peers[key] = name, count + 1
-            return key, name
+            self._peers[metadata] = name, count + 1
+            return name
 
-    def release_peer(self, key: bytes, *, failed: bool) -> None:
+    def release_peer(self, metadata: bytes, *, failed: bool) -> None:
         """End the use of a peer; one that has failed has to connect anew."""
         with self._lock:
-            if key not in self._peers:
+            if metadata not in self._peers:
                 return
-            name, count = self._peers.pop(key)
-            self._peers[key] = name, count - 1
+            name, count = self._peers.pop(metadata)
+            self._peers[metadata] = name, count - 1
             if failed and count == 1:
-                self._forget(key)
+                self._forget(metadata)
 
-    def _forget(self, key: bytes) -> None:
-        name, _ = self._peers.pop(key)
+    def _forget(self, metadata: bytes) -> None:
+        name, _ = self._peers.pop(metadata)
         if self._agent is not None:
             with contextlib.suppress(Exception):  # it has disconnected: NIXL has forgotten it
                 self._agent.remove_remote_agent(name)

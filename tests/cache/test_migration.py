@@ -1248,28 +1248,23 @@ def staged(device):
         yield sender, receiver
 
 
-def test_a_pull_that_waits_for_staging_is_cancelled_at_once(staged):
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_who_waits_for_staging_gives_up_at_once(side, staged):
     sender, receiver = staged
-    held = receiver._staging.pool.allocator.alloc(4)  # as by pulls of slow senders
+    staging = (sender if side == "sender" else receiver)._staging.pool.allocator
+    held = staging.alloc(4)  # as by pulls whose peers are slow
     ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=600)
     pull = receiver.pull(ticket, [0, 1], deadline_s=600)
     assert poll(lambda: sender.stats()["pulls"])
-    pull.cancel()
-    assert poll(lambda: not receiver.stats()["pulls"])
-    receiver._staging.pool.allocator.free(held)
-
-
-def test_an_offer_that_waits_for_staging_is_withdrawn_at_once(staged):
-    sender, receiver = staged
-    held = sender._staging.pool.allocator.alloc(4)  # as by pulls of slow receivers
-    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=600)
-    pull = receiver.pull(ticket, [0, 1], deadline_s=600)
-    assert poll(lambda: sender.stats()["pulls"])
-    assert sender.withdraw(ticket)
-    assert poll(lambda: not sender.stats()["offered_pages"])
+    if side == "sender":
+        assert sender.withdraw(ticket)
+        assert poll(lambda: not sender.stats()["offered_pages"])
+    else:
+        pull.cancel()
+        assert poll(lambda: not receiver.stats()["pulls"])
     with pytest.raises(kv.TransferError):
         pull.synchronize()
-    sender._staging.pool.allocator.free(held)
+    staging.free(held)
 
 
 def test_a_pull_that_waits_for_staging_keeps_its_lease(staged):

@@ -279,20 +279,20 @@ def test_bytes_that_differ_are_noticed(peers, group_bytes, is_ahead):
     if is_ahead:
         assert sender.do("""
 (offer,) = w.sender._offers.values()
-(spans,) = offer.offered.prepared.values()
-answer(poll(lambda: spans.is_complete))
+(groups,) = offer.offered.prepared.values()
+answer(poll(lambda: groups.is_complete))
 """)
-        sender.do("nixl._Span._calculate = None")  # which nobody needs any more
+        sender.do("nixl._LayerGroup._calculate = None")  # which nobody needs any more
     sender.do("view = w.pool.v(1); view[w.pages[2], 3, 1, 200] += 1")
     if not is_ahead:
         sender.do("""
-calculate = nixl._Span._calculate
-def of_others(span, meanwhile):
+calculate = nixl._LayerGroup._calculate
+def of_others(group, meanwhile):
     view[w.pages[2], 3, 1, 200] -= 1
-    digest = calculate(span, meanwhile)
+    digest = calculate(group, meanwhile)
     view[w.pages[2], 3, 1, 200] += 1
     return digest
-nixl._Span._calculate = of_others
+nixl._LayerGroup._calculate = of_others
 """)
     start_pull(receiver, ticket)
     assert receiver.do("answer(w.outcome())") == "corrupt"
@@ -575,33 +575,33 @@ def test_checksums_are_ahead_of_pulls(layout):
     blocks = nixl_agents.BlockAddresses(pools[0])
     ahead = nixl._ChecksumWorker()
     offers = [FakeOffer(pools[0], [4, 0, 1], range(n)) for n in (1, 8, 0)]
-    spans = [nixl._Spans(offer, blocks, BEST_ALGORITHM) for offer in offers]
-    for each in spans:
+    groups = [nixl._LayerGroups(offer, blocks, BEST_ALGORITHM) for offer in offers]
+    for each in groups:
         ahead.add(each)
-    assert poll(lambda: spans[1].is_complete and 0 in spans[0]._spans)
-    assert not spans[0].is_complete and not spans[2]._spans
+    assert poll(lambda: groups[1].is_complete and 0 in groups[0]._groups)
+    assert not groups[0].is_complete and not groups[2]._groups
     offers[2].over = True
     assert poll(lambda: len(ahead._offers) == 1)
     offers[0].ready.update(range(8))
     assert poll(lambda: not ahead._offers)
-    assert spans[0].is_complete and not spans[2].is_complete
+    assert groups[0].is_complete and not groups[2].is_complete
     looks = [offer.num_looks for offer in offers]
     together = {0: [range(1), range(1, 8)], 1: [range(8)]}
     for number, expected in together.items():
-        got = [span.layers for span in spans[number]._spans.values()]
+        got = [group.layers for group in groups[number]._groups.values()]
         assert got == expected
-        for span in spans[number]._spans.values():
+        for group in groups[number]._groups.values():
             # What the other pool has, in the order that the first prefers.
             offer = FakeOffer(pools[1], [4, 0, 1])
             theirs, pages = nixl_agents.BlockAddresses(pools[1]), offer.pages
             _, addresses, sizes = nixl_agents.blocks_of(
-                blocks.regions, pages, theirs.regions, pages, span.layers,
+                blocks.regions, pages, theirs.regions, pages, group.layers,
                 by_page=blocks.regions.is_by_page,
             )  # fmt: skip
-            checksum = nixl._new_checksum(BEST_ALGORITHM, offer, span.layers)
+            checksum = nixl._new_checksum(BEST_ALGORITHM, offer, group.layers)
             for view in theirs.views(addresses, sizes):
                 checksum.update(view)
-            assert span.digest() == checksum.intdigest()
+            assert group.digest() == checksum.intdigest()
     assert [offer.num_looks for offer in offers] == looks  # of those that are over, and done
     ahead.close(time.monotonic() + 5)
     assert not ahead._thread.is_alive()
@@ -611,13 +611,13 @@ def test_the_sender_helps_reads_while_checksums_are_calculated(monkeypatch):
     """By the thread that serves the pull, or by another one."""
     monkeypatch.setattr(nixl, "_HASHED_BYTES", 1000)
     pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
-    span = nixl._Span(
+    group = nixl._LayerGroup(
         FakeOffer(pool, [0, 2, 4]), nixl_agents.BlockAddresses(pool), range(2), BEST_ALGORITHM
     )
     calls, digests = [], []
-    with span._lock:
+    with group._lock:
         helping = threading.Thread(
-            target=lambda: digests.append(span.digest(partial(calls.append, 1))), daemon=True
+            target=lambda: digests.append(group.digest(partial(calls.append, 1))), daemon=True
         )
         helping.start()
         assert poll(lambda: len(calls) >= 3)
@@ -625,10 +625,10 @@ def test_the_sender_helps_reads_while_checksums_are_calculated(monkeypatch):
     helping.join(30)
     assert len(digests) == 1
     calls.clear()
-    span._digest = None
-    assert span.digest(partial(calls.append, 1)) == digests[0]
-    assert span.num_bytes == 1536 and len(calls) == 2, "not for each block"
-    assert span.digest(partial(calls.append, 1)) == digests[0]
+    group._digest = None
+    assert group.digest(partial(calls.append, 1)) == digests[0]
+    assert group.num_bytes == 1536 and len(calls) == 2, "not for each block"
+    assert group.digest(partial(calls.append, 1)) == digests[0]
 
 
 @needs_nixl
@@ -643,8 +643,8 @@ def test_pages_are_released_by_the_thread_that_reads_ahead():
         released.append(threading.current_thread())
         pool.allocator.free(pages)
 
-    def advance(spans):
-        with spans._offered.reading():
+    def advance(groups):
+        with groups._offered.reading():
             assert sender.withdraw(ticket)
         raise AssertionError("that was all")
 
@@ -652,12 +652,12 @@ def test_pages_are_released_by_the_thread_that_reads_ahead():
     ahead = engine._checksum_worker
     with pytest.MonkeyPatch.context() as patched:
         # Only when there is a ticket.
-        patched.setattr(ahead, "add", lambda spans: None)
+        patched.setattr(ahead, "add", lambda groups: None)
         ticket = sender.offer(pages, release=release)
-        patched.setattr(nixl._Spans, "advance", advance)
+        patched.setattr(nixl._LayerGroups, "advance", advance)
         (offer,) = sender._offers.values()
-        (spans,) = offer.offered.prepared.values()
-        nixl._ChecksumWorker.add(ahead, spans)
+        (groups,) = offer.offered.prepared.values()
+        nixl._ChecksumWorker.add(ahead, groups)
         assert poll(lambda: released)
     assert released == [ahead._thread]
     ahead._thread.join(30)
@@ -679,7 +679,7 @@ def test_looks_whether_layers_are_ready_become_rarer(monkeypatch):
 
     monkeypatch.setattr(ahead._changed, "wait", noted)
     offer = FakeOffer(pool, [0])
-    ahead.add(nixl._Spans(offer, blocks, BEST_ALGORITHM))
+    ahead.add(nixl._LayerGroups(offer, blocks, BEST_ALGORITHM))
     assert poll(lambda: len(pauses_s) >= 9)
     assert pauses_s[:9] == [1e-3 * 2**i for i in range(7)] + [64e-3] * 2
     offer.ready.add(0)
@@ -696,11 +696,11 @@ def test_layers_that_go_together(num_layers, pages, expected):
     """All of a small offer; of a large one at most a quarter, or 16 MiB."""
     pool = kv.KVPool(2000, 16, num_layers, 2, 64, dtype="fp32", device="host")
     offer = FakeOffer(pool, range(pages), range(num_layers))
-    spans = nixl._Spans(offer, nixl_agents.BlockAddresses(pool), BEST_ALGORITHM)
+    groups = nixl._LayerGroups(offer, nixl_agents.BlockAddresses(pool), BEST_ALGORITHM)
     counts, first = [], 0
     offer.num_reading = 1
     while first < num_layers:
-        counts.append(len(spans.beginning_with(first).layers))
+        counts.append(len(groups.beginning_with(first).layers))
         first += counts[-1]
     assert counts == expected
 
@@ -816,8 +816,8 @@ def test_idle_peers_stay_connected(count, monkeypatch):
     agent._lock, agent._agent, agent._peers = threading.Lock(), Fake(), {}
     monkeypatch.setattr(Fake, "forgotten", [])
     for i in range(count):
-        key, _ = agent.add_peer(str(i).encode())
-        agent.release_peer(key, failed=False)
+        agent.add_peer(str(i).encode())
+        agent.release_peer(str(i).encode(), failed=False)
     assert Fake.forgotten == list(range(max(0, count - nixl_agents._MOST_PEERS)))
 
 
