@@ -22,6 +22,7 @@ from collections import Counter, deque
 from concurrent import futures
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -797,6 +798,19 @@ def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(m
     assert not reading.done()  # it does not look all the time
     time.sleep(nixl_agents._LOOK_S)
     assert reading.done() and "dead" in str(reading.failure)
+
+
+def test_no_read_begins_once_an_engine_has_looked_for_the_last():
+    calls = []
+    engine = object.__new__(nixl.NixlEngine)
+    engine._checksum_worker = nixl._ChecksumWorker()
+    engine._verifiers = futures.ThreadPoolExecutor(1)
+    engine._agent = SimpleNamespace(
+        stop=lambda: calls.append("stop"), close=lambda: calls.append("close")
+    )
+    engine._pending = lambda: calls.append("pending")
+    engine.close(time.monotonic() + 5)
+    assert calls == ["stop", "pending", "close"]
 
 
 @pytest.mark.parametrize("count", [40, 70])
