@@ -6,16 +6,22 @@ the test; the header shows the seed of a run.
 
 What is exhaustive rather than telling runs with ``--full``: more cases of a test that is marked
 ``covering``, those of `helpers.full_only`, and as many examples as `helpers.examples` is asked for.
+
+``--random-order`` shuffles modules, and the tests in each, by the same seed.
+``--remaining`` runs only the tests that did not pass in the previous run, such as those that were
+skipped because a library was missing.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import secrets
 import shutil
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -33,6 +39,9 @@ import pytest
 NUM_TESTS = pytest.StashKey[int]()
 """How many tests this process has run."""
 
+PASSED = "kvcupy/passed"
+"""The key in pytest's cache of the tests that passed in the previous run."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
@@ -41,7 +50,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--check-order", action="store_true", help="let kv.order_checker look at every test"
     )
-    parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
+    parser.addoption("--strict-seed", type=int, help="repeat the random orders of a run")
+    parser.addoption(
+        "--random-order", action="store_true", help="shuffle modules, and the tests in each"
+    )
+    parser.addoption(
+        "--remaining", action="store_true", help="run what did not pass in the previous run"
+    )
     parser.addoption(
         "--sanitize", action="store_true",
         help="run kernels under the address and undefined-behaviour sanitizers (scripts/test.sh)",
@@ -49,8 +64,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.strict_seed is None:  # drawn before xdist starts workers, who get it too
-        config.option.strict_seed = secrets.randbits(32)
+    of_controller = getattr(config, "workerinput", None)  # None unless this is a worker of xdist
+    if of_controller is None:
+        config.pluginmanager.register(PassedTests(config))
+    if config.option.strict_seed is None:
+        seed = of_controller["strict_seed"] if of_controller else secrets.randbits(32)
+        config.option.strict_seed = seed
     helpers.full = config.option.full
     if config.option.sanitize:
         sanitize(config)
@@ -76,6 +95,28 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: object) -> None:
+    """Give a worker of xdist the seed that the header shows."""
+    node.workerinput["strict_seed"] = node.config.option.strict_seed
+
+
+class PassedTests:
+    """Record the tests that pass in pytest's cache, for `--remaining`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.names.append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        if cache := getattr(self.config, "cache", None):
+            cache.set(PASSED, self.names)
+
+
 def sanitize(config: pytest.Config) -> None:
     """Run this process's kernels under sanitizers; `redzones` says how."""
     import redzones
@@ -92,10 +133,12 @@ def sanitize(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     if config.option.sanitize:
-        return "kvcupy: host device under address and undefined-behaviour sanitizers"
-    if config.option.no_strict:
-        return "kvcupy: lenient host device"
-    return f"kvcupy: strict host device, --strict-seed {config.option.strict_seed}"
+        device = "host device under address and undefined-behaviour sanitizers"
+    elif config.option.no_strict:
+        device = "lenient host device"
+    else:
+        device = "strict host device"
+    return f"kvcupy: {device}, --strict-seed {config.option.strict_seed}"
 
 
 @pytest.fixture(autouse=True)
@@ -147,8 +190,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set(exhaustive(items, config.option.full))
     if config.option.sanitize:
         left_out |= {item for item in items if not is_for_sanitizers(item)}
+    if config.option.remaining:
+        passed = set(config.cache.get(PASSED, []))
+        left_out |= {item for item in items if item.nodeid in passed}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+    if config.option.random_order:
+        rng = random.Random(config.option.strict_seed)
+        rank = {item.path: rng.random() for item in items}
+        items.sort(key=lambda item: (rank[item.path], rng.random()))
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
         return
@@ -261,6 +311,16 @@ def users_device(device, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     elif request.param == "strict":
         pytest.skip("a GPU is always strict")
     return device
+
+
+@pytest.fixture(params=[False, True], ids=["without torch", "with torch"])
+def with_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether torch can be imported. Where it is installed a test runs both ways, elsewhere once."""
+    if request.param:
+        pytest.importorskip("torch")
+    else:
+        monkeypatch.setitem(sys.modules, "torch", None)
+    return request.param
 
 
 @pytest.fixture

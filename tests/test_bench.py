@@ -48,6 +48,7 @@ def of(report, operation):
 # What it reports ---------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("model", "absent"),
     [
@@ -55,7 +56,7 @@ def of(report, operation):
         ("tiny-mla", {"store_kv", "rope_store_kv", "gather_kv"}),
     ],
 )
-def test_every_operation_of_a_model(device_name, tmp_path, capsys, model, absent):
+def test_every_operation_of_a_model(device_name, tmp_path, capsys, with_torch, model, absent):
     report = measured(device_name, tmp_path, "--model", model, "--format", "bf16", *SIZES)
     assert {row["operation"] for row in report["rows"]} == set(command.OPERATIONS) - absent
     assert len({row["case"] for row in report["rows"]}) == len(report["rows"])
@@ -71,8 +72,8 @@ def test_every_operation_of_a_model(device_name, tmp_path, capsys, model, absent
         if row["operation"] != "transfer_pages":
             assert row["copy_gb_per_s"] == report["copy_gb_per_s"]
         assert row["ratios"] == pytest.approx(candidates.ratios(row["least_us"]))
-        if "torch" in sys.modules and row["mode"] == "eager":
-            assert "torch" in row["ratios"], row["not_measured"]
+        if row["mode"] == "eager":
+            assert ("torch" in row["ratios"]) == with_torch, row["not_measured"]
     assert all(row["tflops"] > 0 for row in of(report, "paged_attention"))
     printed = capsys.readouterr().out
     for text in ("us (median)", "GB/s", "% of copy", "x expression", report["device"]):
@@ -277,14 +278,15 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_attention_agrees_with_float64_and_torch(device, monkeypatch, name):
+def test_attention_agrees_with_float64_and_torch(device, monkeypatch, with_torch, name):
     monkeypatch.setattr(attention, "BANK", 997)  # values repeat, and results are right all the same
     case = FEATURES[name].build(device, 2)
     candidates.check(case, "kvcupy", case.kvcupy(own_arrays))
     with pytest.raises(WrongBytes, match=r"row .* of set 1, head .* is off by"):
         candidates.check(case, "kvcupy", [case.kvcupy(own_arrays)[0], lambda stream: None])
-    if (torch := TorchArrays(device)).torch is None:
+    if not with_torch:
         return
+    torch = TorchArrays(device)
     candidates.check(case, "kvcupy, torch tensors", case.kvcupy(torch.wrap))
     if name in ("sinks", "fp8"):
         with pytest.raises(NotMeasured, match=f"takes no {name}"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,10 +49,15 @@ def test_scripts_are_strict_and_executable(name):
 
 
 # A stand-in for Python: notes its arguments in $LOG. It answers for needs.py with $NEEDS, or with
-# $ESSENTIAL if asked for that; `pip install` fails if $OFFLINE.
+# $ESSENTIAL if asked for that; `pip install` fails if $OFFLINE, and so does what the file beside the
+# log names.
 STAND_IN = """#!/bin/bash
-printf '%s %s\\n' "$(basename "$(dirname "$(dirname "$0")")")" "$*" >>"$LOG"
+log=${LOG:-$(dirname "$0")/../../log}
+printf '%s %s\\n' "$(basename "$(dirname "$(dirname "$0")")")" "$*" >>"$log"
+if [[ -e $log.fails && "$*" == *"$(<"$log.fails")"* ]]; then exit 1; fi
 case "$*" in
+  *"-m pytest"*--remaining*) echo "= 5 passed, 2 skipped, 40 deselected in 3.00s (0:00:03) =" ;;
+  *"-m pytest -n auto --dist worksteal") echo "== 40 passed, 7 skipped, 1 error in 9.99s ==" ;;
   *version_info*) [[ -z ${OLD:-} ]] ;;
   *sys.executable*) echo "$0" ;;
   *"import ensurepip"*) [[ -z ${NO_ENSUREPIP:-} ]] ;;
@@ -74,21 +80,15 @@ class Sandbox:
         self.folder = folder
         self.log = folder / "log"
         self.checkout = folder / "check out"  # a space, for quoting's sake
-        shutil.copytree(ROOT / "scripts", self.checkout / "scripts")
+        for name in ("scripts", ".ci"):
+            shutil.copytree(ROOT / name, self.checkout / name)
+        shutil.copy(ROOT / "README.md", self.checkout)
         tools = folder / "tools" / "bin"
         tools.mkdir(parents=True)
         for name in (
-            "bash",
-            "dirname",
-            "basename",
-            "env",
-            "mkdir",
-            "cp",
-            "rm",
-            "mktemp",
-            "head",
-            "grep",
-        ):
+            "bash", "dirname", "basename", "env", "mkdir", "cp", "rm", "mktemp", "head", "grep",
+            "awk", "id", "tail", "tar", "tee",
+        ):  # fmt: skip
             (tools / name).symlink_to(shutil.which(name))
         self.path = [tools]
 
@@ -115,6 +115,7 @@ class Sandbox:
             text=True,
         )
         assert (done.returncode != 0) == fails, done.stderr
+        self.printed = done.stdout
         return done.stderr
 
     @property
@@ -275,6 +276,60 @@ def test_old_python_is_refused_by_name(sandbox):
 
 def test_no_python_at_all_is_explained(sandbox):
     assert "No Python 3.10" in sandbox.run("test.sh", fails=True)
+
+
+# .ci/run -----------------------------------------------------------------------------------------
+
+FIRST_PASS = [
+    "system scripts/common/needs.py demo",
+    "system scripts/overlap_demo.py --out build/overlap_demo",
+    "system scripts/common/needs.py test",
+    "system -m pytest -n auto --dist worksteal",
+]
+
+
+def ci(sandbox, *arguments, **options):
+    """Run .ci/run in an environment that is active; return its calls, and what it says."""
+    active = sandbox.python("active")
+    (active / "bin" / "lint-imports").write_text("#!/bin/bash\n")
+    (active / "bin" / "lint-imports").chmod(0o755)
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    said = sandbox.run("../.ci/run", *arguments, VIRTUAL_ENV=active, **options)
+    fresh = re.search(r"cache_dir=(.*)/\.pytest_cache", sandbox.log.read_text())[1]
+    assert not Path(fresh).exists()
+    return [call.replace(f"{fresh}/", "") for call in sandbox.calls], said
+
+
+def test_ci_runs_the_readmes_commands_first_and_without_its_own_environment(sandbox):
+    calls, _ = ci(sandbox, "--full")
+    calls = [call for call in calls if " -c import " not in call]
+    assert calls[:4] == FIRST_PASS
+    assert all(call.startswith("active ") for call in calls[4:])
+    (second,) = (call for call in calls[4:] if "pytest" in call)
+    assert second.startswith("active -m pytest -n auto --dist worksteal --remaining -o cache_dir=")
+    assert second.endswith(" --full")
+    for check in ("ruff check", "mypy", "mkdocs build --strict", "kvcupy compile", "roofline"):
+        assert any(f"-m {check}" in call for call in calls), check
+    assert sandbox.printed.splitlines()[-1] == "1 failed, 45 passed, 2 skipped"
+
+
+@pytest.mark.parametrize(
+    ("call", "step"),
+    [
+        ("overlap_demo.py", "bash scripts/demo.sh"), ("--dist worksteal", "bash scripts/test.sh"),
+        ("--remaining", "tests with torch"), ("ruff format", "ruff format"), ("mypy", "mypy"),
+        ("mkdocs build", "docs"), ("kvcupy compile", "compile"), ("roofline", "roofline"),
+    ],
+)  # fmt: skip
+def test_ci_fails_with_any_of_its_steps_and_runs_the_others(sandbox, call, step):
+    sandbox.log.with_suffix(".fails").write_text(call)
+    calls, said = ci(sandbox, fails=True)
+    assert f"Failed: {step}" in said and "roofline" in calls[-1]
+
+
+def test_ci_fails_if_the_readme_has_no_commands(sandbox):
+    (sandbox.checkout / "README.md").write_text("No command.\n")
+    ci(sandbox, fails=True)
 
 
 # needs.py ----------------------------------------------------------------------------------------

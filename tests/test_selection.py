@@ -1,4 +1,4 @@
-"""Which cases run (`conftest.py`): markers, ``--full``, and what is strict."""
+"""Which cases run (`conftest.py`), and in which order: markers, options, and what is strict."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ def test_lenient(lenient_host):
     assert not kv.config.strict
 """
 
+LIBRARY = """
+import pytest
+
+pytest.importorskip("library")
+
+def test_library(): pass
+"""
+
+MIXED = """
+import pytest
+
+@pytest.mark.parametrize("number", range(12))
+def test_alone(number): pass
+
+def test_library():
+    pytest.importorskip("library")
+
+def test_seed(request):
+    (request.path.parent / f"seed {request.config.option.strict_seed}").touch()
+"""
+
 MARKERS = {
     "once": "covering",
     "twice": "covering(2)",
@@ -50,16 +71,15 @@ MARKERS = {
 }
 
 
-def run(folder: Path, *options: str) -> str:
-    """Run these tests with the suite's own conftest; return what pytest prints."""
+def run(folder: Path, *options: str, **modules: str) -> str:
+    """Run test modules with the suite's own conftest; return what pytest prints."""
     shutil.copy(HERE / "conftest.py", folder)
-    tests = [PRODUCT.format(marker=marker, name=name) for name, marker in MARKERS.items()]
-    imports = ["import pytest", "from helpers import full_only", "import kvcupy as kv"]
-    (folder / "test_cases.py").write_text("\n".join([*imports, *tests, OTHERS]))
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, f"--rootdir={folder}"]
     result = subprocess.run(
-        [*command, *options, str(folder / "test_cases.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
+        [*command, *options, str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [HERE, HERE.parent, folder]))},
         cwd=folder, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -72,7 +92,9 @@ def cases(output: str, test: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_which_cases_run(tmp_path, full):
-    output = run(tmp_path, *["--full"] * full)
+    tests = [PRODUCT.format(marker=marker, name=name) for name, marker in MARKERS.items()]
+    imports = ["import pytest", "from helpers import full_only", "import kvcupy as kv"]
+    output = run(tmp_path, *["--full"] * full, test_cases="\n".join([*imports, *tests, OTHERS]))
 
     for name, count in (("once", 1), ("twice", 2), ("again", 1), ("all", 3)):
         count = min(count + full, 3)
@@ -87,3 +109,13 @@ def test_which_cases_run(tmp_path, full):
     # These assert whether they are strict.
     assert len(cases(output, "quick")) == 4
     assert all(f"::test_{name} PASSED" in output for name in ("only", "lenient"))
+
+
+def test_the_seed_in_the_header_orders_all_workers_and_the_next_run_takes_what_remains(tmp_path):
+    output = run(  # xdist refuses workers that have collected in different orders
+        tmp_path, "-n", "2", "--random-order", test_library=LIBRARY, test_mixed=MIXED
+    )
+    assert "13 passed, 2 skipped" in output
+    (seed,) = re.findall(r"--strict-seed (\d+)", output)
+    assert [path.name for path in tmp_path.glob("seed *")] == [f"seed {seed}"]
+    assert "2 passed, 13 deselected" in run(tmp_path, "--remaining", library="")
