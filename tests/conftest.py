@@ -315,7 +315,7 @@ def users_device(device, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 @pytest.fixture(params=[False, True], ids=["without torch", "with torch"])
 def with_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether torch can be imported. Where it is installed a test runs both ways, elsewhere once."""
+    """Whether torch can be imported: a test runs both ways, or once where it is not installed."""
     if request.param:
         pytest.importorskip("torch")
     else:
