@@ -49,8 +49,8 @@ def test_scripts_are_strict_and_executable(name):
 
 
 # A stand-in for Python: notes its arguments in $LOG. It answers for needs.py with $NEEDS, or with
-# $ESSENTIAL if asked for that; `pip install` fails if $OFFLINE, as do calls that contain the text in
-# $LOG.fails.
+# $ESSENTIAL if asked for that; `pip install` fails if $OFFLINE, and a call that contains the text
+# in $LOG.fails.
 STAND_IN = """#!/bin/bash
 log=${LOG:-$(dirname "$0")/../../log}
 printf '%s %s\\n' "$(basename "$(dirname "$(dirname "$0")")")" "$*" >>"$log"
@@ -308,7 +308,7 @@ def test_ci_runs_the_readmes_commands_first_and_without_its_own_environment(sand
     (second,) = (call for call in calls[4:] if "pytest" in call)
     assert second.startswith("active -m pytest -n auto --dist worksteal --remaining -o cache_dir=")
     assert second.endswith(" --full")
-    for check in ("ruff check", "mypy", "mkdocs build --strict", "kvcupy compile", "roofline"):
+    for check in ("ruff check", "mypy", "mkdocs build --strict", "kvcupy compile", "kvcupy roofline"):
         assert any(f"-m {check}" in call for call in calls), check
     assert sandbox.printed.splitlines()[-1] == "1 failed, 45 passed, 2 skipped"
 
