@@ -308,7 +308,7 @@ def test_ci_runs_the_readmes_commands_first_and_without_its_own_environment(sand
     (second,) = (call for call in calls[4:] if "pytest" in call)
     assert second.startswith("active -m pytest -n auto --dist worksteal --remaining -o cache_dir=")
     assert second.endswith(" --full")
-    for check in ("ruff check", "mypy", "mkdocs build --strict", "kvcupy compile", "kvcupy roofline"):
+    for check in ("ruff check", "mypy", "mkdocs build", "kvcupy compile", "kvcupy roofline"):
         assert any(f"-m {check}" in call for call in calls), check
     assert sandbox.printed.splitlines()[-1] == "1 failed, 45 passed, 2 skipped"
 
