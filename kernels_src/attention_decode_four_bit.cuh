@@ -272,7 +272,7 @@ __device__ __forceinline__ QueryPairs<kWidth> load_four_bit_queries(char* querie
 #pragma unroll
     for (int j = 0; j < 16; ++j) largest = fmaxf(largest, fabsf(floats[i].values[j]));
   }
-  const float scale = power_of_two_below(max_within_warp(largest, 8));
+  const float scale = query_scale(max_within_warp(largest, 8));
   const float inverse = inverse_of_power(scale);
   QueryPairs<kWidth> pairs;
   QueryPairs<kWidth> rests;

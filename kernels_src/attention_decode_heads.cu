@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
       for (int j = 0; j < kGroupWarps; ++j) {
         largest = fmaxf(largest, query_tops[j * kHeadsRows + row]);
       }
-      own_queries.scales[i] = power_of_two_below(largest);
+      own_queries.scales[i] = query_scale(largest);
     }
     if (quarter == i && lane % 4 == 0) shared.query_scales[row] = own_queries.scales[i];
   }
@@ -474,7 +474,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
         const int row = quarter * 8 + lane / 4;
         u32 pair;
         u32 rest;
-        split_pair<T>(own[n][0], own[n][1], pair, rest);
+        split_weights<T>(own[n][0], own[n][1], pair, rest);
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n)) = pair;
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n + kScores)) = rest;
       }

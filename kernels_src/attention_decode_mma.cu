@@ -11,8 +11,8 @@
 //
 // Elements of 8 bits become float16 in registers, exactly, after `ldmatrix` has brought four
 // neighbours to a lane: those of a key are depth 4t to 4t + 3 of 16, so the query is permuted
-// alike; those of a value are columns of two products that interleave. Such a query is scaled to
-// [1, 2) row by row, by a power of two, which scores take back. A static scale of V is applied to
+// alike; those of a value are columns of two products that interleave. Such a query is scaled row
+// by row, by a power of two, which scores take back. A static scale of V is applied to
 // the output, one per key to its weight, relative to the largest so far. Elements of 4 bits:
 // attention_decode_four_bit.cuh.
 //

@@ -256,6 +256,16 @@ __device__ __forceinline__ float inverse_of_power(float power) {
   return __uint_as_float(0x7f000000u - __float_as_uint(power));
 }
 
+// What the elements of a query are divided by before they are rounded to fp16: a power of two, such
+// that the largest becomes 2**14 to 2**15, if it is a normal number at all. fp16 holds all bits of
+// a bfloat16 down to 2**-14, so elements are exact down to 2**-29 of the largest, and no error is
+// above 2**-39 of it.
+__device__ __forceinline__ float query_scale(float largest) {
+  constexpr float kRoom = __builtin_bit_cast(float, 0x38800000);  // 2 to the -14
+  const float power = __uint_as_float(__float_as_uint(largest) & 0x7f800000u);
+  return fminf(fmaxf(power * kRoom, kSmallestScale), kLargestScale * kRoom * 2.0f);
+}
+
 // Bring the queries of a block to shared memory as `multiply_keys` takes them; eight lanes share a
 // row. Others see them after a barrier. Of four bits: `load_four_bit_queries`.
 template <typename TCache, int kWidth>
@@ -293,7 +303,7 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
         largest = fmaxf(largest, fmaxf(fabsf(x), fabsf(y)));
       }
     }
-    scale = power_of_two_below(max_within_warp(largest, 8));
+    scale = query_scale(max_within_warp(largest, 8));
     const float inverse = inverse_of_power(scale);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -341,6 +351,19 @@ __device__ __forceinline__ void split_pair(float x, float y, u32& pair, u32& res
   rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
 }
 
+// Likewise of weights, which are not rounded to nearest, but to numbers below: so neither part is
+// zero, nor has another sign, and the product of each with an infinity is that infinity. Of fp16
+// that holds of weights from 2**-23 on; smaller ones times an infinity are NaN.
+template <typename T>
+__device__ __forceinline__ void split_weights(float x, float y, u32& pair, u32& rest) {
+  constexpr bool kIsHalf = kSameType<T, half>;
+  constexpr float kHalfUnit = kIsHalf ? 0x1p-11f : 0x1p-8f;
+  constexpr float kBelow = 1.0f - kHalfUnit * (1.0f + 0x1p-6f);
+  constexpr float kSmallest = kIsHalf ? 0x1p-24f : 0.0f;
+  pair = pack_pair<T>(fmaf(x, kBelow, -kSmallest), fmaf(y, kBelow, -kSmallest));
+  rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
+}
+
 // o += weights * values of the keys of a tile, columns from chunk `first_chunk` on. Weights keep
 // twice the bits of T: memory bounds this, and tensor cores have the time.
 template <typename TCache, int kRowBytes, int kScores, int kValues>
@@ -356,7 +379,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kValues][4],
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float (&pairs)[4] = s[2 * k + i / 2];
-      split_pair<T>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
+      split_weights<T>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
     }
 #pragma unroll
     for (int n = 0; n < kValues * static_cast<int>(sizeof(TCache)) / 4; ++n) {

@@ -184,6 +184,7 @@ class Call:
         params["num_pages"], params["max_pages"] = len(self.k_cache), self.table.shape[1]
         params["window"], params["sink_keys"] = self.window, self.sink_keys
         params["table_operation"], params["length_operation"] = 77, 78
+        params["starts_operation"] = 79
         params["score_scale"] = self.scale * (1 if self.soft_cap else LOG2_E)
         params["soft_cap"], params["cap_scale"] = self.soft_cap, self.soft_cap * LOG2_E
         params["inverse_cap"] = 1 / self.soft_cap if self.soft_cap else 0

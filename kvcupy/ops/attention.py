@@ -198,7 +198,8 @@ class StepAttention(StepOperation):
     tree_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
         decides about are rotated, instead of their own
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
-        them up by a launch of its own
+        them up by a launch of its own. Negative entries count as 0, a sequence whose end is before
+        its start has no rows, and `check_faults` reports either
 
     Notes
     -----

@@ -120,7 +120,7 @@ _INT64 = (
     "sink_bytes", "mask_row_bytes", "mask_column_bytes", "tree_len_bytes", "evicted_start_bytes",
     "evicted_len_bytes", "key_start_bytes", "rope_row_bytes", "tree_position_row_bytes",
     "tree_position_column_bytes", "max_positions", "num_pages", "max_pages", "window", "sink_keys",
-    "table_operation", "length_operation",
+    "table_operation", "length_operation", "starts_operation",
 )  # fmt: skip
 _INT32 = (
     "num_tokens", "num_sequences", "num_splits", "num_heads", "group", "page_size", "page_shift",
@@ -187,6 +187,7 @@ def attention_params(
         "table_operation": faults.operation_id("paged_attention", "block_table"),
         "seq_len_bytes": seq_lens.strides[0], "length_index_bytes": seq_lens.itemsize,
         "length_operation": faults.operation_id("paged_attention", "seq_lens"),
+        "starts_operation": faults.operation_id("paged_attention", "cu_query_lens"),
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
