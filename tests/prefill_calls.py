@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from helpers import DTYPE, address, to_device
 
+from kvcupy.config import shared_bytes
 from kvcupy.ops import attention_kernels as kernels
 from kvcupy.ops.attention_kernels import FORMAT_NUMBERS, PARAMS
 
@@ -143,7 +144,7 @@ class Call:
             tile_rows, threads = kernels.DECODE_MMA_ROWS, kernels.DECODE_MMA_THREADS
             smem_bytes = kernels.decode_mma_smem_bytes(chosen)
         elif self.kernel == "heads":
-            chosen = kernels.heads_specialisation(self.fmt, self.arch)
+            chosen = kernels.heads_specialisation(self.fmt, shared_bytes(self.arch))
             tile_rows, threads = kernels.HEADS_ROWS, kernels.HEADS_THREADS
             smem_bytes = kernels.heads_smem_bytes(chosen)
         else:

@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import faults
 from ..arrays import ArrayView
-from ..config import SHARED_BYTES
+from ..config import shared_bytes
 from ..devices.protocol import Device
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
 from ..kernels import Kernel, Specialisation
@@ -264,13 +264,14 @@ PREFILL = Kernel(
 )
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
-# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing.
+# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing,
+# and queries of another format than a cache of 16 bits.
 FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
 _FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4", "int4_zp")  # one of each of them
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
-    "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
+    "float": {1: (1, 4), 3: (1,)}, "half": {1: (1, 4)}, "bfloat16": {1: (1, 4)},
     **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
@@ -318,7 +319,6 @@ _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be e
 _TURING_SMEM_BYTES = 64 * 1024
 # Decode kernels on tensor cores for which an architecture has too few registers: they would spill.
 _SPILLING = {("sm_75", "int4x2", "192", "128"), ("sm_120", "uint4x2", "192", "128")}
-_LEAST_SMEM_BYTES = min(n for arch, n in SHARED_BYTES.items() if arch != "sm_75")
 _TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
 _HEADS_TILE_BYTES = 2144  # a HeadsTile
@@ -359,14 +359,12 @@ def specialisations() -> list[Specialisation]:
 def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     """Return whether a call on an architecture can take a specialisation.
 
-    Turing has little shared memory and no bf16 in its tensor cores: there, and only there, the
-    plain kernel takes bf16 and wide rows of fp16.
+    Turing has little shared memory and no bf16 in its tensor cores.
     """
     kernel, format = specialisation.kernel, specialisation.arguments[0]
     if kernel is DECODE_HEADS:
-        return arch != "sm_75" and specialisation.arguments[1] == str(_heads_keys(arch))
-    if kernel is DECODE[32]:
-        return arch == "sm_75" or format not in PREFILL_FORMATS.values()
+        keys = specialisation.arguments[1]
+        return arch != "sm_75" and keys == str(_heads_keys(shared_bytes(arch)))
     if kernel is DECODE_MMA and (arch, *specialisation.arguments) in _SPILLING:
         return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
@@ -455,14 +453,16 @@ def latent_smem_bytes(specialisation: Specialisation) -> int:
     return tiles_bytes + scores_bytes + -(-table_bytes // 8) * 8 + _DECODE_TILE_BYTES
 
 
-def heads_specialisation(format_name: str, arch: str) -> Specialisation:
-    """Return the kernel of a cache's format for many heads and rows up to `LATENT_WIDTHS`."""
-    return DECODE_HEADS.specialise(FORMATS[format_name].ctype, _heads_keys(arch))
+def heads_specialisation(format_name: str, fitting: int) -> Specialisation:
+    """Return the kernel of a cache's format for many heads and rows up to `LATENT_WIDTHS`.
+
+    `fitting` is the most shared memory of a block.
+    """
+    return DECODE_HEADS.specialise(FORMATS[format_name].ctype, _heads_keys(fitting))
 
 
-def _heads_keys(arch: str) -> int:
+def _heads_keys(fitting: int) -> int:
     """Return the most keys per tile that shared memory has room for, whatever the format."""
-    fitting = SHARED_BYTES.get(arch, _LEAST_SMEM_BYTES)
     widest_format = FORMATS["bf16"].ctype
     return next(
         n for n in HEADS_KEYS
@@ -529,7 +529,7 @@ class Tiling:
     lanes : threads that share a key, in the decode kernel
     threads : per block
     smem_bytes : of dynamic shared memory per block
-    blocks_per_sm : with so many, short sequences do not leave an SM idle
+    blocks_per_sm : splits make at most so many; with 4, short sequences do not leave an SM idle
     """
 
     specialisation: Specialisation
@@ -553,14 +553,15 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     if suits_latent(device, call, alignment):
-        chosen = heads_specialisation(call.k.cache_format.name, device.arch)
-        if has_many_rows(call) and is_reachable(chosen, device.arch):
-            # An SM holds one block, and a split of it writes as many bytes as 114 latents have.
+        # No more blocks than an SM holds: a split writes as many bytes as 114 latents have.
+        if has_many_rows(call) and device.arch != "sm_75":
+            chosen = heads_specialisation(call.k.cache_format.name, device.shared_bytes)
             smem_bytes = heads_smem_bytes(chosen)
-            return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=2)
+            return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=1)
         chosen = latent_specialisation(call.k.cache_format.name)
         smem_bytes = latent_smem_bytes(chosen)
-        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
+        resident = 2 if 2 * smem_bytes < device.shared_bytes else 1
+        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
     return _decode_tiling(device, call, alignment)
 
 
@@ -630,8 +631,8 @@ def _suits_four_bit_mma(device: Device, call: AttentionCall, alignment: int) -> 
         return False
     if not is_reachable(_decode_mma_specialisation_of(call), device.arch):
         return False
-    most_bytes = SHARED_BYTES.get(device.arch, _LEAST_SMEM_BYTES)
-    return not call.k.rotated_width or _decode_mma_smem_bytes_of(call, device.arch) <= most_bytes
+    smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
+    return not call.k.rotated_width or smem_bytes <= device.shared_bytes
 
 
 def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
