@@ -73,7 +73,8 @@ struct AttentionParams {
   int num_sequences;
   int num_splits;
   int num_heads;  // of the query
-  int group;      // query heads per KV head
+  int num_kv_heads;
+  int group;  // query heads per KV head
   int page_size;
   int page_shift;
   int table_index_bytes;
@@ -131,6 +132,7 @@ struct AttentionTile {
   int num_new;      // its new tokens
   int first_row;    // packed
   int num_rows;     // in the tile
+  int kv_head;
   i64 seq_len;
   i64 num_keys;   // that the table has pages for
   i64 sinks;      // so many keys from the first that is looked at come first,
@@ -156,6 +158,19 @@ __device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence
                                           int rows_per_tile) {
   const int start = reinterpret_cast<const int*>(p.cu_query_lens)[sequence];
   return i64{start} * p.group / rows_per_tile + sequence;
+}
+
+// The tile of a block of decode, counted over all sequences, and its KV head. Heads run fastest, so
+// that blocks which run together read what lies next to each other: a row of few bytes fills no
+// 32-byte sectors of its own.
+struct BlockPlace {
+  int tile;
+  int kv_head;
+};
+
+__device__ __forceinline__ BlockPlace place_of_block(const AttentionParams& p, u32 block) {
+  const u32 tile = block / static_cast<u32>(p.num_kv_heads);
+  return {static_cast<int>(tile), static_cast<int>(block - tile * p.num_kv_heads)};
 }
 
 // Position of the query of a packed row.

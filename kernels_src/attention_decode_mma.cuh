@@ -134,18 +134,19 @@ struct DecodeShape {
 // Find the rows and the keys of a block, and return whether there are any. A split without keys
 // leaves its LSE, which is all that is read of it. Every thread must call it.
 template <int kKeys, int kRows = kDecodeRows, typename Tile>
-__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int kv_head,
-                                            int split) {
+__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int split) {
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
-    t = find_tile(p, blockIdx.x, kRows, kv_head == 0 && split == 0);
+    const BlockPlace place = place_of_block(p, blockIdx.x);
+    t = find_tile(p, place.tile, kRows, place.kv_head == 0 && split == 0);
+    t.kv_head = place.kv_head;
     shared.range = keys_of_split(p, t, split, kKeys);
   }
   __syncthreads();  // the tile is known
   if (t.num_rows == 0) return false;
   if (!p.partial_out || shared.range.begin != shared.range.end) return true;
   if (threadIdx.x < t.num_rows) {
-    *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
+    *end_of_row(p, t, threadIdx.x, t.kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
   }
   return false;
 }
@@ -178,7 +179,7 @@ __device__ __forceinline__ void set_rows(
     DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, false>& table, int stage,
     const AttentionParams& p, const AttentionTile& t, const KeyPlace& found) {
   const int i = threadIdx.x % 32;
-  const int kv_head = blockIdx.y;
+  const int kv_head = t.kv_head;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
   const bool exists = page >= 0;
   if (i < kKeys) {
@@ -396,6 +397,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kValues][4],
           u32 odd[2];
           to_half_pairs<TCache>(b[2 * i], even[0], odd[0]);
           to_half_pairs<TCache>(b[2 * i + 1], even[1], odd[1]);
+          if constexpr (kValues > 24) __syncwarp();  // else conversions come too early, and spill
           mma_m16n8k16<T>(o[4 * n + 2 * i], a, even[0], even[1]);
           mma_m16n8k16<T>(o[4 * n + 2 * i], rest, even[0], even[1]);
           mma_m16n8k16<T>(o[4 * n + 2 * i + 1], a, odd[0], odd[1]);

@@ -191,13 +191,15 @@ class Call:
         params["inverse_cap"] = 1 / self.soft_cap if self.soft_cap else 0
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
         params["num_splits"], params["num_heads"] = self.splits, num_heads
+        params["num_kv_heads"] = num_kv_heads
         params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]
         group = num_heads // num_kv_heads
         params["group"], params["causal"] = group, self.causal
         shift = self.page_size.bit_length() - 1
         params["page_size"] = self.page_size
         params["page_shift"] = shift if 1 << shift == self.page_size else -1
-        grid = (rows * group // tile_rows + len(self.seq_lens), num_kv_heads, self.splits)
+        tiles = rows * group // tile_rows + len(self.seq_lens)
+        grid = kernels.grid_of(chosen, tiles, num_kv_heads, self.splits)
         device.launch(
             device.load(chosen), grid, (threads, 1, 1), smem_bytes, params.tobytes(),
             device.as_stream(None), tuple(placed.values()),

@@ -31,6 +31,7 @@ from .attention_kernels import (
     attention_params,
     choose_num_splits,
     choose_tiling,
+    grid_of,
     num_tiles,
     starts_params,
 )
@@ -617,7 +618,8 @@ class AttentionPlan(Plan):
             pointers["partial_lse"] = self._reserve(4 * rows)
         self.launches.append(
             Launch(
-                device, tiling.specialisation, (tiles, num_kv_heads, num_splits),
+                device, tiling.specialisation,
+                grid_of(tiling.specialisation, tiles, num_kv_heads, num_splits),
                 (tiling.threads, 1, 1), tiling.smem_bytes,
                 attention_params(call, num_splits, tiling.lanes, alignment), pointers, names,
             )

@@ -123,10 +123,10 @@ _INT64 = (
     "table_operation", "length_operation", "starts_operation",
 )  # fmt: skip
 _INT32 = (
-    "num_tokens", "num_sequences", "num_splits", "num_heads", "group", "page_size", "page_shift",
-    "table_index_bytes", "length_index_bytes", "mask_columns", "tree_position_columns",
-    "rotary_start", "rotary_dim", "interleaved", "causal", "query_format", "k_format", "v_format",
-    "out_format", "lane_shift",
+    "num_tokens", "num_sequences", "num_splits", "num_heads", "num_kv_heads", "group",
+    "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
+    "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
+    "query_format", "k_format", "v_format", "out_format", "lane_shift",
 )  # fmt: skip
 
 # AttentionParams of kernels_src/attention.cuh
@@ -191,7 +191,8 @@ def attention_params(
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
-        "num_heads": call.num_heads, "group": call.group, "num_splits": num_splits,
+        "num_heads": call.num_heads, "num_kv_heads": call.k.cache.num_heads, 
+        "group": call.group, "num_splits": num_splits,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
         "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,
@@ -759,6 +760,16 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
     packed = call.num_tokens * call.group
     require_countable(packed, "query")
     return packed // rows + call.num_sequences
+
+
+def grid_of(
+    specialisation: Specialisation, num_tiles: int, num_kv_heads: int, num_splits: int
+) -> tuple[int, int, int]:
+    """Return the grid of an attention kernel: in decode, heads run fastest."""
+    if specialisation.kernel is PREFILL:
+        return num_tiles, num_kv_heads, num_splits
+    require_countable(num_tiles * num_kv_heads, "query")
+    return num_tiles * num_kv_heads, 1, num_splits
 
 
 def choose_num_splits(
