@@ -64,6 +64,7 @@ struct AttentionParams {
   i64 sink_keys;        // the first keys, seen past the window
   i64 table_operation;  // for the fault record
   i64 length_operation;
+  i64 starts_operation;
   float score_scale;  // sm_scale, times log2(e) where there is no soft cap
   float soft_cap;     // 0: none
   float cap_scale;    // soft_cap * log2(e)
@@ -72,7 +73,8 @@ struct AttentionParams {
   int num_sequences;
   int num_splits;
   int num_heads;  // of the query
-  int group;      // query heads per KV head
+  int num_kv_heads;
+  int group;  // query heads per KV head
   int page_size;
   int page_shift;
   int table_index_bytes;
@@ -130,6 +132,7 @@ struct AttentionTile {
   int num_new;      // its new tokens
   int first_row;    // packed
   int num_rows;     // in the tile
+  int kv_head;
   i64 seq_len;
   i64 num_keys;   // that the table has pages for
   i64 sinks;      // so many keys from the first that is looked at come first,
@@ -155,6 +158,19 @@ __device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence
                                           int rows_per_tile) {
   const int start = reinterpret_cast<const int*>(p.cu_query_lens)[sequence];
   return i64{start} * p.group / rows_per_tile + sequence;
+}
+
+// The tile of a block of decode, counted over all sequences, and its KV head. Heads run fastest, so
+// that blocks which run together read what lies next to each other: a row of few bytes fills no
+// 32-byte sectors of its own.
+struct BlockPlace {
+  int tile;
+  int kv_head;
+};
+
+__device__ __forceinline__ BlockPlace place_of_block(const AttentionParams& p, u32 block) {
+  const u32 tile = block / static_cast<u32>(p.num_kv_heads);
+  return {static_cast<int>(tile), static_cast<int>(block - tile * p.num_kv_heads)};
 }
 
 // Position of the query of a packed row.
@@ -207,7 +223,7 @@ __device__ __forceinline__ i64 keys_before(const AttentionParams& p, const Atten
 __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int number,
                                                    int rows_per_tile, bool reports) {
   AttentionTile t{};
-  int within;
+  i64 within;
   if (p.cu_query_lens) {
     int low = 0;
     int high = p.num_sequences;  // the sequence is in [low, high)
@@ -220,10 +236,17 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
       }
     }
     t.sequence = low;
-    within = static_cast<int>(number - first_tile(p, low, rows_per_tile));
+    within = number - first_tile(p, low, rows_per_tile);
     const int* starts = reinterpret_cast<const int*>(p.cu_query_lens);
-    t.first_token = starts[low];
-    t.num_new = starts[low + 1] - t.first_token;
+    const int start = starts[low];
+    const int end = starts[low + 1];
+    t.first_token = max(start, 0);
+    t.num_new = max(end, 0) - t.first_token;
+    if (reports) {  // a caller's own may be anything
+      const int before = low > 0 ? starts[low - 1] : 0;
+      if (start < max(before, 0)) report_fault(p.faults, p.starts_operation, low, start);
+      if (end < max(start, 0)) report_fault(p.faults, p.starts_operation, low + 1, end);
+    }
   } else {
     const int tiles = (p.group + rows_per_tile - 1) / rows_per_tile;
     t.sequence = number / tiles;
@@ -232,9 +255,9 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
     t.num_new = 1;
   }
   // Rows of tokens that the query has: lengths may claim more.
-  const i64 first_row = i64{within} * rows_per_tile;
+  const i64 first_row = within * rows_per_tile;
   const i64 rows = i64{min(t.num_new, p.num_tokens - t.first_token)} * p.group;
-  if (t.sequence >= p.num_sequences || first_row >= rows) {
+  if (t.sequence >= p.num_sequences || first_row < 0 || first_row >= rows) {
     t.num_rows = 0;
     return t;
   }

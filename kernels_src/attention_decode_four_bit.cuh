@@ -123,7 +123,7 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
                                                        const SharedStrides& as_codes,
                                                        const KeyPlace& found) {
   const int key = threadIdx.x % 32;
-  const int kv_head = blockIdx.y;
+  const int kv_head = t.kv_head;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
   const bool exists = page >= 0;
   const SlotPlace place = {exists ? page : 0, offset_in_page(p, found.place)};
@@ -272,7 +272,7 @@ __device__ __forceinline__ QueryPairs<kWidth> load_four_bit_queries(char* querie
 #pragma unroll
     for (int j = 0; j < 16; ++j) largest = fmaxf(largest, fabsf(floats[i].values[j]));
   }
-  const float scale = power_of_two_below(max_within_warp(largest, 8));
+  const float scale = query_scale(max_within_warp(largest, 8));
   const float inverse = inverse_of_power(scale);
   QueryPairs<kWidth> pairs;
   QueryPairs<kWidth> rests;

@@ -307,7 +307,7 @@ __device__ __forceinline__ void add_scores(float (&own)[kKeys / 8][2], const cha
 
 // TCache: as of attention_decode_mma. kKeys: per tile, as shared memory allows. K rows of at most
 // 576 elements, V rows of at most 512.
-// grid: (tiles, H, num_splits), block: 256, smem: HeadsShape::kBytes
+// grid: (tiles * H, 1, num_splits), block: 256, smem: HeadsShape::kBytes
 template <typename TCache, int kKeys>
 __global__ void __launch_bounds__(kHeadsThreads, 1)
     attention_decode_heads(const __grid_constant__ AttentionParams p) {
@@ -316,7 +316,6 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   constexpr int kHeld = kHeldSteps<kKeys>;
   constexpr int kScores = kKeys / 8;
   constexpr int kBytes = sizeof(TCache);
-  const int kv_head = blockIdx.y;
   const int split = blockIdx.z;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -329,8 +328,9 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   char* weights = ring + Shape::kWeightsAt + group_row * Shape::kWeightBytes;
   auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
   auto& shared = *reinterpret_cast<HeadsTile*>(ring + Shape::kTileAt);
-  if (!begin_block<kKeys, kHeadsRows>(shared, p, kv_head, split)) return;
+  if (!begin_block<kKeys, kHeadsRows>(shared, p, split)) return;
   const AttentionTile& t = shared.tile;
+  const int kv_head = t.kv_head;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
   const int num_tiles = static_cast<int>((end - begin + kKeys - 1) / kKeys);
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
       for (int j = 0; j < kGroupWarps; ++j) {
         largest = fmaxf(largest, query_tops[j * kHeadsRows + row]);
       }
-      own_queries.scales[i] = power_of_two_below(largest);
+      own_queries.scales[i] = query_scale(largest);
     }
     if (quarter == i && lane % 4 == 0) shared.query_scales[row] = own_queries.scales[i];
   }
@@ -474,7 +474,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
         const int row = quarter * 8 + lane / 4;
         u32 pair;
         u32 rest;
-        split_pair<T>(own[n][0], own[n][1], pair, rest);
+        split_weights<T>(own[n][0], own[n][1], pair, rest);
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n)) = pair;
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n + kScores)) = rest;
       }

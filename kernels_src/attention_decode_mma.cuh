@@ -134,18 +134,19 @@ struct DecodeShape {
 // Find the rows and the keys of a block, and return whether there are any. A split without keys
 // leaves its LSE, which is all that is read of it. Every thread must call it.
 template <int kKeys, int kRows = kDecodeRows, typename Tile>
-__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int kv_head,
-                                            int split) {
+__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int split) {
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
-    t = find_tile(p, blockIdx.x, kRows, kv_head == 0 && split == 0);
+    const BlockPlace place = place_of_block(p, blockIdx.x);
+    t = find_tile(p, place.tile, kRows, place.kv_head == 0 && split == 0);
+    t.kv_head = place.kv_head;
     shared.range = keys_of_split(p, t, split, kKeys);
   }
   __syncthreads();  // the tile is known
   if (t.num_rows == 0) return false;
   if (!p.partial_out || shared.range.begin != shared.range.end) return true;
   if (threadIdx.x < t.num_rows) {
-    *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
+    *end_of_row(p, t, threadIdx.x, t.kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
   }
   return false;
 }
@@ -178,7 +179,7 @@ __device__ __forceinline__ void set_rows(
     DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, false>& table, int stage,
     const AttentionParams& p, const AttentionTile& t, const KeyPlace& found) {
   const int i = threadIdx.x % 32;
-  const int kv_head = blockIdx.y;
+  const int kv_head = t.kv_head;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
   const bool exists = page >= 0;
   if (i < kKeys) {
@@ -256,6 +257,16 @@ __device__ __forceinline__ float inverse_of_power(float power) {
   return __uint_as_float(0x7f000000u - __float_as_uint(power));
 }
 
+// What the elements of a query are divided by before they are rounded to fp16: a power of two, such
+// that the largest becomes 2**14 to 2**15, if it is a normal number at all. fp16 holds all bits of
+// a bfloat16 down to 2**-14, so elements are exact down to 2**-29 of the largest, and no error is
+// above 2**-39 of it.
+__device__ __forceinline__ float query_scale(float largest) {
+  constexpr float kRoom = __builtin_bit_cast(float, 0x38800000);  // 2 to the -14
+  const float power = __uint_as_float(__float_as_uint(largest) & 0x7f800000u);
+  return fminf(fmaxf(power * kRoom, kSmallestScale), kLargestScale * kRoom * 2.0f);
+}
+
 // Bring the queries of a block to shared memory as `multiply_keys` takes them; eight lanes share a
 // row. Others see them after a barrier. Of four bits: `load_four_bit_queries`.
 template <typename TCache, int kWidth>
@@ -293,7 +304,7 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
         largest = fmaxf(largest, fmaxf(fabsf(x), fabsf(y)));
       }
     }
-    scale = power_of_two_below(max_within_warp(largest, 8));
+    scale = query_scale(max_within_warp(largest, 8));
     const float inverse = inverse_of_power(scale);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -341,6 +352,19 @@ __device__ __forceinline__ void split_pair(float x, float y, u32& pair, u32& res
   rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
 }
 
+// Likewise of weights, which are not rounded to nearest, but to numbers below: so neither part is
+// zero, nor has another sign, and the product of each with an infinity is that infinity. Of fp16
+// that holds of weights from 2**-23 on; smaller ones times an infinity are NaN.
+template <typename T>
+__device__ __forceinline__ void split_weights(float x, float y, u32& pair, u32& rest) {
+  constexpr bool kIsHalf = kSameType<T, half>;
+  constexpr float kHalfUnit = kIsHalf ? 0x1p-11f : 0x1p-8f;
+  constexpr float kBelow = 1.0f - kHalfUnit * (1.0f + 0x1p-6f);
+  constexpr float kSmallest = kIsHalf ? 0x1p-24f : 0.0f;
+  pair = pack_pair<T>(fmaf(x, kBelow, -kSmallest), fmaf(y, kBelow, -kSmallest));
+  rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
+}
+
 // o += weights * values of the keys of a tile, columns from chunk `first_chunk` on. Weights keep
 // twice the bits of T: memory bounds this, and tensor cores have the time.
 template <typename TCache, int kRowBytes, int kScores, int kValues>
@@ -356,7 +380,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kValues][4],
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float (&pairs)[4] = s[2 * k + i / 2];
-      split_pair<T>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
+      split_weights<T>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
     }
 #pragma unroll
     for (int n = 0; n < kValues * static_cast<int>(sizeof(TCache)) / 4; ++n) {
@@ -373,6 +397,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[kValues][4],
           u32 odd[2];
           to_half_pairs<TCache>(b[2 * i], even[0], odd[0]);
           to_half_pairs<TCache>(b[2 * i + 1], even[1], odd[1]);
+          if constexpr (kValues > 24) __syncwarp();  // else conversions come too early, and spill
           mma_m16n8k16<T>(o[4 * n + 2 * i], a, even[0], even[1]);
           mma_m16n8k16<T>(o[4 * n + 2 * i], rest, even[0], even[1]);
           mma_m16n8k16<T>(o[4 * n + 2 * i + 1], a, odd[0], odd[1]);

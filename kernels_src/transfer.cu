@@ -133,31 +133,47 @@ struct TransferConvertParams {
   FourBitPool dst;
 };
 
-// Convert one row, K or V, by the lanes that share it (at most a warp), of any width: a row that
-// needs a scale is read twice. Every thread of the warp must call it.
+// Packs that a thread holds at a time, of K and of V: those of one row, or one each of as many
+// rows, or two each of half as many.
+template <typename TIn, int kCount>
+constexpr int kHeldPacks = sizeof(TIn) * kCount > 16 ? 2 : 4;
+
+// Convert one row, K or V, by the lanes that share it (at most a warp), of any width. A thread
+// holds its first packs, so that they cross the bus once; what lies past them is read again where
+// the row needs a scale. Every thread of the warp must call it.
 template <typename TIn, typename TOut, int kCount>
 __device__ __forceinline__ void convert_row(const char* from, const char* from_scale, char* to,
                                             char* to_scale, int width, int lane, int lanes) {
+  constexpr int kHeld = 2 * kHeldPacks<TIn, kCount>;
   const float factor = width && from_scale ? *reinterpret_cast<const float*>(from_scale) : 1.0f;
+  const int step = lanes * kCount;
+  const auto load = [&](int i) {
+    Pack<TIn, kCount> in;
+    in.load(from + i * static_cast<int>(sizeof(TIn)));
+    return in;
+  };
+  Pack<TIn, kCount> held[kHeld];
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    const int i = lane * kCount + j * step;
+    if (i < width) held[j] = load(i);
+  }
+  const int rest = lane * kCount + kHeld * step;  // the first element that is not held
   float scale = 1.0f;
   if constexpr (kQuantised<TOut>) {
     if (to_scale) {
       AbsMax<kCount> largest;
-      for (int i = lane * kCount; i < width; i += lanes * kCount) {
-        Pack<TIn, kCount> in;
-        in.load(from + i * static_cast<int>(sizeof(TIn)));
-        largest.add(products(to_floats(in), factor));
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        if (lane * kCount + j * step < width) largest.add(products(to_floats(held[j]), factor));
       }
+      for (int i = rest; i < width; i += step) largest.add(products(to_floats(load(i)), factor));
       scale = dynamic_scale<TOut>(max_within_warp(largest.value(), lanes));
       if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;
     }
   }
   const ScaleDivisor divisor(scale);
-  for (int i = lane * kCount; i < width; i += lanes * kCount) {
-    Pack<TIn, kCount> in;
-    // Load
-    in.load(from + i * static_cast<int>(sizeof(TIn)));
-    // Convert, Store
+  const auto convert = [&](const Pack<TIn, kCount>& in, int i) {
     const Pack<float, kCount> values = products(to_floats(in), factor);
     char* target = to + i * static_cast<int>(sizeof(TOut));
     if constexpr (kQuantised<TOut>) {
@@ -165,13 +181,14 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
     } else {
       from_floats<TOut>(values).store(target);
     }
+  };
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    const int i = lane * kCount + j * step;
+    if (i < width) convert(held[j], i);
   }
+  for (int i = rest; i < width; i += step) convert(load(i), i);
 }
-
-// Packs that a thread holds at a time, of K and of V: those of one row, or one each of as many
-// rows, or two each of half as many.
-template <typename TIn, int kCount>
-constexpr int kHeldPacks = sizeof(TIn) * kCount > 16 ? 2 : 4;
 
 // The packs of K, or of V, that a thread holds, from their loads to their stores.
 template <typename TIn, typename TOut, int kCount>

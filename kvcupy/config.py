@@ -18,11 +18,22 @@ logger = logging.getLogger("kvcupy")
 calls_logger, compile_logger, cache_logger = map(logger.getChild, ("calls", "compile", "cache"))
 
 # Bytes of shared memory per block, by architecture; the other limits of a launch are the same for
-# all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+# all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"). For
+# what is compiled or emulated without a GPU: a GPU is asked for its own (`Device.shared_bytes`).
 SHARED_BYTES = {
-    "sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10,
-    "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
+    "sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_87": 163 << 10,
+    "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10,
+    "sm_110": 227 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10,
 }  # fmt: skip
+
+
+def shared_bytes(arch: str) -> int:
+    """Return the bytes of shared memory per block; of an unknown architecture, the least.
+
+    >>> shared_bytes("sm_90"), shared_bytes("sm_999")
+    (232448, 101376)
+    """
+    return SHARED_BYTES.get(arch, SHARED_BYTES["sm_86"])
 
 
 class Config:

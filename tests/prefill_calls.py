@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from helpers import DTYPE, address, to_device
 
+from kvcupy.config import shared_bytes
 from kvcupy.ops import attention_kernels as kernels
 from kvcupy.ops.attention_kernels import FORMAT_NUMBERS, PARAMS
 
@@ -143,7 +144,7 @@ class Call:
             tile_rows, threads = kernels.DECODE_MMA_ROWS, kernels.DECODE_MMA_THREADS
             smem_bytes = kernels.decode_mma_smem_bytes(chosen)
         elif self.kernel == "heads":
-            chosen = kernels.heads_specialisation(self.fmt, self.arch)
+            chosen = kernels.heads_specialisation(self.fmt, shared_bytes(self.arch))
             tile_rows, threads = kernels.HEADS_ROWS, kernels.HEADS_THREADS
             smem_bytes = kernels.heads_smem_bytes(chosen)
         else:
@@ -184,18 +185,21 @@ class Call:
         params["num_pages"], params["max_pages"] = len(self.k_cache), self.table.shape[1]
         params["window"], params["sink_keys"] = self.window, self.sink_keys
         params["table_operation"], params["length_operation"] = 77, 78
+        params["starts_operation"] = 79
         params["score_scale"] = self.scale * (1 if self.soft_cap else LOG2_E)
         params["soft_cap"], params["cap_scale"] = self.soft_cap, self.soft_cap * LOG2_E
         params["inverse_cap"] = 1 / self.soft_cap if self.soft_cap else 0
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
         params["num_splits"], params["num_heads"] = self.splits, num_heads
+        params["num_kv_heads"] = num_kv_heads
         params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]
         group = num_heads // num_kv_heads
         params["group"], params["causal"] = group, self.causal
         shift = self.page_size.bit_length() - 1
         params["page_size"] = self.page_size
         params["page_shift"] = shift if 1 << shift == self.page_size else -1
-        grid = (rows * group // tile_rows + len(self.seq_lens), num_kv_heads, self.splits)
+        tiles = rows * group // tile_rows + len(self.seq_lens)
+        grid = kernels.grid_of(chosen, tiles, num_kv_heads, self.splits)
         device.launch(
             device.load(chosen), grid, (threads, 1, 1), smem_bytes, params.tobytes(),
             device.as_stream(None), tuple(placed.values()),

@@ -287,14 +287,15 @@ struct HostTile {
   // The tile of this thread's block, and those after it of the same sequence: no rows where an
   // earlier block works on it.
   void find() {
-    const int number = blockIdx.x;
-    kv_head = blockIdx.y;
+    const BlockPlace place = place_of_block(p, blockIdx.x);
+    const int number = place.tile;
+    kv_head = place.kv_head;
     reports = kv_head == 0;
     t = find_tile(p, number, kRows, reports && blockIdx.z == 0);
     if constexpr (kTogether > 1) {
       if (t.first_row / kRows % kTogether != 0) t.num_rows = 0;
       if (t.num_rows < kRows) return;
-      const int most = min(number + kTogether, static_cast<int>(gridDim.x));
+      const int most = min(number + kTogether, static_cast<int>(gridDim.x) / p.num_kv_heads);
       for (int other = number + 1; other < most; ++other) {
         const AttentionTile next = find_tile(p, other, kRows, false);
         if (next.num_rows == 0 || next.sequence != t.sequence) return;

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import arrays, cuda_api, formats, observe
 from ..arrays import ArrayView
-from ..cuda_api import ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
+from ..cuda_api import ATTRIBUTE_SHARED_BYTES, ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
 from ..observe import Access
@@ -37,6 +37,7 @@ class CudaDevice:
     arch : what kernels are compiled for, such as "sm_90"
     model : what the GPU is called, such as "NVIDIA H200"
     sm_count : its multiprocessors
+    shared_bytes : the most shared memory of a block
     context : what its parts share
 
     Raises
@@ -51,7 +52,9 @@ class CudaDevice:
     def __init__(self, index: int = 0, api: CudaApi | None = None) -> None:
         self.context = CudaContext(self, index, CudaApi() if api is None else api)
         self.name = self.torch_name = self.context.name
-        self.sm_count, self.arch, self.model = properties(self.context.api, index)
+        self.sm_count, self.shared_bytes, self.arch, self.model = properties(
+            self.context.api, index
+        )
         self._launcher = Launcher(self.context, self.arch)
         self._run_copies = RunCopies(self.context)
         self._faults: Any = None
@@ -476,8 +479,8 @@ def cuda_available() -> bool:
     return not why_not()
 
 
-def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
-    """Return the number of SMs of a GPU, its architecture ("sm_90") and its name.
+def properties(api: CudaApi, index: int) -> tuple[int, int, str, str]:
+    """Return SMs and shared memory a block of a GPU, its architecture ("sm_90") and its name.
 
     Raises
     ------
@@ -489,6 +492,7 @@ def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
         if index >= count:
             raise DeviceError(f"{name}: there are {count} GPUs")
         sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
+        shared_bytes = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SHARED_BYTES, index))
         arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
         model = api.runtime.getDeviceProperties(index)["name"]
-    return sm_count, arch, model.decode() if isinstance(model, bytes) else str(model)
+    return sm_count, shared_bytes, arch, model.decode() if isinstance(model, bytes) else str(model)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, formats, observe
-from ..config import SHARED_BYTES, config
+from ..config import SHARED_BYTES, config, shared_bytes
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
 from ..kernels import Specialisation
 from ..observe import Access
@@ -130,6 +130,7 @@ class HostDevice:
     name = "host"
     kind = "host"
     arch = "host"
+    shared_bytes = shared_bytes("sm_86")  # the least of what kernels are written for
     torch_name = "cpu"
     has_copy_engine = False
 

@@ -96,6 +96,8 @@ class Device(Protocol):
     @property
     def sm_count(self) -> int: ...  # multiprocessors; cores, on the host: blocks that fill it
     @property
+    def shared_bytes(self) -> int: ...  # the most shared memory of a block
+    @property
     def warp_lanes(self) -> int: ...  # threads that run in lockstep and can share a row
     @property
     def has_copy_engine(self) -> bool: ...  # whether copies run beside kernels

@@ -31,6 +31,7 @@ from .attention_kernels import (
     attention_params,
     choose_num_splits,
     choose_tiling,
+    grid_of,
     num_tiles,
     starts_params,
 )
@@ -136,9 +137,13 @@ def paged_attention(
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
     exact. Softmax weights are rounded to the 16-bit format where a sequence has many new tokens,
     and to twice its bits where it has few. There values of int4 are rounded to fp16 once, and four
-    bits are otherwise exact. Over keys that are stored rotated the query is rotated likewise, and
-    over such values the output is rotated back, in float32, once per split. A query that sees no
-    key gives 0, and -inf in `lse_out`.
+    bits are otherwise exact. Over caches of 8 and 4 bits queries become fp16 there, scaled by row:
+    of bf16, elements down to 2**-29 of the largest of a row are exact, and no error is above 2**-39
+    of it. An infinity in V gives an infinity, but there NaN in rows whose weight for that key is
+    zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do not see the key
+    but share its tile with one that does. Over keys that are stored rotated the query is rotated
+    likewise, and over such values the output is rotated back, in float32, once per split. A query
+    that sees no key gives 0, and -inf in `lse_out`.
     Stream: up to three kernels, in order. Capture: legal with outputs given; grid and workspace
     depend on shapes alone. Bytes: in decode, visible K and V are read once for all query heads of a
     KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
@@ -198,7 +203,8 @@ class StepAttention(StepOperation):
     tree_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
         decides about are rotated, instead of their own
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
-        them up by a launch of its own
+        them up by a launch of its own. Negative entries count as 0, a sequence whose end is before
+        its start has no rows, and `check_faults` reports either
 
     Notes
     -----
@@ -616,7 +622,8 @@ class AttentionPlan(Plan):
             pointers["partial_lse"] = self._reserve(4 * rows)
         self.launches.append(
             Launch(
-                device, tiling.specialisation, (tiles, num_kv_heads, num_splits),
+                device, tiling.specialisation,
+                grid_of(tiling.specialisation, tiles, num_kv_heads, num_splits),
                 (tiling.threads, 1, 1), tiling.smem_bytes,
                 attention_params(call, num_splits, tiling.lanes, alignment), pointers, names,
             )

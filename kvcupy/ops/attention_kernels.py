@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import faults
 from ..arrays import ArrayView
-from ..config import SHARED_BYTES
+from ..config import shared_bytes
 from ..devices.protocol import Device
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
 from ..kernels import Kernel, Specialisation
@@ -120,13 +120,13 @@ _INT64 = (
     "sink_bytes", "mask_row_bytes", "mask_column_bytes", "tree_len_bytes", "evicted_start_bytes",
     "evicted_len_bytes", "key_start_bytes", "rope_row_bytes", "tree_position_row_bytes",
     "tree_position_column_bytes", "max_positions", "num_pages", "max_pages", "window", "sink_keys",
-    "table_operation", "length_operation",
+    "table_operation", "length_operation", "starts_operation",
 )  # fmt: skip
 _INT32 = (
-    "num_tokens", "num_sequences", "num_splits", "num_heads", "group", "page_size", "page_shift",
-    "table_index_bytes", "length_index_bytes", "mask_columns", "tree_position_columns",
-    "rotary_start", "rotary_dim", "interleaved", "causal", "query_format", "k_format", "v_format",
-    "out_format", "lane_shift",
+    "num_tokens", "num_sequences", "num_splits", "num_heads", "num_kv_heads", "group",
+    "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
+    "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
+    "query_format", "k_format", "v_format", "out_format", "lane_shift",
 )  # fmt: skip
 
 # AttentionParams of kernels_src/attention.cuh
@@ -187,10 +187,12 @@ def attention_params(
         "table_operation": faults.operation_id("paged_attention", "block_table"),
         "seq_len_bytes": seq_lens.strides[0], "length_index_bytes": seq_lens.itemsize,
         "length_operation": faults.operation_id("paged_attention", "seq_lens"),
+        "starts_operation": faults.operation_id("paged_attention", "cu_query_lens"),
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
-        "num_heads": call.num_heads, "group": call.group, "num_splits": num_splits,
+        "num_heads": call.num_heads, "num_kv_heads": call.k.cache.num_heads, 
+        "group": call.group, "num_splits": num_splits,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
         "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,
@@ -263,13 +265,14 @@ PREFILL = Kernel(
 )
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
-# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing.
+# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing,
+# and queries of another format than a cache of 16 bits.
 FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
 _FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4", "int4_zp")  # one of each of them
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
-    "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
+    "float": {1: (1, 4), 3: (1,)}, "half": {1: (1, 4)}, "bfloat16": {1: (1, 4)},
     **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
@@ -317,7 +320,6 @@ _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be e
 _TURING_SMEM_BYTES = 64 * 1024
 # Decode kernels on tensor cores for which an architecture has too few registers: they would spill.
 _SPILLING = {("sm_75", "int4x2", "192", "128"), ("sm_120", "uint4x2", "192", "128")}
-_LEAST_SMEM_BYTES = min(n for arch, n in SHARED_BYTES.items() if arch != "sm_75")
 _TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
 _HEADS_TILE_BYTES = 2144  # a HeadsTile
@@ -358,14 +360,12 @@ def specialisations() -> list[Specialisation]:
 def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     """Return whether a call on an architecture can take a specialisation.
 
-    Turing has little shared memory and no bf16 in its tensor cores: there, and only there, the
-    plain kernel takes bf16 and wide rows of fp16.
+    Turing has little shared memory and no bf16 in its tensor cores.
     """
     kernel, format = specialisation.kernel, specialisation.arguments[0]
     if kernel is DECODE_HEADS:
-        return arch != "sm_75" and specialisation.arguments[1] == str(_heads_keys(arch))
-    if kernel is DECODE[32]:
-        return arch == "sm_75" or format not in PREFILL_FORMATS.values()
+        keys = specialisation.arguments[1]
+        return arch != "sm_75" and keys == str(_heads_keys(shared_bytes(arch)))
     if kernel is DECODE_MMA and (arch, *specialisation.arguments) in _SPILLING:
         return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
@@ -454,14 +454,16 @@ def latent_smem_bytes(specialisation: Specialisation) -> int:
     return tiles_bytes + scores_bytes + -(-table_bytes // 8) * 8 + _DECODE_TILE_BYTES
 
 
-def heads_specialisation(format_name: str, arch: str) -> Specialisation:
-    """Return the kernel of a cache's format for many heads and rows up to `LATENT_WIDTHS`."""
-    return DECODE_HEADS.specialise(FORMATS[format_name].ctype, _heads_keys(arch))
+def heads_specialisation(format_name: str, fitting: int) -> Specialisation:
+    """Return the kernel of a cache's format for many heads and rows up to `LATENT_WIDTHS`.
+
+    `fitting` is the most shared memory of a block.
+    """
+    return DECODE_HEADS.specialise(FORMATS[format_name].ctype, _heads_keys(fitting))
 
 
-def _heads_keys(arch: str) -> int:
+def _heads_keys(fitting: int) -> int:
     """Return the most keys per tile that shared memory has room for, whatever the format."""
-    fitting = SHARED_BYTES.get(arch, _LEAST_SMEM_BYTES)
     widest_format = FORMATS["bf16"].ctype
     return next(
         n for n in HEADS_KEYS
@@ -528,7 +530,7 @@ class Tiling:
     lanes : threads that share a key, in the decode kernel
     threads : per block
     smem_bytes : of dynamic shared memory per block
-    blocks_per_sm : with so many, short sequences do not leave an SM idle
+    blocks_per_sm : splits make at most so many; with 4, short sequences do not leave an SM idle
     """
 
     specialisation: Specialisation
@@ -552,14 +554,15 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     if suits_latent(device, call, alignment):
-        chosen = heads_specialisation(call.k.cache_format.name, device.arch)
-        if has_many_rows(call) and is_reachable(chosen, device.arch):
-            # An SM holds one block, and a split of it writes as many bytes as 114 latents have.
+        # No more blocks than an SM holds: a split writes as many bytes as 114 latents have.
+        if has_many_rows(call) and device.arch != "sm_75":
+            chosen = heads_specialisation(call.k.cache_format.name, device.shared_bytes)
             smem_bytes = heads_smem_bytes(chosen)
-            return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=2)
+            return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=1)
         chosen = latent_specialisation(call.k.cache_format.name)
         smem_bytes = latent_smem_bytes(chosen)
-        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
+        resident = 2 if 2 * smem_bytes < device.shared_bytes else 1
+        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
     return _decode_tiling(device, call, alignment)
 
 
@@ -629,8 +632,8 @@ def _suits_four_bit_mma(device: Device, call: AttentionCall, alignment: int) -> 
         return False
     if not is_reachable(_decode_mma_specialisation_of(call), device.arch):
         return False
-    most_bytes = SHARED_BYTES.get(device.arch, _LEAST_SMEM_BYTES)
-    return not call.k.rotated_width or _decode_mma_smem_bytes_of(call, device.arch) <= most_bytes
+    smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
+    return not call.k.rotated_width or smem_bytes <= device.shared_bytes
 
 
 def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
@@ -757,6 +760,16 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
     packed = call.num_tokens * call.group
     require_countable(packed, "query")
     return packed // rows + call.num_sequences
+
+
+def grid_of(
+    specialisation: Specialisation, num_tiles: int, num_kv_heads: int, num_splits: int
+) -> tuple[int, int, int]:
+    """Return the grid of an attention kernel: in decode, heads run fastest."""
+    if specialisation.kernel is PREFILL:
+        return num_tiles, num_kv_heads, num_splits
+    require_countable(num_tiles * num_kv_heads, "query")
+    return num_tiles * num_kv_heads, 1, num_splits
 
 
 def choose_num_splits(

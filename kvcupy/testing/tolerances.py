@@ -144,6 +144,8 @@ def attention_errors(
     another. Weights are then summed over n keys, with and without values, which loses about the
     square root of n units. Values are at most the largest in the cache, by head and element. Keys
     that are rotated on their way to tensor cores are rounded: the square root of the width counts.
+    What queries lose as fp16, over caches of 8 and 4 bits, is at most 2**-39 of the largest element
+    and so within the units of |q| |k|.
 
     Parameters
     ----------

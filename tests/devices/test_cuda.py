@@ -73,6 +73,7 @@ def test_what_the_device_says_of_itself(device):
     assert (device.name, device.kind, device.sm_count, device.arch) == (
         "cuda:0", "cuda", 132, "sm_90",
     )  # fmt: skip
+    assert device.shared_bytes == 232448
 
 
 @pytest.mark.parametrize("part", ["runtime", "driver"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.config import shared_bytes
 
 RAGGED = [5, 0, 1, 3, 4, 9, 8, 13]
 """In pages of four slots: empty, one token, and around one and more full pages."""
@@ -102,7 +103,7 @@ def test_values_that_end_after_their_keys(device, heads, cache_fmt):
 def test_many_heads_share_a_latent(kernel_sources, monkeypatch, heads, fmt, cache_fmt, how, arch):
     """On the host and on sm_80 a tile has 16 and 32 keys."""
     device = kernel_sources.device()
-    device.arch, device.sm_count = arch, 16
+    device.arch, device.sm_count, device.shared_bytes = arch, 16, shared_bytes(arch)
     monkeypatch.setattr(kv.config, "_strict_arch", "sm_86" if arch == "host" else arch)
     case = AttentionCase(device, (9, heads))
     scale = "none" if cache_fmt is None else "dynamic" if how == "dynamic" else "float"

@@ -12,7 +12,7 @@ from helpers import DTYPE, name_values
 import kvcupy as kv
 from kvcupy import devices, ops
 from kvcupy.arrays import view
-from kvcupy.config import SHARED_BYTES
+from kvcupy.config import SHARED_BYTES, shared_bytes
 from kvcupy.devices.host import HostDevice
 from kvcupy.formats import FOUR_BIT
 from kvcupy.ops import attention_kernels
@@ -74,7 +74,14 @@ def test_a_single_sequence_is_split_and_merged(watch):
 
 def test_many_sequences_are_not_split(watch):
     (decode,) = launched(watch(), sequences=300)
-    assert decode[1] == (300, 2, 1)
+    assert decode[1] == (300 * 2, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_heads_run_fastest_in_decode(watch, dtype):
+    """Blocks next to each other read rows next to each other, which share sectors of memory."""
+    (decode,) = launched(watch(), sequences=300, heads=(16, 8), dtype=dtype)
+    assert decode[1] == (300 * 8, 1, 1)
 
 
 def test_a_window_leaves_nothing_to_split(watch):
@@ -83,7 +90,7 @@ def test_a_window_leaves_nothing_to_split(watch):
 
 def test_splits_follow_the_number_of_sms(watch):
     few = launched(watch(), sequences=64, max_pages=4096)
-    assert few[0][1] == (64, 2, 4 * 132 // 128)
+    assert few[0][1] == (64 * 2, 1, 4 * 132 // 128)
 
 
 @pytest.mark.parametrize("width", [64, 80])
@@ -174,7 +181,7 @@ def test_many_heads_over_wide_rows_have_a_kernel_of_their_own(watch, more):
     launches = launched(watch(), width=512, max_pages=2, **more)
     heads, kv_heads = more["heads"]
     decode = dict(launches)["attention_decode_heads"]
-    assert decode == (-(-heads // kv_heads * more.get("new", 1) // 64), kv_heads, 1)
+    assert decode == (-(-heads // kv_heads * more.get("new", 1) // 64) * kv_heads, 1, 1)
 
 
 @pytest.mark.parametrize("more", [{"heads": (16, 1)}, {"heads": (64, 4)}], ids=name_values)
@@ -185,7 +192,7 @@ def test_few_heads_over_wide_rows_do_not_take_it(watch, more):
 
 def test_splits_of_many_heads_are_of_more_keys(watch):
     launches = launched(watch(), heads=(128, 1), width=512, sequences=4, max_pages=4096)
-    assert launches[0][1] == (8, 1, 2 * 132 // 8)
+    assert launches[0][1] == (8, 1, 132 // 8)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +244,10 @@ def test_where_threads_do_not_run_in_lockstep_there_are_no_tensor_cores(watch):
 class GPU:
     """A GPU, as far as the choice of a kernel asks."""
 
-    warp_lanes = 32
+    warp_lanes, sm_count = 32, 132
 
-    def __init__(self, arch):
-        self.arch = arch
+    def __init__(self, arch, most_bytes=None):
+        self.arch, self.shared_bytes = arch, most_bytes or shared_bytes(arch)
 
 
 def cache_of(fmt, width, pages=2, page_size=4, heads=1, **rotation):
@@ -260,7 +267,7 @@ def call_of(formats, widths, heads, *, ragged=False, rotates=False, **rotation):
         "query": np.zeros((heads, heads, widths[0]), DTYPE[formats[0]]),
         "out": np.zeros((heads, heads, widths[1]), DTYPE[formats[0]]),
         "k_cache": cache_of(formats[1], widths[0], **rotation),
-        "v_cache": cache_of(formats[1], widths[1], **rotation),
+        "v_cache": cache_of(formats[-1], widths[1], **rotation),
         "block_table": np.zeros((1 if ragged else heads, 2), np.int32),
         "seq_lens": np.zeros(1 if ragged else heads, np.int32),
     }
@@ -296,15 +303,39 @@ def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
             assert rotated.smem_bytes == plain.smem_bytes + (0 if is_plain else more)
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86"])
+def test_a_gpu_is_asked_for_its_shared_memory():
+    """Tiles are as large as it has room for, also on chips that are in no table."""
+    for most_bytes, keys in ((227 << 10, "32"), (163 << 10, "32"), (99 << 10, "16")):
+        call = call_of(("bf16", "bf16"), (576, 512), 128, ragged=True)
+        tiling = attention_kernels.choose_tiling(GPU("sm_199", most_bytes), call, 256)
+        assert tiling.specialisation.arguments[1] == keys
+        assert tiling.smem_bytes <= most_bytes
+
+
+def test_splits_of_wide_rows_are_all_resident():
+    """Another wave of them would write and read their states for nothing."""
+    for arch, heads, per_sm in (("sm_90", 20, 1), ("sm_90", 8, 2), ("sm_86", 8, 1)):
+        device, call = GPU(arch), call_of(("bf16", "bf16"), (576, 512), heads)
+        tiling = attention_kernels.choose_tiling(device, call, 256)
+        tiles = attention_kernels.num_tiles(call, tiling.rows)
+        object.__setattr__(call, "max_pages", 100_000)
+        splits = attention_kernels.choose_num_splits(device, call, tiles, tiling.blocks_per_sm)
+        assert device.sm_count * per_sm // 2 < tiles * splits <= device.sm_count * per_sm
+        assert per_sm * tiling.smem_bytes <= device.shared_bytes
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_120"])
 def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     """What no call takes need not be compiled; what a call takes must have been checked."""
     plain = ("fp32", "fp16", "bf16")
     quantised = ("fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_zp")
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
-        for formats in [(name, name) for name in plain]
-        + list(itertools.product(("fp16", "fp32"), quantised))
+        for formats in [
+            *itertools.product(plain, plain),
+            *itertools.product(("fp16", "fp32"), quantised),
+            ("fp32", "fp16", "bf16"),
+        ]
         for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (640, 640)]
         for heads, ragged in [
             (1, False),

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, QUERY_CACHE_PAIRS, SCALE_KINDS, AttentionCase
-from helpers import FORMATS, QUANTISED, all_patterns, from_values
+from helpers import FORMATS, QUANTISED, Arg, all_patterns, from_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -138,6 +138,82 @@ def test_infinities_of_fp16(device, new):
     args["v_cache"].buffer.restore()
     out, _ = case.attend(args)
     assert np.isfinite(out.view).all()
+
+
+TENSOR_CORE_SHAPES = {
+    "narrow": {"heads": (4, 2), "widths": (64, 64)},
+    "padded": {"heads": (16, 1), "widths": (96, 128)},
+    "wide": {"heads": (6, 1), "widths": (320, 288)},
+    "many heads": {"heads": (40, 1), "widths": (320, 288)},
+}
+
+
+def reference_of(args):
+    with np.errstate(invalid="ignore"):
+        return reference.paged_attention(
+            **{name: a.view if isinstance(a, Arg) else a for name, a in args.items()}
+        )
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("alike", [True, False], ids=["weights of one", "any weights"])
+@pytest.mark.parametrize("shape", TENSOR_CORE_SHAPES)
+@pytest.mark.parametrize("formats", [("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "fp8_e5m2")],
+                         ids="-".join)  # fmt: skip
+def test_an_infinity_in_v_stays_one(device, formats, shape, alike):
+    """It reaches its own column of its own sequence; two of opposite sign make NaN."""
+    fmt, cache_fmt = formats
+    case = AttentionCase(device, 10)
+    args = case.arguments([33, 1, 70], fmt=fmt, cache_fmt=cache_fmt, loud=0.5, page_size=16,
+                          **TENSOR_CORE_SHAPES[shape])  # fmt: skip
+    if alike:
+        args["query"].view[...] = from_values(0.0, fmt)
+        args["query"].buffer.restore()
+    table, values = args["block_table"].view, args["v_cache"].view
+    infinity = {"bf16": 0x7F80, "fp16": 0x7C00, "fp8_e5m2": 0x7C}[cache_fmt]
+    bits = reference.bits_of(values, cache_fmt)  # rounding would make e5m2 saturate
+    negative = infinity | 1 << 8 * bits.itemsize - 1
+    for sequence, key, column, value in (
+        (0, 3, 3, infinity), (0, 32, 17, negative), (1, 0, 3, infinity), (2, 20, 9, infinity),
+        (2, 20, 60, infinity), (2, 69, 60, negative),
+    ):  # fmt: skip
+        bits[table[sequence, key // 16], key % 16, :, column] = value
+    args["v_cache"].buffer.restore()
+    want = reference_of(args)[0]
+    assert np.isinf(want[0][:, [3, 17]]).all()
+    assert np.isnan(want[2, :, 60]).all()
+    out = case.output(fmt, want.shape)
+    case.issue(args, out)
+    got = reference.decode(np.ascontiguousarray(out.live()), fmt)
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("power", [14, 22, 29, 36])
+@pytest.mark.parametrize("shape", TENSOR_CORE_SHAPES)
+@pytest.mark.parametrize("cache_fmt", [*QUANTISED, "int4", "nvfp4"])
+def test_small_elements_of_queries_count(device, cache_fmt, shape, power):
+    """Beside one up to 2**29 times as large, which meets zeros; then errors have a bound."""
+    case = AttentionCase(device, 12)
+    args = case.arguments([33, 70], fmt="bf16", cache_fmt=cache_fmt, page_size=16, loud=1.0,
+                          **TENSOR_CORE_SHAPES[shape])  # fmt: skip
+    keys, query = args["k_cache"].view, args["query"].view
+    if cache_fmt in QUANTISED:
+        keys[..., 0] = from_values(0.0, cache_fmt)
+    else:
+        keys.codes[..., 0] &= 0xF0
+    query[...] = from_values(1.0 + case.rng.integers(0, 128, query.shape) / 128, "bf16")
+    query[..., 0] = from_values(2.0**power * 1.9, "bf16")
+    for name in ("query", "k_cache"):
+        args[name].buffer.restore()
+    lse = case.output("fp32", query.shape[:2])
+    case.issue(args, None, lse)
+    within = 2e-5
+    if power > 29:
+        values = slot_values({name: args[name].view for name in ("k_cache",)}, "k")
+        longest = np.nanmax(np.abs(values[np.isfinite(values).all((1, 2))]).sum(2))
+        within += 2.0**-39 * 2.0 ** (power + 1) * longest / np.sqrt(query.shape[2])
+    np.testing.assert_allclose(lse.live(), reference_of(args)[1], rtol=2e-5, atol=within)
 
 
 @both

@@ -52,6 +52,24 @@ def test_sums_of_query_lens_that_are_there_already(device, shape):
     case.attend(args)
 
 
+@pytest.mark.parametrize("sums", [[-9, 3, 40, 44], [0, 30, 3, 44], [0, -5, -6, 44], [7, 3, 2, 1]],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_sums_of_query_lens_that_are_none(device, sums, fmt):
+    """Nothing outside of the query is read or written, and the first wrong one is reported."""
+    case = AttentionCase(device, 5)
+    args = case.arguments([40, 50, 60], [30, 4, 10], fmt=fmt, heads=(4, 2), widths=(32, 32))
+    args["cu_query_lens"] = case.slots(sums, "int32")
+    out, lse = case.results(args)
+    case.issue(args, out, lse)
+    with pytest.raises(kv.IndexFault, match="paged_attention: cu_query_lens") as caught:
+        kv.check_faults(device)
+    wrong = [(i, n) for i, n in enumerate(sums) if n < max(0, *sums[max(0, i - 1) : i], 0)]
+    assert any(f"[{i}] is {n}," in str(caught.value) for i, n in wrong), (wrong, caught.value)
+    out.view[...], lse.view[...] = out.live(), lse.live()
+    case.check_buffers()
+
+
 @pytest.mark.covering(2)
 @shapes
 @pytest.mark.parametrize("evicted", [False, True], ids=["whole", "evicted"])

@@ -12,7 +12,7 @@ from prefill_calls import Call
 
 import kvcupy as kv
 from kvcupy.arrays import view
-from kvcupy.config import SHARED_BYTES
+from kvcupy.config import SHARED_BYTES, shared_bytes
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.kernels import Kernel
@@ -244,14 +244,14 @@ def test_the_geometry_of_many_heads_is_the_kernels():
     for fmt, arch in itertools.product(kernels.LATENT_FORMATS, SHARED_BYTES):
         if arch == "sm_75":
             continue
-        specialisation = kernels.heads_specialisation(fmt, arch)
+        specialisation = kernels.heads_specialisation(fmt, SHARED_BYTES[arch])
         size = kernels.heads_smem_bytes(specialisation)
         assert size <= SHARED_BYTES[arch]
         assert kernels.is_reachable(specialisation, arch)
         named = ", ".join(specialisation.arguments)
         program.append(f'static_assert(HeadsShape<{named}>::kBytes == {size}, "bytes");')
-    assert kernels.heads_specialisation("bf16", "sm_80").arguments[1] == "32"
-    assert kernels.heads_specialisation("bf16", "sm_999").arguments[1] == "16", "unknown: the least"
+    for arch, keys in {"sm_103": "32", "sm_87": "32", "sm_121": "16", "sm_999": "16"}.items():
+        assert kernels.heads_specialisation("bf16", shared_bytes(arch)).arguments[1] == keys
     cxx.check("\n".join(program))
 
 
@@ -303,19 +303,19 @@ def suits_decode(device, *, alignment=256, **call):
 class Turing:
     """A device with tensor cores for fp16 only, as far as the choice of a kernel asks."""
 
-    warp_lanes, arch = 32, "sm_75"
+    warp_lanes, arch, shared_bytes = 32, "sm_75", 64 << 10
 
 
 class Host:
     """The host device, likewise."""
 
-    warp_lanes, arch = 1, "host"
+    warp_lanes, arch, shared_bytes = 1, "host", 99 << 10
 
 
 class Ampere:
     """A device with tensor cores for fp16 and bf16, likewise."""
 
-    warp_lanes, arch = 32, "sm_80"
+    warp_lanes, arch, shared_bytes = 32, "sm_80", 163 << 10
 
 
 def test_what_it_suits():

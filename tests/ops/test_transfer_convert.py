@@ -219,6 +219,19 @@ def test_scales_see_every_element(device, source, fmt, width):
         case.transfer(*both, [0, 1], [1, 0], method="kernel", convert=True)
 
 
+@pytest.mark.parametrize(("source", "width"), [("bf16", 2048), ("fp32", 1024), ("int8", 4096)])
+def test_wide_rows_are_read_once(kernel_sources, source, width):
+    """Each read crosses the bus where the source is in pinned memory."""
+    kernel_sources.replace("transfer.cu", "convert(load(i), i);", "__builtin_trap();")
+    kernel_sources.replace("transfer.cu", "products(to_floats(load(i)), factor)", "{}")
+    case = TransferCase(kernel_sources.device("-O0"), width)
+    both = pools(
+        case, (source, "fp8_e4m3"), (source == "int8", True), ("page_first", "layer_first"),
+        pages=2, page_size=3, layers=1, widths=(width, width),
+    )  # fmt: skip
+    case.transfer(*both, [0, 1], [1, 0], method="kernel", convert=True)
+
+
 def test_scales_to_scales(device):
     """What fp8 means goes to int8; one row's scale says nothing of its neighbour's."""
     case = TransferCase(device, 7)

@@ -45,7 +45,7 @@ class Runtime:
         self.calls = []
         self.memory_type = 1
         self.driver_version = 12040
-        self.attributes = {16: 132, 91: 1}
+        self.attributes = {16: 132, 91: 1, 97: 227 << 10}
         self.bus_id = "0000:3B:00.0"
         self.refused_copies = {}  # destination -> status
         self.refused_registration = 0
