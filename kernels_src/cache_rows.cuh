@@ -9,7 +9,7 @@
 
 #include "kv_operand.cuh"
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_HOST_VARIANTS
 #include "host/copy.h"
 #endif
 
@@ -78,7 +78,7 @@ struct RowAhead {
 };
 
 __device__ __forceinline__ RowAhead cache_row_ahead(const CacheRowsParams& p, const CacheRow& row) {
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_HOST_VARIANTS
   const int rows = max(1, kvcupy_host::kFetchedBytes / max(1, p.k.width + p.v.width));
   const i64 number = i64{row.token} * p.num_heads + row.head + rows;
   if (number >= p.num_rows) return {};
@@ -96,7 +96,7 @@ template <int kWordBytes>
 __device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* k_from, char* k_to,
                                           const char* v_from, char* v_to, RowAhead ahead, int lane,
                                           int lanes) {
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_HOST_VARIANTS
   if (lanes == 1) {
     const bool streamed = p.num_rows * (i64{p.k.width} + p.v.width) >= kvcupy_host::kStreamedBytes;
     kvcupy_host::copy_row(k_to, k_from, ahead.k, p.k.width, streamed);

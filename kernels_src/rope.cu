@@ -270,7 +270,7 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
                                              const KVOperand& operand, int most_shift, bool plainly,
                                              int lane, int lanes) {
   constexpr int kLoads = kCount > 1 ? kCodesPerThread : 1;
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
   if (lanes == 1) {
     if (active) store_row_alone<T, TFormat, kLoads>(in, scale, width, row, operand);
     return;

@@ -189,7 +189,7 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
   const FourBitRow v_out = four_bit_row(p.v_cache, p.v, place, row.head);
   const float k_scale = p.k.width ? static_scale(p.k_scale, p.k, row.head) : 1.0f;
   const float v_scale = p.v.width ? static_scale(p.v_scale, p.v, row.head) : 1.0f;
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
   if (lanes == 1) {
     if (!active) return;
     store_row_alone<TIn, TFormat, kCount>(k_in, k_scale, p.k.width, k_out, p.k);

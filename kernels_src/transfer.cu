@@ -436,7 +436,7 @@ struct HeldElements {
   }
 };
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Encode a row by one thread, which holds every group.
 template <typename TIn, typename TFormat, int kCount>
 inline void encode_row_alone(const char* from, float factor, int width, char* to,
@@ -512,7 +512,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         if (live[r] && v_scale) v_factors[r] = *reinterpret_cast<const float*>(v_scale);
       }
     }
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
     if (lanes == 1) {
       for (int r = 0; r < kRows; ++r) {
         if (!live[r]) continue;
@@ -586,7 +586,7 @@ __device__ __forceinline__ float scale_of_long_row(char* row, int width, bool li
   return scale_of_row<TOut>(absmax, lanes);
 }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Restore a row by one thread, and store its scale, if it gets one.
 template <typename TFormat, typename TOut, int kCount>
 inline void restore_row_alone(char* from, int width, char* to, float* scale_to,
@@ -635,7 +635,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
   const u32 of_warp = group & (32 / lanes - 1);
   const int step = lanes * kCodesPerThread;
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
   const bool alone = lanes == 1 && (p.src.k_rotated.shift || p.src.v_rotated.shift);
 #else
   constexpr bool alone = false;
@@ -683,7 +683,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         }
       }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
       if (alone) {
         for (int r = 0; r < kRows; ++r) {
           if (!live[r]) continue;
