@@ -77,7 +77,8 @@ struct RowAhead {
   const char* v;
 };
 
-__device__ __forceinline__ RowAhead cache_row_ahead(const CacheRowsParams& p, const CacheRow& row) {
+__device__ __forceinline__ RowAhead cache_row_ahead([[maybe_unused]] const CacheRowsParams& p,
+                                                    [[maybe_unused]] const CacheRow& row) {
 #ifdef KVCUPY_HOST_VARIANTS
   const int rows = max(1, kvcupy_host::kFetchedBytes / max(1, p.k.width + p.v.width));
   const i64 number = i64{row.token} * p.num_heads + row.head + rows;
@@ -94,8 +95,8 @@ __device__ __forceinline__ RowAhead cache_row_ahead(const CacheRowsParams& p, co
 // Copy the words of two rows, all loads of both before the first store.
 template <int kWordBytes>
 __device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* k_from, char* k_to,
-                                          const char* v_from, char* v_to, RowAhead ahead, int lane,
-                                          int lanes) {
+                                          const char* v_from, char* v_to,
+                                          [[maybe_unused]] RowAhead ahead, int lane, int lanes) {
 #ifdef KVCUPY_HOST_VARIANTS
   if (lanes == 1) {
     const bool streamed = p.num_rows * (i64{p.k.width} + p.v.width) >= kvcupy_host::kStreamedBytes;

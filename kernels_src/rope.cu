@@ -276,7 +276,7 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
     return;
   }
 #endif
-  const auto store_packs = [&](const auto& store) {
+  const auto store_packs = [&](const auto& store) __attribute__((always_inline)) {
     for (int first = 0; first < longest; first += lanes * kCodesPerThread) {
       const int at = first + lane * kCodesPerThread;
       const bool stores = active && at < width;
@@ -287,11 +287,11 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
   };
   if (!plainly) {
     const Rotation rotation = {rotation_of(operand).shift, most_shift};
-    store_packs([&](const auto& x, int at, bool stores) {
+    store_packs([&](const auto& x, int at, bool stores) __attribute__((always_inline)) {
       rotate_in_group<TFormat>(x, scale, at, stores, row, operand, rotation);
     });
   } else {
-    store_packs([&](const auto& x, int at, bool stores) {
+    store_packs([&](const auto& x, int at, bool stores) __attribute__((always_inline)) {
       store_in_group<TFormat>(x, scale, at, stores, row, operand);
     });
   }

@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       }
       // Convert, Store
       const auto store = [&](const auto& x, char* to, int width, bool has,
-                             const RotatedPart& rotated) {
+                             const RotatedPart& rotated) __attribute__((always_inline)) {
         const FourBitRow row = packed_row(to, width);
         if (rotated.shift == 0 && is_stored_plainly(operand)) {
           store_in_group<TFormat>(x, 1.0f, element, has, row, operand);
@@ -642,7 +642,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
 #endif
 
   // The loops are warp-uniform: lanes exchange values.
-  const auto convert = [&](const auto& rotation_of_part) {
+  const auto convert = [&](const auto& rotation_of_part) __attribute__((always_inline)) {
     for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
       char* k_from[kRows];
       char* v_from[kRows];
@@ -742,8 +742,10 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     }
   };
   if (p.src.k_rotated.shift | p.src.v_rotated.shift) {
-    convert([](const RotatedPart& part, int element) { return rotation_at(part, element); });
+    convert([](const RotatedPart& part, int element) __attribute__((always_inline)) {
+      return rotation_at(part, element);
+    });
   } else {
-    convert([](const RotatedPart&, int) { return NotRotated{}; });
+    convert([](const RotatedPart&, int) __attribute__((always_inline)) { return NotRotated{}; });
   }
 }
