@@ -138,9 +138,8 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
     }
   }
   __syncthreads();  // the groups have written theirs
-  if (threadIdx.x < t.num_rows) {
+  if (const int r = threadIdx.x; r < t.num_rows) {
     // The tops of a row become weights; its sum and its top take the places of two sums.
-    const int r = threadIdx.x;
     float largest = -kInfinity;
     for (int g = 0; g < groups; ++g) largest = fmaxf(largest, tops[g * kRows + r]);
     float sum = 0.0f;

@@ -19,18 +19,6 @@
 
 // --- Codes ---------------------------------------------------------------------------------------
 
-#ifdef __CUDACC__
-__device__ __forceinline__ u32 multiply_add_halves(u32 x, u32 y, u32 z) {
-  return word_of(__hfma2(halves_of(x), halves_of(y), halves_of(z)));
-}
-#else
-inline u32 multiply_add_halves(u32 x, u32 y, u32 z) {
-  const half lower = from_float<half>(half_of(x, 0) * half_of(y, 0) + half_of(z, 0));
-  const half upper = from_float<half>(half_of(x, 1) * half_of(y, 1) + half_of(z, 1));
-  return lower.bits | u32{upper.bits} << 16;
-}
-#endif
-
 // What codes are multiplied by to get what `spread_codes` returns.
 template <typename TCache>
 constexpr float kCodeUnit = kE2m1<TCache> ? 0x1p-14f : 1.0f;
@@ -63,13 +51,8 @@ __device__ __forceinline__ EightHalves spread_codes(u32 codes) {
 
 // Four bytes of e4m3 as two pairs of fp16.
 __device__ __forceinline__ void widen_scales(u32 bytes, u32& lower, u32& upper) {
-#if __CUDA_ARCH__ >= 890
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(lower) : "h"(static_cast<unsigned short>(bytes)));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(upper) : "h"(static_cast<unsigned short>(bytes >> 16)));
-#else
-  lower = decode_e4m3_pair(lower_pair(bytes));
-  upper = decode_e4m3_pair(upper_pair(bytes));
-#endif
+  lower = kArch >= 890 ? halves_of_e4m3(bytes) : decode_e4m3_pair(lower_pair(bytes));
+  upper = kArch >= 890 ? halves_of_e4m3(bytes >> 16) : decode_e4m3_pair(upper_pair(bytes));
 }
 
 // --- Scales --------------------------------------------------------------------------------------
@@ -627,12 +610,9 @@ struct ValueUnits<uint4x2, kWidthV> {
 };
 
 __device__ __forceinline__ u32 max_of_halves(u32 x, u32 y) {
-#if __CUDA_ARCH__ >= 800
-  return word_of(__hmax2(halves_of(x), halves_of(y)));
-#else
+  if constexpr (kArch >= 800) return larger_of_pairs<half>(x, y);
   const u32 lower = max(x & 0xffff, y & 0xffff);
   return max(x >> 16, y >> 16) << 16 | lower;
-#endif
 }
 
 // Make the scales of the values of a tile what `multiply_values_four_bit` takes. Other lanes see

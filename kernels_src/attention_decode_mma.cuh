@@ -110,11 +110,10 @@ struct DecodeShape {
   static constexpr int kValueRowBytes = bytes_of_elements<TCache>(kWidthV);
   static constexpr int kValuesAt = kKeys * kKeyRowBytes;
   static constexpr int kTileBytes = kKeys * (kKeyRowBytes + kValueRowBytes);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  static constexpr int kStages = 1;  // copies are not asynchronous there
-#else
-  static constexpr int kStages = kTileBytes <= 2048 ? 4 : kTileBytes <= 10240 ? 2 : 1;
-#endif
+  static constexpr int kStages = !kCopiesAreAsync      ? 1
+                                 : kTileBytes <= 2048  ? 4
+                                 : kTileBytes <= 10240 ? 2
+                                                       : 1;
   using Table = DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV>;
   static constexpr int kMergeBytes = kDecodeRows * (kWidthV + kValuePadding) * 4;
   static constexpr int kRingBytes =

@@ -9,7 +9,7 @@
 
 #include "kv_operand.cuh"
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_HOST_VARIANTS
 #include "host/copy.h"
 #endif
 
@@ -77,8 +77,9 @@ struct RowAhead {
   const char* v;
 };
 
-__device__ __forceinline__ RowAhead cache_row_ahead(const CacheRowsParams& p, const CacheRow& row) {
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+__device__ __forceinline__ RowAhead cache_row_ahead([[maybe_unused]] const CacheRowsParams& p,
+                                                    [[maybe_unused]] const CacheRow& row) {
+#ifdef KVCUPY_HOST_VARIANTS
   const int rows = max(1, kvcupy_host::kFetchedBytes / max(1, p.k.width + p.v.width));
   const i64 number = i64{row.token} * p.num_heads + row.head + rows;
   if (number >= p.num_rows) return {};
@@ -94,9 +95,9 @@ __device__ __forceinline__ RowAhead cache_row_ahead(const CacheRowsParams& p, co
 // Copy the words of two rows, all loads of both before the first store.
 template <int kWordBytes>
 __device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* k_from, char* k_to,
-                                          const char* v_from, char* v_to, RowAhead ahead, int lane,
-                                          int lanes) {
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+                                          const char* v_from, char* v_to,
+                                          [[maybe_unused]] RowAhead ahead, int lane, int lanes) {
+#ifdef KVCUPY_HOST_VARIANTS
   if (lanes == 1) {
     const bool streamed = p.num_rows * (i64{p.k.width} + p.v.width) >= kvcupy_host::kStreamedBytes;
     kvcupy_host::copy_row(k_to, k_from, ahead.k, p.k.width, streamed);

@@ -8,9 +8,39 @@
 #include "host/cuda_names.h"
 #endif
 
+// The architecture whose branches are compiled; 0 is a processor. A host build that defines it, as
+// 750 to 1000, runs the branches of that GPU, by the plain versions of instructions.cuh.
+#ifdef __CUDA_ARCH__
+#define KVCUPY_ARCH __CUDA_ARCH__
+#elif !defined(KVCUPY_ARCH)
+#define KVCUPY_ARCH 0
+#endif
+constexpr int kArch = KVCUPY_ARCH;
+
+// Whether a processor does as a whole, in another way, what it does faster so (host/).
+#if !KVCUPY_ARCH && !defined(KVCUPY_STRICT)
+#define KVCUPY_HOST_VARIANTS
+#endif
+
 using i64 = long long;
 using u64 = unsigned long long;
 using u32 = unsigned int;
+
+template <typename A, typename B>
+constexpr bool kSameType = false;
+template <typename A>
+constexpr bool kSameType<A, A> = true;
+
+template <bool kFirst, typename A, typename B>
+struct TypeSelection {
+  using type = A;
+};
+template <typename A, typename B>
+struct TypeSelection<false, A, B> {
+  using type = B;
+};
+template <bool kFirst, typename A, typename B>
+using SelectType = typename TypeSelection<kFirst, A, B>::type;
 
 // --- Words: the unit of one memory access --------------------------------------------------------
 
@@ -48,7 +78,7 @@ struct WordOf<16> {
 };
 #endif
 
-#if defined(__CUDACC__) || defined(KVCUPY_STRICT)
+#ifndef KVCUPY_HOST_VARIANTS
 constexpr int kWidestWord = 16;
 #else
 constexpr int kWidestWord = 32;  // still at multiples of 16
@@ -78,17 +108,6 @@ __device__ __forceinline__ void store_streaming(T* target, const T& value) {
   __stcs(target, value);
 #else
   *target = value;
-#endif
-}
-
-// 1 / x to within an ulp, for an x that is not subnormal; an infinity for a zero, and the reverse.
-__device__ __forceinline__ float approximate_reciprocal(float x) {
-#ifdef __CUDACC__
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-#else
-  return 1.0f / x;
 #endif
 }
 

@@ -73,20 +73,6 @@ __device__ __forceinline__ u32 interleave_upper(u32 even, u32 odd) {
   return __byte_perm(even, odd, 0x7362);
 }
 
-#ifdef __CUDACC__
-__device__ __forceinline__ u32 add_halves(u32 x, u32 y) {
-  return word_of(__hadd2(halves_of(x), halves_of(y)));
-}
-__device__ __forceinline__ float2 floats_of_pair(u32 pair) { return floats_of_halves(pair); }
-#else
-inline u32 add_halves(u32 x, u32 y) {
-  const half lower = from_float<half>(half_of(x, 0) + half_of(y, 0));
-  const half upper = from_float<half>(half_of(x, 1) + half_of(y, 1));
-  return lower.bits | u32{upper.bits} << 16;
-}
-inline float2 floats_of_pair(u32 pair) { return {half_of(pair, 0), half_of(pair, 1)}; }
-#endif
-
 // Eight codes of E2M1. Sign, exponent and mantissa go to the upper byte of an fp16, s000eem0: that
 // is the number times 2**-14, subnormal ones too.
 __device__ __forceinline__ EightHalves decode_e2m1x8(u32 codes) {
@@ -137,13 +123,7 @@ __device__ __forceinline__ EightHalves as_bfloat16(const EightHalves& halves) {
 template <typename TFormat>
 __device__ __forceinline__ float group_scale(u32 bits) {
   if constexpr (kSameType<TFormat, nvfp4>) {
-#ifdef __CUDACC__
-    fp8_e4m3 code;
-    code.__x = static_cast<unsigned char>(bits);
-    return to_float(code);
-#else
-    return to_float(fp8_e4m3{static_cast<unsigned char>(bits)});
-#endif
+    return to_float(of_bits<fp8_e4m3>(bits));
   } else if constexpr (kSameType<TFormat, mxfp4>) {
     const u32 power = bits << 23;  // 2**-127 is subnormal, and 255 is NaN
     return __uint_as_float(bits == 0 ? 0x00400000 : bits == 255 ? 0x7fc00000 : power);
@@ -200,11 +180,9 @@ __device__ __forceinline__ u32 encode_group_scale(float absmax, float divisor) {
   } else {
     u32 bits;
     if constexpr (kSameType<TFormat, nvfp4>) {
-      const fp8_e4m3 code = from_float<fp8_e4m3>(quotient);
-      bits = *reinterpret_cast<const unsigned char*>(&code);
+      bits = bits_of(from_float<fp8_e4m3>(quotient));
     } else {
-      const half code = from_float<half>(fminf(quotient, 65504.0f));
-      bits = *reinterpret_cast<const unsigned short*>(&code);
+      bits = bits_of(from_float<half>(fminf(quotient, 65504.0f)));
     }
     return absmax > 0.0f ? max(bits, u32{1}) : 0;
   }
@@ -237,23 +215,6 @@ struct GroupRange<uint4x2> {
     least_negated = max_within_warp(least_negated, lanes);
   }
 };
-
-// The next fp16 that is not above x, or not below it, as bits; x is within its finite range.
-#ifdef __CUDACC__
-__device__ __forceinline__ u32 half_not_above(float x) {
-  return __half_as_ushort(__float2half_rd(x));
-}
-__device__ __forceinline__ u32 half_not_below(float x) {
-  return __half_as_ushort(__float2half_ru(x));
-}
-#else
-inline u32 half_not_above(float x) {
-  const half near = from_float<half>(x);
-  if (to_float(near) <= x) return near.bits;
-  return near.bits + (near.bits & 0x8000 ? 1 : -1);
-}
-inline u32 half_not_below(float x) { return half_not_above(-x) ^ 0x8000; }
-#endif
 
 // The bits of the scale, in the lower half, and of the minimum of a group: the minimum is
 // least / scale rounded down, and the scale what 15 codes from there to most / scale need, rounded
@@ -393,12 +354,12 @@ __device__ __forceinline__ Rotation rotation_at(const RotatedPart& part, int ele
   return {element < part.width ? part.shift : 0, part.shift};
 }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Rotate a block by one thread: eight elements at a time where the compiler has vectors for that.
 inline void rotate_alone(float* x, int shift) {
   const int block = 1 << shift;
   int half = 1;
-#ifndef KVCUPY_STRICT
+#ifdef KVCUPY_HOST_VARIANTS
   using namespace kvcupy_host;
   const auto load = [](const float* from) {
     Pack<float, 8> eight;
@@ -501,31 +462,20 @@ __device__ __forceinline__ u32 load_eight_codes(const char* source, int word_byt
   return codes;
 }
 
-#ifdef __CUDACC__
-// Two numbers of 16 bits in a word.
-__device__ __forceinline__ float2 floats_of_pair(u32 pair, half) { return floats_of_halves(pair); }
-__device__ __forceinline__ float2 floats_of_pair(u32 pair, bfloat16) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
-}
-#endif
-
 // Eight numbers as magnitudes, and their signs as codes_with_signs takes them.
 template <typename T>
 __device__ __forceinline__ u32 split_signs(const T* numbers, float* magnitudes) {
   u32 tops[4];  // bytes of 0 and 1 uppermost in half words, and so on
-#ifdef __CUDACC__
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kArch != 0 && sizeof(T) == 2) {
     const u32* words = reinterpret_cast<const u32*>(numbers);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 pair = floats_of_pair(words[i], T{});
+      const float2 pair = floats_of_pair<T>(words[i]);
       magnitudes[2 * i] = fabsf(pair.x);
       magnitudes[2 * i + 1] = fabsf(pair.y);
       tops[i] = words[i];
     }
-  } else
-#endif
-  {
+  } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float first = to_float(numbers[2 * i]);
@@ -543,17 +493,17 @@ __device__ __forceinline__ u32 split_signs(const T* numbers, float* magnitudes) 
 // Make every NaN a zero, and return the largest magnitude, at most the largest float.
 template <typename T>
 __device__ __forceinline__ float clear_nan(Pack<T, kCodesPerThread>& pack) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(T) == 2) {  // in pairs; a NaN is rare
-    const auto* pairs = reinterpret_cast<const PairOf<T>*>(pack.values);
-    PairOf<T> top = __habs2(pairs[0]);
+  if constexpr (kArch >= 800 && sizeof(T) == 2) {  // in pairs; a NaN is rare
+    const auto* pairs = reinterpret_cast<const u32*>(pack.values);
+    u32 top = magnitudes_of_pair<T>(pairs[0]);
 #pragma unroll
-    for (int i = 1; i < kCodesPerThread / 2; ++i) top = __hmax2_nan(top, __habs2(pairs[i]));
-    const float a = to_float(top.x);
-    const float b = to_float(top.y);
-    if (!isnan(a + b)) return fminf(fmaxf(a, b), kFloatMax);
+    for (int i = 1; i < kCodesPerThread / 2; ++i) {
+      top = larger_or_nan<T>(top, magnitudes_of_pair<T>(pairs[i]));
+    }
+    const float a = lower_of<T>(top);
+    const float b = upper_of<T>(top);
+    if (a + b == a + b) return fminf(fmaxf(a, b), kFloatMax);
   }
-#endif
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kCodesPerThread; ++i) {
@@ -569,23 +519,22 @@ template <typename T>
 __device__ __forceinline__ GroupRange<uint4x2> clear_nan_between(Pack<T, kCodesPerThread>& pack) {
   float most;
   float least;
-#if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(T) == 2) {
-    const auto* pairs = reinterpret_cast<const PairOf<T>*>(pack.values);
-    PairOf<T> top = pairs[0];
-    PairOf<T> bottom = pairs[0];
+  if constexpr (kArch >= 800 && sizeof(T) == 2) {
+    const auto* pairs = reinterpret_cast<const u32*>(pack.values);
+    u32 top = pairs[0];
+    u32 bottom = pairs[0];
 #pragma unroll
     for (int i = 1; i < kCodesPerThread / 2; ++i) {
-      top = __hmax2_nan(top, pairs[i]);
-      bottom = __hmin2_nan(bottom, pairs[i]);
+      top = larger_or_nan<T>(top, pairs[i]);
+      bottom = smaller_or_nan<T>(bottom, pairs[i]);
     }
-    most = fmaxf(to_float(top.x), to_float(top.y));
-    least = fminf(to_float(bottom.x), to_float(bottom.y));
-    if (!isnan(to_float(top.x) + to_float(top.y)))
+    const float sum = lower_of<T>(top) + upper_of<T>(top);
+    most = fmaxf(lower_of<T>(top), upper_of<T>(top));
+    least = fminf(lower_of<T>(bottom), upper_of<T>(bottom));
+    if (sum == sum)
       return {fmaxf(fminf(most, kFloatMax), -kFloatMax),
               fmaxf(fminf(-least, kFloatMax), -kFloatMax)};
   }
-#endif
   most = -kFloatMax;
   least = kFloatMax;
 #pragma unroll
@@ -795,7 +744,7 @@ __device__ __forceinline__ void store_sixteen(const Pack<T, kCodesPerThread>& pa
   }
 }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Store a row that is not rotated by one thread, which holds every group.
 template <typename T, typename TFormat, int kCount>
 inline void store_groups_alone(const char* in, float scale, int width, const FourBitRow& row,
@@ -884,7 +833,7 @@ __device__ __forceinline__ void load_in_group(const FourBitRow& row, int at,
 }
 
 // Eight elements as floats.
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_HOST_VARIANTS
 template <typename TFormat>
 inline Pack<float, 8> decode_codes(u32 codes, const GroupStep<TFormat>& step) {
   using namespace kvcupy_host;
@@ -935,7 +884,7 @@ __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes,
   return out;
 }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Restore elements of a row by one thread, from `first` on, a multiple of kElementsAlone.
 template <typename TFormat>
 inline void decode_alone(const FourBitRow& row, float scale, int first, int count,

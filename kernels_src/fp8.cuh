@@ -2,40 +2,7 @@
 // sm_89 convert it, which have no instructions for that, and int8.
 #pragma once
 
-#include "common.cuh"
-
-#ifdef __CUDACC__
-#include <cuda_fp16.h>
-
-__device__ __forceinline__ u32 word_of(__half2 x) { return *reinterpret_cast<const u32*>(&x); }
-__device__ __forceinline__ __half2 halves_of(u32 x) {
-  return *reinterpret_cast<const __half2*>(&x);
-}
-
-// Two fp16 in a word, times two others.
-__device__ __forceinline__ u32 multiply_halves(u32 x, u32 y) {
-  return word_of(__hmul2(halves_of(x), halves_of(y)));
-}
-// Ones in each half word in which x, two fp16, is larger than y.
-__device__ __forceinline__ u32 where_halves_exceed(u32 x, u32 y) {
-  return __hgt2_mask(halves_of(x), halves_of(y));
-}
-#else
-#include "numeric.cuh"
-
-inline float half_of(u32 x, int i) {
-  return to_float(half{static_cast<unsigned short>(x >> 16 * i)});
-}
-inline u32 multiply_halves(u32 x, u32 y) {
-  const half lower = from_float<half>(half_of(x, 0) * half_of(y, 0));
-  const half upper = from_float<half>(half_of(x, 1) * half_of(y, 1));
-  return lower.bits | u32{upper.bits} << 16;
-}
-inline u32 where_halves_exceed(u32 x, u32 y) {
-  return (half_of(x, 0) > half_of(y, 0) ? 0xffffu : 0u) |
-         (half_of(x, 1) > half_of(y, 1) ? 0xffff0000u : 0u);
-}
-#endif
+#include "instructions.cuh"
 
 // Bytes 0 and 1 of a word, or 2 and 3, in the upper bytes of two half words.
 __device__ __forceinline__ u32 lower_pair(u32 bytes) { return __byte_perm(bytes, 0, 0x1404); }
@@ -92,11 +59,7 @@ __device__ __forceinline__ u32 encode_four_fp8(const float (&x)[4], const float 
   for (int i = 0; i < 4; ++i) {
     const u32 magnitude = encode_magnitude<kMantissa, kBias>(x[i], largest);
     codes[i] = signs[i] == signs[i] ? magnitude : 0x7f;
-#ifdef __CUDACC__
-    tops[i] = __float_as_uint(signs[i]);  // the NaN of a GPU's arithmetic is positive
-#else
     tops[i] = signs[i] == signs[i] ? __float_as_uint(signs[i]) : 0;
-#endif
   }
   const u32 magnitudes = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040),
                                      __byte_perm(codes[2], codes[3], 0x0040), 0x5410);

@@ -75,7 +75,7 @@ __device__ __forceinline__ void restore_sixteen(const SixteenCodes& codes, u32 b
   if (has) store_sixteen<TOut, kCount>(from_floats<TOut>(values), target);
 }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Restore a row, which may be rotated, by one thread.
 template <typename TFormat, typename TOut, int kCount>
 inline void restore_row_alone(const FourBitRow& row, float scale, const KVOperand& operand,
@@ -115,7 +115,7 @@ __global__ void gather_four_bit(const __grid_constant__ CacheRowsParams p) {
   const float v_scale = p.v.width ? static_scale(p.v_scale, p.v, row.head) : 1.0f;
   constexpr int kOutBytes = sizeof(TOut);
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
   if (lanes == 1 && rotates) {
     if (!active) return;
     restore_row_alone<TFormat, TOut, kCount>(k_in, k_scale, p.k, k_out);

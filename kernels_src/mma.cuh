@@ -17,73 +17,42 @@
 #include "host/mma.h"
 #endif
 
-// --- Pairs of 16-bit floats ----------------------------------------------------------------------
-
-// x in the lower half, y in the upper, each rounded once.
-template <typename T>
-__device__ __forceinline__ u32 pack_pair(float x, float y) {
-#ifdef __CUDACC__  // one instruction, where the chip has it
-  if constexpr (kSameType<T, half>) {
-    const half2 pair = __floats2half2_rn(x, y);
-    return *reinterpret_cast<const u32*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-    return *reinterpret_cast<const u32*>(&pair);
-  }
-#else
-  return kvcupy_host::bits_as<u32>(Pack<T, 2>{from_float<T>(x), from_float<T>(y)});
-#endif
-}
-
-template <typename T>
-__device__ __forceinline__ float lower_of(u32 pair) {
-  return to_float(reinterpret_cast<const T*>(&pair)[0]);
-}
-
-template <typename T>
-__device__ __forceinline__ float upper_of(u32 pair) {
-  return to_float(reinterpret_cast<const T*>(&pair)[1]);
-}
+// --- Pairs of fp16 -------------------------------------------------------------------------------
 
 // Four quantised elements in float16, exactly: elements 0 and 2 in `even`, 1 and 3 in `odd`.
 template <typename T>
 __device__ __forceinline__ void to_half_pairs(u32 four, u32& even, u32& odd) {
-#ifndef __CUDACC__
-  const T* elements = reinterpret_cast<const T*>(&four);
-  even = pack_pair<half>(to_float(elements[0]), to_float(elements[2]));
-  odd = pack_pair<half>(to_float(elements[1]), to_float(elements[3]));
-#else
-  const auto as_half2 = [](u32 pair) { return *reinterpret_cast<const half2*>(&pair); };
-  const auto as_bits = [](half2 pair) { return *reinterpret_cast<const u32*>(&pair); };
-  if constexpr (kSameType<T, int8>) {
+  if constexpr (kArch == 0) {
+    const T* elements = reinterpret_cast<const T*>(&four);
+    even = pack_pair<half>(to_float(elements[0]), to_float(elements[2]));
+    odd = pack_pair<half>(to_float(elements[1]), to_float(elements[3]));
+  } else if constexpr (kSameType<T, int8>) {
     // x + 128 as the lowest bits of 1024 is 1152 + x.
+    constexpr u32 kOrigin = 0x64806480;
     const u32 shifted = four ^ 0x80808080u;
-    const half2 origin = as_half2(0x64806480u);
-    even = as_bits(__hsub2(as_half2(__byte_perm(shifted, 0x64646464u, 0x4240)), origin));
-    odd = as_bits(__hsub2(as_half2(__byte_perm(shifted, 0x64646464u, 0x4341)), origin));
+    even = subtract_halves(__byte_perm(shifted, 0x64646464u, 0x4240), kOrigin);
+    odd = subtract_halves(__byte_perm(shifted, 0x64646464u, 0x4341), kOrigin);
   } else if constexpr (kSameType<T, fp8_e5m2>) {  // the upper byte of a half
     even = __byte_perm(four, 0, 0x2404);
     odd = four & 0xff00ff00u;
   } else {
     static_assert(kSameType<T, fp8_e4m3>, "formats of 8 bits");
-#if __CUDA_ARCH__ >= 890
-    const u32 sorted = __byte_perm(four, 0, 0x3120);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(even) : "h"(static_cast<unsigned short>(sorted)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(odd) : "h"(static_cast<unsigned short>(sorted >> 16)));
-#else
-    // With its exponent moved into place an element is 256 times too small. A NaN, all ones, must
-    // become one: one more carries into the highest bit of the exponent.
-    const half2 unit = as_half2(0x5c005c00u);
-    const auto widen = [&](u32 upper_bytes) {
-      const u32 magnitude = upper_bytes >> 1 & 0x3f803f80u;
-      const u32 nan = (magnitude + 0x00800080u) & 0x40004000u;
-      return as_bits(__hmul2(as_half2((upper_bytes & 0x80008000u) | magnitude | nan), unit));
-    };
-    even = widen(four << 8);
-    odd = widen(four);
-#endif
+    if constexpr (kArch >= 890) {
+      const u32 sorted = __byte_perm(four, 0, 0x3120);
+      even = halves_of_e4m3(sorted);
+      odd = halves_of_e4m3(sorted >> 16);
+    } else {
+      // With its exponent moved into place an element is 256 times too small. A NaN, all ones, must
+      // become one: one more carries into the highest bit of the exponent.
+      const auto widen = [](u32 upper_bytes) {
+        const u32 magnitude = upper_bytes >> 1 & 0x3f803f80u;
+        const u32 nan = (magnitude + 0x00800080u) & 0x40004000u;
+        return multiply_halves((upper_bytes & 0x80008000u) | magnitude | nan, 0x5c005c00u);
+      };
+      even = widen(four << 8);
+      odd = widen(four);
+    }
   }
-#endif
 }
 
 // --- Products ------------------------------------------------------------------------------------
@@ -119,34 +88,39 @@ __device__ __forceinline__ void multiply_by_shuffles(float (&c)[4], const u32 (&
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   static_assert(kSameType<T, half> || kSameType<T, bfloat16>, "formats of 16 bits");
-#ifndef __CUDACC__
-  kvcupy_host::multiply_in_warp<T>(c, a, b0, b1);
-#elif __CUDA_ARCH__ >= 800
-  if constexpr (kSameType<T, half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-#else  // Turing: half as deep, and no bfloat16
-  if constexpr (kSameType<T, half>) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[2]), "r"(a[3]), "r"(b1));
-  } else {
+  constexpr bool kTuring = kArch != 0 && kArch < 800;  // products half as deep, and no bfloat16
+  if constexpr (kTuring && kSameType<T, bfloat16>) {
     multiply_by_shuffles<T>(c, a, b0, b1);
-  }
+  } else {
+#ifndef __CUDACC__
+    kvcupy_host::multiply_in_warp<T>(c, a, b0, b1);
+#else
+    if constexpr (kTuring) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(b0));
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[2]), "r"(a[3]), "r"(b1));
+    } else if constexpr (kSameType<T, half>) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
 #endif
+  }
 }
 
 // --- Shared memory -------------------------------------------------------------------------------
@@ -179,49 +153,42 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], const char* row) {
 #endif
 }
 
-// Start copying 16 bytes from global to shared memory, both at multiples of 16; zeros if they do
-// not `exist`. They have arrived after `wait_for_copies`; other threads see them after a barrier
-// too.
-__device__ __forceinline__ void copy_async(char* shared, const char* global, bool exist) {
-#ifndef __CUDACC__
-  kvcupy_host::begin_copy(shared, global, exist, 16);
-#elif __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(__cvta_generic_to_global(global)), "r"(exist ? 16 : 0)
-               : "memory");
-#else
-  uint4 word = {0, 0, 0, 0};
-  if (exist) word = __ldg(reinterpret_cast<const uint4*>(global));
-  *reinterpret_cast<uint4*>(shared) = word;
-#endif
-}
+constexpr bool kCopiesAreAsync = kArch == 0 || kArch >= 800;
 
-// Likewise a word of 4 or 8 bytes.
+// Start copying kBytes, 4, 8 or 16, from global to shared memory, both at multiples of that; zeros
+// if they do not `exist`. They have arrived after `wait_for_copies`; other threads see them after a
+// barrier too.
 template <int kBytes>
 __device__ __forceinline__ void copy_word_async(char* shared, const char* global, bool exist) {
-  static_assert(kBytes == 4 || kBytes == 8, "what cp.async copies by way of L1");
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async copies");
+  if constexpr (!kCopiesAreAsync) {
+    Word<kBytes> word = {};
+    if (exist) word = __ldg(reinterpret_cast<const Word<kBytes>*>(global));
+    *reinterpret_cast<Word<kBytes>*>(shared) = word;
+  } else {
 #ifndef __CUDACC__
-  kvcupy_host::begin_copy(shared, global, exist, kBytes);
-#elif __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
-               "l"(__cvta_generic_to_global(global)), "n"(kBytes), "r"(exist ? kBytes : 0)
-               : "memory");
+    kvcupy_host::begin_copy(shared, global, exist, kBytes);
 #else
-  Word<kBytes> word = {};
-  if (exist) word = __ldg(reinterpret_cast<const Word<kBytes>*>(global));
-  *reinterpret_cast<Word<kBytes>*>(shared) = word;
+    if constexpr (kBytes == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                   "l"(__cvta_generic_to_global(global)), "r"(exist ? 16 : 0)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+                   "l"(__cvta_generic_to_global(global)), "n"(kBytes), "r"(exist ? kBytes : 0)
+                   : "memory");
+    }
 #endif
+  }
+}
+
+__device__ __forceinline__ void copy_async(char* shared, const char* global, bool exist) {
+  copy_word_async<16>(shared, global, exist);
 }
 
 // Likewise one float.
 __device__ __forceinline__ void copy_float_async(float* shared, const float* global, bool exist) {
-#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
-               "l"(__cvta_generic_to_global(global)), "r"(exist ? 4 : 0)
-               : "memory");
-#else
-  *shared = exist ? *global : 0.0f;
-#endif
+  copy_word_async<4>(reinterpret_cast<char*>(shared), reinterpret_cast<const char*>(global), exist);
 }
 
 // Close a group of copies: those that this thread has started since it closed the last.
@@ -249,18 +216,5 @@ __device__ __forceinline__ void wait_for_copies() {
   kvcupy_host::finish_copies();
 #elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
-// --- Powers --------------------------------------------------------------------------------------
-
-// 2 to the x within two units, and 0 where that is below the normal numbers.
-__device__ __forceinline__ float power_of_two(float x) {
-#ifdef __CUDACC__
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-#else
-  return exp2f(x);
 #endif
 }

@@ -5,15 +5,13 @@
 // infinity.
 #pragma once
 
-#include "common.cuh"
+#include "fp8.cuh"
 
 using int8 = signed char;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(int8 x) { return static_cast<float>(x); }
 
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
 template <>
 __device__ __forceinline__ float from_float<float>(float x) {
   return x;
@@ -25,60 +23,25 @@ __device__ __forceinline__ int8 from_float<int8>(float x) {
   return x == x ? static_cast<int8>(code) : int8{0};
 }
 
-#ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
-#include "fp8.cuh"
-
-using bfloat16 = __nv_bfloat16;
-using fp8_e4m3 = __nv_fp8_e4m3;
-using fp8_e5m2 = __nv_fp8_e5m2;
-
-__device__ __forceinline__ float to_float(half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
+#if KVCUPY_ARCH  // a processor's own: host/numbers.h
 __device__ __forceinline__ float to_float(fp8_e4m3 x) {
-#if __CUDA_ARCH__ >= 890
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E4M3)));
-#else
-  return __half2float(__ushort_as_half(decode_e4m3_pair(u32{x.__x} << 8)));
-#endif
+  const u32 pair = kArch >= 890 ? halves_of_e4m3(bits_of(x)) : decode_e4m3_pair(bits_of(x) << 8);
+  return lower_of<half>(pair);
 }
 __device__ __forceinline__ float to_float(fp8_e5m2 x) {  // the upper half of an fp16
-  return __half2float(__ushort_as_half(x.__x << 8));
+  return lower_of<half>(bits_of(x) << 8);
 }
 
 template <>
-__device__ __forceinline__ half from_float<half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
 __device__ __forceinline__ fp8_e4m3 from_float<fp8_e4m3>(float x) {
-  fp8_e4m3 result;
-#if __CUDA_ARCH__ >= 890
-  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
-#else
-  result.__x = encode_fp8<3, 7>(x, 448.0f);
-#endif
-  return result;
+  return of_bits<fp8_e4m3>(kArch >= 890 ? codes_of_floats<fp8_e4m3>(x, 0.0f)
+                                        : encode_fp8<3, 7>(x, 448.0f));
 }
 template <>
 __device__ __forceinline__ fp8_e5m2 from_float<fp8_e5m2>(float x) {
-  fp8_e5m2 result;
-#if __CUDA_ARCH__ >= 890
-  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
-#else
-  result.__x = encode_fp8<2, 15>(x, 57344.0f);
-#endif
-  return result;
+  return of_bits<fp8_e5m2>(kArch >= 890 ? codes_of_floats<fp8_e5m2>(x, 0.0f)
+                                        : encode_fp8<2, 15>(x, 57344.0f));
 }
-#else
-#include "host/numbers.h"
 #endif
 
 // The largest magnitude of a quantised format; 0 for the others.
@@ -93,22 +56,6 @@ constexpr float kLimit<int8> = 127.0f;
 
 template <typename T>
 constexpr bool kQuantised = kLimit<T> != 0.0f;
-
-template <typename A, typename B>
-constexpr bool kSameType = false;
-template <typename A>
-constexpr bool kSameType<A, A> = true;
-
-template <bool kFirst, typename A, typename B>
-struct TypeSelection {
-  using type = A;
-};
-template <typename A, typename B>
-struct TypeSelection<false, A, B> {
-  using type = B;
-};
-template <bool kFirst, typename A, typename B>
-using SelectType = typename TypeSelection<kFirst, A, B>::type;
 
 constexpr float kFloatMax = 3.402823466e+38f;
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
@@ -185,63 +132,36 @@ __device__ __forceinline__ float sum_of_products(float a, float b, float c, floa
 
 // --- Packs ---------------------------------------------------------------------------------------
 
-#ifdef __CUDACC__
 // Bytes are converted four at a time: their codes make a word, and instructions take two or more.
-__device__ __forceinline__ float2 floats_of_halves(u32 pair) {
-  return __half22float2(halves_of(pair));
-}
-
 __device__ __forceinline__ float4 decode_four(u32 codes, fp8_e4m3) {
-#if __CUDA_ARCH__ >= 890
-  const float2 a = __half22float2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
-  const float2 b = __half22float2(__nv_cvt_fp8x2_to_halfraw2(codes >> 16, __NV_E4M3));
-#else
-  const float2 a = floats_of_halves(decode_e4m3_pair(lower_pair(codes)));
-  const float2 b = floats_of_halves(decode_e4m3_pair(upper_pair(codes)));
-#endif
+  const bool converts = kArch >= 890;
+  const u32 lower = converts ? halves_of_e4m3(codes) : decode_e4m3_pair(lower_pair(codes));
+  const u32 upper = converts ? halves_of_e4m3(codes >> 16) : decode_e4m3_pair(upper_pair(codes));
+  const float2 a = floats_of_pair(lower);
+  const float2 b = floats_of_pair(upper);
   return {a.x, a.y, b.x, b.y};
 }
 __device__ __forceinline__ float4 decode_four(u32 codes, fp8_e5m2) {
-  const float2 a = floats_of_halves(lower_pair(codes));
-  const float2 b = floats_of_halves(upper_pair(codes));
+  const float2 a = floats_of_pair(lower_pair(codes));
+  const float2 b = floats_of_pair(upper_pair(codes));
   return {a.x, a.y, b.x, b.y};
 }
 __device__ __forceinline__ float4 decode_four(u32 codes, int8) { return decode_four_int8(codes); }
 
-#if __CUDA_ARCH__ >= 890
-__device__ __forceinline__ u32 encode_four(float4 x, __nv_fp8_interpretation_t format) {
-  const u32 lower = __nv_cvt_float2_to_fp8x2({x.x, x.y}, __NV_SATFINITE, format);
-  return lower | u32{__nv_cvt_float2_to_fp8x2({x.z, x.w}, __NV_SATFINITE, format)} << 16;
+template <typename T>
+__device__ __forceinline__ u32 encode_four(float4 x) {
+  return codes_of_floats<T>(x.x, x.y) | codes_of_floats<T>(x.z, x.w) << 16;
 }
-__device__ __forceinline__ u32 encode_four(float4 x, fp8_e4m3) { return encode_four(x, __NV_E4M3); }
-__device__ __forceinline__ u32 encode_four(float4 x, fp8_e5m2) { return encode_four(x, __NV_E5M2); }
-#endif
-#endif
 
-#ifdef __CUDACC__
 template <typename T, int kCount>
-constexpr bool kDecodesFours = sizeof(T) == 1 && kCount % 4 == 0;
-#else
-template <typename T, int kCount>
-constexpr bool kDecodesFours = false;
-#endif
+constexpr bool kDecodesFours = kArch != 0 && sizeof(T) == 1 && kCount % 4 == 0;
 template <typename T, int kCount>
 constexpr bool kFoursOfFp8 = (kSameType<T, fp8_e4m3> || kSameType<T, fp8_e5m2>) && kCount % 4 == 0;
 // Whether instructions encode fp8, by fours, or arithmetic does.
-#if __CUDA_ARCH__ >= 890
 template <typename T, int kCount>
-constexpr bool kEncodesFours = kFoursOfFp8<T, kCount>;
-#else
+constexpr bool kEncodesFours = kArch >= 890 && kFoursOfFp8<T, kCount>;
 template <typename T, int kCount>
-constexpr bool kEncodesFours = false;
-#endif
-#ifdef __CUDACC__
-template <typename T, int kCount>
-constexpr bool kEncodesByArithmetic = kFoursOfFp8<T, kCount> && !kEncodesFours<T, kCount>;
-#else
-template <typename T, int kCount>
-constexpr bool kEncodesByArithmetic = false;
-#endif
+constexpr bool kEncodesByArithmetic = kArch != 0 && kArch < 890 && kFoursOfFp8<T, kCount>;
 
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<float, kCount> to_floats(const Pack<T, kCount>& in) {
@@ -266,7 +186,7 @@ __device__ __forceinline__ Pack<T, kCount> from_floats(const Pack<float, kCount>
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       const auto& four = *reinterpret_cast<const float4*>(in.values + i);
-      *reinterpret_cast<u32*>(out.values + i) = encode_four(four, T{});
+      *reinterpret_cast<u32*>(out.values + i) = encode_four<T>(four);
     }
   } else {
 #pragma unroll
@@ -293,10 +213,6 @@ __device__ __forceinline__ Pack<float, kCount> quotients(const Pack<float, kCoun
   for (int i = 0; i < kCount; ++i) out.values[i] = scale.quotient(a.values[i]);
   return out;
 }
-
-template <int kMantissa, int kBias>  // in fp8.cuh
-__device__ __forceinline__ u32 encode_four_fp8(const float (&x)[4], const float (&signs)[4],
-                                               float largest);
 
 // x / scale as fp8 by arithmetic. Signs and NaN are those of the quotient before its correction,
 // which is NaN for infinities alone: they saturate.
@@ -325,21 +241,6 @@ __device__ __forceinline__ Pack<T, kCount> quantise(const Pack<float, kCount>& x
   return from_floats<T>(quotients(x, scale));
 }
 
-#ifdef __CUDACC__
-template <typename T>
-struct PairType {};
-template <>
-struct PairType<half> {
-  using type = __half2;
-};
-template <>
-struct PairType<bfloat16> {
-  using type = __nv_bfloat162;
-};
-template <typename T>
-using PairOf = typename PairType<T>::type;
-#endif
-
 // The largest magnitude of the elements added so far; NaN does not count.
 template <int kCount>
 struct AbsMax {
@@ -348,16 +249,16 @@ struct AbsMax {
   // Elements as they are; pairs of 16 bits are compared at once.
   template <typename T>
   __device__ __forceinline__ void add(const Pack<T, kCount>& pack) {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
-      const auto* pairs = reinterpret_cast<const PairOf<T>*>(pack.values);
-      PairOf<T> top = __habs2(pairs[0]);
+    if constexpr (kArch >= 800 && sizeof(T) == 2 && kCount % 2 == 0) {
+      const auto* pairs = reinterpret_cast<const u32*>(pack.values);
+      u32 top = magnitudes_of_pair<T>(pairs[0]);
 #pragma unroll
-      for (int i = 1; i < kCount / 2; ++i) top = __hmax2(top, __habs2(pairs[i]));
-      largest = fmaxf(largest, fmaxf(to_float(top.x), to_float(top.y)));
+      for (int i = 1; i < kCount / 2; ++i) {
+        top = larger_of_pairs<T>(top, magnitudes_of_pair<T>(pairs[i]));
+      }
+      largest = fmaxf(largest, fmaxf(lower_of<T>(top), upper_of<T>(top)));
       return;
     }
-#endif
     add(to_floats(pack));
   }
 
@@ -434,6 +335,6 @@ __device__ __forceinline__ void rotate(const Pack<float, kCount>& a, const Pack<
   y = from_floats<T>(sum_of_products(b, cosine, a, sine));
 }
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_HOST_VARIANTS
 #include "host/packs.h"
 #endif

@@ -68,7 +68,7 @@ __global__ void copy_pages(const __grid_constant__ CopyPagesParams p) {
   auto* out = reinterpret_cast<Word<kWordBytes>*>(p.cache + dst * p.page_bytes + offset);
   const i64 left = p.row_words - skipped;
   const int words = left < p.piece_words ? static_cast<int>(left) : p.piece_words;
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_HOST_VARIANTS
   if (lanes == 1) {
     if (in != out) memcpy(out, in, i64{words} * kWordBytes);
     return;

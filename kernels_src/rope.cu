@@ -270,13 +270,13 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
                                              const KVOperand& operand, int most_shift, bool plainly,
                                              int lane, int lanes) {
   constexpr int kLoads = kCount > 1 ? kCodesPerThread : 1;
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
   if (lanes == 1) {
     if (active) store_row_alone<T, TFormat, kLoads>(in, scale, width, row, operand);
     return;
   }
 #endif
-  const auto store_packs = [&](const auto& store) {
+  const auto store_packs = [&](const auto& store) __attribute__((always_inline)) {
     for (int first = 0; first < longest; first += lanes * kCodesPerThread) {
       const int at = first + lane * kCodesPerThread;
       const bool stores = active && at < width;
@@ -287,11 +287,11 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
   };
   if (!plainly) {
     const Rotation rotation = {rotation_of(operand).shift, most_shift};
-    store_packs([&](const auto& x, int at, bool stores) {
+    store_packs([&](const auto& x, int at, bool stores) __attribute__((always_inline)) {
       rotate_in_group<TFormat>(x, scale, at, stores, row, operand, rotation);
     });
   } else {
-    store_packs([&](const auto& x, int at, bool stores) {
+    store_packs([&](const auto& x, int at, bool stores) __attribute__((always_inline)) {
       store_in_group<TFormat>(x, scale, at, stores, row, operand);
     });
   }

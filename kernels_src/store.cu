@@ -189,7 +189,7 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
   const FourBitRow v_out = four_bit_row(p.v_cache, p.v, place, row.head);
   const float k_scale = p.k.width ? static_scale(p.k_scale, p.k, row.head) : 1.0f;
   const float v_scale = p.v.width ? static_scale(p.v_scale, p.v, row.head) : 1.0f;
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
   if (lanes == 1) {
     if (!active) return;
     store_row_alone<TIn, TFormat, kCount>(k_in, k_scale, p.k.width, k_out, p.k);
@@ -200,7 +200,7 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
   constexpr int kInBytes = sizeof(TIn);
 
   // The loop is warp-uniform: lanes exchange values.
-  const auto store_packs = [&](const auto& store) {
+  const auto store_packs = [&](const auto& store) __attribute__((always_inline)) {
     for (int first = 0; first < max(p.k.width, p.v.width); first += lanes * kCodesPerThread) {
       const int at = first + lane * kCodesPerThread;
       const bool has_k = at < p.k.width;
@@ -217,12 +217,13 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
   };
   if (!is_stored_plainly(p.k) || !is_stored_plainly(p.v)) {
     store_packs([](const auto& x, float scale, int at, bool has, const FourBitRow& row,
-                   const KVOperand& operand) {
+                   const KVOperand& operand) __attribute__((always_inline)) {
       rotate_in_group<TFormat>(x, scale, at, has, row, operand, rotation_of(operand));
     });
   } else {
-    store_packs(
-        [](const auto& x, float scale, int at, bool has, const FourBitRow& row,
-           const KVOperand& operand) { store_in_group<TFormat>(x, scale, at, has, row, operand); });
+    store_packs([](const auto& x, float scale, int at, bool has, const FourBitRow& row,
+                   const KVOperand& operand) __attribute__((always_inline)) {
+      store_in_group<TFormat>(x, scale, at, has, row, operand);
+    });
   }
 }

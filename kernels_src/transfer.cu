@@ -453,7 +453,7 @@ struct HeldElements {
   }
 };
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Encode a row by one thread, which holds every group.
 template <typename TIn, typename TFormat, int kCount>
 inline void encode_row_alone(const char* from, float factor, int width, char* to,
@@ -529,7 +529,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         if (live[r] && v_scale) v_factors[r] = *reinterpret_cast<const float*>(v_scale);
       }
     }
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
     if (lanes == 1) {
       for (int r = 0; r < kRows; ++r) {
         if (!live[r]) continue;
@@ -556,7 +556,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       }
       // Convert, Store
       const auto store = [&](const auto& x, char* to, int width, bool has,
-                             const RotatedPart& rotated) {
+                             const RotatedPart& rotated) __attribute__((always_inline)) {
         const FourBitRow row = packed_row(to, width);
         if (rotated.shift == 0 && is_stored_plainly(operand)) {
           store_in_group<TFormat>(x, 1.0f, element, has, row, operand);
@@ -603,7 +603,7 @@ __device__ __forceinline__ float scale_of_long_row(char* row, int width, bool li
   return scale_of_row<TOut>(absmax, lanes);
 }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
 // Restore a row by one thread, and store its scale, if it gets one.
 template <typename TFormat, typename TOut, int kCount>
 inline void restore_row_alone(char* from, int width, char* to, float* scale_to,
@@ -652,14 +652,14 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
   const u32 of_warp = group & (32 / lanes - 1);
   const int step = lanes * kCodesPerThread;
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
   const bool alone = lanes == 1 && (p.src.k_rotated.shift || p.src.v_rotated.shift);
 #else
   constexpr bool alone = false;
 #endif
 
   // The loops are warp-uniform: lanes exchange values.
-  const auto convert = [&](const auto& rotation_of_part) {
+  const auto convert = [&](const auto& rotation_of_part) __attribute__((always_inline)) {
     for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
       char* k_from[kRows];
       char* v_from[kRows];
@@ -700,7 +700,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         }
       }
 
-#ifndef __CUDACC__
+#if !KVCUPY_ARCH
       if (alone) {
         for (int r = 0; r < kRows; ++r) {
           if (!live[r]) continue;
@@ -759,8 +759,10 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     }
   };
   if (p.src.k_rotated.shift | p.src.v_rotated.shift) {
-    convert([](const RotatedPart& part, int element) { return rotation_at(part, element); });
+    convert([](const RotatedPart& part, int element) __attribute__((always_inline)) {
+      return rotation_at(part, element);
+    });
   } else {
-    convert([](const RotatedPart&, int) { return NotRotated{}; });
+    convert([](const RotatedPart&, int) __attribute__((always_inline)) { return NotRotated{}; });
   }
 }

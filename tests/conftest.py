@@ -46,6 +46,10 @@ PASSED = "kvcupy/passed"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
     parser.addoption("--full", action="store_true", help="run more cases of each test")
+    parser.addoption(
+        "--arch", type=int, metavar="NN",
+        help="let the host device run the branches of sm_NN: 75, 80, 89, 90, 100",
+    )  # fmt: skip
     parser.addoption("--no-strict", action="store_true", help="let the host device be lenient")
     parser.addoption(
         "--check-order", action="store_true", help="let kv.order_checker look at every test"
@@ -73,6 +77,10 @@ def pytest_configure(config: pytest.Config) -> None:
     helpers.full = config.option.full
     if config.option.sanitize:
         sanitize(config)
+    if config.option.arch:
+        import redzones
+
+        redzones.compile_with(f"-DKVCUPY_ARCH={config.option.arch}0")
     # A shell that runs the tests in the background lets them ignore Ctrl-C, and programs started by
     # tests would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

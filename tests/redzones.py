@@ -147,10 +147,15 @@ def surround(allocate: Any) -> Any:
 def use() -> None:
     """Surround the arrays of the host device, and compile its kernels for the sanitizers."""
     host._allocate = surround(host._allocate)
+    compile_with(*FLAGS)
+
+
+def compile_with(*flags: str) -> None:
+    """Let every host device of this process give the compiler `flags` beside its own."""
     make = host.HostFunction.__init__
 
     def with_flags(self: Any, specialisation: Any, extra_flags: tuple[str, ...]) -> None:
-        make(self, specialisation, (*extra_flags, *FLAGS))
+        make(self, specialisation, (*extra_flags, *flags))
 
     host.HostFunction.__init__ = with_flags
 

@@ -179,8 +179,6 @@ inline float to_float(half x) {
 inline float to_float(bfloat16 x) {
   return kvcupy_host::bits_as<float>(static_cast<unsigned>(x.bits) << 16);
 }
-inline float to_float(fp8_e4m3 x) { return kvcupy_host::kByteValues<fp8_e4m3>.of[x.bits]; }
-inline float to_float(fp8_e5m2 x) { return kvcupy_host::kByteValues<fp8_e5m2>.of[x.bits]; }
 
 template <>
 inline half from_float<half>(float x) {
@@ -194,6 +192,10 @@ template <>
 inline bfloat16 from_float<bfloat16>(float x) {
   return {static_cast<unsigned short>(kvcupy_host::encode<bfloat16, int>(x))};
 }
+
+#if !KVCUPY_ARCH  // a GPU's: numeric.cuh
+inline float to_float(fp8_e4m3 x) { return kvcupy_host::kByteValues<fp8_e4m3>.of[x.bits]; }
+inline float to_float(fp8_e5m2 x) { return kvcupy_host::kByteValues<fp8_e5m2>.of[x.bits]; }
 template <>
 inline fp8_e4m3 from_float<fp8_e4m3>(float x) {
   return {static_cast<unsigned char>(kvcupy_host::encode<fp8_e4m3, int>(x))};
@@ -202,3 +204,4 @@ template <>
 inline fp8_e5m2 from_float<fp8_e5m2>(float x) {
   return {static_cast<unsigned char>(kvcupy_host::encode<fp8_e5m2, int>(x))};
 }
+#endif

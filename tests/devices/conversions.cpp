@@ -48,14 +48,17 @@ void encode_packs(const float* numbers, T* codes, long count) {
   }
 }
 
+// One of the two fp16 numbers of a word.
+float number_of(u32 pair, int i) { return i ? upper_of<half>(pair) : lower_of<half>(pair); }
+
 // As GPUs before sm_89 have it.
 void decode_four(u32 codes, fp8_e4m3, float* numbers) {
   const u32 pairs[] = {decode_e4m3_pair(lower_pair(codes)), decode_e4m3_pair(upper_pair(codes))};
-  for (int i = 0; i < 4; ++i) numbers[i] = half_of(pairs[i / 2], i % 2);
+  for (int i = 0; i < 4; ++i) numbers[i] = number_of(pairs[i / 2], i % 2);
 }
 void decode_four(u32 codes, fp8_e5m2, float* numbers) {
   const u32 pairs[] = {lower_pair(codes), upper_pair(codes)};
-  for (int i = 0; i < 4; ++i) numbers[i] = half_of(pairs[i / 2], i % 2);
+  for (int i = 0; i < 4; ++i) numbers[i] = number_of(pairs[i / 2], i % 2);
 }
 void decode_four(u32 codes, int8, float* numbers) {
   const float4 four = decode_four_int8(codes);
@@ -120,7 +123,7 @@ static float nudged(float x, int ulps) {
 static ScaleDivisor nudged_divisor(float number, int ulps) {
   ScaleDivisor scale(number);
   const float divisor = number * scale.power;
-  const float approximation = approximate_reciprocal(divisor);
+  const float approximation = 1.0f / divisor;
   const bool is_number = approximation - approximation == 0.0f && approximation != 0.0f;
   scale.reciprocal =
       refine_reciprocal(divisor, is_number ? nudged(approximation, ulps) : approximation);
@@ -158,7 +161,7 @@ extern "C" __attribute__((visibility("default"))) void refine(const float* numbe
                                                               int ulps) {
   for (long i = 0; i < count; ++i) {
     reciprocals[i] =
-        refine_reciprocal(numbers[i], nudged(approximate_reciprocal(numbers[i]), ulps));
+        refine_reciprocal(numbers[i], nudged(1.0f / numbers[i], ulps));
   }
 }
 

@@ -1,13 +1,16 @@
 // The conversions of four_bit.cuh as functions on arrays, for test_four_bit_numbers.py.
 #include "four_bit.cuh"
 
+// One of the two fp16 numbers of a word.
+float number_of(u32 pair, int i) { return i ? upper_of<half>(pair) : lower_of<half>(pair); }
+
 template <typename TFormat>
 void decode(const u32* codes, float* numbers, float* bfloats, long count) {
   for (long i = 0; i < count; ++i) {
     const EightHalves halves = decode_eight<TFormat>(codes[i]);
     const EightHalves others = as_bfloat16(halves);
     for (int j = 0; j < 8; ++j) {
-      numbers[8 * i + j] = half_of(halves.pairs[j / 2], j % 2);
+      numbers[8 * i + j] = number_of(halves.pairs[j / 2], j % 2);
       bfloats[8 * i + j] = __uint_as_float(others.pairs[j / 2] >> 16 * (j % 2) << 16);
     }
   }
