@@ -23,6 +23,7 @@ NOT_SUPPORTED = 801
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver numbers them alike
 UNJOINED = 904
 DISABLE_TIMING = 2
+NON_BLOCKING = 1  # cudaStreamNonBlocking
 ATTRIBUTE_SM_COUNT = 16
 ATTRIBUTE_REGISTERED_HOST_POINTERS = 91  # ...CanUseHostPointerForRegisteredMem
 FUNCTION_STATIC_SMEM, FUNCTION_MAX_DYNAMIC_SMEM = 1, 8
@@ -52,19 +53,27 @@ class RelaxedCapture:
     While torch captures, in the global mode, a thread that allocates, queries or synchronises gets
     an error, and the capture is invalidated. Calls on which no captured work depends are made in
     the relaxed mode instead, which is set per thread.
+
+    The driver refuses the exchange in a thread that has no context yet. Such a thread gets the
+    context of its current device first, so enter this with the right device current.
     """
 
-    __slots__ = ("_before", "_exchange")
+    __slots__ = ("_before", "_exchange", "_runtime")
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, runtime: Any) -> None:
         self._exchange = getattr(library, "cuThreadExchangeStreamCaptureMode", None)
+        self._runtime = runtime
         self._before: ctypes.c_int | None = None
 
     def __enter__(self) -> None:
         if self._exchange is None:
             return
         mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
-        if self._exchange(ctypes.byref(mode)) == 0:  # else the mode is as it was
+        status = self._exchange(ctypes.byref(mode))
+        if status == NO_CONTEXT:
+            self._runtime.setDevice(self._runtime.getDevice())  # legal in any capture mode
+            status = self._exchange(ctypes.byref(mode))
+        if status == 0:  # else the mode is as it was
             self._before = mode
 
     def __exit__(self, *_: object) -> None:
@@ -102,6 +111,13 @@ class CudaApi:
         """The driver's batched copy (`BATCH_TYPE`); None where it has none."""
         return find_batch(self.runtime.driverGetVersion(), self.library)
 
+    @property
+    def default_stream(self) -> int:
+        """CuPy's default: the legacy stream, or with an environment variable the thread's own."""
+        from cupy_backends.cuda.stream import get_default_stream_ptr
+
+        return int(get_default_stream_ptr())
+
     @cached_property
     def library(self) -> Any:
         """The driver, for what CuPy does not bind; None where it is not found."""
@@ -110,7 +126,7 @@ class CudaApi:
     def relaxed(self) -> RelaxedCapture:
         """Return a context in which this thread may allocate, query and synchronise while other
         streams are captured."""
-        return RelaxedCapture(self.library)
+        return RelaxedCapture(self.library, self.runtime)
 
     def capture_id(self, pointer: int) -> int | None:
         """Return the unique number of the capture that a stream is part of.

@@ -78,13 +78,11 @@ def pinned_memory(context: CudaContext, num_bytes: int) -> RegisteredPages | All
 
     A process forked from this one does not have it.
     """
-    with context.api.relaxed():
+    with context.relaxed(f"{num_bytes} bytes of pinned memory"):
         memory = _near_the_gpu(context, num_bytes)
         if memory is not None:
             return memory
-        what = f"{num_bytes} bytes of pinned memory"
-        with context.api.errors_as(what), context.current():
-            allocated = context.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), PINNED_FLAGS)
+        allocated = context.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), PINNED_FLAGS)
         return AllocatedMemory(context, allocated)
 
 
@@ -115,8 +113,7 @@ def _near_the_gpu(context: CudaContext, num_bytes: int) -> RegisteredPages | Non
     host_memory.prefer_node(pointer, mapped_bytes, node)  # best effort: else default NUMA placement
     host_memory.keep_from_children(pointer, mapped_bytes)  # before CUDA learns where they are
     try:
-        with context.current():
-            context.api.runtime.hostRegister(pointer, mapped_bytes, PINNED_FLAGS)
+        context.api.runtime.hostRegister(pointer, mapped_bytes, PINNED_FLAGS)
     except context.api.errors:  # e.g. RLIMIT_MEMLOCK, which does not bind the driver's allocation
         host_memory.unmap(pointer, mapped_bytes)
         return None
@@ -131,7 +128,7 @@ def _on_release(owner: object, context: CudaContext, release: Callable[[], objec
     """
 
     def release_now() -> None:
-        with context.api.relaxed():  # captures of others do not depend on it
+        with context.current(), context.api.relaxed():  # captures of others do not depend on it
             release()
 
     def released() -> None:

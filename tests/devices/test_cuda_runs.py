@@ -34,7 +34,7 @@ def device(api):
 def test_what_no_event_is_behind_outlives_a_wait_that_fails(api, device):
     stream, owner = device.stream(), np.empty(1)
     alive = weakref.ref(owner)
-    device.context.retired.hold_unrecorded(stream.pointer, (owner,))
+    device.context.retired.hold_unrecorded(stream, (owner,))
     del owner
     api.runtime.fault = 900  # another thread's capture, say: the work is still on its way
     with pytest.raises(CaptureError):

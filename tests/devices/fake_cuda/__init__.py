@@ -49,11 +49,14 @@ class FakeApi(cuda_api.CudaApi):
     machine : what CUDA does
     library : libcuda
     currents : CuPy's current stream by device, outside `with stream`
+    default_stream : CuPy's: 0, or 2 with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM
     entered : streams that were made CuPy's current one, in order
     graphs : that became of captures
     loaded : the device of each module
     pool : CuPy's memory pool, of a late machine
     """
+
+    default_stream = 0
 
     def __init__(self, packed=True, late=False):
         self.machine = machine = Machine(late)
@@ -73,12 +76,8 @@ class FakeApi(cuda_api.CudaApi):
             device_id = 0
 
             def __init__(self, non_blocking=False, priority=0):
-                machine.require_safe()  # CUDA does not promise that it is not
-                self.ptr = machine.new_handle()
+                self.ptr = runtime.streamCreateWithPriority(int(non_blocking), priority)
                 self.device_id = runtime.current
-                runtime.priorities[self.ptr] = priority
-                if not non_blocking:
-                    machine.blocking.add(self.ptr)
 
             @classmethod
             def from_external(cls, source):
@@ -159,6 +158,7 @@ class FakeApi(cuda_api.CudaApi):
             for where, stream in reversed(api._stack()):
                 if where == index:
                     return stream
+            default.ptr = self.default_stream
             return self.currents.get(index, default)
 
         self.cupy = SimpleNamespace(

@@ -161,6 +161,20 @@ class Runtime:
         return 1.5
 
     # Streams.
+    def streamCreateWithPriority(self, flags, priority):
+        self._machine.enter()
+        self._machine.require_safe()  # CUDA does not promise that it is not
+        stream = self._machine.new_handle()
+        self.priorities[stream] = priority
+        if not flags:
+            self._machine.blocking.add(stream)
+        return stream
+
+    def streamDestroy(self, stream):
+        self._machine.enter()
+        self._machine.require_safe()
+        self.log.append(("destroy stream", stream))
+
     def streamGetPriority(self, stream):
         return self.priorities.get(stream, 0)
 
