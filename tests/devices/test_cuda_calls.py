@@ -84,17 +84,6 @@ def test_a_stream_may_be_full_while_it_waits_for_a_function(api, device):
     assert api.machine.deadlocks == []
 
 
-def test_a_thread_that_has_no_context_yet_records_too(api, device, monkeypatch):
-    """The driver by itself gives it none."""
-    stream, record = device.stream(), api.library.cuEventRecord
-    monkeypatch.setattr(api.library, "cuEventRecord", lambda event, stream: 201)
-    event = stream.record()
-    assert not event.done()
-    monkeypatch.setattr(api.library, "cuEventRecord", record)
-    event.synchronize()
-    assert event.done()
-
-
 def test_a_function_may_ask_cuda(api, device):
     """It is on no thread of the driver."""
     event, stream, seen = device.stream().record(), device.stream(), []
@@ -390,7 +379,7 @@ def test_functions_run_before_python_ends():
     program = """
 from fake_cuda import FakeApi
 from kvcupy.devices import cuda
-api = FakeApi(late=True)
+api = FakeApi()
 stream = cuda.CudaDevice(0, api).stream()
 stream.call(lambda: print("called", flush=True))
 print("ending", flush=True)

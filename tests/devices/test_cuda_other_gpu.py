@@ -39,7 +39,8 @@ class Copy:
     """A copy of bytes on a stream."""
 
     def __init__(self, device, stream):
-        self.src, self.dst = np.full(8, 7, np.uint8), np.zeros(8, np.uint8)
+        self.src, self.dst = (device.empty_pinned(8, "uint8") for _ in range(2))
+        self.src[:], self.dst[:] = 7, 0
         device.copy(self.dst, self.src, stream=stream)
 
     @property

@@ -17,6 +17,8 @@ from fake_cuda import (
     captured_by_another,
 )
 
+from kvcupy.arrays import array_at
+
 
 def stream(api, non_blocking=True):
     return api.cupy.cuda.Stream(non_blocking=non_blocking)
@@ -38,11 +40,22 @@ def in_a_thread(work):
     return results[0]
 
 
-class Buffers:
-    """Two blocks of host memory, and copies from one to the other."""
+def pinned(api, values):
+    """Return pinned memory with the bytes of an array."""
+    memory = api.cupy.cuda.PinnedMemory(values.nbytes, 3)
+    array = array_at(memory, memory.ptr, values.shape, values.dtype)
+    array[...] = values
+    return array
 
-    def __init__(self):
-        self.src, self.dst = np.full(8, 7, np.uint8), np.zeros(8, np.uint8)
+
+class Buffers:
+    """Two blocks of pinned memory, and copies from one to the other."""
+
+    def __init__(self, api):
+        self.src, self.dst = (
+            pinned(api, np.full(8, 7, np.uint8)),
+            pinned(api, np.zeros(8, np.uint8)),
+        )
 
     def copy(self, api, on):
         api.runtime.memcpyAsync(self.dst.ctypes.data, self.src.ctypes.data, 8, 4, on.ptr)
@@ -56,7 +69,7 @@ class Buffers:
 
 
 def test_work_is_done_when_its_stream_is_waited_for(api):
-    on, other, copy = stream(api), stream(api), Buffers()
+    on, other, copy = stream(api), stream(api), Buffers(api)
     copy.copy(api, on)
     event = api.runtime.eventCreateWithFlags(2)
     api.runtime.eventRecord(event, on.ptr)
@@ -69,7 +82,7 @@ def test_work_is_done_when_its_stream_is_waited_for(api):
 
 
 def test_a_wait_puts_the_work_of_another_stream_first(api):
-    first, second, copy, event = stream(api), stream(api), Buffers(), 0
+    first, second, copy, event = stream(api), stream(api), Buffers(api), 0
     copy.copy(api, first)
     api.runtime.eventRecord(event := api.runtime.eventCreateWithFlags(2), first.ptr)
     api.runtime.streamWaitEvent(second.ptr, event)
@@ -79,15 +92,15 @@ def test_a_wait_puts_the_work_of_another_stream_first(api):
 
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_the_legacy_stream_waits_for_blocking_streams_alone(api, non_blocking):
-    on, copy = stream(api, non_blocking), Buffers()
+    on, copy = stream(api, non_blocking), Buffers(api)
     copy.copy(api, on)
-    api.runtime.memsetAsync(copy.src.ctypes.data, 7, 0, 0)
+    api.runtime.eventRecord(api.runtime.eventCreateWithFlags(2), 0)
     api.runtime.streamSynchronize(0)
     assert copy.copied != non_blocking
 
 
 def test_captured_work_is_done_by_the_graph(api):
-    on, copy = stream(api), Buffers()
+    on, copy = stream(api), Buffers(api)
     on.begin_capture()
     copy.copy(api, on)
     graph = on.end_capture()
@@ -116,7 +129,8 @@ def test_a_freed_block_is_handed_out_again_on_the_stream_of_its_allocation(api):
 
 def test_a_block_that_is_freed_too_early_shows_as_wrong_bytes(api):
     """A control: what the device must prevent, done by hand."""
-    on, got = stream(api), np.zeros(100, np.uint8)
+    on, got = stream(api), pinned(api, np.zeros(100, np.uint8))
+    api.cupy.empty((100,), np.uint8).fill(1)  # loads the kernel, for which the driver waits
     array = api.cupy.zeros((100,), np.uint8)
     api.runtime.streamSynchronize(0)
     api.runtime.memcpyAsync(got.ctypes.data, array.data.ptr, 100, 4, on.ptr)
@@ -140,7 +154,7 @@ def test_memory_ends(api):
 
 
 def test_handles_of_default_streams_mean_the_current_device(api):
-    copy, event = Buffers(), api.runtime.eventCreateWithFlags(2)
+    copy, event = Buffers(api), api.runtime.eventCreateWithFlags(2)
     with api.cupy.cuda.Device(1):
         copy.copy(api, api.cupy.cuda.get_current_stream())
         assert refusal(api.runtime.eventRecord, event, 0) == 400
@@ -195,6 +209,7 @@ def test_unsafe_calls_and_modes(api, call, mode, thread_mode, same_thread, refus
     captured.begin_capture(mode)
 
     def work():
+        api.runtime.setDevice(0)
         before = ctypes.c_int(thread_mode)
         api.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(before))
         status = refusal(ask)
@@ -242,7 +257,7 @@ def test_the_errors_of_captures(api):
 
 
 def test_the_legacy_stream_is_drawn_into_captures_of_blocking_streams_alone(api):
-    copy = Buffers()
+    copy = Buffers(api)
     with captured_by_another(api):
         copy.copy(api, api.cupy.cuda.get_current_stream())
     blocking = stream(api, non_blocking=False)
@@ -279,7 +294,7 @@ def test_a_query_that_keeps_the_interpreter_while_a_host_function_is_called_is_a
     with pytest.raises(Deadlock, match="GIL"):
         api.runtime.eventQuery(event)
     threading.Timer(0.05, end.set).start()
-    assert api.library.cuEventQuery(event) == 0  # through ctypes: waits, and lets Python go on
+    api.runtime.eventRecord(event, on.ptr)  # waits, and lets Python go on
     thread.join(5)
     assert len(api.machine.deadlocks) == 1
     api.machine.deadlocks.clear()  # it was meant
