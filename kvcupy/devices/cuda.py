@@ -411,7 +411,7 @@ class CudaDevice:
             else:
                 with api.cupy.cuda.Device(context.index):
                     launcher.launch(*launch)
-        except api.errors as error:
+        except (*api.errors, OverflowError) as error:  # CuPy's, for a grid of 2**32 blocks or more
             raise launcher.failure(error, *launch) from error
         if keep:
             context.retain(stream, keep)

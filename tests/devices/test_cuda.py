@@ -175,13 +175,24 @@ def test_shared_memory_past_48_kib_is_asked_for_once(api, device):
     assert api.driver.attributes == [(0xF00, 8, 100_000), (0xF00, 8, 120_000)]
 
 
-def test_a_refused_launch_tells_everything(api, device):
-    api.driver.error = 1
+@pytest.mark.parametrize(
+    ("grid", "block", "smem_bytes", "why"),
+    [
+        ((3, 1, 1), (2048, 1, 1), 16, "cudaError 1"),
+        ((3, 1, 1), (32, 1, 65), 16, "cudaError 1"),
+        ((3, 65536, 1), (32, 1, 1), 16, "cudaError 1"),
+        ((0, 1, 1), (32, 1, 1), 16, "cudaError 1"),
+        ((3, 1, 1), (32, 1, 1), 1 << 20, "cudaError 1"),
+        ((1 << 33, 1, 1), (32, 1, 1), 16, "too large to convert"),  # CuPy's binding
+    ],
+)
+def test_a_refused_launch_tells_everything(api, device, grid, block, smem_bytes, why):
     with pytest.raises(DeviceError) as caught:
-        device.launch(function_of(api), (3, 1, 1), (2048, 1, 1), 16, packed(77), device.stream())
-    for part in ("scale.cu:scale<128>", "cuda:0", "grid (3, 1, 1)", "block (2048, 1, 1)",
-                 "16 bytes of shared memory", "in: 0x1", "count: 77", "cudaError 1"):  # fmt: skip
+        device.launch(function_of(api), grid, block, smem_bytes, packed(77), device.stream())
+    for part in ("scale.cu:scale<128>", "cuda:0", f"grid {grid}", f"block {block}",
+                 f"{smem_bytes} bytes of shared memory", "in: 0x1", "count: 77", why):  # fmt: skip
         assert part in str(caught.value)
+    assert api.driver.launches == []
 
 
 def test_a_struct_of_the_wrong_size_is_refused(api, device):

@@ -184,7 +184,7 @@ def test_in_a_capture_of_others_there_is_no_batch(api, device):
     case = Case(device)
     with captured_by_another(api) as foreign:
         device.copy_runs(*case.runs, device.as_stream(foreign))
-    api.graphs[0].launch(foreign)
+    foreign.graph.launch(foreign)
     case.check()
     assert api.library.calls == []
     assert len(copies(api)) == 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import nullcontext
 
+import ml_dtypes
 import numpy as np
 import pytest
 from fake_cuda import (
@@ -13,8 +15,10 @@ from fake_cuda import (
     THREAD_LOCAL,
     CudaError,
     Deadlock,
+    FakeApi,
     OutOfMemoryError,
     captured_by_another,
+    machine,
 )
 
 from kvcupy.arrays import array_at
@@ -150,7 +154,140 @@ def test_memory_ends(api):
     assert kept.nbytes == 2048
 
 
+def kind_of(api, pointer):
+    return api.runtime.pointerGetAttributes(pointer).type
+
+
+def test_memory_is_pageable_unless_cuda_knows_it(api):
+    values, memory = np.full(8, 7, np.uint8), api.cupy.cuda.PinnedMemory(8, 3)
+    array = api.cupy.empty((8,), np.uint8)
+    assert [kind_of(api, p) for p in (64, values.ctypes.data, memory.ptr, array.data.ptr + 7)] == [
+        0, 0, 1, 2,
+    ]  # fmt: skip
+    api.runtime.hostRegister(values.ctypes.data, 8, 3)
+    assert kind_of(api, values.ctypes.data) == 1
+    api.runtime.hostUnregister(values.ctypes.data)
+    assert kind_of(api, values.ctypes.data) == 0
+
+
+@pytest.mark.parametrize("num_bytes", [8, 1 << 17])
+def test_pageable_memory_is_read_and_written_before_a_copy_returns(api, num_bytes):
+    """A large copy waits for the stream first."""
+    on, copy = stream(api), Buffers(api)
+    there = api.cupy.empty((num_bytes,), np.uint8)
+    source, target = np.full(num_bytes, 7, np.uint8), np.zeros(num_bytes, np.uint8)
+    copy.copy(api, on)
+    api.runtime.memcpyAsync(there.data.ptr, source.ctypes.data, num_bytes, 4, on.ptr)
+    source[:] = 0
+    assert copy.copied == (num_bytes > 1 << 16)
+    api.runtime.memcpyAsync(target.ctypes.data, there.data.ptr, num_bytes, 4, on.ptr)
+    assert (target == 7).all()
+
+
+def test_what_is_freed_is_poisoned_and_handed_out_again(api):
+    memory = api.cupy.cuda.Memory(100)
+    pointer = memory.ptr
+    del memory
+    assert kind_of(api, pointer) == 0
+    assert refusal(api.runtime.free, pointer) == 1
+    again = api.cupy.cuda.Memory(100)
+    assert again.ptr == pointer
+    assert ctypes.string_at(pointer, 1) == b"\xdd"
+
+
+@pytest.mark.parametrize(("dtype", "has_it"), [("float16", True), ("float8_e5m2", False)])
+def test_arrays_have_cupys_dtypes_alone(api, dtype, has_it):
+    with nullcontext() if has_it else pytest.raises(ValueError, match="Unsupported dtype"):
+        api.cupy.empty((2,), getattr(ml_dtypes, dtype, dtype))
+
+
+def test_bfloat16_needs_a_numpy_that_cupy_takes_it_from(api):
+    api.cupy.zeros((2,), ml_dtypes.bfloat16)
+    api.has_bfloat16 = False
+    with pytest.raises(ValueError, match="Unsupported dtype bfloat16"):
+        api.cupy.zeros((2,), ml_dtypes.bfloat16)
+
+
 # --- Devices and handles ---
+
+
+def test_the_driver_needs_a_context_that_only_the_runtime_gives(api):
+    on, mode = stream(api), ctypes.c_int(RELAXED)
+    exchange = api.library.cuThreadExchangeStreamCaptureMode
+
+    def work():
+        without = exchange(ctypes.byref(mode)), refusal(api.driver.funcGetAttribute, 1, 0xF00)
+        api.runtime.getDevice()
+        still = exchange(ctypes.byref(mode))
+        api.runtime.streamQuery(on.ptr)
+        return without, still, exchange(ctypes.byref(mode))
+
+    assert in_a_thread(work) == ((201, 201), 201, 0)
+
+
+def test_a_destroyed_stream_does_its_work_and_the_next_one_has_its_handle(api):
+    on, copy = stream(api), Buffers(api)
+    handle = on.ptr
+    copy.copy(api, on)
+    event = api.runtime.eventCreateWithFlags(2)
+    api.runtime.eventRecord(event, handle)
+    del on
+    assert refusal(api.runtime.streamQuery, handle) == 400
+    assert refusal(api.runtime.streamDestroy, handle) == 400
+    again = stream(api)
+    assert (again.ptr, api.runtime.streamQuery(handle)) == (handle, 0)
+    api.runtime.streamSynchronize(handle)
+    assert not copy.copied
+    api.runtime.eventSynchronize(event)
+    assert copy.copied
+
+
+@pytest.mark.parametrize("what", ["stream", "graph", "memory", "pinned memory"])
+def test_destruction_spoils_a_global_capture(api, what):
+    on = stream(api)
+    on.begin_capture()
+    things = {
+        "stream": stream(api), "graph": on.end_capture(),
+        "memory": api.cupy.cuda.Memory(8), "pinned memory": api.cupy.cuda.PinnedMemory(8, 3),
+    }  # fmt: skip
+    on.begin_capture(GLOBAL)
+    del things[what]
+    assert refusal(lambda: on.end_capture() and 0) == 901
+
+
+WAITING = {
+    "module": lambda api, things: api.cupy.RawModule(path=__file__),
+    "expression": lambda api, things: api.cupy.empty((8,), np.uint8).fill(1),
+    "memory": lambda api, things: things.pop("memory"),
+    "pinned memory": lambda api, things: things.pop("pinned memory"),
+    "registered memory": lambda api, things: api.runtime.hostUnregister(things["registered"]),
+}
+
+
+@pytest.mark.parametrize("what", WAITING)
+def test_loads_and_releases_wait_for_the_device(api, what):
+    page = np.zeros(8, np.uint8)
+    api.runtime.hostRegister(page.ctypes.data, 8, 3)
+    things = {
+        "memory": api.cupy.cuda.Memory(8), "pinned memory": api.cupy.cuda.PinnedMemory(8, 3),
+        "registered": page.ctypes.data,
+    }  # fmt: skip
+    on, copy = stream(api), Buffers(api)
+    copy.copy(api, on)
+    WAITING[what](api, things)
+    assert copy.copied
+
+
+def test_a_load_behind_a_stream_that_the_host_holds_up_is_a_deadlock(api, monkeypatch):
+    monkeypatch.setattr(machine, "_PATIENCE", 0.05)
+    on, word = stream(api), pinned(api, np.zeros(1, np.uint32))
+    arguments = ctypes.c_uint64(word.ctypes.data), ctypes.c_uint32(1), ctypes.c_uint(1)
+    api.library.cuStreamWaitValue32_v2(ctypes.c_void_p(on.ptr), *arguments)
+    with pytest.raises(Deadlock, match="does not go on"):
+        api.cupy.RawModule(path=__file__)
+    word[0] = 1
+    api.cupy.RawModule(path=__file__)
+    api.machine.deadlocks.clear()  # it was meant
 
 
 def test_handles_of_default_streams_mean_the_current_device(api):
@@ -173,6 +310,48 @@ def test_a_launch_needs_the_device_of_its_stream(api):
     with api.cupy.cuda.Device(1):
         assert refusal(api.driver.launchKernel, *launch) == 400
     assert refusal(api.driver.launchKernel, *launch) == 0
+
+
+# --- Chance ---
+
+
+def order_of_two(seed):
+    """The order in which two streams that do not wait for one another do their work."""
+    api, done = FakeApi(seed=seed), []
+    streams = [stream(api), stream(api)]
+    for i in range(4):
+        for on in streams:
+            api.machine.submit(on.ptr, lambda key=(on.ptr, i): done.append(key))
+    api.runtime.deviceSynchronize()
+    for on in streams:
+        assert [i for pointer, i in done if pointer == on.ptr] == list(range(4))
+    return tuple(done)
+
+
+def test_by_chance_streams_overtake_one_another_and_a_seed_repeats_it():
+    orders = [order_of_two(seed) for seed in range(20)]
+    assert len(set(orders)) > 5
+    assert orders == [order_of_two(seed) for seed in range(20)]
+
+
+def race(seed, *, ordered):
+    """Two streams write the same bytes, the second behind the first if it waits for it."""
+    api = FakeApi(seed=seed)
+    first, second = stream(api), stream(api)
+    target, *sources = (pinned(api, np.full(8, value, np.uint8)) for value in range(3))
+    for source, on in zip(sources, (first, second), strict=True):
+        if ordered and on is second:
+            event = api.runtime.eventCreateWithFlags(2)
+            api.runtime.eventRecord(event, first.ptr)
+            api.runtime.streamWaitEvent(second.ptr, event)
+        api.runtime.memcpyAsync(target.ctypes.data, source.ctypes.data, 8, 4, on.ptr)
+    api.runtime.deviceSynchronize()
+    return int(target[0])
+
+
+def test_a_wait_that_is_missing_shows():
+    assert {race(seed, ordered=True) for seed in range(20)} == {2}
+    assert {race(seed, ordered=False) for seed in range(20)} == {1, 2}
 
 
 # --- Captures ---

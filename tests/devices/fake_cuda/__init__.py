@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
 from kvcupy import cuda_api
 from kvcupy.cuda_api import find_batch
 
@@ -51,7 +49,7 @@ class FakeApi(cuda_api.CudaApi):
     currents : CuPy's current stream by device, outside `with stream`
     default_stream : CuPy's: 0, or 2 with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM
     entered : streams that were made CuPy's current one, in order
-    graphs : that became of captures
+    graphs : that became of captures, by weak references
     loaded : the device of each module
     expressions : array expressions whose kernels are loaded
     has_bfloat16 : whether CuPy has it, as with NumPy 2.1.2 and newer
@@ -90,7 +88,8 @@ class FakeApi(cuda_api.CudaApi):
             def __init__(self, non_blocking=False, priority=0):
                 self.ptr = runtime.streamCreateWithPriority(int(non_blocking), priority)
                 self.device_id = runtime.current
-                weakref.finalize(self, destroy, "stream", runtime.streamDestroy, self.ptr)
+                gone = weakref.finalize(self, destroy, "stream", runtime.streamDestroy, self.ptr)
+                gone.atexit = False
 
             @classmethod
             def from_external(cls, source):
@@ -117,8 +116,9 @@ class FakeApi(cuda_api.CudaApi):
                 machine.enter()
                 capture = machine.end(machine.stream(self.ptr))
                 machine.require_safe()  # the graph is instantiated
-                api.graphs.append(graph := Graph(capture.nodes))
-                weakref.finalize(graph, destroy, "graph", machine.require_safe)
+                graph = Graph(capture.nodes)
+                api.graphs.append(weakref.proxy(graph))
+                weakref.finalize(graph, destroy, "graph", machine.require_safe).atexit = False
                 return graph
 
         class Graph:
@@ -239,8 +239,8 @@ def busy(api, stream):
 @contextmanager
 def captured_by_another(api, stream=None, mode=GLOBAL):
     """Capture a stream, as torch captures: its own stream, in the global mode. Ends in an error if
-    anything has invalidated the capture."""
+    anything has invalidated the capture, else with the graph as an attribute of the stream."""
     foreign = api.cupy.cuda.Stream(non_blocking=True) if stream is None else stream
     foreign.begin_capture(mode)
     yield foreign
-    foreign.end_capture()
+    foreign.graph = foreign.end_capture()

@@ -249,6 +249,8 @@ class Machine:
         heads = [queue[0] for stream, queue in list(self.queues.items())
                  if queue and stream not in self.held]  # fmt: skip
         ready = [work for work in heads if not work.blockers() and work.is_ready()]
+        if self.chance.random() < 0.1:
+            self._priorities.clear()
         for work in ready:
             self._priorities.setdefault(work.stream, self.chance.random())
         return max(ready, key=lambda work: self._priorities[work.stream], default=None)
@@ -256,8 +258,7 @@ class Machine:
     def go_on(self):
         """Let streams go on for a while, as they do beside the host."""
         while self.chance is not None and self.chance.random() < 0.5 and self.step():
-            if self.chance.random() < 0.1:
-                self._priorities.clear()
+            pass
 
     def in_background(self, handle=None):
         """Let the work of a stream, or of all, run on a thread of its own; return the thread."""

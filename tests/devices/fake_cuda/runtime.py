@@ -348,7 +348,6 @@ class Driver:
         self.params_bytes = {}
         self.smem = {}  # of functions that have opted in to more, in bytes
         self.kernels = {}
-        self.error = None
 
     def check_status(self, status):
         self._runtime.check_status(status)
@@ -358,8 +357,6 @@ class Driver:
         if not all(0 <= n < 2**32 for n in (*shape, smem)):
             raise OverflowError("value too large to convert to unsigned int")
         self._machine.enter_driver()
-        if self.error:
-            raise CudaError(self.error)
         within = all(1 <= n <= most for n, most in zip(shape, _GRID + _BLOCK, strict=True))
         if not within or math.prod(shape[3:]) > _THREADS or smem > self.smem.get(function, _SMEM):
             raise CudaError(INVALID_VALUE)
