@@ -249,7 +249,7 @@ class Machine:
         heads = [queue[0] for stream, queue in list(self.queues.items())
                  if queue and stream not in self.held]  # fmt: skip
         ready = [work for work in heads if not work.blockers() and work.is_ready()]
-        if self.chance.random() < 0.1:
+        if self.chance.random() < 0.25:
             self._priorities.clear()
         for work in ready:
             self._priorities.setdefault(work.stream, self.chance.random())
