@@ -141,20 +141,6 @@ class CudaApi:
         failed = query(handle, ctypes.byref(status), ctypes.byref(number), None, None, None)
         return None if failed or status.value != CAPTURE_STATUS_ACTIVE else number.value
 
-    def record(self, event: int, stream: int) -> None:
-        """Record an event in a stream, with their device current.
-
-        CuPy's binding holds the GIL. Where the queue of the stream is full, the call waits for the
-        stream, which may wait for a host function, which waits for the GIL.
-        """
-        record, status = getattr(self.library, "cuEventRecord", None), NO_CONTEXT
-        if record is not None:
-            status = record(ctypes.c_void_p(event), ctypes.c_void_p(stream))
-        if status == NO_CONTEXT:  # the runtime gives the thread one
-            self.runtime.eventRecord(event, stream)
-        else:
-            self.driver.check_status(status)
-
     def failure(self, what: str, error: Exception) -> KvcupyError:
         """Return the kvcupy exception for a CUDA error met while doing `what`."""
         status = getattr(error, "status", None)

@@ -221,7 +221,7 @@ class RetireList:
     def __init__(self, context: CudaContext) -> None:
         self._context = context
         self._pool = context.events
-        self._record = context.api.record
+        self._record = context.api.runtime.eventRecord
         self._queues: dict[int, deque[tuple[int, object]]] = {}  # by the address of the stream
         # By stream, behind which no event could be recorded. It is kept: an event of another stream
         # with its address would say nothing of its work.

@@ -166,7 +166,7 @@ class Stream(ProcessLocal):
         capture = self.context.capture_of(self.pointer)
         try:
             with self.context.current():
-                self.context.api.record(event.pointer, self.pointer)
+                self.context.api.runtime.eventRecord(event.pointer, self.pointer)
         except self.context.api.errors as error:
             raise self.context.api.failure(f"record in {self!r}", error) from error
         event._stream = self
@@ -214,9 +214,12 @@ class Stream(ProcessLocal):
         Notes
         -----
         The function runs on a kvcupy thread, one for all streams of the device, while this stream
-        waits for it, and with it any stream that shares its hardware queue. The function must not
-        wait for the GPU, which allocating and freeing memory may do too, nor for another such
-        function. It is kept until the stream has passed. Capture: legal; each replay calls it
+        waits for it, and with it any stream that shares its hardware queue; there are as many of
+        those as CUDA_DEVICE_MAX_CONNECTIONS says. The function must not wait for the GPU, nor for
+        another such function, nor for a thread that waits for the GPU. Waiting is also what the
+        first use of a kernel does, which the driver may load when the device is idle, and freeing
+        memory, pinned memory too: whatever a function waits for must be loaded and allocated
+        before. It is kept until the stream has passed. Capture: legal; each replay calls it
         again.
         """
         observe.call(self, function, lambda called: self.context.calls.enqueue(self, called))

@@ -68,22 +68,6 @@ def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
     assert api.machine.deadlocks == []
 
 
-def test_a_stream_may_be_full_while_it_waits_for_a_function(api, device):
-    """Putting more work there waits for room in the queue, and the function waits for the GIL."""
-    stream, function = device.stream(), Half()
-    stream.call(function)
-    gpu = api.machine.in_background(stream.pointer)
-    assert function.entered.wait(PATIENCE_S)
-    api.machine.room = len(api.machine.queues[stream.pointer])
-    event = stream.record()
-    device.run(lambda: None, stream, (object(),))
-    assert not event.done()
-    function.go_on.set()
-    gpu.join(PATIENCE_S)
-    event.synchronize()
-    assert api.machine.deadlocks == []
-
-
 def test_a_function_may_ask_cuda(api, device):
     """It is on no thread of the driver."""
     event, stream, seen = device.stream().record(), device.stream(), []

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -182,6 +187,28 @@ def test_pageable_memory_is_read_and_written_before_a_copy_returns(api, num_byte
     assert copy.copied == (num_bytes > 1 << 16)
     api.runtime.memcpyAsync(target.ctypes.data, there.data.ptr, num_bytes, 4, on.ptr)
     assert (target == 7).all()
+
+
+def test_a_copy_past_the_end_of_memory_is_refused(api):
+    on, copy, array = stream(api), Buffers(api), api.cupy.empty((8,), np.uint8)
+    arguments = copy.dst.ctypes.data, array.data.ptr, 1 << 50, 4, on.ptr
+    assert refusal(api.runtime.memcpyAsync, *arguments) == 1
+
+
+def test_a_wild_address_is_pageable_memory_to_a_copy_and_kills_the_process():
+    program = """
+import faulthandler
+from fake_cuda import FakeApi
+api = FakeApi()
+array, stream = api.cupy.empty((8,), "u1"), api.cupy.cuda.Stream()
+faulthandler.disable()
+api.runtime.memcpyAsync(array.data.ptr, 64, 8, 4, stream.ptr)
+"""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent.parent)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=60)
+    assert done.returncode == -signal.SIGSEGV
 
 
 def test_what_is_freed_is_poisoned_and_handed_out_again(api):

@@ -268,6 +268,10 @@ class Runtime:
     def _put_copies(self, stream, runs):
         """Put copies, (dst, src, bytes) each, on a stream."""
         where = self._machine.stream(stream)
+        for to, of, size in runs:
+            self.check_status(
+                0 if self._holds(to, size) and self._holds(of, size) else INVALID_VALUE
+            )
 
         def copy():
             for run in runs:
@@ -327,6 +331,11 @@ class Runtime:
 
     def _is_known(self, ptr):
         return self._is_pinned(ptr) or self._device_of_memory(ptr) is not None
+
+    def _holds(self, ptr, size):
+        """Whether bytes lie in one allocation; of pageable memory that is not known."""
+        blocks = {**{p: len(m.bytes) for p, m in self.allocated.items()}, **self.pinned}
+        return all(ptr + size <= p + n for p, n in blocks.items() if p <= ptr < p + n)
 
     def _reaches(self, ptr):
         """Return whether a kernel reaches an address; else the device is lost."""
