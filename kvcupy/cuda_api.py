@@ -23,6 +23,7 @@ NOT_SUPPORTED = 801
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver numbers them alike
 UNJOINED = 904
 DISABLE_TIMING = 2
+NON_BLOCKING = 1  # cudaStreamNonBlocking
 ATTRIBUTE_SM_COUNT = 16
 ATTRIBUTE_SHARED_BYTES = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 ATTRIBUTE_REGISTERED_HOST_POINTERS = 91  # ...CanUseHostPointerForRegisteredMem
@@ -53,19 +54,27 @@ class RelaxedCapture:
     While torch captures, in the global mode, a thread that allocates, queries or synchronises gets
     an error, and the capture is invalidated. Calls on which no captured work depends are made in
     the relaxed mode instead, which is set per thread.
+
+    The driver refuses the exchange in a thread that has no context yet. Such a thread gets the
+    context of its current device first, so enter this with the right device current.
     """
 
-    __slots__ = ("_before", "_exchange")
+    __slots__ = ("_before", "_exchange", "_runtime")
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, runtime: Any) -> None:
         self._exchange = getattr(library, "cuThreadExchangeStreamCaptureMode", None)
+        self._runtime = runtime
         self._before: ctypes.c_int | None = None
 
     def __enter__(self) -> None:
         if self._exchange is None:
             return
         mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
-        if self._exchange(ctypes.byref(mode)) == 0:  # else the mode is as it was
+        status = self._exchange(ctypes.byref(mode))
+        if status == NO_CONTEXT:
+            self._runtime.setDevice(self._runtime.getDevice())  # legal in any capture mode
+            status = self._exchange(ctypes.byref(mode))
+        if status == 0:  # else the mode is as it was
             self._before = mode
 
     def __exit__(self, *_: object) -> None:
@@ -103,6 +112,13 @@ class CudaApi:
         """The driver's batched copy (`BATCH_TYPE`); None where it has none."""
         return find_batch(self.runtime.driverGetVersion(), self.library)
 
+    @property
+    def default_stream(self) -> int:
+        """CuPy's default: the legacy stream, or with an environment variable the thread's own."""
+        from cupy_backends.cuda.stream import get_default_stream_ptr
+
+        return int(get_default_stream_ptr())
+
     @cached_property
     def library(self) -> Any:
         """The driver, for what CuPy does not bind; None where it is not found."""
@@ -111,7 +127,7 @@ class CudaApi:
     def relaxed(self) -> RelaxedCapture:
         """Return a context in which this thread may allocate, query and synchronise while other
         streams are captured."""
-        return RelaxedCapture(self.library)
+        return RelaxedCapture(self.library, self.runtime)
 
     def capture_id(self, pointer: int) -> int | None:
         """Return the unique number of the capture that a stream is part of.
@@ -125,20 +141,6 @@ class CudaApi:
         handle = ctypes.c_void_p(pointer)
         failed = query(handle, ctypes.byref(status), ctypes.byref(number), None, None, None)
         return None if failed or status.value != CAPTURE_STATUS_ACTIVE else number.value
-
-    def record(self, event: int, stream: int) -> None:
-        """Record an event in a stream, with their device current.
-
-        CuPy's binding holds the GIL. Where the queue of the stream is full, the call waits for the
-        stream, which may wait for a host function, which waits for the GIL.
-        """
-        record, status = getattr(self.library, "cuEventRecord", None), NO_CONTEXT
-        if record is not None:
-            status = record(ctypes.c_void_p(event), ctypes.c_void_p(stream))
-        if status == NO_CONTEXT:  # the runtime gives the thread one
-            self.runtime.eventRecord(event, stream)
-        else:
-            self.driver.check_status(status)
 
     def failure(self, what: str, error: Exception) -> KvcupyError:
         """Return the kvcupy exception for a CUDA error met while doing `what`."""
@@ -190,16 +192,23 @@ def device_of_pointer(pointer: int) -> int:
 
 
 @contextmanager
+def current_device(index: int) -> Iterator[Any]:
+    """Make a GPU current for the length of a with block, and yield CuPy."""
+    api = CudaApi()
+    is_current = api.runtime.getDevice() == index
+    with nullcontext() if is_current else api.cupy.cuda.Device(index):
+        yield api.cupy
+
+
+@contextmanager
 def dlpack_stream(index: int) -> Iterator[int]:
     """Make a GPU current, and yield CuPy's current stream there as DLPack's `stream=` names it.
 
     DLPack's 1 is the default stream of the current GPU, so the exporter must be called inside the
     with block.
     """
-    api = CudaApi()
-    is_current = api.runtime.getDevice() == index
-    with nullcontext() if is_current else api.cupy.cuda.Device(index):
-        yield int(api.cupy.cuda.get_current_stream(index).ptr) or 1
+    with current_device(index) as cupy:
+        yield int(cupy.cuda.get_current_stream(index).ptr) or 1
 
 
 # --- The driver's batched copy ---

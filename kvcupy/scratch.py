@@ -24,7 +24,8 @@ from .arrays import ArrayView, view
 from .devices.protocol import Device, Stream
 
 _SMALLEST_BYTES = 4096
-_MAX_IDLE = 8  # of one size; a buffer returned beyond that is freed
+_MAX_IDLE = 8  # of one size; a buffer returned beyond that, and beyond the bytes, is freed
+_MAX_IDLE_BYTES = 1 << 20  # of one size: to allocate pinned memory, or free it, may block the host
 
 _Key = tuple[bool, int]  # pinned, bytes
 _Idle = dict[_Key, list[Any]]
@@ -36,9 +37,12 @@ _lock = threading.Lock()
 class _Loan:
     """Owns a buffer until nothing refers to it."""
 
-    __slots__ = ("__weakref__", "_array", "_captured", "_idle")
+    __slots__ = ("__weakref__", "_array", "_captured", "_device", "_idle")
 
-    def __init__(self, array: Any, idle: list[Any], captured: _Captured | None = None) -> None:
+    def __init__(
+        self, device: Device, array: Any, idle: list[Any], captured: _Captured | None = None
+    ) -> None:
+        self._device = device
         self._array = array
         self._idle = idle
         self._captured = captured
@@ -49,20 +53,24 @@ class _Loan:
         return self._captured is not None
 
     def __del__(self) -> None:
-        _give_back(self._array, self._idle)
+        buffer = [self._array]
+        self._array = None
+        _give_back(self._device, buffer, self._idle)
 
 
 class _Captured:
     """The buffers of one captured stream. They are idle again when its graph is gone."""
 
-    def __init__(self, store: _Idle) -> None:
+    def __init__(self, device: Device, store: _Idle) -> None:
         self.idle: _Idle = defaultdict(list)
+        self._device = device
         self._store = store
-        self.all: list[tuple[_Key, Any]] = []
+        self.all: list[tuple[_Key, list[Any]]] = []  # each array in a list of its own
 
     def __del__(self) -> None:
-        for key, array in self.all:
-            _give_back(array, self._store[key])
+        self.idle.clear()
+        for key, buffer in self.all:
+            _give_back(self._device, buffer, self._store[key])
 
 
 _streams: WeakValueDictionary[tuple[Device, int, Stream], _Captured] = WeakValueDictionary()
@@ -91,9 +99,13 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
     capture = stream.capture_id
     if capture is None:
         array = _take(store[key])
-        if array is None:
-            array = _make(device, key)
-        loan = _Loan(array, store[key])
+        is_new = array is None
+        if is_new:
+            array = _make(device, key, stream)
+        loan = _Loan(device, array, store[key])
+        if is_new and not pinned:
+            # The block may have been freed behind work of the stream, and is idle only behind that.
+            device.run(_no_work, stream, (loan,))
     else:
         loan = _lend_to_capture(device, key, stream, capture, store)
         array = loan._array
@@ -122,7 +134,7 @@ def _lend_to_capture(
         buffers = _streams.get(where)
         is_new = buffers is None
         if buffers is None:
-            _streams[where] = buffers = _Captured(store)
+            _streams[where] = buffers = _Captured(device, store)
     if is_new:
         if stream.retains_owners:
             device.run(_no_work, stream, (buffers,))
@@ -130,29 +142,20 @@ def _lend_to_capture(
             _captured.append(buffers)
     array = _take(buffers.idle[key])
     if array is None:
-        side = device.stream()  # which also releases what has passed since the last call
+        device.release([])  # what has passed since the last call may be idle now
         array = _take(store[key])
         if array is None:
-            array = _make_beside(device, key, side)
-        buffers.all.append((key, array))
+            array = _make(device, key, stream)
+        buffers.all.append((key, [array]))
     # Each replay reads what the host wrote into a pinned buffer: no later call may reuse it.
-    return _Loan(array, [] if key[0] else buffers.idle[key], buffers)
+    return _Loan(device, array, [] if key[0] else buffers.idle[key], buffers)
 
 
-def _make(device: Device, key: _Key) -> Any:
+def _make(device: Device, key: _Key, stream: Stream) -> Any:
     pinned, size = key
-    make = device.empty_pinned if pinned else device.zeros  # zeros: ready for any stream
-    return make((size,), np.int8)
-
-
-def _make_beside(device: Device, key: _Key, side: Stream) -> Any:
-    """Allocate a buffer while `side`, a new stream outside all captures, is the current one.
-
-    The memory pool then finds no block that a captured stream, or the default one, may still use.
-    """
-    buffers: list[Any] = []
-    device.run(lambda: buffers.append(_make(device, key)), side)
-    return buffers[0]
+    if pinned:
+        return device.empty_pinned((size,), np.int8)
+    return device.allocate((size,), np.int8, stream, zeroed=False)
 
 
 def _take(idle: list[Any]) -> Any:
@@ -162,9 +165,12 @@ def _take(idle: list[Any]) -> Any:
         return None
 
 
-def _give_back(array: Any, idle: list[Any]) -> None:
-    if len(idle) < _MAX_IDLE:
-        idle.append(array)
+def _give_back(device: Device, buffer: list[Any], idle: list[Any]) -> None:
+    """Keep the array in `buffer`, which holds the last reference to it, or free it."""
+    if len(idle) < max(_MAX_IDLE, _MAX_IDLE_BYTES // buffer[0].nbytes):
+        idle.append(buffer.pop())
+        return
+    device.release(buffer)
 
 
 def _no_work() -> None:

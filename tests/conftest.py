@@ -32,6 +32,8 @@ from pathlib import Path
 # there are CPUs they wait for one another most of the time. Read when NumPy and torch are imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A stream that a test holds up must not hold up another one, by sharing a hardware queue with it.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import helpers
 import pytest

@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class CudaDevice:
             return arrays.four_bit_array(
                 self.empty, shape, dtype, rotation, rotated_width, scale_rule
             )
-        return self._allocate("empty", shape, formats.tag(dtype))
+        return self._allocate(shape, formats.tag(dtype))
 
     def zeros(
         self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
@@ -92,13 +93,43 @@ class CudaDevice:
             return arrays.four_bit_array(
                 self.zeros, shape, dtype, rotation, rotated_width, scale_rule
             )
-        stream = self.as_stream(None, "cupy")
-        if stream.capturing:
-            with self.context.current(), self.stream().cupy:
-                return self.zeros(shape, dtype)
-        array = self._allocate("zeros", shape, formats.tag(dtype))
+        current = self.as_stream(None, "cupy")
+        stream = self.stream() if current.capturing else current
+        array = self.allocate(shape, dtype, stream, zeroed=True)
         stream.synchronize()
         return array
+
+    def allocate(
+        self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool, rotation: Any = None,
+        rotated_width: Any = None,
+    ) -> Any:  # fmt: skip
+        """Return an array for work on `stream`, of zeros or uninitialised, without waiting.
+
+        Notes
+        -----
+        The memory comes from the arena of `stream` in CuPy's pool: earlier work there may still use
+        it, so no other stream may without waiting for `stream`. A graph is launched on any stream,
+        so memory for a capture comes from a stream that has no work.
+        """
+        if arrays.is_four_bit(dtype, rotation, rotated_width):
+            make = partial(self.allocate, stream=stream, zeroed=zeroed)
+            return arrays.four_bit_array(make, shape, dtype, rotation, rotated_width)
+        owner = self.stream() if stream.capturing else stream
+        with self.context.current(), owner.cupy:
+            array = self._allocate(shape, formats.tag(dtype))
+        whole = arrays.view(array)
+        if zeroed and whole.size:
+            num_bytes = whole.size * whole.itemsize
+            with self.context.relaxed(f"memset of {num_bytes:,} bytes on {stream!r}"):
+                runtime = self.context.api.runtime
+                runtime.memsetAsync(whole.pointer, 0, num_bytes, stream.pointer)
+        return array
+
+    def release(self, owners: list[Any]) -> None:
+        """Drop owners, beside captures of other libraries too, and all that work has passed."""
+        self.context.retired.reap()
+        with self.context.relaxed(f"release of memory of {self.name}"):
+            owners.clear()
 
     def empty_pinned(
         self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
@@ -183,9 +214,14 @@ class CudaDevice:
 
     def copy_runs(
         self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],
-        stream: Any, keep: Sequence[object] = (),
+        stream: Any, keep: Sequence[object] = (), pageable: bool = False,
     ) -> None:  # fmt: skip
         """Copy contiguous runs in the order of `stream`; owners in `keep` live until it is done.
+
+        Parameters
+        ----------
+        dst, src, sizes : uint64 (runs,), addresses and bytes
+        pageable : whether some of the memory is not page-locked. Then the call may block
 
         Raises
         ------
@@ -203,7 +239,7 @@ class CudaDevice:
         context, failed = self.context, ctypes.c_size_t(NO_COPY)
         try:
             with context.current():
-                self._run_copies.enqueue(runs, stream, failed)
+                self._run_copies.enqueue(runs, stream, failed, pageable)
         except context.api.errors as error:
             with suppress(KvcupyError):  # part may be in flight; a lost device retains nothing
                 context.retain(stream, keep)
@@ -242,8 +278,8 @@ class CudaDevice:
         except context.api.errors as error:
             raise context.api.failure(f"address of {view!r} on {self.name}", error) from error
 
-    def _allocate(self, function: str, shape: Any, format: str) -> Any:
-        """Call `cupy.empty` or `cupy.zeros` with a dtype that CuPy has."""
+    def _allocate(self, shape: Any, format: str) -> Any:
+        """Call `cupy.empty` with a dtype that CuPy has."""
         context = self.context
         context.retired.reap()
         is_fp8 = format.startswith("fp8")  # CuPy has bfloat16, but no 8-bit floats
@@ -251,10 +287,10 @@ class CudaDevice:
         with context.current():
             try:
                 with context.api.relaxed():
-                    array = getattr(context.api.cupy, function)(shape, dtype)
+                    array = context.api.cupy.empty(shape, dtype)
             except context.api.errors as error:
                 num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-                what = f"{function}, {num_bytes:,} bytes on {self.name}"
+                what = f"an array of {num_bytes:,} bytes on {self.name}"
                 raise context.api.failure(what, error) from error
         return _tagged(array, format)
 
@@ -383,7 +419,7 @@ class CudaDevice:
             else:
                 with api.cupy.cuda.Device(context.index):
                     launcher.launch(*launch)
-        except api.errors as error:
+        except (*api.errors, OverflowError) as error:  # CuPy's, for a grid of 2**32 blocks or more
             raise launcher.failure(error, *launch) from error
         if keep:
             context.retain(stream, keep)
@@ -431,11 +467,11 @@ class CudaDevice:
         """Return four int64 zeros, outside the pool, cleared on a stream that no capture owns."""
         context, dtype = self.context, np.dtype(np.int64)
         cuda, runtime = context.api.cupy.cuda, context.api.runtime
+        stream = self.stream()
         with context.relaxed(f"fault record of {self.name}"):
             memory = cuda.Memory(4 * dtype.itemsize)
-            stream = cuda.Stream(non_blocking=True)
-            runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, stream.ptr)
-            runtime.streamSynchronize(stream.ptr)
+            runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, stream.pointer)
+            runtime.streamSynchronize(stream.pointer)
             start = cuda.MemoryPointer(memory, 0)
             return context.api.cupy.ndarray((4,), dtype, memptr=start)
 

@@ -49,8 +49,9 @@ class CudaContext:
         self.name = f"cuda:{index}"
         self.api = api
         self.captures: dict[int, Capture] = {}
+        self.destroyed_streams: dict[int, int] = {}  # by address: how many of kvcupy's were there
         self.events = EventPool(self._create_event)
-        self.retired = RetireList(self.events, api)
+        self.retired = RetireList(self)
         self.calls = HostCalls(self)
         self.thread = _Thread()
 
@@ -115,10 +116,10 @@ class CudaContext:
             with self.current():
                 if self.api.is_capturing(stream.pointer):
                     return  # another library's capture, which keeps the arrays alive itself
-                self.retired.hold(stream.pointer, tuple(owners))
+                self.retired.hold(stream, tuple(owners))
         except failures:
             # The work is on its way, and a call that raised would be repeated.
-            self.retired.hold_unrecorded(stream.pointer, tuple(owners))
+            self.retired.hold_unrecorded(stream, tuple(owners))
 
     def _orders_tensors(self, stream: Any, owners: Sequence[Any]) -> bool:
         """Return whether torch's allocator reuses memory in the order of `stream`.
@@ -161,7 +162,7 @@ class Capture:
         self.hooks = LaunchHooks()
         self.kept: list[object] = []  # arrays, host functions, graphs within the graph
         self.streams: list[Any] = []  # those that take part, the captured one first
-        self.last_stream = 0  # of the last launch, where failures of host functions surface
+        self.last_stream: Any = None  # of the last launch, where failures of host functions surface
 
     def join(self, stream: Any) -> None:
         """Note that `stream` takes part, because it waited for a captured one."""
@@ -211,33 +212,39 @@ class EventPool:
 
 
 class RetireList:
-    """Owners in flight, first in, first out per stream."""
+    """Owners in flight, first in, first out per stream.
 
-    def __init__(self, pool: EventPool, api: CudaApi) -> None:
-        self._pool = pool
-        self._api = api
-        self._record = api.record
-        self._queues: dict[int, deque[tuple[int, object]]] = {}
-        self._unrecorded: dict[int, list[object]] = {}  # by stream, behind which no event could be
+    A queue may outlive its stream, and its address may become another stream's. Owners of the
+    latter are then released behind those of the former, which is later than need be, never earlier.
+    """
+
+    def __init__(self, context: CudaContext) -> None:
+        self._context = context
+        self._pool = context.events
+        self._record = context.api.runtime.eventRecord
+        self._queues: dict[int, deque[tuple[int, object]]] = {}  # by the address of the stream
+        # By stream, behind which no event could be recorded. It is kept: an event of another stream
+        # with its address would say nothing of its work.
+        self._unrecorded: dict[Any, list[object]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
-    def hold(self, stream: int, owners: object) -> None:
+    def hold(self, stream: Any, owners: object) -> None:
         """Keep `owners` until `stream` has passed all its work so far."""
-        event = self._pool.take()
+        event, pointer = self._pool.take(), stream.pointer
         try:
-            self._record(event, stream)
+            self._record(event, pointer)
         except BaseException:
             self._pool.give(event)
             raise
         with self._lock:
-            held = owners, self._unrecorded.pop(stream, None)
-            self._queues.setdefault(stream, deque()).append((event, held))
-        self.reap((stream,))
+            held = owners, self._unrecorded.pop(stream, None) if self._unrecorded else None
+            self._queues.setdefault(pointer, deque()).append((event, held))
+        self.reap((pointer,))
 
-    def hold_unrecorded(self, stream: int, owners: object) -> None:
+    def hold_unrecorded(self, stream: Any, owners: object) -> None:
         """Keep `owners`, behind which no event could be recorded, until a later one has passed."""
         with self._lock:
             self._unrecorded.setdefault(stream, []).append(owners)
@@ -259,8 +266,9 @@ class RetireList:
         """Release what has passed, on some streams or on all. Never waits."""
         if not self._queues:
             return
-        passed = self._api.runtime.eventQuery
-        with self._api.relaxed():
+        context = self._context
+        passed = context.api.runtime.eventQuery
+        with context.current(), context.api.relaxed():
             released: list[object] = []  # after the lock: destructors may run any code
             if not self._lock.acquire(blocking=False):
                 return  # another thread is reaping
@@ -308,13 +316,13 @@ class Call:
     __slots__ = ("__weakref__", "capture", "function", "stream")
 
     def __init__(
-        self, function: Callable[[], object], stream: int, capture: Capture | None
+        self, function: Callable[[], object], stream: Any, capture: Capture | None
     ) -> None:
         self.function = function
         self.stream = stream
         self.capture = None if capture is None else weakref.ref(capture)
 
-    def where(self) -> int:
+    def where(self) -> Any:
         """Return the stream on which it runs; in a graph, the one it was last launched on."""
         capture = None if self.capture is None else self.capture()
         return self.stream if capture is None else capture.last_stream
@@ -324,12 +332,13 @@ class HostCalls:
     """The host functions of one device.
 
     They are called one at a time, on one thread. An exception is recorded with its stream, and
-    raised when that stream or the device is synchronised.
+    raised when that stream or the device is synchronised. Until then it keeps the stream, so that
+    no new one gets its address, and its failures.
     """
 
     def __init__(self, context: CudaContext) -> None:
         self._context = context
-        self._failures: list[tuple[int, str, BaseException]] = []
+        self._failures: list[tuple[Any, str, BaseException]] = []
         self._lock = threading.Lock()
         self._semaphore: Semaphore | None = None
         self._thread: threading.Thread | None = None
@@ -348,7 +357,7 @@ class HostCalls:
         capture = context.capture_of(stream.pointer)
         if capture is FOREIGN:
             raise CaptureError("a host function can only be captured by Stream.capture")
-        call = Call(function, stream.pointer, capture)
+        call = Call(function, stream, capture)
         what = f"call in {stream!r}, by stream memory operations"
         with context.api.errors_as(what), context.current():
             semaphore, address = self._start(), self._take_word()
@@ -363,12 +372,12 @@ class HostCalls:
                 del self._calls[address]  # so that the function is not called
                 raise
 
-    def raise_failures(self, pointer: int | None = None) -> None:
+    def raise_failures(self, stream: Any = None) -> None:
         """Raise the first exception of a stream's functions, or of all, and forget the others."""
         if not self._failures:
             return
         with self._lock:
-            raised = [f for f in self._failures if pointer is None or f[0] == pointer]
+            raised = [f for f in self._failures if stream is None or f[0] == stream]
             self._failures = [f for f in self._failures if f not in raised]
         if raised:
             _, name, error = raised[0]

@@ -78,13 +78,11 @@ def pinned_memory(context: CudaContext, num_bytes: int) -> RegisteredPages | All
 
     A process forked from this one does not have it.
     """
-    with context.api.relaxed():
+    with context.relaxed(f"{num_bytes} bytes of pinned memory"):
         memory = _near_the_gpu(context, num_bytes)
         if memory is not None:
             return memory
-        what = f"{num_bytes} bytes of pinned memory"
-        with context.api.errors_as(what), context.current():
-            allocated = context.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), PINNED_FLAGS)
+        allocated = context.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), PINNED_FLAGS)
         return AllocatedMemory(context, allocated)
 
 
@@ -115,8 +113,7 @@ def _near_the_gpu(context: CudaContext, num_bytes: int) -> RegisteredPages | Non
     host_memory.prefer_node(pointer, mapped_bytes, node)  # best effort: else default NUMA placement
     host_memory.keep_from_children(pointer, mapped_bytes)  # before CUDA learns where they are
     try:
-        with context.current():
-            context.api.runtime.hostRegister(pointer, mapped_bytes, PINNED_FLAGS)
+        context.api.runtime.hostRegister(pointer, mapped_bytes, PINNED_FLAGS)
     except context.api.errors:  # e.g. RLIMIT_MEMLOCK, which does not bind the driver's allocation
         host_memory.unmap(pointer, mapped_bytes)
         return None
@@ -131,7 +128,7 @@ def _on_release(owner: object, context: CudaContext, release: Callable[[], objec
     """
 
     def release_now() -> None:
-        with context.api.relaxed():  # captures of others do not depend on it
+        with context.current(), context.api.relaxed():  # captures of others do not depend on it
             release()
 
     def released() -> None:
@@ -247,6 +244,8 @@ def copy_in_words(
 # since CUDA 12.8, never on the legacy default stream, and never into a graph. A batch takes
 # addresses as the device knows them. Where those of registered host memory are not the host's, as
 # in WSL2, it faults on the latter, so there runs go one by one, by calls that look addresses up.
+# Runs of pageable memory go one by one, too: CUDA documents how single copies stage such memory and
+# when they return, but not how a batch does.
 
 
 class RunCopies:
@@ -258,15 +257,18 @@ class RunCopies:
         self._first_copy = ctypes.c_size_t(0)  # the attributes hold from this copy on
         self._unsupported = False
 
-    def enqueue(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t) -> None:
+    def enqueue(
+        self, runs: Runs, stream: Stream, failed: ctypes.c_size_t, pageable: bool
+    ) -> None:
         """Copy runs in the order of a stream, with the device current; CuPy's exceptions pass.
 
         Parameters
         ----------
         runs : contiguous arrays of at least one run, none of zero bytes
         failed : set to the index of the run whose copy was refused, if that is known
+        pageable : whether some of the memory is not page-locked
         """
-        batch = self._batch_for(len(runs[0]), stream)
+        batch = None if pageable else self._batch_for(len(runs[0]), stream)
         if batch is not None:
             if self._as_batch(batch, runs, stream, failed):
                 return

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import observe
-from ..cuda_api import UNJOINED, StreamAddress
+from ..cuda_api import NON_BLOCKING, UNJOINED, StreamAddress
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from .cuda_context import FOREIGN, Capture, CudaContext
 from .protocol import Device, Hook
@@ -60,9 +61,13 @@ class Stream(ProcessLocal):
     def create(cls, context: CudaContext, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
         with context.relaxed(f"stream on {context.name}"):
-            cupys = context.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
+            pointer = context.api.runtime.streamCreateWithPriority(NON_BLOCKING, priority)
+        owner = StreamAddress(pointer)
+        # Not CuPy's Stream, which another library's capture would not allow to be destroyed. After
+        # the interpreter, CUDA may be gone.
+        weakref.finalize(owner, _destroy, context, pointer).atexit = False
         name = f"stream {next(cls._numbers)}"
-        return cls(context, cupys.ptr, cupy_stream=cupys, name=name, priority=priority)
+        return cls(context, pointer, owner, name=name, priority=priority)
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.context.name}>"
@@ -99,7 +104,8 @@ class Stream(ProcessLocal):
     def identity(self) -> tuple[str, int]:
         """What is equal for all wrappers of one CUDA stream, and keeps none of them alive."""
         pointer = 0 if self.pointer in _LEGACY_STREAMS else self.pointer
-        return self.context.name, pointer
+        # CUDA gives the address of a stream that was destroyed to a new one.
+        return self.context.name, pointer | self.context.destroyed_streams.get(pointer, 0) << 64
 
     @property
     def capturing(self) -> bool:
@@ -160,10 +166,10 @@ class Stream(ProcessLocal):
         capture = self.context.capture_of(self.pointer)
         try:
             with self.context.current():
-                self.context.api.record(event.pointer, self.pointer)
+                self.context.api.runtime.eventRecord(event.pointer, self.pointer)
         except self.context.api.errors as error:
             raise self.context.api.failure(f"record in {self!r}", error) from error
-        event._stream = self.pointer
+        event._stream = self
         event.capture = ForeignPoint(self) if capture is FOREIGN else capture
         observe.recorded(event, self)
         return event  # type: ignore[no-any-return]
@@ -181,7 +187,7 @@ class Stream(ProcessLocal):
         if observe.order_observers:
             observe.synchronized(self)
         self.context.retired.reap((self.pointer,))
-        self.context.calls.raise_failures(self.pointer)
+        self.context.calls.raise_failures(self)
 
     def done(self) -> bool:
         """Return whether all work is done; raise as `synchronize` does."""
@@ -192,7 +198,7 @@ class Stream(ProcessLocal):
         done = api.query(repr(self), status)
         if done and observe.order_observers:
             observe.synchronized(self)
-        self.context.calls.raise_failures(self.pointer)
+        self.context.calls.raise_failures(self)
         return done
 
     def call(self, function: Callable[[], object]) -> None:
@@ -208,9 +214,12 @@ class Stream(ProcessLocal):
         Notes
         -----
         The function runs on a kvcupy thread, one for all streams of the device, while this stream
-        waits for it, and with it any stream that shares its hardware queue. The function must not
-        wait for the GPU, which allocating and freeing memory may do too, nor for another such
-        function. It is kept until the stream has passed. Capture: legal; each replay calls it
+        waits for it, and with it any stream that shares its hardware queue; there are as many of
+        those as CUDA_DEVICE_MAX_CONNECTIONS says. The function must not wait for the GPU, nor for
+        another such function, nor for a thread that waits for the GPU. Waiting is also what the
+        first use of a kernel does, which the driver may load when the device is idle, and freeing
+        memory, pinned memory too: whatever a function waits for must be loaded and allocated
+        before. It is kept until the stream has passed. Capture: legal; each replay calls it
         again.
         """
         observe.call(self, function, lambda called: self.context.calls.enqueue(self, called))
@@ -283,6 +292,13 @@ class Stream(ProcessLocal):
             raise self.context.api.failure(f"{what}, {self!r}", error) from error
 
 
+def _destroy(context: CudaContext, pointer: int) -> None:
+    """Destroy a stream, on whichever thread and beside whosever capture; CUDA lets its work end."""
+    context.destroyed_streams[pointer] = context.destroyed_streams.get(pointer, 0) + 1
+    with suppress(*context.api.errors), context.current(), context.api.relaxed():
+        context.api.runtime.streamDestroy(pointer)
+
+
 # --- Events ---------------------------------------------------------------------------------------
 
 
@@ -302,7 +318,7 @@ class Event(ProcessLocal):
         self.context = context
         self.timing = timing
         self._handle = 0  # no CUDA event before the first record
-        self._stream = 0
+        self._stream: Stream | None = None  # of the last record
         self.capture: Capture | ForeignPoint | None = None
 
     def __del__(self) -> None:
@@ -333,7 +349,7 @@ class Event(ProcessLocal):
         if not self.recorded:
             return True
         api = self.context.api
-        with api.relaxed():
+        with self.context.current(), api.relaxed():
             status = api.runtime.eventQuery(self._handle)
         done = api.query("event", status)
         if done and observe.order_observers:
@@ -347,7 +363,7 @@ class Event(ProcessLocal):
             return
         api = self.context.api
         try:
-            with api.relaxed():
+            with self.context.current(), api.relaxed():
                 api.runtime.eventSynchronize(self._handle)
         except api.errors as error:
             raise api.failure("waiting for an event", error) from error
@@ -390,12 +406,20 @@ class Graph(Capture, ProcessLocal):
         self.context = context
         self._graph: Any = None
 
+    def __del__(self) -> None:
+        if self._graph is None or sys.is_finalizing():
+            return
+        api = self.context.api
+        with suppress(*api.errors), self.context.current(), api.relaxed():
+            self._graph = None
+            self.kept.clear()
+
     def begin(self, stream: Stream) -> None:
         context = self.context
         with context.api.errors_as(f"capture of {stream!r}"), context.current():
             stream.cupy.begin_capture(context.api.runtime.streamCaptureModeRelaxed)
             self.id = context.api.capture_id(stream.pointer)
-        self.last_stream = stream.pointer
+        self.last_stream = stream
         self.join(stream)
 
     def finish(self) -> None:
@@ -451,7 +475,7 @@ class Graph(Capture, ProcessLocal):
 
     def _launch(self, target: Stream) -> None:
         context = self.context
-        self.last_stream = target.pointer
+        self.last_stream = target
         try:
             with context.current(), context.api.relaxed():  # the first one may allocate memory
                 self._graph.launch(target.cupy)
@@ -518,7 +542,7 @@ def _agreed_stream(context: CudaContext, name: str) -> Stream:
     from_torch = current_stream(context, "torch")
     if from_torch == from_cupy or from_torch.pointer in _LEGACY_STREAMS:
         return from_cupy
-    if from_cupy.pointer in _LEGACY_STREAMS:
+    if from_cupy.pointer in (*_LEGACY_STREAMS, context.api.default_stream):
         return from_torch
     raise ValueError(
         f"{name}: expected one of {context.name}, got None while CuPy's current stream is "

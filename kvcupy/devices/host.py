@@ -184,6 +184,20 @@ class HostDevice:
             )
         return _allocate(np.zeros, shape, dtype)
 
+    def allocate(
+        self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool, rotation: Any = None,
+        rotated_width: Any = None,
+    ) -> Any:  # fmt: skip
+        """Return an array for work on a stream: new memory, which nothing else uses."""
+        if arrays.is_four_bit(dtype, rotation, rotated_width):
+            make = partial(self.allocate, stream=stream, zeroed=zeroed)
+            return arrays.four_bit_array(make, shape, dtype, rotation, rotated_width)
+        return _allocate(np.zeros if zeroed else np.empty, shape, dtype)
+
+    def release(self, owners: list[Any]) -> None:
+        """Drop owners; what work has passed is released by itself."""
+        owners.clear()
+
     def empty_pinned(
         self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
         scale_rule: Any = "absmax",
@@ -268,7 +282,7 @@ class HostDevice:
 
     def copy_runs(
         self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],
-        stream: Any, keep: Sequence[object] = (),
+        stream: Any, keep: Sequence[object] = (), pageable: bool = False,
     ) -> None:  # fmt: skip
         """Copy contiguous runs one by one in the order of `stream`; `keep` lives until done."""
         self.run(host_memory.copy_of_runs(dst, src, sizes), stream, keep)

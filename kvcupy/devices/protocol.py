@@ -139,6 +139,20 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
 
     # What operations call.
+    def allocate(
+        self,
+        shape: Any,
+        dtype: Any,
+        stream: Stream,
+        *,
+        zeroed: bool,
+        rotation: Any = None,
+        rotated_width: Any = None,
+    ) -> Any:
+        """Return an array for work that is put on `stream` from now on, of zeros or uninitialised.
+        Neither the host nor any stream waits, and in a capture each replay zeroes it again. Work on
+        other streams must wait for `stream`, and keep the array alive as `keep_alive` does."""
+
     def as_stream(self, stream: Any, library: str = "", name: str = "stream") -> Stream:
         """Return `stream` as this device's Stream; None is the current one of `library`
         ("numpy", "cupy", "torch"); an empty `library`, for calls whose arrays do not decide, means
@@ -168,6 +182,10 @@ class Device(Protocol):
         """Raise CaptureError if `stream` is captured into a graph that cannot replay array
         expressions. Called before an operation falls back to them."""
 
+    def release(self, owners: list[Any]) -> None:
+        """Drop the owners in a list, beside captures of other libraries too, which may not allow
+        their memory to be freed; and those of `keep` that work has passed. Never waits."""
+
     def copy_runs(
         self,
         dst: np.ndarray[Any, Any],  # uint64, (runs,), addresses as in ArrayView.pointer
@@ -175,9 +193,10 @@ class Device(Protocol):
         sizes: np.ndarray[Any, Any],  # uint64, (runs,), bytes; zero is allowed
         stream: Stream,
         keep: Sequence[object] = (),  # owners that must outlive the copies
+        pageable: bool = False,  # whether some of the memory is not page-locked
     ) -> None:
         """Copy contiguous runs in the order of `stream`. They must not overlap. The three arrays
-        are read before the call returns."""
+        are read before the call returns, which may block if memory is pageable."""
 
     def address(self, view: ArrayView) -> int | None:
         """Return where kernels of this device find the first element of `view`; None if they

@@ -217,7 +217,8 @@ class _PlannedCall(BoundCall):
         pointers, self._plan = self._family.plan(arrays_at_first, self._options, self._make)
         checked = pointers, arrays_at_first
         if self._plan.allocated:
-            checked = self._plan.allocate(*checked, None)
+            plan = self._plan
+            checked = plan.allocate(*checked, plan.device.as_stream(None, plan.library))
         self._plan.fix(*checked, varying)
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
@@ -259,6 +260,7 @@ class _PlannedCall(BoundCall):
             pointers = self._in_order(pointers + addresses)
         stream = streams["stream"]
         if plan.allocated:
+            stream = plan.device.as_stream(stream, plan.library)
             pointers, arrays = plan.allocate(pointers, arrays, stream)
         if len(streams) == 1:
             plan.run(pointers, arrays, stream)

@@ -153,6 +153,7 @@ class Operation:
             raise stream
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
+            stream = plan.device.as_stream(stream, plan.library)
             pointers, arrays = plan.allocate(pointers, arrays, stream)
         plan.run(pointers, arrays, stream, *others)
         return None if self.returned is None else self.returned(arrays)
@@ -393,6 +394,7 @@ class Plan(abc.ABC):
     launches : in the order of issue; empty if there is nothing to do
     cause : why the kernel cannot be used, where the fallback must serve
     allocated : outputs that each call allocates, by name
+    zeroed : whether they are zeros at first, since a launch may leave some of their elements alone
     workspace_bytes : of the memory that each call borrows for its launches; its address follows
         those of the arguments
     used_at : how many plans had been made when this one was last used
@@ -406,6 +408,7 @@ class Plan(abc.ABC):
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
         self.allocated: Views = {}
+        self.zeroed = True
         self.workspace_bytes = 0
         self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
@@ -450,7 +453,7 @@ class Plan(abc.ABC):
         if self.allocated:
             views = {**views, **self.allocated}
             self._allocators = [
-                (names.index(name), _allocator(v.shape, v.format, v, v.rotated_width))
+                (names.index(name), _allocator(v.shape, v.format, v, v.rotated_width, self.zeroed))
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
@@ -539,17 +542,13 @@ class Plan(abc.ABC):
             launch.enqueue(pointers, stream, arrays)
 
     def allocate(
-        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
     ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Return addresses and arrays with the outputs that each call allocates, all zeros."""
+        """Return addresses and arrays with the outputs that each call allocates for `stream`."""
         addresses, owners = list(pointers), list(arrays)
         for i, allocator in self._allocators:
-            owners[i] = array = allocator()
+            owners[i] = array = allocator(stream)
             addresses[i] = address_of(array)
-        if stream is not None:
-            own_stream = self.device.as_stream(stream)
-            for library in {v.library for v in self.allocated.values()}:
-                own_stream.wait(self.device.as_stream(None, library))
         return tuple(addresses), tuple(owners)
 
     # Views, which a warm call does not need.
@@ -951,44 +950,50 @@ def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayVi
     )  # fmt: skip
 
 
-def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream | None) -> Any:
-    """Return zeros on the device and of the library of `like`, ready for use on `stream`.
+def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) -> Any:
+    """Return zeros on the device and of the library of `like`, for work on `stream`.
 
-    In the format of `like` rows are rotated as its are. None is the stream that is current in that
-    library, which fills the array.
+    In the format of `like` rows are rotated as its are.
     """
     rotated_width = like.rotated_width if format == like.format else 0
-    array = _allocator(shape, format, like, rotated_width)()
-    if stream is not None:
-        stream.wait(stream.device.as_stream(None, like.library))
-    return array
+    return _allocator(shape, format, like, rotated_width, zeroed=True)(stream)
 
 
 def _allocator(
-    shape: tuple[int, ...], format: str, like: ArrayView, rotated_width: int
-) -> Callable[[], Any]:
-    """Return what allocates zeros on the device of `like` as an array of its library."""
+    shape: tuple[int, ...], format: str, like: ArrayView, rotated_width: int, zeroed: bool
+) -> Callable[[Stream], Any]:
+    """Return what allocates an array for a stream, on the device of `like` and of its library."""
     device = devices.get(like.device)
-    options = rotation_options(rotated_width) if rotated_width else {}
     if like.library != "torch":
-        return partial(device.zeros, shape, format, **options)
-    return _torch_allocator(shape, format, device.torch_name, rotated_width)
+        options = rotation_options(rotated_width) if rotated_width else {}
+        return partial(device.allocate, shape, format, zeroed=zeroed, **options)
+    allocate = _torch_allocator(shape, format, device.torch_name, rotated_width, zeroed)
+
+    def allocate_for(stream: Stream) -> Any:
+        tensor = allocate()
+        # torch's allocator reuses memory in the order of torch's current stream, which fills it.
+        current = device.as_stream(None, "torch")
+        if current != stream:
+            stream.wait(current)
+        return tensor
+
+    return allocate_for
 
 
 @lru_cache(maxsize=1024)
 def _torch_allocator(
-    shape: tuple[int, ...], format: str, device_name: str, rotated_width: int
+    shape: tuple[int, ...], format: str, device_name: str, rotated_width: int, zeroed: bool
 ) -> Callable[[], Any]:
     torch = sys.modules["torch"]
+    make, device = torch.zeros if zeroed else torch.empty, torch.device(device_name)
     if is_four_bit(format):
-        device = torch.device(device_name)
 
         def allocate(shape: Any, dtype: Any) -> Any:
-            return torch.zeros(shape, dtype=torch.uint8, device=device)
+            return make(shape, dtype=torch.uint8, device=device)
 
         return partial(four_bit_array, allocate, shape, format, **rotation_options(rotated_width))
     dtype = getattr(torch, formats.numpy_dtype(format).name)
-    return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device_name))
+    return partial(make, shape, dtype=dtype, device=device)
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

@@ -92,7 +92,7 @@ def slot_mapping(
         if len(numbers) and numbers.min() < 0:
             raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
         table = view(block_table, "block_table")
-        own = None if stream is None else devices.get(table.device).as_stream(stream)
+        own = devices.get(table.device).as_stream(stream, table.library)
         total = sum(numbers.tolist())  # an int of Python, which never overflows
         if total >= 2**59:
             raise ValueError(f"append_lens: expected slots that memory holds, got {total}")

@@ -247,14 +247,13 @@ def test_fp8_on_a_gpu(monkeypatch):
     """What the device for GPUs makes of it, as far as that shows without one."""
     from devices.fake_cuda import FakeApi
 
+    from kvcupy import devices
     from kvcupy.devices import cuda
-
-    class Gpu(cuda.CudaDevice):
-        fault_pointer = 0  # of NumPy arrays, which stand in for CuPy's, it cannot be told
 
     api = FakeApi()
     api.install(monkeypatch)
-    device = Gpu(0, api)
+    device = cuda.CudaDevice(0, api)
+    monkeypatch.setitem(devices._devices, "cuda:0", device)
     for placement, kind in (("device", ArrayView), ("pinned", np.ndarray)):
         pool = kv_pool(device, dtype="fp8_e4m3", placement=placement, layout="page_head")
         assert isinstance(pool.k(2), kind)

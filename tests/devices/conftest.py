@@ -10,8 +10,8 @@ from fake_cuda import FakeApi
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
-    """The stand-in for CUDA, in whose streams work is late."""
-    api = FakeApi(late=True)
+    """The stand-in for CUDA."""
+    api = FakeApi()
     api.install(monkeypatch)
     yield api
     assert api.machine.deadlocks == []

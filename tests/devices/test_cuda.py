@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cuda import ILLEGAL, FakeApi, busy, captured_by_another
+from fake_cuda import ILLEGAL, FakeApi, captured_by_another
 
-from kvcupy import arrays, observe
+from kvcupy import arrays, dlpack, observe
 from kvcupy.arrays import ArrayView, is_pinned
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda, cuda_memory
@@ -30,13 +30,6 @@ PARAMS = np.dtype(
     align=True,
 )
 SCALE = Kernel("scale.cu", "scale", PARAMS, "ScaleParams").specialise(128)
-
-
-@pytest.fixture
-def api(monkeypatch):
-    api = FakeApi()
-    api.install(monkeypatch)
-    return api
 
 
 @pytest.fixture
@@ -77,10 +70,10 @@ def test_what_the_device_says_of_itself(device):
 
 
 @pytest.mark.parametrize("part", ["runtime", "driver"])
-def test_the_fakes_have_the_shape_of_the_real_calls(api, part):
+def test_the_fakes_have_the_shape_of_the_real_calls(part):
     """CuPy's compiled functions carry their signature as the first line of their docstring."""
     pytest.importorskip("cupy")
-    real, fake = getattr(CudaApi(), part), getattr(api, part)
+    real, fake = getattr(CudaApi(), part), getattr(FakeApi(), part)
     members = inspect.getmembers(fake, inspect.ismethod)
     methods = [m for m in members if not m[0].startswith("_") or hasattr(real, m[0])]
     methods = [m for m in methods if m[0] != "__init__"]
@@ -130,7 +123,7 @@ def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():
     assert carried.data.mem._owner == "owner"
 
 
-def test_a_real_cupy_stream_is_made_of_any_pointer(api):
+def test_a_real_cupy_stream_is_made_of_any_pointer():
     pytest.importorskip("cupy")
     stream = Stream(SimpleNamespace(api=CudaApi(), index=0, device=None), 0x1230, source="kept")
     assert stream.cupy.ptr == 0x1230
@@ -183,13 +176,24 @@ def test_shared_memory_past_48_kib_is_asked_for_once(api, device):
     assert api.driver.attributes == [(0xF00, 8, 100_000), (0xF00, 8, 120_000)]
 
 
-def test_a_refused_launch_tells_everything(api, device):
-    api.driver.error = 1
+@pytest.mark.parametrize(
+    ("grid", "block", "smem_bytes", "why"),
+    [
+        ((3, 1, 1), (2048, 1, 1), 16, "cudaError 1"),
+        ((3, 1, 1), (32, 1, 65), 16, "cudaError 1"),
+        ((3, 65536, 1), (32, 1, 1), 16, "cudaError 1"),
+        ((0, 1, 1), (32, 1, 1), 16, "cudaError 1"),
+        ((3, 1, 1), (32, 1, 1), 1 << 20, "cudaError 1"),
+        ((1 << 33, 1, 1), (32, 1, 1), 16, "too large to convert"),  # CuPy's binding
+    ],
+)
+def test_a_refused_launch_tells_everything(api, device, grid, block, smem_bytes, why):
     with pytest.raises(DeviceError) as caught:
-        device.launch(function_of(api), (3, 1, 1), (2048, 1, 1), 16, packed(77), device.stream())
-    for part in ("scale.cu:scale<128>", "cuda:0", "grid (3, 1, 1)", "block (2048, 1, 1)",
-                 "16 bytes of shared memory", "in: 0x1", "count: 77", "cudaError 1"):  # fmt: skip
+        device.launch(function_of(api), grid, block, smem_bytes, packed(77), device.stream())
+    for part in ("scale.cu:scale<128>", "cuda:0", f"grid {grid}", f"block {block}",
+                 f"{smem_bytes} bytes of shared memory", "in: 0x1", "count: 77", why):  # fmt: skip
         assert part in str(caught.value)
+    assert api.driver.launches == []
 
 
 def test_a_struct_of_the_wrong_size_is_refused(api, device):
@@ -304,12 +308,11 @@ def test_an_event_never_recorded_is_done_and_free_to_wait_for(api, device):
 
 def test_an_event_is_done_when_its_stream_has_passed_it(api, device):
     stream = device.stream()
-    with busy(api, stream):
-        event = stream.record()
-        assert not event.done()
-        assert not stream.done()
-        event.synchronize()
-        assert event.done()
+    event = stream.record()
+    assert not event.done()
+    assert not stream.done()
+    event.synchronize()
+    assert event.done()
 
 
 def test_a_fault_is_raised_where_it_is_met(api, device):
@@ -400,11 +403,11 @@ def test_the_device_surfaces_it_too(device):
 def test_owners_live_until_the_stream_has_passed(api, device):
     stream, owner = device.stream(), Owner()
     gone = weakref.ref(owner)
-    with busy(api, stream):
-        device.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream, (owner,))
-        del owner
-        device.empty(4, "fp32")
-        assert gone() is not None
+    device.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream, (owner,))
+    del owner
+    device.empty(4, "fp32")
+    assert gone() is not None
+    api.machine.progress()
     device.empty(4, "fp32")
     assert gone() is None
     assert len(device.context.retired) == 0
@@ -414,25 +417,25 @@ def test_holding_owners_does_not_use_up_events(api, device):
     stream = device.stream()
     for _ in range(20):
         device.run(lambda: None, stream, (Owner(),))
+        api.machine.progress()
     assert len(log(api, "create event")) <= 2
 
 
 def test_a_busy_stream_does_not_hold_up_the_others(api, device):
     slow, fast, owners = device.stream(), device.stream(), [Owner(), Owner()]
     gone = [weakref.ref(owner) for owner in owners]
-    with busy(api, slow):
-        for stream, owner in zip((slow, fast), owners, strict=True):
-            device.run(lambda: None, stream, (owner,))
-        del owner
-        owners.clear()
-        device.stream()
-        assert [ref() is None for ref in gone] == [False, True]
+    for stream, owner in zip((slow, fast), owners, strict=True):
+        device.run(lambda: None, stream, (owner,))
+    del owner
+    owners.clear()
+    api.machine.progress(fast.pointer)
+    device.stream()
+    assert [ref() is None for ref in gone] == [False, True]
 
 
 def test_synchronising_lets_go(api, device):
     stream, owner = device.stream(), Owner()
     gone = weakref.ref(owner)
-    api.runtime.held.add(stream.pointer)
     device.run(lambda: None, stream, (owner,))
     del owner
     stream.synchronize()
@@ -447,18 +450,16 @@ def test_on_torchs_current_stream_its_tensors_are_not_held(api, device):
     device.run(lambda: None, device.as_stream(device.stream()), ())
     assert log(api, "record") == []
     others = device.as_stream(None, "cupy")
-    with busy(api, others):
-        device.run(lambda: None, others, (torchs(),))
-        assert len(device.context.retired) == 1
+    device.run(lambda: None, others, (torchs(),))
+    assert len(device.context.retired) == 1
 
 
 def test_cupy_arrays_are_held_on_the_current_stream_too(api, device):
     """CuPy's pool gives a block back to the stream that was current when it was allocated."""
     cupys = type("ndarray", (), {"__module__": "cupy"})
     current = device.as_stream(None, "cupy")
-    with busy(api, current):
-        device.run(lambda: None, current, (cupys(),))
-        assert len(device.context.retired) == 1
+    device.run(lambda: None, current, (cupys(),))
+    assert len(device.context.retired) == 1
 
 
 def test_expressions_run_with_the_stream_current(api, device):
@@ -493,11 +494,10 @@ def test_a_graph_in_flight_is_kept(api, device):
     with stream.capture() as graph:
         pass
     gone = weakref.ref(graph)
-    with busy(api, stream):
-        graph.launch(stream)
-        del graph
-        gc.collect()
-        assert gone() is not None
+    graph.launch(stream)
+    del graph
+    gc.collect()
+    assert gone() is not None
     device.synchronize()
     assert gone() is None
 
@@ -519,8 +519,9 @@ def test_a_fork_that_is_joined_belongs_to_the_graph(api, device):
 def usable(*streams):
     for stream in streams:
         assert not stream.capturing
+        event = stream.record()
         stream.synchronize()
-        assert stream.record().done()
+        assert event.done()
 
 
 @pytest.mark.parametrize("which", ["main", "fork"])
@@ -661,7 +662,7 @@ def test_arrays_of_every_format_go_there_and_back(device, name):
     assert arrays.view(device.asarray(source)).format == name
     assert arrays.view(device.empty((3, 4), name)).format == name
     zeros = arrays.view(device.zeros((3, 4), name))
-    np.testing.assert_array_equal(device.carrier(zeros), 0)
+    np.testing.assert_array_equal(device.to_numpy(zeros).view(np.uint8), 0)
     np.testing.assert_array_equal(device.to_numpy(device.asarray(source)), source)
 
 
@@ -672,70 +673,89 @@ def test_four_bit_arrays_are_views_of_bytes(api, device):
     assert source.shape == (3, 2, 128)
     target, pinned = device.zeros((3, 2, 128), "nvfp4"), device.empty_pinned((3, 2, 128), "nvfp4")
     assert (target.format, target.packed.shape, pinned.pinned) == ("nvfp4", (3, 2, 72), True)
-    np.testing.assert_array_equal(device.carrier(target), 0)
+    np.testing.assert_array_equal(device.to_numpy(target), 0)
     codes, scales = (device.zeros((3, 2, n), np.uint8) for n in (64, 8))
     apart = arrays.view_as(codes, "nvfp4", scales=scales)
     device.copy(apart, source)
     device.copy(target, apart)
     device.copy(pinned, target)
+    device.synchronize()
     np.testing.assert_array_equal(device.to_numpy(pinned), raw)
     np.testing.assert_array_equal(device.to_numpy(target), raw)
 
 
 def test_the_fault_record_is_four_zeros_made_once(device):
-    assert device.fault_array().tolist() == [0, 0, 0, 0]
+    assert device.to_numpy(device.fault_array()).tolist() == [0, 0, 0, 0]
     assert device.fault_array() is device.fault_array()
 
 
-def test_a_carrier_of_pageable_memory_is_refused(api, device):
-
-    api.runtime.memory_type = 0
+def test_a_carrier_of_pageable_memory_is_refused(device):
     with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
         device.carrier(arrays.view(np.zeros(3)))
 
 
-def strided(shape, axes, *, step=1):
+def host_zeros(device, pinned):
+    """A function like `numpy.zeros`."""
+
+    def zeros(shape, dtype):
+        array = device.empty_pinned(shape, dtype) if pinned else np.empty(shape, dtype)
+        array[...] = 0
+        return array
+
+    return zeros
+
+
+def strided(zeros, shape, axes, *, step=1):
     """An array of `shape` whose memory has the axes in another order, and gaps."""
-    base = np.zeros([shape[a] * step for a in axes], np.int32)
+    base = zeros([shape[a] * step for a in axes], np.int32)
     view = base[tuple(slice(None, None, step) for _ in axes)]
     return view.transpose(np.argsort(axes))
 
 
-@pytest.mark.parametrize("memory_type", [0, 1])
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("steps", list(itertools.product((1, 2), repeat=2)))
 @pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 0, 2)])
-def test_copies_of_any_layout_are_exact(api, device, axes, steps, memory_type):
-    api.runtime.memory_type = memory_type
-    shape = (3, 20, 18)
-    src = strided(shape, (0, 1, 2), step=steps[0])
+def test_copies_of_any_layout_are_exact(device, axes, steps, pinned):
+    shape, zeros = (3, 20, 18), host_zeros(device, pinned)
+    src = strided(zeros, shape, (0, 1, 2), step=steps[0])
     src[...] = np.random.default_rng(1).integers(0, 99, shape)
-    dst = strided(shape, axes, step=steps[1])
+    dst = strided(zeros, shape, axes, step=steps[1])
     device.copy(dst, src, stream=device.stream())
+    device.synchronize()
     np.testing.assert_array_equal(dst, src)
 
 
-@pytest.mark.parametrize("memory_type", [0, 1])
-def test_a_reversed_a_repeated_and_an_overlapping_source_are_copied(api, device, memory_type):
-    api.runtime.memory_type = memory_type
-    src = np.arange(40, dtype=np.int32).reshape(5, 8)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_reversed_a_repeated_and_an_overlapping_source_are_copied(device, pinned):
+    zeros = host_zeros(device, pinned)
+    src = zeros((5, 8), np.int32)
+    src[...] = np.arange(40).reshape(5, 8)
     windows = np.lib.stride_tricks.sliding_window_view(src.reshape(-1)[:12], 8)
     for source in (src[::-1], src[:, ::-1], np.broadcast_to(src[2], (5, 8)), windows):
-        dst = np.zeros((5, 8), np.int32)
+        dst = zeros((5, 8), np.int32)
         device.copy(dst, source)
+        device.synchronize()
         np.testing.assert_array_equal(dst, source)
 
 
 @pytest.mark.parametrize(
     ("dst", "src", "calls"),
     [
-        (np.zeros((4, 64)), np.ones((4, 64)), [("copy", 2048)]),
-        (np.zeros((4, 128))[:, :64], np.ones((4, 64)), [("copy 2d", (512, 4))]),
-        (np.zeros((2, 4, 128))[:, 1:, :64], np.ones((2, 3, 64)), [("copy 2d", (512, 3))] * 2),
-        (np.zeros((64, 4)).T, np.ones((4, 64)), []),  # by a kernel
+        (lambda zeros: zeros((4, 64), "f8"), (4, 64), [("copy", 2048)]),
+        (lambda zeros: zeros((4, 128), "f8")[:, :64], (4, 64), [("copy 2d", (512, 4))]),
+        (
+            lambda zeros: zeros((2, 4, 128), "f8")[:, 1:, :64], (2, 3, 64),
+            [("copy 2d", (512, 3))] * 2,
+        ),
+        (lambda zeros: zeros((64, 4), "f8").T, (4, 64), []),  # by a kernel
     ],
-)
+)  # fmt: skip
 def test_what_the_copy_engine_is_asked_for(api, device, dst, src, calls):
+    zeros = host_zeros(device, pinned=True)
+    dst, src = dst(zeros), zeros(src, "f8")
+    src[...] = 1
     device.copy(dst, src)
+    device.synchronize()
     assert [entry[:2] for entry in api.runtime.log if entry[0].startswith("copy")] == calls
     np.testing.assert_array_equal(dst, src)
 
@@ -746,12 +766,11 @@ def test_an_empty_copy_puts_nothing_on_the_stream(api, device):
 
 
 def test_both_arrays_of_a_copy_live_until_it_is_done(api, device):
-    stream, dst, src = device.stream(), np.zeros(4), np.ones(4)
+    stream, dst, src = device.stream(), *(device.empty_pinned(4, "fp32") for _ in range(2))
     gone = weakref.ref(src)
-    with busy(api, stream):
-        device.copy(dst, src, stream=stream)
-        del src
-        assert gone() is not None
+    device.copy(dst, src, stream=stream)
+    del src
+    assert gone() is not None
     device.synchronize()
     assert gone() is None
 
@@ -827,11 +846,13 @@ def test_a_copy_waits_for_the_producer_by_an_event(api, device, produced_types):
     """On the stream of the copy, and the host waits for nothing."""
     stream = device.stream()
     source, target = np.arange(4, dtype=np.float32), np.zeros(4, np.float32)
-    for number, given in enumerate((Produced(source, 0x77), exported(Produced(source, 0x77)))):
+    other = device.stream()
+    there = other.pointer
+    for number, given in enumerate((Produced(source, there), exported(Produced(source, there)))):
         api.runtime.log.clear()
         device.copy(target, given, stream=stream)
         ((event, producer),) = log(api, "record")[:1]
-        assert producer == 0x77 and (stream.pointer, event) in log(api, "wait"), number
+        assert producer == there and (stream.pointer, event) in log(api, "wait"), number
         assert not log(api, "synchronize")
 
 
@@ -855,18 +876,63 @@ def test_an_operation_waits_for_the_producers_of_its_arrays(api, device, produce
     """Each once, and none in a capture, which nothing outside can be part of."""
     from kvcupy.arrays import view, wait_for_producers
 
-    arrays = [Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x88)]
+    first, second = (device.stream() for _ in range(2))
+    producers = [first.pointer, second.pointer]
+    arrays = [Produced(np.zeros(3), stream.pointer) for stream in (first, first, second)]
     views = [view(a) for a in arrays]
     stream = device.stream()
     for given in (arrays, views, [*arrays, None, 2.0, np.zeros(3)]):
         api.runtime.log.clear()
         wait_for_producers(given, stream)
-        assert [producer for _, producer in log(api, "record")] == [0x77, 0x88]
+        assert [producer for _, producer in log(api, "record")] == producers
         assert [waiting for waiting, _ in log(api, "wait")] == [stream.pointer] * 2
     with stream.capture():
         api.runtime.log.clear()
         wait_for_producers(arrays, stream)
         assert not log(api, "wait")
+
+
+class Asynchronous:
+    """An array as JAX exports it: the interface names no stream, and DLPack takes the reader's."""
+
+    def __init__(self, array):
+        self._array, self.waiting = array, []
+        self.__cuda_array_interface__ = {
+            "version": 2, "typestr": array.dtype.str, "shape": array.shape, "strides": None,
+            "data": (array.ctypes.data, False),
+        }  # fmt: skip
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, *, stream, max_version=None):
+        self.waiting.append(stream)
+        capsule = self._array.__dlpack__()
+        dlpack._tensor_of(capsule).device_type = 2
+        return capsule
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_an_array_whose_interface_names_no_stream_is_read_by_dlpack(
+    api, device, produced_types, monkeypatch, tagged
+):
+    from kvcupy import cuda_api
+
+    monkeypatch.setattr(cuda_api, "CudaApi", lambda: api)
+    home, stream = device.stream(), device.stream()
+    api.currents[0] = home.cupy
+    source, target = np.arange(4, dtype=np.float32), np.zeros(4, np.float32)
+    exporter = Asynchronous(source)
+    array = exported(exporter) if tagged else exporter
+    assert arrays.view(array).device == "cuda:0"
+    device.copy(target, array)
+    assert set(exporter.waiting) == {home.pointer}
+    device.copy(target, array, stream=stream)
+    assert exporter.waiting[-1] == stream.pointer
+    with stream.capture():
+        exporter.waiting.clear()
+        device.copy(target, array, stream=stream)
+        assert stream.pointer not in exporter.waiting
 
 
 # --- Pinned memory of CuPy's own ---

@@ -68,33 +68,6 @@ def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
     assert api.machine.deadlocks == []
 
 
-def test_a_stream_may_be_full_while_it_waits_for_a_function(api, device):
-    """Putting more work there waits for room in the queue, and the function waits for the GIL."""
-    stream, function = device.stream(), Half()
-    stream.call(function)
-    gpu = api.machine.in_background(stream.pointer)
-    assert function.entered.wait(PATIENCE_S)
-    api.machine.room = len(api.machine.queues[stream.pointer])
-    event = stream.record()
-    device.run(lambda: None, stream, (object(),))
-    assert not event.done()
-    function.go_on.set()
-    gpu.join(PATIENCE_S)
-    event.synchronize()
-    assert api.machine.deadlocks == []
-
-
-def test_a_thread_that_has_no_context_yet_records_too(api, device, monkeypatch):
-    """The driver by itself gives it none."""
-    stream, record = device.stream(), api.library.cuEventRecord
-    monkeypatch.setattr(api.library, "cuEventRecord", lambda event, stream: 201)
-    event = stream.record()
-    assert not event.done()
-    monkeypatch.setattr(api.library, "cuEventRecord", record)
-    event.synchronize()
-    assert event.done()
-
-
 def test_a_function_may_ask_cuda(api, device):
     """It is on no thread of the driver."""
     event, stream, seen = device.stream().record(), device.stream(), []
@@ -390,7 +363,7 @@ def test_functions_run_before_python_ends():
     program = """
 from fake_cuda import FakeApi
 from kvcupy.devices import cuda
-api = FakeApi(late=True)
+api = FakeApi()
 stream = cuda.CudaDevice(0, api).stream()
 stream.call(lambda: print("called", flush=True))
 print("ending", flush=True)
@@ -402,3 +375,58 @@ print("ending", flush=True)
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split()) == (0, ["ending", "called"]), done.stderr
+
+
+# --- Addresses of streams that are used again ---
+
+
+def fail():
+    raise ZeroDivisionError
+
+
+def test_a_new_stream_has_no_failure_of_an_old_one(api, device):
+    old = device.stream()
+    old.call(fail)
+    api.machine.progress(old.pointer)
+    device.context.retired.reap()
+    del old
+    for _ in range(3):
+        new = device.stream()
+        new.synchronize()
+        new.record().synchronize()
+        assert new.done()
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        device.synchronize()
+
+
+def test_an_event_has_no_failure_of_a_stream_after_its_own(api, device):
+    old = device.stream()
+    event, pointer = old.record(), old.pointer
+    event.synchronize()
+    del old
+    new = device.stream()
+    assert new.pointer != pointer, "the event keeps the stream"
+    new.call(fail)
+    api.machine.progress(new.pointer)
+    event.synchronize()
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        new.synchronize()
+
+
+def test_what_no_event_is_behind_waits_for_no_event_of_another_stream(api, device, monkeypatch):
+    old, owner = device.stream(), np.empty(1)
+    alive = weakref.ref(owner)
+    with monkeypatch.context() as patched:
+        patched.setattr(device.context.retired, "_record", lambda event, stream: fail_with(api))
+        device.run(lambda: None, old, (owner,))
+    del old, owner
+    new = device.stream()
+    device.run(lambda: None, new, (object(),))
+    new.synchronize()
+    assert alive() is not None
+    device.synchronize()
+    assert alive() is None
+
+
+def fail_with(api):
+    raise api.errors[0](719)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -197,3 +199,27 @@ def test_page_lists_of_a_gpu_say_whose_stream_it_is(gpu, api, torch, library, mo
     monkeypatch.setattr(type(gpu), "load", lambda self, specialisation: None)
     kv.transfer_pages(src, dst, pages, pages, method="kernel")
     assert set(seen) == {foreign if library == "torch" else ours}
+
+
+@pytest.mark.parametrize("torchs", [True, False])
+def test_the_default_stream_of_a_thread_is_no_choice_where_it_is_cupys_default(
+    api, gpu, torch, torchs
+):
+    """As with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1."""
+    stream = gpu.stream()
+    torch.pointer = stream.pointer if torchs else DEFAULT
+    api.default_stream = 2
+    assert gpu.as_stream(None).pointer == (stream.pointer if torchs else 2)
+    api.default_stream = DEFAULT
+    current_in_cupy(api, cuda.Stream(gpu.context, 2))
+    if torchs:
+        with pytest.raises(ValueError, match="expected one of cuda:0, got None"):
+            gpu.as_stream(None)
+
+
+def test_cupys_default_stream_is_the_one_that_its_variable_says(cupy):
+    """CuPy reads the variable when it is imported."""
+    program = "from kvcupy.cuda_api import CudaApi; print(CudaApi().default_stream)"
+    variables = {**os.environ, "CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}
+    output = subprocess.check_output([sys.executable, "-c", program], env=variables, text=True)
+    assert output == "2\n"

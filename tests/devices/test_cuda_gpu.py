@@ -880,8 +880,8 @@ import kvcupy as kv
 device = kv.device("cuda:0")
 array, stream = device.zeros((20, 64), "fp32"), device.stream()
 rows = np.uint64(kv.arrays.view(array).pointer) + np.arange(20, dtype=np.uint64) * 256
-to, of, sizes = rows[:10].copy(), rows[10:], np.full(10, 256, np.uint64)
-to[3] = 64  # no address of anything
+to, of, sizes = rows[:10], rows[10:], np.full(10, 256, np.uint64)
+sizes[3] = 1 << 50  # past the end of its memory; an address that CUDA does not know is the host's
 try:
     device.copy_runs(to, of, sizes, stream, (array,))
     stream.synchronize()
@@ -890,7 +890,7 @@ except kv.DeviceError as error:
 """)
     assert done.stdout.startswith("raised"), done.stderr
     if ", run " in done.stdout:  # the driver need not say which
-        assert ", run 3: 256 bytes" in done.stdout
+        assert f", run 3: {1 << 50} bytes" in done.stdout
 
 
 def test_pinned_memory_is_pinned_and_not_rounded_up(device, cupy):

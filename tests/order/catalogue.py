@@ -204,8 +204,8 @@ def lent_twice() -> Iterator[None]:
     """Give borrowed buffers back at once, while work still uses them."""
     genuine = scratch._Loan.__init__
 
-    def lend(loan: Any, array: Any, idle: list[Any], captured: Any = None) -> None:
-        genuine(loan, array, idle, captured)
+    def lend(loan: Any, device: Any, array: Any, idle: list[Any], captured: Any = None) -> None:
+        genuine(loan, device, array, idle, captured)
         idle.append(array)
 
     with (
@@ -572,8 +572,7 @@ NOT_NEEDED = {
             "SharedStore._hold_back: self.pool.allocator.busy(pages, completion)": _NO_STREAM,
         },
         "ops/call.py": {
-            "Plan.allocate: own_stream.wait(self.device.as_stream(None, library))": _TORCH_FILLS,
-            "zeros: stream.wait(stream.device.as_stream(None, like.library))": _TORCH_FILLS,
+            "_allocator.allocate_for: stream.wait(current)": _TORCH_FILLS,
         },
     }.items()
     for name, why in names.items()

@@ -564,7 +564,7 @@ class PagedKVCache(ProcessLocal):
         own = self.device.as_stream(stream, rows.library)
         if out is None:
             shape = (*rows.shape[:2], layers.v_width)
-            out = call.zeros(rows, shape, rows.format, None if stream is None else own)
+            out = call.zeros(rows, shape, rows.format, own)
             arrays = (*arrays[:3], out, arrays[4])
             pointers = (*pointers[:3], address_of(out), pointers[4])
         uploaded = tables.on(own)

@@ -93,8 +93,7 @@ class Contents:
             format = wide_format(self._pool)
             if dtype is not None:
                 format = call.format_name(dtype)
-            user = None if stream is None else own
-            k, v = (self._zeros(part, stop - start, format, user) for part in self._bits[0])
+            k, v = (self._zeros(part, stop - start, format, own) for part in self._bits[0])
             for rows, slots, is_past in self._spans(sequence, start, stop):
                 uploaded = upload([slots], self._device, own)[0]
                 stored = self._arguments

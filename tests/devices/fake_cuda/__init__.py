@@ -1,23 +1,21 @@
 """A stand-in for what kvcupy calls of CuPy, and of libcuda itself: CUDA's rules without a GPU.
 
-Device memory is host memory. Work is done when it is issued, except behind `busy`: then events and
-streams answer "not ready". `FakeApi(late=True)` is the stricter one: work waits in its stream until
-it is waited for (or `machine.progress`), captured work runs when its graph is launched, arrays
-come from a stream-ordered pool like CuPy's, and host functions run on a thread that holds the
-driver's lock. Both keep the rules of captures, modes, current devices and handles.
+Device memory is host memory. Work waits in its stream until it is waited for (or
+`machine.progress`), captured work runs when its graph is launched, arrays come from a
+stream-ordered pool like CuPy's, and host functions run on a thread that holds the driver's lock.
+Nothing of a thread, a handle or an address is taken that CUDA would refuse.
 """
 
 from __future__ import annotations
 
+import random
 import sys
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
 from kvcupy import cuda_api
-from kvcupy.arrays import array_at
 from kvcupy.cuda_api import find_batch
 
 from . import arrays
@@ -49,14 +47,21 @@ class FakeApi(cuda_api.CudaApi):
     machine : what CUDA does
     library : libcuda
     currents : CuPy's current stream by device, outside `with stream`
+    default_stream : CuPy's: 0, or 2 with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM
     entered : streams that were made CuPy's current one, in order
-    graphs : that became of captures
+    graphs : that became of captures, by weak references
     loaded : the device of each module
-    pool : CuPy's memory pool, of a late machine
+    expressions : array expressions whose kernels are loaded
+    has_bfloat16 : whether CuPy has it, as with NumPy 2.1.2 and newer
+    pool : CuPy's memory pool
     """
 
-    def __init__(self, packed=True, late=False):
-        self.machine = machine = Machine(late)
+    default_stream = 0
+
+    def __init__(self, packed=True, seed=None):
+        """With a seed streams go on by themselves, in an order drawn from it."""
+        self.machine = machine = Machine()
+        machine.chance = None if seed is None else random.Random(seed)
         self.runtime = runtime = Runtime(machine)
         self.driver = Driver(runtime, machine)
         self.errors = (CudaError, OutOfMemoryError)
@@ -67,22 +72,28 @@ class FakeApi(cuda_api.CudaApi):
         self.entered = []
         self.graphs = []
         self.loaded = []
+        self.expressions = set()
+        self.has_bfloat16 = True
         api = self
+
+        def destroy(what, call, *arguments):
+            try:
+                call(*arguments)
+            except CudaError as error:  # CuPy's destructor cannot raise either
+                runtime.log.append((f"refused destruction of a {what}", error.status))
 
         class Stream:
             device_id = 0
 
             def __init__(self, non_blocking=False, priority=0):
-                machine.require_safe()  # CUDA does not promise that it is not
-                self.ptr = machine.new_handle()
+                self.ptr = runtime.streamCreateWithPriority(int(non_blocking), priority)
                 self.device_id = runtime.current
-                runtime.priorities[self.ptr] = priority
-                if not non_blocking:
-                    machine.blocking.add(self.ptr)
+                gone = weakref.finalize(self, destroy, "stream", runtime.streamDestroy, self.ptr)
+                gone.atexit = False
 
             @classmethod
             def from_external(cls, source):
-                wrapped = cls.__new__(cls)
+                wrapped = cls.__new__(cls)  # which does not destroy the stream
                 wrapped.ptr, wrapped.device_id = source.__cuda_stream__()[1], -1
                 wrapped.source = source
                 return wrapped
@@ -98,26 +109,32 @@ class FakeApi(cuda_api.CudaApi):
                 api._stack().pop()
 
             def begin_capture(self, mode=None):
+                machine.enter()
                 machine.begin(machine.stream(self.ptr), RELAXED if mode is None else mode)
 
             def end_capture(self):
+                machine.enter()
                 capture = machine.end(machine.stream(self.ptr))
                 machine.require_safe()  # the graph is instantiated
-                graph = SimpleNamespace(launched=[])
-
-                def launch(stream):
-                    where = machine.stream(stream.ptr)
-                    if where in runtime.capturing:
-                        runtime.capturing[where].invalidated = True
-                        raise CudaError(UNSUPPORTED)
-                    machine.require_safe()  # what it needs is put on the GPU at first
-                    graph.launched.append(stream.ptr)
-                    for node in capture.nodes:
-                        machine.submit(where, node)
-
-                graph.launch = launch
-                api.graphs.append(graph)
+                graph = Graph(capture.nodes)
+                api.graphs.append(weakref.proxy(graph))
+                weakref.finalize(graph, destroy, "graph", machine.require_safe).atexit = False
                 return graph
+
+        class Graph:
+            def __init__(self, nodes):
+                self._nodes, self.launched = nodes, []
+
+            def launch(self, stream):
+                machine.enter()
+                where = machine.stream(stream.ptr)
+                if where in runtime.capturing:
+                    runtime.capturing[where].invalidated = True
+                    raise CudaError(UNSUPPORTED)
+                machine.require_safe()  # what it needs is put on the GPU at first
+                self.launched.append(stream.ptr)
+                for function, is_ready in self._nodes:
+                    machine.submit(where, function, (), is_ready)
 
         class ExternalStream:
             pass
@@ -125,17 +142,24 @@ class FakeApi(cuda_api.CudaApi):
         class Device:
             def __init__(self, index):
                 self.index = index
-                self.compute_capability = "90"
+
+            @property
+            def compute_capability(self):
+                with self:
+                    return "90"
 
             def __enter__(self):
-                self.before, runtime.current = runtime.current, self.index
+                self.before = runtime.getDevice()
+                runtime.setDevice(self.index)
 
             def __exit__(self, *_):
-                runtime.current = self.before
+                runtime.setDevice(self.before)
 
         class RawModule:
             def __init__(self, *, path):
+                machine.enter()
                 machine.require_safe()
+                machine.progress_device()  # which the driver may wait for
                 self.image = Path(path).read_bytes()
                 api.loaded.append(runtime.current)
 
@@ -146,20 +170,21 @@ class FakeApi(cuda_api.CudaApi):
             return SimpleNamespace(ptr=pointer, owner=owner, device_id=device_id)
 
         def pinned(size, flags):
+            machine.enter()
             machine.require_safe()
             return arrays.PinnedMemory(runtime, size)
 
-        def ndarray(shape, dtype, memptr, strides=None):
-            return array_at(memptr.mem, memptr.mem.ptr, shape, np.dtype(dtype), strides)
-
-        default = Stream.from_external(SimpleNamespace(__cuda_stream__=lambda: (0, 0)))
+        def default():
+            return Stream.from_external(
+                SimpleNamespace(__cuda_stream__=lambda: (0, self.default_stream))
+            )
 
         def get_current_stream(device_id=-1):
             index = runtime.current if device_id < 0 else device_id
             for where, stream in reversed(api._stack()):
                 if where == index:
                     return stream
-            return self.currents.get(index, default)
+            return self.currents.get(index) or default()
 
         self.cupy = SimpleNamespace(
             RawModule=RawModule,
@@ -169,15 +194,21 @@ class FakeApi(cuda_api.CudaApi):
                 UnownedMemory=unowned, MemoryPointer=arrays.MemoryPointer,
                 PinnedMemory=pinned, get_current_stream=get_current_stream,
             ),
-            ndarray=ndarray, empty=np.empty, zeros=np.zeros, array=np.array,
+            ndarray=arrays.array_class(self),
         )  # fmt: skip
-        if late:
-            self.pool = arrays.Pool(runtime, get_current_stream)
-            self.cupy.ndarray = arrays.array_class(self)
-            vars(self.cupy).update(vars(arrays.functions(self, self.cupy.ndarray)))
+        self.pool = arrays.Pool(runtime, get_current_stream)
+        vars(self.cupy).update(vars(arrays.functions(self, self.cupy.ndarray)))
 
     def _stack(self):
         return vars(self.machine.thread).setdefault("streams", [])
+
+    def load_expression(self, *kinds):
+        """Load the kernel of an array expression at its first use."""
+        self.machine.enter()
+        self.machine.require_safe()
+        if (self.runtime.current, *kinds) not in self.expressions:
+            self.expressions.add((self.runtime.current, *kinds))
+            self.machine.progress_device()  # which the driver may wait for
 
     def submit(self, function):
         """Put the work of an array expression on CuPy's current stream."""
@@ -189,17 +220,16 @@ class FakeApi(cuda_api.CudaApi):
         return find_batch(self.runtime.driver_version, self.library)
 
     def install(self, monkeypatch):
-        """Let `import cupy` find these fakes, if they have an array type of their own."""
-        if self.machine.late:
-            modules = SimpleNamespace(**vars(self.cupy))
-            modules.cuda.PinnedMemoryPointer = type("PinnedMemoryPointer", (), {})
-            monkeypatch.setitem(sys.modules, "cupy", modules)
-            monkeypatch.setattr(cuda_api, "CudaApi", lambda: self)
+        """Let `import cupy` find these fakes."""
+        modules = SimpleNamespace(**vars(self.cupy))
+        modules.cuda.PinnedMemoryPointer = type("PinnedMemoryPointer", (), {})
+        monkeypatch.setitem(sys.modules, "cupy", modules)
+        monkeypatch.setattr(cuda_api, "CudaApi", lambda: self)
 
 
 @contextmanager
 def busy(api, stream):
-    """Keep the work of a stream unfinished for the length of a with block."""
+    """Keep a stream's work unfinished for the length of a with block, unless it is waited for."""
     where = api.machine.stream(stream.pointer)
     api.machine.held.add(where)
     yield
@@ -209,8 +239,8 @@ def busy(api, stream):
 @contextmanager
 def captured_by_another(api, stream=None, mode=GLOBAL):
     """Capture a stream, as torch captures: its own stream, in the global mode. Ends in an error if
-    anything has invalidated the capture."""
+    anything has invalidated the capture, else with the graph as an attribute of the stream."""
     foreign = api.cupy.cuda.Stream(non_blocking=True) if stream is None else stream
     foreign.begin_capture(mode)
     yield foreign
-    foreign.end_capture()
+    foreign.graph = foreign.end_capture()

@@ -15,6 +15,7 @@ from .machine import Memory
 from .statuses import OUT_OF_MEMORY, CudaError, OutOfMemoryError
 
 _GRAIN = 512  # bytes to which the pool rounds
+_DTYPES = "?bBhHiIlLqQefdFD"  # CuPy's, by their characters
 
 
 class DeviceMemory:
@@ -24,7 +25,6 @@ class DeviceMemory:
         self._runtime = runtime
         self.size, self.device_id = size, runtime.current
         self.ptr = runtime.malloc(max(size, 1))
-        runtime.allocated[self.ptr].device = self.device_id
 
     def __del__(self, is_finalizing=sys.is_finalizing):  # for when there are no modules any more
         if not hasattr(self, "ptr") or is_finalizing():
@@ -41,6 +41,7 @@ class PinnedMemory:
     def __init__(self, runtime, size):
         self._runtime, self._memory = runtime, Memory(size)
         self.ptr = self._memory.ptr
+        runtime.pinned[self.ptr] = max(size, 1)
 
     def __del__(self, is_finalizing=sys.is_finalizing):
         if not is_finalizing():
@@ -105,6 +106,8 @@ def array_class(api):
     class ndarray:
         def __init__(self, shape, dtype, memptr=None, strides=None):
             dtype = np.dtype(dtype)
+            if dtype.char not in _DTYPES and not (dtype.name == "bfloat16" and api.has_bfloat16):
+                raise ValueError(f"Unsupported dtype {dtype}")
             shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
             if memptr is None:
                 size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -137,14 +140,22 @@ def array_class(api):
 
         def __getitem__(self, index):
             part = self._bytes[index]
-            return self._as(part if isinstance(part, np.ndarray) else self._bytes[index, None])
+            part = part if isinstance(part, np.ndarray) else self._bytes[index, None]
+            if np.may_share_memory(part, self._bytes):
+                return self._as(part)
+            result, whole = ndarray(part.shape, part.dtype), at_address(self._bytes)
+            result._assign(..., lambda: whole[index], part)
+            return result
 
         def __setitem__(self, index, value):
-            plain = isinstance(index, (tuple, slice)) or index is ...
-            part = self._bytes[index if plain else (index, ...)]
-            values = value._bytes if isinstance(value, ndarray) else np.asarray(value)
-            api.runtime._machine.require_safe()  # a kernel is compiled and loaded at first
-            api.submit(lambda: part.__setitem__(..., values))
+            values = at_address(value._bytes) if isinstance(value, ndarray) else np.asarray(value)
+            self._assign(index, lambda: values, values)
+
+        def _assign(self, index, values, like):
+            """Put an assignment on the current stream; `values()` is asked for when it runs."""
+            whole = at_address(self._bytes)
+            api.load_expression(whole.dtype, whole.ndim, like.dtype, like.ndim)
+            api.submit(lambda: whole.__setitem__(index, values()))
 
         def fill(self, value):
             self[...] = value
@@ -155,7 +166,8 @@ def array_class(api):
             stream = api.cupy.cuda.get_current_stream()
             if api.runtime.streamIsCapturing(stream.ptr):
                 raise RuntimeError("the operation is not permitted while a stream is capturing")
-            api.submit(lambda: host.__setitem__(..., self._bytes))
+            source = at_address(self._bytes)
+            api.submit(lambda: host.__setitem__(..., source))
             api.runtime.streamSynchronize(stream.ptr)
             return host
 
@@ -164,6 +176,12 @@ def array_class(api):
 
     ndarray.__module__, ndarray.__qualname__ = "cupy", "ndarray"
     return ndarray
+
+
+def at_address(array):
+    """Return an array at the same address that keeps nothing alive, as a kernel does not."""
+    pointer = array.__array_interface__["data"][0]
+    return array_at(None, pointer, array.shape, array.dtype, array.strides)
 
 
 def functions(api, ndarray):

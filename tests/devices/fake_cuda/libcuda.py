@@ -7,7 +7,7 @@ import functools
 
 from kvcupy.cuda_api import BATCH_TYPE
 
-from .statuses import IMPLICIT, CudaError
+from .statuses import IMPLICIT, UNSUPPORTED, CudaError
 
 _NONE, _ACTIVE, _INVALIDATED = 0, 1, 2
 
@@ -16,7 +16,7 @@ class BatchDriver:
     """libcuda.so.1 as far as batched copies go. The function that it gives out is called through C.
 
     `calls` has every call: (dst, src, sizes), the attributes as the header lays them out, the
-    indices from which they hold, and the stream. It copies unless it is told to fail.
+    indices from which they hold, and the stream.
     """
 
     def __init__(self, names=("cuGetProcAddress_v2", "cuGetProcAddress"), found=0):
@@ -45,9 +45,10 @@ class BatchDriver:
         self.calls.append((runs, fields, where, stream))
         if self.fail_index is not None:
             ctypes.c_size_t.from_address(failed).value = self.fail_index
-        for run in zip(*runs, strict=True) if not self.status else ():
-            ctypes.memmove(*run)
-        return self.status
+        return self.status or self._put_copies(list(zip(*runs, strict=True)), stream)
+
+    def _put_copies(self, runs, stream):
+        raise NotImplementedError
 
 
 class LibCuda(BatchDriver):
@@ -62,22 +63,27 @@ class LibCuda(BatchDriver):
         self.memory_operations = 0  # the status of what they answer
 
     def cuThreadExchangeStreamCaptureMode(self, mode):
-        mode._obj.value = self._machine.exchange_mode(mode._obj.value)
-        return 0
+        def exchange():
+            mode._obj.value = self._machine.exchange_mode(mode._obj.value)
+
+        return self._answer(exchange)
 
     def cuStreamGetCaptureInfo_v2(self, stream, status, id, graph, dependencies, count):
-        where = self._machine.stream(_value(stream))
-        if self._machine.implicit_captures(where):
-            return IMPLICIT
-        capture = self._machine.capturing.get(where)
-        if capture is None:
-            status._obj.value = _NONE
-        elif capture.invalidated:
-            status._obj.value = _INVALIDATED
-        else:
-            status._obj.value = _ACTIVE
-            id._obj.value = capture.id
-        return 0
+        def ask():
+            where = self._machine.stream(_value(stream))
+            if self._machine.implicit_captures(where):
+                return IMPLICIT
+            capture = self._machine.capturing.get(where)
+            if capture is None:
+                status._obj.value = _NONE
+            elif capture.invalidated:
+                status._obj.value = _INVALIDATED
+            else:
+                status._obj.value = _ACTIVE
+                id._obj.value = capture.id
+            return 0
+
+        return self._answer(ask)
 
     def cuLaunchHostFunc(self, stream, function, argument):
         """Call a function of C's, which takes an address."""
@@ -90,36 +96,36 @@ class LibCuda(BatchDriver):
 
     def cuStreamWriteValue32_v2(self, stream, address, value, flags):
         assert flags.value == 0
-        word = ctypes.c_uint32.from_address(address.value)
+        word = self._word(address)
         return self._put(stream, lambda: setattr(word, "value", value.value))
 
     def cuStreamWaitValue32_v2(self, stream, address, value, flags):
         """The GPU looks at a word until it is equal to `value` (flags 1)."""
         assert flags.value == 1
-        word = ctypes.c_uint32.from_address(address.value)
-        return self._put(stream, lambda: self._machine.wait_for(word, value.value))
+        word = self._word(address)
+        return self._put(stream, lambda: None, lambda: word.value == value.value)
 
-    def _put(self, stream, function):
+    def _put_copies(self, runs, stream):
+        where = self._machine.stream(stream or 0)
+        if self._machine.is_legacy(where) or where in self._machine.capturing:
+            return UNSUPPORTED
+        return self._answer(lambda: self._runtime._put_copies(stream, runs))
+
+    def _word(self, address):
+        assert self._runtime._is_pinned(address.value), "a word that the GPU cannot reach"
+        return ctypes.c_uint32.from_address(address.value)
+
+    def _put(self, stream, function, is_ready=None):
         def put():
-            self._machine.submit(self._machine.stream(_value(stream)), function)
+            self._machine.submit(self._machine.stream(_value(stream)), function, (), is_ready)
             return self._runtime.fault or self.memory_operations
 
         return self._answer(put)
 
-    def cuEventRecord(self, event, stream):
-        return self._answer(lambda: self._runtime._record(_value(event), _value(stream)) or 0)
-
-    def cuEventQuery(self, event):
-        return self._answer(lambda: self._runtime._event_status(_value(event)))
-
-    def cuStreamQuery(self, stream):
-        idle = self._machine.is_idle(self._machine.stream(_value(stream)))
-        return self._answer(lambda: self._runtime._spoil(_value(stream)) or (0 if idle else 600))
-
     def _answer(self, ask):
         try:
-            self._machine.enter()
-            return ask()
+            self._machine.enter_driver()
+            return ask() or 0
         except CudaError as error:
             return error.status
 

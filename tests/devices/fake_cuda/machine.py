@@ -1,9 +1,9 @@
-"""What CUDA does behind the calls: current devices, streams whose work runs late, captures, memory.
+"""What CUDA does behind the calls: contexts, streams whose work runs late, captures, memory.
 
-Work is done when it is issued, unless the machine is `late`: then it waits in its stream until
-somebody waits for it, or `progress` lets it run. Handles 0 and 1 are the legacy default stream of
-the device that is current, 2 is the calling thread's own; here the legacy stream of device 0 is
-known as 0, so a test may name it.
+Work waits in its stream until somebody waits for it (then only what must go first is done), or
+`progress` lets it run. With `Machine.chance` streams go on by themselves at every call, in random
+order. Handles 0 and 1 are the legacy default stream of the device that is current, 2 is the
+calling thread's own; here the legacy stream of device 0 is known as 0, so a test may name it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import itertools
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
 
 from .statuses import (
     CAPTURED_EVENT,
     IMPLICIT,
+    INVALID_HANDLE,
     INVALIDATED,
     ISOLATION,
     MERGE,
+    NO_CONTEXT,
     NOT_PERMITTED,
     UNJOINED,
     UNMATCHED,
@@ -50,15 +51,27 @@ class Capture:
 
 
 class Work:
-    """One piece of work in a stream; `after` is work of other streams that goes first."""
+    """One piece of work in a stream.
 
-    def __init__(self, stream, function, after=()):
+    Attributes
+    ----------
+    after : work of other streams that goes first
+    is_ready : whether the GPU can do it now, for what waits for a word in memory
+    """
+
+    def __init__(self, stream, function, after=(), is_ready=None):
         self.stream, self.function, self.after = stream, function, after
+        self.is_ready = is_ready or (lambda: True)
         self.done = False
+
+    def blockers(self):
+        return [work for work in self.after if not work.done]
 
 
 class _Thread(threading.local):
     device = 0
+    has_context = False  # the driver's calls need one, which only the runtime's calls give
+    is_gpu = False  # does work of a stream
     mode = GLOBAL
 
 
@@ -67,17 +80,15 @@ class Machine:
 
     Attributes
     ----------
-    late : whether work waits in its stream
-    held : streams whose work does not finish, late or not
+    chance : random.Random, by which streams go on while the host does something else; or None
+    held : streams whose work does not finish before somebody waits for it
     capturing : stream -> Capture
-    room : how much work a stream takes before calls that put more there wait; None: any
     deadlocks : every Deadlock that was raised, for some are swallowed on their way
     """
 
-    def __init__(self, late):
-        self.late = late
+    def __init__(self):
+        self.chance = None
         self.thread = _Thread()
-        self.handles = itertools.count(0x1000, 0x10)
         self.device_of = {}  # explicit stream or event -> device
         self.blocking = set()  # streams that synchronise with the legacy one
         self.held = set()
@@ -85,7 +96,10 @@ class Machine:
         self.queues = {}  # stream -> deque of Work
         self.last = {}  # stream -> its latest Work
         self.deadlocks = []
-        self.room = None
+        self._handles = itertools.count(0x1000, 0x10)
+        self._free_handles = []  # of what was destroyed: the next one made has the latest
+        self._destroyed = itertools.count()
+        self._priorities = {}  # stream -> random number; the highest one that can goes first
         self._running = threading.RLock()  # whoever holds it is the GPU
         self._driver = threading.Lock()  # what the driver holds around a host function
         self._driver_thread = None
@@ -100,18 +114,38 @@ class Machine:
             return ("legacy", device) if device else 0
         if handle == 2:
             return ("thread", device, threading.get_ident())
+        if handle not in self.device_of:
+            raise CudaError(INVALID_HANDLE)
         return handle
 
     def device_of_stream(self, stream):
-        """Return the device of a stream; None for one that the machine did not make."""
         if stream == 0:
             return 0
-        return stream[1] if isinstance(stream, tuple) else self.device_of.get(stream)
+        return stream[1] if isinstance(stream, tuple) else self.device_of[stream]
 
     def new_handle(self):
-        handle = next(self.handles)
+        handle = self._free_handles.pop() if self._free_handles else next(self._handles)
         self.device_of[handle] = self.thread.device
         return handle
+
+    def destroy(self, handle):
+        """Destroy a stream. Its work is done all the same; its handle is the next stream's."""
+        self.stream(handle)  # raises if it is none
+        self.require_safe()  # CUDA does not promise that it is not
+        if capture := self.capturing.pop(handle, None):
+            capture.invalidated = True
+        self.held.discard(handle)
+        remains = ("destroyed", self.device_of.pop(handle), next(self._destroyed))
+        if handle in self.blocking:
+            self.blocking.remove(handle)
+            self.blocking.add(remains)
+        with self._running:
+            for work in self.queues.get(handle, ()):
+                work.stream = remains
+            for known in (self.queues, self.last):
+                if handle in known:
+                    known[remains] = known.pop(handle)
+        self._free_handles.append(handle)
 
     def is_legacy(self, stream):
         return stream == 0 or (isinstance(stream, tuple) and stream[0] == "legacy")
@@ -122,15 +156,12 @@ class Machine:
 
     # --- Work ---
 
-    def submit(self, stream, function, after=()):
+    def submit(self, stream, function, after=(), is_ready=None):
         """Put work on a stream, or into the graph that it is captured into."""
         self.require_usable(stream)
         capture = self.capturing.get(stream)
-        if not self.late:
-            function()
-            return None
         if capture is not None:
-            capture.nodes.append(function)
+            capture.nodes.append((function, is_ready))
             return None
         others = ()
         if self.is_legacy(stream):
@@ -138,7 +169,7 @@ class Machine:
         elif stream in self.blocking:
             others = [("legacy", d) if d else 0 for d in [self.device_of_stream(stream)]]
         implicit = [self.last[other] for other in others if other in self.last]
-        work = Work(stream, function, [*after, *implicit])
+        work = Work(stream, function, [*after, *implicit], is_ready)
         self.queues.setdefault(stream, deque()).append(work)
         self.last[stream] = work
         return work
@@ -159,42 +190,75 @@ class Machine:
         near = self._of_the_same_device(self.blocking & set(self.capturing), stream)
         return [self.capturing[other] for other in near]
 
-    def require_room(self, stream):
-        """Refuse to wait for room in a stream's queue with the interpreter's lock."""
-        if self.room is not None and len(self.queues.get(stream, ())) >= self.room:
-            raise self.deadlock("a call that keeps the GIL while it waits for room in a stream")
-
     def is_idle(self, stream):
         return stream not in self.held and not self.queues.get(stream)
 
     def progress(self, handle=None):
         """Do the work of one stream, or of all, and what it waits for."""
-        chosen = list(self.queues) if handle is None else [self.stream(handle)]
-        for stream in chosen:
+        for stream in list(self.last) if handle is None else [self.stream(handle)]:
             if stream in self.last:
                 self.run(self.last[stream])
 
     def progress_device(self):
         """Do the work of the current device."""
+        if self.thread.is_gpu:
+            return  # a destructor amid work that this thread does for the GPU
         for stream in list(self.last):
-            if self.device_of_stream(stream) in (None, self.thread.device):
+            if self.device_of_stream(stream) == self.thread.device:
                 self.run(self.last[stream])
 
     def run(self, work):
-        """Do the work of a stream up to and including `work`."""
+        """Wait until `work` is done."""
+        until = time.monotonic() + _PATIENCE
+        while not work.done:
+            if self.step(work):
+                until = time.monotonic() + _PATIENCE
+            elif time.monotonic() > until:
+                raise self.deadlock("a thread waits for a stream that does not go on")
+            else:
+                time.sleep(1e-4)
+
+    def step(self, wanted=None):
+        """Do one piece of work, without chance one that `wanted` needs; return whether it could."""
         if not self._running.acquire(timeout=_PATIENCE):
             raise self.deadlock("the GPU waits for a host function, which waits for this thread")
         try:
-            queue = self.queues[work.stream]
-            while not work.done:
-                first = queue[0]
-                for other in first.after:
-                    self.run(other)
-                first.function()
-                first.done, first.function, first.after = True, None, ()  # keeps nothing alive
-                queue.popleft()
+            work = self._next(wanted)
+            if work is None or not work.is_ready():
+                return False
+            function = work.function  # let go of without the lock: destructors may run any code
+            self.thread.is_gpu = True
+            function()
+            self.queues[work.stream].popleft()
+            work.done, work.function, work.after = True, None, ()
         finally:
+            self.thread.is_gpu = False
             self._running.release()
+        return True
+
+    def _next(self, wanted):
+        """Return the piece of work to do, or None."""
+        if wanted is not None:
+            if wanted.done:
+                return None
+            while (head := self.queues[wanted.stream][0]) is not wanted or head.blockers():
+                wanted = next(iter(head.blockers()), head)
+            self.held.discard(wanted.stream)
+        if self.chance is None:
+            return wanted
+        heads = [queue[0] for stream, queue in list(self.queues.items())
+                 if queue and stream not in self.held]  # fmt: skip
+        ready = [work for work in heads if not work.blockers() and work.is_ready()]
+        if self.chance.random() < 0.25:
+            self._priorities.clear()
+        for work in ready:
+            self._priorities.setdefault(work.stream, self.chance.random())
+        return max(ready, key=lambda work: self._priorities[work.stream], default=None)
+
+    def go_on(self):
+        """Let streams go on for a while, as they do beside the host."""
+        while self.chance is not None and self.chance.random() < 0.5 and self.step():
+            pass
 
     def in_background(self, handle=None):
         """Let the work of a stream, or of all, run on a thread of its own; return the thread."""
@@ -228,19 +292,13 @@ class Machine:
         for error in failures:  # nobody catches it there
             raise AssertionError(f"{error!r} left a host function") from error
 
-    def wait_for(self, word, value):
-        """Let a stream wait until the processor has written a word."""
-        until = time.monotonic() + _PATIENCE
-        while word.value != value:
-            if time.monotonic() > until:
-                raise self.deadlock("a stream waits for a word that nobody writes")
-            time.sleep(1e-4)
-
     def enter(self, keeps_gil=False):
-        """Begin a call of CUDA. Whoever keeps the interpreter's lock must not wait for the driver:
-        the host function that the driver is about to call waits for the interpreter."""
+        """Begin a call of the runtime, which gives the thread a context. Whoever keeps the GIL must
+        not wait for the driver: the host function that it is about to call waits for the GIL."""
         if threading.get_ident() == self._driver_thread:
             raise CudaError(NOT_PERMITTED)
+        self.thread.has_context = True
+        self.go_on()
         if not self._driver.locked():
             return
         if keeps_gil and self._driver_needs_gil:
@@ -248,6 +306,12 @@ class Machine:
         if not self._driver.acquire(timeout=_PATIENCE):
             raise self.deadlock("the driver's lock is not released")
         self._driver.release()
+
+    def enter_driver(self):
+        """Begin a call of the driver, which gives the thread no context."""
+        if not self.thread.has_context:
+            raise CudaError(NO_CONTEXT)
+        self.enter()
 
     def deadlock(self, what):
         found = Deadlock(what)
@@ -275,7 +339,7 @@ class Machine:
         if capture.mode != RELAXED and capture.thread != threading.get_ident():
             raise CudaError(WRONG_THREAD)
         for member in capture.streams:
-            del self.capturing[member]
+            self.capturing.pop(member, None)
         if capture.invalidated:
             raise CudaError(INVALIDATED)
         if capture.streams != capture.joined:
@@ -358,13 +422,3 @@ class Memory:
     def __init__(self, size):
         self.bytes = (ctypes.c_char * max(size, 1))()
         self.ptr = ctypes.addressof(self.bytes)
-
-
-@contextmanager
-def entered(machine, index):
-    """Make a device the thread's current one for the length of a with block."""
-    before, machine.thread.device = machine.thread.device, index
-    try:
-        yield
-    finally:
-        machine.thread.device = before

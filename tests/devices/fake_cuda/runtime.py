@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from types import SimpleNamespace
 
 from .machine import Event, Memory
 from .statuses import (
     CAPTURED_EVENT,
+    ILLEGAL,
     INVALID_HANDLE,
     INVALID_VALUE,
     NOT_READY,
@@ -17,17 +19,21 @@ from .statuses import (
 )
 
 _FREED = 0xDD
+_STAGED_AT_ONCE = 1 << 16  # bytes of pageable memory that a copy takes without waiting
+_GRID, _BLOCK, _THREADS = (2**31 - 1, 65535, 65535), (1024, 1024, 64), 1024
+_SMEM, _MAX_SMEM = 48 << 10, 227 << 10
 
 
 class Runtime:
     """The runtime API: `log` has every call that puts work somewhere.
 
-    Queries and whatever asks the driver a short question keep the interpreter's lock, as in CuPy.
+    Queries and whatever asks the driver a short question keep the GIL, as in CuPy. CUDA knows what
+    memory it has given out or registered. All other memory is the host's and pageable: kernels do
+    not reach it, and a copy has read it when the call returns, or has written it.
 
     Attributes
     ----------
     fault : the status that every call answers with once the device is lost
-    calls : host functions of captures
     limit_bytes : how much device memory there is
     """
 
@@ -42,18 +48,17 @@ class Runtime:
         self.capturing = machine.capturing
         self.events = {}  # handle -> Event
         self.priorities = {}
-        self.calls = []
-        self.memory_type = 1
         self.driver_version = 12040
         self.attributes = {16: 132, 91: 1, 97: 227 << 10}
         self.bus_id = "0000:3B:00.0"
         self.refused_copies = {}  # destination -> status
         self.refused_registration = 0
         self.refused_unregistration = 0
-        self.registered = {}  # address -> bytes
+        self.pinned = {}  # address -> bytes
+        self.registered = {}  # likewise
         self.limit_bytes = 1 << 30
         self.allocated = {}  # address -> Memory
-        self._freed = []  # poisoned, and never given back to the system
+        self._freed = []  # poisoned; the next block of such a size is the latest of them
 
     @property
     def current(self):
@@ -104,8 +109,9 @@ class Runtime:
         for capture in self.capturing.values():
             capture.invalidated = True
         self.check_status(UNSUPPORTED if self.capturing else self.fault)
-        self.held.clear()
         self._machine.progress_device()
+        self.held.clear()
+        self.check_status(self.fault)
 
     # Events.
     def eventCreateWithFlags(self, flags):
@@ -117,13 +123,9 @@ class Runtime:
         return event
 
     def eventRecord(self, event, stream):
-        self._machine.enter(keeps_gil=True)
-        self._machine.require_room(self._machine.stream(stream))
-        self._record(event, stream)
-
-    def _record(self, event, stream):
+        self._machine.enter()
         where, known = self._machine.stream(stream), self.events[event]
-        if self._machine.device_of_stream(where) not in (None, known.device):
+        if self._machine.device_of_stream(where) != known.device:
             raise CudaError(INVALID_HANDLE)
         known.work = self._machine.submit(where, lambda: None)
         known.stream, known.capture = where, self.capturing.get(where)
@@ -140,8 +142,7 @@ class Runtime:
             return CAPTURED_EVENT
         if status := self._machine.unsafe():
             return status
-        pending = known.work is not None and not known.work.done
-        return NOT_READY if pending or known.stream in self.held else 0
+        return NOT_READY if known.work is not None and not known.work.done else 0
 
     def eventQuery(self, event):
         self._machine.enter(keeps_gil=True)
@@ -152,15 +153,27 @@ class Runtime:
         status = self._event_status(event)
         self.check_status(0 if status == NOT_READY else status)
         if status == NOT_READY:
-            known = self.events[event]
-            self.held.discard(known.stream)
-            if known.work is not None:
-                self._machine.run(known.work)
+            self._machine.run(self.events[event].work)
+            self.check_status(self.fault)
 
     def eventElapsedTime(self, start, end):
         return 1.5
 
     # Streams.
+    def streamCreateWithPriority(self, flags, priority):
+        self._machine.enter()
+        self._machine.require_safe()  # CUDA does not promise that it is not
+        stream = self._machine.new_handle()
+        self.priorities[stream] = priority
+        if not flags:
+            self._machine.blocking.add(stream)
+        return stream
+
+    def streamDestroy(self, stream):
+        self._machine.enter()
+        self._machine.destroy(stream)
+        self.log.append(("destroy stream", stream))
+
     def streamGetPriority(self, stream):
         return self.priorities.get(stream, 0)
 
@@ -176,8 +189,9 @@ class Runtime:
         self._machine.enter()
         self.log.append(("synchronize", stream, self.current))
         self.check_status(self._spoil(stream))
-        self.held.discard(self._machine.stream(stream))
         self._machine.progress(stream)
+        self.held.discard(self._machine.stream(stream))
+        self.check_status(self.fault)
 
     def streamQuery(self, stream):
         self._machine.enter(keeps_gil=True)
@@ -197,26 +211,11 @@ class Runtime:
 
     def launchHostFunc(self, stream, function, argument):
         self._machine.enter()
-        if not self._machine.late:
-            function(argument)
-            return
-        held = [(function, argument)]
-        del function
 
-        def call():  # CuPy lets go of the function where the driver calls it
-            function, argument = held.pop()
-            function(argument)
+        def call():
+            self._machine.call_host(lambda: function(argument))
 
-        where = self._machine.stream(stream)
-        self._machine.submit(where, lambda: self._machine.call_host(call))
-
-    def _launchHostFuncUnmanaged(self, stream, entry):
-        self._machine.enter()
-        self.calls.append(entry)
-        if self._machine.late:
-            function, argument = entry
-            where = self._machine.stream(stream)
-            self._machine.submit(where, lambda: self._machine.call_host(lambda: function(argument)))
+        self._machine.submit(self._machine.stream(stream), call)
 
     # Memory.
     def malloc(self, size):
@@ -225,41 +224,74 @@ class Runtime:
         self.check_status(self.fault)
         used = sum(len(memory.bytes) for memory in self.allocated.values())
         self.check_status(OUT_OF_MEMORY if used + size > self.limit_bytes else 0)
-        memory = Memory(size)
+        alike = [m for m in self._freed if len(m.bytes) == size]
+        memory = alike[-1] if alike else Memory(size)
+        if alike:
+            self._freed.remove(memory)
+        memory.device = self.current
         self.allocated[memory.ptr] = memory
         self.log.append(("malloc", size, self.current))
         return memory.ptr
 
     def free(self, ptr):
-        self._machine.enter()
-        self._machine.require_safe()
+        self._begin_release()
+        self.check_status(0 if ptr in self.allocated else INVALID_VALUE)
         memory = self.allocated.pop(ptr)
-        if not self.capturing:
-            self._machine.progress()  # it waits for the device
         ctypes.memset(ptr, _FREED, len(memory.bytes))
         self._freed.append(memory)
+
+    def freeHost(self, ptr):
+        self._begin_release()
+        self.check_status(0 if self.pinned.pop(ptr, 0) else INVALID_VALUE)
+        self.log.append(("free host", ptr))
+
+    def _begin_release(self):
+        """Begin a call that waits for the device, since its work may use the memory."""
+        self._machine.enter()
+        self._machine.require_safe()
+        self._machine.progress_device()
 
     def memcpyAsync(self, dst, src, size, kind, stream):
         assert kind == 4, "host or device: the driver tells by the address"
         self._machine.enter()
         self.log.append(("copy", size, stream, dst, src))
         self.check_status(self.fault or self.refused_copies.get(dst, 0))
-        self._machine.submit(self._machine.stream(stream), lambda: ctypes.memmove(dst, src, size))
+        self._put_copies(stream, [(dst, src, size)])
 
     def memcpy2DAsync(self, dst, dst_pitch, src, src_pitch, width, height, kind, stream):
         assert min(dst_pitch, src_pitch) >= width
         self._machine.enter()
         self.log.append(("copy 2d", (width, height), stream))
+        rows = [(dst + i * dst_pitch, src + i * src_pitch, width) for i in range(height)]
+        self._put_copies(stream, rows)
+
+    def _put_copies(self, stream, runs):
+        """Put copies, (dst, src, bytes) each, on a stream."""
+        where = self._machine.stream(stream)
+        for to, of, size in runs:
+            self.check_status(
+                0 if self._holds(to, size) and self._holds(of, size) else INVALID_VALUE
+            )
 
         def copy():
-            for row in range(height):
-                ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
+            for run in runs:
+                ctypes.memmove(*run)
 
-        self._machine.submit(self._machine.stream(stream), copy)
+        dst, src, _ = runs[0]
+        if where not in self.capturing and not self._is_known(src):
+            if sum(size for _, _, size in runs) > _STAGED_AT_ONCE:
+                self._machine.require_usable(where)
+                self._machine.progress(stream)
+            staged = [ctypes.string_at(of, size) for _, of, size in runs]
+            runs = [(to, of, len(of)) for (to, _, _), of in zip(runs, staged, strict=True)]
+        work = self._machine.submit(where, copy)
+        if work is not None and not self._is_known(dst):
+            self._machine.run(work)
 
     def memsetAsync(self, ptr, value, size, stream):
         self._machine.enter()
         self.log.append(("memset", size, stream, self.current))
+        assert self._device_of_memory(ptr) is not None, "a memset of memory that is none"
         self._machine.submit(self._machine.stream(stream), lambda: ctypes.memset(ptr, value, size))
 
     def hostRegister(self, ptr, size, flags):
@@ -271,15 +303,8 @@ class Runtime:
         ctypes.memset(ptr, 0x5A, size)  # a crash if any of it were not mapped
         self.registered[ptr] = size
 
-    def freeHost(self, ptr):
-        self._machine.enter()
-        self._machine.require_safe()
-        self.log.append(("free host", ptr))
-
     def hostUnregister(self, ptr):
-        self._machine.enter()
-        self._machine.require_safe()
-        self._machine.require_safe()
+        self._begin_release()
         self.log.append(("unregister", ptr, self.current))
         self.check_status(self.refused_unregistration)
         ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))  # likewise
@@ -290,19 +315,39 @@ class Runtime:
         device = self._device_of_memory(ptr)
         if device is not None:
             return SimpleNamespace(type=2, devicePointer=ptr, device=device)
-        return SimpleNamespace(type=self.memory_type, devicePointer=ptr, device=0)
+        if self._is_pinned(ptr):
+            return SimpleNamespace(type=1, devicePointer=ptr, device=0)
+        return SimpleNamespace(type=0, devicePointer=0, device=-1)
+
+    def _is_pinned(self, ptr):
+        blocks = [*self.pinned.items(), *self.registered.items()]
+        return any(start <= ptr < start + size for start, size in blocks)
 
     def _device_of_memory(self, ptr):
         for start, memory in self.allocated.items():
             if start <= ptr < start + len(memory.bytes):
-                return getattr(memory, "device", 0)
+                return memory.device
         return None
+
+    def _is_known(self, ptr):
+        return self._is_pinned(ptr) or self._device_of_memory(ptr) is not None
+
+    def _holds(self, ptr, size):
+        """Whether bytes lie in one allocation; of pageable memory that is not known."""
+        blocks = {**{p: len(m.bytes) for p, m in self.allocated.items()}, **self.pinned}
+        return all(ptr + size <= p + n for p, n in blocks.items() if p <= ptr < p + n)
+
+    def _reaches(self, ptr):
+        """Return whether a kernel reaches an address; else the device is lost."""
+        is_known = self._is_known(ptr)
+        self.fault = self.fault if is_known else ILLEGAL
+        return is_known
 
 
 class Driver:
     """The driver API: `launches` has every launch with the bytes that the driver would copy.
 
-    `kernels` says what a function does on a late machine: function -> callable of the bytes.
+    `kernels` says what a function does: function -> callable of the bytes.
     """
 
     def __init__(self, runtime, machine):
@@ -310,19 +355,22 @@ class Driver:
         self.launches = []
         self.attributes = []
         self.params_bytes = {}
+        self.smem = {}  # of functions that have opted in to more, in bytes
         self.kernels = {}
-        self.error = None
 
     def check_status(self, status):
         self._runtime.check_status(status)
 
     def launchKernel(self, function, *numbers):
         *shape, smem, stream, arguments, extra = numbers
-        self._machine.enter()
-        if self.error:
-            raise CudaError(self.error)
+        if not all(0 <= n < 2**32 for n in (*shape, smem)):
+            raise OverflowError("value too large to convert to unsigned int")
+        self._machine.enter_driver()
+        within = all(1 <= n <= most for n, most in zip(shape, _GRID + _BLOCK, strict=True))
+        if not within or math.prod(shape[3:]) > _THREADS or smem > self.smem.get(function, _SMEM):
+            raise CudaError(INVALID_VALUE)
         where = self._machine.stream(stream)
-        if self._machine.device_of_stream(where) not in (None, self._runtime.current):
+        if self._machine.device_of_stream(where) != self._runtime.current:
             raise CudaError(INVALID_HANDLE)
         pointer = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0]
         params = ctypes.string_at(pointer, self.params_bytes.get(function, 0))
@@ -333,10 +381,12 @@ class Driver:
         )
 
     def funcGetAttribute(self, attribute, function):
-        return 1024
+        self._machine.enter_driver()
+        return 0
 
     def funcSetAttribute(self, function, attribute, value):
-        self._machine.enter()
-        if value < 0:
+        self._machine.enter_driver()
+        if not 0 <= value <= _MAX_SMEM:
             raise CudaError(INVALID_VALUE)
         self.attributes.append((function, attribute, value))
+        self.smem[function] = value

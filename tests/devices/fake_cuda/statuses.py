@@ -4,6 +4,7 @@ from __future__ import annotations
 
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
+NO_CONTEXT = 201
 INVALID_HANDLE = 400
 NOT_READY = 600
 ILLEGAL = 700

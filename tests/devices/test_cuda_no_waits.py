@@ -1,0 +1,182 @@
+"""No operation makes the host wait, or a stream that the call does not name."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from functools import partial
+
+import every_call
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import devices, scratch
+from kvcupy.devices import cuda, nvrtc
+from kvcupy.ops import call as op_call
+
+BLOCKING = (
+    "streamSynchronize", "deviceSynchronize", "eventSynchronize", "memcpy", "memset", "malloc",
+    "free", "hostRegister", "hostUnregister", "freeHost", "memGetInfo",
+)  # fmt: skip
+ORDER = ("fork", "join", "keep_alive", "declare")  # take streams, and put no work on them
+READS_ON_THE_HOST = {"slot_mapping"}  # without its output, whose length it has to know
+
+
+@pytest.fixture
+def device(api, monkeypatch):
+    device = cuda.CudaDevice(0, api)
+    monkeypatch.setitem(devices._devices, "cuda:0", device)
+    monkeypatch.setattr(scratch, "_captured", [])
+    monkeypatch.setattr(
+        nvrtc, "compile_cubin", lambda s, arch: nvrtc.Compiled(b"image", "name", "", arch)
+    )
+    op_call.forget()
+    yield device
+    op_call.forget()
+
+
+def split_attention(device):
+    """A call of `paged_attention` with a workspace."""
+    cache = device.zeros((64, 16, 1, 64), "fp16")
+    return {
+        "query": device.zeros((1, 4, 64), "fp16"), "k_cache": cache, "v_cache": cache,
+        "block_table": device.zeros((1, 64), "int32"),
+        "seq_lens": device.asarray(np.array([1000], np.int32)),
+        "out": device.zeros((1, 4, 64), "fp16"),
+    }  # fmt: skip
+
+
+def transfer_pages(device, **options):
+    near = kv.KVPool(4, 2, 2, 1, 8, device=device)
+    far = kv.KVPool(4, 2, 2, 1, 8, layout="page_first", placement="pinned", device=device)
+    lists = {"src_pages": [0, 2], "dst_pages": [1, 3]}
+    return {"src_pool": near, "dst_pool": far, **lists, **options}
+
+
+CALLS = {
+    **every_call.CALLS,
+    "paged_attention, split": split_attention,
+    **{
+        f"transfer_pages, {method}": lambda device, method=method: transfer_pages(
+            device, method=method
+        )
+        for method in ("kernel", "copy", "staged")
+    },
+}  # fmt: skip
+
+
+def operation_of(name):
+    return getattr(kv, name.partition(",")[0])
+
+
+def without_outputs(name, arguments):
+    """Return the arguments without the outputs that the call allocates where they are None."""
+    recorder = op_call.Recorder()
+    with suppress(op_call.Recorder):
+        operation_of(name)(**arguments, stream=recorder)
+    returned = {a.name for a in recorder.call[0].arguments if a.returned}
+    return {n: value for n, value in arguments.items() if n not in returned}
+
+
+def test_every_operation_is_called():
+    operations = {
+        name for name in kv.__all__
+        if inspect.isfunction(function := getattr(kv, name))
+        and {"stream", "streams"} & set(inspect.signature(function).parameters)
+    }  # fmt: skip
+    assert operations - set(ORDER) == {name.partition(",")[0] for name in CALLS}
+
+
+@pytest.fixture
+def blocked(api, monkeypatch):
+    """The calls that may make the host wait, as they are made."""
+    made = []
+
+    def watch(name):
+        original = getattr(api.runtime, name)
+
+        def call(*arguments):
+            made.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(api.runtime, name, call)
+
+    for name in BLOCKING:
+        if hasattr(api.runtime, name):
+            watch(name)
+    return made
+
+
+ALLOCATING = [name for name in CALLS if "out" in str(inspect.signature(operation_of(name)))]
+CASES = [
+    (name, how, allocates)
+    for name in CALLS
+    for how in ("current stream", "stream", "bound")
+    for allocates in (False, True)
+    if how != "bound" or not name.startswith("transfer")
+    if not allocates or (name in ALLOCATING and name not in READS_ON_THE_HOST)
+]
+
+
+@pytest.mark.parametrize(("name", "how", "allocates"), CASES)
+def test_a_warm_call_waits_for_nothing(api, device, blocked, name, how, allocates):
+    arguments = CALLS[name](device)
+    if allocates:
+        arguments = without_outputs(name, arguments)
+    operation, home, stream = operation_of(name), device.stream(), device.stream()
+    api.currents[0] = home.cupy
+    options = {} if how == "current stream" else {"stream": stream}
+    call = partial(operation, **arguments, **options)
+    if how == "bound":
+        call = kv.bind(operation, **arguments, **options)
+    on = home if how == "current stream" else stream
+    call()  # loads kernels, and makes memory that later calls use again
+    call()
+    device.synchronize()
+    blocked.clear()
+    api.runtime.log.clear()
+    launches = len(api.driver.launches)
+    kept = [call(), call()]
+    assert blocked == []
+    used = {entry[1] for entry in api.runtime.log if entry[0] in ("wait", "synchronize")}
+    used |= {entry[2] for entry in api.runtime.log if entry[0] in ("record", "memset", "copy")}
+    used |= {launch[3] for launch in api.driver.launches[launches:]}
+    assert used == {on.pointer}
+    device.synchronize()
+    del kept
+
+
+@pytest.mark.parametrize("freed_on", ["current stream", "stream"])
+@pytest.mark.parametrize("stream_is", ["current stream", "stream"])
+def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
+    api, device, freed_on, stream_is
+):
+    streams = {"current stream": device.stream(), "stream": device.stream()}
+    api.currents[0] = streams["current stream"].cupy
+    arguments = without_outputs("gather_kv", every_call.gather_kv(device))
+    with streams[freed_on].cupy:
+        for shape in ((3, 2, 8), (3, 2, 6)):
+            array = device.empty(shape, "bf16")
+            array.fill(7)  # late
+            del array
+    outputs = kv.gather_kv(**arguments, dtype="bf16", stream=streams[stream_is])
+    api.machine.progress(streams[stream_is].pointer)
+    for output in outputs:
+        assert not output._bytes.any()
+    device.synchronize()
+    for output in outputs:
+        assert not output._bytes.any()
+
+
+def test_what_a_graph_allocates_is_zeroed_by_each_replay(api, device):
+    stream = device.stream()
+    arguments = without_outputs("gather_kv", every_call.gather_kv(device))
+    with stream.capture() as graph:
+        outputs = kv.gather_kv(**arguments, dtype="bf16", stream=stream)
+    for _ in range(2):
+        outputs[0].fill(7)
+        device.synchronize()
+        graph.launch(stream)
+        device.synchronize()
+        assert not outputs[0]._bytes.any()
