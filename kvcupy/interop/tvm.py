@@ -160,11 +160,15 @@ def kv_state_remove_sequence(state: PagedKVCache, seq_id: int) -> None:
 def kv_state_fork_sequence(
     state: PagedKVCache, parent_seq_id: int, child_seq_id: int, fork_pos: int = -1
 ) -> None:
-    """Add a sequence with the first tokens of another: `fork_sequence`.
+    """Add a sequence with the first tokens of another: `fork_sequence(inherit_window=False)`.
 
     Parameters
     ----------
-    fork_pos : how many tokens; -1: all
+    fork_pos : how many tokens; -1: all. Of a parent with a sliding window at most its sinks
+
+    Notes
+    -----
+    As in TVM the child has no sliding window of its own until one is enabled for it.
 
     Examples
     --------
@@ -178,7 +182,8 @@ def kv_state_fork_sequence(
     """
     if fork_pos < -1:
         raise ValueError(f"fork_pos: expected -1 or a position, got {fork_pos}")
-    state.fork_sequence(parent_seq_id, child_seq_id, None if fork_pos == -1 else fork_pos)
+    at = None if fork_pos == -1 else fork_pos
+    state.fork_sequence(parent_seq_id, child_seq_id, at, inherit_window=False)
 
 
 def kv_state_popn(state: PagedKVCache, seq_id: int, n: int) -> None:
@@ -242,7 +247,14 @@ def attention_kv_cache_commit_accepted_token_tree_nodes(
     Parameters
     ----------
     seq_ids : sequences with a tree, in any order
-    leaf_indices : of each; -1: no node is kept
+    leaf_indices : of each, a node of its whole tree: nodes are numbered on over all steps since the
+        last commit. -1: no node is kept
+
+    Notes
+    -----
+    Differs from TVM where the tree grew over several steps: all nodes that are not on the path are
+    dropped, those of earlier steps too. TVM drops as many tokens as the last step appended, less
+    the path, so that nodes of earlier steps that were not accepted stay in the sequence.
     """
     cache.commit_token_tree(list(seq_ids), list(leaf_indices))
 
@@ -250,7 +262,13 @@ def attention_kv_cache_commit_accepted_token_tree_nodes(
 def attention_kv_cache_enable_sliding_window_for_seq(
     cache: PagedKVCache, seq_id: int, sliding_window_size: int, attn_sink_size: int
 ) -> None:
-    """Keep only the first and the last tokens of a sequence: `enable_sliding_window`."""
+    """Keep only the first and the last tokens of a sequence: `enable_sliding_window`.
+
+    Notes
+    -----
+    Differs from TVM: a window may be enabled again, with another size; of a prefix that is shared
+    with other sequences, tokens past the sinks are evicted too, where TVM keeps all of it.
+    """
     cache.enable_sliding_window(seq_id, sliding_window_size, attn_sink_size)
 
 

@@ -536,9 +536,9 @@ class Steps:
             if completion not in sequence.loads:
                 _add_load(sequence, completion)
 
-    def fork(self, parent: CachedSequence, child: Hashable, at: int) -> None:
+    def fork(self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool) -> None:
         """Add a sequence that shares the first tokens of another."""
-        pages = self._sequences.fork(parent, child, at)
+        pages = self._sequences.fork(parent, child, at, inherit_window)
         if pages is not None:
             try:
                 copied = self._copy_pages([pages[0]], [pages[1]], parent)
