@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged.cache import PagedKVCache
-from . import not_offered, require_dtype, require_shape
+from . import not_offered, refuse_names, require_dtype, require_shape
 from . import torch as _kv
 
 _MHA, _ROPE_MODES = 0, ("none", "normal", "inline")
@@ -385,31 +385,32 @@ def attention_kv_cache_debug_get_kv(
 # --- Not offered ----------------------------------------------------------------------------------
 
 _STEPWISE = "kvcupy.PagedKVCache writes and attends in one call, attention or attention_mla"
-_DISAGG = "NVSHMEM is not used; offload and onboard move sequences to the host and back"
+_DISAGG = "NVSHMEM is not used; PagedKVCache.export_sequence moves sequences between processes"
+_SHARED = "kvcupy.paged_attention attends over cache.pool.k(layer) and cache.block_table()"
+_PAGE_GROUPS = "PagedKVCache.save_sequence and load_sequence keep sequences in files"
 
-attention_kv_cache_self_attention = not_offered("attention_kv_cache_self_attention", _STEPWISE)
-attention_kv_cache_cross_attention = not_offered("attention_kv_cache_cross_attention", _STEPWISE)
-attention_kv_cache_append_mla_kv = not_offered("attention_kv_cache_append_mla_kv", _STEPWISE)
-attention_kv_cache_disagg_prepare_recv = not_offered(
-    "attention_kv_cache_disagg_prepare_recv", _DISAGG
-)
-attention_kv_cache_disagg_mark_send = not_offered("attention_kv_cache_disagg_mark_send", _DISAGG)
+_NOT_OFFERED = {
+    "attention_kv_cache_self_attention attention_kv_cache_cross_attention": _STEPWISE,
+    "attention_kv_cache_append_mla_kv": _STEPWISE,
+    "attention_kv_cache_attention_with_shared_kv": _SHARED,
+    "attention_kv_cache_disagg_prepare_recv attention_kv_cache_disagg_mark_send": _DISAGG,
+    "attention_kv_cache_debug_get_kv_mla": "PagedKVCache.get_kv copies rows of a latent cache",
+    "attention_kv_cache_get_checkpoint_metadata attention_kv_cache_get_layout_hash": _PAGE_GROUPS,
+    "attention_kv_cache_export_page_group attention_kv_cache_prepare_import": _PAGE_GROUPS,
+    "attention_kv_cache_import_page_group attention_kv_cache_finish_import": _PAGE_GROUPS,
+}
+refuse_names(__name__, _NOT_OFFERED)
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    attention_kv_cache_append_mla_kv,
     attention_kv_cache_attention_with_fused_qkv,
     attention_kv_cache_commit_accepted_token_tree_nodes,
-    attention_kv_cache_cross_attention,
     attention_kv_cache_debug_get_kv,
-    attention_kv_cache_disagg_mark_send,
-    attention_kv_cache_disagg_prepare_recv,
     attention_kv_cache_empty,
     attention_kv_cache_enable_sliding_window_for_seq,
     attention_kv_cache_get_num_available_pages,
     attention_kv_cache_get_query_positions,
     attention_kv_cache_get_total_sequence_length,
     attention_kv_cache_merge_attn_output_inplace,
-    attention_kv_cache_self_attention,
     kv_state_add_sequence,
     kv_state_begin_forward,
     kv_state_clear,
@@ -420,6 +421,11 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     paged_attention_kv_cache_create,
 )
 _BY_NAME = {f"vm.builtin.{function.__name__}": function for function in _FUNCTIONS}
+_BY_NAME |= {
+    f"vm.builtin.{name}": not_offered(name, reason)
+    for names, reason in _NOT_OFFERED.items()
+    for name in names.split()
+}
 
 __all__ = ["get_global_func"]
 __all__ += [function.__name__ for function in _FUNCTIONS]
@@ -435,7 +441,8 @@ def get_global_func(name: str, allow_missing: bool = False) -> Callable[..., Any
 
     Raises
     ------
-    NotImplementedError : there is no such function here
+    NotImplementedError : this is no function of TVM's cache. One that is not offered is returned,
+        and raises when it is called
 
     Examples
     --------

@@ -441,6 +441,8 @@ def test_what_is_not_offered_says_why(place):
     for name in ("disagg_prepare_recv", "disagg_mark_send"):
         with pytest.raises(NotImplementedError, match="NVSHMEM"):
             call(f"attention_kv_cache_{name}", cache, 0)
+    with pytest.raises(NotImplementedError, match=r"shared_kv: kvcupy\.paged_attention"):
+        call("attention_kv_cache_attention_with_shared_kv", cache, 0)
     with pytest.raises(NotImplementedError, match=r"^name: .vm\.builtin\.alloc_storage"):
         tvm.get_global_func("vm.builtin.alloc_storage")
     assert tvm.get_global_func("vm.builtin.alloc_storage", allow_missing=True) is None
