@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import metrics
 from ...devices.protocol import Stream
-from ...errors import CaptureError, DeviceError, KvcupyError
+from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..pages import Completion
 from ..pool import Pool
@@ -599,6 +599,12 @@ class Steps:
                     raise ValueError(f"append_lengths: expected at least 1 for {name!r}, got {n}")
                 counts[i] = int(n)
         if sum(counts) > self._max_batch_tokens:
+            num_slots = self._pool.num_pages * self._pool.page_size
+            if num_slots <= self._max_batch_tokens:
+                raise CacheFull(
+                    f"append_lengths: {sum(counts)} tokens, and all {self._pool.num_pages} pages "
+                    f"(num_pages) hold {num_slots}"
+                )
             raise ValueError(
                 f"append_lengths: expected at most {self._max_batch_tokens} tokens per step "
                 f"(max_batch_tokens), got {sum(counts)}"
