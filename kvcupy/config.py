@@ -79,8 +79,13 @@ class Config:
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
-            raise AttributeError(f"kvcupy.config has no setting {name!r}")
+            # With name and obj Python suggests the setting that was meant.
+            raise AttributeError(f"kvcupy.config has no setting {name!r}", name=name, obj=self)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        settings = (n for n, p in vars(type(self)).items() if isinstance(p, property) and p.fset)
+        return f"<kvcupy.config {', '.join(f'{n}={getattr(self, n)!r}' for n in settings)}>"
 
     @property
     def fallback(self) -> str:

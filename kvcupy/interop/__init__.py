@@ -7,6 +7,7 @@ operations. What those check of their arguments stands here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,27 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
         raise TypeError(f"{name}: expected {expected}, got {describe_tensor(x)}")
 
 
+class NotOffered(NotImplementedError, AttributeError):
+    """An attribute of a name that is not offered: for `hasattr` there is none."""
+
+
+class _NotOffered:
+    """What stands for a function, class or module that is not offered."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__doc__ = f"Raise NotImplementedError: {reason}."
+        self._message = f"{name}: {reason}"
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError(self._message)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy, pickle, inspect and doctest ask for
+            raise AttributeError(name)
+        raise NotOffered(self._message)
+
+
 def not_offered(name: str, reason: str) -> Callable[..., Any]:
     """Return what raises NotImplementedError with a reason when it is called.
 
@@ -49,10 +71,27 @@ def not_offered(name: str, reason: str) -> Callable[..., Any]:
     Traceback (most recent call last):
     NotImplementedError: swap: there is one kernel for both
     """
+    return _NotOffered(name, reason)
 
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"{name}: {reason}")
 
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"Raise NotImplementedError: {reason}."
-    return refuse
+def refuse_names(module: str, reasons: dict[str, str]) -> None:
+    """Give a module names that can be imported, and raise NotImplementedError when they are used.
+
+    Parameters
+    ----------
+    module : its `__name__`
+    reasons : why each name is not offered. Several names may stand in one key, between spaces
+
+    Notes
+    -----
+    Other names raise AttributeError as before. `dir`, `inspect` and `import *` do not list them.
+    """
+    by_name = {name: reason for names, reason in reasons.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in by_name:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+        return not_offered(name, by_name[name])
+
+    # As an attribute, so that type checkers go on reporting names that the module lacks.
+    setattr(sys.modules[module], "__getattr__", find)  # noqa: B010

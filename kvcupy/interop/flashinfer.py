@@ -27,13 +27,14 @@ Examples
 from __future__ import annotations
 
 import math
+import sys
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from . import describe_tensor, not_offered, require_dtype, require_shape
+from . import describe_tensor, refuse_names, require_dtype, require_shape
 from . import torch as _kv
 
 __all__ = [
@@ -42,11 +43,17 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "apply_llama31_rope",
     "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
     "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
     "apply_rope_inplace",
+    "apply_rope_pos_ids",
     "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",
@@ -75,7 +82,11 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
 
 
 def get_batch_indices_positions(
-    append_indptr: Tensor, seq_lens: Tensor, nnz: int
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return sequence and position of each appended token, as int32 tensors.
 
@@ -85,6 +96,11 @@ def get_batch_indices_positions(
     seq_lens : (B,), the appended tokens included
     nnz : how many tokens; those past append_indptr[-1] get -1 and -1, which `append_paged_kv_cache`
         skips
+    batch_indices, positions : int32 (nnz,), written in place; None: allocated
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
 
     Examples
     --------
@@ -93,6 +109,10 @@ def get_batch_indices_positions(
     [[0, 1, 1, -1], [4, 0, 1, -1]]
     """
     require_shape(seq_lens, "seq_lens", (len(append_indptr) - 1,))
+    for out, name in ((batch_indices, "batch_indices"), (positions, "positions")):
+        if out is not None:
+            require_shape(out, name, (nnz,))
+            require_dtype(out, name, torch.int32)
     ends = append_indptr[1:].to(torch.int64)
     tokens = torch.arange(nnz, device=append_indptr.device)
     sequences = torch.searchsorted(ends, tokens, right=True)
@@ -100,11 +120,13 @@ def get_batch_indices_positions(
     if not len(ends):
         ends = seq_lens = tokens.new_zeros(1)
     known = sequences.clamp(max=len(ends) - 1)
-    positions = seq_lens.to(ends)[known] - ends[known] + tokens
-    return (
-        sequences.masked_fill(is_padding, -1).int(),
-        positions.masked_fill(is_padding, -1).int(),
-    )
+    places = seq_lens.to(ends)[known] - ends[known] + tokens
+    results = [x.masked_fill(is_padding, -1).int() for x in (sequences, places)]
+    if batch_indices is not None:
+        results[0] = batch_indices.copy_(results[0])
+    if positions is not None:
+        results[1] = positions.copy_(results[1])
+    return results[0], results[1]
 
 
 def _slots(
@@ -452,6 +474,57 @@ def apply_llama31_rope_pos_ids_inplace(
     _rotate(q, k, pos_ids, rotary_dim, interleave, rope_theta, llama3)
 
 
+def apply_rope_with_cos_sin_cache(
+    positions: Tensor, query: Tensor, key: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Rotate copies, and return them: `apply_rope_with_cos_sin_cache_inplace`."""
+    query, key = query.clone(), key.clone()
+    apply_rope_with_cos_sin_cache_inplace(positions, query, key, *arguments, **options)
+    return query, key
+
+
+def apply_rope(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Rotate copies, and return them: `apply_rope_inplace`.
+
+    Examples
+    --------
+    >>> q, k = torch.ones(3, 2, 4), torch.ones(3, 1, 4)
+    >>> rotated = apply_rope(q, k, torch.tensor([0, 1, 3]), torch.tensor([7, 0]))[1]
+    >>> bool((rotated[0] != k[0]).all()), bool((rotated[1] == k[1]).all())  # positions 7 and 0
+    (True, True)
+    """
+    q, k = q.clone(), k.clone()
+    apply_rope_inplace(q, k, *arguments, **options)
+    return q, k
+
+
+def apply_rope_pos_ids(
+    q: Tensor, k: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Rotate copies, and return them: `apply_rope_pos_ids_inplace`."""
+    q, k = q.clone(), k.clone()
+    apply_rope_pos_ids_inplace(q, k, *arguments, **options)
+    return q, k
+
+
+def apply_llama31_rope(
+    q: Tensor, k: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Rotate copies, and return them: `apply_llama31_rope_inplace`."""
+    q, k = q.clone(), k.clone()
+    apply_llama31_rope_inplace(q, k, *arguments, **options)
+    return q, k
+
+
+def apply_llama31_rope_pos_ids(
+    q: Tensor, k: Tensor, *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Rotate copies, and return them: `apply_llama31_rope_pos_ids_inplace`."""
+    q, k = q.clone(), k.clone()
+    apply_llama31_rope_pos_ids_inplace(q, k, *arguments, **options)
+    return q, k
+
+
 def _ragged(q: Any, indptr: Any, offsets: Any) -> Tensor:
     """Return the position of each token of sequences that begin at offsets."""
     require_shape(q, "q", ("nnz", "heads", "head_dim"))
@@ -610,10 +683,11 @@ class _PagedAttention:
             raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
         if jit_args is not None:
             raise NotImplementedError("jit_args: kvcupy compiles its own kernels")
+        _require_aligned(float_workspace_buffer, "float_workspace_buffer")
         self.device = float_workspace_buffer.device
         self._kv_layout = kv_layout
         self._graph_tables = graph_tables
-        self._planned = False
+        self._planned, self._causal = False, True
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -623,20 +697,61 @@ class _PagedAttention:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
     ) -> None:
-        """Do nothing: kvcupy has workspaces of its own."""
+        """Check that both begin at a multiple of 16 bytes; kvcupy has workspaces of its own."""
+        _require_aligned(float_workspace_buffer, "float_workspace_buffer")
+        _require_aligned(int_workspace_buffer, "int_workspace_buffer")
+
+    def workspace_size(self, *arguments: Any, **options: Any) -> tuple[int, int]:
+        """Return bytes of the two workspaces of a `plan` with these arguments: any will do."""
+        return 16, 16
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        *,
+        causal: bool = True,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Do as `run` does with options in place of those of the plan; FlashInfer deprecates it.
+
+        Parameters
+        ----------
+        q, paged_kv_cache, options : as in `run`
+        causal : of the prefill wrapper
+        others : as in `plan`, and kept for further runs
+        """
+        _require_no_rotation(pos_encoding_mode)
+        self._window_left, self._sm_scale, self._causal = window_left, sm_scale, causal
+        self._soft_cap = logits_soft_cap
+        return self.run(q, paged_kv_cache, **options)
+
+    def forward_return_lse(self, *arguments: Any, **options: Any) -> Any:
+        """Do as `forward` does with return_lse."""
+        return self.forward(*arguments, return_lse=True, **options)
+
+    def end_forward(self) -> None:
+        """Do nothing, as in FlashInfer, which deprecates it."""
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        """Attend. Each wrapper has its own."""
+        raise NotImplementedError
 
     def _plan(
         self, indptr: Any, indices: Any, last_page_len: Any, *, heads: tuple[int, int],
         head_dims: tuple[int, int], page_size: int, pos_encoding_mode: str, window_left: int,
         logits_soft_cap: float | None, sm_scale: float | None, dtypes: tuple[Any, Any, Any],
-        seq_lens: Any, query_lens: Tensor | None,
+        seq_lens: Any, query_lens: Tensor | None, min_keys: int = 1,
     ) -> None:  # fmt: skip
-        """Keep tables and options."""
-        if pos_encoding_mode != "NONE":
-            raise NotImplementedError(
-                f"pos_encoding_mode: {pos_encoding_mode!r} rotates or biases in the kernel; rotate "
-                "query and key before (kvcupy.rope_store_kv), ALiBi is not offered"
-            )
+        """Keep tables and options; a sequence that has keys has at least `min_keys`."""
+        _require_no_rotation(pos_encoding_mode)
         q_dtype, kv_dtype, out_dtype = (
             None if dtype is None else _dtype(dtype, name)
             for dtype, name in zip(
@@ -653,6 +768,9 @@ class _PagedAttention:
         if seq_lens is not None:
             require_shape(seq_lens, "seq_lens", (len(lengths),))
             lengths = seq_lens.to(lengths)
+        if min_keys > 1 and bool(((lengths > 0) & (lengths < min_keys)).any()):
+            expected = f"none or at least q_len_per_req {min_keys} keys per sequence"
+            raise ValueError(f"last_page_len: expected {expected}, got {lengths.tolist()}")
         if query_lens is not None:
             query_lens = query_lens.to(lengths)
         if self._graph_tables is not None:
@@ -663,8 +781,7 @@ class _PagedAttention:
         self._heads, self._head_dims, self._page_size = heads, head_dims, page_size
         self._q_dtype, self._kv_dtype, self._out_dtype = q_dtype, kv_dtype or q_dtype, out_dtype
         self._window_left = window_left
-        self._soft_cap = logits_soft_cap if logits_soft_cap and logits_soft_cap > 0 else None
-        self._sm_scale = 1 / math.sqrt(head_dims[0]) if sm_scale is None else float(sm_scale)
+        self._soft_cap, self._sm_scale = logits_soft_cap, sm_scale
         self._planned = True
 
     def _tables(
@@ -708,6 +825,19 @@ class _PagedAttention:
         self._require_planned(q, k_cache, v_cache, window_left)
         if isinstance(q_scale, Tensor):
             raise NotImplementedError("q_scale: a number, which sm_scale is multiplied by")
+        sm_scale = self._sm_scale
+        if sm_scale is None:
+            sm_scale = 1 / math.sqrt(self._head_dims[0])
+        if q_scale is not None:
+            sm_scale *= float(q_scale)
+        out_scale = None
+        if k_cache.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            # As FlashInfer does: the scales multiply scores and outputs.
+            if isinstance(k_scale, Tensor):
+                raise NotImplementedError("k_scale: a number beside a cache that is not fp8")
+            if k_scale is not None:
+                sm_scale *= k_scale
+            k_scale, v_scale, out_scale = None, None, v_scale
         if sinks is not None and return_lse:
             raise NotImplementedError("return_lse: not beside sinks, which are no keys")
         shape = (len(q), self._heads[0], self._head_dims[1])
@@ -723,12 +853,14 @@ class _PagedAttention:
             require_dtype(lse, "lse", torch.float32)
         _kv.paged_attention(
             q, k_cache, v_cache, self._block_table, self._seq_lens, query_lens=query_lens,
-            layout=self._kv_layout, causal=causal, sinks=sinks,
-            sm_scale=self._sm_scale * (1.0 if q_scale is None else float(q_scale)),
+            layout=self._kv_layout, causal=causal, sinks=sinks, sm_scale=sm_scale,
             window=self._window_left + 1 if self._window_left >= 0 else None,
-            logits_soft_cap=self._soft_cap, k_scale=k_scale, v_scale=v_scale, out=out,
+            logits_soft_cap=self._soft_cap if self._soft_cap and self._soft_cap > 0 else None,
+            k_scale=k_scale, v_scale=v_scale, out=out,
             lse_out=lse if return_lse else None,
         )  # fmt: skip
+        if out_scale is not None and (isinstance(out_scale, Tensor) or out_scale != 1):
+            out.mul_(out_scale)
         return (out, lse.mul_(_LOG2_E)) if return_lse else out
 
     def _require_planned(
@@ -751,6 +883,19 @@ class _PagedAttention:
             raise ValueError(
                 f"window_left: expected None or {self._window_left} as planned, got {window_left}"
             )
+
+
+def _require_aligned(workspace: Tensor, name: str) -> None:
+    if workspace.data_ptr() % 16:
+        raise ValueError(f"{name} must be 16-byte aligned, got address {workspace.data_ptr()}")
+
+
+def _require_no_rotation(pos_encoding_mode: str) -> None:
+    if pos_encoding_mode != "NONE":
+        raise NotImplementedError(
+            f"pos_encoding_mode: {pos_encoding_mode!r} rotates or biases in the kernel; rotate "
+            "query and key before (kvcupy.rope_store_kv), ALiBi is not offered"
+        )
 
 
 class _GraphTables:
@@ -843,7 +988,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
     -----
     `plan` waits for the tables, which it makes rectangular, on the host; `run` does not wait.
     Each may be called any number of times; a plan that raises leaves the last one as it was.
-    `forward`, `begin_forward` and `end_forward`, which FlashInfer deprecates, are not offered.
+    `begin_forward` is `plan`.
     Source: FlashInfer `flashinfer.decode`.
 
     Examples
@@ -872,6 +1017,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         ) if use_cuda_graph else None  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout, jit_args, tables)
         self.use_tensor_cores = use_tensor_cores
+        self._q_len_per_req = 1
 
     def plan(
         self,
@@ -913,7 +1059,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         data_type : of query and cache, where those of their own are None
         sm_scale : None: 1 / sqrt(head_dim)
         seq_lens : (B,), instead of the lengths that follow from last_page_len
-        q_len_per_req : new tokens per sequence, causal among themselves
+        q_len_per_req : new tokens per sequence, causal among themselves; with use_cuda_graph that
+            of the first plan. A sequence has as many keys, or none
         others : ignored
 
         Raises
@@ -923,6 +1070,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         """
         if q_len_per_req < 1:
             raise ValueError(f"q_len_per_req: expected at least 1, got {q_len_per_req}")
+        if self.is_cuda_graph_enabled and self._planned and q_len_per_req != self._q_len_per_req:
+            raise ValueError(
+                f"q_len_per_req: expected {self._q_len_per_req} as in the first plan, which "
+                f"captured runs keep, got {q_len_per_req}"
+            )
         q_dtype = data_type if q_data_type is None else q_data_type
         kv_dtype = data_type if kv_data_type is None else kv_data_type
         require_shape(last_page_len, "last_page_len", ("batch_size",))
@@ -934,8 +1086,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
             dtypes=(q_dtype, kv_dtype, o_data_type), seq_lens=seq_lens,
             query_lens=torch.full((count,), q_len_per_req) if q_len_per_req > 1 else None,
+            min_keys=q_len_per_req,
         )  # fmt: skip
-        self._num_tokens = count * q_len_per_req
+        self._num_tokens, self._q_len_per_req = count * q_len_per_req, q_len_per_req
+
+    begin_forward = plan
 
     def run(
         self,
@@ -960,7 +1115,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         paged_kv_cache : as in `append_paged_kv_cache`, of the planned dtype
         q_scale : what sm_scale is multiplied by, a number
         k_scale, v_scale : dequantisation multipliers of an fp8 cache: a number, or float32 of one
-            element or (H,); of another cache None or 1
+            element or (H,). Beside another cache numbers, which scores and `out` are multiplied by;
+            v_scale may be a tensor of one element
         out : (B * q_len_per_req, Hq, D), written in place; None: allocated
         lse : float32 (B * q_len_per_req, Hq), written in place with return_lse; None: allocated
         window_left : None, or as planned
@@ -1026,6 +1182,16 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer,
             last_page_len_buffer, max_pages_per_sequence=max_pages_per_sequence,
         )  # fmt: skip
+
+
+def fast_decode_plan(
+    wrapper: BatchDecodeWithPagedKVCacheWrapper,
+    *arguments: Any,
+    global_override_indptr_cpu: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Do as `wrapper.plan` does, which is no slower here; SGLang calls it."""
+    wrapper.plan(*arguments, **options)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
@@ -1158,6 +1324,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
             self._qo_indptr_buf.copy_(qo_indptr)
         self._num_tokens, self._causal = int(starts[-1]), causal
 
+    begin_forward = plan
+
     def run(
         self,
         q: Tensor,
@@ -1186,9 +1354,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
             )
         return self._run(
             q, paged_kv_cache, query_lens=self._query_lens if self._planned else None,
-            causal=self._causal if self._planned else True, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, out=out, lse=lse, return_lse=return_lse, window_left=window_left,
-            sinks=sinks, arguments=args,
+            causal=self._causal, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
+            lse=lse, return_lse=return_lse, window_left=window_left, sinks=sinks, arguments=args,
         )  # fmt: skip
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
@@ -1203,18 +1370,28 @@ _FP8_QUERY += "stores K and V in fp8"
 _RAGGED = "attention is over pages: store K and V and use BatchPrefillWithPagedKVCacheWrapper"
 _CASCADE = "attend each level with BatchPrefillWithPagedKVCacheWrapper, and merge with merge_state"
 _MLA = "kvcupy.paged_attention attends over a latent cache, of which K and V are views"
+_NVFP4 = "FlashInfer keeps scales of blocks in a tensor of their own, which no kvcupy cache does"
+_NO_CACHE = "it has no operation on a KV cache; import it from FlashInfer itself"
 
-rope_quantize_fp8 = not_offered("rope_quantize_fp8", _FP8_QUERY)
-mla_rope_quantize_fp8 = not_offered("mla_rope_quantize_fp8", _FP8_QUERY)
-rope_quantize_fp8_append_paged_kv_cache = not_offered(
-    "rope_quantize_fp8_append_paged_kv_cache", _FP8_QUERY
-)
-nvfp4_quantize_append_paged_kv_cache = not_offered(
-    "nvfp4_quantize_append_paged_kv_cache",
-    "FlashInfer keeps scales of blocks in a tensor of their own, which no kvcupy cache does",
-)
-BatchPrefillWithRaggedKVCacheWrapper = not_offered("BatchPrefillWithRaggedKVCacheWrapper", _RAGGED)
-single_prefill_with_kv_cache = not_offered("single_prefill_with_kv_cache", _RAGGED)
-single_decode_with_kv_cache = not_offered("single_decode_with_kv_cache", _RAGGED)
-MultiLevelCascadeAttentionWrapper = not_offered("MultiLevelCascadeAttentionWrapper", _CASCADE)
-BatchMLAPagedAttentionWrapper = not_offered("BatchMLAPagedAttentionWrapper", _MLA)
+refuse_names(__name__, {
+    "rope_quantize_fp8 mla_rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache": _FP8_QUERY,
+    "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_mla_kv_cache": _NVFP4,
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping nvfp4_quantize_paged_kv_cache": _NVFP4,
+    "BatchPrefillWithRaggedKVCacheWrapper single_prefill_with_kv_cache": _RAGGED,
+    "single_prefill_with_kv_cache_return_lse single_decode_with_kv_cache": _RAGGED,
+    "MultiLevelCascadeAttentionWrapper": _CASCADE,
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
+    "BatchMLAPagedAttentionWrapper BatchDecodeMlaWithPagedKVCacheWrapper concat_mla_k": _MLA,
+    "BatchAttention BatchAttentionWithAttentionSinkWrapper PODWithPagedKVCacheWrapper":
+        "BatchPrefillWithPagedKVCacheWrapper takes prefill and decode in one batch",
+    "BatchPODWithPagedKVCacheWrapper":
+        "BatchPrefillWithPagedKVCacheWrapper takes prefill and decode in one batch",
+    "BlockSparseAttentionWrapper VariableBlockSparseAttentionWrapper sparse":
+        "attention over blocks that a mask selects is not offered",
+    "activation aot autotuner comm fused_moe gemm jit norm quantization sampling topk": _NO_CACHE,
+})  # fmt: skip
+
+# FlashInfer's modules whose names are here: `flashinfer.decode.X`, `from ...rope import X`.
+for _name in ("cascade", "decode", "mla", "page", "prefill", "rope"):
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name] = sys.modules[__name__]

@@ -37,7 +37,7 @@ from torch import Tensor
 from ..arrays import ArrayView, view
 from ..cache.pool import KVPool, MLAPool
 from ..ops.transfer import transfer_pages
-from . import describe_tensor, not_offered, require_dtype, require_shape
+from . import describe_tensor, refuse_names, require_dtype, require_shape
 from . import torch as _kv
 
 __all__ = [
@@ -45,7 +45,10 @@ __all__ = [
     "apply_rope_inplace",
     "apply_rope_inplace_with_kvcache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "can_use_set_mla_kv_buffer",
     "can_use_store_cache",
+    "merge_state",
+    "merge_state_v2",
     "set_kv_buffer",
     "set_kv_buffer_kernel",
     "set_mla_kv_buffer",
@@ -198,6 +201,11 @@ def store_cache(
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
 
+    Notes
+    -----
+    The signature is that of SGLang 0.5.23. That of 0.5.12 has no reserved_skip_index and writes
+    slot 0; a call of its arguments alone looks the same, so that such a program has to pass -1.
+
     Examples
     --------
     See the module.
@@ -215,6 +223,11 @@ def store_cache(
 
 def can_use_store_cache(k_row_bytes: int, v_row_bytes: int = 0, num_threads: int = 0) -> bool:
     """Return whether `store_cache` takes rows of so many bytes: it takes all."""
+    return True
+
+
+def can_use_set_mla_kv_buffer(nope_bytes: int, rope_bytes: int) -> bool:
+    """Return whether `set_mla_kv_buffer` takes rows of so many bytes: it takes all."""
     return True
 
 
@@ -1117,13 +1130,85 @@ def _transfer(
     )  # fmt: skip
 
 
+# --- States ---------------------------------------------------------------------------------------
+
+
+def merge_state(
+    v_a: Tensor,
+    s_a: Tensor,
+    v_b: Tensor,
+    s_b: Tensor,
+    v_merged: Tensor | None = None,
+    s_merged: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merge attention of the same queries over two sets of keys: `kvcupy.merge_states`, base 2.
+
+    Parameters
+    ----------
+    v_a, v_b : (T, H, D) fp32, fp16 or bf16
+    s_a, s_b : (T, H), log-sum-exp in base 2
+    v_merged, s_merged : (T, H, D), and float32 (T, H), written in place; None: allocated
+
+    Returns
+    -------
+    v_merged, s_merged
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Notes
+    -----
+    Two states without keys give 0 and minus infinity. Stream, Capture: as `kvcupy.merge_states`.
+
+    Examples
+    --------
+    >>> zero = torch.zeros(1, 1)
+    >>> v, s = merge_state(torch.ones(1, 1, 2), zero, torch.full((1, 1, 2), 3.0), zero)
+    >>> v.tolist(), float(s)
+    ([[[2.0, 2.0]]], 1.0)
+    """
+    return _merge((v_a, s_a.float()), (v_b, s_b.float()), v_merged, s_merged, "2")
+
+
+def merge_state_v2(
+    v_a: Tensor,
+    s_a: Tensor,
+    v_b: Tensor,
+    s_b: Tensor,
+    v_merged: Tensor | None = None,
+    s_merged: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merge two states as `merge_state` does, of natural log-sum-exp.
+
+    Notes
+    -----
+    An s of plus infinity, which FlashAttention gives where there are no keys, counts as minus
+    infinity; torch replaces it first, in copies.
+    """
+    s_a, s_b = (torch.where(s == torch.inf, -torch.inf, s.float()) for s in (s_a, s_b))
+    return _merge((v_a, s_a), (v_b, s_b), v_merged, s_merged, "e")
+
+
+def _merge(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], v_merged: Tensor | None,
+    s_merged: Tensor | None, base: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    require_shape(a[0], "v_a", ("tokens", "heads", "head_dim"))
+    require_shape(b[0], "v_b", tuple(a[0].shape))
+    for (_, s), name in ((a, "s_a"), (b, "s_b")):
+        require_shape(s, name, tuple(a[0].shape[:2]))
+    return _kv.merge_states(*a, *b, out=v_merged, lse_out=s_merged, lse_base=base)
+
+
 # --- Not offered ----------------------------------------------------------------------------------
 
-_HICACHE = "kvcupy.transfer_pages moves rows of any stride between pools that KVPool.wrap makes"
-_FP8 = "kvcupy.rope_store_kv stores K and V in fp8; no operation writes an fp8 query"
-_PREFIX = "give the tokens that are not committed the slot -1 in kvcupy.store_kv"
-
-transfer_hicache_one_layer = not_offered("transfer_hicache_one_layer", _HICACHE)
-transfer_hicache_all_layer = not_offered("transfer_hicache_all_layer", _HICACHE)
-fused_fp8_qkv_kv_cache = not_offered("fused_fp8_qkv_kv_cache", _FP8)
-set_kv_buffer_prefix_valid = not_offered("set_kv_buffer_prefix_valid", _PREFIX)
+refuse_names(__name__, {
+    "transfer_hicache_one_layer transfer_hicache_all_layer":
+        "kvcupy.transfer_pages moves rows of any stride between pools that KVPool.wrap makes",
+    "fused_fp8_qkv_kv_cache":
+        "kvcupy.rope_store_kv stores K and V in fp8; no operation writes an fp8 query",
+    "concat_mla_k concat_mla_absorb_q": "kvcupy.store_mla stores both parts side by side",
+    "set_kv_buffer_prefix_valid":
+        "give the tokens that are not committed the slot -1 in kvcupy.store_kv",
+})  # fmt: skip

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged.cache import PagedKVCache
-from . import not_offered, require_dtype, require_shape
+from . import not_offered, refuse_names, require_dtype, require_shape
 from . import torch as _kv
 
 _MHA, _ROPE_MODES = 0, ("none", "normal", "inline")
@@ -160,11 +160,15 @@ def kv_state_remove_sequence(state: PagedKVCache, seq_id: int) -> None:
 def kv_state_fork_sequence(
     state: PagedKVCache, parent_seq_id: int, child_seq_id: int, fork_pos: int = -1
 ) -> None:
-    """Add a sequence with the first tokens of another: `fork_sequence`.
+    """Add a sequence with the first tokens of another: `fork_sequence(inherit_window=False)`.
 
     Parameters
     ----------
-    fork_pos : how many tokens; -1: all
+    fork_pos : how many tokens; -1: all. Of a parent with a sliding window at most its sinks
+
+    Notes
+    -----
+    As in TVM the child has no sliding window of its own until one is enabled for it.
 
     Examples
     --------
@@ -178,7 +182,8 @@ def kv_state_fork_sequence(
     """
     if fork_pos < -1:
         raise ValueError(f"fork_pos: expected -1 or a position, got {fork_pos}")
-    state.fork_sequence(parent_seq_id, child_seq_id, None if fork_pos == -1 else fork_pos)
+    at = None if fork_pos == -1 else fork_pos
+    state.fork_sequence(parent_seq_id, child_seq_id, at, inherit_window=False)
 
 
 def kv_state_popn(state: PagedKVCache, seq_id: int, n: int) -> None:
@@ -242,7 +247,14 @@ def attention_kv_cache_commit_accepted_token_tree_nodes(
     Parameters
     ----------
     seq_ids : sequences with a tree, in any order
-    leaf_indices : of each; -1: no node is kept
+    leaf_indices : of each, a node of its whole tree: nodes are numbered on over all steps since the
+        last commit. -1: no node is kept
+
+    Notes
+    -----
+    Differs from TVM where the tree grew over several steps: all nodes that are not on the path are
+    dropped, those of earlier steps too. TVM drops as many tokens as the last step appended, less
+    the path, so that nodes of earlier steps that were not accepted stay in the sequence.
     """
     cache.commit_token_tree(list(seq_ids), list(leaf_indices))
 
@@ -250,7 +262,13 @@ def attention_kv_cache_commit_accepted_token_tree_nodes(
 def attention_kv_cache_enable_sliding_window_for_seq(
     cache: PagedKVCache, seq_id: int, sliding_window_size: int, attn_sink_size: int
 ) -> None:
-    """Keep only the first and the last tokens of a sequence: `enable_sliding_window`."""
+    """Keep only the first and the last tokens of a sequence: `enable_sliding_window`.
+
+    Notes
+    -----
+    Differs from TVM: a window may be enabled again, with another size; of a prefix that is shared
+    with other sequences, tokens past the sinks are evicted too, where TVM keeps all of it.
+    """
     cache.enable_sliding_window(seq_id, sliding_window_size, attn_sink_size)
 
 
@@ -367,31 +385,32 @@ def attention_kv_cache_debug_get_kv(
 # --- Not offered ----------------------------------------------------------------------------------
 
 _STEPWISE = "kvcupy.PagedKVCache writes and attends in one call, attention or attention_mla"
-_DISAGG = "NVSHMEM is not used; offload and onboard move sequences to the host and back"
+_DISAGG = "NVSHMEM is not used; PagedKVCache.export_sequence moves sequences between processes"
+_SHARED = "kvcupy.paged_attention attends over cache.pool.k(layer) and cache.block_table()"
+_PAGE_GROUPS = "PagedKVCache.save_sequence and load_sequence keep sequences in files"
 
-attention_kv_cache_self_attention = not_offered("attention_kv_cache_self_attention", _STEPWISE)
-attention_kv_cache_cross_attention = not_offered("attention_kv_cache_cross_attention", _STEPWISE)
-attention_kv_cache_append_mla_kv = not_offered("attention_kv_cache_append_mla_kv", _STEPWISE)
-attention_kv_cache_disagg_prepare_recv = not_offered(
-    "attention_kv_cache_disagg_prepare_recv", _DISAGG
-)
-attention_kv_cache_disagg_mark_send = not_offered("attention_kv_cache_disagg_mark_send", _DISAGG)
+_NOT_OFFERED = {
+    "attention_kv_cache_self_attention attention_kv_cache_cross_attention": _STEPWISE,
+    "attention_kv_cache_append_mla_kv": _STEPWISE,
+    "attention_kv_cache_attention_with_shared_kv": _SHARED,
+    "attention_kv_cache_disagg_prepare_recv attention_kv_cache_disagg_mark_send": _DISAGG,
+    "attention_kv_cache_debug_get_kv_mla": "PagedKVCache.get_kv copies rows of a latent cache",
+    "attention_kv_cache_get_checkpoint_metadata attention_kv_cache_get_layout_hash": _PAGE_GROUPS,
+    "attention_kv_cache_export_page_group attention_kv_cache_prepare_import": _PAGE_GROUPS,
+    "attention_kv_cache_import_page_group attention_kv_cache_finish_import": _PAGE_GROUPS,
+}
+refuse_names(__name__, _NOT_OFFERED)
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    attention_kv_cache_append_mla_kv,
     attention_kv_cache_attention_with_fused_qkv,
     attention_kv_cache_commit_accepted_token_tree_nodes,
-    attention_kv_cache_cross_attention,
     attention_kv_cache_debug_get_kv,
-    attention_kv_cache_disagg_mark_send,
-    attention_kv_cache_disagg_prepare_recv,
     attention_kv_cache_empty,
     attention_kv_cache_enable_sliding_window_for_seq,
     attention_kv_cache_get_num_available_pages,
     attention_kv_cache_get_query_positions,
     attention_kv_cache_get_total_sequence_length,
     attention_kv_cache_merge_attn_output_inplace,
-    attention_kv_cache_self_attention,
     kv_state_add_sequence,
     kv_state_begin_forward,
     kv_state_clear,
@@ -402,6 +421,11 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     paged_attention_kv_cache_create,
 )
 _BY_NAME = {f"vm.builtin.{function.__name__}": function for function in _FUNCTIONS}
+_BY_NAME |= {
+    f"vm.builtin.{name}": not_offered(name, reason)
+    for names, reason in _NOT_OFFERED.items()
+    for name in names.split()
+}
 
 __all__ = ["get_global_func"]
 __all__ += [function.__name__ for function in _FUNCTIONS]
@@ -417,7 +441,8 @@ def get_global_func(name: str, allow_missing: bool = False) -> Callable[..., Any
 
     Raises
     ------
-    NotImplementedError : there is no such function here
+    NotImplementedError : this is no function of TVM's cache. One that is not offered is returned,
+        and raises when it is called
 
     Examples
     --------

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import describe_tensor, not_offered, require_dtype, require_shape
+from . import describe_tensor, refuse_names, require_dtype, require_shape
 from . import torch as _kv
 
 __all__ = [
@@ -406,15 +406,21 @@ def merge_attn_states(
 
 # --- Not offered ----------------------------------------------------------------------------------
 
-_SPLIT_KEYS = "its keys are split in groups across a block; reshape_and_cache_flash has whole rows"
 _GATHER = "kvcupy.gather_kv reads and dequantises the rows of slots"
-_SWAP = "wrap the caches with kvcupy.KVPool.wrap, and call kvcupy.transfer_pages"
-_DYNAMIC = "pass k_scale_cache and v_scale_cache to kvcupy.store_kv for dynamic scales"
+_INDEXER = "kvcupy has no cache of an indexer of sparse attention"
+_SPLIT_KEYS = "its keys are split in groups across a block; "
 
-reshape_and_cache = not_offered("reshape_and_cache", _SPLIT_KEYS)
-gather_and_maybe_dequant_cache = not_offered("gather_and_maybe_dequant_cache", _GATHER)
-cp_gather_cache = not_offered("cp_gather_cache", _GATHER)
-swap_blocks = not_offered("swap_blocks", _SWAP)
-swap_blocks_batch = not_offered("swap_blocks_batch", _SWAP)
-copy_blocks = not_offered("copy_blocks", "call kvcupy.copy_pages")
-convert_fp8 = not_offered("convert_fp8", "kvcupy.transfer_pages converts with convert=True")
+refuse_names(__name__, {
+    "reshape_and_cache": _SPLIT_KEYS + "reshape_and_cache_flash has whole rows",
+    "paged_attention_v1 paged_attention_v2 paged_attention_rocm":
+        _SPLIT_KEYS + "kvcupy.paged_attention reads those of reshape_and_cache_flash",
+    "gather_and_maybe_dequant_cache cp_gather_cache cp_gather_and_upconvert_fp8_kv_cache": _GATHER,
+    "indexer_k_quant_and_cache cp_gather_indexer_k_quant_cache": _INDEXER,
+    "concat_and_cache_mla_grouped":
+        "it takes addresses of caches without their lengths; call concat_and_cache_mla by layer",
+    "concat_mla_q": "torch.cat((ql_nope, q_pe), dim=-1, out=q_out) does it",
+    "swap_blocks swap_blocks_batch":
+        "wrap the caches with kvcupy.KVPool.wrap, and call kvcupy.transfer_pages",
+    "copy_blocks copy_blocks_mla": "call kvcupy.copy_pages",
+    "convert_fp8": "kvcupy.transfer_pages converts with convert=True",
+})  # fmt: skip

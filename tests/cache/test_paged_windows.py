@@ -222,6 +222,21 @@ def test_fork_of_a_slid_sequence(device, at, mode):
     twin.check_empty()
 
 
+def test_a_fork_without_the_window(device):
+    """It keeps all of its tokens, and can only be of those that never leave the parent."""
+    twin = Twin(device, seed=13)
+    twin.add("a")
+    twin.slide("a", 10, 3)
+    twin.step("a", [14])
+    for at in (None, 4):
+        with pytest.raises(ValueError, match=r"^at: expected at most the 3 sinks"):
+            twin.cache.fork_sequence("a", "b", at, inherit_window=False)
+    twin.cache.fork_sequence("a", "b", 3, inherit_window=False)
+    with twin.cache.forward(["b"], [12]):
+        pass
+    assert twin.cache.sequence_length("b") == 15
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 6, 8])
 @pytest.mark.parametrize("sinks", [0, 2, 4])
 def test_pop_of_a_slid_sequence(device, count, sinks):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -52,6 +56,22 @@ def test_positions_past_the_tokens_are_padding(place):
     assert positions.tolist() == [0, 1, -1, -1]
     for x in flashinfer.get_batch_indices_positions(ints([0], place), ints([], place), 2):
         assert x.tolist() == [-1, -1]
+
+
+def test_positions_are_written_in_place(place):
+    """As under a captured graph, whose outputs stay where they are."""
+    outs = [torch.full((4,), 9, dtype=torch.int32, device=place) for _ in range(2)]
+    arguments = ints([0, 0, 2], place), ints([3, 2], place), 4
+    results = flashinfer.get_batch_indices_positions(*arguments, *outs)
+    assert [x is y for x, y in zip(results, outs, strict=True)] == [True, True]
+    assert [x.tolist() for x in outs] == [[1, 1, -1, -1], [0, 1, -1, -1]]
+    only = flashinfer.get_batch_indices_positions(*arguments, positions=outs[1].zero_())
+    assert only[1] is outs[1] and outs[1].tolist() == [0, 1, -1, -1]
+    with pytest.raises(ValueError, match=r"^positions: expected \(4,\)"):
+        flashinfer.get_batch_indices_positions(*arguments, outs[0].zero_(), outs[1][:3])
+    assert not outs[0].any()
+    with pytest.raises(TypeError, match=r"^batch_indices: expected int32"):
+        flashinfer.get_batch_indices_positions(*arguments, outs[0].long())
 
 
 def test_lengths_are_full_pages_and_the_last(place):
@@ -222,6 +242,31 @@ def test_rope_by_a_table(place, is_neox):
     for x, y in zip((query, key), expected, strict=True):
         assert_rotated(x, y)
     assert torch.equal(packed[:, 24:], rest)
+
+
+@pytest.mark.parametrize("name", ["rope", "rope_pos_ids", "llama31_rope", "llama31_rope_pos_ids"])
+def test_rope_of_copies(place, name):
+    q, k = rows(3, 2, 8, place=place), rows(3, 1, 8, place=place, seed=1)
+    where = [ints([0, 3], place), ints([40], place)]
+    where = [ints([40, 41, 42], place)] if "pos_ids" in name else where
+    arguments = q.clone(), k.clone(), *where
+    results = getattr(flashinfer, f"apply_{name}")(*arguments, interleave=True)
+    assert torch.equal(arguments[0], q) and torch.equal(arguments[1], k)
+    getattr(flashinfer, f"apply_{name}_inplace")(q, k, *where, interleave=True)
+    assert torch.equal(results[0], q) and torch.equal(results[1], k)
+
+
+def test_rope_of_copies_by_a_table(place):
+    table = torch.rand(8, 8, device=place)
+    query, key, positions = (
+        rows(3, 16, place=place),
+        rows(3, 8, place=place),
+        ints([7, 0, 1], place),
+    )
+    results = flashinfer.apply_rope_with_cos_sin_cache(positions, query, key, 8, table, False)
+    assert torch.equal(query, rows(3, 16, place=place)) and results[1].shape == key.shape
+    flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, query, key, 8, table, False)
+    assert torch.equal(results[0], query) and torch.equal(results[1], key)
 
 
 # --- States ---------------------------------------------------------------------------------------
@@ -449,6 +494,62 @@ def test_scales_of_an_fp8_cache_are_multipliers(place, kind):
 
 
 @pytest.mark.parametrize("kind", ["Decode", "Prefill"])
+def test_scales_beside_a_16_bit_cache_multiply_scores_and_outputs(place, kind):
+    cache, (k, v) = paged("NHD", place, torch.float16)
+    q = rows(4, HEADS, WIDTH, place=place)
+    options = {"causal": True} if kind == "Prefill" else {}
+    wrapper = planned(kind, place, kv_data_type=torch.float16, **options)
+    scale = torch.tensor([2.0], device=place) if kind == "Prefill" else 2.0
+    out, lse = wrapper.run(q, cache, k_scale=0.5, v_scale=scale, return_lse=True)
+    expected = attended(q, 0.5 * k.float(), 2.0 * v.float(), (1, 1, 1, 1), causal=True)
+    expected[0][2] = 0.0
+    assert_attended((out, lse), expected)
+
+
+@pytest.mark.parametrize("kind", ["Decode", "Prefill"])
+def test_forward_takes_the_options_of_the_call(place, kind):
+    """What FlashInfer deprecates, and older programs call."""
+    cache, _ = paged("NHD", place)
+    q = rows(4, HEADS, WIDTH, place=place)
+    wrapper = wrapper_of(kind, "NHD", place)
+    arrays = [ints(x, place) for x in (INDPTR, INDICES, LAST)]
+    if kind == "Prefill":
+        arrays.insert(0, ints([0, 1, 2, 3, 4], place))
+    wrapper.begin_forward(*arrays, HEADS, KV_HEADS, WIDTH, PAGE, q_data_type=torch.float32)
+    options = {"window_left": 2, "logits_soft_cap": 3.0, "sm_scale": 0.25}
+    out, lse = wrapper.forward_return_lse(q, cache, **options)
+    same = planned(kind, place, **options, **({"causal": True} if kind == "Prefill" else {}))
+    assert torch.equal(out, same.run(q, cache))
+    assert torch.equal(lse, same.run_return_lse(q, cache)[1])
+    assert torch.equal(wrapper.forward(q, cache), planned(kind, place).run(q, cache))
+    wrapper.end_forward()
+    with pytest.raises(NotImplementedError, match=r"^pos_encoding_mode: "):
+        wrapper.forward(q, cache, pos_encoding_mode="ALIBI")
+
+
+def test_a_fast_plan_is_a_plan(place):
+    cache, _ = paged("NHD", place)
+    q, wrapper = rows(4, HEADS, WIDTH, place=place), wrapper_of("Decode", "NHD", place)
+    flashinfer.fast_decode_plan(
+        wrapper, *(ints(x, place) for x in (INDPTR, INDICES, LAST)), HEADS, KV_HEADS, WIDTH, PAGE,
+        q_data_type=torch.float32, global_override_indptr_cpu=ints(INDPTR, "cpu"),
+    )  # fmt: skip
+    assert torch.equal(wrapper.run(q, cache), planned("Decode", place).run(q, cache))
+
+
+def test_workspaces_begin_at_16_bytes(place):
+    odd = torch.empty(33, dtype=torch.uint8, device=place)[1:]
+    with pytest.raises(ValueError, match="float_workspace_buffer must be 16-byte aligned"):
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(odd)
+    wrapper = wrapper_of("Decode", "NHD", place)
+    sizes = wrapper.workspace_size(*PLAN.values())
+    buffers = [torch.empty(size, dtype=torch.uint8, device=place) for size in sizes]
+    wrapper.reset_workspace_buffer(*buffers)
+    with pytest.raises(ValueError, match="int_workspace_buffer must be 16-byte aligned"):
+        wrapper.reset_workspace_buffer(buffers[0], odd)
+
+
+@pytest.mark.parametrize("kind", ["Decode", "Prefill"])
 def test_sinks_join_the_denominator(place, kind):
     cache, (k, v) = paged("NHD", place)
     q, sinks = rows(4, HEADS, WIDTH, place=place), rows(HEADS, place=place, seed=5)
@@ -564,7 +665,7 @@ def test_plan_names_the_argument(place, name, error, value):
         ("q", ValueError, {"q": torch.zeros(4, HEADS, WIDTH, dtype=torch.float16)}),
         ("paged_kv_cache", ValueError, {"paged_kv_cache": torch.zeros(6, 2, 8, KV_HEADS, WIDTH)}),
         ("window_left", ValueError, {"window_left": 3}),
-        ("v_scale", ValueError, {"v_scale": 2.0}),
+        ("k_scale", NotImplementedError, {"k_scale": torch.ones(1)}),
         ("out", TypeError, {"out": torch.zeros(4, HEADS, WIDTH, dtype=torch.float16)}),
         ("lse", ValueError, {"lse": torch.zeros(4, 1), "return_lse": True}),
         ("q_scale", NotImplementedError, {"q_scale": torch.ones(1)}),
@@ -638,16 +739,47 @@ def test_a_captured_run_takes_the_tables_of_the_last_plan(place, kind, max_pages
     assert wrapper.is_cuda_graph_enabled and not plain.is_cuda_graph_enabled
 
 
+def plan_rows(wrapper, place, last_page_len, q_len_per_req):
+    wrapper.plan(
+        ints(INDPTR, place), ints(INDICES, place), ints(last_page_len, place), HEADS, KV_HEADS,
+        WIDTH, PAGE, q_data_type=torch.float32, q_len_per_req=q_len_per_req,
+    )  # fmt: skip
+
+
 def test_several_new_tokens_of_each_sequence_stay_in_place(place):
     wrapper, _ = graph_wrapper("Decode", place)
     tables = []
-    for count in (2, 3):
-        plan(wrapper, place, q_len_per_req=count)
-        assert wrapper._query_lens.tolist() == [count] * 4
+    for _ in range(2):
+        plan_rows(wrapper, place, [2, 4, 0, 3], 2)
+        assert wrapper._query_lens.tolist() == [2] * 4
         tables.append([x.data_ptr() for x in (
             wrapper._query_lens, wrapper._seq_lens, wrapper._block_table
         )])  # fmt: skip
     assert tables[0] == tables[1]
+
+
+def test_the_number_of_new_tokens_of_a_captured_run_stays(place):
+    wrapper, buffers = graph_wrapper("Decode", place)
+    plan_rows(wrapper, place, LAST, 2)
+    before = [buffer.clone() for buffer in buffers]
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=r"^q_len_per_req: expected 2 as in the first plan"):
+            plan_rows(wrapper, place, [4, 4, 0, 4], count)
+    assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True))
+    for count in (2, 3):  # without a graph they may change
+        plan_rows(plain := wrapper_of("Decode", "NHD", place), place, LAST, count)
+    assert plain._num_tokens == 12
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_sequence_has_as_many_keys_as_new_tokens(place, graph):
+    """Or none, as padding has."""
+    wrapper = graph_wrapper("Decode", place)[0] if graph else wrapper_of("Decode", "NHD", place)
+    with pytest.raises(
+        ValueError, match=r"^last_page_len: expected none or at least q_len_per_req"
+    ):
+        plan_rows(wrapper, place, [2, 2, 0, 1], 3)
+    plan_rows(wrapper, place, [2, 3, 0, 1], 3)
 
 
 @pytest.mark.parametrize(
@@ -709,11 +841,68 @@ def test_what_is_not_offered_says_why(place):
          "jit_args: "),
         (lambda: planned("Prefill", place, custom_mask=torch.ones(1)), "custom_mask: .*tree_mask"),
         (lambda: planned("Prefill", place, prefix_len_ptr=torch.ones(1)), "prefix_len_ptr: "),
-        (lambda: flashinfer.rope_quantize_fp8_append_paged_kv_cache(), "fp8 query"),
-        (lambda: flashinfer.nvfp4_quantize_append_paged_kv_cache(1, k_scale=2), "scales of blocks"),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=reason):
             call()
+
+
+NOT_OFFERED = [
+    "BatchAttention",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "concat_mla_k",
+    "MultiLevelCascadeAttentionWrapper",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
+    "single_prefill_with_kv_cache",
+]
+
+
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_names_that_are_not_offered_can_be_imported(name):
+    """They raise when they are called, with a reason: engines import more than they call."""
+    stand_in = getattr(flashinfer, name)
+    with pytest.raises(NotImplementedError, match=f"^{name}: .{{20}}"):
+        stand_in(1, k_scale=2)
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        stand_in.plan(1)
+    assert not hasattr(stand_in, "plan") and stand_in.__name__ == name
+    assert name not in flashinfer.__all__ and name not in dir(flashinfer)
+
+
+def test_other_names_stay_unknown():
+    """Also to copy, inspect, doctest and `import *`, which ask for names of their own."""
+    assert not hasattr(flashinfer, "no_such_name") and not hasattr(flashinfer, "__wrapped__")
+    with pytest.raises(AttributeError, match=r"'kvcupy\.interop\.flashinfer' has no attribute 'x'"):
+        _ = flashinfer.x
+    everything = {}
+    exec("from kvcupy.interop.flashinfer import *", everything)
+    assert set(flashinfer.__all__) <= set(everything) and "BatchAttention" not in everything
+    assert [name for name, _ in inspect.getmembers(flashinfer, inspect.isclass)]
+    stand_in = copy.copy(flashinfer.BatchAttention)
+    assert inspect.unwrap(stand_in) is stand_in and inspect.getdoc(stand_in)
+
+
+def test_names_by_flashinfers_modules():
+    """In a new process, where nothing has imported the adapter before."""
+    program = """
+from kvcupy.interop.flashinfer.rope import apply_rope_inplace
+import kvcupy.interop.flashinfer.decode as decode
+from kvcupy.interop import flashinfer
+assert apply_rope_inplace is flashinfer.apply_rope_inplace
+assert decode.fast_decode_plan is flashinfer.page.fast_decode_plan
+try:
+    flashinfer.sampling.top_k_sampling_from_probs()
+except NotImplementedError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "sampling: it has no operation on a KV cache" in done.stdout
 
 
 def test_rope_names_the_argument(place):

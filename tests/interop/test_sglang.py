@@ -428,8 +428,6 @@ def test_stores_and_rotations_name_the_argument(place):
         (TypeError, "k_buffer", lambda: fused(k_buffer=cache.to(torch.uint8))),
         (TypeError, "cache_loc", lambda: fused(cache_loc=loc.float())),
         (ValueError, "k_scale", lambda: fused(k_scale=0.5)),  # of a cache that is not quantised
-        (NotImplementedError, "fused_fp8_qkv_kv_cache",
-         lambda: sglang.fused_fp8_qkv_kv_cache(None, k)),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{name}: "):
             call()
@@ -470,9 +468,42 @@ def test_transfers_name_the_argument(place):
             layers[0], layers[1][:1], row, row, 1)),
         (ValueError, "item_size", lambda: sglang.transfer_kv_per_layer_ph_lf(
             src[0], dst[0], src[1], dst[1], pages, pages, 0, ITEM, ITEM, PAGE, 5)),
-        (NotImplementedError, "transfer_hicache_one_layer",
-         lambda: sglang.transfer_hicache_one_layer(1)),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{name}: "):
             call()
     assert torch.equal(dst, before)
+
+
+# --- States ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ["merge_state", "merge_state_v2"])
+def test_states_merge(place, name, in_place):
+    """In base 2; v2 in base e, where plus infinity says that there are no keys."""
+    v = rows(2, 3, HEADS, WIDTH, place=place, dtype=torch.float32)
+    s = rows(2, 3, HEADS, place=place, seed=5, dtype=torch.float32)
+    s[0, 1] = torch.inf if name.endswith("v2") else -torch.inf
+    before = s.clone()
+    outs = (torch.empty_like(v[0]), torch.empty_like(s[0])) if in_place else ()
+    merged, lse = getattr(sglang, name)(v[0], s[0], v[1], s[1], *outs)
+    exp, log = (torch.exp, torch.log) if name.endswith("v2") else (torch.exp2, torch.log2)
+    weights = exp(s.double().nan_to_num(posinf=-torch.inf))
+    expected = (v * weights[..., None]).sum(0) / weights.sum(0)[..., None]
+    assert torch.allclose(merged.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(lse.double(), log(weights.sum(0)), rtol=1e-5, atol=1e-5)
+    assert torch.equal(s, before) and torch.equal(merged[1], v[1, 1])
+    assert not in_place or (merged is outs[0] and lse is outs[1])
+    with pytest.raises(ValueError, match=r"^s_b: "):
+        getattr(sglang, name)(v[0], s[0], v[1], s[1, :2])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["concat_mla_k", "fused_fp8_qkv_kv_cache", "set_kv_buffer_prefix_valid",
+     "transfer_hicache_one_layer", "transfer_hicache_all_layer"],
+)  # fmt: skip
+def test_what_is_not_offered_says_why(name):
+    with pytest.raises(NotImplementedError, match=f"^{name}: .{{20}}"):
+        getattr(sglang, name)(None)
+    assert sglang.can_use_set_mla_kv_buffer(1024, 128) and not hasattr(sglang, "merge_state_v3")

@@ -340,6 +340,8 @@ def test_too_few_pages(llama):
         cache.reorder_cache(torch.tensor([0, 0, 0]))  # one of two forks
     assert state(cache) == expected
     forward(llama, cache, ids[:, 11:12])  # the last slot of each row's pages
+    with pytest.raises(kv.CacheFull, match=r"all 2 pages \(num_pages\) hold 8"):
+        forward(llama, PagedCache(llama.config, num_pages=2, page_size=4), ids)
 
 
 def refuse(error, match, call, cache):

@@ -50,6 +50,16 @@ def rotated(x, positions):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
+def append(world, seqs, count, *tree):
+    """Run a step that appends as many ones to each sequence."""
+    call("kv_state_begin_forward", world.cache, seqs, [count] * len(seqs), *tree)
+    qkv = torch.ones(count * len(seqs), Q_HEADS + 2 * HEADS, WIDTH, device=world.place)
+    for layer in range(LAYERS):
+        name = "attention_kv_cache_attention_with_fused_qkv"
+        call(name, world.cache, layer, SCALE, qkv, qkv.new_empty(len(qkv), Q_HEADS, WIDTH))
+    call("kv_state_end_forward", world.cache)
+
+
 class World:
     """A cache, and K and V of its sequences as they are cached: (layers, tokens, heads, width)."""
 
@@ -244,6 +254,41 @@ def test_a_sliding_window_keeps_the_first_and_the_last(place, quick_host):
     assert positions.tolist() == [8]  # those in the cache
 
 
+def test_a_fork_has_no_sliding_window_until_one_is_enabled(place, quick_host):
+    """As in TVM: nothing leaves the child, which has tokens of the parent's sinks alone."""
+    world = World(place, sliding=1, rope_mode=0, num_seqs=3)
+    enable = "attention_kv_cache_enable_sliding_window_for_seq"
+    call("kv_state_add_sequence", world.cache, 0)
+    call(enable, world.cache, 0, 8, 4)
+    append(world, [0], 4)
+    call("kv_state_fork_sequence", world.cache, 0, 1, -1)
+    append(world, [1], 10)
+    assert world.cache.sequence_length(1) == 14
+    append(world, [0], 1)
+    for position in (-1, 5):
+        with pytest.raises(ValueError, match=r"^at: expected at most the 4 sinks"):
+            call("kv_state_fork_sequence", world.cache, 0, 2, position)
+    assert 2 not in world.cache
+    call("kv_state_fork_sequence", world.cache, 1, 2, 10)  # its parent has no window
+    call(enable, world.cache, 2, 6, 5)
+    append(world, [2], 3)
+    assert [world.cache.sequence_length(seq) for seq in range(3)] == [5, 14, 6]
+
+
+def test_trees_of_several_steps_are_committed_as_one(world):
+    """Leaves are nodes of the whole tree, of which the path alone remains."""
+    for seq in range(2):
+        world.add(seq)
+    world.step([0, 1], [2, 2])
+    committed = {seq: rows.shape[2] for seq, rows in world.kv.items()}
+    for tree in ([-1], [0, 0], [1, 1, 2, 2]):
+        append(world, [0, 1], len(tree), tree * 2)
+    assert world.cache.sequence_length(0) == 9
+    name = "attention_kv_cache_commit_accepted_token_tree_nodes"
+    call(name, world.cache, [0, 1], [4, 2])  # 0, 1, 4; and 0, 2, of which the last step has none
+    assert [world.cache.sequence_length(seq) - committed[seq] for seq in range(2)] == [3, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "mode"),
     [({"rope_mode": 0}, "none"), ({"rope_mode": 2}, "inline"), ({"sliding": 1}, "inline"),
@@ -396,6 +441,8 @@ def test_what_is_not_offered_says_why(place):
     for name in ("disagg_prepare_recv", "disagg_mark_send"):
         with pytest.raises(NotImplementedError, match="NVSHMEM"):
             call(f"attention_kv_cache_{name}", cache, 0)
+    with pytest.raises(NotImplementedError, match=r"shared_kv: kvcupy\.paged_attention"):
+        call("attention_kv_cache_attention_with_shared_kv", cache, 0)
     with pytest.raises(NotImplementedError, match=r"^name: .vm\.builtin\.alloc_storage"):
         tvm.get_global_func("vm.builtin.alloc_storage")
     assert tvm.get_global_func("vm.builtin.alloc_storage", allow_missing=True) is None

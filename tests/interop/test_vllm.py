@@ -340,8 +340,18 @@ def test_other_calls_name_the_argument(place):
             torch.empty_like(x), x, lse, x, lse[:1])),
         (NotImplementedError, "output_scale", lambda: vllm.merge_attn_states(
             torch.empty_like(x), x, lse, x, lse, output_scale=lse)),
-        (NotImplementedError, "reshape_and_cache", lambda: vllm.reshape_and_cache()),
-        (NotImplementedError, "swap_blocks", lambda: vllm.swap_blocks(1, 2, 3, 4)),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{name}: "):
             call()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["concat_and_cache_mla_grouped", "concat_mla_q", "copy_blocks", "cp_gather_cache",
+     "gather_and_maybe_dequant_cache", "indexer_k_quant_and_cache", "paged_attention_v1",
+     "reshape_and_cache", "swap_blocks", "swap_blocks_batch"],
+)  # fmt: skip
+def test_what_is_not_offered_says_why(name):
+    with pytest.raises(NotImplementedError, match=f"^{name}: .{{15}}"):
+        getattr(vllm, name)(1, 2, kv_cache_dtype="auto")
+    assert not hasattr(vllm, f"{name}_of_another_version")

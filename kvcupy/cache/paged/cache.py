@@ -282,13 +282,22 @@ class PagedKVCache(ProcessLocal):
         self._steps.require_outside(seq)
         self._sequences.remove(seq, self._tiers.publish(sequence))
 
-    def fork_sequence(self, parent: Hashable, child: Hashable, at: int | None = None) -> None:
+    def fork_sequence(
+        self,
+        parent: Hashable,
+        child: Hashable,
+        at: int | None = None,
+        *,
+        inherit_window: bool = True,
+    ) -> None:
         """Add a sequence that begins with the first tokens of another.
 
         Parameters
         ----------
-        parent, child : a cached sequence, and a new one, which inherits its sliding window
+        parent, child : a cached sequence, and a new one
         at : how many tokens, 0 to the parent's length; None: all
+        inherit_window : whether the child gets the parent's sliding window. False: it has none,
+            and `at` is at most the parent's sinks, because the tokens behind them may be evicted
 
         Raises
         ------
@@ -300,8 +309,9 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Full pages are shared. Stream: a partial one is copied on the copy stream, behind all steps
-        so far. Bytes: at most one page, read and written.
+        The child inherits tokens, their block hashes and the sliding window. Full pages are
+        shared. Stream: a partial one is copied on the copy stream, behind all steps so far. Bytes:
+        at most one page, read and written.
         """
         source = self._settled(parent, "parent")
         self._sequences.require_new(child, "child")
@@ -310,7 +320,12 @@ class PagedKVCache(ProcessLocal):
         checks.require_int(at, "at")
         if not 0 <= at <= source.length:
             raise ValueError(f"at: expected 0 to {source.length}, got {at}")
-        self._steps.fork(source, child, int(at))
+        if not inherit_window and source.window and at > source.sinks:
+            raise ValueError(
+                f"at: expected at most the {source.sinks} sinks of the parent's sliding window "
+                f"with inherit_window=False, got {at}"
+            )
+        self._steps.fork(source, child, int(at), inherit_window)
 
     def pop_tokens(self, seq: Hashable, n: int) -> None:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.

@@ -361,7 +361,9 @@ class Sequences:
 
     # --- Sharing ---
 
-    def fork(self, parent: CachedSequence, child: Hashable, at: int) -> tuple[int, int] | None:
+    def fork(
+        self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool = True
+    ) -> tuple[int, int] | None:
         """Add a sequence of the first `at` tokens of another, which shares its full pages.
 
         Returns the source and the target of a page to be copied, if the last one is partial.
@@ -371,7 +373,8 @@ class Sequences:
         fresh = self.allocate(1 if partial else 0)
         sequence = self.add(child)
         sequence.length, sequence.evicted = at, evicted
-        sequence.window, sequence.sinks = parent.window, parent.sinks
+        if inherit_window:
+            sequence.window, sequence.sinks = parent.window, parent.sinks
         sequence.hashes = parent.hashes[: at // self._page_size]
         sequence.loads = list(parent.loads)
         sequence.extend(parent.pages[:full])

@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import metrics
 from ...devices.protocol import Stream
-from ...errors import CaptureError, DeviceError, KvcupyError
+from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..pages import Completion
 from ..pool import Pool
@@ -536,9 +536,9 @@ class Steps:
             if completion not in sequence.loads:
                 _add_load(sequence, completion)
 
-    def fork(self, parent: CachedSequence, child: Hashable, at: int) -> None:
+    def fork(self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool) -> None:
         """Add a sequence that shares the first tokens of another."""
-        pages = self._sequences.fork(parent, child, at)
+        pages = self._sequences.fork(parent, child, at, inherit_window)
         if pages is not None:
             try:
                 copied = self._copy_pages([pages[0]], [pages[1]], parent)
@@ -599,6 +599,12 @@ class Steps:
                     raise ValueError(f"append_lengths: expected at least 1 for {name!r}, got {n}")
                 counts[i] = int(n)
         if sum(counts) > self._max_batch_tokens:
+            num_slots = self._pool.num_pages * self._pool.page_size
+            if num_slots <= self._max_batch_tokens:
+                raise CacheFull(
+                    f"append_lengths: {sum(counts)} tokens, and all {self._pool.num_pages} pages "
+                    f"(num_pages) hold {num_slots}"
+                )
             raise ValueError(
                 f"append_lengths: expected at most {self._max_batch_tokens} tokens per step "
                 f"(max_batch_tokens), got {sum(counts)}"
