@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "compile" and options.update and options.record is None:
         parser.error("--update: expected --record FILE with it")
+    if options.command == "compile" and options.sample and (options.record or not options.check):
+        parser.error("--sample: expected --check with it, and no --record")
     try:
         if options.command == "doctor":
             from . import doctor
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return compile_check.main(
             options.arch, every_arch=options.all, with_check=options.check, jobs=options.jobs,
             lines=options.progress, record=options.record, update=options.update,
+            sample=options.sample,
         )  # fmt: skip
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -93,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
     check = "with NVRTC, and fail on warnings, spills and too many registers"
     compiling.add_argument("--check", action="store_true", help=check)
+    sample = "--check a sample only, which any edit of the sources draws anew"
+    compiling.add_argument("--sample", action="store_true", help=sample)
     record = (
         "--check against this record, and compile what has changed since and a sample of the rest"
     )

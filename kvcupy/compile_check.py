@@ -501,6 +501,18 @@ def _sha256(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
+def sample_of(targets: Iterable[Target], digests: Mapping[str, str]) -> set[Target]:
+    """Draw some programs of each source; any edit of the sources, `digests`, draws others."""
+    seed, by_source = "".join(digests.values()), dict[str, list[Target]]()
+    for target in targets:
+        by_source.setdefault(target[0][0].kernel.source, []).append(target)
+    sample: set[Target] = set()
+    for programs in by_source.values():
+        programs.sort(key=lambda target: _sha256(seed, target[1], *map(str, target[0])))
+        sample.update(programs[: -(-len(programs) // _SAMPLE)])
+    return sample
+
+
 class Comparison:
     """A record beside the kernels that there are now.
 
@@ -526,20 +538,11 @@ class Comparison:
         same = {source for source in digests if digests[source] == record.digests.get(source)}
         self.unchanged = same - differing
         self.changed = digests.keys() - self.unchanged
-        sample = self._sample(targets, "".join(digests.values()))
+        sample = sample_of([t for t in targets if t[0][0].kernel.source in self.unchanged], digests)
         self.targets = [
             target for target in targets
             if target[0][0].kernel.source in self.changed or target in sample
         ]  # fmt: skip
-
-    def _sample(self, targets: Sequence[Target], seed: str) -> set[Target]:
-        """Draw some programs of each unchanged source; any edit of the sources draws others."""
-        sample: set[Target] = set()
-        for source in self.unchanged:
-            programs = [target for target in targets if target[0][0].kernel.source == source]
-            programs.sort(key=lambda target: _sha256(seed, target[1], *map(str, target[0])))
-            sample.update(programs[: -(-len(programs) // _SAMPLE)])
-        return sample
 
     def others(self, compiled: Mapping[Name, Usage | None]) -> dict[Name, Usage]:
         """Return what the record has of kernels that were not compiled."""
@@ -583,7 +586,7 @@ def _attempt(compile_one: Compile, program: Program) -> list[str]:
 
 def main(
     archs: Sequence[str] | None, *, every_arch: bool, with_check: bool, jobs: int | None,
-    lines: bool, record: Path | None = None, update: bool = False,
+    lines: bool, record: Path | None = None, update: bool = False, sample: bool = False,
 ) -> int:  # fmt: skip
     """Compile, say how it went, and return the exit status.
 
@@ -596,6 +599,7 @@ def main(
     lines : say how far it is where stderr is no terminal
     record : check against this file, and compile only what it does not speak for, and a sample
     update : write what came out to it
+    sample : look at a sample only, without a record
 
     Raises
     ------
@@ -613,7 +617,7 @@ def main(
         print(f"compile: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     if with_check or record:
-        return _check_all(archs, num_jobs, lines, record, known, update=update)
+        return _check_all(archs, num_jobs, lines, record, known, update=update, sample=sample)
     return max([_compile(*_gpu(arch), num_jobs, lines) for arch in archs])
 
 
@@ -633,9 +637,9 @@ def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
 
 def _check_all(
     archs: Sequence[str], num_jobs: int, lines: bool, file: Path | None, record: Record | None, *,
-    update: bool,
+    update: bool, sample: bool,
 ) -> int:  # fmt: skip
-    """Check all kernels, against the record of `file` if there is one; return the exit status."""
+    """Check kernels, against the record of `file` if there is one; return the exit status."""
     from . import ops
 
     specialisations, promises = ops.specialisations(), ops.promises_128_bits
@@ -648,6 +652,9 @@ def _check_all(
     if record is not None:
         comparison = Comparison(record, digests, targets)
         targets = comparison.targets
+    elif sample:
+        drawn = sample_of(targets, digests)
+        targets = [target for target in targets if target in drawn]
     total = sum(len(program) for program, _ in targets)
     with Progress("check", total, "kernels", lines=lines) as progress:
         try:

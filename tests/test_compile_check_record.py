@@ -289,12 +289,23 @@ def test_the_sample_finds_what_is_not_true(command, written, capsys):
 def test_what_is_recorded_is_judged_like_what_is_compiled(
     command, monkeypatch, capsys, value, problem
 ):
-    monkeypatch.setattr(Comparison, "_sample", lambda *_: set())
+    monkeypatch.setattr(compile_check, "sample_of", lambda *_: set())
     assert command() == 0
     command.edit(*ROW, "sm_90", value=value)
     assert command() == 1
     assert f"{ROW[1]} sm_90: {problem}" in capsys.readouterr().out.splitlines()
     assert not command.compiled
+
+
+def test_a_sample_without_a_record(command, capsys):
+    """Enough to see of another compiler in each change; one of the small programs a source."""
+    assert command_line.main(["compile", "--check", "--sample", "--jobs", "1"]) == 0
+    assert sorted(source for source, _ in command.compiled) == ["gather.cu", "store.cu"]
+    assert "as recorded" not in capsys.readouterr().out
+    for more in (["--sample"], ["--check", "--sample", "--record", str(command.file)]):
+        with pytest.raises(SystemExit):
+            command_line.main(["compile", *more])
+        assert "--sample: expected --check" in capsys.readouterr().err
 
 
 def test_with_another_compiler_all_is_compiled_and_compared_with_budgets_alone(

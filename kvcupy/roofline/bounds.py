@@ -30,6 +30,7 @@ import numpy as np
 
 from .. import compile_check, formats, sources
 from ..arrays import ArrayView, strides_of
+from ..config import shared_bytes
 from ..devices import nvrtc
 from ..devices.protocol import Device
 from ..errors import CompileError
@@ -222,7 +223,7 @@ class PlannedDevice:
     def __init__(self, arch: str) -> None:
         chip = CHIPS[arch]
         self.name = self.model = chip.name
-        self.arch, self.sm_count = arch, chip.sm_count
+        self.arch, self.sm_count, self.shared_bytes = arch, chip.sm_count, shared_bytes(arch)
         self.launches: list[Planned] = []
         self._next = 1 << 40
         self._stream = _Stream(self)

@@ -104,9 +104,8 @@ MUTATIONS = {
         "elements[i] * static_cast<int>(sizeof(TOut));\n      if",
         "elements[i];\n      if", WIDE, "transfer.cu"),
     "a last lane without work": Mutation(
-        "for (int i = lane * kCount; i < width; i += lanes * kCount) {\n    Pack<TIn, kCount> in;\n"
-        "    // Load", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
-        "    Pack<TIn, kCount> in;\n    // Load", WIDE, "transfer.cu"),
+        "if (i < width) convert(held[j], i);", "if (i + kCount < width) convert(held[j], i);", WIDE,
+        "transfer.cu"),
 }  # fmt: skip
 
 
