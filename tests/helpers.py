@@ -254,3 +254,11 @@ def refused(case: Case, call: Callable[[], Any], error: Any, name: str) -> None:
         call()
     assert re.search(rf"\b({name})\b", str(caught.value)), f"{name} not in {caught.value}"
     case.check("", [])
+
+
+def again(module, *only):
+    """The tests of a module, or only some, under names that say whose they are."""
+    subject = module.__name__.removeprefix("test_")
+    names = only or [name for name in vars(module) if name.startswith("test_")]
+    found = {f"test_{subject}_{name.removeprefix('test_')}": vars(module)[name] for name in names}
+    return {name: one for name, one in found.items() if not name.endswith("_on_a_gpu")}

@@ -61,11 +61,20 @@ class World:
         for pool, seed in ((self.device_pool, 1000), (self.host_pool, 2000)):
             for page in range(pool.num_pages):
                 self.write(pool, page, page_values(pool, seed + page))
+        if device.kind == "cuda":
+            self.load_kernels(**engine)
         device.synchronize()
         self.before = (contents(self.device_pool), contents(self.host_pool))
         self.engine = kv.TransferEngine(self.device_pool, self.host_pool, **engine)
         self.compute = device.stream()
         self.compute.name = "compute"
+
+    def load_kernels(self, **options):
+        """Transfer pages both ways: a first load waits for the device, and that for a gate."""
+        engine = kv.TransferEngine(self.device_pool, self.host_pool, **options)
+        for pages in ([0], [0, 1], [3, 1, 0]):
+            engine.save(pages, pages).synchronize()
+            engine.load(pages, pages).synchronize()
 
     @property
     def streams(self):

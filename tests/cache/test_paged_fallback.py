@@ -19,20 +19,13 @@ import test_paged_rope
 import test_paged_torch
 import test_paged_trees
 import test_paged_windows
+from helpers import again
 from paged_cases import BINARY, Twin, rope_of
 from test_fallback_operations import device, fresh, warnings_are_errors
 
 import kvcupy as kv
 
 __all__ = ["device", "fresh", "warnings_are_errors"]  # fixtures
-
-
-def again(module, *only):
-    """The tests of a module, or only some, under names of this one."""
-    subject = module.__name__.removeprefix("test_")
-    names = only or [name for name in vars(module) if name.startswith("test_")]
-    found = {f"test_{subject}_{name.removeprefix('test_')}": vars(module)[name] for name in names}
-    return {name: one for name, one in found.items() if not name.endswith("_on_a_gpu")}
 
 
 pytestmark = pytest.mark.again

@@ -102,9 +102,9 @@ print("done")
 def test_a_function_may_wait_for_another_thread_that_uses_the_gpu():
     program = """
 gate, seen = threading.Event(), []
+other, x = device.stream(), device.asarray(np.arange(1000, dtype=np.float32))
 stream.call(lambda: seen.append(gate.wait(30)))
 behind = stream.record()
-other = device.stream()
 for _ in range(100):
     x = device.asarray(np.arange(1000, dtype=np.float32))
     assert not behind.done()
@@ -318,8 +318,14 @@ def test_pages_past_the_end_are_noted_without_waiting_and_at_each_replay(device,
     stream, gate = device.stream(), threading.Event()
     lists = [1, 8, -1, 2], [2, 1, 50, 3]
     kv.check_faults(device)
-    stream.call(lambda: gate.wait(PATIENCE_S))
-    kv.transfer_pages(src, dst, *lists, method=method, stream=stream)
+    for is_open in (True, False):  # first loads wait for the device, which waits for the gate
+        if not is_open:
+            stream.call(lambda: gate.wait(PATIENCE_S))
+        kv.transfer_pages(src, dst, *lists, method=method, stream=stream)
+        if is_open:
+            stream.synchronize()
+            with pytest.raises(kv.IndexFault):
+                kv.check_faults(device)
     assert not stream.done()
     gate.set()
     stream.synchronize()
@@ -343,6 +349,8 @@ def test_transfers_follow_torchs_current_stream(device, torch):
     dst = kv.KVPool(8, **POOL, layout="page_first", placement="pinned", device=device)
     engine, foreign = kv.TransferEngine(src, dst), torch.cuda.Stream()
     device.copy(src.k(0)[3], device.asarray(np.full(src.k(0).shape[1:], 2, np.float16)))
+    kv.transfer_pages(src, dst, [0], [0], method="copy")  # loads what waits for the device
+    engine.save([0], [0]).synchronize()
     device.synchronize()
     with torch.cuda.stream(foreign):
         assert device.as_stream(None).pointer == foreign.cuda_stream

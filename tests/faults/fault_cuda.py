@@ -1,8 +1,4 @@
-"""The stand-in for CUDA as a device on which programs run, and the points that exist only there.
-
-Its kernels are those of the host device: what the driver is asked to launch is run by the build for
-this processor, on the same packed Params, where the stand-in's streams get to it.
-"""
+"""The stand-in for CUDA as a device on which programs run, and the points that exist only there."""
 
 from __future__ import annotations
 
@@ -10,22 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from devices.fake_cuda import CudaError, FakeApi, OutOfMemoryError
+from devices.fake_cuda import CudaError, OutOfMemoryError
+from devices.fake_cuda.kernels import open_device
 from fault_points import MARK, STATUS, Point, compiler_crashed, no_page, no_thread
 from fault_runs import World
 
 import kvcupy as kv
-from kvcupy import devices, scratch
 from kvcupy.cache.pages import PageAllocator
-from kvcupy.config import config
-from kvcupy.devices import cuda, host, nvrtc
-from kvcupy.kernels import Specialisation, pointer_fields
+from kvcupy.devices import nvrtc
 from kvcupy.ops import call as op_call
-
-_BUILDS: dict[Specialisation, host.HostFunction] = {}
-_FUNCTIONS = 0x10000  # the driver's functions, by number of their specialisation
 
 
 class Refused(CudaError):
@@ -34,43 +24,6 @@ class Refused(CudaError):
     def __init__(self, status: int = STATUS) -> None:
         super().__init__(status)
         self.args = (f"{MARK}: cudaError {status}",)
-
-
-class Kernels:
-    """Loads specialisations as functions of the stand-in's driver, and runs them."""
-
-    def __init__(self, api: FakeApi) -> None:
-        self.known: list[Specialisation] = []
-        self._runtime, self._driver, self._launch = api.runtime, api.driver, api.driver.launchKernel
-        api.driver.launchKernel = self.launch
-
-    def compile(self, specialisation: Specialisation, arch: str) -> nvrtc.Compiled:
-        self.known.append(specialisation)
-        return nvrtc.Compiled(b"image", str(len(self.known) - 1), "", arch)
-
-    def load(self, name: str) -> int:
-        specialisation = self.known[int(name)]
-        pointer = _FUNCTIONS + 16 * int(name)
-        self._driver.params_bytes[pointer] = specialisation.kernel.params.itemsize
-        return pointer
-
-    def launch(self, function: int, *numbers: int) -> None:
-        grid, block, smem_bytes = numbers[:3], numbers[3:6], numbers[6]
-        specialisation = self.known[(function - _FUNCTIONS) // 16]
-        dtype = specialisation.kernel.params
-        pointers = (dtype.names or ())[: pointer_fields(dtype)]
-        build = _BUILDS.setdefault(specialisation, host.HostFunction(specialisation, ()))
-        packed = host._config(grid, block, smem_bytes, 1, 0)
-
-        def run(params: bytes) -> None:
-            fields = np.frombuffer(params, dtype)[0]
-            addresses = [int(fields[name]) for name in pointers if fields[name]]
-            if not all(self._runtime._reaches(address) for address in addresses):
-                return
-            assert build.entry(params, packed) == 0, f"{specialisation} failed"
-
-        self._driver.kernels[function] = run
-        self._launch(function, *numbers)
 
 
 class CudaWorld(World):
@@ -84,25 +37,8 @@ class CudaWorld(World):
 
     def renew(self, *, kernels: bool) -> None:
         self._patch.undo()
-        op_call.forget()
-        self.api = api = FakeApi()
-        api.install(self._patch)
-        self.device = device = cuda.CudaDevice(0, api)
-        self._patch.setitem(devices._devices, "cuda:0", device)
-        self._patch.setattr(scratch, "_captured", [])
-        self._patch.setattr(config, "_fallback", "error")  # the stand-in has no array arithmetic
-        loads = Kernels(api)
-        self._patch.setattr(nvrtc, "compile_cubin", loads.compile)
-        modules = api.cupy.RawModule
-
-        class RawModule(modules):  # type: ignore[misc, valid-type]
-            def get_function(self, name: str) -> Any:
-                function = super().get_function(name)
-                function.kernel.ptr = loads.load(name)
-                return function
-
-        api.cupy.RawModule = RawModule
-        device.fault_array()
+        self.device = open_device(self._patch)
+        self.api = self.device.context.api
 
     def close(self) -> None:
         self._patch.undo()

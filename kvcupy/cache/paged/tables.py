@@ -132,10 +132,12 @@ class PinnedBuffer:
         self.bytes: np.ndarray[Any, Any] = np.empty(0, np.int8)
         self.whole = view(self.bytes)
         self._device = device
+        self._replaced: list[object] = []  # freeing pinned memory waits for the device
 
     def reserve(self, num_bytes: int) -> None:
         """Have at least so many bytes. The last copy must be done."""
         if self.bytes.size < num_bytes:
+            self._replaced.append(self.bytes)
             self.bytes = self._device.empty_pinned((_rounded(num_bytes),), np.int8)
             self.whole = view(self.bytes)
 

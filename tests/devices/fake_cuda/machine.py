@@ -202,7 +202,7 @@ class Machine:
     def progress_device(self):
         """Do the work of the current device."""
         if self.thread.is_gpu:
-            return  # a destructor amid work that this thread does for the GPU
+            return
         for stream in list(self.last):
             if self.device_of_stream(stream) == self.thread.device:
                 self.run(self.last[stream])
@@ -220,6 +220,8 @@ class Machine:
 
     def step(self, wanted=None):
         """Do one piece of work, without chance one that `wanted` needs; return whether it could."""
+        if self.thread.is_gpu:
+            return False  # a destructor amid work that this thread does for the GPU
         if not self._running.acquire(timeout=_PATIENCE):
             raise self.deadlock("the GPU waits for a host function, which waits for this thread")
         try:

@@ -1,0 +1,44 @@
+"""What waits for what on a GPU, by the stand-in: streams go on by chance, as `--strict-seed` draws.
+
+Each order is asked of it that is asked of the host device, and each control, in which a wait is
+left out, must go wrong there too.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import test_access
+import test_engine_order
+import test_tables
+from devices.fake_cuda.kernels import open_device
+from helpers import again
+
+from kvcupy.ops import call as op_call
+
+pytestmark = pytest.mark.again
+
+ORDERS = ("test_order", "test_without_the_wait_it_goes_wrong")
+
+GROWTH = (
+    "test_slots_grow_while_others_are_in_flight",
+    "test_memory_that_is_replaced_lives_until_it_is_read",
+)
+
+globals().update(
+    again(test_access, *ORDERS)
+    | again(test_engine_order, *ORDERS)
+    | again(test_tables, *ORDERS, *GROWTH)
+)
+
+
+@pytest.fixture
+def device(request):
+    seed = zlib.crc32(request.node.nodeid.encode()) ^ request.config.option.strict_seed
+    with pytest.MonkeyPatch.context() as patch:
+        device = open_device(patch, seed)
+        yield device
+        device.synchronize()
+        assert device.context.api.machine.deadlocks == []
+    op_call.forget()
