@@ -1392,6 +1392,6 @@ refuse_names(__name__, {
     "activation aot autotuner comm fused_moe gemm jit norm quantization sampling topk": _NO_CACHE,
 })  # fmt: skip
 
-# FlashInfer's modules whose names are here: `flashinfer.decode.X`, `from ...rope import X`.
-for _name in ("cascade", "decode", "mla", "page", "prefill", "rope"):
+# FlashInfer's modules, whose names are here: `flashinfer.decode.X`, `from ...rope import X`.
+for _name in ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "rope"):
     sys.modules[f"{__name__}.{_name}"] = globals()[_name] = sys.modules[__name__]

@@ -894,6 +894,7 @@ import kvcupy.interop.flashinfer.decode as decode
 from kvcupy.interop import flashinfer
 assert apply_rope_inplace is flashinfer.apply_rope_inplace
 assert decode.fast_decode_plan is flashinfer.page.fast_decode_plan
+assert not hasattr(flashinfer.attention.BatchAttention, "run")
 try:
     flashinfer.sampling.top_k_sampling_from_probs()
 except NotImplementedError as error:
