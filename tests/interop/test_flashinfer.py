@@ -447,7 +447,10 @@ def test_prefill_is_not_causal_unless_told(place):
 def test_a_second_plan_replaces_the_first(place):
     cache, (k, v) = paged("NHD", place)
     q = rows(8, HEADS, WIDTH, place=place)
-    wrapper = planned("Prefill", place, query_lens=(3, 4, 0, 1), causal=True)
+    wrapper = planned(
+        "Prefill", place, query_lens=(3, 4, 0, 1), causal=True, fixed_split_size=16,
+        disable_split_kv=True, max_token_per_sequence=4, max_sequence_kv=9,
+    )  # fmt: skip
     first = wrapper.run(q, cache)
     plan(wrapper, place, (1, 1, 0, 2), causal=True, sm_scale=0.5)
     second = wrapper.run(q[:4], cache)
