@@ -113,7 +113,7 @@ __all__ = [
 
 
 def _traced(name: str) -> _Callable[..., _Any]:
-    """Return what stands for an operation in code that `torch.compile` traces: its operator."""
+    """Return the function that `torch.compile` traces in place of an operation."""
 
     def call(*arguments: _Any, **options: _Any) -> _Any:
         from .interop import torch as operators
@@ -123,8 +123,9 @@ def _traced(name: str) -> _Callable[..., _Any]:
     return call
 
 
-# torch's tracer goes by this attribute, which nothing else reads. Without it the tracer would break
-# the graph at each operation and compile pieces of kvcupy's Python: milliseconds a call.
+# torch's tracer inlines the function that this attribute names; nothing else reads it. Without it
+# the tracer breaks the graph at each operation and compiles pieces of kvcupy's Python, which then
+# take milliseconds per call.
 for _operation in (
     apply_rope, copy_pages, find_duplicate_slots, gather_kv, merge_states, page_table_csr,
     paged_attention, rope_store_kv, rope_store_mla, slot_mapping, store_kv, store_mla,
