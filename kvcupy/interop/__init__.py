@@ -8,7 +8,6 @@ operations. What those check of their arguments stands here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 
@@ -44,11 +43,16 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
 
 
 class NotOffered(NotImplementedError, AttributeError):
-    """An attribute of a name that is not offered: for `hasattr` there is none."""
+    """An attribute of a name that is not offered was asked for; `hasattr` is False for it."""
 
 
-class _NotOffered:
-    """What stands for a function, class or module that is not offered."""
+class StandIn:
+    """Stand for a function, class or module of another library that is not offered.
+
+    >>> StandIn("swap", "there is one kernel for both")(1)
+    Traceback (most recent call last):
+    NotImplementedError: swap: there is one kernel for both
+    """
 
     def __init__(self, name: str, reason: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -59,28 +63,18 @@ class _NotOffered:
         raise NotImplementedError(self._message)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what copy, pickle, inspect and doctest ask for
+        if name.startswith("_"):  # copy, pickle, inspect and doctest ask for such names
             raise AttributeError(name)
         raise NotOffered(self._message)
 
 
-def not_offered(name: str, reason: str) -> Callable[..., Any]:
-    """Return what raises NotImplementedError with a reason when it is called.
-
-    >>> not_offered("swap", "there is one kernel for both")(1)
-    Traceback (most recent call last):
-    NotImplementedError: swap: there is one kernel for both
-    """
-    return _NotOffered(name, reason)
-
-
 def refuse_names(module: str, reasons: dict[str, str]) -> None:
-    """Give a module names that can be imported, and raise NotImplementedError when they are used.
+    """Make names importable from a module as stand-ins, which raise the reason when they are used.
 
     Parameters
     ----------
     module : its `__name__`
-    reasons : why each name is not offered. Several names may stand in one key, between spaces
+    reasons : why each name is not offered; a key may be several names with spaces between them
 
     Notes
     -----
@@ -91,7 +85,7 @@ def refuse_names(module: str, reasons: dict[str, str]) -> None:
     def find(name: str) -> Any:
         if name not in by_name:
             raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-        return not_offered(name, by_name[name])
+        return StandIn(name, by_name[name])
 
-    # As an attribute, so that type checkers go on reporting names that the module lacks.
+    # Set here and not defined in the module: type checkers still report the names it lacks.
     setattr(sys.modules[module], "__getattr__", find)  # noqa: B010

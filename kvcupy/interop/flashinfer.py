@@ -1269,14 +1269,19 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         rope_theta: float | None = None,
         q_data_type: Any = "float16",
         kv_data_type: Any = None,
+        o_data_type: Any = None,
         non_blocking: bool = True,
         prefix_len_ptr: Tensor | None = None,
         token_pos_in_items_ptr: Tensor | None = None,
         token_pos_in_items_len: int = 0,
         max_item_len_ptr: Tensor | None = None,
         seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
         block_tables: Tensor | None = None,
-        o_data_type: Any = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
     ) -> None:
         """Say which tokens attend over which pages in the next runs, and how.
 
@@ -1289,6 +1294,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr :
             anything but None raises NotImplementedError
         use_fp16_qk_reduction : ignored; sums are float32
+        seq_lens_q, max_token_per_sequence, max_sequence_kv : ignored; they follow from the tables
         others : as in `BatchDecodeWithPagedKVCacheWrapper.plan`, and so are errors
         """
         for name, value in (
@@ -1392,6 +1398,6 @@ refuse_names(__name__, {
     "activation aot autotuner comm fused_moe gemm jit norm quantization sampling topk": _NO_CACHE,
 })  # fmt: skip
 
-# FlashInfer's modules whose names are here: `flashinfer.decode.X`, `from ...rope import X`.
-for _name in ("cascade", "decode", "mla", "page", "prefill", "rope"):
+# FlashInfer's modules, whose names are here: `flashinfer.decode.X`, `from ...rope import X`.
+for _name in ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "rope"):
     sys.modules[f"{__name__}.{_name}"] = globals()[_name] = sys.modules[__name__]

@@ -234,9 +234,10 @@ def can_use_set_mla_kv_buffer(nope_bytes: int, rope_bytes: int) -> bool:
 def set_mla_kv_buffer(
     kv_buffer: Tensor,
     loc: Tensor,
-    nope: Tensor,
-    rope: Tensor,
+    cache_k_nope: Tensor,
+    cache_k_rope: Tensor,
     num_warps: int = 0,
+    *,
     reserved_skip_index: int = 0,
 ) -> None:
     """Write latent and rotated key of MLA side by side: `kvcupy.store_mla`.
@@ -245,7 +246,7 @@ def set_mla_kv_buffer(
     ----------
     kv_buffer : (slots, R + P) or (slots, 1, R + P), written in place
     loc : (T,)
-    nope, rope : (T', R), (T', P), or with an axis of one head; of kv_buffer's dtype
+    cache_k_nope, cache_k_rope : (T', R), (T', P), or with an axis of one head; of kv_buffer's dtype
     num_warps : ignored
     reserved_skip_index : as in `store_cache`
 
@@ -262,11 +263,16 @@ def set_mla_kv_buffer(
     """
     kv_buffer, nope, rope = (
         _without_head(x, name)
-        for x, name in ((kv_buffer, "kv_buffer"), (nope, "nope"), (rope, "rope"))
+        for x, name in (
+            (kv_buffer, "kv_buffer"),
+            (cache_k_nope, "cache_k_nope"),
+            (cache_k_rope, "cache_k_rope"),
+        )
     )
     require_shape(kv_buffer, "kv_buffer", ("slots", nope.shape[1] + rope.shape[1]))
-    _require_locations(loc, "loc", {"nope": nope, "rope": rope})
-    for x, name in ((nope, "nope"), (rope, "rope")):
+    parts = {"cache_k_nope": nope, "cache_k_rope": rope}
+    _require_locations(loc, "loc", parts)
+    for name, x in parts.items():
         require_dtype(x, name, kv_buffer.dtype)
     _kv.store_mla(
         _as_format(nope), _as_format(rope), _as_format(kv_buffer), loc,

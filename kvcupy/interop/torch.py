@@ -18,8 +18,8 @@ Pools: `pool.torch_k(layer)` and `pool.torch_v(layer)` are tensors over a pool's
 `kvcupy.KVPool.wrap` makes a pool over tensors. Take the tensors out of the pool before what is
 traced: a graph knows tensors, not pools. For the same reason `transfer_pages`, `PagedKVCache`,
 `TransferEngine` and `TieredCache` are no operators: they change what a graph has no notion of, page
-lists, streams and transfers in flight. Call them between graphs. `kvcupy.bind` prepares calls of
-kvcupy's own functions, which are not traced either.
+lists, streams and transfers in flight. Call them between graphs. Calls that `kvcupy.bind` has
+prepared are not traced either. kvcupy's own functions of these names are traced as these.
 
 Examples
 --------

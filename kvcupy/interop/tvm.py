@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged.cache import PagedKVCache
-from . import not_offered, refuse_names, require_dtype, require_shape
+from . import StandIn, refuse_names, require_dtype, require_shape
 from . import torch as _kv
 
 _MHA, _ROPE_MODES = 0, ("none", "normal", "inline")
@@ -422,7 +422,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
 )
 _BY_NAME = {f"vm.builtin.{function.__name__}": function for function in _FUNCTIONS}
 _BY_NAME |= {
-    f"vm.builtin.{name}": not_offered(name, reason)
+    f"vm.builtin.{name}": StandIn(name, reason)
     for names, reason in _NOT_OFFERED.items()
     for name in names.split()
 }

@@ -447,7 +447,10 @@ def test_prefill_is_not_causal_unless_told(place):
 def test_a_second_plan_replaces_the_first(place):
     cache, (k, v) = paged("NHD", place)
     q = rows(8, HEADS, WIDTH, place=place)
-    wrapper = planned("Prefill", place, query_lens=(3, 4, 0, 1), causal=True)
+    wrapper = planned(
+        "Prefill", place, query_lens=(3, 4, 0, 1), causal=True, fixed_split_size=16,
+        disable_split_kv=True, max_token_per_sequence=4, max_sequence_kv=9,
+    )  # fmt: skip
     first = wrapper.run(q, cache)
     plan(wrapper, place, (1, 1, 0, 2), causal=True, sm_scale=0.5)
     second = wrapper.run(q[:4], cache)
@@ -894,6 +897,7 @@ import kvcupy.interop.flashinfer.decode as decode
 from kvcupy.interop import flashinfer
 assert apply_rope_inplace is flashinfer.apply_rope_inplace
 assert decode.fast_decode_plan is flashinfer.page.fast_decode_plan
+assert not hasattr(flashinfer.attention.BatchAttention, "run")
 try:
     flashinfer.sampling.top_k_sampling_from_probs()
 except NotImplementedError as error:

@@ -127,10 +127,11 @@ def test_set_mla_kv_buffer(place, skipped, with_head):
     for i, slot in enumerate([5, 0, 2]):
         if slot != skipped:
             expected[slot] = torch.cat((nope[i], rope[i]))
-    arguments = [x[:, None] if with_head else x for x in (cache, nope, rope)]
+    buffer, nope, rope = (x[:, None] if with_head else x for x in (cache, nope, rope))
     sglang.set_mla_kv_buffer(
-        arguments[0], ints([5, 0, 2], place), *arguments[1:], reserved_skip_index=skipped
-    )
+        kv_buffer=buffer, loc=ints([5, 0, 2], place), cache_k_nope=nope, cache_k_rope=rope,
+        reserved_skip_index=skipped,
+    )  # fmt: skip
     assert torch.equal(cache, expected)
 
 

@@ -134,6 +134,23 @@ def test_opcheck(calls, name, device):
     torch.library.opcheck(operator(name), arguments, outputs)
 
 
+def test_kvcupys_own_functions_are_traced_as_operators(compile_):
+    """Instead of their Python, piece by piece."""
+
+    def step(query, rows, k_cache, v_cache, table, lengths):
+        slots = kv.slot_mapping(table, lengths, torch.ones_like(lengths), 4)
+        kv.store_kv(rows + 1, rows, k_cache, v_cache, slots)
+        return 2 * kv.paged_attention(query, k_cache, v_cache, table, lengths)
+
+    generator = torch.Generator().manual_seed(0)
+    query, rows = (torch.randn(2, heads, 8, generator=generator) for heads in (4, 2))
+    tables = torch.tensor([[3, 1], [5, 2]]), torch.tensor([5, 4])
+    caches, compiled = torch.zeros(2, 2, 8, 4, 2, 8)
+    want = step(query, rows, *caches, *tables)
+    assert torch.equal(compile_(step)(query, rows, *compiled, *tables), want)
+    assert torch.equal(caches, compiled) and caches.any()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_without_graph_breaks(calls, name, compile_):
     own, compiled = copied(calls[name]), copied(calls[name])
