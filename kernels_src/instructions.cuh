@@ -268,8 +268,8 @@ inline u32 larger_code(u32 x, u32 y) {
 
 template <typename T, Nan kNan>
 inline u32 larger_codes(u32 x, u32 y) {
-  return larger_code<T, kNan>(x & 0xffff, y & 0xffff) |
-         larger_code<T, kNan>(x >> 16, y >> 16) << 16;
+  return larger_code<T, kNan>(x & 0xffff, y & 0xffff) | larger_code<T, kNan>(x >> 16, y >> 16)
+                                                            << 16;
 }
 
 }  // namespace kvcupy_host
