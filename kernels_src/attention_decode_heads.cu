@@ -507,6 +507,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   }
 
   // Store
+  wait_for_copies();  // of scales, to tables past the last
   sum = sum_within_warp(sum, 4);
   if (lane % 4 == 0) {
     shared.tops[warp_row + lane / 4] = largest;

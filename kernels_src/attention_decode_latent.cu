@@ -199,6 +199,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   }
 
   // Store
+  wait_for_copy_groups<0>();  // of scales, to tables past the last
   float* values = reinterpret_cast<float*>(ring + warp * Shape::kOwnBytes);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 
   OwnScales own_scales = {};  // of four bits, of the tile that is fetched
   [[maybe_unused]] const SharedStrides as_codes = shared_strides(p);
-  const auto begin_keys = [&](int stage, char* keys, const KeyPlace& place)
-                              __attribute__((always_inline)) {
+  const auto begin_keys = [&](int stage, char* keys,
+                              const KeyPlace& place) __attribute__((always_inline)) {
     if constexpr (kFourBit<TCache>) {
       own_scales = set_four_bit_rows(table, stage, p, t, as_codes, place);
       fetch_four_bit_keys<TCache, kWidth>(keys, p, table, stage, own_scales);

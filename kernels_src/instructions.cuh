@@ -132,7 +132,7 @@ __device__ __forceinline__ u32 half_not_above(float x) {
 #else
   const half near = from_float<half>(x);
   if (to_float(near) <= x) return near.bits;
-  return near.bits == 0 ? 0x8001 : near.bits + (near.bits & 0x8000 ? 1 : -1);
+  return near.bits + (near.bits & 0x8000 ? 1 : -1);
 #endif
 }
 __device__ __forceinline__ u32 half_not_below(float x) {
@@ -268,8 +268,8 @@ inline u32 larger_code(u32 x, u32 y) {
 
 template <typename T, Nan kNan>
 inline u32 larger_codes(u32 x, u32 y) {
-  return larger_code<T, kNan>(x & 0xffff, y & 0xffff) |
-         larger_code<T, kNan>(x >> 16, y >> 16) << 16;
+  return larger_code<T, kNan>(x & 0xffff, y & 0xffff) | larger_code<T, kNan>(x >> 16, y >> 16)
+                                                            << 16;
 }
 
 }  // namespace kvcupy_host

@@ -759,9 +759,8 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     }
   };
   if (p.src.k_rotated.shift | p.src.v_rotated.shift) {
-    convert([](const RotatedPart& part, int element) __attribute__((always_inline)) {
-      return rotation_at(part, element);
-    });
+    convert([](const RotatedPart& part, int element)
+                __attribute__((always_inline)) { return rotation_at(part, element); });
   } else {
     convert([](const RotatedPart&, int) __attribute__((always_inline)) { return NotRotated{}; });
   }

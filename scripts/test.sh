@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests, in as many processes as there are CPUs:
-#     scripts/test.sh [--torch] [--full] [--sanitize] [-n 0] [arguments of pytest]
+#     scripts/test.sh [--torch] [--full] [--sanitize] [--arch NN] [-n 0] [arguments of pytest]
 # --torch: with torch, which some tests need, installed. --full: more cases of each test, not just
 # telling ones. --sanitize: kernels and arrays under the address and undefined-behaviour sanitizers.
+# --arch: kernels take the branches that sm_NN takes (75, 80, 89, 90 or 100), on this processor.
 # -n 0: in one process, as a debugger needs it. It works in the active virtual environment, else in
 # .venv, and installs only what is missing.
 set -euo pipefail

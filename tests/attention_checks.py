@@ -10,6 +10,9 @@ import numpy as np
 from attention_cases import AttentionCase
 from helpers import from_values
 
+import kvcupy as kv
+from kvcupy import reference
+
 LENS = [6, 0, 4, 13, 21]
 NEW = [3, 0, 1, 13, 6]
 
@@ -54,6 +57,22 @@ def check_attention_long_decode_fp8(device):
                        widths=(32, 64), page_size=16, scales=scales)
     )  # fmt: skip
     return case
+
+
+def check_attention_visible_nan(device):
+    """A NaN of e4m3 in V shows in its column, and one in K in the rows that see the key."""
+    rng = np.random.default_rng(45)
+    query = from_values(rng.standard_normal((2, 8, 64)), "bf16")
+    k, v = (from_values(rng.standard_normal((4, 16, 2, 64)), "fp8_e4m3") for _ in "kv")
+    reference.bits_of(v, "fp8_e4m3")[1, 3, :, 5] = 0xFF  # of the first sequence
+    reference.bits_of(k, "fp8_e4m3")[2, 7, :, 9] = 0x7F  # of the second
+    table = np.arange(4, dtype=np.int32).reshape(2, 2)
+    seq_lens = np.array([30, 20], np.int32)
+    arrays = (device.asarray(array) for array in (query, k, v, table, seq_lens))
+    out = device.to_numpy(kv.paged_attention(*arrays)).astype(np.float32)
+    expected = np.zeros(out.shape, bool)
+    expected[0, :, 5] = expected[1] = True
+    np.testing.assert_array_equal(np.isnan(out), expected)
 
 
 def check_attention_decode_int8(device, fmt="bf16"):

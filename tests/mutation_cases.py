@@ -23,7 +23,8 @@ class Mutation:
     """Text of a file of the kernels, what stands there instead, and the check that must notice.
 
     The text occurs `count` times, with any white space. `more` is replaced along with it: a file,
-    what occurs there once, and what stands there instead.
+    what occurs there once, and what stands there instead. `arch` is the GPU, as 75, whose branches
+    run, if any's.
     """
 
     old: str
@@ -32,13 +33,14 @@ class Mutation:
     file: str
     more: tuple[tuple[str, str, str], ...] = ()
     count: int = 1
+    arch: int = 0
 
     def must_be_noticed(self, kernel_sources: KernelSources) -> None:
         """Break a copy of the kernels, and run the check, which must fail."""
         kernel_sources.replace(self.file, self.old, self.new, self.count)
         for file, old, new in self.more:
             kernel_sources.replace(file, old, new)
-        device = kernel_sources.device("-O0")
+        device = kernel_sources.device("-O0", f"-DKVCUPY_ARCH={10 * self.arch}")
         with pytest.raises(NOTICED):
             self.check(device)
 

@@ -160,8 +160,7 @@ extern "C" __attribute__((visibility("default"))) void refine(const float* numbe
                                                               float* reciprocals, long count,
                                                               int ulps) {
   for (long i = 0; i < count; ++i) {
-    reciprocals[i] =
-        refine_reciprocal(numbers[i], nudged(1.0f / numbers[i], ulps));
+    reciprocals[i] = refine_reciprocal(numbers[i], nudged(1.0f / numbers[i], ulps));
   }
 }
 

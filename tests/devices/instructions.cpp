@@ -81,7 +81,8 @@ static Result divide(u32 word) {
   const float want = x / scale;
   const float got = ScaleDivisor(scale).quotient(x);
   const float magnitude = fabsf(want);
-  if (magnitude >= 0x1p-20f && magnitude <= 0x1p20f) return {bits_of_float(got), bits_of_float(want)};
+  if (magnitude >= 0x1p-20f && magnitude <= 0x1p20f)
+    return {bits_of_float(got), bits_of_float(want)};
   // Else only where it lies counts.
   const auto place = [](float q) {
     return q != q ? 2u : fabsf(q) < 0x1p-20f ? 0u : 1u | (__float_as_uint(q) & 0x80000000);
@@ -130,8 +131,8 @@ static Result pairs(u32 word) {
 template <typename T>
 static Result floats(u32 word) {
   const float2 got = floats_of_pair<T>(word);
-  const u32 want = mixed(bits_of_float(number_of<T>(word & 0xffff)),
-                         bits_of_float(number_of<T>(word >> 16)));
+  const u32 want =
+      mixed(bits_of_float(number_of<T>(word & 0xffff)), bits_of_float(number_of<T>(word >> 16)));
   return {mixed(bits_of_float(got.x), bits_of_float(got.y)), want};
 }
 
@@ -165,8 +166,8 @@ static Result eight(u32 word) {
     const float first = number_of_code<TFormat>(word >> 8 * i);
     const float second = number_of_code<TFormat>(word >> (8 * i + 4));
     result.got = mixed(mixed(result.got, halves.pairs[i]), others.pairs[i]);
-    result.want = mixed(mixed(result.want, pair_of<half>(first, second)),
-                        pair_of<bfloat16>(first, second));
+    result.want =
+        mixed(mixed(result.want, pair_of<half>(first, second)), pair_of<bfloat16>(first, second));
   }
   return result;
 }
@@ -209,7 +210,8 @@ static Result larger_exponents(u32 word) {
 template <typename T, int kCount>
 static Pack<T, kCount> pack_from(u32 word) {
   Pack<T, kCount> pack;
-  for (int i = 0; i < kCount; ++i) pack.values[i] = of_bits<T>(rotated(word, 16 * i + i / 2) & 0xffff);
+  for (int i = 0; i < kCount; ++i)
+    pack.values[i] = of_bits<T>(rotated(word, 16 * i + i / 2) & 0xffff);
   return pack;
 }
 
@@ -295,27 +297,38 @@ static Result power(u32 word) {
 // --- What Python calls ---------------------------------------------------------------------------
 
 #define FORMATS_OF_BYTES(CHECK) \
-  {#CHECK "_fp8_e4m3", CHECK<fp8_e4m3>}, {#CHECK "_fp8_e5m2", CHECK<fp8_e5m2>}
-#define HALF_FORMATS(CHECK) {#CHECK "_fp16", CHECK<half>}, {#CHECK "_bf16", CHECK<bfloat16>}
+  {#CHECK "_fp8_e4m3", CHECK<fp8_e4m3>}, { #CHECK "_fp8_e5m2", CHECK<fp8_e5m2> }
+#define HALF_FORMATS(CHECK) \
+  {#CHECK "_fp16", CHECK<half>}, { #CHECK "_bf16", CHECK<bfloat16> }
 #define FOUR_BIT_FORMATS(CHECK) \
-  {#CHECK "_nvfp4", CHECK<nvfp4>}, {#CHECK "_int4", CHECK<int4x2>}, {#CHECK "_zp", CHECK<uint4x2>}
+  {#CHECK "_nvfp4", CHECK<nvfp4>}, {#CHECK "_int4", CHECK<int4x2>}, { #CHECK "_zp", CHECK<uint4x2> }
 
 static const struct {
   const char* name;
   Result (*check)(u32 word);
 } checks[] = {
-    FORMATS_OF_BYTES(encode_one),    HALF_FORMATS(encode_one),
-    FORMATS_OF_BYTES(encode_fours),  FORMATS_OF_BYTES(encode_quotients),
-    {"divide", divide},              FORMATS_OF_BYTES(decode_one),
-    HALF_FORMATS(decode_one),        FORMATS_OF_BYTES(decode_fours),
+    FORMATS_OF_BYTES(encode_one),
+    HALF_FORMATS(encode_one),
+    FORMATS_OF_BYTES(encode_fours),
+    FORMATS_OF_BYTES(encode_quotients),
+    {"divide", divide},
+    FORMATS_OF_BYTES(decode_one),
+    HALF_FORMATS(decode_one),
+    FORMATS_OF_BYTES(decode_fours),
     {"decode_fours_int8", decode_fours<int8>},
-    FORMATS_OF_BYTES(half_pairs),    {"half_pairs_int8", half_pairs<int8>},
-    HALF_FORMATS(pairs),             HALF_FORMATS(floats),
-    {"directed", directed},          FOUR_BIT_FORMATS(eight),
-    FOUR_BIT_FORMATS(spread),        {"widen", widen},
+    FORMATS_OF_BYTES(half_pairs),
+    {"half_pairs_int8", half_pairs<int8>},
+    HALF_FORMATS(pairs),
+    HALF_FORMATS(floats),
+    {"directed", directed},
+    FOUR_BIT_FORMATS(eight),
+    FOUR_BIT_FORMATS(spread),
+    {"widen", widen},
     {"larger_exponents", larger_exponents},
-    HALF_FORMATS(absmax),            HALF_FORMATS(without_nan),
-    HALF_FORMATS(signs),             {"reciprocal", reciprocal},
+    HALF_FORMATS(absmax),
+    HALF_FORMATS(without_nan),
+    HALF_FORMATS(signs),
+    {"reciprocal", reciprocal},
     {"power", power},
 };
 
@@ -368,6 +381,7 @@ EXPORT void convert_e4m3(const u32* codes, u32* out, long count) {
 
 EXPORT void convert_floats(const float* x, const float* y, u32* out, long count, int is_e4m3) {
   for (long i = 0; i < count; ++i) {
-    out[i] = is_e4m3 ? codes_of_floats<fp8_e4m3>(x[i], y[i]) : codes_of_floats<fp8_e5m2>(x[i], y[i]);
+    out[i] =
+        is_e4m3 ? codes_of_floats<fp8_e4m3>(x[i], y[i]) : codes_of_floats<fp8_e5m2>(x[i], y[i]);
   }
 }

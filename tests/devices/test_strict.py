@@ -284,6 +284,13 @@ def test_copies_that_are_not(run, fault):
         assert re.search(COPY_FAULTS[fault], text)
 
 
+def test_a_copied_float_is_late_too(run):
+    got = run("copied_floats", 0, smem=128).view(np.float32)[:32]
+    inputs = run.last[1].view(np.float32)[:32]
+    np.testing.assert_array_equal(got, np.where(np.arange(32) % 2, inputs, 0))
+    assert NOT_WAITED in run.refused("copied_floats", 1, smem=128)
+
+
 def test_groups_of_copies(run):
     """Group 0 may be read while group 1 is on its way; the last group only when none is left."""
     run("copies_in_groups", 1, who=0, smem=1024)

@@ -263,6 +263,18 @@ __global__ void copies(const __grid_constant__ StrictParams p) {
   reinterpret_cast<uint4*>(p.out)[i] = i % 2 ? more : word;
 }
 
+// Each thread copies a float; kFault 1: and reads it before it has arrived.
+// grid: 1, block: any, smem: 4 bytes a thread
+template <int kFault>
+__global__ void copied_floats(const __grid_constant__ StrictParams p) {
+  const int i = threadIdx.x;
+  float* own = dynamic_shared<float>() + i;
+  copy_float_async(own, reinterpret_cast<const float*>(p.in) + i, i % 2);
+  if constexpr (kFault != 1) wait_for_copies();
+  reinterpret_cast<float*>(p.out)[i] = *own;
+  wait_for_copies();
+}
+
 // Of two groups the first is read while the second is on its way.
 // grid: 1, block: any, smem: 32 bytes a thread
 template <int kGroups>

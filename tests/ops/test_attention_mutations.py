@@ -339,6 +339,9 @@ MUTATIONS = {
     "float32 written as if it had 16 bits": Mutation(
         "p.partial_out || p.out_format == 0", "p.partial_out", ROTATED_TILES,
         "attention_prefill.cu"),
+    "a NaN of e4m3 that is 480 before sm_89": Mutation(
+        "(magnitude + 0x00800080u) & 0x40004000u", "0",
+        attention_checks.check_attention_visible_nan, "mma.cuh", arch=75),
     "states merged as if alike": Mutation(
         "power(lse[i] - origin, p.base_two)", "1.0f", attention_checks.check_merge_two, "merge.cu"),
     "the largest state of each lane alone": Mutation(
@@ -357,6 +360,13 @@ MUTATIONS = {
         "exists && first + i < 4 ? *reinterpret_cast<const float*>(rows.at(first + i))",
         attention_checks.check_merge_many, "merge.cu"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [0, 75, 89])
+def test_a_visible_nan_is_seen(kernel_sources, arch):
+    attention_checks.check_attention_visible_nan(
+        kernel_sources.device("-O0", f"-DKVCUPY_ARCH={10 * arch}")
+    )
 
 
 @pytest.mark.parametrize("name", one_of_each(MUTATIONS))

@@ -83,6 +83,7 @@ def check_rope(device):
 
 
 HEADER, STORE, GATHER, ROPE = "four_bit.cuh", "store.cu", "gather.cu", "rope.cu"
+INSTRUCTIONS = "instructions.cuh"
 LINES = "code = fminf(code, __fmaf_rn(exact, 0.5f, kAligner + 4.0f));"
 SMALLEST = "absmax > 0.0f ? max(bits, u32{1}) : 0"
 
@@ -130,7 +131,7 @@ MUTATIONS = {
         "kE2m1<T> ? 6.0f : kHasMinimum<T> ? 15.0f : 7.0f", "6.0f", check_store_of_int4, HEADER),
     "minima rounded to nearest": Mutation(
         "if (to_float(near) <= x) return near.bits;", "return near.bits;", check_store_above,
-        HEADER),
+        INSTRUCTIONS),
     "minus zero as a minimum": Mutation(
         "scale), 0.0f);  // no", "scale), -0.0f);  // no", check_store_above, HEADER),
     "scales without their minimum": Mutation(
