@@ -53,8 +53,9 @@ class _Loan:
         return self._captured is not None
 
     def __del__(self) -> None:
-        array, self._array = self._array, None
-        _give_back(self._device, [array], self._idle)
+        buffer = [self._array]
+        self._array = None
+        _give_back(self._device, buffer, self._idle)
 
 
 class _Captured:
@@ -64,13 +65,12 @@ class _Captured:
         self.idle: _Idle = defaultdict(list)
         self._device = device
         self._store = store
-        self.all: list[tuple[_Key, Any]] = []
+        self.all: list[tuple[_Key, list[Any]]] = []  # each array in a list of its own
 
     def __del__(self) -> None:
         self.idle.clear()
-        while self.all:
-            key, array = self.all.pop()
-            _give_back(self._device, [array], self._store[key])
+        for key, buffer in self.all:
+            _give_back(self._device, buffer, self._store[key])
 
 
 _streams: WeakValueDictionary[tuple[Device, int, Stream], _Captured] = WeakValueDictionary()
@@ -146,7 +146,7 @@ def _lend_to_capture(
         array = _take(store[key])
         if array is None:
             array = _make(device, key, stream)
-        buffers.all.append((key, array))
+        buffers.all.append((key, [array]))
     # Each replay reads what the host wrote into a pinned buffer: no later call may reuse it.
     return _Loan(device, array, [] if key[0] else buffers.idle[key], buffers)
 

@@ -375,3 +375,58 @@ print("ending", flush=True)
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split()) == (0, ["ending", "called"]), done.stderr
+
+
+# --- Addresses of streams that are used again ---
+
+
+def fail():
+    raise ZeroDivisionError
+
+
+def test_a_new_stream_has_no_failure_of_an_old_one(api, device):
+    old = device.stream()
+    old.call(fail)
+    api.machine.progress(old.pointer)
+    device.context.retired.reap()
+    del old
+    for _ in range(3):
+        new = device.stream()
+        new.synchronize()
+        new.record().synchronize()
+        assert new.done()
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        device.synchronize()
+
+
+def test_an_event_has_no_failure_of_a_stream_after_its_own(api, device):
+    old = device.stream()
+    event, pointer = old.record(), old.pointer
+    event.synchronize()
+    del old
+    new = device.stream()
+    assert new.pointer != pointer, "the event keeps the stream"
+    new.call(fail)
+    api.machine.progress(new.pointer)
+    event.synchronize()
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        new.synchronize()
+
+
+def test_what_no_event_is_behind_waits_for_no_event_of_another_stream(api, device, monkeypatch):
+    old, owner = device.stream(), np.empty(1)
+    alive = weakref.ref(owner)
+    with monkeypatch.context() as patched:
+        patched.setattr(device.context.retired, "_record", lambda event, stream: fail_with(api))
+        device.run(lambda: None, old, (owner,))
+    del old, owner
+    new = device.stream()
+    device.run(lambda: None, new, (object(),))
+    new.synchronize()
+    assert alive() is not None
+    device.synchronize()
+    assert alive() is None
+
+
+def fail_with(api):
+    raise api.errors[0](719)

@@ -16,7 +16,7 @@ from kvcupy import devices, scratch
 from kvcupy.config import config
 from kvcupy.devices import cuda, nvrtc
 from kvcupy.devices.cuda_context import FOREIGN
-from kvcupy.errors import CaptureError, CompileError
+from kvcupy.errors import CaptureError, CompileError, DeviceError
 from kvcupy.ops import call as op_call
 
 MODES = [GLOBAL, THREAD_LOCAL, RELAXED]
@@ -210,6 +210,67 @@ def test_memory_from_inside_a_capture_is_let_go_of_inside_another(api, device):
     with captured_by_another(api, home):
         del array, event
     assert buffer.nbytes == 256
+
+
+def captured_graph(device):
+    stream = device.stream()
+    with stream.capture() as graph:
+        scratch.borrow(device, 5000, stream)
+    return graph
+
+
+DESTROYED = {
+    "stream": lambda device: device.stream(),
+    "stream, and as CuPy's": lambda device: device.stream().cupy,
+    "event": lambda device: device.stream().record(),
+    "graph": captured_graph,
+    "small pinned": lambda device: device.empty_pinned(8, "fp32"),
+    "buffers": lambda device: [
+        scratch.borrow(device, 1 << 20, device.as_stream(None)) for _ in range(10)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("what", DESTROYED)
+def test_what_is_destroyed_beside_a_capture_leaves_it_whole(api, device, monkeypatch, what, pooled):
+    if not pooled:  # as with cupy.cuda.set_allocator(None)
+        monkeypatch.setattr(api.pool, "malloc", api.cupy.cuda.Memory)
+    owner = [DESTROYED[what](device)]
+    device.synchronize()
+    with captured_by_another(api):
+        owner.clear()
+        gc.collect()
+    refused = [entry for entry in api.runtime.log if entry[0].startswith("refused")]
+    assert refused == []
+
+
+def test_a_thread_without_a_context_leaves_a_capture_whole(api, device, monkeypatch):
+    """The driver does not exchange the capture mode of such a thread."""
+    here, exchange = threading.local(), api.library.cuThreadExchangeStreamCaptureMode
+    set_device, failures, kept = api.runtime.setDevice, [], []
+
+    def bind(index):
+        here.has_context = True
+        set_device(index)
+
+    def exchanged(mode):
+        return exchange(mode) if hasattr(here, "has_context") else 201
+
+    monkeypatch.setattr(api.runtime, "setDevice", bind)
+    monkeypatch.setattr(api.library, "cuThreadExchangeStreamCaptureMode", exchanged)
+
+    def work():
+        try:
+            kept.append(device.empty_pinned(8, "fp32"))
+        except DeviceError as error:
+            failures.append(error)
+
+    with captured_by_another(api):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert failures == []
 
 
 def test_a_driver_that_is_not_found_changes_no_mode(api, device):

@@ -89,7 +89,7 @@ def test_memory_comes_back_when_the_stream_has_passed(api, device):
 def test_no_memory_is_a_device_error_with_what_was_asked_for_and_what_is_free(api, device, what):
     kept = device.empty(1024, "uint8")
     api.runtime.limit_bytes = 4096
-    with pytest.raises(DeviceError, match="4,000 bytes on cuda:0: .* 3,072 of 4,096 "):
+    with pytest.raises(DeviceError, match=r"4,000 bytes on cuda:0: .* 3,072 of 4,096 "):
         getattr(device, what)(1000, "fp32")
     assert kept.nbytes == 1024
 

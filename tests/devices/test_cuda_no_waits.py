@@ -15,8 +15,10 @@ from kvcupy import devices, scratch
 from kvcupy.devices import cuda, nvrtc
 from kvcupy.ops import call as op_call
 
-BLOCKING = ("streamSynchronize", "deviceSynchronize", "eventSynchronize", "memcpy", "memset",
-            "malloc", "free", "hostRegister", "hostUnregister", "freeHost", "memGetInfo")  # fmt: skip
+BLOCKING = (
+    "streamSynchronize", "deviceSynchronize", "eventSynchronize", "memcpy", "memset", "malloc",
+    "free", "hostRegister", "hostUnregister", "freeHost", "memGetInfo",
+)  # fmt: skip
 ORDER = ("fork", "join", "keep_alive", "declare")  # take streams, and put no work on them
 READS_ON_THE_HOST = {"slot_mapping"}  # without its output, whose length it has to know
 

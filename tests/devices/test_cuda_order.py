@@ -176,3 +176,18 @@ def test_slots_are_not_waited_for_long(api, device, streams, arrays):
         access = observe.Access(view(x), view(slots))
         observe.issue(lambda: observe.Operation("write", main, (), (access,)), lambda: None)
     assert checker.unresolved == 1
+
+
+def test_a_new_stream_is_not_an_old_one_with_its_address(api, device, streams, arrays):
+    x, pinned = arrays
+    with kv.order_checker("record") as checker:
+        old = device.stream()
+        device.copy(x, pinned, stream=old)
+        api.machine.progress()  # which nothing tells the host
+        device.context.retired.reap()
+        pointer = old.pointer
+        del old
+        new = device.stream()
+        assert new.pointer == pointer
+        device.copy(pinned, x, stream=new)
+    assert kinds(checker) == ["RAW", "WAR"]
