@@ -631,7 +631,7 @@ def _probe_exporter(x: Any) -> tuple[int, Signature]:
 
 
 _TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that have been seen
-STREAMED_TYPES: set[type] = set()  # whose arrays have named the stream that still writes them
+STREAMED_TYPES: set[type] = set()  # whose arrays a stream may still be writing
 _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
 
 
@@ -956,11 +956,15 @@ def _view_cupy(x: Any) -> ArrayView:
 
 
 def _view_exporter(x: Any) -> ArrayView:
-    """View any other exporter: `__cuda_array_interface__` first, since it needs no capsule."""
+    """View any other exporter by the protocol that orders its work.
+
+    `__cuda_array_interface__` needs no capsule, but may name no stream to wait for, as JAX's.
+    """
     interface = getattr(x, "__cuda_array_interface__", None)
-    if interface is not None:
+    has_dlpack = hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+    if interface is not None and (interface.get("stream") is not None or not has_dlpack):
         return _view_cuda_interface(x, interface)
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+    if has_dlpack:
         return _view_dlpack(x)
     hint = "; make it an array with np.asarray" if isinstance(x, (list, tuple, range)) else ""
     raise TypeError(f"got {type(x).__name__}{hint}")
@@ -974,6 +978,8 @@ def _view_dlpack(x: Any) -> ArrayView:
         library="dlpack", readonly=export.readonly, owner=export.owner,
     )  # fmt: skip
     v.readonly = v.readonly or _is_immutable(x, v)
+    if v.device != "host":
+        STREAMED_TYPES.update((type(x), dlpack.Capsule))
     return v
 
 
@@ -1265,8 +1271,9 @@ def _increment_version() -> Callable[[Sequence[Any]], Any]:
 def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
     """Make a stream wait, by events, for those on which arrays are still being written.
 
-    Version 3 of `__cuda_array_interface__` names them. In a capture nothing outside can be waited
-    for: the order there is the caller's, as for whatever a graph reads at its launch.
+    Version 3 of `__cuda_array_interface__` names them, and an exporter of DLPack makes the stream
+    wait itself. In a capture nothing outside can be waited for: the order there is the caller's, as
+    for whatever a graph reads at its launch.
 
     Parameters
     ----------
@@ -1279,11 +1286,19 @@ def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
         owners.append(a.owner if type(a) is ArrayView else a)
         if type(a) is ArrayView and a.scales is not None:
             owners.append(a.scales.owner)
-    streamed = (owner for owner in owners if type(owner) in STREAMED_TYPES)
-    producers = [owner.__cuda_array_interface__.get("stream") for owner in streamed]
-    for pointer in dict.fromkeys(producers):
-        if pointer is not None and not stream.capturing:
-            stream.wait(cuda_api.StreamAddress(int(pointer)))
+    streamed = [owner for owner in owners if type(owner) in STREAMED_TYPES]
+    if not streamed or stream.capturing:
+        return
+    exporters = [owner.exporter if type(owner) is dlpack.Capsule else owner for owner in streamed]
+    pointers: dict[int, None] = {}
+    for exporter in {id(exporter): exporter for exporter in exporters}.values():
+        interface = getattr(exporter, "__cuda_array_interface__", None) or {}
+        if interface.get("stream") is not None:
+            pointers[int(interface["stream"])] = None
+        elif hasattr(exporter, "__dlpack_device__"):
+            dlpack.let_wait(stream.pointer, exporter)
+    for pointer in pointers:
+        stream.wait(cuda_api.StreamAddress(pointer))
 
 
 def tensor_of(v: ArrayView, name: str = "array") -> Any:

@@ -191,16 +191,23 @@ def device_of_pointer(pointer: int) -> int:
 
 
 @contextmanager
+def current_device(index: int) -> Iterator[Any]:
+    """Make a GPU current for the length of a with block, and yield CuPy."""
+    api = CudaApi()
+    is_current = api.runtime.getDevice() == index
+    with nullcontext() if is_current else api.cupy.cuda.Device(index):
+        yield api.cupy
+
+
+@contextmanager
 def dlpack_stream(index: int) -> Iterator[int]:
     """Make a GPU current, and yield CuPy's current stream there as DLPack's `stream=` names it.
 
     DLPack's 1 is the default stream of the current GPU, so the exporter must be called inside the
     with block.
     """
-    api = CudaApi()
-    is_current = api.runtime.getDevice() == index
-    with nullcontext() if is_current else api.cupy.cuda.Device(index):
-        yield int(api.cupy.cuda.get_current_stream(index).ptr) or 1
+    with current_device(index) as cupy:
+        yield int(cupy.cuda.get_current_stream(index).ptr) or 1
 
 
 # --- The driver's batched copy ---

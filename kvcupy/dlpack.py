@@ -81,11 +81,14 @@ def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
     BufferError : the library cannot export it with these options
     TypeError, ValueError : an option is not as DLPack defines it
     """
-    library = np.ndarray if isinstance(carrier, np.ndarray) else sys.modules["cupy"].ndarray
     options = {name: value for name, value in options.items() if value is not None}
     try:
         # Not that of `ExportsBits`, which calls this.
-        capsule = library.__dlpack__(carrier, **options)
+        if isinstance(carrier, np.ndarray):
+            capsule = np.ndarray.__dlpack__(carrier, **options)
+        else:  # CuPy takes the current GPU's current stream for the producer's
+            with cuda_api.current_device(carrier.data.device_id) as cupy:
+                capsule = cupy.ndarray.__dlpack__(carrier, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         names = "stream, max_version, dl_device and copy"
@@ -216,6 +219,16 @@ def read(exporter: Any) -> Export:
     owner = Capsule(exporter, capsule, tensor.device_type == _CUDA_HOST)
     pointer = (tensor.data or 0) + tensor.byte_offset
     return Export(pointer, shape, strides or None, format, device, readonly, owner)
+
+
+def let_wait(stream: int, exporter: Any) -> None:
+    """Let a stream of the GPU wait for what writes an exporter's array, as `read` has let CuPy's
+    current stream wait. On the host nothing is awaited."""
+    device_type, index = exporter.__dlpack_device__()
+    if device_type in (_CUDA, _CUDA_MANAGED):
+        with cuda_api.dlpack_stream(int(index)) as current:
+            if current != (stream or 1):
+                _export(exporter, stream=stream or 1)
 
 
 def _export(exporter: Any, **arguments: int) -> object:

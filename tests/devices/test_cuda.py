@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_cuda import ILLEGAL, FakeApi, captured_by_another
 
-from kvcupy import arrays, observe
+from kvcupy import arrays, dlpack, observe
 from kvcupy.arrays import ArrayView, is_pinned
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda, cuda_memory
@@ -889,6 +889,49 @@ def test_an_operation_waits_for_the_producers_of_its_arrays(api, device, produce
         api.runtime.log.clear()
         wait_for_producers(arrays, stream)
         assert not log(api, "wait")
+
+
+class Asynchronous:
+    """An array as JAX exports it: the interface names no stream, and DLPack takes the reader's."""
+
+    def __init__(self, array):
+        self._array, self.waiting = array, []
+        self.__cuda_array_interface__ = {
+            "version": 2, "typestr": array.dtype.str, "shape": array.shape, "strides": None,
+            "data": (array.ctypes.data, False),
+        }  # fmt: skip
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, *, stream, max_version=None):
+        self.waiting.append(stream)
+        capsule = self._array.__dlpack__()
+        dlpack._tensor_of(capsule).device_type = 2
+        return capsule
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_an_array_whose_interface_names_no_stream_is_read_by_dlpack(
+    api, device, produced_types, monkeypatch, tagged
+):
+    from kvcupy import cuda_api
+
+    monkeypatch.setattr(cuda_api, "CudaApi", lambda: api)
+    home, stream = device.stream(), device.stream()
+    api.currents[0] = home.cupy
+    source, target = np.arange(4, dtype=np.float32), np.zeros(4, np.float32)
+    exporter = Asynchronous(source)
+    array = exported(exporter) if tagged else exporter
+    assert arrays.view(array).device == "cuda:0"
+    device.copy(target, array)
+    assert set(exporter.waiting) == {home.pointer}
+    device.copy(target, array, stream=stream)
+    assert exporter.waiting[-1] == stream.pointer
+    with stream.capture():
+        exporter.waiting.clear()
+        device.copy(target, array, stream=stream)
+        assert stream.pointer not in exporter.waiting
 
 
 # --- Pinned memory of CuPy's own ---

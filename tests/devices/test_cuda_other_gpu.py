@@ -10,7 +10,7 @@ import pytest
 from fake_cuda import captured_by_another
 
 import kvcupy as kv
-from kvcupy import devices, dlpack
+from kvcupy import arrays, devices, dlpack
 from kvcupy.devices import cuda, nvrtc
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.kernels import Kernel
@@ -240,3 +240,17 @@ def test_an_exporter_there_is_asked_with_its_own_current_stream(api, second):
     api.currents[0] = api.cupy.cuda.Stream()
     dlpack.read(exporter)
     assert exporter.asked == (1, api.currents[1].ptr)
+
+
+def test_an_array_there_is_exported_with_that_gpu_current(api, second, monkeypatch):
+    """CuPy lets the consumer wait for the current GPU's current stream."""
+    current = []
+
+    def export(array, **options):
+        current.append(api.runtime.current)
+        return np.zeros(3).__dlpack__()
+
+    monkeypatch.setattr(api.cupy.ndarray, "__dlpack__", export, raising=False)
+    array = second.empty(3, "bf16")
+    arrays.view(array).__dlpack__(stream=1)
+    assert current == [1]
