@@ -211,9 +211,14 @@ class CudaDevice:
 
     def copy_runs(
         self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],
-        stream: Any, keep: Sequence[object] = (),
+        stream: Any, keep: Sequence[object] = (), pageable: bool = False,
     ) -> None:  # fmt: skip
         """Copy contiguous runs in the order of `stream`; owners in `keep` live until it is done.
+
+        Parameters
+        ----------
+        dst, src, sizes : uint64 (runs,), addresses and bytes
+        pageable : whether some of the memory is not page-locked. Then the call may block
 
         Raises
         ------
@@ -231,7 +236,7 @@ class CudaDevice:
         context, failed = self.context, ctypes.c_size_t(NO_COPY)
         try:
             with context.current():
-                self._run_copies.enqueue(runs, stream, failed)
+                self._run_copies.enqueue(runs, stream, failed, pageable)
         except context.api.errors as error:
             with suppress(KvcupyError):  # part may be in flight; a lost device retains nothing
                 context.retain(stream, keep)

@@ -244,6 +244,8 @@ def copy_in_words(
 # since CUDA 12.8, never on the legacy default stream, and never into a graph. A batch takes
 # addresses as the device knows them. Where those of registered host memory are not the host's, as
 # in WSL2, it faults on the latter, so there runs go one by one, by calls that look addresses up.
+# Runs of pageable memory go one by one, too: CUDA documents how single copies stage such memory and
+# when they return, but not how a batch does.
 
 
 class RunCopies:
@@ -255,15 +257,18 @@ class RunCopies:
         self._first_copy = ctypes.c_size_t(0)  # the attributes hold from this copy on
         self._unsupported = False
 
-    def enqueue(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t) -> None:
+    def enqueue(
+        self, runs: Runs, stream: Stream, failed: ctypes.c_size_t, pageable: bool
+    ) -> None:
         """Copy runs in the order of a stream, with the device current; CuPy's exceptions pass.
 
         Parameters
         ----------
         runs : contiguous arrays of at least one run, none of zero bytes
         failed : set to the index of the run whose copy was refused, if that is known
+        pageable : whether some of the memory is not page-locked
         """
-        batch = self._batch_for(len(runs[0]), stream)
+        batch = None if pageable else self._batch_for(len(runs[0]), stream)
         if batch is not None:
             if self._as_batch(batch, runs, stream, failed):
                 return

@@ -281,7 +281,7 @@ class HostDevice:
 
     def copy_runs(
         self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],
-        stream: Any, keep: Sequence[object] = (),
+        stream: Any, keep: Sequence[object] = (), pageable: bool = False,
     ) -> None:  # fmt: skip
         """Copy contiguous runs one by one in the order of `stream`; `keep` lives until done."""
         self.run(host_memory.copy_of_runs(dst, src, sizes), stream, keep)

@@ -191,9 +191,10 @@ class Device(Protocol):
         sizes: np.ndarray[Any, Any],  # uint64, (runs,), bytes; zero is allowed
         stream: Stream,
         keep: Sequence[object] = (),  # owners that must outlive the copies
+        pageable: bool = False,  # whether some of the memory is not page-locked
     ) -> None:
         """Copy contiguous runs in the order of `stream`. They must not overlap. The three arrays
-        are read before the call returns."""
+        are read before the call returns, which may block if memory is pageable."""
 
     def address(self, view: ArrayView) -> int | None:
         """Return where kernels of this device find the first element of `view`; None if they

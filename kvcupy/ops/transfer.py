@@ -496,7 +496,7 @@ class LayerTransfer:
         """Copy runs of pages, all of which exist, by the copy engine."""
         pieces = [transfer_kernels.contiguous_pieces(rows, runs) for rows in self.rows]
         dst, src, sizes = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        self._device.copy_runs(dst, src, sizes, stream, keep)
+        self._device.copy_runs(dst, src, sizes, stream, keep, not self.reachable)
 
 
 # --- Layers by way of a staging buffer ------------------------------------------------------------
