@@ -169,6 +169,26 @@ def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
         assert not output._bytes.any()
 
 
+def ragged_attention(device):
+    return {**every_call.paged_attention(device), "query_lens": every_call.indices(device, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "memsets"),
+    [
+        ("gather_kv", every_call.gather_kv, 2), ("merge_states", every_call.merge_states, 0),
+        ("paged_attention", every_call.paged_attention, 0),
+        ("paged_attention", ragged_attention, 1),
+    ],
+)  # fmt: skip
+def test_only_outputs_that_are_written_in_part_are_zeroed(api, device, name, make, memsets):
+    arguments = without_outputs(name, make(device))
+    operation_of(name)(**arguments)
+    api.runtime.log.clear()
+    operation_of(name)(**arguments)
+    assert [entry[0] for entry in api.runtime.log].count("memset") == memsets
+
+
 def test_what_a_graph_allocates_is_zeroed_by_each_replay(api, device):
     stream = device.stream()
     arguments = without_outputs("gather_kv", every_call.gather_kv(device))
