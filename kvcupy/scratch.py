@@ -103,7 +103,7 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
         if is_new:
             array = _make(device, key, stream)
         loan = _Loan(device, array, store[key])
-        if is_new and not pinned:
+        if is_new and not pinned and not stream.capturing:
             # The block may have been freed behind work of the stream, and is idle only behind that.
             device.run(_no_work, stream, (loan,))
     else:

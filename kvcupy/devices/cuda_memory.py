@@ -257,9 +257,7 @@ class RunCopies:
         self._first_copy = ctypes.c_size_t(0)  # the attributes hold from this copy on
         self._unsupported = False
 
-    def enqueue(
-        self, runs: Runs, stream: Stream, failed: ctypes.c_size_t, pageable: bool
-    ) -> None:
+    def enqueue(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t, pageable: bool) -> None:
         """Copy runs in the order of a stream, with the device current; CuPy's exceptions pass.
 
         Parameters

@@ -493,7 +493,8 @@ class Graph(Capture, ProcessLocal):
     def _close(self) -> None:
         self.open = False
         if self._graph is None:
-            self.kept.clear()
+            with self.context.current(), self.context.api.relaxed():
+                self.kept.clear()
         for stream in self.streams:
             self.context.captures.pop(stream.pointer, None)
 

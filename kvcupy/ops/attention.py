@@ -525,6 +525,7 @@ class AttentionPlan(Plan):
             return
         try:
             self._load(alignment)
+            self.zeroed = self.call.is_ragged  # else every row is some sequence's, and written
         except CompileError as cause:
             self.cause = cause
 

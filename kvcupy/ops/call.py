@@ -29,8 +29,8 @@ Fallback: where a kernel cannot be compiled, making the plan catches the `Compil
 which does the work with array code.
 
 Capture: launches are legal in one. A fallback is refused where the graph could not replay it
-(`Device.check_fallback`), before anything is done. Outputs that a call allocates itself belong to
-no graph, so callers pass them in a capture.
+(`Device.check_fallback`), before anything is done. Outputs that a call allocates itself are kept by
+kvcupy's graphs, but not by those of other libraries, so callers pass them there.
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ class MergePlan(Plan):
         out_a = views["out_a"]
         super().__init__(_MERGE_STATES, devices.get(out_a.device), out_a.library)
         self.allocated, self.lse_base = allocated, lse_base
+        self.zeroed = False  # the kernel writes every element
         if views["lse_out"].size:
             self.load(lambda: [self._launch(views, alignment)])
 

@@ -245,6 +245,15 @@ def test_what_is_destroyed_beside_a_capture_leaves_it_whole(api, device, monkeyp
     assert refused == []
 
 
+def test_what_an_aborted_capture_kept_is_freed_beside_another(api, device, monkeypatch):
+    monkeypatch.setattr(api.pool, "malloc", api.cupy.cuda.Memory)
+    stream = device.stream()
+    with captured_by_another(api), pytest.raises(ZeroDivisionError), stream.capture():
+        device.run(lambda: None, stream, (device.empty(8, "fp32"),))
+        raise ZeroDivisionError
+    assert [entry for entry in api.runtime.log if entry[0].startswith("refused")] == []
+
+
 def test_a_thread_without_a_context_leaves_a_capture_whole(api, device, monkeypatch):
     """The driver does not exchange the capture mode of such a thread."""
     here, exchange = threading.local(), api.library.cuThreadExchangeStreamCaptureMode

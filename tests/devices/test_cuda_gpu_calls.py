@@ -269,7 +269,7 @@ def address_of(array):
 @pytest.mark.parametrize("to_gpu", [True, False])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
-    """Pageable memory too, which a call may have to read before it returns."""
+    """But for pageable memory, which a call may have to read before it returns."""
     if device.context.api.memcpy_batch is None:
         pytest.skip("the driver has no batched copy")
     count, width = 64, 4096
@@ -297,7 +297,7 @@ def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
     stream = device.stream()
     device.copy_runs(
         np.uint64(address_of(target)) + order, np.uint64(address_of(source)) + straight, sizes,
-        stream, (source, target),
+        stream, (source, target), not pinned,
     )  # fmt: skip
     stream.synchronize()
     want = np.zeros_like(content)
@@ -305,7 +305,7 @@ def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
         want[int(at), : int(size)] = row[: int(size)]
     np.testing.assert_array_equal(device.to_numpy(target), want)
     if device.context.api.runtime.deviceGetAttribute(91, device.context.index):
-        assert batches == [count]
+        assert batches == [count] * pinned
 
 
 # --- Faults that the host knows of ---

@@ -94,6 +94,20 @@ def test_no_memory_is_a_device_error_with_what_was_asked_for_and_what_is_free(ap
     assert kept.nbytes == 1024
 
 
+def test_a_buffer_that_was_not_used_is_idle_behind_what_used_its_memory(device):
+    first, second = device.stream(), device.stream()
+    with first.cupy:
+        array = device.empty(8192, "uint8")
+        array.fill(7)  # late
+    pointer = array.data.ptr
+    del array
+    assert scratch.borrow(device, 8192, first).pointer == pointer
+    assert scratch.borrow(device, 8192, second).pointer != pointer
+    first.synchronize()
+    back = [scratch.borrow(device, 8192, second).pointer for _ in range(3)]
+    assert pointer in back
+
+
 def test_no_memory_for_a_buffer_is_a_device_error(api, device):
     api.runtime.limit_bytes = 4096
     stream = device.stream()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fake_cuda import BatchDriver, FakeApi, captured_by_another
 
+import kvcupy as kv
 from kvcupy import arrays, cuda_api
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda
@@ -190,13 +191,25 @@ def test_in_a_capture_of_others_there_is_no_batch(api, device):
     assert len(copies(api)) == 4
 
 
-def test_pageable_memory_is_read_before_the_call_returns(device):
+def test_pageable_memory_is_read_before_the_call_returns(api, device):
+    """CUDA says so of single copies, and nothing of a batch."""
     case, stream = Case(device), device.stream()
     pageable = case.src.copy()
     case.of = pageable.ctypes.data + np.arange(4, dtype=np.uint64) * 64
-    device.copy_runs(*case.runs, stream)
+    device.copy_runs(*case.runs, stream, (), True)
     pageable[:] = 0
     case.check()
+    assert api.library.calls == []
+
+
+@pytest.mark.parametrize(("placement", "batches"), [("pinned", 2), ("pageable", 0)])
+def test_transfers_say_which_memory_is_pageable(api, device, placement, batches):
+    near = kv.KVPool(4, 2, 2, 1, 8, device=device)
+    far = kv.KVPool(4, 2, 2, 1, 8, placement=placement, device=device)
+    for pools in ((near, far), (far, near)):
+        kv.transfer_pages(*pools, [0, 2], [1, 3], method="copy", stream=device.stream())
+    assert len(api.library.calls) == batches
+    assert bool(copies(api)) == (batches == 0)
 
 
 def test_one_run_needs_no_batch(api, device):

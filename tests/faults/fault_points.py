@@ -169,7 +169,7 @@ def _copy_later(
 
 
 def _runs_later(
-    real: Any, error: Any, device: Any, dst: Any, src: Any, sizes: Any, stream: Any, keep: Any = ()
+    real: Any, error: Any, device: Any, dst: Any, src: Any, sizes: Any, stream: Any, *_: Any
 ) -> None:
     stream.enqueue(lambda: _raise(error))
 

@@ -13,6 +13,7 @@ from every_call import (
     array,
     copy_pages,
     gather_kv,
+    indices,
     kv_caches,
     rope_store_kv,
     store_kv,
@@ -343,3 +344,33 @@ def test_elements_at_odd_addresses_are_refused(device, made, operation, name):
     device.synchronize()
     for n, value in arrays_of(call).items():
         assert device.to_numpy(value).tobytes() == before[n], n
+
+
+@pytest.mark.parametrize("name", ["merge_states", "paged_attention"])
+def test_outputs_that_are_not_zeroed_are_written_whole(device, monkeypatch, name):
+    """Those of a sequence without keys, and of one that is longer than its row, too."""
+    arguments = CALLS[name](device)
+    if name == "paged_attention":
+        arguments["seq_lens"] = indices(device, 0, 99)
+        del arguments["lse_out"]
+    outputs = {n: arguments.pop(n) for n in ("out", "lse_out") if n in arguments}
+    allocate, poisoned = type(device).allocate, []
+
+    def poison(self, *shape_and_dtype, zeroed, **options):
+        array = allocate(self, *shape_and_dtype, zeroed=zeroed, **options)
+        if not zeroed:
+            array.fill(np.nan)
+            poisoned.append(array)
+        return array
+
+    monkeypatch.setattr(type(device), "allocate", poison)
+    monkeypatch.setattr(op_call, "_plans", {})
+    results = getattr(kv, name)(**arguments)
+    getattr(kv, name)(**arguments, **outputs)
+    assert len(poisoned) == len(outputs)
+    results = results if isinstance(results, tuple) else (results,)
+    for got, want in zip(results, outputs.values(), strict=True):
+        np.testing.assert_array_equal(device.to_numpy(got), device.to_numpy(want))
+    if name == "paged_attention":
+        with pytest.raises(kv.IndexFault):
+            kv.check_faults(device)
