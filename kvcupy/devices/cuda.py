@@ -463,12 +463,14 @@ def why_not() -> str:
     """
     try:
         api = cuda_api.CudaApi()
-        count = api.runtime.getDeviceCount()
+        properties(api, 0)
+        with api.relaxed(), api.cupy.cuda.Device(0):
+            api.runtime.memGetInfo()  # needs a context, which a GPU in exclusive use refuses
     except DeviceError as error:
         return str(error)
     except Exception as error:  # a broken driver shows itself in many ways
         return f"cuda: the driver does not work: {error}"
-    return "" if count > 0 else "cuda: the driver works but lists no GPU"
+    return ""
 
 
 def cuda_available() -> bool:
@@ -484,6 +486,8 @@ def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
     DeviceError : there is no such GPU, or it cannot be used
     """
     name = f"cuda:{index}"
+    if complaint := api.complaint():
+        raise DeviceError(f"cuda: {complaint}")
     with api.errors_as(name):
         count = api.runtime.getDeviceCount()
         if index >= count:
