@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .. import faults
+from .. import cuda_libraries, faults
+from ..config import logger
 from .protocol import Device, is_device
 
 _devices: dict[str, Device] = {}
+_logged: set[str] = set()  # reasons why the default device is the host
 _lock = threading.Lock()
 
 
@@ -49,10 +51,17 @@ def _open(name: str) -> Device:
 
 
 def default_device() -> Device:
-    """Return `cuda:0` if a GPU is usable, else `host`."""
-    from .cuda import cuda_available
+    """Return `cuda:0` if a GPU is usable, else `host`.
 
-    return get("cuda:0" if cuda_available() else "host")
+    If there is an NVIDIA driver, why its GPU is not usable is logged once.
+    """
+    from .cuda import why_not
+
+    reason = why_not()
+    if reason and reason not in _logged and cuda_libraries.driver_version():
+        _logged.add(reason)
+        logger.warning("the default device is the host: %s", reason)
+    return get("host" if reason else "cuda:0")
 
 
 def device(name: str) -> Device:
