@@ -1,4 +1,4 @@
-"""NVIDIA's libraries beside CuPy: load those of its CUDA version, and tell whether they fit the driver.
+"""NVIDIA's libraries beside CuPy: those of its CUDA version are loaded, and fit the driver or not.
 
 Wheels for CUDA 12 and 13 can be installed side by side: torch from PyPI brings those for 13 into an
 environment with cupy-cuda12x. CuPy finds NVRTC and cuBLAS through cuda-pathfinder, which prefers
