@@ -467,7 +467,7 @@ def why_not() -> str:
         with api.relaxed(), api.cupy.cuda.Device(0):
             api.runtime.memGetInfo()  # needs a context, which a GPU in exclusive use refuses
     except DeviceError as error:
-        return str(error)
+        return str(error).replace("cuda:0: ", "cuda: ", 1)
     except Exception as error:  # a broken driver shows itself in many ways
         return f"cuda: the driver does not work: {error}"
     return ""
@@ -487,7 +487,7 @@ def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
     """
     name = f"cuda:{index}"
     if complaint := api.complaint():
-        raise DeviceError(f"cuda: {complaint}")
+        raise DeviceError(f"{name}: {complaint}")
     with api.errors_as(name):
         count = api.runtime.getDeviceCount()
         if index >= count:

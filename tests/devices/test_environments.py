@@ -89,7 +89,7 @@ def test_an_environment_that_the_driver_cannot_run_is_no_device(api, caplog, cup
     api.runtime.getDeviceCount = lambda: pytest.fail("CuPy's own error would hide the cause")
     with pytest.raises(DeviceError, match=said) as refusal:
         kv.device("cuda")
-    assert cuda.why_not() == str(refusal.value)
+    assert cuda.why_not() == str(refusal.value).replace("cuda:0", "cuda")
     with caplog.at_level(logging.WARNING, logger="kvcupy"):
         assert [kv.default_device().name for _ in range(3)] == ["host"] * 3
     assert [said in record.getMessage() for record in caplog.records] == [True]
