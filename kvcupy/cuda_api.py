@@ -130,7 +130,8 @@ class CudaApi:
     def complaint(self) -> str:
         """Return in one line why the driver cannot run what is compiled here, "" if it can."""
         driver, cupy = self.runtime.driverGetVersion(), self.runtime.runtimeGetVersion()
-        return cuda_libraries.complaint(driver, cupy, self.nvrtc_version)
+        nvrtc = self.nvrtc_version if driver else None  # takes 100 ms to load
+        return cuda_libraries.complaint(driver, cupy, nvrtc)
 
     def relaxed(self) -> RelaxedCapture:
         """Return a context in which this thread may allocate, query and synchronise while other

@@ -62,6 +62,11 @@ def extra() -> str:
     return "cuda13" if (cupy_major() or driver_version() // 1000) >= MAJORS[-1] else "cuda12"
 
 
+def install_cublas() -> str:
+    """Return the command that installs the cuBLAS of CuPy, which multiplies matrices with it."""
+    return "pip install nvidia-cublas" + ("-cu12" if extra() == "cuda12" else "")
+
+
 def driver_version() -> int:
     """Return the CUDA version of the driver, 12040 for 12.4; 0 if there is none."""
     version = ctypes.c_int(0)

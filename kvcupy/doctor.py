@@ -259,9 +259,8 @@ def _cublas(major: int) -> list[Row]:
     try:
         from cupy.cuda import cublas  # noqa: F401 -- loads the library
     except ImportError as error:
-        wheel = "nvidia-cublas-cu12" if major == 12 else "nvidia-cublas"
         text = f"{error} (only products of matrices need it)"
-        return [Row("cuBLAS", text, _pip(f"pip install {wheel}"))]
+        return [Row("cuBLAS", text, _pip(cuda_libraries.install_cublas()))]
     path = cuda_libraries.loaded("cublas", major)
     number = ctypes.c_int(0)
     numbers = []

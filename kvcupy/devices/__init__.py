@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -53,12 +54,13 @@ def _open(name: str) -> Device:
 def default_device() -> Device:
     """Return `cuda:0` if a GPU is usable, else `host`.
 
-    If there is an NVIDIA driver, why its GPU is not usable is logged once.
+    Where there is an NVIDIA driver, and CUDA_VISIBLE_DEVICES hides no GPU, the reason is logged once.
     """
     from .cuda import why_not
 
     reason = why_not()
-    if reason and reason not in _logged and cuda_libraries.driver_version():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if reason and reason not in _logged and not hidden and cuda_libraries.driver_version():
         _logged.add(reason)
         logger.warning("the default device is the host: %s", reason)
     return get("host" if reason else "cuda:0")

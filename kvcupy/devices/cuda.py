@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, cuda_api, formats, observe
+from .. import arrays, cuda_api, cuda_libraries, formats, observe
 from ..arrays import ArrayView
 from ..cuda_api import ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
@@ -393,6 +393,9 @@ class CudaDevice:
                 function()
         except context.api.errors as error:
             raise context.api.failure(f"array expressions on {stream!r}", error) from error
+        except ImportError as error:  # CuPy loads cuBLAS when it first multiplies matrices
+            remedy = cuda_libraries.install_cublas()
+            raise DeviceError(f"array expressions on {stream!r}: {error} ({remedy})") from error
         if keep:
             context.retain(stream, keep)
 
@@ -463,7 +466,7 @@ def why_not() -> str:
     """
     try:
         api = cuda_api.CudaApi()
-        properties(api, 0)
+        require_gpu(api, 0)
         with api.relaxed(), api.cupy.cuda.Device(0):
             api.runtime.memGetInfo()  # needs a context, which a GPU in exclusive use refuses
     except DeviceError as error:
@@ -478,6 +481,17 @@ def cuda_available() -> bool:
     return not why_not()
 
 
+def require_gpu(api: CudaApi, index: int) -> None:
+    """Raise DeviceError if there is no such GPU, or its driver cannot run what is compiled here."""
+    name = f"cuda:{index}"
+    if complaint := api.complaint():
+        raise DeviceError(f"{name}: {complaint}")
+    with api.errors_as(name):
+        count = api.runtime.getDeviceCount()
+    if index >= count:
+        raise DeviceError(f"{name}: there are {count} GPUs")
+
+
 def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
     """Return the number of SMs of a GPU, its architecture ("sm_90") and its name.
 
@@ -485,13 +499,8 @@ def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
     ------
     DeviceError : there is no such GPU, or it cannot be used
     """
-    name = f"cuda:{index}"
-    if complaint := api.complaint():
-        raise DeviceError(f"{name}: {complaint}")
-    with api.errors_as(name):
-        count = api.runtime.getDeviceCount()
-        if index >= count:
-            raise DeviceError(f"{name}: there are {count} GPUs")
+    require_gpu(api, index)
+    with api.errors_as(f"cuda:{index}"):
         sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
         arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
         model = api.runtime.getDeviceProperties(index)["name"]

@@ -32,7 +32,7 @@ COMPILERS = ("c++", "g++", "clang++")
 # torch's own wheels on PyPI need a driver for CUDA 13.
 TORCH_FOR_CUDA12 = ("--extra-index-url", "https://download.pytorch.org/whl/cu126")
 NVRTC = {"cuda12": "nvidia-cuda-nvrtc-cu12", "cuda13": "nvidia-cuda-nvrtc"}
-# CuPy multiplies matrices with it: the models in the scripts do, the package does not.
+# CuPy multiplies matrices with it, in the models of the scripts and where attention has no kernel.
 CUBLAS = {"cuda12": "nvidia-cublas-cu12>=12.3", "cuda13": "nvidia-cublas>=13,<14"}
 
 

@@ -71,6 +71,7 @@ def api(monkeypatch):
     monkeypatch.setattr(cuda, "CudaApi", lambda: api)
     monkeypatch.setattr("kvcupy.devices._devices", {})
     monkeypatch.setattr("kvcupy.devices._logged", set())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(cuda_libraries, "driver_version", lambda: api.runtime.driver_version)
     return api
 
@@ -107,8 +108,13 @@ def test_a_gpu_that_another_process_has_for_itself_counts_as_none(api, monkeypat
     assert "46" in caplog.text
 
 
-def test_a_machine_without_a_driver_logs_nothing(api, caplog):
-    api.runtime.driver_version = 0
+@pytest.mark.parametrize("hidden", [False, True])
+def test_nothing_is_logged_without_a_driver_or_with_a_hidden_gpu(api, monkeypatch, caplog, hidden):
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        api.runtime.count = 0
+    else:
+        api.runtime.driver_version = 0
     assert kv.default_device().name == "host"
     assert not caplog.records
 
@@ -138,6 +144,17 @@ def test_an_image_that_the_driver_refuses_is_not_tried_again(api, monkeypatch, s
 
 
 # --- NumPy and the libraries of CuPy ---
+
+
+@pytest.mark.parametrize(("cupy", "wheel"), [(12, "nvidia-cublas-cu12"), (13, "nvidia-cublas")])
+def test_array_expressions_without_cublas_say_how_to_install_it(api, monkeypatch, cupy, wheel):
+    def multiply():
+        raise ImportError("libcublas.so: cannot open shared object file")
+
+    monkeypatch.setattr(cuda_libraries, "cupy_major", lambda: cupy)
+    device = kv.device("cuda")
+    with pytest.raises(DeviceError, match=rf"libcublas.so.*\(pip install {wheel}\)$"):
+        device.run(multiply, device.stream())
 
 
 @pytest.mark.parametrize("version", ["2.0.2", "2.1.0", "2.1.1"])
