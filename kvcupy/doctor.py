@@ -124,7 +124,9 @@ def _install_torch(driver: int) -> str:
 
 def _install_jax(driver: int) -> str:
     """Return the command that installs JAX for a driver; 0: for none."""
-    return f"pip install 'jax[cuda{min(driver, 13)}]'" if driver >= 12 else extras.install("jax")
+    if driver < 12:
+        return extras.install("jax")
+    return f"pip install 'jax[{'cuda12' if driver == 12 else _cuda_extra()}]'"
 
 
 def _torch_misfit(driver: int) -> tuple[str, str] | None:
@@ -259,7 +261,8 @@ def _cublas(major: int) -> list[Row]:
     try:
         from cupy.cuda import cublas  # noqa: F401 -- loads the library
     except ImportError as error:
-        text = f"{error} (only products of matrices need it)"
+        cause = str(error).partition(": ")[0]
+        text = f"{cause} (only products of matrices need it)"
         return [Row("cuBLAS", text, _pip(cuda_libraries.install_cublas()))]
     path = cuda_libraries.loaded("cublas", major)
     number = ctypes.c_int(0)

@@ -54,7 +54,7 @@ def _open(name: str) -> Device:
 def default_device() -> Device:
     """Return `cuda:0` if a GPU is usable, else `host`.
 
-    Where there is an NVIDIA driver, and CUDA_VISIBLE_DEVICES hides no GPU, the reason is logged once.
+    The reason is logged once where there is an NVIDIA driver and CUDA_VISIBLE_DEVICES is not empty.
     """
     from .cuda import why_not
 

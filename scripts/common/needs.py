@@ -134,9 +134,9 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     if not essential:
         extras["plot"] = lacks("matplotlib")
         extras["host"] = lacks_compiler()
-        gpu = driver_cuda() >= 12
-        compiles = task != "demo" and has_cuda_wheels()  # for GPUs, even on a machine without one
         cuda = cuda_extra()
+        gpu = driver_cuda() >= cuda_major(cuda)
+        compiles = task != "demo" and has_cuda_wheels()  # for GPUs, even on a machine without one
         lacking = (compiles or gpu) and lacks_nvrtc(cuda)
         if not core:  # without them the package cannot look for headers yet
             lacking = lacking or ((compiles or gpu) and lacks_headers(cuda))
