@@ -9,14 +9,20 @@ Handles 0 to 2 mean streams of the device that is current, as in CuPy.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .errors import CaptureError, DeviceError, KvcupyError
+import numpy as np
 
+from . import cuda_libraries
+from .errors import CaptureError, DeviceError, KvcupyError
+from .extras import install
+
+NUMPY_OF_BFLOAT16 = (2, 1, 2)
 SUCCESS, NOT_READY = 0, 600
 NO_CONTEXT = 201  # the driver's: the thread has made no call of the runtime yet
 NOT_SUPPORTED = 801
@@ -93,11 +99,14 @@ class CudaApi:
     """
 
     def __init__(self) -> None:
+        require_numpy(np.__version__)
+        cuda_libraries.load_matching()
         try:
             import cupy
             from cupy_backends.cuda.api import driver, runtime
         except ImportError as error:
-            raise DeviceError(f"cuda: CuPy cannot be imported: {error}") from error
+            remedy = install(cuda_libraries.extra())
+            raise DeviceError(f"cuda: CuPy cannot be imported: {error} ({remedy})") from error
         self.cupy: Any = cupy
         self.runtime: Any = runtime
         self.driver: Any = driver
@@ -123,6 +132,23 @@ class CudaApi:
     def library(self) -> Any:
         """The driver, for what CuPy does not bind; None where it is not found."""
         return load_driver()
+
+    @cached_property
+    def nvrtc_version(self) -> tuple[int, int] | None:
+        """The version of the NVRTC that CuPy uses; None where it cannot be loaded."""
+        try:
+            from cupy_backends.cuda.libs import nvrtc
+
+            major, minor = nvrtc.getVersion()
+        except Exception:  # CuPy raises several kinds; `devices.nvrtc` reports them
+            return None
+        return int(major), int(minor)
+
+    def complaint(self) -> str:
+        """Return in one line why the driver cannot run what is compiled here, "" if it can."""
+        driver, cupy = self.runtime.driverGetVersion(), self.runtime.runtimeGetVersion()
+        nvrtc = self.nvrtc_version if driver else None  # takes 100 ms to load
+        return cuda_libraries.complaint(driver, cupy, nvrtc)
 
     def relaxed(self) -> RelaxedCapture:
         """Return a context in which this thread may allocate, query and synchronise while other
@@ -180,6 +206,16 @@ class CudaApi:
             raise self.failure(f"stream {pointer:#x}", error) from error
         except RuntimeError:  # CuPy: an error has invalidated the capture
             return True
+
+
+def require_numpy(version: str) -> None:
+    """Raise DeviceError if CuPy has no bfloat16 with this version of NumPy."""
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < NUMPY_OF_BFLOAT16:
+        oldest = ".".join(map(str, NUMPY_OF_BFLOAT16))
+        raise DeviceError(
+            f"cuda: this is NumPy {version}, and CuPy has bfloat16 with {oldest} or newer: "
+            f"pip install 'numpy>={oldest}'"
+        )
 
 
 def device_of_pointer(pointer: int) -> int:

@@ -7,6 +7,7 @@ crash or hang.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -20,12 +21,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from . import __version__, extras
+from .errors import CompileError, DeviceError
 
 _PACKAGE = Path(__file__).resolve().parent
 _DEVICES = ("host", "cuda")
+_CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _PROBE_TIMEOUT_S = 300
 _MARK = "kvcupy-probe "
 
@@ -48,11 +53,13 @@ def main() -> int:
 
 def page() -> tuple[str, bool]:
     """Return the page, and whether at least one device works."""
-    with ThreadPoolExecutor(len(_DEVICES)) as pool:
+    with ThreadPoolExecutor(len(_DEVICES) + 1) as pool:
+        loaded = pool.submit(libraries_apart)
         probes = dict(zip(_DEVICES, pool.map(probe_apart, _DEVICES), strict=True))
     sections = {
         "Versions": _guarded(versions),
         "GPU": _guarded(lambda: gpu(probes["cuda"])),
+        "CUDA libraries that are loaded": _guarded(loaded.result),
         "Host compiler": _guarded(compiler),
         "CUDA headers": _guarded(headers),
         "Cache of compiled kernels": _guarded(cache),
@@ -83,26 +90,68 @@ def versions() -> list[Row]:
         Row("kvcupy", f"{__version__} from {_PACKAGE}"),
         *_guarded(_kernels),
     ]
-    cuda = _cuda_extra()
-    for label, distributions, extra, purpose in (
-        ("numpy", ("numpy",), "", ""),
-        ("ml_dtypes", ("ml_dtypes",), "", ""),
-        ("CuPy", ("cupy-cuda12x", "cupy-cuda13x", "cupy"), cuda, "runs kernels on GPUs"),
-        ("NVRTC", ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"), cuda, "compiles for GPUs"),
-        ("torch", ("torch",), "torch", "optional: its tensors are taken without a copy"),
-        ("jax", ("jax",), "jax", "optional: pure functions for it, kvcupy.interop.jax"),
-        ("matplotlib", ("matplotlib",), "plot", "optional: draws timelines"),
+    driver = _driver_cuda()
+    for label, distributions, command, purpose in (
+        ("numpy", ("numpy",), "pip install numpy", ""),
+        ("ml_dtypes", ("ml_dtypes",), "pip install ml_dtypes", ""),
+        ("CuPy", _CUPY, extras.install(_cuda_extra()), "runs kernels on GPUs"),
+        ("torch", ("torch",), _install_torch(driver), "optional: its tensors are arrays"),
+        ("jax", ("jax",), _install_jax(driver), "optional: pure functions, interop.jax"),
+        ("matplotlib", ("matplotlib",), extras.install("plot"), "optional: draws timelines"),
     ):
         installed = next(((d, v) for d in distributions if (v := _version(d))), None)
-        if installed is not None:
-            distribution, version = installed
-            text = version if distribution == label else f"{version} ({distribution})"
+        if installed is None:
+            text = f"not installed ({purpose})" if purpose else "not installed"
+            rows.append(Row(label, text, _pip(command)))
+            continue
+        distribution, version = installed
+        text = version if distribution == label else f"{version} ({distribution})"
+        check = {"torch": _torch_misfit, "jax": _jax_misfit}.get(label)
+        misfit = check(driver) if check else None
+        if misfit is None:
             rows.append(Row(label, text))
         else:
-            text = f"not installed ({purpose})" if purpose else "not installed"
-            remedy = _install(extra) if extra else _pip(f"pip install {label}")
-            rows.append(Row(label, text, remedy))
+            rows.append(Row(label, f"{text}, {misfit[0]}", _pip(misfit[1])))
     return rows
+
+
+def _install_torch(driver: int) -> str:
+    """Return the command that installs torch for a driver; 0: for none."""
+    if driver == 12:  # the wheels on PyPI need a driver for CUDA 13
+        return "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+    return extras.install("torch")
+
+
+def _install_jax(driver: int) -> str:
+    """Return the command that installs JAX for a driver; 0: for none."""
+    if driver < 12:
+        return extras.install("jax")
+    return f"pip install 'jax[{'cuda12' if driver == 12 else _cuda_extra()}]'"
+
+
+def _torch_misfit(driver: int) -> tuple[str, str] | None:
+    """Return why the installed torch cannot use the driver's GPUs, and the remedy."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    if driver < 12 or file is None or not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.", text, re.MULTILINE)
+    if cuda is None or int(cuda[1]) <= driver:
+        return None
+    command = f"pip uninstall -y torch && {_install_torch(driver)}"
+    return f"built for CUDA {cuda[1]}, which the driver does not support", command
+
+
+def _jax_misfit(driver: int) -> tuple[str, str] | None:
+    """Return why the installed JAX cannot use the driver's GPUs, and the remedy."""
+    plugins = [major for major in (12, 13) if _version(f"jax-cuda{major}-plugin")]
+    if driver < 12 or any(major <= driver for major in plugins):
+        return None
+    if not plugins:
+        return "for CPUs only", _install_jax(driver)
+    command = f"pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt && {_install_jax(driver)}"
+    return "for CUDA 13, which the driver does not support", command
 
 
 def _kernels() -> list[Row]:
@@ -124,11 +173,11 @@ def _install(extra: str) -> str:
 
 
 def _pip(command: str) -> str:
-    """Return a `pip` command for this environment."""
+    """Return `pip` commands for this environment."""
     on_path = shutil.which("python")
     is_this = on_path is not None and Path(on_path) == Path(sys.executable)
     python = "python" if is_this else shlex.quote(sys.executable)
-    return f"{python} -m {command}"
+    return re.sub(r"\bpip (?=install|uninstall)", lambda _: f"{python} -m pip ", command)
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
@@ -142,9 +191,18 @@ def _nvidia_smi(*arguments: str) -> str | None:
     return completed.stdout
 
 
-def _cuda_extra() -> str:
+def _driver_cuda() -> int:
+    """Return the CUDA version of the driver, 0 if there is none."""
     version = re.search(r"CUDA[^\d\n]*Version\s*:\s*(\d+)\.", _nvidia_smi() or "")
-    return "cuda13" if version and int(version[1]) >= 13 else "cuda12"
+    return int(version[1]) if version else 0
+
+
+def _cuda_extra() -> str:
+    """Return the extra of the CuPy that is installed, else the one for the driver."""
+    for distribution, extra in zip(_CUPY, ("cuda12", "cuda13"), strict=False):
+        if _version(distribution):
+            return extra
+    return "cuda13" if _driver_cuda() >= 13 else "cuda12"
 
 
 def gpu(probe: Probe) -> list[Row]:
@@ -161,6 +219,64 @@ def gpu(probe: Probe) -> list[Row]:
     if not probe.works:
         rows.append(Row("unusable", probe.cause()))
     return rows
+
+
+def libraries() -> list[Row]:
+    """Load NVIDIA's libraries as kvcupy and CuPy do, and return which files they are."""
+    from . import cuda_libraries
+    from .cuda_api import CudaApi
+
+    driver = cuda_libraries.driver_version()
+    where = cuda_libraries.loaded("cuda", 1)
+    version = f"CUDA {cuda_libraries.cuda_version(driver)}, {where}" if driver else "none"
+    rows = [Row("driver", version)]
+    try:
+        api = CudaApi()
+    except DeviceError as error:
+        return [*rows, Row("CuPy", str(error).removeprefix("cuda: "))]
+    cupy = api.runtime.runtimeGetVersion()
+    rows.append(
+        Row("CuPy", f"{api.cupy.__version__}, for CUDA {cuda_libraries.cuda_version(cupy)}")
+    )
+    rows += _guarded(_nvrtc)
+    rows += _guarded(lambda: _cublas(cupy // 1000))
+    return rows
+
+
+def _nvrtc() -> list[Row]:
+    from . import cuda_libraries
+    from .devices import nvrtc
+
+    try:
+        major, _ = nvrtc.nvrtc_version()
+    except CompileError as error:
+        return [Row("NVRTC", str(error), _install(cuda_libraries.extra()))]
+    version = nvrtc.compiler().partition(",")[0].removeprefix("NVRTC ")
+    return [Row("NVRTC", f"{version}, {cuda_libraries.loaded('nvrtc', major)}")]
+
+
+def _cublas(major: int) -> list[Row]:
+    from . import cuda_libraries
+
+    try:
+        from cupy.cuda import cublas  # noqa: F401 -- loads the library
+    except ImportError as error:
+        cause = str(error).partition(": ")[0]
+        text = f"{cause} (only products of matrices need it)"
+        return [Row("cuBLAS", text, _pip(cuda_libraries.install_cublas()))]
+    path = cuda_libraries.loaded("cublas", major)
+    number = ctypes.c_int(0)
+    numbers = []
+    for part in range(3):  # cublasGetProperty: major, minor, patch
+        ctypes.CDLL(path).cublasGetProperty(part, ctypes.byref(number))
+        numbers.append(str(number.value))
+    return [Row("cuBLAS", f"{'.'.join(numbers)}, {path}")]
+
+
+def libraries_apart() -> list[Row]:
+    """Run `libraries` in a separate process, which a broken library may take down."""
+    answer, failure = _apart("libraries")
+    return [Row(**row) for row in answer] if failure is None else [Row("broken", failure)]
 
 
 def compiler() -> list[Row]:
@@ -293,31 +409,41 @@ def environment() -> dict[str, str]:
 
 def probe_apart(name: str) -> Probe:
     """Run `probe` in a separate process and return its outcome, even if that crashes or hangs."""
+    answer, failure = _apart(name)
+    return Probe(**answer) if failure is None else Probe("failed", failure)
+
+
+def _apart(name: str) -> tuple[Any, str | None]:
+    """Return what another process answers for a device or "libraries", or how it failed."""
     try:
         process = subprocess.run(
             [sys.executable, "-m", "kvcupy.doctor", name], env=environment(),
             capture_output=True, text=True, errors="replace", timeout=_PROBE_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Probe("failed", f"no answer within {_PROBE_TIMEOUT_S} s")
+        return None, f"no answer within {_PROBE_TIMEOUT_S} s"
     except OSError as error:
-        return Probe("failed", f"{sys.executable} could not be started: {error}")
+        return None, f"{sys.executable} could not be started: {error}"
     for line in reversed(process.stdout.splitlines()):
         if line.startswith(_MARK):
-            return Probe(**json.loads(line.removeprefix(_MARK)))
+            return json.loads(line.removeprefix(_MARK)), None
     if process.returncode < 0:
-        return Probe("failed", f"its process died of signal {-process.returncode}")
-    return Probe("failed", (process.stderr.strip().splitlines() or ["no output"])[-1])
+        return None, f"its process died of signal {-process.returncode}"
+    return None, (process.stderr.strip().splitlines() or ["no output"])[-1]
 
 
-def _print_probe(name: str) -> None:
-    """Print the outcome of `probe` as one line."""
-    try:
-        outcome = probe(name)
-    except Exception as error:
-        outcome = Probe("failed", f"{type(error).__name__}: {error}")
-    print(_MARK + json.dumps(asdict(outcome)), flush=True)
+def _answer(name: str) -> None:
+    """Print what `_apart` reads, as one line."""
+    answer: Any
+    if name == "libraries":
+        answer = [asdict(row) for row in _guarded(libraries)]
+    else:
+        try:
+            answer = asdict(probe(name))
+        except Exception as error:
+            answer = asdict(Probe("failed", f"{type(error).__name__}: {error}"))
+    print(_MARK + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    _print_probe(sys.argv[1])  # for `probe_apart`
+    _answer(sys.argv[1])  # for `_apart`

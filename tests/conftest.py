@@ -25,6 +25,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 
@@ -134,6 +135,26 @@ class PassedTests:
             cache.set(PASSED, self.names)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """If there is a GPU, let one process run all files with tests for GPUs."""
+    if config.getvalue("dist") != "worksteal" or why_no_gpu():
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneProcessForGpu(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "gpu" if is_for_gpu(config.rootpath / nodeid.partition("::")[0]) else nodeid
+
+    return OneProcessForGpu(config, log)
+
+
+@lru_cache
+def is_for_gpu(file: Path) -> bool:
+    """Return whether a file has tests for GPUs."""
+    return "mark.gpu" in file.read_text(encoding="utf-8")
+
+
 def sanitize(config: pytest.Config) -> None:
     """Run this process's kernels under sanitizers; `redzones` says how."""
     import redzones
@@ -219,11 +240,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
         return
-    import kvcupy as kv
-
-    if kv.default_device().kind != "cuda":
+    if reason := why_no_gpu():
         for item in for_gpu:
-            item.add_marker(pytest.mark.skip(reason="no usable GPU"))
+            item.add_marker(pytest.mark.skip(reason=f"no usable GPU: {reason}"))
+
+
+@lru_cache
+def why_no_gpu() -> str:
+    """Return why tests for GPUs cannot run, "" if they can.
+
+    No context is created: every worker asks, and a GPU in exclusive mode accepts one process.
+    """
+    from kvcupy.cuda_api import CudaApi
+
+    try:
+        api = CudaApi()
+        return api.complaint() or ("" if api.runtime.getDeviceCount() else "the driver lists none")
+    except Exception as error:  # no CuPy, or a driver that does not work
+        return str(error).partition("\n")[0]
 
 
 def forget_what_is_alive() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kvcupy import __main__ as command_line
 from kvcupy import doctor, sources
-from kvcupy.doctor import Probe
+from kvcupy.doctor import Probe, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = Probe("kernel", seconds=0.2)
@@ -28,6 +28,7 @@ class Machine:
         self.folder = folder
         self.probes = {"host": WORKS, "cuda": NO_GPU}
         self.absent: set[str] = set()
+        self.libraries = [Row("NVRTC", "12.9.86, /wheel/libnvrtc.so.12")]
 
     def smi(self, listed: str, banner: str) -> None:
         """Put an nvidia-smi on the path."""
@@ -46,8 +47,9 @@ def machine(monkeypatch, tmp_path):
     """A machine where everything is installed, and no GPU; a test takes away what it is about."""
     state = Machine(tmp_path)
     monkeypatch.setattr(doctor, "probe_apart", lambda name: state.probes[name])
+    monkeypatch.setattr(doctor, "libraries_apart", lambda: state.libraries)
     versions = {"numpy": "2.0", "ml_dtypes": "0.5", "cupy-cuda12x": "14.2.0", "kvcupy": "0.1.0"}
-    versions |= {"nvidia-cuda-nvrtc-cu12": "12.9.86", "torch": "2.13.0", "matplotlib": "3.9"}
+    versions |= {"torch": "2.13.0", "matplotlib": "3.9"}
 
     def version(name: str) -> str:
         if name in state.absent or name not in versions:
@@ -91,7 +93,6 @@ def test_all_there_needs_no_remedy_but_for_what_is_absent(machine):
     ("absent", "label", "extra"),
     [
         ("cupy-cuda12x", "CuPy", "cuda12"),
-        ("nvidia-cuda-nvrtc-cu12", "NVRTC", "cuda12"),
         ("torch", "torch", "torch"),
         ("matplotlib", "matplotlib", "plot"),
     ],
@@ -120,7 +121,8 @@ def test_a_checkout_that_is_not_installed_is_named_by_its_folder(machine):
 def test_every_extra_that_the_page_names_exists():
     declared = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     named = set(re.findall(r'_install\("(\w+)"\)', Path(doctor.__file__).read_text()))
-    assert named | {"cuda12", "cuda13", "torch", "plot"} <= declared
+    named |= set(re.findall(r'install\("(\w+)"\)', Path(doctor.__file__).read_text()))
+    assert named | {"cuda12", "cuda13"} <= declared and {"torch", "plot", "jax"} <= named
     assert "host" in named
 
 
@@ -176,6 +178,30 @@ def test_gpu_that_can_be_used(machine):
     page = machine.page()
     assert "cuda:0      NVIDIA H200, sm_90, 143771 MiB, driver 580.65" in page
     assert "unusable" not in page
+
+
+def test_what_is_loaded_is_shown_and_what_cannot_be_has_its_remedy(machine):
+    machine.libraries.append(Row("cuBLAS", "libcublas.so.12: no such file", "pip install cublas"))
+    page = machine.page()
+    shown = section(page, "CUDA libraries that are loaded")
+    assert shown[0] == "NVRTC       12.9.86, /wheel/libnvrtc.so.12"
+    assert "cuBLAS      pip install cublas" in page
+
+
+def test_the_libraries_of_this_machine_are_those_that_its_processes_load():
+    pytest.importorskip("cupy")
+    from kvcupy.devices import nvrtc
+
+    rows = {row.label: row.text for row in doctor.libraries_apart()}
+    major, minor = nvrtc.nvrtc_version()
+    assert rows["NVRTC"].startswith(f"{major}.{minor}.")
+    assert Path(rows["NVRTC"].partition(", ")[2]).name.startswith(f"libnvrtc.so.{major}")
+    assert {"driver", "CuPy", "cuBLAS"} < rows.keys()
+
+
+def test_libraries_that_take_their_process_down_cost_their_own_lines(monkeypatch, tmp_path):
+    pretend(monkeypatch, tmp_path, "kill -SEGV $$")
+    assert doctor.libraries_apart() == [Row("broken", "its process died of signal 11")]
 
 
 @pytest.mark.parametrize(("banner", "extra"), [("12.4", "cuda12"), ("13.1", "cuda13")])

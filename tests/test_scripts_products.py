@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
+from kvcupy.cuda_libraries import install_cublas
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
@@ -42,7 +43,7 @@ def test_cublas_is_asked_for_before_anything_is_measured(monkeypatch, script):
         importlib.import_module(script).run(argparse.Namespace(device=None))
     text = str(caught.value)
     assert text.startswith("cuda:0: ") and "libcublas.so.12" in text
-    assert "pip install nvidia-cublas-cu12" in text and "nvidia-cublas beside" in text
+    assert text.endswith(f"{install_cublas()}, or run it with --device host")
 
 
 def test_where_products_work_the_device_is_the_one_that_is_named(device):

@@ -345,7 +345,7 @@ def needs(monkeypatch):
     absent: set[str] = set()
     monkeypatch.setattr(module, "absent", absent, raising=False)
     monkeypatch.setattr(module, "lacks", lambda *names: bool(absent & set(names)))
-    monkeypatch.setattr(module, "lacks_headers", lambda: "headers" in absent)
+    monkeypatch.setattr(module, "lacks_headers", lambda extra: "headers" in absent)
     monkeypatch.setattr(module, "installed", lambda: {"nvidia-cuda-nvrtc-cu12"} - absent)
     monkeypatch.setattr(module, "lacks_sanitizer", lambda: "sanitizer" in absent)
     monkeypatch.setattr(module, "driver_cuda", lambda: 0)
@@ -418,6 +418,9 @@ def test_a_gpu_asks_for_the_cupy_that_its_driver_takes(needs, monkeypatch, cuda,
         ("cupy-cuda12x", 12, set(), ["nvidia-cublas-cu12>=12.3"]),
         ("cupy-cuda12x", 12, {"nvidia-cublas-cu12"}, []),
         ("cupy-cuda12x", 12, {"nvidia-cublas"}, ["nvidia-cublas-cu12>=12.3"]),
+        ("cupy-cuda12x", 13, set(), ["nvidia-cublas-cu12>=12.3"]),
+        ("cupy-cuda12x", 13, {"nvidia-cublas"}, ["nvidia-cublas-cu12>=12.3"]),
+        ("cupy-cuda12x cupy-cuda13x", 13, {"nvidia-cublas-cu12"}, []),
         ("cupy-cuda13x", 13, set(), ["nvidia-cublas>=13,<14"]),
         ("cupy-cuda13x", 13, {"nvidia-cublas"}, []),
     ],
@@ -426,7 +429,8 @@ def test_the_models_of_the_demos_find_the_cublas_of_their_cupy(
     needs, monkeypatch, task, cupy, cuda, present, wheels
 ):
     """CuPy multiplies matrices with it, and brings none."""
-    monkeypatch.setattr(needs, "installed", lambda: {cupy, "nvidia-cuda-nvrtc-cu12", *present})
+    nvrtc = {"nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"}
+    monkeypatch.setattr(needs, "installed", lambda: {*cupy.split(), *nvrtc, *present})
     monkeypatch.setattr(needs, "driver_cuda", lambda: cuda)
     monkeypatch.setattr(needs, "find_library", lambda name: None)
     monkeypatch.setattr(needs.Path, "glob", lambda path, pattern: iter(()))
@@ -443,11 +447,23 @@ def test_a_toolkit_has_cublas_if_it_is_of_the_same_cuda(needs, monkeypatch, task
     assert needs.missing(task) == wheels
 
 
-def test_nvrtc_joins_the_cupy_that_is_there(needs, monkeypatch):
-    monkeypatch.setattr(needs, "installed", lambda: {"cupy-cuda13x"})
+@pytest.mark.parametrize("driver", [0, 12, 13])
+@pytest.mark.parametrize(
+    ("present", "extra"),
+    [
+        ({"cupy-cuda13x"}, "cuda13"),
+        ({"cupy-cuda12x"}, "cuda12"),
+        ({"cupy-cuda12x", "nvidia-cuda-nvrtc"}, "cuda12"),  # which torch has brought
+    ],
+)
+def test_nvrtc_joins_the_cupy_that_is_there(needs, monkeypatch, driver, present, extra):
+    monkeypatch.setattr(needs, "installed", lambda: present)
+    monkeypatch.setattr(needs, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False)
     monkeypatch.setattr(needs, "find_library", lambda name: None)
     monkeypatch.setattr(needs.Path, "glob", lambda path, pattern: iter(()))
-    assert needs.missing("test") == ["-e", f"{ROOT}[cuda13]"]
+    assert needs.missing("test") == ["-e", f"{ROOT}[{extra}]"]
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 0)
     monkeypatch.setattr(needs.platform, "machine", lambda: "riscv64")
     assert needs.missing("test") == []
 
@@ -473,11 +489,12 @@ def test_a_gpu_report_takes_what_is_made_for_its_driver(needs, monkeypatch):
     needs.absent.update({"cupy", "torch", "transformers", "sanitizer"})
     monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False, raising=False)
     monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
-    assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda12]"]
+    of_torch = ["torch==2.13.0", "transformers>=5,<6"]
+    for_cuda12 = ["--extra-index-url", "https://download.pytorch.org/whl/cu126", *of_torch]
+    assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda12]", *for_cuda12]
     monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
     sanitizer = "nvidia-cuda-sanitizer-api>=13,<14"
     assert needs.missing_for_report() == ["-e", f"{ROOT}[cuda13]", sanitizer]
-    of_torch = ["torch==2.13.0", "transformers>=5,<6"]
     assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda13]", *of_torch, sanitizer]
     assert needs.missing_for_report(essential=True) == []
     assert sanitizer not in needs.missing("test")

@@ -119,3 +119,46 @@ def test_the_seed_in_the_header_orders_all_workers_and_the_next_run_takes_what_r
     (seed,) = re.findall(r"--strict-seed (\d+)", output)
     assert [path.name for path in tmp_path.glob("seed *")] == [f"seed {seed}"]
     assert "2 passed, 13 deselected" in run(tmp_path, "--remaining", library="")
+
+
+STUBS = {  # of CuPy on a machine with a GPU: nothing that creates a context is there
+    "cupy/__init__.py": "from types import SimpleNamespace as _N\n"
+    "cuda = _N(memory=_N(OutOfMemoryError=MemoryError))",
+    "cupy_backends/__init__.py": "",
+    "cupy_backends/cuda/__init__.py": "",
+    "cupy_backends/cuda/api/__init__.py": "",
+    "cupy_backends/cuda/api/driver.py": "class CUDADriverError(Exception): pass",
+    "cupy_backends/cuda/api/runtime.py": "class CUDARuntimeError(Exception): pass\n"
+    "def driverGetVersion(): return 12040\n"
+    "def runtimeGetVersion(): return 12090\n"
+    "def getDeviceCount(): return 1\n",
+}
+GPU_TESTS = """
+import os, pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", range(6))
+def test_on_gpu(n):
+    open(f"gpu-{n}-{os.getpid()}", "w")
+"""
+
+
+def test_one_process_runs_the_tests_for_gpus(tmp_path):
+    """The others create no context, which a GPU in exclusive mode would refuse."""
+    pytest.importorskip("xdist")
+    for name, text in STUBS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shutil.copy(HERE / "conftest.py", tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / f"test_{name}.py").write_text(GPU_TESTS)
+    paths = [str(tmp_path), str(HERE), str(HERE.parent)]
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, f"--rootdir={tmp_path}"]
+    result = subprocess.run(
+        [*command, "-n", "2", "--dist", "worksteal", "test_one.py", "test_two.py"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=tmp_path, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "12 passed" in result.stdout, result.stdout + result.stderr
+    processes = {file.name.rpartition("-")[2] for file in tmp_path.glob("gpu-*")}
+    assert len(processes) == 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
-from .. import faults
+from .. import cuda_libraries, faults
+from ..config import logger
 from .protocol import Device, is_device
 
 _devices: dict[str, Device] = {}
+_logged: set[str] = set()  # reasons why the default device is the host
 _lock = threading.Lock()
 
 
@@ -49,10 +52,18 @@ def _open(name: str) -> Device:
 
 
 def default_device() -> Device:
-    """Return `cuda:0` if a GPU is usable, else `host`."""
-    from .cuda import cuda_available
+    """Return `cuda:0` if a GPU is usable, else `host`.
 
-    return get("cuda:0" if cuda_available() else "host")
+    The reason is logged once where there is an NVIDIA driver and CUDA_VISIBLE_DEVICES is not empty.
+    """
+    from .cuda import why_not
+
+    reason = why_not()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if reason and reason not in _logged and not hidden and cuda_libraries.driver_version():
+        _logged.add(reason)
+        logger.warning("the default device is the host: %s", reason)
+    return get("host" if reason else "cuda:0")
 
 
 def device(name: str) -> Device:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, cuda_api, formats, observe
+from .. import arrays, cuda_api, cuda_libraries, formats, observe
 from ..arrays import ArrayView
 from ..cuda_api import ATTRIBUTE_SHARED_BYTES, ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
@@ -432,6 +432,9 @@ class CudaDevice:
                 function()
         except context.api.errors as error:
             raise context.api.failure(f"array expressions on {stream!r}", error) from error
+        except ImportError as error:  # CuPy loads cuBLAS when it first multiplies matrices
+            remedy = cuda_libraries.install_cublas()
+            raise DeviceError(f"array expressions on {stream!r}: {error} ({remedy})") from error
         if keep:
             context.retain(stream, keep)
 
@@ -502,17 +505,30 @@ def why_not() -> str:
     """
     try:
         api = cuda_api.CudaApi()
-        count = api.runtime.getDeviceCount()
+        require_gpu(api, 0)
+        with api.relaxed(), api.cupy.cuda.Device(0):
+            api.runtime.memGetInfo()  # needs a context, which a GPU in exclusive use refuses
     except DeviceError as error:
-        return str(error)
+        return str(error).replace("cuda:0: ", "cuda: ", 1)
     except Exception as error:  # a broken driver shows itself in many ways
         return f"cuda: the driver does not work: {error}"
-    return "" if count > 0 else "cuda: the driver works but lists no GPU"
+    return ""
 
 
 def cuda_available() -> bool:
     """Return whether a GPU is usable. Never raises."""
     return not why_not()
+
+
+def require_gpu(api: CudaApi, index: int) -> None:
+    """Raise DeviceError if there is no such GPU, or its driver cannot run what is compiled here."""
+    name = f"cuda:{index}"
+    if complaint := api.complaint():
+        raise DeviceError(f"{name}: {complaint}")
+    with api.errors_as(name):
+        count = api.runtime.getDeviceCount()
+    if index >= count:
+        raise DeviceError(f"{name}: there are {count} GPUs")
 
 
 def properties(api: CudaApi, index: int) -> tuple[int, int, str, str]:
@@ -522,11 +538,8 @@ def properties(api: CudaApi, index: int) -> tuple[int, int, str, str]:
     ------
     DeviceError : there is no such GPU, or it cannot be used
     """
-    name = f"cuda:{index}"
-    with api.errors_as(name):
-        count = api.runtime.getDeviceCount()
-        if index >= count:
-            raise DeviceError(f"{name}: there are {count} GPUs")
+    require_gpu(api, index)
+    with api.errors_as(f"cuda:{index}"):
         sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
         shared_bytes = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SHARED_BYTES, index))
         arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"

@@ -21,6 +21,7 @@ from ..cuda_api import (
     FUNCTION_STATIC_SMEM,
     CudaApi,
 )  # fmt: skip
+from ..cuda_libraries import cuda_version
 from ..errors import CompileError, KvcupyError
 from ..kernels import Specialisation, pointer_fields
 from . import nvrtc
@@ -28,6 +29,8 @@ from .cuda_context import CudaContext
 from .cuda_streams import Stream
 from .protocol import Dim3
 
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION
+_REFUSED_IMAGES = (200, 209, 218, 222)
 _BUFFER_BYTES = 4096  # the most that all architectures take as parameters
 
 
@@ -119,7 +122,11 @@ class Launcher:
             static_smem = api.driver.funcGetAttribute(FUNCTION_STATIC_SMEM, function.ptr)
         except refusals as error:
             what = f"{specialisation}, compiled for {compiled.target}"
-            raise CompileError(f"{what}, cannot be loaded: {error}", transient=True) from error
+            message = f"{what}, cannot be loaded: {error}"
+            if lasting := getattr(error, "status", None) in _REFUSED_IMAGES:
+                version = cuda_version(api.runtime.driverGetVersion())
+                message += f" ({nvrtc.compiler()}; the driver is for CUDA {version})"
+            raise CompileError(message, transient=not lasting) from error
         return CudaFunction(specialisation, function, static_smem)
 
     def launch(

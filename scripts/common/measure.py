@@ -14,6 +14,7 @@ import numpy as np
 
 import kvcupy as kv
 from kvcupy import observe, timeline
+from kvcupy.cuda_libraries import install_cublas
 
 
 def chosen_device(name: str | None) -> Any:
@@ -44,9 +45,8 @@ def device_for_products(name: str | None) -> Any:
         square.dot(square)
     except ImportError as error:
         raise SystemExit(
-            f"{device.name}: this multiplies matrices, for which CuPy needs cuBLAS ({error}). "
-            "pip install nvidia-cublas-cu12 beside cupy-cuda12x, or nvidia-cublas beside "
-            "cupy-cuda13x; or run it with --device host"
+            f"{device.name}: this multiplies matrices, for which CuPy needs cuBLAS ({error}): "
+            f"{install_cublas()}, or run it with --device host"
         ) from None
     return device
 

@@ -29,7 +29,10 @@ CORE = ("numpy", "ml_dtypes", "platformdirs", "tqdm")
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
 SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")
-# CuPy multiplies matrices with it: the models in the scripts do, the package does not.
+# torch's own wheels on PyPI need a driver for CUDA 13.
+TORCH_FOR_CUDA12 = ("--extra-index-url", "https://download.pytorch.org/whl/cu126")
+NVRTC = {"cuda12": "nvidia-cuda-nvrtc-cu12", "cuda13": "nvidia-cuda-nvrtc"}
+# CuPy multiplies matrices with it, in the models of the scripts and where attention has no kernel.
 CUBLAS = {"cuda12": "nvidia-cublas-cu12>=12.3", "cuda13": "nvidia-cublas>=13,<14"}
 
 
@@ -45,12 +48,12 @@ def lacks_compiler() -> bool:
     return not present and lacks("ziglang")
 
 
-def lacks_headers() -> bool:
-    """Return whether the headers that NVRTC compiles kernels with are missing."""
+def lacks_headers(extra: str) -> bool:
+    """Return whether the headers are missing that the NVRTC of an extra compiles kernels with."""
     sys.path.insert(0, str(ROOT))
     from kvcupy import sources
 
-    return not sources.cuda_include_dirs()
+    return not any(place.major == cuda_major(extra) for place in sources.header_places())
 
 
 def has_cuda_wheels() -> bool:
@@ -58,19 +61,26 @@ def has_cuda_wheels() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
 
-def lacks_nvrtc() -> bool:
-    """Return whether CuPy or NVRTC is missing."""
-    wheel = any(name.startswith("nvidia-cuda-nvrtc") for name in installed())
-    toolkit = find_library("nvrtc") or list(Path("/usr/local/cuda").glob("lib64/libnvrtc.so*"))
-    return lacks("cupy") or not (wheel or toolkit)
+def lacks_nvrtc(extra: str) -> bool:
+    """Return whether CuPy, or the NVRTC of an extra, is missing."""
+    return lacks("cupy") or lacks_library("nvrtc", NVRTC[extra], cuda_major(extra))
 
 
 def lacks_cublas(extra: str) -> bool:
     """Return whether the cuBLAS is missing that belongs to the CuPy of an extra."""
-    wheel, major = re.split(r"[<>=]", CUBLAS[extra])[0], extra.removeprefix("cuda")
-    if wheel in installed() or (find_library("cublas") or "").endswith(f".so.{major}"):
+    return lacks_library("cublas", re.split(r"[<>=]", CUBLAS[extra])[0], cuda_major(extra))
+
+
+def lacks_library(name: str, wheel: str, major: int) -> bool:
+    """Return whether one of CUDA's libraries is in no wheel and no toolkit of a CUDA version."""
+    if wheel in installed() or (find_library(name) or "").endswith(f".so.{major}"):
         return False
-    return not list(Path("/usr/local/cuda").glob(f"lib64/libcublas.so.{major}*"))
+    return not list(Path("/usr/local/cuda").glob(f"lib64/lib{name}.so.{major}*"))
+
+
+def cuda_major(extra: str) -> int:
+    """Return the CUDA version of an extra."""
+    return int(extra.removeprefix("cuda"))
 
 
 def lacks_nvdisasm() -> bool:
@@ -103,9 +113,10 @@ def driver_cuda() -> int:
 
 
 def cuda_extra() -> str:
-    """Return the extra that fits the CuPy that is here already, else the driver."""
-    if "cupy-cuda13x" in installed():
-        return "cuda13"
+    """Return the extra of the CuPy that is installed, else the one for the driver."""
+    for extra in CUBLAS:
+        if f"cupy-{extra}x" in installed():
+            return extra
     return "cuda13" if driver_cuda() >= 13 else "cuda12"
 
 
@@ -123,27 +134,29 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     if not essential:
         extras["plot"] = lacks("matplotlib")
         extras["host"] = lacks_compiler()
-        gpu = driver_cuda() >= 12
+        cuda = cuda_extra()
+        gpu = driver_cuda() >= cuda_major(cuda)
         compiles = task != "demo" and has_cuda_wheels()  # for GPUs, even on a machine without one
-        lacking = (compiles and lacks_nvrtc()) or (gpu and lacks("cupy"))
+        lacking = (compiles or gpu) and lacks_nvrtc(cuda)
         if not core:  # without them the package cannot look for headers yet
-            lacking = lacking or ((compiles or gpu) and lacks_headers())
-        extras[cuda_extra()] = lacking
-        if gpu and lacks_cublas(cuda_extra()):
-            wheels.append(CUBLAS[cuda_extra()])
+            lacking = lacking or ((compiles or gpu) and lacks_headers(cuda))
+        extras[cuda] = lacking
+        if gpu and lacks_cublas(cuda):
+            wheels.append(CUBLAS[cuda])
         if compiles:
             extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
+    if torch and lacks("torch") and driver_cuda() == 12:
+        wheels += TORCH_FOR_CUDA12
     wheels += [release for name, release in TORCH.items() if torch and lacks(name)]
     return (arguments if core or names else []) + wheels
 
 
 def missing_for_report(torch: bool = False, essential: bool = False) -> list[str]:
-    """Return the same for a GPU report; torch's wheels and the sanitizer are for CUDA 13."""
-    cuda13 = driver_cuda() >= 13
-    arguments = missing("report", torch and cuda13, essential)
-    if cuda13 and not essential and lacks_sanitizer():
+    """Return the same for a GPU report, with the sanitizer, which is for CUDA 13."""
+    arguments = missing("report", torch, essential)
+    if driver_cuda() >= 13 and not essential and lacks_sanitizer():
         arguments.append(f"{SANITIZER}>=13,<14")
     return arguments
 

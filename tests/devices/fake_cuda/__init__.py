@@ -66,6 +66,7 @@ class FakeApi(cuda_api.CudaApi):
         self.driver = Driver(runtime, machine)
         self.errors = (CudaError, OutOfMemoryError)
         self.can_launch_packed = packed
+        self.nvrtc_version = (12, 9)
         self.pci_devices = Path("/nowhere")
         self.library = LibCuda(machine, runtime)
         self.currents = {}

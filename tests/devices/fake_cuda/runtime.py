@@ -48,7 +48,7 @@ class Runtime:
         self.capturing = machine.capturing
         self.events = {}  # handle -> Event
         self.priorities = {}
-        self.driver_version = 12040
+        self.driver_version, self.runtime_version = 12040, 12090
         self.attributes = {16: 132, 91: 1, 97: 227 << 10}
         self.bus_id = "0000:3B:00.0"
         self.refused_copies = {}  # destination -> status
@@ -99,6 +99,9 @@ class Runtime:
 
     def driverGetVersion(self):
         return self.driver_version
+
+    def runtimeGetVersion(self):
+        return self.runtime_version
 
     def deviceGetPCIBusId(self, index):
         self.check_status(0 if self.bus_id else 1)
