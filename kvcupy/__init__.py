@@ -4,8 +4,6 @@ Importing this touches no device, imports neither CuPy nor torch, and compiles n
 """
 
 import sys
-from collections.abc import Callable as _Callable
-from typing import Any as _Any
 
 from . import metrics
 from .arrays import ArrayView, view_as
@@ -110,24 +108,3 @@ __all__ = [
     "vary",
     "view_as",
 ]
-
-
-def _traced(name: str) -> _Callable[..., _Any]:
-    """Return the function that `torch.compile` traces in place of an operation."""
-
-    def call(*arguments: _Any, **options: _Any) -> _Any:
-        from .interop import torch as operators
-
-        return getattr(operators, name)(*arguments, **options)
-
-    return call
-
-
-# torch's tracer inlines the function that this attribute names; nothing else reads it. Without it
-# the tracer breaks the graph at each operation and compiles pieces of kvcupy's Python, which then
-# take milliseconds per call.
-for _operation in (
-    apply_rope, copy_pages, find_duplicate_slots, gather_kv, merge_states, page_table_csr,
-    paged_attention, rope_store_kv, rope_store_mla, slot_mapping, store_kv, store_mla,
-):  # fmt: skip
-    _operation.__dict__["_torchdynamo_inline"] = _traced(_operation.__name__)

@@ -19,7 +19,8 @@ Pools: `pool.torch_k(layer)` and `pool.torch_v(layer)` are tensors over a pool's
 traced: a graph knows tensors, not pools. For the same reason `transfer_pages`, `PagedKVCache`,
 `TransferEngine` and `TieredCache` are no operators: they change what a graph has no notion of, page
 lists, streams and transfers in flight. Call them between graphs. Calls that `kvcupy.bind` has
-prepared are not traced either. kvcupy's own functions of these names are traced as these.
+prepared are not traced either. Once this module is imported, compiled code traces kvcupy's own
+functions of these names as these.
 
 Examples
 --------
@@ -40,11 +41,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+import kvcupy
+
 from .. import devices, formats
 from ..arrays import tensor_of, view
 from ..ops.call import format_name
 from ..ops.rope_table import rope_table as _rope_table
-from .torch_operators import KERNELS, merged, out_of_attention, rows_of_gather
+from .torch_operators import KERNELS, TABLE, merged, out_of_attention, rows_of_gather
 
 __all__ = [
     "apply_rope",
@@ -744,3 +747,10 @@ def _record(tensor: Tensor, streams: Any) -> None:
             own_stream: Any = devices.get(f"cuda:{tensor.device.index}").as_stream(stream)
             stream = torch.cuda.ExternalStream(own_stream.pointer, tensor.device)
         tensor.record_stream(stream)
+
+
+# torch's tracer inlines the function that this attribute names; nothing else reads it. Without it
+# the tracer breaks the graph at each of kvcupy's own functions and compiles pieces of their Python,
+# which then take milliseconds per call.
+for _row in TABLE:
+    getattr(kvcupy, _row.name).__dict__["_torchdynamo_inline"] = globals()[_row.name]
