@@ -50,12 +50,13 @@ __device__ __forceinline__ T of_bits(u32 bits) {
 #ifndef __CUDACC__
 namespace kvcupy_host {
 
-// What an instruction may return for `exact`: zero where that is below the normal numbers, and,
-// in builds of a GPU's branches, a number up to `ulps` units off, which depends on the input `x`.
-inline float approximation(float exact, float x, int ulps) {
+// What an instruction may return for `exact`, in builds of a GPU's branches: zero where that is
+// below the normal numbers, else a number up to `ulps` units off, which depends on the input `x`.
+inline float approximation(float exact, [[maybe_unused]] float x, [[maybe_unused]] int ulps) {
+  if constexpr (kArch == 0) return exact;
   constexpr float kSmallestNormal = power_of_two(-126);
   if (fabsf(exact) < kSmallestNormal) return copysignf(0.0f, exact);
-  if (kArch == 0 || exact - exact != 0.0f) return exact;
+  if (exact - exact != 0.0f) return exact;
   const u32 hash = (__float_as_uint(x) * 2654435761u) >> 16;
   const float near = __uint_as_float(__float_as_uint(exact) + hash % (2 * ulps + 1) - ulps);
   return fabsf(near) < kSmallestNormal || near - near != 0.0f ? exact : near;
@@ -75,7 +76,7 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
 #endif
 }
 
-// 2 to the x within two units, and 0 where that is below the normal numbers.
+// 2 to the x within two units; on a GPU 0 where that is below the normal numbers.
 __device__ __forceinline__ float power_of_two(float x) {
 #ifdef __CUDACC__
   float power;
