@@ -57,6 +57,10 @@ class CudaDevice:
             self.context.api, index
         )
         self._launcher = Launcher(self.context, self.arch)
+        # CuPy raises OverflowError for a grid of 2**32 blocks or more.
+        self._launch_errors: tuple[type[Exception], ...] = (
+            *self.context.api.errors, OverflowError,
+        )  # fmt: skip
         self._run_copies = RunCopies(self.context)
         self._faults: Any = None
         self._lock = threading.Lock()
@@ -419,7 +423,7 @@ class CudaDevice:
             else:
                 with api.cupy.cuda.Device(context.index):
                     launcher.launch(*launch)
-        except (*api.errors, OverflowError) as error:  # CuPy's, for a grid of 2**32 blocks or more
+        except self._launch_errors as error:
             raise launcher.failure(error, *launch) from error
         if keep:
             context.retain(stream, keep)
