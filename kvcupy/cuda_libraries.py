@@ -96,8 +96,11 @@ def _places(library: str, major: int) -> Iterator[str]:
             yield str(Path(root, "lib64", name))
 
 
-def loaded(library: str, major: int) -> str | None:
-    """Return the path from which this process has loaded a library, None if it has not."""
+def loaded(library: str, major: int | str = "") -> str | None:
+    """Return the path from which this process has loaded a library, None if it has not.
+
+    It ends in the full version where the library was loaded through a link.
+    """
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             path = line.split(maxsplit=5)[5:]

@@ -227,8 +227,8 @@ def libraries() -> list[Row]:
     from .cuda_api import CudaApi
 
     driver = cuda_libraries.driver_version()
-    where = cuda_libraries.loaded("cuda", 1)
-    version = f"CUDA {cuda_libraries.cuda_version(driver)}, {where}" if driver else "none"
+    path = cuda_libraries.loaded("cuda")
+    version = f"CUDA {cuda_libraries.cuda_version(driver)}, {path}" if driver else "none"
     rows = [Row("driver", version)]
     try:
         api = CudaApi()
