@@ -223,48 +223,46 @@ def gpu(probe: Probe) -> list[Row]:
 
 def libraries() -> list[Row]:
     """Load NVIDIA's libraries as kvcupy and CuPy do, and return which files they are."""
-    from . import cuda_libraries
+    from . import cuda_api
     from .cuda_api import CudaApi
 
-    driver = cuda_libraries.driver_version()
-    where = cuda_libraries.loaded("cuda", 1)
-    version = f"CUDA {cuda_libraries.cuda_version(driver)}, {where}" if driver else "none"
+    driver = cuda_api.driver_version()
+    path = cuda_api.loaded_library("cuda")
+    version = f"CUDA {cuda_api.cuda_version(driver)}, {path}" if driver else "none"
     rows = [Row("driver", version)]
     try:
         api = CudaApi()
     except DeviceError as error:
         return [*rows, Row("CuPy", str(error).removeprefix("cuda: "))]
     cupy = api.runtime.runtimeGetVersion()
-    rows.append(
-        Row("CuPy", f"{api.cupy.__version__}, for CUDA {cuda_libraries.cuda_version(cupy)}")
-    )
+    rows.append(Row("CuPy", f"{api.cupy.__version__}, for CUDA {cuda_api.cuda_version(cupy)}"))
     rows += _guarded(_nvrtc)
     rows += _guarded(lambda: _cublas(cupy // 1000))
     return rows
 
 
 def _nvrtc() -> list[Row]:
-    from . import cuda_libraries
+    from . import cuda_api
     from .devices import nvrtc
 
     try:
         major, _ = nvrtc.nvrtc_version()
     except CompileError as error:
-        return [Row("NVRTC", str(error), _install(cuda_libraries.extra()))]
+        return [Row("NVRTC", str(error), _install(cuda_api.cuda_extra()))]
     version = nvrtc.compiler().partition(",")[0].removeprefix("NVRTC ")
-    return [Row("NVRTC", f"{version}, {cuda_libraries.loaded('nvrtc', major)}")]
+    return [Row("NVRTC", f"{version}, {cuda_api.loaded_library('nvrtc', major)}")]
 
 
 def _cublas(major: int) -> list[Row]:
-    from . import cuda_libraries
+    from . import cuda_api
 
     try:
         from cupy.cuda import cublas  # noqa: F401 -- loads the library
     except ImportError as error:
         cause = str(error).partition(": ")[0]
         text = f"{cause} (only products of matrices need it)"
-        return [Row("cuBLAS", text, _pip(cuda_libraries.install_cublas()))]
-    path = cuda_libraries.loaded("cublas", major)
+        return [Row("cuBLAS", text, _pip(cuda_api.install_cublas()))]
+    path = cuda_api.loaded_library("cublas", major)
     number = ctypes.c_int(0)
     numbers = []
     for part in range(3):  # cublasGetProperty: major, minor, patch

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.cuda_libraries import install_cublas
+from kvcupy.cuda_api import install_cublas
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 

@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Any
 
-from .. import cuda_libraries, faults
+from .. import cuda_api, faults
 from ..config import logger
 from .protocol import Device, is_device
 
@@ -60,7 +60,7 @@ def default_device() -> Device:
 
     reason = why_not()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if reason and reason not in _logged and not hidden and cuda_libraries.driver_version():
+    if reason and reason not in _logged and not hidden and cuda_api.driver_version():
         _logged.add(reason)
         logger.warning("the default device is the host: %s", reason)
     return get("host" if reason else "cuda:0")

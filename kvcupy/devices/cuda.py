@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, cuda_api, cuda_libraries, formats, observe
+from .. import arrays, cuda_api, formats, observe
 from ..arrays import ArrayView
 from ..cuda_api import ATTRIBUTE_SHARED_BYTES, ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
@@ -437,7 +437,7 @@ class CudaDevice:
         except context.api.errors as error:
             raise context.api.failure(f"array expressions on {stream!r}", error) from error
         except ImportError as error:  # CuPy loads cuBLAS when it first multiplies matrices
-            remedy = cuda_libraries.install_cublas()
+            remedy = cuda_api.install_cublas()
             raise DeviceError(f"array expressions on {stream!r}: {error} ({remedy})") from error
         if keep:
             context.retain(stream, keep)
@@ -510,7 +510,7 @@ def why_not() -> str:
     try:
         api = cuda_api.CudaApi()
         require_gpu(api, 0)
-        with api.relaxed(), api.cupy.cuda.Device(0):
+        with api.cupy.cuda.Device(0), api.relaxed():
             api.runtime.memGetInfo()  # needs a context, which a GPU in exclusive use refuses
     except DeviceError as error:
         return str(error).replace("cuda:0: ", "cuda: ", 1)

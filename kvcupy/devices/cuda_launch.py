@@ -20,8 +20,8 @@ from ..cuda_api import (
     FUNCTION_MAX_DYNAMIC_SMEM,
     FUNCTION_STATIC_SMEM,
     CudaApi,
+    cuda_version,
 )  # fmt: skip
-from ..cuda_libraries import cuda_version
 from ..errors import CompileError, KvcupyError
 from ..kernels import Specialisation, pointer_fields
 from . import nvrtc

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import cuda_libraries, sources
+from .. import cuda_api, sources
 from ..errors import CompileError
 from ..extras import install
 from . import cache
@@ -220,17 +220,17 @@ def arch_number(arch: str) -> int:
 
 
 def _nvrtc() -> Any:
-    cuda_libraries.load_matching()
+    cuda_api.load_matching_libraries()
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
-        remedy = install(cuda_libraries.extra())
+        remedy = install(cuda_api.cuda_extra())
         raise CompileError(f"NVRTC needs CuPy: {error} ({remedy})") from error
     try:
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises several kinds when the library is not found
         cause = str(error).strip().partition("\n")[0]
-        remedy = install(cuda_libraries.extra())
+        remedy = install(cuda_api.cuda_extra())
         raise CompileError(f"NVRTC cannot be loaded: {cause} ({remedy})") from error
     return nvrtc
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import kvcupy as kv
 from kvcupy import observe, timeline
-from kvcupy.cuda_libraries import install_cublas
+from kvcupy.cuda_api import install_cublas
 
 
 def chosen_device(name: str | None) -> Any:

@@ -22,7 +22,7 @@ import pytest
 from fake_cuda import CudaError, FakeApi
 
 import kvcupy as kv
-from kvcupy import cuda_api, cuda_libraries, doctor, extras
+from kvcupy import cuda_api, doctor, extras
 from kvcupy.devices import cuda
 from kvcupy.errors import CompileError, DeviceError
 
@@ -50,15 +50,15 @@ CUDA12, CUDA13 = extras.install("cuda12"), extras.install("cuda13")
     ],
 )
 def test_what_a_driver_can_run(monkeypatch, driver, cupy, nvrtc, said):
-    monkeypatch.setattr(cuda_libraries, "wheel", lambda library, major: None)
-    complaint = cuda_libraries.complaint(driver, cupy, nvrtc)
+    monkeypatch.setattr(cuda_api, "wheel_library", lambda library, major: None)
+    complaint = cuda_api.driver_complaint(driver, cupy, nvrtc)
     assert bool(complaint) == bool(said) and "\n" not in complaint
     assert all(part in complaint for part in said), complaint
 
 
 def test_a_newer_nvrtc_that_another_library_has_loaded_first_has_to_go(monkeypatch):
-    monkeypatch.setattr(cuda_libraries, "wheel", lambda library, major: Path("libnvrtc.so.12"))
-    assert cuda_libraries.complaint(12040, 12090, (13, 5)).endswith(
+    monkeypatch.setattr(cuda_api, "wheel_library", lambda library, major: Path("libnvrtc.so.12"))
+    assert cuda_api.driver_complaint(12040, 12090, (13, 5)).endswith(
         "pip uninstall -y nvidia-cuda-nvrtc"
     )
 
@@ -72,7 +72,7 @@ def api(monkeypatch):
     monkeypatch.setattr("kvcupy.devices._devices", {})
     monkeypatch.setattr("kvcupy.devices._logged", set())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cuda_libraries, "driver_version", lambda: api.runtime.driver_version)
+    monkeypatch.setattr(cuda_api, "driver_version", lambda: api.runtime.driver_version)
     return api
 
 
@@ -151,7 +151,7 @@ def test_array_expressions_without_cublas_say_how_to_install_it(api, monkeypatch
     def multiply():
         raise ImportError("libcublas.so: cannot open shared object file")
 
-    monkeypatch.setattr(cuda_libraries, "cupy_major", lambda: cupy)
+    monkeypatch.setattr(cuda_api, "cupy_major", lambda: cupy)
     device = kv.device("cuda")
     with pytest.raises(DeviceError, match=rf"libcublas.so.*\(pip install {wheel}\)$"):
         device.run(multiply, device.stream())
@@ -199,7 +199,7 @@ def test_where_wheels_of_both_are_installed_those_of_cupy_are_loaded(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda_libraries.load_matching.__wrapped__()
+    cuda_api.load_matching_libraries.__wrapped__()
     both = len(majors) == 2
     assert opened == [FILES[cupy, "nvrtc"], FILES[cupy, "cublas"]] * both
 
@@ -355,7 +355,7 @@ CUPY12 = ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12")
 CUPY13 = ("cupy-cuda13x", "nvidia-cuda-nvrtc>=13,<14", "nvidia-cuda-runtime>=13,<14")
 SCRIPT = """
 import json, sys
-from kvcupy import cuda_api, cuda_libraries
+from kvcupy import cuda_api
 from kvcupy.devices import cuda, nvrtc
 from kvcupy.ops.store import COPY
 
@@ -371,10 +371,10 @@ if "NumPy" not in said["why_not"]:
     program.compile((*assemble_cupy_compiler_options(()), "-arch=sm_90"))
     said |= {
         "nvrtc": api.nvrtc_version[0],
-        "loaded": [cuda_libraries.loaded("nvrtc", major) is not None for major in (12, 13)],
+        "loaded": [cuda_api.loaded_library("nvrtc", major) is not None for major in (12, 13)],
         "abi": image[8],
         "complaints": {
-            driver: cuda_libraries.complaint(
+            driver: cuda_api.driver_complaint(
                 driver, api.runtime.runtimeGetVersion(), api.nvrtc_version)
             for driver in (12020, 12040, 13000)
         },
