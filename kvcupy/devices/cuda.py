@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,14 @@ from ..cuda_api import ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
 from ..observe import Access
-from . import cuda_memory, cuda_streams
+from . import cuda_memory, cuda_streams, nvrtc
 from .cuda_context import CudaContext
 from .cuda_launch import CudaFunction, Launcher
 from .cuda_memory import CopyPlan, RunCopies
 from .cuda_streams import Event, Stream
 from .protocol import Dim3, byte_pairs, copy_views, require_runs
+
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")  # to the last digit; the API has CUDA's
 
 
 class CudaDevice:
@@ -333,7 +336,7 @@ class CudaDevice:
         CaptureError : a stream of the device is being captured
         """
         context = self.context
-        if context.captures or cuda_streams.is_current_captured(context):
+        if self.capturing:
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         what = f"synchronize, {self.name}"
         with context.retired.releasing_unrecorded(), context.api.errors_as(what), context.current():
@@ -343,7 +346,19 @@ class CudaDevice:
         context.retired.reap()
         context.calls.raise_failures()
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a kvcupy stream, or the current one of CuPy or torch, is being captured."""
+        return bool(self.context.captures) or cuda_streams.is_current_captured(self.context)
+
     # --- Kernels ---
+
+    def fingerprint(self, specialisation: Specialisation) -> tuple[str, ...]:
+        """Return what decides whether a kernel is right: the GPU, its driver, and the program."""
+        driver = str(self.context.api.runtime.driverGetVersion())
+        with suppress(OSError):
+            driver = f"{driver} {_DRIVER_VERSION.read_text().strip()}"
+        return self.model, driver, nvrtc.entry_key(specialisation, self.arch)
 
     def load(self, specialisation: Specialisation) -> CudaFunction:
         """Return a specialisation, compiled and loaded at the first call.

@@ -136,12 +136,19 @@ class Device(Protocol):
     def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None: ...
     def synchronize(self) -> None: ...
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a stream is being captured, as far as the device knows."""
+
     # What operations call.
     def as_stream(self, stream: Any, library: str = "", name: str = "stream") -> Stream:
         """Return `stream` as this device's Stream; None is the current one of `library`
         ("numpy", "cupy", "torch"); an empty `library`, for calls whose arrays do not decide, means
         whichever has made a stream current. TypeError and ValueError name the argument
         `stream`."""
+
+    def fingerprint(self, specialisation: Specialisation) -> tuple[str, ...]:
+        """Return what decides whether a kernel is right: processor, driver and program."""
 
     def load(self, specialisation: Specialisation) -> Any:
         """Compile, or take from the cache, and load; CompileError if that fails."""

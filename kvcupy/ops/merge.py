@@ -174,7 +174,7 @@ class MergePlan(Plan):
         super().__init__(_MERGE_STATES, devices.get(out_a.device), out_a.library)
         self.allocated, self.lse_base = allocated, lse_base
         if views["lse_out"].size:
-            self.load(lambda: [self._launch(views, alignment)])
+            self.load(lambda aligned: [self._launch(views, aligned)], alignment)
 
     def fallback(self, views: Views) -> None:
         carriers = {name: self.device.carrier(v) for name, v in views.items()}
