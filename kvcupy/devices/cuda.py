@@ -21,14 +21,14 @@ from ..cuda_api import ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
 from ..observe import Access
-from . import cuda_memory, cuda_streams, nvrtc
+from . import cuda_memory, cuda_streams
 from .cuda_context import CudaContext
 from .cuda_launch import CudaFunction, Launcher
 from .cuda_memory import CopyPlan, RunCopies
 from .cuda_streams import Event, Stream
 from .protocol import Dim3, byte_pairs, copy_views, require_runs
 
-_DRIVER_VERSION = Path("/sys/module/nvidia/version")  # to the last digit; the API has CUDA's
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the driver; CUDA tells only its own
 
 
 class CudaDevice:
@@ -354,11 +354,11 @@ class CudaDevice:
     # --- Kernels ---
 
     def fingerprint(self, specialisation: Specialisation) -> tuple[str, ...]:
-        """Return what decides whether a kernel is right: the GPU, its driver, and the program."""
+        """Return what decides whether a kernel is right: the GPU, its driver, and machine code."""
         driver = str(self.context.api.runtime.driverGetVersion())
         with suppress(OSError):
             driver = f"{driver} {_DRIVER_VERSION.read_text().strip()}"
-        return self.model, driver, nvrtc.entry_key(specialisation, self.arch)
+        return self.model, driver, str(specialisation), self.load(specialisation).digest
 
     def load(self, specialisation: Specialisation) -> CudaFunction:
         """Return a specialisation, compiled and loaded at the first call.

@@ -85,11 +85,6 @@ def compile_cubin(
     return compiled[0] if compiled else _decode(content, specialisation)
 
 
-def entry_key(specialisation: Specialisation, arch: str) -> str:
-    """Return the key of a kernel in the disk cache: a digest of all that it is compiled from."""
-    return _Build.of(arch, None, None, None, ()).key(specialisation) or ""
-
-
 def compile_program(
     specialisations: Sequence[Specialisation], arch: str, *,
     kernels_dir: Path | None = None, options: Sequence[str] = (), verbose: bool = False,

@@ -23,7 +23,7 @@ from ..bench.report import describe, write_json
 from ..config import config, logger
 from ..devices import cache
 from ..devices.protocol import Device
-from ..errors import DeviceError, KvcupyError
+from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
 from ..ops import call
 from ..ops.attention import LayerArrays, StepAttention, check_options
@@ -180,8 +180,8 @@ def is_verified(device: Device, specialisation: Specialisation) -> bool | None:
     """Return whether a kernel is right on a device; None while a capture prevents the check.
 
     A kernel that has no plainer one is taken to be. Others run the case of `case_of` once for each
-    processor, driver and program; the result is kept in the disk cache. A wrong kernel is logged,
-    once per process.
+    processor, driver and program; the result is kept in the disk cache. A kernel that is not right,
+    or whose check failed, is logged once per process.
     """
     with _lock:
         verdicts = _verdicts.setdefault(device, {})
@@ -196,8 +196,9 @@ def is_verified(device: Device, specialisation: Specialisation) -> bool | None:
         verdict = verdicts.setdefault(specialisation, not difference)
         if difference:
             logger.warning(
-                "%s is wrong on %s (%s), and a plainer kernel serves in its place: %s. Please send "
-                "what `%s` writes", specialisation, device.name, device.model, difference, _REPORT,
+                "%s is not used on %s (%s), where a plainer kernel serves in its place: %s. "
+                "Please report it with what `%s` writes",
+                specialisation, device.name, device.model, difference, _REPORT,
             )  # fmt: skip
     return verdict
 
@@ -214,15 +215,21 @@ def _recorded_difference(device: Device, specialisation: Specialisation, case: C
             if record is None:
                 try:
                     record = _difference(device, specialisation, case).encode()
-                except KvcupyError as error:  # which may pass: the next process tries again
-                    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                except CaptureError:  # of a stream that the device does not know
+                    return None
+                except Exception as error:  # whatever it is, the call itself can be served
+                    # No record: it may have been want of memory. The next process tries again.
+                    text = "\n".join(str(error).splitlines()[:1])
+                    return f"its check failed: {type(error).__name__}: {text}"
                 cache.store(key, record)
     return record.decode()
 
 
 def _difference(device: Device, specialisation: Specialisation, case: Case) -> str:
-    """Run the case of a kernel on the current stream; return how it differs from its reference."""
+    """Run the case of a kernel, and return how it differs from its reference."""
     texts: list[str] = []
+    # A stream of its own waits for no work, and is in no capture. Of the host, this thread is.
+    stream = device.stream() if device.kind == "cuda" else device.as_stream(None)
 
     def run() -> None:
         arguments = Arguments(device, seed=0)
@@ -236,9 +243,9 @@ def _difference(device: Device, specialisation: Specialisation, case: Case) -> s
         texts.extend(map(str, arguments.all_differences()))
 
     with call.unverified() as taken:
-        device.run(run, device.as_stream(None, "cupy"))
+        device.run(run, stream)
     if specialisation not in taken:
-        raise KvcupyError("no case takes it")
+        raise KvcupyError("no case takes the kernel")
     return "; ".join(texts)
 
 
