@@ -462,9 +462,14 @@ _SCALE_BYTES = {
 
 def _cache_of(
     case: Arguments, fmt: str, used: Array, heads: int, width: int, name: str, *, layout: str,
-    poison: bool,
+    poison: bool, gaps: bool,
 ) -> Argument:  # fmt: skip
-    """Return a cache with a token in each used slot, and NaN in all others if they are poison."""
+    """Return a cache with a token in each used slot, and NaN in all others if they are poison.
+
+    With gaps a row that belongs to no slot follows each page.
+    """
+    page_size = used.shape[1]
+    used = np.pad(used, ((0, 0), (0, int(gaps))))
     if fmt in FOUR_BIT:
         pages = case.four_bit_rows(fmt, (*used.shape, heads, width))
         scales = pages[..., width // 2 :]
@@ -478,7 +483,9 @@ def _cache_of(
         pages = from_values(case.rng.standard_normal((*used.shape, heads, width)), fmt)
         if poison and fmt != "int8":
             pages[~used] = from_values(np.nan, fmt)
-    return case.place(pages.swapaxes(1, 2) if layout == "HND" else pages, fmt, name=name)
+    if layout == "HND":
+        return case.place(pages.swapaxes(1, 2), fmt, lambda a: a[:, :, :page_size], name=name)
+    return case.place(pages, fmt, lambda a: a[:, :page_size], name=name)
 
 
 @_case("paged_attention", "decode, sequences of one length", compared="attention",
@@ -517,7 +524,7 @@ def _paged_attention(
     fmt: str = "bf16", cache_fmt: str = "", layout: str = "NHD", poison: bool = False,
     lse: bool = False, sinks: bool = False, tree: bool = False, mla: bool = False,
     heads: tuple[int, int] = (2, 4), widths: tuple[int, int] = (64, 64), rotates: bool = False,
-    columns: int = 0, options: Mapping[str, Any] | None = None,
+    columns: int = 0, gaps: bool = False, options: Mapping[str, Any] | None = None,
 ) -> Call:  # fmt: skip
     page_size, (kv_heads, group), (width, v_width) = 16, heads, widths
     cache_fmt = cache_fmt or fmt
@@ -527,15 +534,12 @@ def _paged_attention(
     query = case.place(
         from_values(case.rng.standard_normal((rows, num_heads, width)), fmt), fmt, name="query"
     )
-    k_cache = _cache_of(
-        case, cache_fmt, used, kv_heads, width, "k_cache", layout=layout, poison=poison
-    )
+    shown: dict[str, Any] = {"layout": layout, "poison": poison, "gaps": gaps}
+    k_cache = _cache_of(case, cache_fmt, used, kv_heads, width, "k_cache", **shown)
     if mla:  # one cached row for all heads, whose first part is the value
         v_cache = k_cache.sub(lambda a: a[..., :v_width])
     else:
-        v_cache = _cache_of(
-            case, cache_fmt, used, kv_heads, v_width, "v_cache", layout=layout, poison=poison
-        )
+        v_cache = _cache_of(case, cache_fmt, used, kv_heads, v_width, "v_cache", **shown)
     arguments: dict[str, Any] = {
         "query": query, "k_cache": k_cache, "v_cache": v_cache, "block_table": table,
         "seq_lens": case.place(np.array(seq_lens, np.int32), "int32", name="seq_lens"),
@@ -770,10 +774,10 @@ def _merged(fmt: str, out_fmt: str, count: str, states: str) -> dict[str, Any] |
 def _attended(**changed: Any) -> dict[str, Any]:
     """Return sequences of one key, of a ragged page, and of more keys than a block takes.
 
-    The block table is so wide that keys are split over blocks. Unused pages, table entries and ends
-    of pages are poison.
+    The block table is so wide that keys are split over blocks. Unused pages, table entries, ends of
+    pages and the gaps between them are poison.
     """
-    options = {"seq_lens": (1, 37, 330), "columns": 40, "poison": True, "lse": True}
+    options = {"seq_lens": (1, 37, 330), "columns": 40, "poison": True, "gaps": True, "lse": True}
     return {**options, **changed}
 
 
@@ -792,7 +796,7 @@ def _latent(heads: int, ctype: str) -> dict[str, Any]:
 
 def _prefilled(ctype: str, k_width: str, v_width: str, rotates: str) -> dict[str, Any]:
     return _attended(
-        fmt=_NAMES[ctype], widths=(int(k_width), int(v_width)), new=(1, 30, 70),
+        fmt=_NAMES[ctype], widths=(int(k_width), int(v_width)), new=(1, 30, 40),
         rotates=rotates == "true",
     )  # fmt: skip
 
