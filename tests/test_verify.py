@@ -302,6 +302,7 @@ def cuda(first_use, kernel_sources, monkeypatch):
     monkeypatch.setattr(kv.config, "_strict", False)
     with fault_cuda.cuda_world() as world:
         world.renew(kernels=True)
+        kv.config.verify = "first_use"
         yield world
 
 
