@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,24 +191,40 @@ def test_a_record_is_of_one_driver_and_program(kernel_sources, monkeypatch):
     assert device.fingerprint(PAGES) != before
 
 
-def test_threads_that_meet_check_once(first_use, kernel_sources):
-    devices_ = [kernel_sources.device("-O0"), kernel_sources.device("-O0")]  # as two processes
-    start, verdicts = threading.Barrier(2), []
+MEETING = """
+import sys, time
+from pathlib import Path
+import kvcupy as kv
+from kvcupy.ops.pages import COPY
+from kvcupy.testing import verification
 
-    def ask(device):
-        start.wait()
-        verdicts.append(verification.is_verified(device, PAGES))
+device, checks, check = kv.device("host"), [], verification._difference
+device.warp_lanes = 32
+device.load(COPY.specialise(16))
+verification._difference = lambda *case: checks.append(time.sleep(0.3)) or check(*case)
+Path(sys.argv[1]).touch()
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.01)
+print(verification.is_verified(device, COPY.specialise(16)), len(checks))
+"""
 
-    threads = [threading.Thread(target=ask, args=(device,)) for device in devices_]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (verdicts, first_use) == ([True, True], [str(PAGES)])
+
+def test_processes_that_meet_check_once(tmp_path):
+    environment = {**os.environ, "KVCUPY_CACHE_DIR": str(tmp_path)}
+    ready = [tmp_path / "one", tmp_path / "two"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETING, str(mine), str(others)],
+            env=environment, stdout=subprocess.PIPE, text=True,
+        )
+        for mine, others in (ready, ready[::-1])
+    ]  # fmt: skip
+    said = [process.communicate(timeout=600)[0].strip() for process in processes]
+    assert sorted(said) == ["True 0", "True 1"]
 
 
 def test_in_a_capture_the_plainer_kernel_serves_until_a_call_outside(
-    first_use, device, monkeypatch
+    first_use, monkeypatch, caplog
 ):
     device = HostDevice()
     device.warp_lanes = 32
@@ -217,7 +235,10 @@ def test_in_a_capture_the_plainer_kernel_serves_until_a_call_outside(
     stream = device.stream()
     with stream.capture():
         kv.copy_pages(cache_, *pages, stream=stream)
+        kv.copy_pages(cache_, *pages, stream=stream)
     assert (str(launched[-1]), first_use) == ("pages.cu:copy_pages<1>", [])
+    (warning,) = warnings(caplog)
+    assert f"{PAGES} has not been checked" in warning
     kv.copy_pages(cache_, *pages)
     assert (str(launched[-1]), first_use) == (str(PAGES), [str(PAGES)])
     launched.clear()

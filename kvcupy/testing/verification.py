@@ -172,7 +172,7 @@ _FAMILIES = {
 
 _REPORT = "bash scripts/gpu_report.sh"
 
-_verdicts: WeakKeyDictionary[Device, dict[Specialisation, bool]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[Device, dict[Specialisation, bool | None]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -181,7 +181,7 @@ def is_verified(device: Device, specialisation: Specialisation) -> bool | None:
 
     A kernel that has no plainer one is taken to be. Others run the case of `case_of` once for each
     processor, driver and program; the result is kept in the disk cache. A kernel that is not right,
-    or whose check failed, is logged once per process.
+    or whose check failed or must wait, is logged once per process.
     """
     with _lock:
         verdicts = _verdicts.setdefault(device, {})
@@ -192,8 +192,13 @@ def is_verified(device: Device, specialisation: Specialisation) -> bool | None:
         if case is not None:
             difference = _recorded_difference(device, specialisation, case)
         if difference is None:
-            return None
-        verdict = verdicts.setdefault(specialisation, not difference)
+            if specialisation not in verdicts:
+                logger.warning(
+                    "%s has not been checked on %s, so that a plainer kernel is captured: make the "
+                    "call once before the capture", specialisation, device.name,
+                )  # fmt: skip
+            return verdicts.setdefault(specialisation, None)
+        verdict = verdicts[specialisation] = not difference
         if difference:
             logger.warning(
                 "%s is not used on %s (%s), where a plainer kernel serves in its place: %s. "
