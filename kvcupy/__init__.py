@@ -4,6 +4,7 @@ Importing this touches no device, imports neither CuPy nor torch, and compiles n
 """
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from . import metrics
 from .arrays import ArrayView, view_as
@@ -30,6 +31,7 @@ from .errors import (
     TransferError,
     UnknownSequence,
 )
+from .ops import call as _call
 from .ops.attention import paged_attention
 from .ops.bind import bind, vary
 from .ops.custom import kernel
@@ -53,6 +55,29 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
         "kvcupy relies on the global interpreter lock: start this free-threaded Python with "
         "-X gil=1 or PYTHON_GIL=1"
     )
+
+if TYPE_CHECKING:
+    from .devices.protocol import Device as _Device
+    from .kernels import Specialisation as _Specialisation
+    from .testing.verification import verify
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import `verify`, which needs `kvcupy.testing`, when it is asked for."""
+        if name != "verify":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .testing.verification import verify
+
+        return verify
+
+
+def _is_verified(device: "_Device", specialisation: "_Specialisation") -> bool | None:
+    from .testing.verification import is_verified
+
+    return is_verified(device, specialisation)
+
+
+_call.verifier = _is_verified
 
 __all__ = [
     "ArrayView",
@@ -106,5 +131,6 @@ __all__ = [
     "timeline",
     "transfer_pages",
     "vary",
+    "verify",
     "view_as",
 ]

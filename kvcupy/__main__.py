@@ -65,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.impl, operations=options.op, device_name=options.device,
                 verbose=options.verbose, json_file=options.json, seed=options.seed,
             )  # fmt: skip
+        if options.command == "verify":
+            from .testing import verification
+
+            return verification.main(options.device, json_file=options.json)
         if options.command == "inspect":
             from .cache import inspection
 
@@ -85,6 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvcupy {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help="what is installed, what works, how to get what is missing")
+    verifying = commands.add_parser(
+        "verify",
+        help="whether the kernels are right on this machine",
+        description="Run every kernel family on small hard cases, and compare with the float64 "
+        "references. The first line says whether all are right; the exit status is 1 if not.",
+    )
+    verifying.add_argument(
+        "--device", metavar="NAME", help="such as cuda:1; default: a GPU, or host"
+    )
+    verifying.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes")
     compiling = commands.add_parser(
         "compile",
         help="compile kernels ahead of their first use",

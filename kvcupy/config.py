@@ -56,6 +56,9 @@ class Config:
         the least shared memory of those that every kernel runs on
     strict_seed : of the orders of threads and blocks; by default random. Setting it starts the
         sequence of orders again
+    verify : "first_use" checks a kernel that has a plainer one below it against its reference
+        before its first use on a model of GPU with a driver version, see `kvcupy.verify`; "never"
+        does not. Of the host device kernels are not checked
     nvtx : whether each operation is issued within an NVTX range "kvcupy.NAME", by CuPy's bindings,
         for profilers. False, unless the environment has KVCUPY_NVTX=1
 
@@ -72,6 +75,7 @@ class Config:
         self._strict_arch = "sm_86"
         self._strict_seed = secrets.randbits(32)
         self._launches = itertools.count(1)
+        self._verify = "first_use"
         self._nvtx = os.environ.get("KVCUPY_NVTX", "") not in ("", "0")
         self._nvtx_listener: Callable[[bool], None] = lambda shown: None
         self._warned: set[str] = set()
@@ -144,6 +148,16 @@ class Config:
             raise ValueError(f"strict_seed: expected a number from 0 on, got {value!r}")
         self._strict_seed = value
         self._launches = itertools.count(1)
+
+    @property
+    def verify(self) -> str:
+        return self._verify
+
+    @verify.setter
+    def verify(self, value: str) -> None:
+        if not isinstance(value, str) or value not in ("first_use", "never"):
+            raise ValueError(f'verify: expected "first_use" or "never", got {value!r}')
+        self._verify = value
 
     @property
     def nvtx(self) -> bool:

@@ -190,6 +190,7 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     option, host = request.config.option, kv.device("host")
     monkeypatch.setattr(kv.config, "_strict", not option.no_strict)
     monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
+    monkeypatch.setattr(kv.config, "_verify", "never")  # test_verify.py is about the other
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
     # Tests of the checker have one of their own.
     watched = option.check_order and "order" not in (

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from .cuda_launch import CudaFunction, Launcher
 from .cuda_memory import CopyPlan, RunCopies
 from .cuda_streams import Event, Stream
 from .protocol import Dim3, byte_pairs, copy_views, require_runs
+
+_DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the driver; CUDA tells only its own
 
 
 class CudaDevice:
@@ -376,7 +379,7 @@ class CudaDevice:
         CaptureError : a stream of the device is being captured
         """
         context = self.context
-        if context.captures or cuda_streams.is_current_captured(context):
+        if self.capturing:
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         what = f"synchronize, {self.name}"
         with context.retired.releasing_unrecorded(), context.api.errors_as(what), context.current():
@@ -386,7 +389,19 @@ class CudaDevice:
         context.retired.reap()
         context.calls.raise_failures()
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a kvcupy stream, or the current one of CuPy or torch, is being captured."""
+        return bool(self.context.captures) or cuda_streams.is_current_captured(self.context)
+
     # --- Kernels ---
+
+    def fingerprint(self, specialisation: Specialisation) -> tuple[str, ...]:
+        """Return what decides whether a kernel is right: the GPU, its driver, and machine code."""
+        driver = str(self.context.api.runtime.driverGetVersion())
+        with suppress(OSError):
+            driver = f"{driver} {_DRIVER_VERSION.read_text().strip()}"
+        return self.model, driver, str(specialisation), self.load(specialisation).digest
 
     def load(self, specialisation: Specialisation) -> CudaFunction:
         """Return a specialisation, compiled and loaded at the first call.

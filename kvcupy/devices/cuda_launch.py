@@ -9,6 +9,7 @@ returns.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import tempfile
 import threading
 from typing import Any
@@ -42,12 +43,18 @@ class CudaFunction:
     pointer : the driver's function
     function : CuPy's, which keeps its module loaded
     smem_ready : dynamic shared memory that a launch may have without another opt-in, in bytes
+    digest : of the machine code
     """
 
-    __slots__ = ("_lock", "function", "params_bytes", "pointer", "smem_ready", "specialisation")
+    __slots__ = (
+        "_lock", "digest", "function", "params_bytes", "pointer", "smem_ready", "specialisation"
+    )  # fmt: skip
 
-    def __init__(self, specialisation: Specialisation, function: Any, static_smem: int) -> None:
+    def __init__(
+        self, specialisation: Specialisation, function: Any, static_smem: int, image: bytes = b""
+    ) -> None:
         self.specialisation = specialisation
+        self.digest = hashlib.sha256(image).hexdigest()
         self.function = function
         self.pointer = int(function.ptr)
         self.params_bytes = specialisation.kernel.params.itemsize
@@ -127,7 +134,7 @@ class Launcher:
                 version = cuda_version(api.runtime.driverGetVersion())
                 message += f" ({nvrtc.compiler()}; the driver is for CUDA {version})"
             raise CompileError(message, transient=not lasting) from error
-        return CudaFunction(specialisation, function, static_smem)
+        return CudaFunction(specialisation, function, static_smem, compiled.image)
 
     def launch(
         self, function: CudaFunction, grid: Dim3, block: Dim3, smem_bytes: int, params: bytes,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, formats, observe
+from .. import arrays, formats, observe, sources
 from ..config import SHARED_BYTES, config, shared_bytes
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
 from ..kernels import Specialisation
@@ -340,7 +340,17 @@ class HostDevice:
         if failures:
             raise failures[0]
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a stream of the device is being captured."""
+        streams = [reference() for reference in self._streams.valuerefs()]
+        return any(stream is not None and stream.capturing for stream in streams)
+
     # --- Kernels ---
+
+    def fingerprint(self, specialisation: Specialisation) -> tuple[str, ...]:
+        """Return what decides whether a kernel is right: the processor and the sources."""
+        return self.model, sources.digest(), str(specialisation)
 
     def load(self, specialisation: Specialisation) -> HostFunction:
         """Return a specialisation, compiled and loaded at the first call."""

@@ -138,6 +138,10 @@ class Device(Protocol):
     def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None: ...
     def synchronize(self) -> None: ...
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a stream is being captured, as far as the device knows."""
+
     # What operations call.
     def allocate(
         self,
@@ -158,6 +162,9 @@ class Device(Protocol):
         ("numpy", "cupy", "torch"); an empty `library`, for calls whose arrays do not decide, means
         whichever has made a stream current. TypeError and ValueError name the argument
         `stream`."""
+
+    def fingerprint(self, specialisation: Specialisation) -> tuple[str, ...]:
+        """Return what decides whether a kernel is right: processor, driver and program."""
 
     def load(self, specialisation: Specialisation) -> Any:
         """Compile, or take from the cache, and load; CompileError if that fails."""

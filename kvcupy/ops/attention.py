@@ -20,7 +20,6 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..errors import CompileError
 from ..observe import Access, Slots
 from . import checks, fallback
 from .attention_kernels import (
@@ -523,11 +522,9 @@ class AttentionPlan(Plan):
             self.allocated["out"] = self.call.arguments["out"]
         if self.call.num_tokens == 0 or self.call.num_sequences == 0:
             return
-        try:
-            self._load(alignment)
+        self.load(self._lay_out, alignment)
+        if self.cause is None:
             self.zeroed = self.call.is_ragged  # else every row is some sequence's, and written
-        except CompileError as cause:
-            self.cause = cause
 
     def access(self, name: str, views: Views) -> Access:
         """Return the slots of the sequences in caches and their scales, and all of other arrays."""
@@ -591,9 +588,11 @@ class AttentionPlan(Plan):
                 _attend_sequence(device, call, views, sequence)
             start = stop
 
-    def _load(self, alignment: int) -> None:
+    def _lay_out(self, alignment: int) -> list[Launch]:
         """Load the kernels, and lay out their launches and the workspace."""
         call, device = self.call, self.device
+        launches: list[Launch] = []
+        self.workspace_bytes = 0
         tiling = choose_tiling(device, call, alignment)
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
         num_splits = choose_num_splits(device, call, tiles * num_kv_heads, tiling.blocks_per_sm)
@@ -611,7 +610,7 @@ class AttentionPlan(Plan):
             merged["num_valid"] = name, offset + 4 * call.num_sequences
             lanes = 1 if device.warp_lanes == 1 else 32
             starts = {"query_lens": "query_lens", "starts": pointers["cu_query_lens"]}
-            self.launches.append(
+            launches.append(
                 Launch(
                     device, STARTS[lanes].specialise(lanes), (1, 1, 1), (lanes, 1, 1), 0,
                     starts_params(call), starts, names,
@@ -621,7 +620,7 @@ class AttentionPlan(Plan):
             rows = num_splits * call.num_tokens * call.num_heads
             pointers["partial_out"] = self._reserve(4 * rows * call.v.cache.width)
             pointers["partial_lse"] = self._reserve(4 * rows)
-        self.launches.append(
+        launches.append(
             Launch(
                 device, tiling.specialisation,
                 grid_of(tiling.specialisation, tiles, num_kv_heads, num_splits),
@@ -634,7 +633,7 @@ class AttentionPlan(Plan):
             merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}
             out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
             assert out is not None
-            self.launches.append(
+            launches.append(
                 merge_launch(
                     device, num_states=num_splits, num_tokens=call.num_tokens,
                     num_heads=call.num_heads, width=call.v.cache.width, out_format=out.format,
@@ -644,6 +643,7 @@ class AttentionPlan(Plan):
                     pointers=merged, names=names,
                 )
             )  # fmt: skip
+        return launches
 
     def _reserve(self, num_bytes: int) -> tuple[str, int]:
         """Return where the next part of the workspace lies."""

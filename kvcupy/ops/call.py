@@ -40,7 +40,8 @@ import operator
 import struct
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
@@ -393,6 +394,7 @@ class Plan(abc.ABC):
     ----------
     launches : in the order of issue; empty if there is nothing to do
     cause : why the kernel cannot be used, where the fallback must serve
+    provisional : whether a launch is
     allocated : outputs that each call allocates, by name
     zeroed : whether they are zeros at first, since a launch may leave some of their elements alone
     workspace_bytes : of the memory that each call borrows for its launches; its address follows
@@ -407,6 +409,7 @@ class Plan(abc.ABC):
         self.library = library
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
+        self.provisional = False
         self.allocated: Views = {}
         self.zeroed = True
         self.workspace_bytes = 0
@@ -415,17 +418,23 @@ class Plan(abc.ABC):
         self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 
-    def load(self, make: Callable[[], list[Launch]]) -> None:
-        """Take the launches, or note why one of their kernels cannot be compiled."""
+    def load(self, make: Callable[[int], list[Launch]], alignment: int) -> None:
+        """Take the launches that `make` returns for an alignment, of `verified` kernels.
+
+        Where one cannot be compiled, note why.
+        """
         try:
-            self.launches = make()
+            self.launches = verified(self.device, make, alignment)
+            self.provisional = any([launch.provisional for launch in self.launches])
         except CompileError as cause:
             self.cause = cause
 
     @property
     def lasting(self) -> bool:
-        """Whether later calls may use it; else the next one tries to load the kernels again."""
-        return self.cause is None or not self.cause.transient
+        """Whether later calls may use it; else the next one loads its kernels again."""
+        if self.cause is not None:
+            return not self.cause.transient
+        return not self.provisional
 
     # What a family's plan says of itself.
 
@@ -606,6 +615,8 @@ class Launch:
 
     Attributes
     ----------
+    specialisation : the kernel
+    provisional : whether the next call must choose its kernel again, see `verified`
     constants : the packed Params behind the pointer fields
     tail : the packed pointer fields behind those that a call decides: nulls, and the fault record
     """
@@ -618,6 +629,7 @@ class Launch:
     ) -> None:  # fmt: skip
         self.device = device
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
+        self.specialisation, self.provisional = specialisation, False
         kernel = specialisation.kernel
         bound = _bind(kernel.params, kernel.num_pointers, tuple(pointers.items()), names)
         self._struct, self._choose, self._fixed, self._offsets = bound
@@ -736,6 +748,62 @@ def _fields(dtype: np.dtype[Any], prefix: str, start: int) -> Iterable[tuple[str
             yield from _fields(field, f"{prefix}{name}.", start + offset)
         else:
             yield f"{prefix}{name}", start + offset, field
+
+
+# --- Kernels that are verified before their first use ---------------------------------------------
+
+VERIFIED_KINDS = {"cuda"}
+"""The kinds of devices on which `config.verify` acts."""
+
+
+def _taken_to_be_right(device: Device, specialisation: Specialisation) -> bool | None:
+    return True
+
+
+verifier = _taken_to_be_right
+"""Returns whether a kernel is right on a device; None while a capture prevents the check. Set by
+the package to `kvcupy.testing.verification.is_verified`, which itself calls operations."""
+
+
+class _Thread(threading.local):
+    taken: list[Specialisation] | None = None  # kernels, while `unverified`
+
+
+_thread = _Thread()
+_L = TypeVar("_L", bound=Launch)
+
+
+def verified(device: Device, make: Callable[[int], list[_L]], alignment: int) -> list[_L]:
+    """Return the launches that `make` returns for an alignment, or those of the plainest kernels.
+
+    The latter are what `make` returns for arrays that are aligned to nothing: they serve where a
+    kernel differs from its reference, and in a capture while that is not known.
+    """
+    launches = make(alignment)
+    provisional = _thread.taken is not None
+    if _thread.taken is not None:
+        _thread.taken += [launch.specialisation for launch in launches]
+    elif config.verify == "first_use" and device.kind in VERIFIED_KINDS:
+        verdicts = [verifier(device, launch.specialisation) for launch in launches]
+        if not all(verdicts):
+            launches, provisional = make(1), None in verdicts
+    for launch in launches:
+        launch.provisional = provisional
+    return launches
+
+
+@contextmanager
+def unverified() -> Iterator[list[Specialisation]]:
+    """Let new plans of this thread take any kernels in a with block, and not outlast their call.
+
+    Yields the list of those kernels.
+    """
+    before, taken = _thread.taken, list[Specialisation]()
+    _thread.taken = taken
+    try:
+        yield taken
+    finally:
+        _thread.taken = before
 
 
 # --- Geometry -------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ class SlotMappingPlan(Plan):
         super().__init__(_SLOT_MAPPING, devices.get(table.device), table.library)
         self.page_size = page_size
         if table.shape[0] and out.shape[0]:
-            self.load(lambda: [_launch(self.device, views, page_size)])
+            self.load(lambda _: [_launch(self.device, views, page_size)], 1)
 
     def fallback(self, views: Views) -> None:
         """Compute the slots on the host."""

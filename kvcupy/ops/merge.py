@@ -175,7 +175,7 @@ class MergePlan(Plan):
         self.allocated, self.lse_base = allocated, lse_base
         self.zeroed = False  # the kernel writes every element
         if views["lse_out"].size:
-            self.load(lambda: [self._launch(views, alignment)])
+            self.load(lambda aligned: [self._launch(views, aligned)], alignment)
 
     def fallback(self, views: Views) -> None:
         carriers = {name: self.device.carrier(v) for name, v in views.items()}

@@ -101,7 +101,7 @@ class PagesPlan(Plan):
         super().__init__(_COPY_PAGES, devices.get(cache.device), cache.library)
         self.num_pairs = src.shape[0]
         if self.num_pairs and cache.size:
-            self.load(lambda: [_launch(self.device, views, alignment)])
+            self.load(lambda aligned: [_launch(self.device, views, aligned)], alignment)
 
     def _announced(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream

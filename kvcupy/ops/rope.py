@@ -677,7 +677,7 @@ class RopePlan(Plan):
         super().__init__(rotation.operation, device, rotation.library)
         self.rotation, self.parts, self.slots = rotation, parts, slots
         if loads and rotation.num_tokens:
-            self.load(lambda: [self._launch(part, alignment) for part in parts])
+            self.load(lambda aligned: [self._launch(part, aligned) for part in parts], alignment)
 
     def touched(self, views: Views) -> Views:
         """Return what the parts touch: the rows of the tokens there are, caches by pages."""

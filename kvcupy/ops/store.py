@@ -384,7 +384,10 @@ class _CacheRowsPlan(Plan):
         self.fault_id = faults.operation_id(operation.name, self.slots_name)
         self.num_tokens = view.shape[0]
         if self.num_tokens:
-            self.load(lambda: [self._launch(each, view, alignment) for each in self._groups()])
+            self.load(
+                lambda aligned: [self._launch(each, view, aligned) for each in self._groups()],
+                alignment,
+            )
 
     @abc.abstractmethod
     def kernel_of(self, operand: KVOperand) -> Kernel:

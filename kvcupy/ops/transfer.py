@@ -323,7 +323,8 @@ class TransferPlan:
         if launches is None:
             launches = [launch for transfer in self.transfers for launch in transfer.launches()]
             self._most_pieces = max(launch.pieces_per_page for launch in launches)
-            self._launches = launches
+            if not any(launch.provisional for launch in launches):
+                self._launches = launches
         call.require_countable(pairs.count * self._most_pieces, "src_pages")
 
         def enqueue() -> None:
@@ -573,15 +574,18 @@ class StagedTransfer:
     def _through(self, buffer: ArrayView, num_pages: int) -> tuple[list[PageLaunch], LayerTransfer]:
         """Return the launches at the near side of a buffer, and the copies at the far side."""
         key = buffer.pointer, num_pages
-        if key not in self._known:
-            if len(self._known) >= _MAX_KNOWN_BUFFERS:
-                self._known.clear()
-            buffered = _compact(self._far, buffer.pointer, num_pages, buffer)
-            launches: list[PageLaunch] = []
-            for near, own in zip(self._near, self._in_buffer, strict=True):
-                launches += self._between(near, buffered.layers(own)).launches()
-            self._known[key] = launches, self._between(buffered, self._far)
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        if len(self._known) >= _MAX_KNOWN_BUFFERS:
+            self._known.clear()
+        buffered = _compact(self._far, buffer.pointer, num_pages, buffer)
+        launches: list[PageLaunch] = []
+        for near, own in zip(self._near, self._in_buffer, strict=True):
+            launches += self._between(near, buffered.layers(own)).launches()
+        through = launches, self._between(buffered, self._far)
+        if not any(launch.provisional for launch in launches):
+            self._known[key] = through
+        return through
 
     def _between(self, near: LayerPages, far: LayerPages) -> LayerTransfer:
         ends = (near, far) if self._repacks_first else (far, near)

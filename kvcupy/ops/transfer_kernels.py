@@ -469,21 +469,26 @@ def launches(
     If it `reports`, the first of them records pages past the end. CompileError if a kernel cannot
     be compiled.
     """
-    if src.encoding != dst.encoding:
-        return [_convert(device, src, dst, max_blocks, reports)]
     pages = src.num_pages, dst.num_pages
-    copies = [_copy(device, src.parts, dst.parts, pages, max_blocks, reports)]
-    if src.scales and dst.scales:
-        copies.append(_copy(device, src.scales, dst.scales, pages, max_blocks, False))
-    return copies
+
+    def make(alignment: int) -> list[PageLaunch]:
+        if src.encoding != dst.encoding:
+            return [_convert(device, src, dst, max_blocks, reports, alignment)]
+        copies = [_copy(device, src.parts, dst.parts, pages, max_blocks, reports, alignment)]
+        if src.scales and dst.scales:
+            scales = src.scales, dst.scales
+            copies.append(_copy(device, *scales, pages, max_blocks, False, alignment))
+        return copies
+
+    return call.verified(device, make, 0)
 
 
 def _copy(
     device: Device, sources: Sequence[ArrayView], targets: Sequence[ArrayView],
-    num_pages: tuple[int, int], max_blocks: int, reports: bool,
+    num_pages: tuple[int, int], max_blocks: int, reports: bool, alignment: int,
 ) -> PageLaunch:  # fmt: skip
     rows = _addressed(longest_rows(sources, targets), device, (*sources, *targets))
-    word = rows.word_bytes
+    word = call.widest((rows.word_bytes, alignment))
     words = [n // word for n in rows.row_bytes]
     longest = max(words)
     lanes = _lanes(longest, device.warp_lanes)
@@ -513,14 +518,18 @@ def _copy(
 
 
 def _convert(
-    device: Device, src: LayerPages, dst: LayerPages, max_blocks: int, reports: bool
-) -> PageLaunch:
+    device: Device, src: LayerPages, dst: LayerPages, max_blocks: int, reports: bool,
+    alignment: int,
+) -> PageLaunch:  # fmt: skip
     parts = (*src.parts, *dst.parts)
     rows = _addressed(head_rows(src.parts, dst.parts), device, parts)
     source, target = formats.CACHE_FORMATS[src.format], formats.CACHE_FORMATS[dst.format]
     num_parts, widths = len(src.parts), src.widths
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
-    alignments = {side: rows.alignment(range(i, i + num_parts)) for side, _, _, i in sides}
+    alignments = {
+        side: call.widest((rows.alignment(range(i, i + num_parts)), alignment))
+        for side, _, _, i in sides
+    }
     kernels, fewest = CONVERT, 1
     packed: _Params = {}
     if src.four_bit is None and dst.four_bit is None:

@@ -3,8 +3,9 @@
     reference        the float64 references: one NumPy function per operation
     arrays.py        arguments between canaries, poison, and comparisons of every byte
     tolerances.py    how far float32 arithmetic may be from the references, and why
-    cases.py         conformance cases of each operation
+    cases.py         conformance cases of each operation, and the case of each kernel
     conformance.py   runs them: `conform`, `require`, and `python -m kvcupy conformance`
+    verification.py  runs them on the machine at hand: `kvcupy.verify`, `python -m kvcupy verify`
     implementations.py   kvcupy, torch and other projects under kvcupy's signatures
 
 `docs/testing_your_own_kernel.md` is the guide. Nothing here needs pytest.

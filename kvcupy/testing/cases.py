@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from .. import reference
+from ..cache.pool import KVPool
+from ..formats import CACHE_FORMATS, FOUR_BIT
+from ..kernels import Specialisation
 from .arrays import (
     POISON_SLOT,
     Argument,
@@ -214,7 +218,8 @@ def _store_kv(
     slots = _slots(case, kind)[:tokens]
     rows, cache_fmt = len(slots) + spare, cache_fmt or fmt
     options = _scales(case, scales)
-    if fmt != cache_fmt and scales != "dynamic":
+    draw = case.rows if scales or fmt != cache_fmt else case.input
+    if fmt == "fp32" != cache_fmt and cache_fmt not in FOUR_BIT and scales != "dynamic":
         factors = [1.0, 1.0]
         if scales == "static":
             factors = [options["k_scale"], options["v_scale"]]
@@ -225,11 +230,10 @@ def _store_kv(
             for name, factor, width in zip(("key", "value"), factors, widths, strict=True)
         )
     elif views:  # of one packed array, as a projection leaves it
-        packed = case.input(fmt, (rows, 3 * HEADS, max(widths)), name="key and value")
+        packed = draw(fmt, (rows, 3 * HEADS, max(widths)), name="key and value")
         key = packed.sub(lambda a: a[:, HEADS : 2 * HEADS, : widths[0]])
         value = packed.sub(lambda a: a[:, 2 * HEADS :, : widths[1]])
     else:
-        draw = case.rows if scales else case.input
         key = draw(fmt, (rows, HEADS, widths[0]), name="key")
         value = draw(fmt, (rows, HEADS, widths[1]), name="value")
     k_cache, v_cache = _caches(case, cache_fmt, widths, layout, gaps=views)
@@ -279,13 +283,14 @@ def _store_mla(
 @_case("gather_kv", "int8 to bf16, scales by head", cache_fmt="int8", scales="per head")
 @_case("gather_kv", "int8 to bf16, scales by row", cache_fmt="int8", scales="dynamic")
 def _gather_kv(
-    case: Arguments, *, cache_fmt: str = "bf16", layout: str = "NHD", kind: str = "",
-    views: bool = False, scales: str = "",
+    case: Arguments, *, cache_fmt: str = "bf16", fmt: str = "bf16",
+    widths: tuple[int, int] = (16, 40), layout: str = "NHD", kind: str = "", views: bool = False,
+    scales: str = "",
 ) -> Call:  # fmt: skip
-    slots, widths = _slots(case, kind), (16, 40)
+    slots = _slots(case, kind)
     k_cache, v_cache = _caches(case, cache_fmt, widths, layout, gaps=views)
     k_out, v_out = (
-        case.output("bf16", (len(slots), HEADS, width), name=name)
+        case.output(fmt, (len(slots), HEADS, width), name=name)
         for name, width in zip(("k_out", "v_out"), widths, strict=True)
     )
     options = {} if layout == "NHD" else {"layout": layout}
@@ -323,14 +328,15 @@ def _table(case: Arguments, rotary_dim: int, positions: Argument) -> Argument:
 
 def _compare_rotated(
     name: str, before: Array, target: Argument, table: Argument, positions: Argument,
-    tokens: Array, interleaved: bool,
+    tokens: Array, interleaved: bool, norm: Argument | None = None,
 ) -> None:  # fmt: skip
     """Compare rotated rows with float64, and let the mirror of `target` hold them."""
     fmt, width = target.fmt, table.view.shape[1]
     rows = before[tokens]
     cosine, sine = reference.cos_sin(table.view, positions.view[tokens])
-    exact = reference.rotate(rows, cosine, sine, interleaved=interleaved)
-    allowed = rotation_errors(exact, rows, cosine, sine, fmt, interleaved=interleaved)
+    weights = None if norm is None else norm.view
+    exact = reference.rotate(rows, cosine, sine, norm=weights, interleaved=interleaved)
+    allowed = rotation_errors(exact, rows, cosine, sine, fmt, norm=weights, interleaved=interleaved)
     got = np.ascontiguousarray(target.live()[tokens])
     target.buffer.case.note_unless_near(
         name, reference.decode(got, fmt)[..., :width], exact[..., :width], allowed[..., :width]
@@ -386,18 +392,19 @@ def _apply_rope(
 @_case("rope_store_kv", "bf16 to fp8_e4m3, scales", compared="rotation", cache_fmt="fp8_e4m3",
        scales="static")  # fmt: skip
 def _rope_store_kv(
-    case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", rotary_dim: int = 32,
-    interleaved: bool = False, kind: str = "", scales: str = "",
+    case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", width: int = 32,
+    rotary_dim: int | None = None, interleaved: bool = False, norm: bool = False, kind: str = "",
+    scales: str = "",
 ) -> Call:  # fmt: skip
     slots = case.slots(_slots(case, kind))
     count = len(slots.view)
     positions, _ = _positions(case, "", count)
     tokens = np.arange(count)
-    table = _table(case, rotary_dim, positions)
-    query = case.rows(fmt, (count, 3 * HEADS, 32), name="query")
-    key = case.rows(fmt, (count, HEADS, 32), name="key")
-    value = case.rows(fmt, (count, HEADS, 32), name="value")
-    k_cache, v_cache = _caches(case, cache_fmt or fmt, (32, 32))
+    table = _table(case, rotary_dim or width, positions)
+    query = case.rows(fmt, (count, 3 * HEADS, width), name="query")
+    key = case.rows(fmt, (count, HEADS, width), name="key")
+    value = case.rows(fmt, (count, HEADS, width), name="value")
+    k_cache, v_cache = _caches(case, cache_fmt or fmt, (width, width))
     options = _scales(case, scales)
     arguments: dict[str, Any] = {
         "query": query, "key": key, "value": value, "rope_table": table, "positions": positions,
@@ -405,10 +412,18 @@ def _rope_store_kv(
     }  # fmt: skip
     if interleaved:
         arguments["interleaved"] = True
+    norms: dict[str, Argument] = {}
+    if norm:
+        for name in ("query", "key"):
+            weights = from_values(case.rng.uniform(0.5, 1.5, width), fmt)
+            norms[name] = arguments[f"{name}_norm"] = case.place(weights, fmt, name=f"{name}_norm")
 
     def compare() -> bool:
         for name, rows in (("query", query), ("key", key)):
-            _compare_rotated(name, rows.view.copy(), rows, table, positions, tokens, interleaved)
+            _compare_rotated(
+                name, rows.view.copy(), rows, table, positions, tokens, interleaved,
+                norms.get(name),
+            )  # fmt: skip
         # The cache holds, bit for bit, the store of the rotated key that was left in `key`.
         names = ("key", "value", "k_cache", "v_cache", "slot_mapping", *options)
         faults = reference.store_kv(**_mirrors({name: arguments[name] for name in names}))
@@ -421,12 +436,13 @@ def _rope_store_kv(
 
 
 def _pages_of(
-    case: Arguments, seq_lens: list[int], page_size: int, *, poison: bool
+    case: Arguments, seq_lens: list[int], page_size: int, *, poison: bool, columns: int = 0
 ) -> tuple[Argument, Array]:
     """Return a block table of scattered pages, and which slots are in use."""
     counts = [-(-length // page_size) for length in seq_lens]
     pages = case.rng.permutation(sum(counts) + 2)
-    table = np.full((len(counts), max(counts) + 2 * poison), POISON_SLOT if poison else 0, np.int32)
+    columns = max(columns, max(counts) + 2 * poison)
+    table = np.full((len(counts), columns), POISON_SLOT if poison else 0, np.int32)
     used = np.zeros((len(pages), page_size), bool)
     start = 0
     for row, length, count in zip(table, seq_lens, counts, strict=True):
@@ -437,14 +453,39 @@ def _pages_of(
     return case.place(table, "int32", name="block_table"), used
 
 
-def _cache_values(
-    case: Arguments, fmt: str, used: Array, heads: int, width: int, poison: bool
-) -> Array:
-    """Return values of a cache (pages, page_size, heads, width), NaN where no token is."""
-    values = from_values(case.rng.standard_normal((*used.shape, heads, width)), fmt)
-    if poison and fmt != "int8":
-        values[~used] = from_values(np.nan, fmt)
-    return values
+# Between which each byte of a group's scale is drawn, for scales of around a half.
+_SCALE_BYTES = {
+    "fp8_e4m3": [(0x2C, 0x34)], "e8m0": [(124, 127)], "fp16": [(0, 256), (0x34, 0x38)],
+    "fp16x2": [(0, 256), (0x34, 0x38), (0, 256), (0xC0, 0xC4)],
+}  # fmt: skip
+
+
+def _cache_of(
+    case: Arguments, fmt: str, used: Array, heads: int, width: int, name: str, *, layout: str,
+    poison: bool, gaps: bool,
+) -> Argument:  # fmt: skip
+    """Return a cache with a token in each used slot, and NaN in all others if they are poison.
+
+    With gaps a row that belongs to no slot follows each page.
+    """
+    page_size = used.shape[1]
+    used = np.pad(used, ((0, 0), (0, int(gaps))))
+    if fmt in FOUR_BIT:
+        pages = case.four_bit_rows(fmt, (*used.shape, heads, width))
+        scales = pages[..., width // 2 :]
+        ranges = _SCALE_BYTES[FOUR_BIT[fmt].scale_format]
+        for i, (low, high) in enumerate(ranges):
+            part = scales[..., i :: len(ranges)]
+            part[...] = case.rng.integers(low, high, part.shape)
+        if poison:
+            pages[~used] = 0xFF
+    else:
+        pages = from_values(case.rng.standard_normal((*used.shape, heads, width)), fmt)
+        if poison and fmt != "int8":
+            pages[~used] = from_values(np.nan, fmt)
+    if layout == "HND":
+        return case.place(pages.swapaxes(1, 2), fmt, lambda a: a[:, :, :page_size], name=name)
+    return case.place(pages, fmt, lambda a: a[:, :page_size], name=name)
 
 
 @_case("paged_attention", "decode, sequences of one length", compared="attention",
@@ -476,33 +517,29 @@ def _cache_values(
        new=(7, 6), options={"causal": False})  # fmt: skip
 @_case("paged_attention", "a tree of drafted tokens", compared="attention", seq_lens=(19, 12),
        new=(6, 4), tree=True)  # fmt: skip
-@_case("paged_attention", "MLA decode", compared="attention", seq_lens=(1, 37, 16), mla=True)
+@_case("paged_attention", "MLA decode", compared="attention", seq_lens=(1, 37, 16), mla=True,
+       heads=(1, 16), widths=(80, 64))  # fmt: skip
 def _paged_attention(
     case: Arguments, *, seq_lens: tuple[int, ...], new: tuple[int, ...] | None = None,
     fmt: str = "bf16", cache_fmt: str = "", layout: str = "NHD", poison: bool = False,
     lse: bool = False, sinks: bool = False, tree: bool = False, mla: bool = False,
-    options: Mapping[str, Any] | None = None,
+    heads: tuple[int, int] = (2, 4), widths: tuple[int, int] = (64, 64), rotates: bool = False,
+    columns: int = 0, gaps: bool = False, options: Mapping[str, Any] | None = None,
 ) -> Call:  # fmt: skip
-    page_size, heads, group, width, v_width = 16, 2, 4, 64, 64
-    if mla:  # one cached row for all heads, whose first part is the value
-        heads, group, width, v_width = 1, 16, 80, 64
+    page_size, (kv_heads, group), (width, v_width) = 16, heads, widths
     cache_fmt = cache_fmt or fmt
-    table, used = _pages_of(case, list(seq_lens), page_size, poison=poison)
-    rows = len(seq_lens) if new is None else sum(new)
-
-    def arrange(pages: Array) -> Array:
-        return pages.swapaxes(1, 2) if layout == "HND" else pages
+    table, used = _pages_of(case, list(seq_lens), page_size, poison=poison, columns=columns)
+    rows, num_heads = len(seq_lens) if new is None else sum(new), kv_heads * group
 
     query = case.place(
-        from_values(case.rng.standard_normal((rows, heads * group, width)), fmt), fmt, name="query"
+        from_values(case.rng.standard_normal((rows, num_heads, width)), fmt), fmt, name="query"
     )
-    keys = _cache_values(case, cache_fmt, used, heads, width, poison)
-    k_cache = case.place(arrange(keys), cache_fmt, name="k_cache")
-    if mla:
+    shown: dict[str, Any] = {"layout": layout, "poison": poison, "gaps": gaps}
+    k_cache = _cache_of(case, cache_fmt, used, kv_heads, width, "k_cache", **shown)
+    if mla:  # one cached row for all heads, whose first part is the value
         v_cache = k_cache.sub(lambda a: a[..., :v_width])
     else:
-        values = _cache_values(case, cache_fmt, used, heads, v_width, poison)
-        v_cache = case.place(arrange(values), cache_fmt, name="v_cache")
+        v_cache = _cache_of(case, cache_fmt, used, kv_heads, v_width, "v_cache", **shown)
     arguments: dict[str, Any] = {
         "query": query, "k_cache": k_cache, "v_cache": v_cache, "block_table": table,
         "seq_lens": case.place(np.array(seq_lens, np.int32), "int32", name="seq_lens"),
@@ -513,14 +550,17 @@ def _paged_attention(
     if layout != "NHD":
         arguments["layout"] = layout
     if sinks:
-        loud = (4 * case.rng.standard_normal(heads * group)).astype(np.float32)
+        loud = (4 * case.rng.standard_normal(num_heads)).astype(np.float32)
         arguments["sinks"] = case.place(loud, "fp32", name="sinks")
     if tree and new is not None:
         arguments["tree_mask"] = case.place(_tree_mask(case, new), "bool", name="tree_mask")
+    if rotates:
+        angles = reference.rope_table(max(seq_lens), width)
+        arguments["rope_table"] = case.place(angles, "fp32", name="rope_table")
     inputs = dict(arguments)
-    out = arguments["out"] = case.output(fmt, (rows, heads * group, v_width), name="out")
+    out = arguments["out"] = case.output(fmt, (rows, num_heads, v_width), name="out")
     if lse:
-        arguments["lse_out"] = case.output("fp32", (rows, heads * group), name="lse_out")
+        arguments["lse_out"] = case.output("fp32", (rows, num_heads), name="lse_out")
 
     def compare() -> bool:
         views = _mirrors(inputs)
@@ -560,30 +600,38 @@ def _tree_mask(case: Arguments, new: tuple[int, ...]) -> Array:
 @_case("merge_states", "base 2", compared="merge", base="2")
 @_case("merge_states", "one of two saw no key", compared="merge", unseen="one")
 @_case("merge_states", "neither saw a key", compared="merge", unseen="both")
-def _merge_states(case: Arguments, *, fmt: str = "bf16", base: str = "e", unseen: str = "") -> Call:
-    tokens, heads, width = 7, 4, 64
+def _merge_states(
+    case: Arguments, *, fmt: str = "bf16", out_fmt: str = "", base: str = "e", unseen: str = "",
+    states: int = 2,
+) -> Call:  # fmt: skip
+    tokens, heads, width, out_fmt = 7, 4, 64, out_fmt or fmt
+    outs = case.rng.standard_normal((states, tokens, heads, width))
+    lses = (3 * case.rng.standard_normal((states, tokens, heads))).astype(np.float32)
+    for state in {"": (), "one": (1,), "both": (0, 1)}[unseen]:
+        outs[state, 2:4] = 0 if state == 0 else np.nan  # ignored, what it is
+        lses[state, 2:4] = -np.inf
     arguments: dict[str, Any] = {}
-    for side in "ab":
-        values = case.rng.standard_normal((tokens, heads, width))
-        logs = (3 * case.rng.standard_normal((tokens, heads))).astype(np.float32)
-        if unseen and (side == "b" or unseen == "both"):
-            values[2:4], logs[2:4] = (np.nan if side == "b" else 0), -np.inf  # ignored, what it is
-        arguments[f"out_{side}"] = case.place(from_values(values, fmt), fmt, name=f"out_{side}")
-        arguments[f"lse_{side}"] = case.place(logs, "fp32", name=f"lse_{side}")
+    if states == 2:
+        for side, values, logs in zip("ab", outs, lses, strict=True):
+            name = f"out_{side}"
+            arguments[name] = case.place(from_values(values, fmt), fmt, name=name)
+            arguments[f"lse_{side}"] = case.place(logs, "fp32", name=f"lse_{side}")
+    else:
+        arguments["out_a"] = case.place(from_values(outs, fmt), fmt, name="out_a")
+        arguments["lse_a"] = case.place(lses, "fp32", name="lse_a")
+        arguments |= {"out_b": None, "lse_b": None}
     if base != "e":
         arguments["lse_base"] = base
     inputs = dict(arguments)
-    out = arguments["out"] = case.output(fmt, (tokens, heads, width), name="out")
+    out = arguments["out"] = case.output(out_fmt, (tokens, heads, width), name="out")
     lse = arguments["lse_out"] = case.output("fp32", (tokens, heads), name="lse_out")
 
     def compare() -> bool:
-        views = _mirrors(inputs)
-        want, want_lse = reference.merge_states(**views)
-        outs = np.stack([reference.decode(views[f"out_{side}"], fmt) for side in "ab"])
-        lses = np.stack([views[f"lse_{side}"].astype(np.float64) for side in "ab"])
-        allowed, of_lse = merge_errors(outs, lses, want, want_lse, fmt)
+        want, want_lse = reference.merge_states(**_mirrors(inputs))
+        stored = reference.decode(from_values(outs, fmt), fmt)
+        allowed, of_lse = merge_errors(stored, lses.astype(np.float64), want, want_lse, out_fmt)
         allowed[np.isneginf(want_lse)] = 0
-        got = reference.decode(np.ascontiguousarray(out.live()), fmt)
+        got = reference.decode(np.ascontiguousarray(out.live()), out_fmt)
         case.note_unless_near("out", got, want, allowed)
         case.note_unless_near("lse_out", lse.live().astype(np.float64), want_lse, of_lse)
         out.take_over()
@@ -604,11 +652,12 @@ def _merge_states(case: Arguments, *, fmt: str = "bf16", base: str = "e", unseen
 @_case("copy_pages", "views", "views", views=True)
 def _copy_pages(
     case: Arguments, *, pairs: tuple[tuple[int, ...], tuple[int, ...]] = ((8, 0, 3), (1, 6, 5)),
-    arrays: int = 1, views: bool = False,
+    arrays: int = 1, views: bool = False, widths: tuple[int, int] = (24, 31),
 ) -> Call:  # fmt: skip
-    shape, cut = (9, PAGE_SIZE, HEADS, 24), None
+    width, row_width = widths
+    shape, cut = (9, PAGE_SIZE, HEADS, width), None
     if views:
-        shape, cut = (27, PAGE_SIZE, HEADS, 31), lambda a: a[9:18, ..., :24]
+        shape, cut = (27, PAGE_SIZE, HEADS, row_width), lambda a: a[9:18, ..., :width]
     caches = tuple(case.output("bf16", shape, cut, name=f"cache {i}") for i in range(arrays))
     src, dst = (
         case.slots(pages, name=name)
@@ -640,3 +689,195 @@ def _slot_mapping(case: Arguments, *, appended: tuple[int, ...], poison: bool = 
         return False
 
     return Call(arguments, compare)
+
+
+# The case of a specialisation -----------------------------------------------------------------
+
+_NAMES = {form.ctype: name for name, form in reversed(CACHE_FORMATS.items())}
+_GROUP = 128  # the largest of a four-bit format: rows of so many elements are whole groups
+
+
+def case_of(specialisation: Specialisation) -> Case | None:
+    """Return a case whose call takes a specialisation on a GPU; None if it has no plainer one.
+
+    Examples
+    --------
+    >>> from kvcupy.ops.store import CONVERT
+    >>> print(case_of(CONVERT.specialise("float", "int8", 8)).operation)
+    store_kv
+    >>> case_of(CONVERT.specialise("float", "int8", 1))
+    """
+    build = _BUILDERS.get(specialisation.kernel.name)
+    options = None if build is None else build[2](*specialisation.arguments)
+    if build is None or options is None:
+        return None
+    operation, builder, _ = build
+    return Case(operation, specialisation.expression, lambda case: builder(case, **options))
+
+
+def _word(divided: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any] | None]:
+    """Return the options for kernels that copy words: rows of odd multiples of a word."""
+
+    def options(word: str, *others: str) -> dict[str, Any] | None:
+        return None if word == "1" else divided(int(word) // 2, *others)
+
+    return options
+
+
+def _copied_rows(elements: int) -> dict[str, Any]:
+    return {"widths": (5 * elements, 7 * elements), "views": True}
+
+
+def _converted(
+    fmt: str, cache_fmt: str, count: str, scales: str = "static"
+) -> dict[str, Any] | None:
+    """Return the options for kernels that convert packs of elements between two formats."""
+    if count == "1":
+        return None
+    rows, cache = _NAMES[fmt], _NAMES[cache_fmt]
+    widths = (16, 48)
+    if cache in FOUR_BIT:
+        widths = (2 * _GROUP, 4 * _GROUP)  # whose scales are whole words, too
+    if not CACHE_FORMATS[cache].quantised:
+        scales = ""
+    return {"fmt": rows, "cache_fmt": cache, "widths": widths, "views": True, "scales": scales}
+
+
+def _gathered(cache_fmt: str, fmt: str, count: str) -> dict[str, Any] | None:
+    return _converted(fmt, cache_fmt, count)
+
+
+def _dynamic(fmt: str, cache_fmt: str, count: str) -> dict[str, Any] | None:
+    return _converted(fmt, cache_fmt, count, "dynamic")
+
+
+def _rotated(fmt: str, cache_fmt: str, count: str, reduces: str) -> dict[str, Any] | None:
+    if count == "1":
+        return None
+    cache = _NAMES[cache_fmt]
+    options: dict[str, Any] = {"fmt": _NAMES[fmt], "cache_fmt": cache}
+    if cache in FOUR_BIT:
+        return {**options, "width": _GROUP}
+    if reduces == "true" and not CACHE_FORMATS[cache].quantised:
+        return {**options, "norm": True}
+    if CACHE_FORMATS[cache].quantised:
+        options["scales"] = "dynamic" if reduces == "true" else "static"
+    return options
+
+
+def _merged(fmt: str, out_fmt: str, count: str, states: str) -> dict[str, Any] | None:
+    if count == "1":
+        return None
+    return {"fmt": _NAMES[fmt], "out_fmt": _NAMES[out_fmt], "states": min(int(states), 5)}
+
+
+def _attended(**changed: Any) -> dict[str, Any]:
+    """Return sequences of one key, of a ragged page, and of more keys than a block takes.
+
+    The block table is so wide that keys are split over blocks. Unused pages, table entries, ends of
+    pages and the gaps between them are poison.
+    """
+    options = {"seq_lens": (1, 37, 330), "columns": 40, "poison": True, "gaps": True, "lse": True}
+    return {**options, **changed}
+
+
+def _decoded(ctype: str, *widths: str) -> dict[str, Any]:
+    cache = _NAMES[ctype]
+    scales = {"k_scale": 0.7, "v_scale": 1.3} if CACHE_FORMATS[cache].quantised else {}
+    return _attended(
+        fmt=cache if cache in ("fp16", "bf16") else "bf16", cache_fmt=cache,
+        widths=tuple(map(int, widths)), options=scales,
+    )  # fmt: skip
+
+
+def _latent(heads: int, ctype: str) -> dict[str, Any]:
+    return {**_decoded(ctype, "576", "512"), "mla": True, "heads": (1, heads)}
+
+
+def _prefilled(ctype: str, k_width: str, v_width: str, rotates: str) -> dict[str, Any]:
+    return _attended(
+        fmt=_NAMES[ctype], widths=(int(k_width), int(v_width)), new=(1, 30, 40),
+        rotates=rotates == "true",
+    )  # fmt: skip
+
+
+def _transferred(source: str, target: str, count: str) -> dict[str, Any] | None:
+    if count == "1" or {_NAMES[source], _NAMES[target]} <= FOUR_BIT.keys():
+        return None
+    width = 3 * int(count)
+    if not {_NAMES[source], _NAMES[target]}.isdisjoint(FOUR_BIT):
+        width = _GROUP
+    return {"fmt": _NAMES[source], "to_fmt": _NAMES[target], "width": width}
+
+
+def _transfer_pages(
+    case: Arguments, *, fmt: str = "bf16", to_fmt: str = "", width: int = 24
+) -> Call:
+    """Move pages between two pools, whose pages and layers lie apart."""
+    layers, pages, page_size = 2, 5, 3
+
+    def pool(fmt: str, name: str) -> tuple[list[Argument], Any]:
+        shape = (layers, pages + 2, page_size + 1, 1, width)
+        parts = [
+            case.output(fmt, shape, lambda a: a[:, 1:-1, :page_size], name=f"{name} {part}")
+            for part in "KV"
+        ]
+        by_layer = [
+            [part.sub(itemgetter(layer)).array for layer in range(layers)] for part in parts
+        ]
+        return parts, KVPool.wrap(*by_layer)
+
+    src, src_pool = pool(fmt, "src")
+    dst, dst_pool = pool(to_fmt or fmt, "dst")
+    for part in dst:
+        part.buffer.exact = src[0].fmt == part.fmt
+    lists = [
+        case.slots([4, 0, -1, 2], name="src_pages"),
+        case.slots([1, 3, 0, 4], name="dst_pages"),
+    ]
+    arguments = {
+        "src_pool": src_pool, "dst_pool": dst_pool, "src_pages": lists[0], "dst_pages": lists[1],
+        "method": "kernel", "convert": src[0].fmt != dst[0].fmt,
+    }  # fmt: skip
+
+    def compare() -> bool:
+        sources, targets = ([part.view for part in parts] for parts in (src, dst))
+        pages = [each.view for each in lists]
+        return any(reference.transfer_pages(sources, targets, pages[0], pages[1]))
+
+    return Call(arguments, compare)
+
+
+# By kernel: the operation, what builds its arguments, and the options that a specialisation needs,
+# from its template arguments; None for the plainest.
+_Options = Callable[..., "dict[str, Any] | None"]
+_BUILDERS: dict[str, tuple[str, Callable[..., Call], _Options]] = {
+    "store_copy": ("store_kv", _store_kv, _word(_copied_rows)),
+    "store_convert": ("store_kv", _store_kv, _converted),
+    "store_dynamic": ("store_kv", _store_kv, _dynamic),
+    "store_four_bit": ("store_kv", _store_kv, _converted),
+    "gather_copy": ("gather_kv", _gather_kv, _word(_copied_rows)),
+    "gather_convert": ("gather_kv", _gather_kv, _gathered),
+    "gather_four_bit": ("gather_kv", _gather_kv, _gathered),
+    "rope_store": ("rope_store_kv", _rope_store_kv, _rotated),
+    "attention_prefill": ("paged_attention", _paged_attention, _prefilled),
+    "attention_decode_mma": ("paged_attention", _paged_attention, _decoded),
+    "attention_decode_latent": (
+        "paged_attention", _paged_attention, lambda ctype: _latent(16, ctype)
+    ),
+    "attention_decode_heads": (
+        "paged_attention", _paged_attention, lambda ctype, keys: _latent(40, ctype)
+    ),
+    "merge_states": ("merge_states", _merge_states, _merged),
+    "copy_pages": (
+        "copy_pages", _copy_pages,
+        _word(lambda elements: {"widths": (3 * elements, 5 * elements), "views": True}),
+    ),
+    "transfer_copy": (
+        "transfer_pages", _transfer_pages,
+        _word(lambda elements, rows: {"width": elements * (201 if rows == "1" else 3)}),
+    ),
+    "transfer_convert": ("transfer_pages", _transfer_pages, _transferred),
+    "transfer_to_four_bit": ("transfer_pages", _transfer_pages, _transferred),
+    "transfer_from_four_bit": ("transfer_pages", _transfer_pages, _transferred),
+}  # fmt: skip
