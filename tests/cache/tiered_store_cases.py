@@ -256,8 +256,9 @@ class ExactBlocks(SharedBlocks):
                 part[0] = values
             pages = WirePages(exact)
             if dtype != exact.dtype:
-                kv.transfer_pages(exact, narrow, [0], [0], convert=True)
-                self.device.synchronize()
+                stream = self.device.stream()  # others may have failed, which is theirs to notice
+                kv.transfer_pages(exact, narrow, [0], [0], convert=True, stream=stream)
+                stream.synchronize()
                 pages = WirePages(narrow)
             block = bytearray(pages.block_bytes)
             pages.read_into(0, block)
