@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests and measures kvcupy on a GPU, and leaves a folder to be attached to an issue:
-#     scripts/gpu_report.sh [--no-torch] [--quick] [arguments of scripts/gpu/report.py]
+#     scripts/gpu_report.sh [--no-torch] [--quick | --smoke] [arguments of scripts/gpu/report.py]
 # The report goes to build/gpu_report, packed to build/gpu_report.tar.gz. It runs in the active
 # virtual environment, else in .venv, and installs only what is missing, torch included where the
 # driver supports it (CUDA 13), unless --no-torch is passed.
@@ -11,10 +11,16 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 export PYTHONPATH="$root/scripts:$PYTHONPATH" # for the package gpu
 torch=--torch
+task=report
 arguments=()
 for argument in "$@"; do
   case $argument in
     --no-torch) torch= ;;
+    --smoke) # without torch, and without what only tests need
+      torch=
+      task=demo
+      arguments+=("$argument")
+      ;;
     -h | --help)
       python=$(base_python) || die "No Python 3.10 or newer is on the PATH."
       exec "$python" -m gpu.report --help
@@ -23,10 +29,10 @@ for argument in "$@"; do
   esac
 done
 
-choose_python report ${torch:+"$torch"}
-provide report
+choose_python "$task" ${torch:+"$torch"}
+provide "$task"
 # Separately: without it, everything else is still installed.
-if [[ -n $torch && (-z $made || -d $made) && -z $(needs report) ]]; then
-  provide report "$torch"
+if [[ -n $torch && (-z $made || -d $made) && -z $(needs "$task") ]]; then
+  provide "$task" "$torch"
 fi
 exec "$python" -m gpu.report ${arguments[@]+"${arguments[@]}"}

@@ -421,10 +421,10 @@ def no_tools():
     return dict.fromkeys(("compute-sanitizer", "ncu"))
 
 
-def all_parts(device="cuda", quick=False, **options):
+def all_parts(device="cuda", extent="full", **options):
     from gpu.parts import parts
 
-    return parts(device, quick=quick, tools=options.pop("tools", no_tools()), **options)
+    return parts(device, extent=extent, tools=options.pop("tools", no_tools()), **options)
 
 
 def test_every_test_file_is_run_by_one_part():
@@ -443,8 +443,7 @@ def test_every_test_file_is_run_by_one_part():
     assert sorted(taken) == sorted(files)
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_every_script_that_writes_json_is_run(quick):
+def test_every_script_that_writes_json_is_run():
     from bench import BENCHMARKS
     from benchmarks.ops import SECTIONS
 
@@ -456,11 +455,11 @@ def test_every_script_that_writes_json_is_run(quick):
     named -= {"fleet_simulation", "quantisation_study"}  # of no device
     named -= {"bench_shared", "bench_shared_servers"}  # of host memory alone
     named -= {"bench_migration", "bench_migration_nixl"}  # of host memory alone
-    assert {p.name for p in all_parts(quick=quick) if p.group == "bench"} == named
+    assert {p.name for p in all_parts() if p.group == "bench"} == named
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_the_scripts_take_what_they_are_given(quick, monkeypatch):
+@pytest.mark.parametrize("extent", ["full", "quick", "smoke"])
+def test_the_scripts_take_what_they_are_given(extent, monkeypatch):
     """Each script's own parser reads the arguments of its part."""
     import argparse
     import importlib
@@ -470,8 +469,8 @@ def test_the_scripts_take_what_they_are_given(quick, monkeypatch):
         raise InterruptedError
 
     for device in ("cuda", "host"):
-        for part in all_parts(device, quick):
-            if part.group not in ("bench", "operations"):
+        for part in all_parts(device, extent):
+            if part.group not in ("bench", "operations", "verify"):
                 continue
             if "-m" in part.command:
                 at, module = part.command.index("kvcupy"), "kvcupy.__main__"
@@ -497,7 +496,7 @@ def test_pictures_are_drawn_where_that_can_be_done(monkeypatch):
 
 
 def test_quick_tests_exist():
-    part = next(p for p in all_parts(quick=True) if p.name == "suite")
+    part = next(p for p in all_parts(extent="quick") if p.name == "suite")
     files = [word for word in part.command if word.endswith(".py")]
     assert files and all(Path(file).is_file() for file in files)
 
@@ -512,7 +511,7 @@ def test_tools_that_are_missing_are_named():
     found = {part.name: part.missing for part in all_parts()}
     assert "compute-sanitizer is not installed" in found["racecheck"]
     assert "ncu is not installed" in found["ncu"]
-    assert not found["gpu"]
+    assert not found["gpu-cuda_gpu"]
 
 
 def test_only_takes_parts_and_groups():
@@ -522,6 +521,8 @@ def test_only_takes_parts_and_groups():
     names = [part.name for part in chosen_parts(found, ["sanitizer", "ncu"])]
     assert names == ["memcheck", "racecheck", "synccheck", "initcheck", "ncu"]
     assert chosen_parts(found, None) == found
+    gpu = [part.name for part in chosen_parts(found, ["gpu"])]
+    assert "gpu-cuda_gpu_calls" in gpu and len(gpu) > 5
     with pytest.raises(ValueError, match=r"--only: expected one of bench, bench_calls.*got xyz"):
         chosen_parts(found, ["xyz"])
 
@@ -531,7 +532,7 @@ def test_the_plan_says_what_runs_and_how_long(capsys):
 
     assert main(["--device", "host", "--quick", "--list", "--only", "doctor", "bench"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"doctor +1 min  what is installed", said)
+    assert re.search(r"doctor +0.5 min  what is installed", said)
     assert re.search(r"About \d+ minutes on a GPU, by estimate", said)
     assert "memcheck" not in said
     assert main(["--device", "host", "--only", "nothing"]) == 2
@@ -546,10 +547,12 @@ def test_without_a_gpu_the_reason_is_said_first(tmp_path, monkeypatch, capsys):
     from gpu.report import main
 
     monkeypatch.setattr(gpu_environment, "no_device", lambda name: "no driver")
-    arguments = ["--quick", "--only", "gpu", "ncu", "--out", str(tmp_path / "out")]
+    arguments = ["--quick", "--only", "gpu", "memcheck", "--out", str(tmp_path / "out")]
     assert main(arguments) == 1
     assert "cuda cannot be used: no driver.\nWith --device host" in capsys.readouterr().out
-    assert "**Finished: 2 skipped.**" in (tmp_path / "out" / "report.md").read_text()
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert re.search(r"\*\*Finished: \d+ skipped.\*\*", page)
+    assert "**Whether kvcupy works here is open, for this did not run: gpu.**" in page
 
 
 def test_an_earlier_report_is_kept_and_nothing_else_overwritten(tmp_path):
@@ -568,6 +571,96 @@ def test_an_earlier_report_is_kept_and_nothing_else_overwritten(tmp_path):
     with pytest.raises(ValueError, match="--out: expected a folder, got a file"):
         make_room(out / "thesis.txt")
     assert (out / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (["passed"] * 6, "kvcupy works here."),
+        (["passed"] * 5 + ["failed"], "kvcupy works here, but these failed: bench."),
+        (["passed", "failed"] + ["passed"] * 4, "does not work here: verify: 2 kernels differ"),
+        (["passed"] * 3 + ["failed", "passed", "passed"], "does not work here: gpu-streams: "),
+        (["passed", "not run"] + ["passed"] * 4, "is open, for this did not run: verify."),
+        (["passed", "passed", "passed", "skipped", "passed", "passed"], "kvcupy works here."),
+        (["skipped"] * 6, "did not run: doctor, verify, operations, gpu."),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_whether_it_works(states, said):
+    """By what decides it: not by benchmarks, nor by one of several files that was skipped."""
+    from gpu.page import Result, page
+
+    groups = {"doctor": "doctor", "verify": "verify", "operations": "operations",
+              "gpu-streams": "gpu", "gpu-graphs": "gpu", "bench": "bench"}  # fmt: skip
+    results = [
+        Result(replace(stand_in(name, ""), group=group), state, "2 kernels differ")
+        for (name, group), state in zip(groups.items(), states, strict=True)
+    ]
+    first = page(results, ABOUT, state="finished", options="").splitlines()[2]
+    assert first.startswith("**") and said in first
+
+
+def test_quick_and_smoke_runs_end_in_time():
+    for extent, minutes in (("quick", 15), ("smoke", 3.5)):
+        chosen = all_parts(extent=extent, tools=dict.fromkeys(("compute-sanitizer", "ncu"), "it"))
+        assert {"doctor", "verify", "operations"} <= {part.group for part in chosen}
+        assert sum(part.minutes for part in chosen) <= minutes
+    assert {part.group for part in chosen} == {"doctor", "verify", "operations", "bench"}
+
+
+def test_each_file_of_gpu_tests_has_a_process_and_connections_of_its_own():
+    marked = {
+        path for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(@|pytestmark = |    )pytest.mark.gpu", path.read_text(), re.MULTILINE)
+    }  # fmt: skip
+    parts = [part for part in all_parts() if part.group == "gpu"]
+    assert {Path(part.command[-1]) for part in parts} >= marked
+    assert all(part.limit_s <= 300 for part in parts)
+    for part in all_parts():
+        connections = part.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        assert connections == ("32" if part.group in ("gpu", "suite") else None), part.name
+
+
+def test_variables_of_a_part_reach_it_and_no_other(tmp_path):
+    code = "import os; print('connections', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))"
+    first = stand_in("first", code, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    _, page, _ = reported(tmp_path, first, stand_in("second", code))
+    assert "connections 32" in page and "connections None" in page
+
+
+# Questions to the driver ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        (
+            "print('said before'); print('works; the capture survives')",
+            "works; the capture survives",
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
+        ("import time; time.sleep(60)", "no answer within 1 s"),
+        ("raise OSError('no libcuda')", "OSError: no libcuda"),
+    ],
+)
+def test_a_question_that_hangs_or_crashes_is_answered_by_that(code, answer, monkeypatch):
+    from gpu import driver_facts
+
+    started = subprocess.run
+
+    def run(command, **options):
+        return started((sys.executable, "-c", code), **options)
+
+    monkeypatch.setattr(driver_facts.subprocess, "run", run)
+    assert driver_facts.ask("cudaFree in a global capture", 1.0) == answer
+
+
+def test_questions_call_what_cupy_has():
+    """Without a GPU each ends at its first call, but every name that it uses is looked up."""
+    runtime = pytest.importorskip("cupy_backends.cuda.api.runtime")
+    from gpu import driver_facts
+
+    named = set(re.findall(r"runtime\.(\w+)", Path(driver_facts.__file__).read_text()))
+    assert len(named) > 12 and [name for name in named if not hasattr(runtime, name)] == []
 
 
 # The doctor and NVIDIA's tools ---------------------------------------------------------------
@@ -754,13 +847,19 @@ def test_a_whole_run_with_the_tools_standing_in(tmp_path, tools, capsys):
     arguments = ["--device", "host", "--quick", "--only", "sanitizer", "--out", str(tmp_path / "o")]
     assert main(arguments) == 0
     page = (tmp_path / "o" / "report.md").read_text()
-    assert "**Finished: 4 passed.**" in page
-    for fact in ("| date |", "| commit |", "| GPUs |", "| CUDA of the driver |", "| NVRTC |"):
+    assert "**Finished: 1 passed.**" in page
+    for fact in (
+        "| date |",
+        "| commit |",
+        "| GPUs |",
+        "| CUDA of the driver |",
+        "| loaded | NVRTC ",
+    ):
         assert fact in page
     assert re.search(r"\| versions \|.*numpy \d", page)
     with tarfile.open(tmp_path / "o.tar.gz") as archive:
         assert "o/report.md" in archive.getnames()
-    assert "To be attached to an issue" in capsys.readouterr().out
+    assert "Please attach to an issue" in capsys.readouterr().out
     tools("compute-sanitizer", WRITE, 86)
     assert main(arguments) == 1
 

@@ -18,7 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BASH = shutil.which("bash")
 FILES = (
-    "scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", "scripts/gpu_report.sh", ".ci/run"
+    "scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", "scripts/gpu_report.sh",
+    "scripts/gpu_smoke.sh", ".ci/run",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
@@ -175,6 +176,14 @@ def test_a_gpu_report_gets_torch_by_itself_and_the_remaining_arguments(sandbox):
     sandbox.run("gpu_report.sh", "--no-torch", "--only", "ncu", VIRTUAL_ENV=active)
     assert sandbox.calls == [
         "active scripts/common/needs.py report", "active -m gpu.report --only ncu"
+    ]  # fmt: skip
+
+
+def test_a_smoke_run_installs_what_the_demo_needs(sandbox):
+    active = sandbox.python("active")
+    sandbox.run("gpu_smoke.sh", "--device", "cuda:1", VIRTUAL_ENV=active)
+    assert sandbox.calls == [
+        "active scripts/common/needs.py demo", "active -m gpu.report --smoke --device cuda:1"
     ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .parts import Part
+from .parts import DECIDING, Part
 
 STATES = ("passed", "failed", "interrupted", "skipped", "running", "not run")
 
@@ -35,6 +35,21 @@ def counts(results: Sequence[Result]) -> str:
     return ", ".join(parts)
 
 
+def verdict_on_machine(results: Sequence[Result]) -> str:
+    """Return whether kvcupy works on the machine, by the parts that decide it, in one line."""
+    deciding = [result for result in results if result.part.group in DECIDING]
+    failed = next((result for result in deciding if result.state == "failed"), None)
+    if failed is not None:
+        return f"kvcupy does not work here: {failed.part.name}: {failed.summary}"
+    passed = {result.part.group for result in deciding if result.state == "passed"}
+    open_groups = dict.fromkeys(r.part.group for r in deciding if r.part.group not in passed)
+    if open_groups or not deciding:
+        open_text = ", ".join(open_groups) or "what decides it"
+        return f"Whether kvcupy works here is open, for this did not run: {open_text}."
+    others = [result.part.name for result in results if result.state == "failed"]
+    return "kvcupy works here" + (f", but these failed: {', '.join(others)}." if others else ".")
+
+
 def page(results: Sequence[Result], about: dict[str, Any], *, state: str, options: str) -> str:
     """Return the report.
 
@@ -46,6 +61,11 @@ def page(results: Sequence[Result], about: dict[str, Any], *, state: str, option
     """
     lines = [
         f"# kvcupy on {about.get('device', 'a GPU')}",
+        "",
+        f"**{verdict_on_machine(results)}**",
+        "",
+        "Please attach `gpu_report.tar.gz`, which holds this page with its logs and results, to an "
+        "issue: also when all is well.",
         "",
         f"**{state.capitalize()}: {counts(results)}.**",
         "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +21,11 @@ SANITIZERS = {
     "synccheck": ("barriers and warp operations that some threads miss", ()),
     "initcheck": ("reads of uninitialised global memory", ()),
 }  # fmt: skip
+EXTENTS = ("full", "quick", "smoke")
+DECIDING = ("doctor", "verify", "operations", "gpu")
+"""Groups of parts that say whether kvcupy works on a machine."""
+# A kernel that is loaded while a stream waits must not queue up behind it.
+_TEST_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 QUICK_TESTS = ("ops/test_store.py", "ops/test_rope_store.py", "ops/test_gather.py",
                "ops/test_copy_pages.py", "ops/test_indexing.py", "ops/test_merge.py",
                "cache/test_pool.py")  # fmt: skip
@@ -43,6 +48,7 @@ class Part:
     missing : why it cannot run here and is skipped
     alone : command that runs a single test, whose name is appended; empty without tests
     keep_apart : whether standard output and standard error are separate files
+    variables : environment variables of its own
     """
 
     name: str
@@ -56,39 +62,59 @@ class Part:
     missing: str = ""
     keep_apart: bool = False
     alone: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 def parts(
-    device: str, *, quick: bool, no_device: str = "", tools: dict[str, str | None]
+    device: str, *, extent: str = "full", no_device: str = "", tools: dict[str, str | None]
 ) -> list[Part]:
     """Return all parts of a report, in order.
 
     Parameters
     ----------
     device : the name of the device
-    quick : whether to run fewer tests and small benchmarks
+    extent : "full"; "quick": all that decides whether kvcupy works, and small benchmarks; "smoke":
+        the least that does
     no_device : why the device cannot be used; then only the doctor runs
     tools : path of each of `TOOLS`, None where it is not installed
     """
     doctor = Part(
         "doctor", "doctor", "what is installed, and whether the device works",
-        (sys.executable, "-m", "kvcupy", "doctor"), 1, 660,
+        (sys.executable, "-m", "kvcupy", "doctor"), 0.5, 660,
         verdicts.of_doctor(device.partition(":")[0]), keep_apart=True,
     )  # fmt: skip
+    verify = Part(
+        "verify", "verify", "every kernel family against the reference",
+        (*PYTHON, "-m", "kvcupy", "verify", "--device", device, "--json", "{result}"), 1, 600,
+        verdicts.of_benchmark, "verify.json", keep_apart=True,
+    )  # fmt: skip
     program = (*PYTHON, str(ROOT / "scripts" / "gpu" / "every_operation.py"), "--device", device)
-    selected = [
-        Part("operations", "operations", "every operation once", program, 1, 600,
-             verdicts.of_status),
-        *_tests(device, quick),
-        *(_sanitizer(name, program, device, tools["compute-sanitizer"]) for name in SANITIZERS),
-        _ncu(program, device, tools["ncu"]),
-        *_benchmarks(device, quick),
-    ]  # fmt: skip
-    if no_device:
-        selected = [
-            Part(**{**vars(part), "missing": f"{device} cannot be used"}) for part in selected
+    operations = Part(
+        "operations", "operations", "every operation once", program, 1, 600, verdicts.of_status
+    )
+    selected = [verify, operations]
+    if extent != "smoke":
+        sanitizers = SANITIZERS if extent == "full" else ("memcheck",)
+        selected += [
+            _driver_facts(device),
+            *_tests(device, extent == "quick"),
+            *(_sanitizer(name, program, device, tools["compute-sanitizer"]) for name in sanitizers),
         ]
+    if extent == "full":
+        selected.append(_ncu(program, device, tools["ncu"]))
+    selected += _benchmarks(device, _BENCHMARKS[extent])
+    if no_device:
+        selected = [replace(part, missing=f"{device} cannot be used") for part in selected]
     return [doctor, *selected]
+
+
+def _driver_facts(device: str) -> Part:
+    command = (sys.executable, "-m", "gpu.driver_facts", "--json", "{result}")
+    return Part(
+        "driver_facts", "driver_facts", "what the driver does where its documentation is silent",
+        command, 1, 600, verdicts.of_benchmark, "driver_facts.json",
+        missing="" if device != "host" else "it asks a GPU's driver", keep_apart=True,
+    )  # fmt: skip
 
 
 # Tests ---------------------------------------------------------------------------------------
@@ -106,14 +132,21 @@ def _pytest(
     limit_s = 60 * max(15.0, 4 * minutes)
     judge = verdicts.of_tests(may_skip_all=device == "host", names_all=group == "gpu")
     return Part(name, group, title, command, minutes, limit_s, judge, f"{name}.xml",
-                alone=(*pytest, "-m", ""))  # fmt: skip
+                alone=(*pytest, "-m", ""), variables=_TEST_VARIABLES)  # fmt: skip
 
 
 def _tests(device: str, quick: bool) -> list[Part]:
-    """Return the tests of GPUs, and the suite folder by folder, so that a crash costs one only."""
-    title = "tests that need a GPU"
-    selected = [_pytest("gpu", "gpu", title, device, 3, "-m", "gpu")]
+    """Return the tests of GPUs file by file, and the suite folder by folder: what a crash or a
+    hang leaves out is small."""
     tests = ROOT / "tests"
+    selected = []
+    for path in sorted(p for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text()):
+        name = f"gpu-{path.stem.removeprefix('test_')}"
+        title = f"tests/{path.relative_to(tests)}, what needs a GPU"
+        if path.stem == "test_gpu_report":  # names the marker only
+            continue
+        part = _pytest(name, "gpu", title, device, 0.3, "-m", "gpu", str(path))
+        selected.append(replace(part, limit_s=300.0))
     if quick:
         chosen = [str(tests / name) for name in QUICK_TESTS]
         return [*selected, _pytest("suite", "suite", "some tests", device, 2, *chosen)]
@@ -184,30 +217,22 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "disaggregated_demo": (2, _PICTURES),
     "soak": (3, ("--steps", "60000")),
 }
+_OVERLAP = ("--tokens", "256", "--steps", "4", "--rounds", "5")
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_models": (1, ("--quick",)),
     "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages", "views")),
-    "bench_calls": (0.5, ("--quick",)),
     "bench_transfer": (1, ("--quick",)),
-    "bench_steps": (0.5, ("--quick",)),
-    "bench_scale": (0.5, ("--quick",)),
-    "bench_frames": (0.5, ("--quick",)),
-    "bench_order": (0.5, ("--quick",)),
-    "bench_generate": (0.5, ("--quick", "--dtype", "bfloat16")),
-    "overlap_demo": (0.5, ("--tokens", "256", "--steps", "4", "--rounds", "5")),
+    "overlap_demo": (0.5, _OVERLAP),
     "offload_demo": (0.5, ("--quick",)),
     "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
-    "replay_trace": (0.5, ("--limit", "200")),
-    "shared_demo": (0.5, ("--limit", "60")),
-    "disaggregated_demo": (0.5, ("--quick",)),
-    "soak": (0.5, ("--steps", "1000")),
 }
+_BENCHMARKS = {"full": _FULL, "quick": _QUICK, "smoke": {"overlap_demo": (0.5, _OVERLAP)}}
 
 
-def _benchmarks(device: str, quick: bool) -> list[Part]:
+def _benchmarks(device: str, chosen: dict[str, tuple[float, tuple[str, ...]]]) -> list[Part]:
     selected = []
     folder = ROOT / "scripts"
-    for name, (minutes, arguments) in (_QUICK if quick else _FULL).items():
+    for name, (minutes, arguments) in chosen.items():
         kind, _, benchmark = name.partition("_")
         if name == "bench_models":
             program = ("-m", "kvcupy", "bench")

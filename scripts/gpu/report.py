@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environment as gpu_environment
-from .page import Result, all_well, as_json, counts, page
+from .page import Result, all_well, as_json, counts, page, verdict_on_machine
 from .parts import TOOLS, Part, parts
 from .private import ROOT, Anonymiser, pack
 from .run import GRACE_S, Ended, Interrupts, run, shorten
@@ -104,7 +104,7 @@ class Report:
         files = Files(stdout, log, self.out / "results" / (part.result or f"{part.name}.json"))
         places = {"{result}": str(files.result), "{folder}": str(self.out / "results" / part.name)}
         command = [_filled(word, places) for word in part.command]
-        ended = self._process(command, stdout, log, part.limit_s, interrupts)
+        ended = self._process(part, command, stdout, log, part.limit_s, interrupts)
         for path in (stdout, log):
             shorten(path, LOG_BYTES)
         try:
@@ -121,11 +121,13 @@ class Report:
                 self.private.clean_file(path)
 
     def _process(
-        self, command: list[str], stdout: Path, log: Path, limit_s: float, interrupts: Interrupts
-    ) -> Ended:
+        self, part: Part, command: list[str], stdout: Path, log: Path, limit_s: float,
+        interrupts: Interrupts,
+    ) -> Ended:  # fmt: skip
+        environment = gpu_environment.environment() | part.variables
         return run(
-            command, cwd=self.cwd, environment=gpu_environment.environment(), stdout=stdout,
-            log=log, limit_s=limit_s, interrupts=interrupts, grace_s=self.grace_s,
+            command, cwd=self.cwd, environment=environment, stdout=stdout, log=log,
+            limit_s=limit_s, interrupts=interrupts, grace_s=self.grace_s,
         )  # fmt: skip
 
     def _run_alone(self, part: Part, verdict: Verdict, log: Path, interrupts: Interrupts) -> None:
@@ -135,7 +137,7 @@ class Report:
         """
         lines = []
         for name in verdict.failing[:ALONE]:
-            ended = self._process([*part.alone, name], log, log, ALONE_S, interrupts)
+            ended = self._process(part, [*part.alone, name], log, log, ALONE_S, interrupts)
             if interrupts.count:
                 return
             outcome = {("exited", 0): "passes", ("exited", 1): "fails"}
@@ -215,10 +217,22 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="gpu_report.sh", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1; host: to try it out")
-    parser.add_argument("--quick", action="store_true", help="some tests and small benchmarks")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument(
+        "--quick", dest="extent", action="store_const", const="quick", default="full",
+        help="all that decides whether kvcupy works, and small benchmarks: under 15 minutes",
+    )  # fmt: skip
+    extent.add_argument(
+        "--smoke",
+        dest="extent",
+        action="store_const",
+        const="smoke",
+        help="the least that decides it: under 3 minutes",
+    )
     parser.add_argument(
         "--only", nargs="+", metavar="PART",
-        help="doctor, operations, gpu, suite, sanitizer, ncu, bench, or a part as it is listed",
+        help="doctor, verify, operations, driver_facts, gpu, suite, sanitizer, ncu, bench, "
+        "or a part as it is listed",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=OUT, help="default: build/gpu_report")
     parser.add_argument("--list", action="store_true", help="say what would run, and stop")
@@ -235,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say("Looking at this machine ...")
     tools = {name: gpu_environment.tool(name) for name in TOOLS}
     no_device = gpu_environment.no_device(options.device)
-    available = parts(options.device, quick=options.quick, no_device=no_device, tools=tools)
+    available = parts(options.device, extent=options.extent, no_device=no_device, tools=tools)
     out = options.out.absolute()
     try:
         chosen = chosen_parts(available, options.only)
@@ -262,8 +276,9 @@ def report(
         result = Report(chosen, out, about, shown)
         well = result.run(interrupts)
         archive = pack(out)
-    say(f"\n{counts(result.results)}: {out / 'report.md'}")
-    say(f"To be attached to an issue: {archive}")
+    say(f"\n{verdict_on_machine(result.results)}")
+    say(f"{counts(result.results)}: {out / 'report.md'}")
+    say(f"Please attach to an issue: {archive}")
     return 0 if well else 1
 
 
