@@ -6,17 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from devices.fake_cuda import captured_by_another
+from devices.fake_cuda import kernels as fake_kernels
 from helpers import full_only
 
 import kvcupy as kv
 from kvcupy import __main__ as command_line
 from kvcupy import devices, ops
+from kvcupy.config import shared_bytes
 from kvcupy.devices import cache
 from kvcupy.devices.host import HostDevice
 from kvcupy.formats import FOUR_BIT
@@ -283,6 +284,7 @@ def test_every_kernel_with_a_plainer_one_has_a_case_that_takes_it(arch, monkeypa
     """So that none is taken to be right, or wrong, unseen. What a call would launch is enough."""
     device = HostDevice()
     device.warp_lanes, device.arch = 32, arch
+    device.shared_bytes = shared_bytes(arch)
     monkeypatch.setitem(devices._devices, "host", device)
     monkeypatch.setattr(device, "load", lambda s: SimpleNamespace(specialisation=s))
     monkeypatch.setattr(device, "launch", lambda *launch: None)
@@ -316,15 +318,10 @@ def test_kernels_without_a_case_have_no_plainer_one():
 @pytest.fixture
 def cuda(first_use, kernel_sources, monkeypatch):
     """A stand-in that runs the host's builds of `kernel_sources`."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "faults"))
-    import fault_cuda
-
-    monkeypatch.setattr(fault_cuda, "_BUILDS", {})
+    monkeypatch.setattr(fake_kernels, "_BUILDS", {})
     monkeypatch.setattr(kv.config, "_strict", False)
-    with fault_cuda.cuda_world() as world:
-        world.renew(kernels=True)
-        kv.config.verify = "first_use"
-        yield world
+    yield fake_kernels.open_device(monkeypatch)
+    call.forget()
 
 
 BROKEN_ON_CUDA = ("store_copy", "rope_store", "attention_prefill", "transfer_convert")
@@ -334,7 +331,7 @@ BROKEN_ON_CUDA = ("store_copy", "rope_store", "attention_prefill", "transfer_con
 def test_a_wrong_kernel_is_replaced_on_cuda(name, cuda, first_use, kernel_sources, caplog):
     specialisation = FAST[name]
     broken(kernel_sources, specialisation)
-    outcome = run(cuda.device, specialisation)
+    outcome = run(cuda, specialisation)
     assert str(outcome).endswith(": conforms")
     assert first_use.count(str(specialisation)) == 1
     (warning,) = warnings(caplog)
@@ -342,7 +339,7 @@ def test_a_wrong_kernel_is_replaced_on_cuda(name, cuda, first_use, kernel_source
 
 
 def test_another_driver_is_another_record(cuda, first_use):
-    device, api = cuda.device, cuda.api
+    device, api = cuda, cuda.context.api
     assert verification.is_verified(device, PAGES)
     before = device.fingerprint(PAGES)
     api.runtime.driver_version += 10
@@ -351,7 +348,7 @@ def test_another_driver_is_another_record(cuda, first_use):
 
 def test_captures_on_cuda_are_left_alone(cuda, first_use):
     """Of kvcupy, and of another library: its stream is current."""
-    device, api = cuda.device, cuda.api
+    device, api = cuda, cuda.context.api
     with device.stream().capture():
         assert verification.is_verified(device, PAGES) is None
     with captured_by_another(api) as stream, stream:
