@@ -318,8 +318,11 @@ DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _TURING_SMEM_BYTES = 64 * 1024
-# Decode kernels on tensor cores for which an architecture has too few registers: they would spill.
-_SPILLING = {("sm_75", "int4x2", "192", "128"), ("sm_120", "uint4x2", "192", "128")}
+# Decode kernels for which an architecture has too few registers: they would spill.
+_SPILLING = {
+    ("sm_75", "int4x2", "192", "128"), ("sm_120", "uint4x2", "192", "128"),
+    ("sm_75", _ANY_FORMAT, "8", "1", "true"), ("sm_80", _ANY_FORMAT, "8", "1", "true"),
+}  # fmt: skip
 _TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
 _HEADS_TILE_BYTES = 2144  # a HeadsTile
@@ -366,7 +369,7 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     if kernel is DECODE_HEADS:
         keys = specialisation.arguments[1]
         return arch != "sm_75" and keys == str(_heads_keys(shared_bytes(arch)))
-    if kernel is DECODE_MMA and (arch, *specialisation.arguments) in _SPILLING:
+    if kernel in (DECODE_MMA, DECODE[32]) and (arch, *specialisation.arguments) in _SPILLING:
         return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
         return True
@@ -720,7 +723,11 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
         formats = _ROTATING_ROWS if call.rotates_keys else _DECODE_ROWS
         if packs_per_lane not in formats.get(name, {}):
             name = _ANY_FORMAT
-        row_counts = formats[name][packs_per_lane]
+        rotates = _bool(call.rotates_keys)
+        row_counts = tuple(
+            n for n in formats[name][packs_per_lane]
+            if (device.arch, name, str(n), str(packs_per_lane), rotates) not in _SPILLING
+        )  # fmt: skip
     # Rows of a sequence that can share what is loaded, as far as shapes tell.
     sharing = call.group * -(-call.num_tokens // call.num_sequences)
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
