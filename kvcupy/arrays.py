@@ -1290,15 +1290,15 @@ def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
     if not streamed or stream.capturing:
         return
     exporters = [owner.exporter if type(owner) is dlpack.Capsule else owner for owner in streamed]
-    pointers: dict[int, None] = {}
+    producers: dict[Any, None] = {}
     for exporter in {id(exporter): exporter for exporter in exporters}.values():
         interface = getattr(exporter, "__cuda_array_interface__", None) or {}
         if interface.get("stream") is not None:
-            pointers[int(interface["stream"])] = None
+            producers[interface["stream"]] = None
         elif hasattr(exporter, "__dlpack_device__"):
             dlpack.let_wait(stream.pointer, exporter)
-    for pointer in pointers:
-        stream.wait(cuda_api.StreamAddress(pointer))
+    for pointer in producers:
+        stream.wait(cuda_api.StreamAddress(int(pointer)))
 
 
 def tensor_of(v: ArrayView, name: str = "array") -> Any:
