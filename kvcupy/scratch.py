@@ -37,12 +37,14 @@ _lock = threading.Lock()
 class _Loan:
     """Owns a buffer until nothing refers to it."""
 
-    __slots__ = ("__weakref__", "_array", "_captured", "_device", "_idle")
+    __slots__ = ("__weakref__", "_array", "_captured", "_device", "_idle", "_key")
 
     def __init__(
-        self, device: Device, array: Any, idle: list[Any], captured: _Captured | None = None
-    ) -> None:
+        self, device: Device, key: _Key, array: Any, idle: list[Any],
+        captured: _Captured | None = None,
+    ) -> None:  # fmt: skip
         self._device = device
+        self._key = key
         self._array = array
         self._idle = idle
         self._captured = captured
@@ -55,7 +57,7 @@ class _Loan:
     def __del__(self) -> None:
         buffer = [self._array]
         self._array = None
-        _give_back(self._device, buffer, self._idle)
+        _give_back(self._device, self._key, buffer, self._idle)
 
 
 class _Captured:
@@ -70,7 +72,7 @@ class _Captured:
     def __del__(self) -> None:
         self.idle.clear()
         for key, buffer in self.all:
-            _give_back(self._device, buffer, self._store[key])
+            _give_back(self._device, key, buffer, self._store[key])
 
 
 _streams: WeakValueDictionary[tuple[Device, int, Stream], _Captured] = WeakValueDictionary()
@@ -102,7 +104,7 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
         is_new = array is None
         if is_new:
             array = _make(device, key, stream)
-        loan = _Loan(device, array, store[key])
+        loan = _Loan(device, key, array, store[key])
         if is_new and not pinned and not stream.capturing:
             # The block may have been freed behind work of the stream, and is idle only behind that.
             device.run(_no_work, stream, (loan,))
@@ -148,7 +150,7 @@ def _lend_to_capture(
             array = _make(device, key, stream)
         buffers.all.append((key, [array]))
     # Each replay reads what the host wrote into a pinned buffer: no later call may reuse it.
-    return _Loan(device, array, [] if key[0] else buffers.idle[key], buffers)
+    return _Loan(device, key, array, [] if key[0] else buffers.idle[key], buffers)
 
 
 def _make(device: Device, key: _Key, stream: Stream) -> Any:
@@ -165,9 +167,9 @@ def _take(idle: list[Any]) -> Any:
         return None
 
 
-def _give_back(device: Device, buffer: list[Any], idle: list[Any]) -> None:
+def _give_back(device: Device, key: _Key, buffer: list[Any], idle: list[Any]) -> None:
     """Keep the array in `buffer`, which holds the last reference to it, or free it."""
-    if len(idle) < max(_MAX_IDLE, _MAX_IDLE_BYTES // buffer[0].nbytes):
+    if len(idle) < max(_MAX_IDLE, _MAX_IDLE_BYTES // key[1]):
         idle.append(buffer.pop())
         return
     device.release(buffer)

@@ -235,10 +235,16 @@ class PlannedDevice:
         self._next += -(-v.num_bytes // 256) * 256
         return v
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> ArrayView:
+    def allocate(
+        self, shape: tuple[int, ...], dtype: Any, stream: Any, *, zeroed: bool
+    ) -> ArrayView:
         return self.array(*shape, format=formats.tag(np.dtype(dtype)))
 
-    empty = zeros
+    def release(self, owners: list[Any]) -> None:
+        owners.clear()
+
+    def run(self, function: Callable[[], object], stream: Any, keep: Sequence[object] = ()) -> None:
+        """Run nothing: what counts are launches."""
 
     def as_stream(self, stream: Any, library: str = "", name: str = "stream") -> _Stream:
         return self._stream

@@ -204,8 +204,10 @@ def lent_twice() -> Iterator[None]:
     """Give borrowed buffers back at once, while work still uses them."""
     genuine = scratch._Loan.__init__
 
-    def lend(loan: Any, device: Any, array: Any, idle: list[Any], captured: Any = None) -> None:
-        genuine(loan, device, array, idle, captured)
+    def lend(
+        loan: Any, device: Any, key: Any, array: Any, idle: list[Any], captured: Any = None
+    ) -> None:
+        genuine(loan, device, key, array, idle, captured)
         idle.append(array)
 
     with (
