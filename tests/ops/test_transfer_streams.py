@@ -105,10 +105,15 @@ def test_without_the_stream_it_comes_too_early(device, method, layouts):
 @every_method
 def test_the_call_does_not_wait(device, method):
     """It returns while the stream is blocked, with nothing written or recorded yet."""
+    stream = device.stream()
+    warm = TransferCase(device, 4)  # a first load may wait for the device, and that for the gate
+    pools, lists = chain(warm), ([*SRC, 9], [*DST, 1])
+    warm.issue(*pools, *lists, method=method, stream=stream)
+    stream.synchronize()
+    warm.finish(warm.expect(*pools, *lists))
     case = TransferCase(device, 4)
     src, dst = chain(case)
     before = content(dst)
-    stream = device.stream()
     device.synchronize()
     gate = Gate(stream)
     case.issue(src, dst, [*SRC, 9], [*DST, 1], method=method, stream=stream)

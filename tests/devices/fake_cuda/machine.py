@@ -121,7 +121,7 @@ class Machine:
     def device_of_stream(self, stream):
         if stream == 0:
             return 0
-        return stream[1] if isinstance(stream, tuple) else self.device_of[stream]
+        return stream[1] if isinstance(stream, tuple) else self.device_of.get(stream)
 
     def new_handle(self):
         handle = self._free_handles.pop() if self._free_handles else next(self._handles)
@@ -195,17 +195,18 @@ class Machine:
 
     def progress(self, handle=None):
         """Do the work of one stream, or of all, and what it waits for."""
-        for stream in list(self.last) if handle is None else [self.stream(handle)]:
-            if stream in self.last:
-                self.run(self.last[stream])
+        chosen = None if handle is None else self.stream(handle)
+        for stream, work in list(self.last.items()):
+            if handle is None or stream == chosen:
+                self.run(work)
 
     def progress_device(self):
         """Do the work of the current device."""
         if self.thread.is_gpu:
             return
-        for stream in list(self.last):
-            if self.device_of_stream(stream) == self.thread.device:
-                self.run(self.last[stream])
+        known = list(self.last.items())  # a stream may be destroyed meanwhile, its work is not
+        for work in [w for s, w in known if self.device_of_stream(s) == self.thread.device]:
+            self.run(work)
 
     def run(self, work):
         """Wait until `work` is done."""
