@@ -8,6 +8,7 @@ import time
 import kvcupy as kv
 
 DELAY_S = 0.03
+PATIENCE_S = 60  # a test that waits for its own gate fails instead of hanging
 
 
 def delay(stream):
@@ -20,7 +21,10 @@ class Gate:
 
     def __init__(self, stream):
         self._open = threading.Event()
-        stream.call(lambda: self._open.wait(20))
+        stream.call(self._wait)
+
+    def _wait(self):
+        assert self._open.wait(PATIENCE_S), "the test has not opened it"
 
     def open(self):
         self._open.set()

@@ -97,10 +97,8 @@ def test_the_sender_is_killed(process, receiving):  # noqa: F811
     pull = receiver.pull(sender.offer([0, 1, 2, 3], by_layer=True), pages)
     sender.ask("layer_done", layer=0)
     pull.wait_layer(0)
-    start = time.monotonic()
     sender.kill()
-    assert reason_of(pull) == "lost"
-    assert time.monotonic() - start < 10  # not the deadline
+    assert reason_of(pull) == "lost"  # at the deadline it would be "late"
     assert is_poisoned(pool, range(4, 12))
     pool.allocator.free(pages)
     assert pool.allocator.num_free == 12

@@ -239,9 +239,7 @@ def test_an_event_that_has_not_passed_has_no_error_and_does_not_wait(device):
     gate = Gate(stream)
     stream.call(fail)
     event = stream.record()
-    started = time.perf_counter()
-    assert event.error() is None
-    assert time.perf_counter() - started < 1
+    assert event.error() is None  # had it waited, for a gate that nobody opened
     gate.open()
     with pytest.raises(DeviceError):
         event.synchronize()
