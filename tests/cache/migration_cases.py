@@ -97,6 +97,30 @@ def eventually(condition, what=""):
         time.sleep(0.002)
 
 
+def keep_leases(sender):
+    """Let the only offer stand for an hour from now and from each renewal, and return it.
+
+    Its receiver renews it after a third of the lease all the same, and may be as late as it is on a
+    busy machine.
+    """
+
+    def renew(offer):
+        offer.expires = time.monotonic() + 3600
+
+    sender._renew = renew
+    (offer,) = sender._offers.values()
+    renew(offer)
+    return offer
+
+
+def expire_leases(sender):
+    """End the leases of all offers; return whether all pages of the pool are free."""
+    for offer in list(sender._offers.values()):
+        offer.expires = 0.0
+    sender._notify()
+    return sender.pool.allocator.num_free == sender.pool.num_pages
+
+
 def reason_of(pull):
     """Wait for a pull that must fail, and return why it did."""
     with pytest.raises(kv.TransferError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import socket
 import struct
@@ -25,6 +26,7 @@ from migration_cases import (
     fill,
     filled,
     is_poisoned,
+    keep_leases,
     pair,
     parts_of,
     poison,
@@ -375,7 +377,7 @@ def test_who_waits_for_a_stream_renews_the_lease(options):
         user = kv.device("host").stream()
         gate = Gate(user)
         ticket = sender.offer(source.allocator.alloc(12), lease_s=0.6)
-        (offer,) = sender._offers.values()
+        offer = keep_leases(sender)
         end = offer.expires
         pull = receiver.pull(ticket, range(12), after=user)
         eventually(lambda: offer.expires > end + 0.8)
@@ -471,7 +473,6 @@ def test_order_is_checked(waits):
 def test_a_lease_ends():
     with pair() as (sender, receiver, source, _):
         ticket = sender.offer(source.allocator.alloc(3), lease_s=0.05)
-        assert source.allocator.num_free == 9
         eventually(lambda: source.allocator.num_free == 12)
         assert reason_of(receiver.pull(ticket, [0, 1, 2])) == "expired"
         assert sender.stats()["expired"] == 1
@@ -480,8 +481,8 @@ def test_a_lease_ends():
 
 def test_a_pull_renews_the_lease():
     with pair() as (sender, receiver, source, target):
-        ticket = sender.offer(source.allocator.alloc(3), lease_s=1.0, by_layer=True)
-        (offer,) = sender._offers.values()
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=0.6, by_layer=True)
+        offer = keep_leases(sender)
         end = offer.expires
         pull = receiver.pull(ticket, [0, 1, 2])
         eventually(lambda: offer.expires > end + 0.6)  # twice, after a third of the lease each
@@ -492,18 +493,20 @@ def test_a_pull_renews_the_lease():
 
 
 def test_what_a_receiver_takes_renews_the_lease(monkeypatch):
-    send, late = protocol.Channel.send_data, iter(range(8))
+    """After each part of a layer, long before the receiver itself would."""
+    send, ends = protocol.Channel.send_data, []
 
     def sending(channel, *arguments):
-        if next(late, None) is not None:
-            time.sleep(0.15)
+        ends.append(offer.expires)
         send(channel, *arguments)
 
     monkeypatch.setattr(protocol.Channel, "send_data", sending)
     with pair(filled(**LARGE), pool_of(**LARGE)) as (sender, receiver, source, target):
-        ticket = sender.offer(source.allocator.alloc(12), lease_s=0.8)
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=600)
+        (offer,) = sender._offers.values()
         receiver.pull(ticket, range(12)).synchronize()
         assert_pulled(target, range(12), range(12))
+    assert len(ends) > 2 and all(end < later for end, later in itertools.pairwise(ends))
 
 
 def test_a_receiver_that_is_silent_loses_the_lease(monkeypatch):
@@ -1271,8 +1274,8 @@ def test_a_pull_that_waits_for_staging_keeps_its_lease(staged):
     sender, receiver = staged
     staging = receiver._staging
     held = staging.pool.allocator.alloc(4)
-    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=2)
-    (offer,) = sender._offers.values()
+    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=0.6)
+    offer = keep_leases(sender)
     pull = receiver.pull(ticket, [0, 1], deadline_s=600)
     assert poll(lambda: offer.channels)
     first = offer.expires
@@ -1287,12 +1290,12 @@ def test_an_offer_that_waits_for_staging_keeps_its_lease(device):
     fill(pools[0])
     with pair(*pools, sender={"staging_pages": 4}) as (sender, receiver, source, target):
         staging = sender._staging
-        ticket = sender.offer(source.allocator.alloc(4), lease_s=1.0)
-        (offer,) = sender._offers.values()
+        ticket = sender.offer(source.allocator.alloc(4), lease_s=0.6)
+        offer = keep_leases(sender)
         held = staging.pool.allocator.alloc(4)
         began = offer.expires
         pull = receiver.pull(ticket, [3, 2, 1, 0], deadline_s=600)
-        assert poll(lambda: offer.expires > began + 1.4 * offer.lease_s or offer.ended)
+        assert poll(lambda: offer.expires > began + 0.8 or offer.ended)
         assert not offer.ended and pull.failure is None
         staging.pool.allocator.free(held)
         pull.synchronize()
@@ -1300,7 +1303,7 @@ def test_an_offer_that_waits_for_staging_keeps_its_lease(device):
         assert poll(lambda: sender.stats()["completed"] == 1)
 
 
-def test_an_offer_that_waits_for_staging_ends_with_its_lease(device, monkeypatch):
+def test_an_offer_that_waits_for_staging_expire_leases(device, monkeypatch):
     """Control of the above: the receiver does not renew it."""
     monkeypatch.setattr(engines.PullTask, "renew_if_due", lambda task: None)
     with pair(sender={"staging_pages": 4}) as (sender, receiver, source, _):

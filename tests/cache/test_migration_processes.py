@@ -21,6 +21,7 @@ from migration_cases import (
     SHAPE,
     assert_pulled,
     eventually,
+    expire_leases,
     filled,
     is_poisoned,
     parts_of,
@@ -121,7 +122,7 @@ def test_the_receiver_is_killed(process):  # noqa: F811
     source = filled()
     with kv.PageSender(source) as sender:
         receiver = process("receiver")
-        ticket = sender.offer(source.allocator.alloc(3), by_layer=True, lease_s=0.6)
+        ticket = sender.offer(source.allocator.alloc(3), by_layer=True, lease_s=600)
         receiver.ask("pull", ticket=ticket.hex(), count=3)
         sender.layer_done(ticket, 0)
         receiver.ask("wait_layer", layer=0)
@@ -131,7 +132,7 @@ def test_the_receiver_is_killed(process):  # noqa: F811
             sender.layer_done(ticket, layer)
         # The offer stands until its lease is over: another receiver may fetch it.
         assert sender.stats()["offers"] == 1
-        eventually(lambda: source.allocator.num_free == 12)
+        eventually(lambda: expire_leases(sender))
         assert sender.stats()["expired"] == 1
 
 
@@ -140,7 +141,7 @@ def test_the_receiver_is_stopped(process):  # noqa: F811
     source = filled(**LARGE)
     with kv.PageSender(source) as sender:
         receiver = process("receiver", pool=LARGE)
-        ticket = sender.offer(source.allocator.alloc(12), by_layer=True, lease_s=0.4)
+        ticket = sender.offer(source.allocator.alloc(12), by_layer=True, lease_s=600)
         receiver.ask("pull", ticket=ticket.hex(), count=12)
         sender.layer_done(ticket, 0)
         receiver.ask("wait_layer", layer=0)
@@ -148,7 +149,7 @@ def test_the_receiver_is_stopped(process):  # noqa: F811
         receiver.wait_until_stopped()
         for layer in (1, 2):  # 24 MiB: more than sockets take
             sender.layer_done(ticket, layer)
-        eventually(lambda: source.allocator.num_free == 12)
+        eventually(lambda: expire_leases(sender))
         receiver.signal(signal.SIGCONT)
         # What was sent under the lease is complete all the same, where sockets took all of it.
         assert receiver.ask("wait", sources=list(range(12)))["reason"] in ("", "lost", "expired")

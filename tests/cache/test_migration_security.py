@@ -16,6 +16,7 @@ from contextlib import suppress
 import pytest
 from helpers import examples, full_only
 from migration_cases import (
+    PATIENCE_S,
     SECRET,
     assert_pulled,
     eventually,
@@ -138,7 +139,7 @@ def test_a_proof_with_another_secret():
             )
             connection.sendall(hello)
             protocol.receive_exactly(
-                connection, protocol._SERVER_HELLO.size + 32, time.monotonic() + 9
+                connection, protocol._SERVER_HELLO.size + 32, time.monotonic() + PATIENCE_S
             )
             connection.sendall(os.urandom(32))
             assert ended(connection)
@@ -210,7 +211,7 @@ def test_nonsense_behind_the_handshake(nonsense, monkeypatch):
     monkeypatch.setattr(protocol, "HANDSHAKE_S", 60.0)
     with pair(secret=SECRET) as (sender, receiver, source, _):
         with connected(sender) as connection:
-            deadline = time.monotonic() + 9
+            deadline = time.monotonic() + PATIENCE_S
             kept, _ = protocol.as_receiver(connection, SECRET, sender._digest, deadline)
             connection.sendall(nonsense(kept))
             assert ended(connection)
@@ -234,7 +235,7 @@ def test_requests_that_ask_for_too_much():
             ((number + 1, generation, token, 0, 4, 1, 0), "ticket"),
         ]:
             with connected(sender) as connection:
-                deadline = time.monotonic() + 9
+                deadline = time.monotonic() + PATIENCE_S
                 channel, _ = protocol.as_receiver(connection, b"", sender._digest, deadline)
                 channel.send(protocol.PULL, PULL_HEAD.pack(*request), deadline)
                 with pytest.raises(kv.TransferError) as caught:
@@ -249,7 +250,7 @@ def test_another_pool_behind_the_handshake():
     with pair() as (sender, _, source, _):
         sender.offer(source.allocator.alloc(1))
         with connected(sender) as connection:
-            deadline = time.monotonic() + 9
+            deadline = time.monotonic() + PATIENCE_S
             channel, _ = protocol.as_receiver(connection, b"", bytes(16), deadline)
             channel.send(protocol.PULL, b"", deadline)
             with pytest.raises(kv.TransferError, match="the pools differ"):
@@ -346,7 +347,7 @@ def test_tls(contexts):
         with kv.PageReceiver(pool_of()) as plain:
             assert reason_of(plain.pull(ticket, [0, 1, 2], deadline_s=2)) in ("lost", "late")
         with kv.PageReceiver(pool_of(), tls=ssl.create_default_context()) as stranger:
-            assert reason_of(stranger.pull(ticket, [0, 1, 2], deadline_s=2)) == "lost"
+            assert reason_of(stranger.pull(ticket, [0, 1, 2])) == "lost"
 
 
 def test_tls_stays_until_a_connection_has_ended(contexts, monkeypatch):

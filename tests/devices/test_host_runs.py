@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import platform
 import threading
-import time
 import weakref
 from pathlib import Path
 
