@@ -32,7 +32,18 @@ def few_plans(monkeypatch):
     monkeypatch.setattr(call, "_MAX_PLANS", 60)
 
 
-def test_it_reports_what_was_done_and_held(device_name, tmp_path, capsys, few_plans):
+@pytest.fixture
+def same_memory(monkeypatch):
+    """Let resident memory stay the same. That of a process that runs other tests too goes up and
+    down with what they left, and with how many processes the machine has; threads, files and
+    Python's blocks do not."""
+    import soak as script
+
+    sample = script.sample
+    monkeypatch.setattr(script, "sample", lambda: {**sample(), "rss_bytes": 50 << 20})
+
+
+def test_it_reports_what_was_done_and_held(device_name, tmp_path, capsys, few_plans, same_memory):
     pytest.importorskip("matplotlib")
     path, picture = tmp_path / "soak.json", tmp_path / "new" / "soak.png"
     assert soak(device_name, "--steps", 420, "--seed", 3, "--json", path, "--plot", picture) == 0
@@ -46,7 +57,7 @@ def test_it_reports_what_was_done_and_held(device_name, tmp_path, capsys, few_pl
                      "preempted, to be recomputed", "finished"):  # fmt: skip
             assert counts[what] > 0, f"{name}: {what}"
         assert server["blocks"]["host_hits"] > 0 and server["blocks"]["failed_loads"] == 0
-    assert report["warm_up_steps"] < 300 and report["grown"]["rss_bytes"] < 16 << 20
+    assert report["warm_up_steps"] < 300 and report["grown"].keys() == report["slack"].keys()
     last = report["samples"][-1]
     assert last["step"] == 420 and 0 < last["device_pages"] <= report["sizes"]["device_pages"]
     assert last["disk_bytes"] > 0 and picture.stat().st_size > 10_000
@@ -66,7 +77,7 @@ def test_memory_that_grows_is_noticed(device_name, capsys, few_plans):
     assert "rss_bytes grew by" in capsys.readouterr().err
 
 
-def test_a_shared_store_below_the_tiers(device_name, tmp_path, few_plans, monkeypatch):
+def test_a_shared_store_below_the_tiers(device_name, tmp_path, few_plans, same_memory, monkeypatch):
     import soaking.server
 
     monkeypatch.setattr(soaking.server, "HOST_PAGES", 16)  # so that blocks are evicted soon
@@ -77,7 +88,7 @@ def test_a_shared_store_below_the_tiers(device_name, tmp_path, few_plans, monkey
     assert [server["blocks"]["shared_errors"] for server in servers] == [0, 0, 0]
 
 
-def test_a_past(device_name, tmp_path, few_plans, monkeypatch):
+def test_a_past(device_name, tmp_path, few_plans, same_memory, monkeypatch):
     import soak as script
 
     monkeypatch.setattr(script, "VARIANTS", ())  # that server alone
@@ -91,7 +102,7 @@ def test_a_past(device_name, tmp_path, few_plans, monkeypatch):
         assert counts[what] > 0, what
 
 
-def test_it_runs_for_a_time(device_name, capsys):
+def test_it_runs_for_a_time(device_name, capsys, same_memory):
     assert soak(device_name, "--seconds", 0.3) == 0
     assert "too much" not in capsys.readouterr().err
 

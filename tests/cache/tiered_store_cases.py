@@ -256,8 +256,9 @@ class ExactBlocks(SharedBlocks):
                 part[0] = values
             pages = WirePages(exact)
             if dtype != exact.dtype:
-                kv.transfer_pages(exact, narrow, [0], [0], convert=True)
-                self.device.synchronize()
+                stream = self.device.stream()  # others may be about to raise a failure of theirs
+                kv.transfer_pages(exact, narrow, [0], [0], convert=True, stream=stream)
+                stream.synchronize()
                 pages = WirePages(narrow)
             block = bytearray(pages.block_bytes)
             pages.read_into(0, block)
