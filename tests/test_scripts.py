@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -160,31 +161,49 @@ def test_launches_beside_a_copy_leave_it_a_core(device):
 def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     """Control of the copy stream: without either of its waits, a step stores what it must not.
 
-    "main": steps do not wait for their copy, which is late. "copy": a copy does not wait until
-    its buffer was read, which is late.
+    "main": steps do not wait for their copy, which comes after they are all done. "copy": a copy
+    does not wait until its buffer was read, which is after all copies.
     """
     if device.name != "host":
-        pytest.skip("only the host's scheduling is slow enough to be sure of it")
+        pytest.skip("holds up streams of the host")
     import overlap_demo
     from overlap.step_pipeline import Compute, Steps
 
     from kvcupy.bench.checks import WrongBytes
 
     monkeypatch.setattr(overlap_demo, "run_rope", lambda *arguments: [])  # it has a main, too
-    copy, wait = Steps.copy, type(device.stream()).wait
+    copy, work, wait = Steps.copy, Steps.work, type(device.stream()).wait
+    overlapped, over = Steps.overlapped, threading.Event()
 
-    def late_copy(self, step, stream):
-        stream.call(lambda: time.sleep(0.2))  # also where other programs hold up the main stream
-        copy(self, step, stream)
+    def hold(self, step, stream, enqueue):
+        """In `overlapped`, let the other stream wait for the last step of the deaf one."""
+        if is_overlapped and stream.name != deaf:
+            stream.call(lambda: over.wait(60))
+        enqueue()
+        if is_overlapped and stream.name == deaf and step == len(self.counts) - 1:
+            stream.call(over.set)
 
     def deaf_wait(self, other):
-        if self.name != deaf:
+        if self.name != deaf or not is_overlapped:
             wait(self, other)
 
-    if deaf == "main":
-        monkeypatch.setattr(Steps, "copy", late_copy)
-    else:
-        monkeypatch.setattr(Compute, "product", lambda self, tokens: lambda: time.sleep(0.05))
+    def run(self):
+        nonlocal is_overlapped
+        over.clear()
+        is_overlapped = True
+        overlapped(self)
+        is_overlapped = False
+
+    is_overlapped = False
+    monkeypatch.setattr(
+        Steps,
+        "copy",
+        lambda self, step, stream: hold(self, step, stream, partial(copy, self, step, stream)),
+    )
+    monkeypatch.setattr(
+        Steps, "work", lambda self, step: hold(self, step, self.main, partial(work, self, step))
+    )
+    monkeypatch.setattr(Steps, "overlapped", run)
     monkeypatch.setattr(Compute, "fit", lambda self, stream, target_us: None)
     monkeypatch.setattr(type(device.stream()), "wait", deaf_wait)
     with pytest.raises(WrongBytes, match="copy stream"):

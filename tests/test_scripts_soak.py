@@ -34,9 +34,8 @@ def few_plans(monkeypatch):
 
 @pytest.fixture
 def same_memory(monkeypatch):
-    """Let resident memory stay the same. That of a process that runs other tests too goes up and
-    down with what they left, and with how many processes the machine has; threads, files and
-    Python's blocks do not."""
+    """Report the same resident memory in all samples: in a process that also runs other tests it
+    depends on what they left and on memory pressure. Threads, files and Python's blocks do not."""
     import soak as script
 
     sample = script.sample
