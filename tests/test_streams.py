@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from stream_cases import Gate, Log, delay, nothing, ranges
+from stream_cases import Gate, Log, nothing, ranges, run_ahead
 
 import kvcupy as kv
 from kvcupy import observe
@@ -34,11 +34,12 @@ class Arrays:
 def produce_then_fork(device, fork):
     """main writes late, the others read."""
     arrays, (main, *others) = Arrays(device), [device.stream() for _ in range(4)]
-    delay(main)
+    gate = Gate(main)
     arrays.copy(arrays.middle[0], arrays.source, main)
     fork(main, *others)
     for target, other in zip(arrays.target, others, strict=True):
         arrays.copy(target, arrays.middle[0], other)
+    run_ahead([gate], *others, is_control=fork is nothing)
     device.synchronize()
     return [arrays.right(target) for target in arrays.target]
 
@@ -46,12 +47,13 @@ def produce_then_fork(device, fork):
 def produce_then_join(device, join):
     """The others write late, main reads."""
     arrays, (main, *others) = Arrays(device), [device.stream() for _ in range(4)]
+    gates = [Gate(other) for other in others]
     for middle, other in zip(arrays.middle, others, strict=True):
-        delay(other)
         arrays.copy(middle, arrays.source, other)
     join(main, *others)
     for target, middle in zip(arrays.target, arrays.middle, strict=True):
         arrays.copy(target, middle, main)
+    run_ahead(gates, main, is_control=join is nothing)
     device.synchronize()
     return [arrays.right(target) for target in arrays.target]
 
@@ -59,10 +61,11 @@ def produce_then_join(device, join):
 def read_then_overwrite(device, join):
     """main overwrites what another stream still reads."""
     arrays, main, reader = Arrays(device), device.stream(), device.stream()
-    delay(reader)
+    gate = Gate(reader)
     arrays.copy(arrays.target[0], arrays.source, reader)
     join(main, reader)
     arrays.copy(arrays.source, arrays.middle[0], main)
+    run_ahead([gate], main, is_control=join is nothing)
     device.synchronize()
     return [arrays.right(arrays.target[0])]
 
@@ -92,9 +95,10 @@ def test_fork_and_join_are_for_what_was_there_before(device):
     arrays, main, other = Arrays(device), device.stream(), device.stream()
     kv.fork(main, other)
     kv.join(other, main)
-    delay(main)
+    gate = Gate(main)
     arrays.copy(arrays.middle[0], arrays.source, main)
     arrays.copy(arrays.target[0], arrays.middle[0], other)
+    run_ahead([gate], other, is_control=True)
     device.synchronize()
     assert not arrays.right(arrays.target[0])
 

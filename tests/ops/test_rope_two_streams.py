@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from every_call import rope_store_kv
-from stream_cases import Log, delay, nothing, ranges
+from stream_cases import Gate, Log, nothing, ranges, run_ahead
 
 import kvcupy as kv
 from kvcupy import observe, streams
@@ -31,20 +31,23 @@ class Step:
                      for name in (*WRITTEN, "v_scale_cache")}  # fmt: skip
         device.synchronize()
 
-    def run(self, *, late, alternate=True):
+    def run(self, *, late, alternate=True, is_control=False):
         """Hold up the streams named, and return what was read of each array afterwards."""
-        main, copy = self.main, self.device.copy
+        main, copy, gates = self.main, self.device.copy, []
         if "main" in late:
-            delay(main)
+            gates.append(Gate(main))
         for name, rows in self.rows.items():
             copy(self.call[name], rows, stream=main)
         if "other" in late:
-            delay(self.other)
+            gates.append(Gate(self.other))
         kv.rope_store_kv(
             **self.call, stream=main, **({"alt_stream": self.other} if alternate else {})
         )
         for name, target in self.read.items():
             copy(target, self.call[name], stream=main)
+        if gates:
+            ahead = [self.other] if "main" in late else [main]
+            run_ahead(gates, *ahead, is_control=is_control)
         self.device.synchronize()
         return {name: self.device.to_numpy(target) for name, target in self.read.items()}
 
@@ -69,7 +72,8 @@ def test_without_one_of_the_waits_the_value_is_wrong(device, monkeypatch, left_o
     """The control of the test above: V too early, or read too early. K needs no wait."""
     want = Step(device).run(late=(), alternate=False)
     monkeypatch.setattr(streams, left_out, nothing)
-    assert differing(Step(device).run(late=(late,)), want) == {"v_cache", "v_scale_cache"}
+    got = Step(device).run(late=(late,), is_control=True)
+    assert differing(got, want) == {"v_cache", "v_scale_cache"}
 
 
 @pytest.mark.races
@@ -84,9 +88,10 @@ def test_rows_may_be_overwritten_after_the_call(device, monkeypatch):
         step.call["v_cache"][...] = 0
         zeros = device.zeros(step.call["value"].shape, step.call["value"].dtype)
         device.synchronize()
-        delay(step.other)
+        gate = Gate(step.other)
         kv.rope_store_kv(**step.call, stream=step.main, alt_stream=step.other)
         device.copy(step.call["value"], zeros, stream=step.main)
+        run_ahead([gate], step.main, is_control=not joined)
         device.synchronize()
         got = device.to_numpy(step.call["v_cache"])
         assert np.array_equal(got, want["v_cache"]) == joined
