@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 
 import numpy as np
 import pytest
+from stream_cases import Gate, run_ahead
 
 import kvcupy as kv
 from kvcupy.cache.engine import Transfer
@@ -121,10 +121,11 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
     model = OffloadedModel(device, MODELS["llama-3.1-70b-tp8"], bits, 4, "page_first")
     found = ways(model, ("kernel", "copy"))[way]
 
-    def late_run():
+    def late_run(*, is_control=False):
         model.shuffle_pages()
-        model.loader.call(lambda: time.sleep(0.05))
+        gate = Gate(model.loader)
         found.run()
+        run_ahead([gate], model.main, is_control=is_control)
         device.synchronize()
 
     late_run()
@@ -138,7 +139,7 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
     deaf = lambda self, other: None if self is model.main else wait(self, other)  # noqa: E731
     monkeypatch.setattr(Transfer, "wait_layer", deaf_wait_layer)
     monkeypatch.setattr(type(model.main), "wait", deaf)
-    late_run()
+    late_run(is_control=True)
     model.check_pages(way)  # they did come
     with pytest.raises(WrongBytes, match=f"{way}: K as "):
         model.check_reads(way)
