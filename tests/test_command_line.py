@@ -161,7 +161,7 @@ def test_ctrl_c_stops_at_once_and_keeps_what_is_done(tmp_path, target):
             assert time.monotonic() < deadline and process.poll() is None, "nothing was compiled"
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)  # of a busy machine; it takes tenths of a second
+        _, said = process.communicate(timeout=120)  # it takes tenths of a second
     finally:
         process.kill()
     assert process.returncode == 130
@@ -169,7 +169,7 @@ def test_ctrl_c_stops_at_once_and_keeps_what_is_done(tmp_path, target):
     assert line.startswith("stopped: ") and line.endswith(f"those stay in {cache}")
     assert 0 <= int(line.split()[1]) <= len(kept(cache))
     assert list(temporary.iterdir()) == []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while members := running_in_group(process.pid):
         assert time.monotonic() < deadline, f"processes {members} go on"
         time.sleep(0.01)

@@ -23,7 +23,7 @@ import pytest
 import kvcupy as kv
 from kvcupy.doctor import environment
 
-PATIENCE_S = 30
+PATIENCE_S = 60
 SECRET = b"a secret of at least sixteen bytes"
 HEADS = 4  # of the model
 SHAPE = {"num_pages": 12, "page_size": 4, "num_layers": 3, "head_dim": 16}

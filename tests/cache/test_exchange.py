@@ -33,7 +33,7 @@ from kvcupy.cache.paged.step import Step
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 SECRET = b"a secret of tests, long enough"
-PATIENCE_S = 20.0  # for what must come about
+PATIENCE_S = 60  # for what must come about
 HOLD_S = 0.05  # in which what must not come about would
 
 

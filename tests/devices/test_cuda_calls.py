@@ -19,7 +19,7 @@ from kvcupy import arrays
 from kvcupy.devices import cuda, host_memory
 from kvcupy.errors import CaptureError, DeviceError
 
-PATIENCE_S = 10
+PATIENCE_S = 60
 PAGE = host_memory.PAGE_BYTES
 
 

@@ -17,7 +17,7 @@ from kvcupy.devices import host, host_memory
 from kvcupy.devices.host import HostDevice
 from kvcupy.errors import DeviceError
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 WAYS = ["inline", "stream"]
 
 

@@ -17,7 +17,7 @@ from kvcupy.config import config
 from kvcupy.devices.host import HostDevice
 from kvcupy.errors import CaptureError, DeviceError
 
-PATIENCE_S = 20  # nothing here takes as long; a test that hangs fails instead
+PATIENCE_S = 60  # nothing here takes as long; a test that hangs fails instead
 
 
 @pytest.fixture
