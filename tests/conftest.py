@@ -35,6 +35,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import helpers
 import pytest
+from hypothesis import HealthCheck, settings
+
+# An example may take as long as it does on a busy machine.
+settings.register_profile(
+    "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 NUM_TESTS = pytest.StashKey[int]()
 """How many tests this process has run."""
