@@ -217,8 +217,9 @@ def check(program: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"
         source.write_text(f'#include "host/cuda_names.h"\n{program}')
-        options = [*_FLAGS, *_search_paths(), "-fsyntax-only", str(source)]
-        _run([*compiler.command, *options], program)
+        # Zig expects an object file, and fails if there is none.
+        kind = ["-c", "-o", f"{folder}/check.o"] if compiler.is_zig else ["-fsyntax-only"]
+        _run([*compiler.command, *_FLAGS, *_search_paths(), *kind, str(source)], program)
 
 
 def _require_compiler() -> Compiler:
