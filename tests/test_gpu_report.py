@@ -620,7 +620,8 @@ def test_each_file_of_gpu_tests_has_a_process_and_connections_of_its_own():
         assert connections == ("32" if part.group in ("gpu", "suite") else None), part.name
 
 
-def test_variables_of_a_part_reach_it_and_no_other(tmp_path):
+def test_variables_of_a_part_reach_it_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     code = "import os; print('connections', os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))"
     first = stand_in("first", code, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     _, page, _ = reported(tmp_path, first, stand_in("second", code))

@@ -224,7 +224,6 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_transfer": (1, ("--quick",)),
     "overlap_demo": (0.5, _OVERLAP),
     "offload_demo": (0.5, ("--quick",)),
-    "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
 }
 _BENCHMARKS = {"full": _FULL, "quick": _QUICK, "smoke": {"overlap_demo": (0.5, _OVERLAP)}}
 
