@@ -230,9 +230,10 @@ class Machine:
             if work is None or not work.is_ready():
                 return False
             function = work.function  # let go of without the lock: destructors may run any code
+            queue = self.queues[work.stream]  # which they may destroy
             self.thread.is_gpu = True
             function()
-            self.queues[work.stream].popleft()
+            queue.popleft()
             work.done, work.function, work.after = True, None, ()
         finally:
             self.thread.is_gpu = False
