@@ -25,7 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.cuda_api import IN_STREAM_ORDER, CopyAttributes, CudaApi
+from kvcupy.cuda_api import (
+    ATTRIBUTE_REGISTERED_HOST_POINTERS,
+    IN_STREAM_ORDER,
+    CopyAttributes,
+    CudaApi,
+)
 
 GLOBAL, RELAXED = 0, 2  # modes of a capture
 NON_BLOCKING = 1
@@ -197,6 +202,11 @@ def _release(api: Any) -> Callable[[int], object]:
     return lambda stream: api.runtime.free(memory)
 
 
+def registered_host_pointers(api: Any) -> str:
+    value = api.runtime.deviceGetAttribute(ATTRIBUTE_REGISTERED_HOST_POINTERS, 0)
+    return "yes" if value else "no"
+
+
 def questions() -> dict[str, Callable[[Any], str]]:
     """Return the questions: each takes a `CudaApi`, and returns its answer."""
     asked: dict[str, Callable[[Any], str]] = {}
@@ -205,6 +215,7 @@ def questions() -> dict[str, Callable[[Any], str]]:
         asked[f"{name} in a global capture, relaxed"] = partial(
             in_capture, prepare=prepare, relaxed=True
         )
+    asked["kernels find registered memory at its host address"] = registered_host_pointers
     asked["exchange the capture mode in a thread without a context"] = exchange_mode
     asked["stream memory operation on stream 0"] = partial(memory_operation, stream=0)
     asked["stream memory operation on stream 2"] = partial(memory_operation, stream=2)

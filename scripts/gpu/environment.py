@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -21,30 +20,6 @@ PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime-
 _VARIABLES = ("KVCUPY_", "CUDA_", "CUPY_", "PYTORCH_")
 _GPU = ("name", "compute_cap", "memory.total", "driver_version", "pcie.link.gen.max",
         "pcie.link.width.max", "power.limit", "mig.mode.current")  # fmt: skip
-
-
-# What is loaded, which is not always what is installed; a driver or a library may crash.
-_LOADED = """
-import json
-from contextlib import suppress
-from kvcupy.cuda_api import ATTRIBUTE_REGISTERED_HOST_POINTERS, CudaApi
-from kvcupy.devices import nvrtc
-found = {}
-with suppress(Exception):
-    found["NVRTC"] = ".".join(map(str, nvrtc.nvrtc_version()))
-with suppress(Exception):
-    api = CudaApi()
-    found["driver"] = api.runtime.driverGetVersion()
-    found["runtime"] = api.runtime.runtimeGetVersion()
-    api.cupy.zeros((2, 2)) @ api.cupy.zeros((2, 2))
-    attribute = api.runtime.deviceGetAttribute(ATTRIBUTE_REGISTERED_HOST_POINTERS, 0)
-    found["registered host pointers"] = attribute
-with suppress(Exception):
-    words = {line.split()[-1] for line in open("/proc/self/maps") if ".so" in line}
-    names = ("libcuda.so", "libnvrtc", "libcudart", "libcublas.so")
-    found["files"] = sorted(word for word in words if any(name in word for name in names))
-print(json.dumps(found))
-"""
 
 
 def environment() -> dict[str, str]:
@@ -74,12 +49,12 @@ def facts(device: str, tools: dict[str, str | None]) -> dict[str, Any]:
     tools : paths of programs by name, None if they are not installed
     """
     from kvcupy.bench.report import describe  # which needs NumPy
+    from kvcupy.doctor import libraries_apart
 
     smi = output("nvidia-smi")
     cuda = re.search(r"CUDA\D*Version\s*:\s*([\d.]+)", smi)
     gpus = output("nvidia-smi", f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader")
     busy = output("nvidia-smi", "--query-compute-apps=used_memory", "--format=csv,noheader")
-    loaded = output(sys.executable, "-c", _LOADED)
     about = describe(SimpleNamespace(name=device))
     return {
         "date": about["date"],
@@ -89,7 +64,7 @@ def facts(device: str, tools: dict[str, str | None]) -> dict[str, Any]:
         "GPUs": [dict(zip(_GPU, _fields(line), strict=False)) for line in gpus.splitlines()],
         "CUDA of the driver": cuda[1] if cuda else None,
         "other processes on the GPUs": len(busy.splitlines()),
-        "loaded": json.loads(loaded) if loaded else None,
+        "loaded": {row.label: row.text for row in libraries_apart()},
         "versions": {**about["versions"], **_versions()},
         "tools": {name: _version_of(path) for name, path in tools.items()},
         "variables": {
