@@ -121,6 +121,7 @@ def array_class(api):
         size = property(lambda self: self._bytes.size)
         ndim = property(lambda self: self._bytes.ndim)
         nbytes = property(lambda self: self._bytes.nbytes)
+        itemsize = property(lambda self: self._bytes.itemsize)
 
         def _as(self, part):
             result = object.__new__(ndarray)
@@ -156,6 +157,11 @@ def array_class(api):
             whole = at_address(self._bytes)
             api.load_expression(whole.dtype, whole.ndim, like.dtype, like.ndim)
             api.submit(lambda: whole.__setitem__(index, values()))
+
+        def copy(self):
+            result = ndarray(self.shape, self.dtype)
+            result[...] = self
+            return result
 
         def fill(self, value):
             self[...] = value

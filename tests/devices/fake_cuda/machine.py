@@ -225,13 +225,13 @@ class Machine:
             return False  # a destructor amid work that this thread does for the GPU
         if not self._running.acquire(timeout=_PATIENCE):
             raise self.deadlock("the GPU waits for a host function, which waits for this thread")
+        self.thread.is_gpu = True  # a destructor may run any code, and at any allocation
         try:
             work = self._next(wanted)
             if work is None or not work.is_ready():
                 return False
             function = work.function  # let go of without the lock: destructors may run any code
             queue = self.queues[work.stream]  # which they may destroy
-            self.thread.is_gpu = True
             function()
             queue.popleft()
             work.done, work.function, work.after = True, None, ()
