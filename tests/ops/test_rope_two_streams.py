@@ -14,6 +14,12 @@ from kvcupy.arrays import view
 WRITTEN = ("query", "key", "k_cache", "v_cache")
 
 
+def in_place(device):
+    call = rope_store_kv(device)
+    del call["query_out"]
+    return call
+
+
 class Step:
     """Late work on a stream writes the rows, they are stored, and the caches are read again.
 
@@ -22,8 +28,10 @@ class Step:
 
     def __init__(self, device):
         self.device, self.main, self.other = device, device.stream(), device.stream()
-        self.call = rope_store_kv(device)
-        del self.call["query_out"]
+        if device.kind == "cuda":  # a first load waits for the device, and that for a gate
+            kv.rope_store_kv(**in_place(device))
+            kv.rope_store_kv(**in_place(device), alt_stream=self.other)
+        self.call = in_place(device)
         self.rows = {name: self.call[name].copy() for name in ("query", "key", "value")}
         for name in self.rows:
             self.call[name][...] = 0
