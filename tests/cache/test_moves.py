@@ -247,9 +247,18 @@ def test_axes_of_one(device, shape, layout):
 # --- Streams and graphs ---
 
 
+def load_kernels(device, **options):
+    """A first load on a GPU may wait for the device, and that for a gate."""
+    mover = Filled(device, **options).mover
+    mover.move_slots([1], [0])
+    mover.copy_pages([1], [2])
+    device.synchronize()
+
+
 @pytest.mark.races
 def test_in_the_order_of_a_stream_with_lists_that_are_reused(device):
     """Behind a gate nothing is copied; lists and arrays may change before it opens."""
+    load_kernels(device, fmt="int8", scales=True)
     filled, stream = Filled(device, fmt="int8", scales=True), device.stream()
     gate = Gate(stream)
     lists, arrays = ([1, 2, 3], [0, 1, 2]), tuple(np.array(n) for n in ([3, 6], [1, 4]))
@@ -283,6 +292,7 @@ class GateBehindCopies:
 
 def test_lists_in_flight_keep_their_memory(device):
     """Else those of a call on another stream would come to lie there."""
+    load_kernels(device)
     filled, late, other = Filled(device), device.stream(), device.stream()
     held = GateBehindCopies()
     with observe.attached(held):

@@ -171,6 +171,8 @@ def test_contents_of_a_step_to_come(device):
     queue, streams = prefilled(device, slots_in_flight=4), [device.stream(), device.stream()]
     rows = [np.float32(queue.twin.rng.standard_normal((2, 3, 2, 8))) for _ in "kv"]
     placed = [device.asarray(a) for a in rows]
+    queue.cache.set_kv("a", 0, *placed)  # loads the kernel
+    queue.model.set_kv("a", 0, *rows)
     gate = Gate(streams[0])
     queue.step(streams[0], "ab", [3, 2])
     before = queue.cache.get_kv("a", 8, 12, stream=streams[1])

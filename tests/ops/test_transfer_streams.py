@@ -89,6 +89,7 @@ def test_without_the_stream_it_comes_too_early(device, method, layouts):
     case = TransferCase(device, 3)
     src, dst = chain(case, layouts)
     stream, other = device.stream(), device.stream()
+    case.transfer(src, dst, SRC, DST, method=method)  # loads the kernels
     device.synchronize()
     gate = Gate(stream)
     src.refill(case.bits, stream)
@@ -229,6 +230,8 @@ def test_lists_may_change_after_the_call(device, method):
     case = TransferCase(device, 9)
     src, dst = chain(case)
     stream = device.stream()
+    case.transfer(src, dst, SRC, DST, method=method, layers=[2, 0])  # loads the kernels
+    src.refill(case.bits)
     device.synchronize()
     gate = Gate(stream)
     lists = list(SRC), list(DST)
