@@ -44,6 +44,7 @@ globals().update(
     | again(test_attention_streams)
     | again(test_merge)
 )
+del globals()["test_attention_paged_sums_of_query_lens_that_are_none"]  # only kernels read the sums
 
 
 def attend(device):

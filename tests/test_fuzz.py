@@ -27,6 +27,7 @@ NOT_FUZZED = {
     "kernel": "runs the caller's own code; tests/ops/test_custom.py passes it wrong arguments",
     "vary": "takes anything; `bind` looks at it, and is fuzzed with it",
     "default_device": "has no arguments",
+    "verify": "runs every kernel; tests/test_verify.py gives it wrong arguments",
     "OrderWarning": "a warning",
     "metrics": "a module: `value` takes names; test_metrics gives it wrong ones",
     "ArrayView.byte_range": "has no arguments; called by the target ArrayView",
@@ -48,7 +49,7 @@ NOT_FUZZED = {
 
 OF_OPERATIONS = (
     "as_stream", "load", "launch", "run", "copy_runs", "address", "carrier", "fault_array",
-    "check_fallback", "allocate", "release",
+    "check_fallback", "allocate", "release", "fingerprint",
 )  # fmt: skip
 """Methods of a device that operations call, as `devices.protocol` says."""
 

@@ -28,7 +28,7 @@ PACKAGE = Path(kv.__file__).parent
 # What the contract says of every call: the arguments' own errors, where a docstring lists none.
 BY_CONTRACT = frozenset({"TypeError", "ValueError"})
 OF_STREAMS = BY_CONTRACT | {"DeviceError", "CaptureError"}
-NO_GPU = "CUDA driver version is insufficient"
+NO_GPU = "no NVIDIA driver is installed"
 
 MEANINGS: dict[str, values.Breaker] = {}
 """What makes wrong values of a parameter, by its name."""
@@ -56,7 +56,7 @@ _meaning(
     values.listed,
     """
     src_pages dst_pages pages device_pages host_pages hashes token_ids append_lengths leaves
-    token_tree layers sections seqs shape strides replay
+    token_tree layers sections seqs shape strides replay families
 """,
 )
 _meaning(
@@ -88,7 +88,7 @@ _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer
+    barriers by_layer inherit_window
 """,
 )
 _meaning(values.dtype, "dtype host_dtype disk_dtype shared_dtype past")

@@ -36,6 +36,11 @@ class Picky(HostDevice):
         self.own.append(view(array).byte_range())
         return array
 
+    def allocate(self, *arguments, **options):
+        array = super().allocate(*arguments, **options)
+        self.own.append(view(array).byte_range())
+        return array
+
     def empty_pinned(self, shape, dtype):
         array = super().empty_pinned(shape, dtype)
         self.own.append(view(array).byte_range())
