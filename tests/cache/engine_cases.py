@@ -47,6 +47,20 @@ def bits_of(values):
     return np.concatenate([np.ascontiguousarray(v).reshape(-1).view(np.uint8) for v in values])
 
 
+def load_kernels(device_pool, host_pool, **options):
+    """Transfer pages both ways: a first load on a GPU waits for the device, and that for a gate."""
+    if kv.device(device_pool.device).kind != "cuda":
+        return
+    engine = kv.TransferEngine(device_pool, host_pool, **options)
+    count = min(device_pool.num_pages, host_pool.num_pages)
+    for pages in ([0], [0, 1], [3, 1, 0]):
+        there = [page for page in pages if page < count]
+        engine.save(there, there).synchronize()
+        engine.load(there, there).synchronize()
+    for pool in (device_pool, host_pool):
+        pool.allocator._poll()  # forgets them
+
+
 class World:
     """Pools filled with random numbers, an engine, and a compute stream.
 
@@ -61,20 +75,12 @@ class World:
         for pool, seed in ((self.device_pool, 1000), (self.host_pool, 2000)):
             for page in range(pool.num_pages):
                 self.write(pool, page, page_values(pool, seed + page))
-        if device.kind == "cuda":
-            self.load_kernels(**engine)
+        load_kernels(self.device_pool, self.host_pool, **engine)
         device.synchronize()
         self.before = (contents(self.device_pool), contents(self.host_pool))
         self.engine = kv.TransferEngine(self.device_pool, self.host_pool, **engine)
         self.compute = device.stream()
         self.compute.name = "compute"
-
-    def load_kernels(self, **options):
-        """Transfer pages both ways: a first load waits for the device, and that for a gate."""
-        engine = kv.TransferEngine(self.device_pool, self.host_pool, **options)
-        for pages in ([0], [0, 1], [3, 1, 0]):
-            engine.save(pages, pages).synchronize()
-            engine.load(pages, pages).synchronize()
 
     @property
     def streams(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from engine_cases import load_kernels
 from helpers import QUANTISED
 from paged_cases import SMALL
 from paged_snapshot import pages_of_pool
@@ -59,6 +60,7 @@ class Prefixed:
         self.tiers = None
         if tiered:
             self.host_pool = self.host_pool_of(host_pages, options)
+            load_kernels(self.cache.pool, self.host_pool)
             self.tiers = kv.TieredCache(self.cache.pool, self.host_pool, **(tiers or {}))
             self.cache.attach(self.tiers)
 

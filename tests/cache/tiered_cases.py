@@ -6,7 +6,15 @@ import threading
 from contextlib import suppress
 
 import numpy as np
-from engine_cases import PATIENCE_S, bits_of, contents, page_values, parts_of, pool_of
+from engine_cases import (
+    PATIENCE_S,
+    bits_of,
+    contents,
+    load_kernels,
+    page_values,
+    parts_of,
+    pool_of,
+)
 
 from kvcupy import DeviceError
 from kvcupy.cache.tiered.cache import TieredCache
@@ -26,6 +34,8 @@ class Blocks:
             pool_of(device, on_device),
             pool_of(device, on_host, layout="page_first", placement="pinned", **(host or {})),
         )
+        if not pools:
+            load_kernels(self.device_pool, self.host_pool)
         self.cache = TieredCache(self.device_pool, self.host_pool, **options)
         self.engine = self.cache.engine
 
