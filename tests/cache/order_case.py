@@ -76,7 +76,7 @@ def without(monkeypatch, world, who, indices):
         with dropped_host_wait(monkeypatch, world.device, *indices or (None,)) as seen:
             yield seen
         return
-    stream, seen, number = world.streams[who], [], itertools.count()
+    stream, seen, number = world.device.as_stream(world.streams[who]), [], itertools.count()
     genuine = type(stream).wait
 
     def wait(self, other):

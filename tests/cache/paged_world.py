@@ -190,7 +190,8 @@ class World:
             work()
             return
         with background(work) as thread:
-            poll(lambda: not thread.is_alive(), self.patience_s)
+            inline = self.device.as_stream(None)
+            poll(lambda: not thread.is_alive() and inline.done(), self.patience_s)
             gate.open()
 
     # --- What comes out ---
