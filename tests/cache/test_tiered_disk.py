@@ -116,15 +116,15 @@ def test_scales_and_mla_go_to_disk(device, path, tmp_path):
             for view in (pools[0].k_scale, pools[0].v_scale):
                 assert (device.to_numpy(view(layer)) == layer + 0.5).all()
 
-    def mla(num_pages):
-        return kv.MLAPool(num_pages, 2, 3, 8, dtype="fp16", device=device)
+    def mla(placement):
+        return kv.MLAPool(2, 2, 3, 8, dtype="fp16", placement=placement, device=device)
 
-    pools, other = (mla(2), mla(2)), tmp_path / "mla"
+    pools, other = (mla("device"), mla("pinned")), tmp_path / "mla"
     device.copy(pools[0].k(1)[0], device.asarray(np.full((2, 8), 3, np.float16)))
     cache = TieredCache(pools[0], pools[1], disk=other, disk_bytes=ROOM)
     cache.insert([A], pools[0].allocator.alloc(1))
     cache.close()
-    pools = mla(2), mla(2)
+    pools = mla("device"), mla("pinned")
     with TieredCache(*pools, disk=other, disk_bytes=ROOM).acquire([A]) as lease:
         lease.wait()
         device.synchronize()
@@ -443,7 +443,8 @@ def test_clear_empties_the_file(device, path):
 def test_a_file_of_other_pages_raises(device, path, changes):
     Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
     layout = changes.pop("layout", "page_first")
-    pools = pool_of(device, 2, **changes), pool_of(device, 2, layout=layout, **changes)
+    host_pool = pool_of(device, 2, layout=layout, placement="pinned", **changes)
+    pools = pool_of(device, 2, **changes), host_pool
     with pytest.raises(ValueError, match=r"^disk: "):
         TieredCache(*pools, disk=path, disk_bytes=ROOM)
     Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
