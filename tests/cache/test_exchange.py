@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from paged_tiers_cases import (
     tokens_of,
 )
 from stream_cases import Gate
+from table_cases import background
 
 import kvcupy as kv
 from kvcupy.cache.paged import exchange
@@ -45,6 +47,16 @@ def poll(seen, patience_s=PATIENCE_S):
             return False
         time.sleep(0.001)
     return True
+
+
+@contextmanager
+def beside(device, work):
+    """Run what waits for layers: a GPU takes them by way of staging pages, and blocks the host."""
+    with background(work) as thread:
+        if device.kind == "host":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "it blocks"
+        yield thread
 
 
 class Pair:
@@ -352,15 +364,19 @@ def test_layers_go_out_while_the_step_runs(pair):
     with pair.one.cache.forward(["s"], [len(tokens) - 3]):
         pull = pair.receive("t", pair.export("s"))
         arrived = []
-        for layer in range(NUM_LAYERS):
-            stream = pair.device.stream()
-            pull.wait_layer(layer, stream)
-            stream.call(lambda layer=layer: arrived.append(layer))
-        for layer in range(NUM_LAYERS):
-            time.sleep(HOLD_S)
-            assert arrived == list(range(layer))
-            pair.one.attend(layer, rows)
-            assert poll(lambda layer=layer: arrived == list(range(layer + 1)))
+
+        def wait_for_layers():
+            for layer in range(NUM_LAYERS):
+                stream = pair.device.stream()
+                pull.wait_layer(layer, stream)
+                stream.call(lambda layer=layer: arrived.append(layer))
+
+        with beside(pair.device, wait_for_layers):
+            for layer in range(NUM_LAYERS):
+                time.sleep(HOLD_S)
+                assert arrived == list(range(layer))
+                pair.one.attend(layer, rows)
+                assert poll(lambda layer=layer: arrived == list(range(layer + 1)))
     assert pair.two.bits("t") == pair.one.bits("s")
     pair.assert_no_leak()
 
@@ -372,11 +388,16 @@ def attend_over_there(pair, compute, patience_s):
     rows, later = pair.one.rows(tokens), pair.two.rows([5])
     with pair.one.cache.forward(["s"], [len(tokens)]):
         pair.receive("t", pair.export("s"))
-        with pair.two.cache.forward(["t"], [1]):
-            outs = [pair.two.attend(layer, later, compute) for layer in range(NUM_LAYERS)]
-        early = poll(compute.done, patience_s)
-        for layer in range(NUM_LAYERS):
-            pair.one.attend(layer, rows)
+        outs = []
+
+        def attend():
+            with pair.two.cache.forward(["t"], [1]):
+                outs.extend(pair.two.attend(layer, later, compute) for layer in range(NUM_LAYERS))
+
+        with beside(pair.device, attend) as thread:
+            early = poll(lambda: not thread.is_alive() and compute.done(), patience_s)
+            for layer in range(NUM_LAYERS):
+                pair.one.attend(layer, rows)
     compute.synchronize()
     return [pair.device.to_numpy(out).copy() for out in outs], early
 
@@ -529,14 +550,20 @@ def test_an_import_goes_on_to_a_third_cache(device):
             first.one.cache.forward(["s"], [6]), kv.PageReceiver(cache.pool) as receiver,
         ):  # fmt: skip
             arriving = cache.import_sequence("t", first.export("s"), receiver)
-            at_once = then.receive("u", then.export("t"))
-            with cache.forward(["t"], [1]):
-                behind = then.receive("v", then.export("t"))
-            time.sleep(HOLD_S)
-            assert not at_once.done() and not behind.done()
-            for layer in range(NUM_LAYERS):
-                first.one.attend(layer, rows)
-            for pull in (arriving, at_once, behind):
+            pulls = [arriving]
+
+            def export():
+                pulls.append(then.receive("u", then.export("t")))
+                with cache.forward(["t"], [1]):
+                    pulls.append(then.receive("v", then.export("t")))
+
+            with beside(device, export):
+                time.sleep(HOLD_S)
+                assert not any(pull.done() for pull in pulls)
+                for layer in range(NUM_LAYERS):
+                    first.one.attend(layer, rows)
+            assert len(pulls) == 3
+            for pull in pulls:
                 pull.synchronize()
         assert then.two.bits("u") == then.two.bits("v", 6) == first.one.bits("s")
         first.assert_no_leak()
