@@ -126,6 +126,8 @@ class CudaDevice:
             array = self._allocate(shape, formats.tag(dtype))
         whole = arrays.view(array)
         if zeroed and whole.size:
+            if stream.capturing:  # replays write it, also if the call that allocates it fails now
+                self.context.retain(stream, (array,))
             num_bytes = whole.size * whole.itemsize
             with self.context.relaxed(f"memset of {num_bytes:,} bytes on {stream!r}"):
                 runtime = self.context.api.runtime

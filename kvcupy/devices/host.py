@@ -192,7 +192,10 @@ class HostDevice:
         if arrays.is_four_bit(dtype, rotation, rotated_width):
             make = partial(self.allocate, stream=stream, zeroed=zeroed)
             return arrays.four_bit_array(make, shape, dtype, rotation, rotated_width)
-        return _allocate(np.zeros if zeroed else np.empty, shape, dtype)
+        array = _allocate(np.zeros if zeroed else np.empty, shape, dtype)
+        if zeroed and stream.capturing:
+            stream.enqueue(lambda: array.fill(0))
+        return array
 
     def release(self, owners: list[Any]) -> None:
         """Drop owners; what work has passed is released by itself."""

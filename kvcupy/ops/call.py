@@ -30,7 +30,8 @@ which does the work with array code.
 
 Capture: launches are legal in one. A fallback is refused where the graph could not replay it
 (`Device.check_fallback`), before anything is done. Outputs that a call allocates itself are kept by
-kvcupy's graphs, but not by those of other libraries, so callers pass them there.
+kvcupy's graphs, but not by those of other libraries, so callers pass them there; and torch fills
+its tensors on its current stream, which a stream that kvcupy captures cannot wait for.
 """
 
 from __future__ import annotations

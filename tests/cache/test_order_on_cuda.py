@@ -11,6 +11,7 @@ import zlib
 import pytest
 import test_access
 import test_engine_order
+import test_paged_graphs
 import test_tables
 from devices.fake_cuda.kernels import open_device
 from helpers import again
@@ -29,6 +30,7 @@ GROWTH = (
 globals().update(
     again(test_access, *ORDERS)
     | again(test_engine_order, *ORDERS)
+    | again(test_paged_graphs, "test_a_graph_writes_the_outputs_that_its_capture_allocated")
     | again(test_tables, *ORDERS, *GROWTH)
 )
 

@@ -14,12 +14,17 @@ from kvcupy import observe
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 
-def attend(world, count, on="compute", layer=0, out=True):
+def attend(world, count, on="compute", layer=0):
     """One layer of the step that is begun, which is not to count."""
-    query, key, value, result = (a[layer] for a in world.rows(count))
-    world.cache.attention(
-        layer, query, key, value, out=result if out else None, stream=world.streams[on]
-    )
+    query, key, value, out = (a[layer] for a in world.rows(count))
+    world.cache.attention(layer, query, key, value, out=out, stream=world.streams[on])
+
+
+def attend_to_tensors(world):
+    """The output would be filled on torch's current stream, which is not captured."""
+    torch = pytest.importorskip("torch")
+    rows = [torch.as_tensor(a[0], device=world.device.torch_name) for a in world.rows(1)]
+    world.cache.attention(0, *rows[:3], stream=world.streams["compute"])
 
 
 def launch(world, decoder):
@@ -127,7 +132,7 @@ ERRORS = [
     ("capture, prefill", capture("ab", [1, 2]), kv.CaptureError, "one token per sequence"),
     ("capture, tree", capture("a", [1], token_tree=[[-1]]), kv.CaptureError, "one token per seq"),
     ("capture, no step", captured(lambda w, _: attend(w, 1)), kv.KvcupyError, "no step is running"),
-    ("capture, no out", captured_in_a_step(lambda w: attend(w, 1, out=False)), kv.CaptureError,
+    ("capture, tensors without out", captured_in_a_step(attend_to_tensors), kv.CaptureError,
      "outside the capture"),
     ("capture, page lists", captured_in_a_step(page_lists), kv.CaptureError, "page_table_csr"),
     ("capture, get_kv", captured(get), kv.CaptureError, "is being captured"),

@@ -236,6 +236,31 @@ def test_a_graph_is_launched_in_the_step_of_its_capture(device, times):
     check(device, program)
 
 
+@pytest.mark.usefixtures("quick_host")
+def test_a_graph_writes_the_outputs_that_its_capture_allocated(device):
+    """All of them in each launch: the bits of plain calls, and zeros past the tokens."""
+    world = World(device, num_layers=1)
+    cache, stream = world.cache, world.streams["compute"]
+    query, key, value, _ = (a[0] for a in world.rows(3))
+    world.prefill("a", 3, "b", 7)
+    with cache.forward("ab", [1, 1]), stream.capture() as graph:
+        out = cache.attention(0, query, key, value, stream=stream)
+    for names in ("ab", "ba", "b"):
+        for name in names:
+            cache.fork_sequence(name, f"{name}, plain")
+        with cache.forward([f"{name}, plain" for name in names], [1] * len(names)):
+            want = cache.attention(0, query, key, value, stream=stream)
+        stream.synchronize()
+        out.fill(7)
+        device.synchronize()
+        with cache.forward(names, [1] * len(names)):
+            graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(device.to_numpy(out), device.to_numpy(want))
+        for name in names:
+            cache.remove_sequence(f"{name}, plain")
+
+
 def test_room_for_many_keys(device):
     """There keys are split among blocks, and sums come in another order than in a short table."""
     outs = []

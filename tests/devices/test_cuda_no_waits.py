@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from contextlib import suppress
 from functools import partial
 
@@ -200,6 +201,18 @@ def test_what_a_graph_allocates_is_zeroed_by_each_replay(api, device):
         graph.launch(stream)
         device.synchronize()
         assert not outputs[0]._bytes.any()
+
+
+def test_what_a_capture_allocates_lives_as_long_as_its_graph(api, device):
+    """Replays zero it, although the call that allocated it may have failed then."""
+    stream = device.stream()
+    with stream.capture() as graph:
+        lost = weakref.ref(device.allocate((64,), "fp32", stream, zeroed=True))
+    assert lost() is not None
+    graph.launch(stream)
+    device.synchronize()
+    del graph
+    assert lost() is None
 
 
 def test_a_warm_step_of_a_paged_cache_waits_for_nothing(api, device, blocked, monkeypatch):

@@ -514,7 +514,8 @@ NOT_NEEDED = {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lengths, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end()": _ANOTHER,
-            "PagedKVCache.fork_sequence: self._steps.fork(source, child, int(at))": _ANOTHER,
+            "PagedKVCache.fork_sequence: self._steps.fork(source, child, int(at), inherit_window)":
+                _ANOTHER,
         },
         "cache/paged/contents.py": {
             "Contents.restore: stream.synchronize()": _DONE_AT_RETURN,
@@ -537,7 +538,7 @@ NOT_NEEDED = {
             "Tiers.onboard: host.save.synchronize()": _SAVED,
             "Tiers.onboard: past.save.synchronize()": _SAVED,
         },
-        STEP: {"Steps.fork: self._sequences.fork(parent, child, at)": _ANOTHER},
+        STEP: {"Steps.fork: self._sequences.fork(parent, child, at, inherit_window)": _ANOTHER},
         TABLES: {
             "DeviceBuffer.wait_for_readers: copy_stream.wait(self._unrecorded[-1])": ON_A_GPU,
             "Uploader.record: self.stream.record(self._recorded)": _FAILURES,

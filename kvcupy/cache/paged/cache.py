@@ -492,17 +492,18 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError : no step is running
         TypeError, ValueError : an argument does not fit; nothing was written
-        CaptureError : in a capture, a step of more than one token per sequence, or a stream that
-            another library captures
+        CaptureError : in a capture, a step of more than one token per sequence, torch tensors
+            without `out`, or a stream that another library captures
         DeviceError : a launch was refused, and may be repeated; or pages of a sequence could not be
             loaded or copied, and then it can only be removed
 
         Notes
         -----
         Inputs are not modified. Stream: the first call of a step uploads its tables; the stream
-        waits for them once. Capture: legal with `out`, in a step of one token per sequence. A
-        launch of the graph, between begin_forward and end_forward, runs the step that was begun, of
-        as many sequences or fewer; its tables are uploaded before the launch.
+        waits for them once. Capture: legal in a step of one token per sequence; for torch tensors,
+        with `out`. A launch of the graph, between begin_forward and end_forward, runs the step that
+        was begun, of as many sequences or fewer; its tables are uploaded before the launch. An
+        output that the captured call allocated is written by each launch.
         """
         if self._is_latent:
             raise KvcupyError("this cache holds latents: call attention_mla")
