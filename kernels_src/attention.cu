@@ -174,8 +174,8 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
 
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
 // Two blocks per SM: with three, some specialisations would spill.
-// grid: (tiles * H, 1, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays
-// out, 0 for one group
+// grid: (H, tiles, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
+// 0 for one group
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 __global__ void __launch_bounds__(128, 2)
     attention_decode(const __grid_constant__ AttentionParams p) {
@@ -192,10 +192,11 @@ __global__ void __launch_bounds__(128, 2)
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const int groups = blockDim.x / lanes;
-  const auto [tile, kv_head] = place_of_block(p, blockIdx.x);
-  const int split = blockIdx.z;
+  const int kv_head = blockIdx.x;
+  const int split = split_of_block(p);
   const bool reports = kv_head == 0 && lane == 0;
-  const AttentionTile t = find_tile(p, tile, kRows, reports && threadIdx.x == 0 && split == 0);
+  const AttentionTile t =
+      find_tile(p, tile_of_block(p), kRows, reports && threadIdx.x == 0 && split == 0);
   if (t.num_rows == 0) return;
 
   const KeyRange range = keys_of_split(p, t, split, 1);

@@ -73,8 +73,7 @@ struct AttentionParams {
   int num_sequences;
   int num_splits;
   int num_heads;  // of the query
-  int num_kv_heads;
-  int group;  // query heads per KV head
+  int group;      // query heads per KV head
   int page_size;
   int page_shift;
   int table_index_bytes;
@@ -132,7 +131,6 @@ struct AttentionTile {
   int num_new;      // its new tokens
   int first_row;    // packed
   int num_rows;     // in the tile
-  int kv_head;
   i64 seq_len;
   i64 num_keys;   // that the table has pages for
   i64 sinks;      // so many keys from the first that is looked at come first,
@@ -160,17 +158,15 @@ __device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence
   return i64{start} * p.group / rows_per_tile + sequence;
 }
 
-// The tile of a block of decode, counted over all sequences, and its KV head. Heads run fastest, so
-// that blocks which run together read what lies next to each other: a row of few bytes fills no
-// 32-byte sectors of its own.
-struct BlockPlace {
-  int tile;
-  int kv_head;
-};
+// A block of decode is KV head x, tile y and split z. Heads run fastest, so that blocks which run
+// together read what lies next to each other: a row of few bytes fills no 32-byte sectors of its
+// own. Where there are more tiles than a grid takes in y, and so no splits, they go on in z.
+__device__ __forceinline__ int tile_of_block(const AttentionParams& p) {
+  return static_cast<int>(p.num_splits > 1 ? blockIdx.y : blockIdx.z * gridDim.y + blockIdx.y);
+}
 
-__device__ __forceinline__ BlockPlace place_of_block(const AttentionParams& p, u32 block) {
-  const u32 tile = block / static_cast<u32>(p.num_kv_heads);
-  return {static_cast<int>(tile), static_cast<int>(block - tile * p.num_kv_heads)};
+__device__ __forceinline__ int split_of_block(const AttentionParams& p) {
+  return p.num_splits > 1 ? static_cast<int>(blockIdx.z) : 0;
 }
 
 // Position of the query of a packed row.

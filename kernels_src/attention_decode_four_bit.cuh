@@ -106,7 +106,7 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
                                                        const SharedStrides& as_codes,
                                                        const KeyPlace& found) {
   const int key = threadIdx.x % 32;
-  const int kv_head = t.kv_head;
+  const int kv_head = blockIdx.x;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
   const bool exists = page >= 0;
   const SlotPlace place = {exists ? page : 0, offset_in_page(p, found.place)};

@@ -307,7 +307,7 @@ __device__ __forceinline__ void add_scores(float (&own)[kKeys / 8][2], const cha
 
 // TCache: as of attention_decode_mma. kKeys: per tile, as shared memory allows. K rows of at most
 // 576 elements, V rows of at most 512.
-// grid: (tiles * H, 1, num_splits), block: 256, smem: HeadsShape::kBytes
+// grid: (H, tiles, num_splits), block: 256, smem: HeadsShape::kBytes
 template <typename TCache, int kKeys>
 __global__ void __launch_bounds__(kHeadsThreads, 1)
     attention_decode_heads(const __grid_constant__ AttentionParams p) {
@@ -316,7 +316,8 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   constexpr int kHeld = kHeldSteps<kKeys>;
   constexpr int kScores = kKeys / 8;
   constexpr int kBytes = sizeof(TCache);
-  const int split = blockIdx.z;
+  const int kv_head = blockIdx.x;
+  const int split = split_of_block(p);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int quarter = warp % kGroupWarps;  // of the depth, of a group's rows, and of the columns
@@ -328,9 +329,8 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   char* weights = ring + Shape::kWeightsAt + group_row * Shape::kWeightBytes;
   auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
   auto& shared = *reinterpret_cast<HeadsTile*>(ring + Shape::kTileAt);
-  if (!begin_block<kKeys, kHeadsRows>(shared, p, split)) return;
+  if (!begin_block<kKeys, kHeadsRows>(shared, p, kv_head, split)) return;
   const AttentionTile& t = shared.tile;
-  const int kv_head = t.kv_head;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
   const int num_tiles = static_cast<int>((end - begin + kKeys - 1) / kKeys);

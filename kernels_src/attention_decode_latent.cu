@@ -70,13 +70,14 @@ __device__ __forceinline__ void multiply_latents(float (&s)[1][4], const char* k
 }
 
 // TCache: as of attention_decode_mma. K rows of at most 576 elements, V rows of at most 512.
-// grid: (tiles * H, 1, num_splits), block: 128, smem: LatentShape::kBytes
+// grid: (H, tiles, num_splits), block: 128, smem: LatentShape::kBytes
 template <typename TCache>
 __global__ void __launch_bounds__(kDecodeThreads, 2)
     attention_decode_latent(const __grid_constant__ AttentionParams p) {
   using Shape = LatentShape<TCache>;
   constexpr int kBytes = sizeof(TCache);
-  const int split = blockIdx.z;
+  const int kv_head = blockIdx.x;
+  const int split = split_of_block(p);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   char* ring = dynamic_shared<char>();
@@ -84,9 +85,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   float* scores = reinterpret_cast<float*>(ring + Shape::kScoresAt);
   auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
   auto& shared = *reinterpret_cast<DecodeTile*>(ring + Shape::kTileAt);
-  if (!begin_block<kLatentKeys>(shared, p, split)) return;
+  if (!begin_block<kLatentKeys>(shared, p, kv_head, split)) return;
   const AttentionTile& t = shared.tile;
-  const int kv_head = t.kv_head;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
   const int num_tiles = static_cast<int>((end - begin + kLatentKeys - 1) / kLatentKeys);

@@ -235,7 +235,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
 
 // TCache: format of the cache, and, if it has 16 bits, of queries and, unless that is float32,
 // output; else those are of 16 bits.
-// grid: (tiles * H, 1, num_splits), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes where
+// grid: (H, tiles, num_splits), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes where
 // four-bit keys are rotated
 template <typename TCache, int kWidth, int kWidthV>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kWidthV>::kBlocks)
@@ -245,7 +245,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   constexpr int kStages = Shape::kStages;
   constexpr int kSteps = kWidth / 16;
   constexpr int kPending = 2 * kStages - 1;  // copy groups that may be on their way
-  const int split = blockIdx.z;
+  const int kv_head = blockIdx.x;
+  const int split = split_of_block(p);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   char* shared_bytes = dynamic_shared<char>();
@@ -254,9 +255,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   [[maybe_unused]] char* rest = shared_bytes + Shape::kRestAt;  // of rotated queries
   auto& table = reinterpret_cast<typename Shape::Table*>(shared_bytes + Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
-  if (!begin_block<kKeys>(shared, p, split)) return;
+  if (!begin_block<kKeys>(shared, p, kv_head, split)) return;
   const AttentionTile& t = shared.tile;
-  const int kv_head = t.kv_head;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
   const int num_key_tiles = static_cast<int>((end - begin + kKeys - 1) / kKeys);

@@ -133,19 +133,18 @@ struct DecodeShape {
 // Find the rows and the keys of a block, and return whether there are any. A split without keys
 // leaves its LSE, which is all that is read of it. Every thread must call it.
 template <int kKeys, int kRows = kDecodeRows, typename Tile>
-__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int split) {
+__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int kv_head,
+                                            int split) {
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
-    const BlockPlace place = place_of_block(p, blockIdx.x);
-    t = find_tile(p, place.tile, kRows, place.kv_head == 0 && split == 0);
-    t.kv_head = place.kv_head;
+    t = find_tile(p, tile_of_block(p), kRows, kv_head == 0 && split == 0);
     shared.range = keys_of_split(p, t, split, kKeys);
   }
   __syncthreads();  // the tile is known
   if (t.num_rows == 0) return false;
   if (!p.partial_out || shared.range.begin != shared.range.end) return true;
   if (threadIdx.x < t.num_rows) {
-    *end_of_row(p, t, threadIdx.x, t.kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
+    *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
   }
   return false;
 }
@@ -178,7 +177,7 @@ __device__ __forceinline__ void set_rows(
     DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, false>& table, int stage,
     const AttentionParams& p, const AttentionTile& t, const KeyPlace& found) {
   const int i = threadIdx.x % 32;
-  const int kv_head = t.kv_head;
+  const int kv_head = blockIdx.x;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
   const bool exists = page >= 0;
   if (i < kKeys) {

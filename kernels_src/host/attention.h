@@ -287,15 +287,15 @@ struct HostTile {
   // The tile of this thread's block, and those after it of the same sequence: no rows where an
   // earlier block works on it.
   void find() {
-    const BlockPlace place = place_of_block(p, blockIdx.x);
-    const int number = place.tile;
-    kv_head = place.kv_head;
+    const int number = tile_of_block(p);
+    kv_head = blockIdx.x;
     reports = kv_head == 0;
-    t = find_tile(p, number, kRows, reports && blockIdx.z == 0);
+    t = find_tile(p, number, kRows, reports && split_of_block(p) == 0);
     if constexpr (kTogether > 1) {
       if (t.first_row / kRows % kTogether != 0) t.num_rows = 0;
       if (t.num_rows < kRows) return;
-      const int most = min(number + kTogether, static_cast<int>(gridDim.x) / p.num_kv_heads);
+      const int num_tiles = gridDim.y * (p.num_splits > 1 ? 1 : gridDim.z);
+      const int most = min(number + kTogether, num_tiles);
       for (int other = number + 1; other < most; ++other) {
         const AttentionTile next = find_tile(p, other, kRows, false);
         if (next.num_rows == 0 || next.sequence != t.sequence) return;
@@ -621,7 +621,7 @@ struct HostTile {
 // Everything that the block of one thread does.
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 inline void attend(const AttentionParams& p) {
-  const int split = blockIdx.z;
+  const int split = split_of_block(p);
   HostTile<TCache, kRows, kSteps, kRotateKeys> tile(p);
   tile.find();
   if (tile.t.num_rows == 0) return;

@@ -123,7 +123,7 @@ _INT64 = (
     "table_operation", "length_operation", "starts_operation",
 )  # fmt: skip
 _INT32 = (
-    "num_tokens", "num_sequences", "num_splits", "num_heads", "num_kv_heads", "group",
+    "num_tokens", "num_sequences", "num_splits", "num_heads", "group",
     "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
     "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
     "query_format", "k_format", "v_format", "out_format", "lane_shift",
@@ -191,7 +191,7 @@ def attention_params(
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
-        "num_heads": call.num_heads, "num_kv_heads": call.k.cache.num_heads, 
+        "num_heads": call.num_heads,
         "group": call.group, "num_splits": num_splits,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
@@ -323,6 +323,7 @@ _SPILLING = {
     ("sm_75", "int4x2", "192", "128"), ("sm_120", "uint4x2", "192", "128"),
     ("sm_75", _ANY_FORMAT, "8", "1", "true"), ("sm_80", _ANY_FORMAT, "8", "1", "true"),
 }  # fmt: skip
+_MAX_GRID_Y = 65535
 _TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
 _HEADS_TILE_BYTES = 2144  # a HeadsTile
@@ -775,8 +776,9 @@ def grid_of(
     """Return the grid of an attention kernel: in decode, heads run fastest."""
     if specialisation.kernel is PREFILL:
         return num_tiles, num_kv_heads, num_splits
-    require_countable(num_tiles * num_kv_heads, "query")
-    return num_tiles * num_kv_heads, 1, num_splits
+    num_layers = -(-num_tiles // _MAX_GRID_Y)  # of tiles; with more than one there are no splits
+    assert 1 in (num_layers, num_splits)
+    return num_kv_heads, -(-num_tiles // num_layers), max(num_layers, num_splits)
 
 
 def choose_num_splits(

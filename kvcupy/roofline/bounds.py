@@ -36,7 +36,6 @@ from ..devices.protocol import Device
 from ..errors import CompileError
 from ..extras import install
 from ..kernels import Specialisation
-from ..ops import attention_kernels
 from ..ops.attention import paged_attention
 from ..ops.call import unverified
 from ..ops.merge import merge_states
@@ -547,8 +546,7 @@ def _mla(kv_format: str, heads: int) -> Row:
 
 def _tiles_per_sequence(launch: Planned) -> float:
     """Return how many blocks of a KV head read each key."""
-    num_kv_heads = int(np.frombuffer(launch.params, attention_kernels.PARAMS)["num_kv_heads"][0])
-    return launch.grid[0] / num_kv_heads / _SEQUENCES
+    return launch.grid[1] / _SEQUENCES
 
 
 def _prefill(k_width: int, v_width: int) -> Row:
