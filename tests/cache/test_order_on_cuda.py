@@ -1,7 +1,8 @@
 """What waits for what on a GPU, by the stand-in: streams go on by chance, as `--strict-seed` draws.
 
 Each order is asked of it that is asked of the host device, and each control, in which a wait is
-left out, must go wrong there too.
+left out, must go wrong there too. Outputs of captured steps, which a GPU allocates in another way,
+are compared there as well.
 """
 
 from __future__ import annotations
