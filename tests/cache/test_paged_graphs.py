@@ -4,6 +4,8 @@ are: the bits are those of plain calls. What waits for what, each with its wait 
 
 from __future__ import annotations
 
+from functools import partial
+
 import graph_order_cases
 import numpy as np
 import pytest
@@ -107,6 +109,7 @@ FORMATS = {
     "one slot, given": {"slots_in_flight": 1, "copy": "given"},
     "copies compute": {"copy": "compute"},
     "past": {"past": "fp8_e4m3", "recent": 3},
+    "past, window": {"past": "fp8_e4m3", "recent": 3, "masks": {"window": 4}},
     "past, sinks": {"past": "int8", "recent": 3, "sinks": 2, "rope_mode": "inline"},
     "rotated": {"dtype": "nvfp4", "head_dim": 16, "rotation": "hadamard"},
     "rotated past": {"past": "nvfp4", "recent": 3, "head_dim": 16, "rotation": "hadamard"},
@@ -116,10 +119,13 @@ FORMATS = {
 @pytest.mark.usefixtures("quick_host")
 @pytest.mark.parametrize("name", FORMATS)
 def test_other_caches(device, name):
+    options = {**PLAIN, **FORMATS[name]}
+    masks = options.pop("masks", {})
+
     def program(world):
+        world.cache.attention = partial(world.cache.attention, **masks)
         return generate(world, {n: Decoder(world, n) for n in (2, 4)})
 
-    options = {**PLAIN, **FORMATS[name]}
     if "rope_mode" in options:
         options["rope"] = device.asarray(rope_of(8))
     check(device, program, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import helpers
+import numpy as np
 import pytest
 from helpers import full_only
 from mixed_model import MixedTwin
@@ -280,6 +281,56 @@ def test_windows_of_attention(device):
             with pytest.raises(ValueError, match="in a cache with past"):
                 twin.cache.attention(0, rows, rows[:, :2], rows[:, :2], **masks)
             twin.cache.attention(0, rows, rows[:, :2], rows[:, :2], sinks=device.zeros(4, "fp32"))
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_windows_of_attention_reach_the_past(device, sinks):
+    """Demoted tokens are near again where those behind them are popped, evicted or not shared."""
+    twin = MixedTwin(device, **MIXED, sinks=sinks)
+    twin.prefill("a", 26)
+    for at in (9, 18, 22):
+        twin.fork("a", at, at)
+        twin.step([at], [1], window=7)
+        twin.step([at, "a"], [3, 1], window=4)
+        twin.both("begin", [at, "a"], [3, 1], [[-1, 0, 0], None])
+        twin.attend(per_layer=[{"window": 7}, {}])  # the layers of a step may differ
+        twin.both("end")
+        twin.commit([at], [2])
+        twin.remove(at)
+    twin.pop("a", 10)
+    twin.step("a", [2], window=7)
+    twin.prefill("b", 26)
+    twin.slide("b", 6, 5)
+    twin.step("b", [1], window=7)
+    twin.step("b", [1], window=7)
+
+
+def test_a_captured_window_reaches_the_past(device):
+    """Of later steps, where that of the capture hides it."""
+    twin = MixedTwin(device, **MIXED)
+    twin.prefill("a", 26)
+    stream, rng = device.stream(), np.random.default_rng(0)
+    rows = [
+        device.asarray(rng.standard_normal((1, heads, 16)).astype(np.float32))
+        for heads in (4, 2, 2)
+    ]
+    out = device.zeros((1, 4, 16), "fp32")
+    device.synchronize()
+
+    def attend(**options):
+        return twin.cache.attention(0, *rows, window=7, stream=stream, **options)
+
+    with twin.cache.forward(["a"], [1]):
+        attend()
+        with stream.capture() as graph:
+            attend(out=out)
+    twin.cache.pop_tokens("a", 9)
+    with twin.cache.forward(["a"], [1]):
+        graph.launch(stream)
+        want = attend()
+        stream.synchronize()
+        np.testing.assert_array_equal(device.to_numpy(out), device.to_numpy(want))
+        assert device.to_numpy(out).any()
 
 
 def test_sliding_windows(device):

@@ -586,7 +586,9 @@ class PagedKVCache(ProcessLocal):
         uploaded = tables.on(own)
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)
-        layers.run(int(layer), arrays, pointers, kind, rows, options, uploaded, own)
+        layers.run(
+            int(layer), arrays, pointers, kind, rows, options, uploaded, step.past_distance, own
+        )
         if step.exports and not own.capturing:
             for export in step.exports:
                 export.layer_written(int(layer), own)

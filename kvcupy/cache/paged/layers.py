@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class StepCalls:
     past, first, rest : where some tokens are of the pool of old tokens, attention over them, over
         those before and over those behind them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
-        by the format of rotated queries, or None for the states of a cascade
+        by the format of rotated queries, or the number of states that are merged
     is_captured : whether a graph reads the tables: it outlives the step, and so has its own scratch
     """
 
@@ -89,10 +90,11 @@ class StepCalls:
             self.rotation = step_rotation(
                 rope_table, tables["positions"], interleaved=rope.interleaved
             )
-        self.scratch: dict[tuple[Stream, str | None], tuple[ArrayView, ...]] = {}
+        self.scratch: dict[tuple[Stream, str | int], tuple[ArrayView, ...]] = {}
         self.is_captured = TRANSPOSED_TABLE in tables
         self.num_tokens = tables["slots"].shape[0]
-        shared: dict[str, Any] = {"block_table": block_table(tables), "rope_table": rope_table}
+        self._shared: dict[str, Any]
+        self._shared = shared = {"block_table": block_table(tables), "rope_table": rope_table}
         for name in _TABLES:
             if name in tables:
                 shared[name] = tables[name]
@@ -116,6 +118,14 @@ class StepCalls:
                 rope_table=rope_table,
             )  # fmt: skip
             self.rest = StepAttention(key_starts=tables["key_starts"], **shared)
+
+    @cached_property
+    def masked_past(self) -> StepAttention:
+        """Attention over old tokens that a window hides from some queries and not from others.
+
+        As `attention`, which then is over all others, it has the pages by position.
+        """
+        return StepAttention(**{**self._shared, "block_table": past_table(self.tables)})
 
 
 class Layers:
@@ -251,7 +261,7 @@ class Layers:
         return rows, options, arrays, pointers, kind
 
     def _check_window(self, options: AttentionOptions) -> None:
-        """Raise if a query might see keys of the past through a window: which, is not known."""
+        """Raise if a window is longer than the recent tokens, or has first keys beside it."""
         if options.window > self._recent + 1:
             raise ValueError(
                 f"window: expected at most {self._recent + 1} tokens, or None, in a cache with "
@@ -327,12 +337,13 @@ class Layers:
 
     def run(
         self, layer: int, arrays: tuple[Any, ...], pointers: tuple[int, ...], kind: object,
-        rows: ArrayView, options: AttentionOptions, tables: Tables, stream: Stream,
+        rows: ArrayView, options: AttentionOptions, tables: Tables, past_distance: int,
+        stream: Stream,
     ) -> None:  # fmt: skip
         """Write the rows of the step's tokens, and attend with them.
 
         Of MLA, the key is the latent and the value the rope key. The arguments are what `check`
-        returned, with `out`.
+        returned, with `out`; `past_distance` is that of the step.
         """
         step = self._step
         if step is None or step.tables is not tables:
@@ -352,8 +363,10 @@ class Layers:
             at_query = query.pointer
         own = self._arrays[layer]
         if step.past is not None:
+            # A graph is launched for other sequences too.
+            is_past_hidden = 0 < options.window <= past_distance + 1 and not step.is_captured
             self._run_past(layer, step, step.past, query, at_query, arrays, pointers, out, kind,
-                           options, stream)  # fmt: skip
+                           options, is_past_hidden, stream)  # fmt: skip
             return
         # A window depends on the position of each query, which a pass over a prefix does not know.
         if step.prefix is None or options.window:
@@ -363,7 +376,7 @@ class Layers:
             )  # fmt: skip
             return
         # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
-        scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream, 2)
+        scratch = step.scratch.get((stream, 2)) or self._borrow_states(step, stream, 2)
         states, lse, merged_lse, first, second, first_lse, second_lse = scratch
         unmasked = options._replace(causal=False, sink_keys=0)
         step.prefix.issue(
@@ -379,26 +392,32 @@ class Layers:
     def _run_past(
         self, layer: int, step: StepCalls, past: StepAttention, query: Any, at_query: int,
         arrays: tuple[Any, ...], pointers: tuple[int, ...], out: Any, kind: object,
-        options: AttentionOptions, stream: Stream,
+        options: AttentionOptions, is_past_hidden: bool, stream: Stream,
     ) -> None:  # fmt: skip
         """Attend over old tokens, over those before and behind them, and merge."""
         assert self._past is not None
         sinks, at_out, at_sinks = arrays[4], pointers[3], pointers[4]
-        own = self._arrays[layer]
-        if options.window:  # within the recent tokens
+        own, old = self._arrays[layer], self._past._arrays[layer]
+        if is_past_hidden:
             step.rest.issue(
                 (query, out, None, sinks), (at_query, at_out, 0, at_sinks), kind, own, stream,
                 (options,),
             )  # fmt: skip
             return
-        calls = [
-            (step.rest, own, options, sinks, at_sinks),
-            (past, self._past._arrays[layer], options._replace(causal=False, sink_keys=0), None, 0),
-        ]
-        if self._sinks:
-            calls.append((step.first, own, options._replace(causal=False, sink_keys=0), None, 0))
+        if options.window:
+            calls = [
+                (step.attention, own, options, sinks, at_sinks),
+                (step.masked_past, old, options, None, 0),
+            ]
+        else:
+            unmasked = options._replace(causal=False, sink_keys=0)
+            calls = [
+                (step.rest, own, options, sinks, at_sinks), (past, old, unmasked, None, 0),
+            ]  # fmt: skip
+            if self._sinks:
+                calls.append((step.first, own, unmasked, None, 0))
         count = len(calls)
-        scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream, count)
+        scratch = step.scratch.get((stream, count)) or self._borrow_states(step, stream, count)
         states, lse, merged_lse, *parts = scratch
         for call, of_layer, own_options, logits, at_logits, state, state_lse in (
             (*calls[i], parts[i], parts[count + i]) for i in range(count)
@@ -463,7 +482,7 @@ class Layers:
         each = (*(states[i] for i in range(count)), *(lse[i] for i in range(count)))
         parts = states, lse[:count], lse[count], *each
         if not step.is_captured:
-            step.scratch[stream, None] = parts
+            step.scratch[stream, count] = parts
         return parts
 
 

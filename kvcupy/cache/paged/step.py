@@ -82,6 +82,8 @@ class Step:
     first_past : the number from which on pages are of the pool of old tokens; None: there is none
     exports : of sequences of it, whose layers go out as they are written
     loads : of transfers, leases and copies that bring some pages of its sequences
+    past_distance : the least number of tokens between old ones and the first new one of a sequence,
+        once `tables` has been called
     """
 
     names: list[Hashable]
@@ -97,6 +99,7 @@ class Step:
     copied: CopiedPages | None = None
     first_past: int | None = None
     exports: list[Export] = field(default_factory=list)
+    past_distance: int = 0
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.counts)
@@ -143,6 +146,9 @@ class Step:
         if self.first_past is not None and (table >= self.first_past).any():
             tables["past_table"] = past_table = np.zeros_like(table)
             tables |= self._split(table, past_table)
+            stops = tables["past_stops"]
+            distances = tables["seq_lens"] - np.array(self.counts) - stops
+            self.past_distance = int(distances[stops > tables["past_starts"]].min())
         if not self.is_decode:
             tables["query_lens"] = np.array(self.counts, np.int32)
             tables["cu_query_lens"] = _starts(tables["query_lens"])
@@ -244,10 +250,13 @@ class Step:
         return {"positions": positions.astype(np.int32), "slots": slots, **tables}
 
     def _split(self, table: Ints, past_table: Ints) -> dict[str, Ints]:
-        """Move the pages of old tokens, and return between which positions those are."""
+        """Move the pages of old tokens, and return between which positions those are.
+
+        Each table is -1 where a page is in the other: attention sees no key there.
+        """
         demoted = table >= self.first_past
-        past_table[demoted] = table[demoted] - self.first_past
-        table[demoted] = 0
+        past_table[...] = np.where(demoted, table - self.first_past, -1)
+        table[demoted] = -1
         starts = demoted.argmax(axis=1)
         places = np.stack([starts, starts + demoted.sum(axis=1)]) * self.page_size
         if any(s.evicted for s in self.sequences):
