@@ -417,3 +417,16 @@ def test_exact_where_one_key_is_seen(device):
         pages = args["block_table"].view[:, 0]
         want = np.repeat(args["v_cache"].view[pages, 0], 2, axis=1)
         assert np.array_equal(reference.bits_of(out.view, fmt), reference.bits_of(want, fmt))
+
+
+@pytest.mark.usefixtures("lenient_host")
+def test_more_tiles_than_a_grid_takes_in_one_dimension(device):
+    """Each sequence has one key, whose value is its number."""
+    count = 65537
+    numbers = np.arange(count)
+    value = device.asarray(numbers.astype(np.float32).reshape(count, 1, 1, 1))
+    query, key = device.zeros((count, 1, 1), "fp32"), device.zeros((count, 1, 1, 1), "fp32")
+    lengths = device.asarray(np.ones(count, np.int32))
+    table = device.asarray(numbers.astype(np.int32).reshape(count, 1))
+    out = kv.paged_attention(query, key, value, table, lengths)
+    np.testing.assert_array_equal(device.to_numpy(out).ravel(), numbers)

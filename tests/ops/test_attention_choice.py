@@ -181,7 +181,7 @@ def test_many_heads_over_wide_rows_have_a_kernel_of_their_own(watch, more):
     launches = launched(watch(), width=512, max_pages=2, **more)
     heads, kv_heads = more["heads"]
     decode = dict(launches)["attention_decode_heads"]
-    assert decode == (-(-heads // kv_heads * more.get("new", 1) // 64) * kv_heads, 1, 1)
+    assert decode == (kv_heads, -(-heads // kv_heads * more.get("new", 1) // 64), 1)
 
 
 @pytest.mark.parametrize("more", [{"heads": (16, 1)}, {"heads": (64, 4)}], ids=name_values)
