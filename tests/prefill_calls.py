@@ -191,7 +191,6 @@ class Call:
         params["inverse_cap"] = 1 / self.soft_cap if self.soft_cap else 0
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
         params["num_splits"], params["num_heads"] = self.splits, num_heads
-        params["num_kv_heads"] = num_kv_heads
         params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]
         group = num_heads // num_kv_heads
         params["group"], params["causal"] = group, self.causal

@@ -184,7 +184,7 @@ MUTATIONS = {
         "range.begin = min(split * per_split, t.num_visible);",
         "range.begin = min((split / 2 * 2) * per_split, t.num_visible);", MMA_LONG, SHARED),
     "splits without keys leave no LSE": Mutation(
-        "*end_of_row(p, t, threadIdx.x, t.kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;", "",
+        "*end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;", "",
         MMA_LONG, MMA_SHARED),
     "latents of the first warp for all": Mutation(
         "threadIdx.x / 32 * 8 + lane % 8", "lane % 8", LATENT, LATENT_FILE),
