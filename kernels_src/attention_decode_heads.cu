@@ -249,6 +249,7 @@ __device__ __forceinline__ void multiply_columns(float (&o)[2 * kColumnProducts]
           u32 odd[2];
           to_half_pairs<TCache>(b[2 * i], even[0], odd[0]);
           to_half_pairs<TCache>(b[2 * i + 1], even[1], odd[1]);
+          __syncwarp();  // otherwise NVRTC 13 hoists the conversions and spills
           multiply(4 * n + 2 * i, even[0], even[1]);
           multiply(4 * n + 2 * i + 1, odd[0], odd[1]);
         }

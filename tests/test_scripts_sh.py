@@ -328,7 +328,7 @@ def test_ci_runs_the_readmes_commands_first_and_without_its_own_environment(sand
         ("overlap_demo.py", "bash scripts/demo.sh"), ("--dist worksteal", "bash scripts/test.sh"),
         ("--remaining", "tests with torch"), ("ruff format", "ruff format"), ("mypy", "mypy"),
         ("mkdocs build", "docs"), ("compile --record", "compile with NVRTC"),
-        ("roofline", "roofline"),
+        ("compile --check", "compile with NVRTC 13"), ("roofline", "roofline"),
     ],
 )  # fmt: skip
 def test_ci_fails_with_any_of_its_steps_and_runs_the_others(sandbox, call, step):
