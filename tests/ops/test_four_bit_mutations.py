@@ -74,7 +74,7 @@ def check_rope(device):
     case.store(*args, [7, 0, -1, 11, 3, 4], k_scale=0.5, write_key=False)
 
 
-HEADER, STORE, GATHER, ROPE = "four_bit.cuh", "store.cu", "gather.cu", "rope.cu"
+HEADER, STORE, GATHER, ROPE = "four_bit.cuh", "store_four_bit.cu", "gather_four_bit.cu", "rope.cu"
 LINES = "code = fminf(code, __fmaf_rn(exact, 0.5f, kAligner + 4.0f));"
 SMALLEST = "absmax > 0.0f ? max(bits, u32{1}) : 0"
 
