@@ -1032,10 +1032,9 @@ def view_as(
         (`kvcupy.formats.FourBitFormat`), or with `scales` the codes alone, uint8 (..., width / 2);
         contiguous along a row
     format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8", or of the four-bit formats "nvfp4 mxfp4
-        int4 int4_g64 int4_g128 int4_zp int4_zp_g64 int4_zp_g128"
+        int4 int4_g64 int4_g128"
     scales : of a four-bit format whose scales are in an array of their own, (..., groups), with any
-        strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4. For int4_zp fp16
-        (..., groups, 2), the scale and the minimum of each group, or uint32 (..., groups)
+        strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4
     rotation : "hadamard": rows of a four-bit format are multiplied by an orthonormal Hadamard
         matrix as they are stored, and again as they are read; None: they are not. It says how
         the bytes are read, as their format does
@@ -1055,13 +1054,13 @@ def view_as(
     Raises
     ------
     ValueError : unknown format, its size is not the array's, rows are no whole groups or not
-        contiguous, or the scales of int4 are not at multiples of 2 bytes, those of int4_zp of 4
+        contiguous, or the scales of int4 are not at multiples of 2 bytes
     TypeError : `array` holds neither integers nor that format
 
     Notes
     -----
-    Alignment of four-bit rows: none, but 2 bytes for int4 and 4 for int4_zp. Kernels access codes
-    in words of as many bytes, up to 8, as divide all strides and addresses: with a head of 128
+    Alignment of four-bit rows: none, but 2 bytes for int4. Kernels access codes in words of as many
+    bytes, up to 8, as divide all strides and addresses: with a head of 128
     elements a row of nvfp4 is 72 bytes, and its words 8.
 
     Examples
@@ -1138,13 +1137,11 @@ def _view_four_bit(
     s = view(scales, "scales")
     allowed = {
         "fp8_e4m3": ("fp8_e4m3", "uint8"), "e8m0": ("float8_e8m0fnu", "uint8"),
-        "fp16": ("fp16", "uint16"), "fp16x2": ("fp16", "uint16", "uint32"),
+        "fp16": ("fp16", "uint16"),
     }[format.scale_format]  # fmt: skip
     if s.format not in allowed:
         known = " or ".join(allowed)
         raise TypeError(f"scales: expected {known} for {format.name}, got {s.format}")
-    if format.has_minimum and s.itemsize == 2:
-        s = _pairs_as_words(s, (*v.shape[:-1], num_groups, 2))
     if s.shape != (*v.shape[:-1], num_groups):
         expected = (*v.shape[:-1], num_groups)
         raise ValueError(f"scales: expected {expected} for {describe(v)}, got {describe(s)}")
@@ -1156,17 +1153,6 @@ def _view_four_bit(
         library=s.library, readonly=s.readonly, owner=s.owner,
     )  # fmt: skip
     return four_bit_view(v, own, format.name, rotated, rule)
-
-
-def _pairs_as_words(v: ArrayView, shape: tuple[int, ...]) -> ArrayView:
-    """View the scales and minima of groups, fp16 (..., groups, 2), as words of 4 bytes."""
-    if v.shape != shape or v.strides[-1] != 2:
-        expected = f"{shape}, scale and minimum next to each other"
-        raise ValueError(f"scales: expected {expected}, got {describe(v)}")
-    return ArrayView(
-        v.pointer, shape[:-1], v.strides[:-1], "uint32", v.device,
-        library=v.library, readonly=v.readonly, owner=v.owner,
-    )  # fmt: skip
 
 
 def is_four_bit(

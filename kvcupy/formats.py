@@ -58,15 +58,13 @@ class FourBitFormat(Format):
     """A format of two codes a byte, element 2i in the low nibble of byte i, scaled by groups.
 
     A row of `width` elements is `width / 2` bytes of codes, then its scales in order; or its scales
-    lie in an array of their own. value = code * group scale * scale of the tensor or head; with a
-    zero point (code * group scale + minimum) * scale.
+    lie in an array of their own. value = code * group scale * scale of the tensor or head.
 
     Attributes
     ----------
     group : elements that share a scale; the width of a row is a multiple of it
-    scale_format : of the group scales: "fp8_e4m3", "e8m0" (a power of two), "fp16", or "fp16x2": a
-        pair of fp16, the scale and then the minimum, which is the value of code 0
-    scale_bytes : of one group scale, with the minimum
+    scale_format : of the group scales: "fp8_e4m3", "e8m0" (a power of two) or "fp16"
+    scale_bytes : of one group scale
     """
 
     group: int
@@ -79,11 +77,6 @@ class FourBitFormat(Format):
         return False
 
     @property
-    def has_minimum(self) -> bool:
-        """Whether codes count from the minimum of their group, its zero point."""
-        return self.scale_format == "fp16x2"
-
-    @property
     def group_bytes(self) -> int:
         """Bytes of a group with its scale."""
         return self.group // 2 + self.scale_bytes
@@ -94,8 +87,8 @@ class FourBitFormat(Format):
 
     @property
     def scale_carrier(self) -> str:
-        """The format of a view of the group scales; e8m0 is viewed as bytes, a pair as a word."""
-        return {"e8m0": "uint8", "fp16x2": "uint32"}.get(self.scale_format, self.scale_format)
+        """The format of a view of the group scales; e8m0 is viewed as bytes."""
+        return "uint8" if self.scale_format == "e8m0" else self.scale_format
 
 
 FOUR_BIT: dict[str, FourBitFormat] = {
@@ -108,9 +101,6 @@ FOUR_BIT: dict[str, FourBitFormat] = {
         ("int4", 7.0, "int4x2", 32, "fp16", 2),
         ("int4_g64", 7.0, "int4x2", 64, "fp16", 2),
         ("int4_g128", 7.0, "int4x2", 128, "fp16", 2),
-        ("int4_zp", 15.0, "uint4x2", 32, "fp16x2", 4),
-        ("int4_zp_g64", 15.0, "uint4x2", 64, "fp16x2", 4),
-        ("int4_zp_g128", 15.0, "uint4x2", 128, "fp16x2", 4),
     )
 }
 

@@ -46,7 +46,6 @@ from kvcupy.bench.report import describe, format_table, write_json
 
 FORMATS = (
     "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",
-    "int4_zp", "int4_zp_g64", "int4_zp_g128",
 )  # fmt: skip
 FOUR_BIT = FORMATS[4:]
 BASELINE = Scheme("bf16")

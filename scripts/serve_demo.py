@@ -20,7 +20,7 @@ with --agreement, how often caches of other formats give the same tokens.
     python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 64 --sinks 4 \
         --prompt-tokens 2048
     python scripts/serve_demo.py --dtype bf16 --recent 64 --sinks 4 --prompt-tokens 512 \
-        --agreement =fp32 =fp8_e4m3 nvfp4 nvfp4:hadamard:four_over_six int4_zp:hadamard@128
+        --agreement =fp32 =fp8_e4m3 nvfp4 nvfp4:hadamard:four_over_six int4:hadamard@128
     python scripts/serve_demo.py --model path/to/llama --dtype bf16
 """
 

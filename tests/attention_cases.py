@@ -99,7 +99,7 @@ def scales_of(kind, heads, side):
 
 
 POISON_SCALE = {
-    fmt: {"fp8_e4m3": 0x7F, "e8m0": 0xFF, "fp16": 0x7E00, "fp16x2": 0x7E007E00}[form.scale]
+    fmt: {"fp8_e4m3": 0x7F, "e8m0": 0xFF, "fp16": 0x7E00}[form.scale]
     for fmt, form in reference.FOUR_BIT.items()
 }
 """Bits of a group scale that is NaN."""

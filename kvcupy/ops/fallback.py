@@ -96,7 +96,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES = {  # values of the sixteen codes
     6.0: np.array([*_E2M1, *(-x for x in _E2M1)], np.float32),
     7.0: np.array([*range(8), *range(-8, 0)], np.float32),
-    15.0: np.arange(16, dtype=np.float32),
 }
 _FLOAT_MAX, _TINY = np.finfo(np.float32).max, np.float32(2.0**-149)
 
@@ -136,51 +135,6 @@ def _scale_of_groups(
         return xp.where(is_zero, 0, xp.maximum(halves, smallest)).astype(xp.float16), is_zero
     codes = encode(quotient, format.scale_format)
     return xp.where(is_zero, 0, xp.maximum(codes, 1)).astype(xp.uint8), is_zero
-
-
-def _pairs(bits: Any) -> tuple[Any, Any]:
-    """Return the float32 group scales and minima of words that hold a pair of fp16 each."""
-    halves = module_of(bits).ascontiguousarray(bits).view(np.float16)
-    wide = halves.astype(np.float32)
-    return wide[..., 0::2], wide[..., 1::2]
-
-
-def _half_beside(values: Any, direction: int) -> Any:
-    """Return float32 values rounded to fp16, up for a direction of 1 and down for -1."""
-    xp = module_of(values)
-    halves = values.astype(xp.float16)
-    bits = halves.view(np.uint16)
-    away_from_zero = (bits >= 0x8000) == (direction < 0)
-    beside = xp.where(away_from_zero, bits + 1, bits - 1).astype(np.uint16).view(np.float16)
-    passed = (halves.astype(xp.float32) - values) * direction < 0
-    return xp.where(passed, beside, halves)
-
-
-def _encode_above_minimum(groups: Any, format: FourBitFormat, scale: Any) -> tuple[Any, Any]:
-    """Return the codes of groups with a zero point, and their pairs as words.
-
-    Parameters
-    ----------
-    groups : float32 (..., groups, group), without NaN
-    scale : of the tensor or head, which goes with (..., groups)
-    """
-    xp = module_of(groups)
-    most = xp.minimum(groups.max(axis=-1), _FLOAT_MAX)
-    least = xp.maximum(groups.min(axis=-1), -_FLOAT_MAX)
-    low = xp.fmax(xp.fmin((least / scale).astype(xp.float32), 65504), -65504)
-    minimum = _half_beside((low + np.float32(0)).astype(xp.float32), -1)
-    span = ((most / scale).astype(xp.float32) - minimum.astype(xp.float32)).astype(xp.float32)
-    quotient = (span / np.float32(format.limit or 1)).astype(xp.float32)
-    own = _half_beside(xp.fmin(quotient, 65504).astype(xp.float32), 1)
-    own = xp.where(quotient > 0, own, 0).astype(xp.float16)
-    step = xp.maximum((own.astype(xp.float32) * scale).astype(xp.float32), _TINY)
-    base = (minimum.astype(xp.float32) * scale).astype(xp.float32)
-    above = xp.fmax((groups - base[..., None]).astype(xp.float32), 0).astype(xp.float32)
-    quotients = (above / step[..., None]).astype(xp.float32)
-    codes = xp.rint(xp.fmin(quotients, 15))
-    codes = xp.where((own == 0)[..., None], 0, codes).astype(xp.uint8)
-    pairs = xp.ascontiguousarray(xp.stack([own, minimum], axis=-1))
-    return codes, pairs.view(np.uint32)[..., 0]
 
 
 _ROTATED_LIMIT = np.float32(2.0**112)
@@ -226,10 +180,6 @@ def encode_groups(
         known = rotate(known, rotated_width)
     num_groups = known.shape[-1] // format.group
     groups = known.reshape(*known.shape[:-1], num_groups, format.group)
-    if format.has_minimum:
-        codes, pairs = _encode_above_minimum(groups, format, scale)
-        codes = codes.reshape(known.shape)
-        return codes[..., 0::2] | (codes[..., 1::2] << 4), pairs
     codes, scales = _encode_by_largest(groups, format, scale, format.limit or 1)
     if scale_rule == "four_over_six":
         fours, others = _encode_by_largest(groups, format, scale, 4)
@@ -287,13 +237,8 @@ def decode_groups(
     both = xp.stack([values[codes & 15], values[codes >> 4]], axis=-1)
     groups = both.reshape(*scales.shape, format.group)
     width = format.group * scales.shape[-1]
-    if format.has_minimum:
-        own, minimum = (part[..., None] for part in _pairs(scales))
-        outer = xp.asarray(scale, xp.float32)[..., None]
-        rows = ((groups * own + minimum).astype(xp.float32) * outer).astype(xp.float32)
-    else:
-        step = (_group_scales(scales, format) * scale).astype(xp.float32)
-        rows = (groups * step[..., None]).astype(xp.float32)
+    step = (_group_scales(scales, format) * scale).astype(xp.float32)
+    rows = (groups * step[..., None]).astype(xp.float32)
     return rotate(rows.reshape(*scales.shape[:-1], width), rotated_width)
 
 
@@ -301,7 +246,7 @@ def split_rows(rows: Any, format: FourBitFormat) -> tuple[Any, Any]:
     """Return codes and group scales, as `encode_groups` does, of bytes (..., row_bytes)."""
     split = rows.shape[-1] // format.group_bytes * (format.group // 2)
     scales = module_of(rows).ascontiguousarray(rows[..., split:])
-    carrier = {1: np.uint8, 2: np.float16, 4: np.uint32}[format.scale_bytes]
+    carrier = {1: np.uint8, 2: np.float16}[format.scale_bytes]
     return rows[..., :split], scales.view(carrier)
 
 

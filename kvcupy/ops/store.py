@@ -102,12 +102,16 @@ PARAMS = np.dtype(
 COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
 CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
 DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barriers=True)
-FOUR_BIT_STORE = Kernel("store.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True)
+FOUR_BIT_STORE = Kernel(
+    "store_four_bit.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True
+)
 GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
 # By the lanes of a warp: where there are several they exchange what was rotated.
 GATHER_FOUR_BIT = {
-    lanes: Kernel("gather.cu", "gather_four_bit", PARAMS, "CacheRowsParams", barriers=lanes > 1)
+    lanes: Kernel(
+        "gather_four_bit.cu", "gather_four_bit", PARAMS, "CacheRowsParams", barriers=lanes > 1
+    )
     for lanes in (32, 1)
 }
 

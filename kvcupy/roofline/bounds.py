@@ -556,7 +556,7 @@ def _prefill(k_width: int, v_width: int) -> Row:
                2 * (k_width + v_width), _asked_of_key, of_products=True)  # fmt: skip
 
 
-_FOUR_BIT = ("nvfp4", "mxfp4", "int4", "int4_zp")
+_FOUR_BIT = ("nvfp4", "mxfp4", "int4")
 
 ROWS: tuple[Row, ...] = (
     _stored("store bf16", "bf16", 4), _stored("store bf16 to fp8_e4m3", "fp8_e4m3", 3),

@@ -456,7 +456,6 @@ def _pages_of(
 # Between which each byte of a group's scale is drawn, for scales of around a half.
 _SCALE_BYTES = {
     "fp8_e4m3": [(0x2C, 0x34)], "e8m0": [(124, 127)], "fp16": [(0, 256), (0x34, 0x38)],
-    "fp16x2": [(0, 256), (0x34, 0x38), (0, 256), (0xC0, 0xC4)],
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ _meaning(
     barriers by_layer inherit_window
 """,
 )
-_meaning(values.dtype, "dtype host_dtype disk_dtype shared_dtype past")
+_meaning(values.dtype, "dtype past")
 _meaning(
     values.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )

@@ -455,7 +455,7 @@ def array_view(case: Case) -> None:
     rows = case.place(np.zeros((3, 146), np.uint8))
     scales = case.place(np.zeros((3, 32), np.uint8))
     own = [None, scales, scales[:, :8], scales[:, ::2], scales[0], array, 3, "x"]
-    formats_of_groups = ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128", "int4_zp"]
+    formats_of_groups = ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128"]
     rules = ["absmax", "four_over_six", "six", None, 3]
     rotations = ["hadamard", "hadamard", None, "givens", 3]
     widths = [None, 0, 16, 64, 128, 24, -16, 2**70, "x"]

@@ -432,36 +432,25 @@ def migration(case: Case) -> None:
 
 def tiered(case: Case) -> None:
     """Insert, acquire and evict blocks."""
-    formats = case.rng.choice([("fp16", "fp16")] * 2 + [("bf16", "nvfp4"), ("fp16", "int8")])
-    on_device = new_pool(5, dtype=formats[0], head_dim=16)
-    on_host = new_pool(
-        4, layout="page_first", placement="pinned", dtype=formats[1], head_dim=16,
-        scales=formats[1] == "int8",
-    )  # fmt: skip
+    dtype = case.rng.choice(["fp16", "fp16", "nvfp4", "int8"])
+    shape: Arguments = {"dtype": dtype, "head_dim": 16, "scales": dtype == "int8"}
+    on_device = new_pool(5, **shape)
+    on_host = new_pool(4, layout="page_first", placement="pinned", **shape)
     arguments: Arguments = {
         "device_pool": on_device, "host_pool": on_host,
         "policy": case.rng.choice(["lru", "lfu", "fifo"]),
         "write": case.rng.choice(["through", "back"]),
     }  # fmt: skip
-    if formats[0] != formats[1]:
-        arguments["host_dtype"] = formats[1]
-    stored_formats = [None, None, "bf16", "fp8_e4m3"] if formats[1] == "fp16" else [None]
     if case.chance(0.5):
-        arguments |= {
-            "disk": case.folder / "blocks", "disk_bytes": 1 << 16,
-            "disk_dtype": case.rng.choice(stored_formats),
-        }  # fmt: skip
+        arguments |= {"disk": case.folder / "blocks", "disk_bytes": 1 << 16}
     known, store = list(range(1, 9)), None
     if case.chance(0.4):
         known = [2**64 + number for number in known]
-        dtype, stored = case.rng.choice(stored_formats), on_host
-        if dtype not in (None, on_host.dtype):
-            stored = new_pool(2, placement="pinned", dtype=dtype, head_dim=16)
         store = kv.SharedStore.open(
-            "shm:blocks", stored, capacity_bytes=1 << 16, folder=case.folder
+            "shm:blocks", on_host, capacity_bytes=1 << 16, folder=case.folder
         )
         arguments |= {
-            "shared": store, "shared_dtype": dtype, "shared_prefetch": case.rng.choice([0.25, 1.0]),
+            "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
             "shared_write": case.rng.choice(["through", "back", "second_use"]),
         }  # fmt: skip
     cache = construct(case, kv.TieredCache, arguments, names=("host_pool", "device_pool"))

@@ -39,8 +39,7 @@ def test_steps_cross_the_border(device, past, dtype, mode, sinks):
     ("past", "width", "rule"),
     [
         ("nvfp4", 16, "absmax"), ("nvfp4", 64, "four_over_six"), ("int4", 96, "absmax"),
-        ("int4_zp", 32, "absmax"), full_only("mxfp4", 64, "absmax"),
-        full_only("int4_g128", 128, "absmax"), full_only("int4_zp_g64", 64, "absmax"),
+        full_only("mxfp4", 64, "absmax"), full_only("int4_g128", 128, "absmax"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [full_only("fp32"), "bf16", full_only("fp8_e4m3")])
@@ -77,7 +76,6 @@ def test_keys_that_are_cached_rotated(device, past, sinks):
 
 @pytest.mark.parametrize(("past", "width"), [
     ("mxfp4", 32), ("int4", 32), ("int4_g64", 64), ("fp8_e5m2", 8), ("nvfp4", 64),
-    ("int4_zp", 32),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
 def test_formats(device, dtype, past, width):

@@ -21,12 +21,10 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import every_call
-import ml_dtypes
 import numpy as np
 
 import kvcupy as kv
 from kvcupy import calibrate
-from kvcupy.cache.pool import pool_like
 from kvcupy.cache.tiered.disk import DiskTier
 from kvcupy.devices import cache as kernel_cache
 
@@ -922,7 +920,6 @@ class Tiered(Program):
     """
 
     write = "through"
-    below: str | None = None  # the format of lower tiers
     first = 1000  # hash
     kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
 
@@ -934,22 +931,14 @@ class Tiered(Program):
         self.compute = device.stream()
         rng = np.random.default_rng(4)
         self.stock = rng.standard_normal((8, 2 * LAYERS, PAGE, HEADS, WIDTH)).astype(np.float32)
-        if self.below is not None:  # in which the blocks are exact
-            self.stock = self.stock.astype(ml_dtypes.bfloat16).astype(np.float32)
         self.blocks = [[device.asarray(part) for part in block] for block in self.stock]
         self.tiers: Any = None
-        if self.below is not None:
-            # The stand-in for CUDA has no array expressions that convert: load the kernels.
-            narrow = pool_like(self.far, 1, dtype=self.below)
-            kv.transfer_pages(self.far, narrow, [0], [0], convert=True)
-            kv.transfer_pages(narrow, self.far, [0], [0], convert=True)
         device.synchronize()
 
     def open(self) -> None:
         self.tiers = kv.TieredCache(
-            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write,
-            disk_dtype=self.below,
-        )  # fmt: skip
+            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write
+        )
 
     def insert(self, *blocks: int) -> None:
         """Insert blocks that are not on the device; a stream writes them meanwhile."""
@@ -1077,12 +1066,6 @@ class TieredBack(Tiered):
     kept = ()
 
 
-class TieredNarrow(Tiered):
-    """The file has blocks in another format."""
-
-    below = "bf16"
-
-
 def finish_store_work(tiers: Any) -> None:
     """Let the thread of a shared store do all that is queued, and that can be done by now."""
     worker = tiers._store
@@ -1101,14 +1084,9 @@ class TieredShared(Tiered):
     def __init__(self, device: Any, folder: Path) -> None:
         super().__init__(device, folder)
         self.stored: dict[int, list[Any]] = {}
-        self.pool = self.far
-        if self.below is not None:
-            self.pool = pool_of(device, 2, dtype=self.below, placement="pinned")
 
     def open(self) -> None:
-        self.tiers = kv.TieredCache(
-            self.near, self.far, shared=self, shared_prefetch=1.0, shared_dtype=self.below
-        )
+        self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
         self.tiers._store._thread = threading.current_thread()  # so that none is started
 
     def exists(self, hashes: list[int]) -> int:
@@ -1126,7 +1104,7 @@ class TieredShared(Tiered):
         return [True] * len(hashes)
 
     def far_parts(self) -> list[Any]:
-        return [s(layer) for s in (self.pool.k, self.pool.v) for layer in range(LAYERS)]
+        return [s(layer) for s in (self.far.k, self.far.v) for layer in range(LAYERS)]
 
     def insert(self, *blocks: int) -> None:
         super().insert(*blocks)
@@ -1146,17 +1124,6 @@ class TieredShared(Tiered):
             self.tiers.close(deadline_s=0)
         self.tiers = None
         self.stored.clear()
-
-    def leaks(self) -> list[str]:
-        allocator = self.pool.allocator
-        held = [] if allocator.num_free == allocator.num_pages else ["pages of the store's pool"]
-        return [*super().leaks(), *held]
-
-
-class TieredSharedNarrow(TieredShared):
-    """The store has blocks in another format, in a pool of its own."""
-
-    below = "bf16"
 
 
 class PagedTiers(Paged):

@@ -214,7 +214,7 @@ def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_zp"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
 @pytest.mark.parametrize("more", [{}, {"new": 16}, table_of(128), table_of(64, start=32)], ids=str)
 def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
     assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
@@ -328,7 +328,7 @@ def test_splits_of_wide_rows_are_all_resident():
 def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     """What no call takes need not be compiled; what a call takes must have been checked."""
     plain = ("fp32", "fp16", "bf16")
-    quantised = ("fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_zp")
+    quantised = ("fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4")
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
         for formats in [

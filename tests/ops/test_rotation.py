@@ -107,7 +107,7 @@ def test_a_latent_that_its_cache_does_not_rotate_is_refused(device):
     refused(case, call, ValueError, "cache: .*rotated_width=512")
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4_zp"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
 def test_rows_of_which_a_part_is_rotated_are_stored_in_parts(device, fmt):
     """A call rotates whole rows; columns of such a cache are rotated whole or not at all."""
     case = RopeCase(device, 16)

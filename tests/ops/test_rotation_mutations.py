@@ -63,7 +63,7 @@ def check_latents(device):
 
 
 HEADER, STORE, GATHER, ROPE, TRANSFER = (
-    "four_bit.cuh", "store.cu", "gather.cu", "rope.cu", "transfer.cu"
+    "four_bit.cuh", "store_four_bit.cu", "gather_four_bit.cu", "rope.cu", "transfer.cu"
 )  # fmt: skip
 
 MUTATIONS = {

@@ -228,8 +228,8 @@ def sites_of(file: str, *names: str) -> tuple[Edge, ...]:
 
 
 ENGINE, PAGES = "cache/engine.py", "cache/pages.py"
-TIERED, TIERS, LEASES, STORE_TIER, CONVERSION = (
-    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier", "conversion")
+TIERED, TIERS, LEASES, STORE_TIER = (
+    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
 )
 TABLES, MOVES, STEP = (f"cache/paged/{name}.py" for name in ("tables", "moves", "step"))
 
@@ -340,12 +340,6 @@ PROTOCOLS = [
     Protocol.of(
         protocols.tiered_disk, protocols.tiered_disk_write_through, name="tiers, disk",
         edges=_WRITTEN + sites_of(ENGINE, _HELD, _IS_OVER, _JOINED, _END) + sites_of(
-            TIERS, "BlockCompletion.done: completion.done()",
-        ),
-    ),
-    Protocol.of(
-        protocols.tiered_disk_narrowed, name="tiers, disk in another format",
-        edges=sites_of(CONVERSION, "Conversion._move: self._stream.synchronize()") + sites_of(
             TIERS, "BlockCompletion.done: completion.done()",
         ),
     ),

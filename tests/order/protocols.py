@@ -369,22 +369,6 @@ def tiered_disk_write_through(device):
         return w.results()
 
 
-def tiered_disk_narrowed(device):
-    """Blocks that are converted on their way to a file, and back."""
-    with tempfile.TemporaryDirectory() as folder:
-        w = Tiers(
-            device, 2, 2, write="back", disk=Path(folder) / "blocks", disk_bytes=1 << 16,
-            disk_dtype="bf16",
-        )  # fmt: skip
-        w.insert(1, 2)
-        w.cache.evict(2)
-        w.insert(3, 4)
-        w.cache.evict(2)
-        w.use(1)
-        w.use(3, stream=device.stream())
-        return w.results()
-
-
 class SharedTiers(Tiers):
     """Over a shared store, whose thread takes its steps when the program says so."""
 

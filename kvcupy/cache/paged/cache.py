@@ -789,7 +789,7 @@ class PagedKVCache(ProcessLocal):
             belongs to one paged cache
         num_past_host_pages : with `past`, pages in host memory for demoted pages of offloaded
             sequences; None: as many as in `past_pool`. They are allocated when the first is
-            offloaded. Where the host pool of `tiers` has the format of `past`, its pages are used
+            offloaded
 
         Raises
         ------

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ... import metrics
 from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ...ops import checks
-from ...ops.call import format_name
 from ..engine import TransferEngine
 from ..identity import hash_list
 from ..pages import Pages, StreamCompletion, page_array
@@ -49,14 +48,6 @@ class TieredCache(ProcessLocal):
         device nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : the share of the host pool's pages that blocks from the store may take while
         they are on their way, or have arrived and wait for the rest of their prefix
-    host_dtype : the number format of `host_pool`, where it is another than that of `device_pool`:
-        blocks are converted on their way down and back, as by `transfer_pages(convert=True)`
-    disk_dtype : the number format of blocks on disk, not wider than that of `host_pool`; None: the
-        same. They pass through up to 64 pages of pinned memory; those of 8 bits get scales, one per
-        token and head
-    shared_dtype : the number format of the blocks of `shared`, not wider than that of `host_pool`;
-        None: the same. If it is another, `shared` is a store of a pool of its own, of that format
-        and in host memory, through whose pages blocks pass: as many at a time as are free there
 
     Attributes
     ----------
@@ -71,10 +62,6 @@ class TieredCache(ProcessLocal):
     -----
     Blocks: the tiers are inclusive: a block that is loaded stays in the lower tiers too, until it
     is evicted there. No block is lost while the tiers below have space.
-
-    Formats: a block that comes back has the values that the formats below kept. fp32, fp16, bf16,
-    fp8 and int8 convert into one another and from and to four-bit formats, which do not convert
-    into one another. A block that was on disk in a format narrower than the store's is not put.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages, which only work before its `after` may still read. Pages of a released lease must
@@ -111,7 +98,6 @@ class TieredCache(ProcessLocal):
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
-        host_dtype: Any = None, disk_dtype: Any = None, shared_dtype: Any = None,
     ) -> None:  # fmt: skip
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
@@ -120,27 +106,18 @@ class TieredCache(ProcessLocal):
             raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
         if disk is None and disk_bytes:
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
-        for name, dtype, tier in (
-            ("disk", disk_dtype, disk), ("shared", shared_dtype, shared)
-        ):  # fmt: skip
-            if dtype is not None and tier is None:
-                raise ValueError(f"{name}_dtype: expected None without {name}, got {dtype!r}")
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
-        self.engine = TransferEngine(device_pool, host_pool, convert=host_dtype is not None)
-        if host_dtype is not None and format_name(host_dtype, "host_dtype") != host_pool.dtype:
-            raise ValueError(
-                f"host_dtype: expected {host_pool.dtype} like host_pool, got {host_dtype!r}"
-            )
+        self.engine = TransferEngine(device_pool, host_pool)
         self.device_pool, self.host_pool = device_pool, host_pool
         store = None
         if shared is not None:
-            store = StoreTier(shared, host_pool, shared_write, shared_prefetch, shared_dtype)
+            store = StoreTier(shared, host_pool, shared_write, shared_prefetch)
         self._store = store
         blocks = None
         if disk is not None:
-            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2], disk_dtype)
+            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
         parts = Tiers(self.engine, device, host, blocks, store)

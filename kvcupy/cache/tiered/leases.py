@@ -304,11 +304,7 @@ def _read(tiers: Tiers, plan: AcquirePlan, pages: list[int]) -> dict[int, Copy]:
     if not plan.reads or tiers.disk is None:
         return {}
     whole = tiers.disk.read(plan.reads, pages[: len(plan.reads)])
-    copies = {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
-    if tiers.disk_narrows:
-        for copy in copies.values():
-            copy.note_narrowed()
-    return copies
+    return {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
 
 
 def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, Copy]:
@@ -324,5 +320,4 @@ def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int
     tiers.in_flight.add(completion)
     for copy, source in zip(loaded, sources, strict=True):
         copy.filled_by = copy.used_by = source.used_by = completion
-        copy.narrowed = source.narrowed
     return {copy.hash: copy for copy in loaded}
