@@ -13,6 +13,7 @@ from .cache.identity import BlockKeys, block_hashes
 from .cache.migration.receiver import PageReceiver
 from .cache.migration.sender import PageSender
 from .cache.paged.cache import PagedKVCache
+from .cache.paged.past import Demotion
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
 from .cache.shared.store import SharedStore
@@ -31,6 +32,7 @@ from .errors import (
     TransferError,
     UnknownSequence,
 )
+from .formats import Encoding
 from .ops import call as _call
 from .ops.attention import paged_attention
 from .ops.bind import bind, vary
@@ -85,7 +87,9 @@ __all__ = [
     "CacheFull",
     "CaptureError",
     "CompileError",
+    "Demotion",
     "DeviceError",
+    "Encoding",
     "IndexFault",
     "KVPool",
     "KvcupyError",

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import redzones
 
+import kvcupy as kv
 from kvcupy import reference, testing
 from kvcupy.testing.arrays import (  # noqa: F401  passed on to the tests
     ALIGNMENT,
@@ -262,3 +263,21 @@ def again(module, *only):
     names = only or [name for name in vars(module) if name.startswith("test_")]
     found = {f"test_{subject}_{name.removeprefix('test_')}": vars(module)[name] for name in names}
     return {name: one for name, one in found.items() if not name.endswith("_on_a_gpu")}
+
+
+def demoting(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a `PagedKVCache`; those of a demotion, `past` and others, become one."""
+    names = ("past", "recent", "sinks", "num_past_pages", "hadamard", "scale_rule")
+    given = {name: options[name] for name in names if name in options}
+    options = {name: value for name, value in options.items() if name not in given}
+    past = given.pop("past", None)
+    if past is not None:
+        encoding = kv.Encoding(
+            past, hadamard=given.get("hadamard", False),
+            scale_rule=given.get("scale_rule", "absmax"),
+        )  # fmt: skip
+        options["demotion"] = kv.Demotion(
+            encoding, recent=given["recent"], first=given.get("sinks", 0),
+            num_pages=given.get("num_past_pages"),
+        )  # fmt: skip
+    return options

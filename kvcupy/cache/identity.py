@@ -199,7 +199,7 @@ class PoolIdentity:
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
         identity = cls(
-            kind="mla" if isinstance(pool, MLAPool) else "kv", format=pool.encoding,
+            kind="mla" if isinstance(pool, MLAPool) else "kv", format=pool.stored_as,
             page_size=pool.page_size, num_layers=pool.num_layers, head_start=int(head_start),
             num_kv_heads=heads, total_kv_heads=int(total_kv_heads), head_dim=pool.head_dim,
             v_head_dim=pool.v_head_dim, scales=bool(pool.scale_parts),

@@ -58,11 +58,10 @@ from ..arrays import (
     Prober,
     address_of,
     four_bit_array,
-    is_four_bit,
+    four_bit_encoding,
     note_written,
     overlap,
     probe_arguments,
-    rotation_options,
     strides_of,
     taking,
     view,
@@ -424,7 +423,7 @@ class Plan(abc.ABC):
         if self.allocated:
             views = {**views, **self.allocated}
             self._allocators = [
-                (names.index(name), _allocator(v.shape, v.format, v, v.rotated_width, self.zeroed))
+                (names.index(name), _allocator(v.shape, _dtype_of(v), v, self.zeroed))
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
@@ -954,18 +953,7 @@ def format_name(dtype: Any, name: str = "dtype") -> str:
     ------
     TypeError, ValueError : it is not a dtype, or not a number format
     """
-    if isinstance(dtype, str) and dtype in formats.CACHE_FORMATS:
-        return dtype
-    known, text = ", ".join(formats.CACHE_FORMATS), str(dtype)
-    try:
-        format = formats.tag(text[6:] if text.startswith("torch.") else formats.numpy_dtype(dtype))
-    except TypeError:
-        raise TypeError(
-            f"{name}: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
-        ) from None
-    if format not in formats.FORMATS:
-        raise ValueError(f"{name}: expected one of {known}, got {dtype!r}")
-    return format
+    return formats.Encoding.of(dtype, name).format
 
 
 def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
@@ -980,24 +968,27 @@ def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayVi
     )  # fmt: skip
 
 
+def _dtype_of(v: ArrayView) -> str | formats.Encoding:
+    return v.encoding if v.format in formats.FOUR_BIT else v.format
+
+
 def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) -> Any:
     """Return zeros on the device and of the library of `like`, for work on `stream`.
 
     In the format of `like` rows are rotated as its are.
     """
-    rotated_width = like.rotated_width if format == like.format else 0
-    return _allocator(shape, format, like, rotated_width, zeroed=True)(stream)
+    dtype = formats.rotated(format, like.rotated_width) if format == like.format else format
+    return _allocator(shape, dtype, like, zeroed=True)(stream)
 
 
 def _allocator(
-    shape: tuple[int, ...], format: str, like: ArrayView, rotated_width: int, zeroed: bool
+    shape: tuple[int, ...], dtype: str | formats.Encoding, like: ArrayView, zeroed: bool
 ) -> Callable[[Stream], Any]:
     """Return what allocates an array for a stream, on the device of `like` and of its library."""
     device = devices.get(like.device)
     if like.library != "torch":
-        options = rotation_options(rotated_width) if rotated_width else {}
-        return partial(device.allocate, shape, format, zeroed=zeroed, **options)
-    allocate = _torch_allocator(shape, format, device.torch_name, rotated_width, zeroed)
+        return partial(device.allocate, shape, dtype, zeroed=zeroed)
+    allocate = _torch_allocator(shape, dtype, device.torch_name, zeroed)
 
     def allocate_for(stream: Stream) -> Any:
         tensor = allocate()
@@ -1012,18 +1003,18 @@ def _allocator(
 
 @lru_cache(maxsize=1024)
 def _torch_allocator(
-    shape: tuple[int, ...], format: str, device_name: str, rotated_width: int, zeroed: bool
+    shape: tuple[int, ...], dtype: str | formats.Encoding, device_name: str, zeroed: bool
 ) -> Callable[[], Any]:
     torch = sys.modules["torch"]
     make, device = torch.zeros if zeroed else torch.empty, torch.device(device_name)
-    if is_four_bit(format):
+    if encoding := four_bit_encoding(dtype):
 
         def allocate(shape: Any, dtype: Any) -> Any:
             return make(shape, dtype=torch.uint8, device=device)
 
-        return partial(four_bit_array, allocate, shape, format, **rotation_options(rotated_width))
-    dtype = getattr(torch, formats.numpy_dtype(format).name)
-    return partial(make, shape, dtype=dtype, device=device)
+        return partial(four_bit_array, allocate, shape, encoding)
+    own = getattr(torch, formats.numpy_dtype(dtype).name)
+    return partial(make, shape, dtype=own, device=device)
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

@@ -539,18 +539,20 @@ def paged(case: Case) -> None:
         arguments |= {"dtype": "nvfp4", "head_dim": 16}
     elif not latent and case.chance(0.4):
         past = case.rng.choice(["nvfp4"] + ["fp8_e4m3"] * (not quantised))
-        arguments |= {
-            "past": past, "recent": case.rng.randrange(7), "sinks": case.rng.randrange(6),
-            "num_past_pages": case.rng.choice([2, 8]), "head_dim": 16,
-        }  # fmt: skip
-    if "nvfp4" in (arguments["dtype"], arguments.get("past")) and case.chance(0.5):
-        arguments |= {"rotation": "hadamard", "scale_rule": "four_over_six"}
+        if past == "nvfp4" and case.chance(0.5):
+            past += "+hadamard+four_over_six"
+        arguments["head_dim"] = 16
+        arguments["demotion"] = kv.Demotion(
+            past, recent=case.rng.randrange(7), first=case.rng.randrange(6),
+            num_pages=case.rng.choice([2, 8]),
+        )  # fmt: skip
+    if arguments["dtype"] == "nvfp4" and case.chance(0.5):
+        arguments["dtype"] = "nvfp4+hadamard+four_over_six"
     if not latent and case.chance(0.3):
         table = kv.rope_table(64, arguments["head_dim"], device=case.device)
         arguments |= {"rope": table, "rope_mode": case.rng.choice(["normal", "inline"])}
     if latent:
-        del arguments["latent_dim"]
-        arguments |= {"latent_dim": 8, "head_dim": 12}
+        arguments |= {"latent_dim": 8, "rope_dim": 4}
     cache = construct(case, kv.PagedKVCache, arguments) if not latent else _latent(case, arguments)
     if cache is None or cache.pool.num_bytes > 1 << 22 or cache.pool.num_layers > 8:
         return

@@ -42,7 +42,7 @@ def settings_of_equal_bytes(
     mixed = replace(settings, num_pages=own, num_past_pages=past)
     plain = replace(
         settings, num_pages=int(np.ceil(own + past / page_ratio)), past=None, recent=None, sinks=0,
-        num_past_pages=None, rotation=None, scale_rule="absmax",
+        num_past_pages=None,
     )  # fmt: skip
     return plain, mixed
 

@@ -199,10 +199,11 @@ class Server:
         self.compute, self.other, self.copies = (device.stream() for _ in range(3))
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": variant.width}
         if variant.latent:
-            shape = {"num_kv_heads": 1, "head_dim": LATENT + ROPE, "latent_dim": LATENT}
+            shape = {"latent_dim": LATENT, "rope_dim": ROPE}
         if variant.past:
-            shape |= {"past": variant.past, "recent": RECENT, "sinks": SINKS,
-                      "num_past_pages": NUM_PAGES - num_pages(variant)}  # fmt: skip
+            shape["demotion"] = kv.Demotion(
+                variant.past, recent=RECENT, first=SINKS, num_pages=NUM_PAGES - num_pages(variant)
+            )
         self.cache = kv.PagedKVCache(
             num_layers=LAYERS, num_q_heads=Q_HEADS, num_pages=num_pages(variant), page_size=PAGE,
             dtype=variant.dtype, rope=self.table, rope_mode="inline" if variant.rope else "normal",
@@ -213,7 +214,7 @@ class Server:
             "dtype": variant.dtype, "layout": "page_first", "placement": "pinned", "device": device,
         }  # fmt: skip
         if variant.latent:
-            host_pool: Any = kv.MLAPool(HOST_PAGES, PAGE, LAYERS, LATENT + ROPE, **common)
+            host_pool: Any = kv.MLAPool(HOST_PAGES, PAGE, LAYERS, LATENT, ROPE, **common)
         else:
             scaled = bool(self.cache.pool.scale_parts)
             host_pool = kv.KVPool(

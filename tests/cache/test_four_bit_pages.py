@@ -147,17 +147,16 @@ def refusals(device):
     return {
         "head_dim": lambda: kv.KVPool(4, 4, 1, 1, 100, **same),
         "v_head_dim": lambda: kv.KVPool(4, 4, 1, 1, 64, v_head_dim=24, **same),
-        "latent_dim": lambda: kv.MLAPool(4, 4, 1, 72, **same),
+        r"latent_dim \+ rope_dim": lambda: kv.MLAPool(4, 4, 1, 72, **same),
         "scales": lambda: kv.KVPool(4, 4, 1, 1, 64, scales=True, **same),
         "dst_pool": lambda: kv.transfer_pages(pool, new_pool(device, "int4"), [0], [0]),
-        "rotation": lambda: kv.KVPool(4, 4, 1, 1, 64, rotation="fourier", **same),
-        "rotated_width": lambda: kv.MLAPool(4, 4, 1, 64, rotation="hadamard", **same),
+        "dtype": lambda: kv.KVPool(4, 4, 1, 1, 64, device=device, dtype="nvfp4+fourier"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
-    ["head_dim", "v_head_dim", "latent_dim", "scales", "dst_pool", "rotation", "rotated_width"],
+    ["head_dim", "v_head_dim", r"latent_dim \+ rope_dim", "scales", "dst_pool", "dtype"],
 )
 def test_what_does_not_fit_is_refused(device, name):
     with pytest.raises(ValueError, match=f"^{name}: "):
@@ -202,10 +201,13 @@ def test_tiers_of_different_formats_are_refused(device):
 
 
 def new_cache(device, fmt, latent_dim=None, **options):
-    heads, width = (1, 6 * WIDTH) if latent_dim else (HEADS, WIDTH)
+    if latent_dim:
+        options |= {"latent_dim": latent_dim, "rope_dim": 6 * WIDTH - latent_dim}
+    else:
+        options |= {"num_kv_heads": HEADS, "head_dim": WIDTH}
     return kv.PagedKVCache(
-        num_layers=2, num_q_heads=4, num_kv_heads=heads, head_dim=width, num_pages=12,
-        page_size=PAGE, dtype=fmt, device=device, latent_dim=latent_dim, **options,
+        num_layers=2, num_q_heads=4, num_pages=12, page_size=PAGE, dtype=fmt, device=device,
+        **options,
     )  # fmt: skip
 
 

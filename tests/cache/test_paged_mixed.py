@@ -5,7 +5,7 @@ from __future__ import annotations
 import helpers
 import numpy as np
 import pytest
-from helpers import full_only
+from helpers import demoting, full_only
 from mixed_model import MixedTwin
 from paged_cases import BINARY, rope_of
 from paged_tiers_cases import Prefixed, tokens_of
@@ -48,10 +48,10 @@ def test_a_past_that_is_stored_rotated(device, past, width, rule, dtype, sinks):
     """Demoted, converted back, copied for a fork, written and read by `get_kv` and `set_kv`."""
     twin = MixedTwin(
         device, **{**MIXED, "past": past, "head_dim": width, "dtype": dtype, "sinks": sinks},
-        rotation="hadamard", scale_rule=rule,
+        hadamard=True, scale_rule=rule,
     )  # fmt: skip
-    assert (twin.cache.pool.rotation, twin.cache.past_pool.rotation) == (None, "hadamard")
-    assert twin.cache.past_pool.scale_rule == rule
+    assert not twin.cache.pool.encoding.hadamard
+    assert twin.cache.past_pool.encoding == kv.Encoding(past, hadamard=True, scale_rule=rule)
     twin.prefill("a", 17, "b", 3)
     twin.step("ba", [9, 1])
     twin.fork("a", "c", 6)
@@ -347,18 +347,17 @@ def test_sliding_windows(device):
 
 @pytest.mark.parametrize("arguments", [
     {"past": "fp32"}, {"past": "nothing"}, {"recent": -1}, {"recent": None}, {"sinks": -1},
-    {"num_past_pages": 0}, {"cascade": True},
+    {"num_past_pages": 0}, {"cascade": True}, {"past": "mxfp4"},
     {"k_scale": 0.5, "dtype": "fp8_e4m3", "past": "nvfp4"},
-    {"past": None}, {"past": None, "recent": None, "sinks": 1}, {"past": "mxfp4"},
 ])  # fmt: skip
 def test_refused(device, arguments):
     options = {
         "num_layers": 1, "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_pages": 4,
         "past": "fp8_e4m3", "recent": 4, "device": device,
     }  # fmt: skip
-    kv.PagedKVCache(**options)
+    kv.PagedKVCache(**demoting(options))
     with pytest.raises((ValueError, TypeError)):
-        kv.PagedKVCache(**{**options, **arguments})
+        kv.PagedKVCache(**demoting({**options, **arguments}))
 
 
 def test_page_tables_for_others_are_refused(device):

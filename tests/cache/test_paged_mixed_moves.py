@@ -51,8 +51,7 @@ def spoil(side):
         free = np.setdiff1d(np.arange(pool.num_pages), pool.allocator.allocated())
         like = kv.KVPool(
             len(free), pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
-            dtype=pool.dtype, scales=bool(pool.scale_parts), device=side.device,
-            rotation=pool.rotation,
+            dtype=pool.encoding, scales=bool(pool.scale_parts), device=side.device,
         )  # fmt: skip
         for part in like.scale_parts:
             side.device.copy(part, np.full(part.shape, 3, np.float32))
@@ -114,8 +113,8 @@ def test_rotated_pages_come_back_as_they_were(device):
     count = past.allocator.num_allocated
     one.cache.offload("s")
     far = one.cache._tiers._past_engine.host_pool
-    assert (far.encoding, far.allocator.num_allocated) == (past.encoding, count)
-    assert past.encoding == "nvfp4+hadamard:16"
+    assert (far.stored_as, far.allocator.num_allocated) == (past.stored_as, count)
+    assert past.stored_as == "nvfp4+hadamard:16"
     spoil(one)
     one.cache.onboard("s")
     assert [part for part in one.raw("s") if isinstance(part, bytes)] == raw

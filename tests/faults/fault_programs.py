@@ -1231,8 +1231,8 @@ class SteppingAside(Program):
         super().__init__(device, folder)
         self.cache = kv.PagedKVCache(
             num_layers=LAYERS, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH,
-            num_pages=8, page_size=PAGE, dtype="fp32", past="fp8_e4m3", recent=3,
-            num_past_pages=6, device=device,
+            num_pages=8, page_size=PAGE, dtype="fp32", device=device,
+            demotion=kv.Demotion("fp8_e4m3", recent=3, num_pages=6),
         )  # fmt: skip
         self.host = pool_of(device, 8, layout="page_first", placement="pinned")
         self.tiers = kv.TieredCache(self.cache.pool, self.host)

@@ -250,9 +250,9 @@ class GPU:
         self.arch, self.shared_bytes = arch, most_bytes or shared_bytes(arch)
 
 
-def cache_of(fmt, width, pages=2, page_size=4, heads=1, **rotation):
+def cache_of(fmt, width, pages=2, page_size=4, heads=1, encoding=""):
     if fmt in FOUR_BIT:
-        return HostDevice().zeros((pages, page_size, heads, width), fmt, **rotation)
+        return HostDevice().zeros((pages, page_size, heads, width), fmt + encoding)
     return np.zeros((pages, page_size, heads, width), DTYPE[fmt])
 
 
@@ -262,12 +262,12 @@ def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
     return attention_kernels.choose_tiling(device, call, alignment).specialisation
 
 
-def call_of(formats, widths, heads, *, ragged=False, rotates=False, **rotation):
+def call_of(formats, widths, heads, *, ragged=False, rotates=False, encoding=""):
     arrays = {
         "query": np.zeros((heads, heads, widths[0]), DTYPE[formats[0]]),
         "out": np.zeros((heads, heads, widths[1]), DTYPE[formats[0]]),
-        "k_cache": cache_of(formats[1], widths[0], **rotation),
-        "v_cache": cache_of(formats[-1], widths[1], **rotation),
+        "k_cache": cache_of(formats[1], widths[0], encoding=encoding),
+        "v_cache": cache_of(formats[-1], widths[1], encoding=encoding),
         "block_table": np.zeros((1 if ragged else heads, 2), np.int32),
         "seq_lens": np.zeros(1 if ragged else heads, np.int32),
     }
@@ -289,9 +289,9 @@ def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
         v_width = 128 if width == 192 else min(width, 256)
         plain, rotated = (
             attention_kernels.choose_tiling(
-                GPU(arch), call_of(("bf16", fmt), (width, v_width), 8, **rotation), 256
+                GPU(arch), call_of(("bf16", fmt), (width, v_width), 8, encoding=encoding), 256
             )
-            for rotation in ({}, {"rotation": "hadamard"})
+            for encoding in ("", "+hadamard")
         )
         assert rotated.smem_bytes <= SHARED_BYTES[arch]
         if (arch, width) == ("sm_86", 256) and fmt.startswith("int4"):

@@ -207,7 +207,7 @@ def test_infinite_and_missing_numbers_stay_in_their_rows(device):
 
 
 def test_a_cache_without_pages(device):
-    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4", rotation="hadamard")
+    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4+hadamard")
     case = AttentionCase(device, 14)
     query = case.queries("bf16", 2, 4, 128).array
     table, lens = (device.asarray(np.array(x, np.int32)) for x in ([[-1, -1], [-1, -1]], [5, 7]))

@@ -15,10 +15,9 @@ from ...arrays import address_of, describe, view
 from ...config import cache_logger
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
-from ...formats import FORMATS
+from ...formats import FORMATS, Encoding
 from ...ops import call, checks
 from ...ops.attention import check_query
-from ...ops.call import format_name
 from ..identity import hash_list
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from ..tiered.cache import TieredCache
@@ -26,7 +25,7 @@ from .contents import Contents
 from .exchange import Exports, SequencePull, decode_state, encode_state
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
-from .past import Past, past_pool_of
+from .past import Demotion, Past, past_pool_of
 from .sequences import CachedSequence, Sequences
 from .step import Step, Steps, require_on_device
 from .tables import StepTables, Tables, block_table
@@ -48,9 +47,10 @@ class PagedKVCache(ProcessLocal):
         num_q_heads is needed; the others, where they are not left at their defaults, must agree
         with it
     v_head_dim : the width of V; None is that of K
-    latent_dim : for multi-head latent attention: a token has a row of head_dim elements, the latent
-        and then the rope part, and num_kv_heads is 1. See `attention_mla`
-    dtype : format of the cache, by name or as a dtype
+    latent_dim, rope_dim : for multi-head latent attention, instead of num_kv_heads and head_dim: a
+        token has one row, the latent and then the rope part. See `attention_mla`
+    dtype : encoding of the cache: an Encoding or its string, or a dtype. Of latents the rope part
+        is never rotated
     k_scale, v_scale : static scales of a quantised cache: a number, or float32 (H,), (L, 1) or
         (L, H). Without any it has one scale per token and head (with latent_dim: scale 1)
     rope : float32 (max_positions, rotary_dim) on the device, from `rope_table`; None: no rotation
@@ -68,16 +68,8 @@ class PagedKVCache(ProcessLocal):
         (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so that other users
         may allocate some of them
     slots_in_flight : steps whose tables may be uploading or in use at once
-    past : a format narrower than dtype, in which old tokens are kept; None: all are kept in dtype.
-        See the notes on precision
-    recent, sinks : with past, tokens of a sequence that stay in dtype: at least the last `recent`
-        before each step, and the first `sinks`
-    num_past_pages : with past, pages for old tokens; None: as many as num_pages
-    rotation : "hadamard": rows of the pool whose format has four bits, `past` or else `dtype`, are
-        stored rotated, as in `kvcupy.view_as`; of latents without the rope part. None: they are
-        not. With `pool` it is the pool's own
-    scale_rule : how groups of that pool get their scales where rows are written, as in
-        `kvcupy.view_as`: "absmax", or of nvfp4 "four_over_six". With `pool` it is the pool's own
+    demotion : a `Demotion`: how old tokens are kept in a narrower encoding; None: all are kept in
+        dtype. See the notes on precision
 
     Attributes
     ----------
@@ -100,17 +92,17 @@ class PagedKVCache(ProcessLocal):
     its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
 
-    Precision: with `past`, the end of a step demotes each page of its sequences that holds none of
-    their first `sinks` and none of their last `recent` committed tokens: it is converted on the
-    copy stream, behind all work on it so far, and is free. Where the past
-    has no free page, it stays as it is until the end of a later step. A page that several sequences
+    Precision: with `demotion`, the end of a step demotes each page of its sequences that holds none
+    of their first `first` and none of their last `recent` committed tokens: it is converted on the
+    copy stream, behind all work on it so far, and is free. Where no page for old tokens is free, it
+    stays in dtype until the end of a later step. A page that several sequences
     share is converted once: each moves to the demoted page when it leaves its own window, and the
     last frees the other. A token that is demoted stays so, also if tokens behind it are popped;
     appending to a demoted page, or forking within it, converts it back to dtype with the values
     that are left. Scales are one per token and head, or those of groups. Attention reads each
-    format by a launch of its own and merges them. Not with `past`: latent_dim, k_scale and v_scale,
-    cascade=True, a `window` of attention longer than recent + 1 or with first keys, and page tables
-    for other libraries. `offload` and `export_sequence` move demoted pages as they are.
+    format by a launch of its own and merges them. Not with `demotion`: latent_dim, k_scale and
+    v_scale, cascade=True, a `window` of attention longer than recent + 1 or with first keys, and
+    page tables for other libraries. `offload` and `export_sequence` move demoted pages as they are.
 
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
@@ -138,19 +130,24 @@ class PagedKVCache(ProcessLocal):
         dtype: Any = _DTYPE, rope: Any = None, interleaved: bool = False, rope_mode: str = "normal",
         max_batch_tokens: int = 8192, device: Any = None, copy_stream: Any = None,
         slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
+        rope_dim: int | None = None,
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
         cascade: bool | None = None, pool: Pool | None = None,
-        past: Any = None, recent: int | None = None, sinks: int = 0,
-        num_past_pages: int | None = None, rotation: str | None = None,
-        scale_rule: str = "absmax",
+        demotion: Demotion | None = None,
     ) -> None:  # fmt: skip
+        if isinstance(pool, MLAPool) and latent_dim is None and pool.rope_dim:
+            latent_dim = pool.latent_dim
+        if isinstance(pool, MLAPool) and latent_dim is not None and rope_dim is None:
+            rope_dim = pool.head_dim - positive_int(latent_dim, "latent_dim")
+            if rope_dim < 1:
+                raise ValueError(
+                    f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}"
+                )
         pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
-            v_head_dim=v_head_dim, latent_dim=latent_dim,
+            v_head_dim=v_head_dim, latent_dim=latent_dim, rope_dim=rope_dim,
             has_static_scales=k_scale is not None or v_scale is not None,
-            rotation=rotation if past is None else None,
-            scale_rule=scale_rule if past is None else "absmax",
         )  # fmt: skip
         rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
@@ -158,15 +155,13 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
-        self.past_pool = past_pool_of(
-            pool, past, recent, sinks, num_past_pages, rotation, scale_rule
-        )
+        self.past_pool = past_pool_of(pool, demotion)
         num_all_pages = pool.num_pages
         if self.past_pool is not None:
             if cascade:
-                raise ValueError("cascade: expected None or False with past, got True")
+                raise ValueError("cascade: expected None or False with demotion, got True")
             if k_scale is not None or v_scale is not None:
-                raise ValueError("k_scale, v_scale: expected None with past")
+                raise ValueError("k_scale, v_scale: expected None with demotion")
             cascade = False
             num_all_pages += self.past_pool.num_pages
         max_tokens = rotary.max_positions or num_all_pages * pool.page_size
@@ -178,7 +173,8 @@ class PagedKVCache(ProcessLocal):
         self._is_latent = latent_dim is not None
         self._rope_mode = rotary.mode
         self._warned = False
-        kept, past_layers = (int(recent or 0), int(sinks)), None
+        kept = (0, 0) if demotion is None else (demotion.recent, demotion.first)
+        past_layers = None
         if self.past_pool is not None:
             past_layers = Layers(self.past_pool, self._num_q_heads, rotary, [])
         self._layers = Layers(
@@ -223,7 +219,7 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_past_pages(self) -> int:
-        """Pages for old tokens that are not allocated; 0 without `past`."""
+        """Pages for old tokens that are not allocated; 0 without `demotion`."""
         if self.past_pool is None:
             return 0
         self._exports.reclaim()
@@ -625,7 +621,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has a `past`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
 
         Notes
         -----
@@ -645,7 +641,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has a `past`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
         """
         self._require_one_pool("page_table_csr")
         self._running()
@@ -745,8 +741,8 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: waits for all steps so far. Capture: illegal. With `past` demoted tokens are written
-        as `get_kv` gives them; loading the file demotes them again.
+        Stream: waits for all steps so far. Capture: illegal. Demoted tokens are written as
+        `get_kv` gives them; loading the file demotes them again.
         """
         self._contents.save(self._settled(seq), path)
 
@@ -787,7 +783,7 @@ class PagedKVCache(ProcessLocal):
         ----------
         tiers : a TieredCache whose `device_pool` is the `pool` of this cache. A tiered cache
             belongs to one paged cache
-        num_past_host_pages : with `past`, pages in host memory for demoted pages of offloaded
+        num_past_host_pages : with `demotion`, pages in host memory for demoted pages of offloaded
             sequences; None: as many as in `past_pool`. They are allocated when the first is
             offloaded
 
@@ -1004,7 +1000,7 @@ class PagedKVCache(ProcessLocal):
         past = self._past
         if past is None:
             return None
-        kept = {"past": past.pool.encoding, "recent": past.recent, "sinks": past.sinks}
+        kept = {"past": past.pool.stored_as, "recent": past.recent, "sinks": past.sinks}
         return {name: str(value) for name, value in kept.items()}
 
     def _check_past(self, end: Any, name: str, kind: str) -> None:
@@ -1058,13 +1054,19 @@ def _sequence_samples(cache: PagedKVCache) -> Iterator[tuple[str, metrics.Labels
 def _pool_of(
     pool: Pool | None, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any,
     num_pages: int | None, page_size: int, dtype: Any, device: Any, v_head_dim: int | None,
-    latent_dim: int | None, has_static_scales: bool, rotation: Any, scale_rule: Any,
+    latent_dim: int | None, rope_dim: int | None, has_static_scales: bool,
 ) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
-        positive_int(latent_dim, "latent_dim")
+        row = positive_int(latent_dim, "latent_dim") + positive_int(rope_dim, "rope_dim")
         if v_head_dim is not None:
             raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
+        for name, value, own in (("num_kv_heads", num_kv_heads, 1), ("head_dim", head_dim, row)):
+            if value is not None and positive_int(value, name) != own:
+                raise ValueError(f"{name}: expected None or {own} with latent_dim, got {value}")
+        head_dim = row
+    elif rope_dim is not None:
+        raise ValueError(f"rope_dim: expected None without latent_dim, got {rope_dim}")
     if pool is not None:
         counts = {
             "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
@@ -1074,29 +1076,19 @@ def _pool_of(
         _require_pool(
             pool, counts, None if dtype is _DTYPE else dtype, device, latent_dim, has_static_scales
         )
-        if rotation is not None and rotation != pool.rotation:
-            raise ValueError(f"rotation: expected {pool.rotation!r} as in pool, got {rotation!r}")
-        if scale_rule != "absmax" and scale_rule != pool.scale_rule:
-            rule = pool.scale_rule
-            raise ValueError(f"scale_rule: expected {rule!r} as in pool, got {scale_rule!r}")
         return pool
     shared: dict[str, Any] = {
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
-        "dtype": dtype, "device": device, "rotation": rotation, "scale_rule": scale_rule,
+        "dtype": dtype, "device": device,
     }  # fmt: skip
     if latent_dim is None:
-        own = FORMATS.get(format_name(dtype))  # groups of a four-bit format have scales anyway
-        dynamic = own is not None and own.quantised and not has_static_scales
+        format = FORMATS.get(Encoding.of(dtype).format)  # groups of four bits have scales anyway
+        dynamic = format is not None and format.quantised and not has_static_scales
         return KVPool(  # raises for None, by the argument's name
             **shared, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
             scales=dynamic,
         )  # fmt: skip
-    if positive_int(num_kv_heads, "num_kv_heads") != 1:
-        raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
-    if latent_dim >= positive_int(head_dim, "head_dim"):
-        raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
-    rotated_width = None if rotation is None else latent_dim
-    return MLAPool(**shared, latent_dim=head_dim, rotated_width=rotated_width)
+    return MLAPool(**shared, latent_dim=latent_dim, rope_dim=head_dim - latent_dim)
 
 
 def _require_pool(
@@ -1113,13 +1105,14 @@ def _require_pool(
     for name, value in counts.items():
         if value is not None and positive_int(value, name) != getattr(pool, name):
             raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
-    if dtype is not None and format_name(dtype) != pool.dtype:
-        raise ValueError(f"dtype: expected {pool.dtype} as in pool, got {dtype!r}")
+    own = pool.encoding
+    if dtype is not None and Encoding.of(dtype) not in (own, Encoding(own.format)):
+        raise ValueError(f"dtype: expected {pool.encoding} as in pool, got {dtype!r}")
     if device is not None and devices.get(device) is not pool.device:
         raise ValueError(f"device: expected {pool.device.name} as in pool, got {device!r}")
     if pool.placement != "device":
         raise ValueError(f"pool: expected pages on the device, got {pool}")
-    if latent_dim is not None and latent_dim >= pool.head_dim:
-        raise ValueError(f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}")
+    if isinstance(pool, MLAPool) and pool.rope_dim and latent_dim != pool.latent_dim:
+        raise ValueError(f"latent_dim: expected {pool.latent_dim} as in pool, got {latent_dim}")
     if has_static_scales and pool.scale_parts:
         raise ValueError(f"k_scale, v_scale: expected None with the scales of {pool}")

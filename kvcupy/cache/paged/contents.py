@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from ... import formats
-from ...arrays import ArrayView, columns, describe, rotation_options, view, view_as
+from ...arrays import ArrayView, columns, describe, view, view_as
 from ...devices.protocol import Stream
 from ...errors import file_path
-from ...formats import FOUR_BIT, numpy_dtype
+from ...formats import FOUR_BIT, numpy_dtype, rotated
 from ...ops import call, checks
 from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv
@@ -235,7 +235,7 @@ class Contents:
                     rows.append(uploaded)
                 if caches[0][0].scales is not None:
                     rows = [
-                        view_as(own, v.format, **rotation_options(v.rotated_width))
+                        view_as(own, rotated(v.format, v.rotated_width))
                         for own, v in zip(rows, caches[0], strict=True)
                     ]
                 for layer, (k, v) in enumerate(caches):
@@ -264,7 +264,7 @@ class Contents:
         return {
             "num_layers": str(pool.num_layers), "num_kv_heads": str(pool.num_kv_heads),
             "head_dim": str(pool.head_dim), "v_head_dim": str(self._bits[0][1].shape[3]),
-            "dtype": pool.encoding, "static_scales": digest.hexdigest(),
+            "dtype": pool.stored_as, "static_scales": digest.hexdigest(),
             "rope_mode": self._layers.rope.mode,
         }  # fmt: skip
 

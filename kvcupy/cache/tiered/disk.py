@@ -23,7 +23,7 @@ from ... import observe
 from ...arrays import ArrayView, array_at, bytes_of
 from ...config import cache_logger
 from ...errors import ProcessLocal, file_path
-from ...formats import encoding
+from ...formats import stored_as
 from ...observe import Access
 from ...ops import checks
 from . import disk_format
@@ -241,7 +241,7 @@ def _identity(pool: Pool) -> dict[str, str]:
         **axes,
         "pool": type(pool).__name__,
         "layout": pool.layout,
-        "formats": ", ".join(encoding(part.format, part.rotated_width) for part in parts),
+        "formats": ", ".join(stored_as(part.format, part.rotated_width) for part in parts),
         "shapes": ", ".join("x".join(map(str, part.shape[1:])) for part in parts),
         "page_bytes": str(pool.page_bytes),
     }
