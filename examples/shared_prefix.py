@@ -5,7 +5,7 @@ import os
 import kvcupy as kv
 
 name = f"shm:example-{os.getpid()}"  # processes that share use one name
-hashes = kv.block_hashes(range(160), 16, bits=128)  # of the prompt, 16 tokens a block
+hashes = kv.block_hashes(range(160), 16)  # of the prompt, 16 tokens a block
 
 
 def process(number):

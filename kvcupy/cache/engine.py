@@ -20,6 +20,7 @@ import numpy as np
 from ..config import cache_logger
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from ..ops import transfer
+from ..streams import stream_after
 from .pages import waiting_stream
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ class TransferEngine(ProcessLocal):
         device_pages, host_pages : int32 or int64 (N,) of the host, or lists of ints, copied by the
             call. A pair with a negative page is skipped
         after : the compute stream that has written the pages: Stream, or a CuPy or torch stream;
-            None: the one that is current in CuPy or torch, as for `transfer_pages`. Work that it
-            gets after the call does not delay the copy
+            None: the one that is current in CuPy or torch, as for `transfer_pages`; False: there is
+            nothing to wait for. Work that it gets after the call does not delay the copy
 
         Raises
         ------
@@ -167,9 +168,7 @@ class TransferEngine(ProcessLocal):
         self, queue: TransferQueue, device_pages: Any, host_pages: Any, after: Any
     ) -> Transfer:
         device_list, host_list = self._page_lists(queue.kind, device_pages, host_pages)
-        compute = self.device.as_stream(after, name="after")
-        if compute.capturing:
-            raise CaptureError("after: a transfer cannot be part of a capture")
+        compute = stream_after(self.device, after, "a transfer")
         batch = None
         with self._lock:
             if self._load.stream.capturing or self._save.stream.capturing:

@@ -27,7 +27,7 @@ _WORD_MASK = 2**64 - 1
 
 
 def block_hashes(
-    token_ids: Any, block_tokens: int, *, parent: int = 0, bits: int = 64
+    token_ids: Any, block_tokens: int, *, parent: int = 0, bits: int = 128
 ) -> list[int]:
     """Hash the full blocks of a sequence; equal hashes mean equal tokens from the start on.
 
@@ -37,8 +37,8 @@ def block_hashes(
     block_tokens : tokens per block; a last block that is not full has no hash
     parent : hash of the block before the first one; 0 at the start of a sequence, or another number
         for sequences that must not share blocks, such as those of another model or adapter
-    bits : 64, for caches of one process, or 128, for blocks that processes share: of 10**9 hashes
-        two of 64 bits are equal with a probability of 2.7 %, and they can be made to be
+    bits : 128, or 64 for caches of one process: of 10**9 hashes two of 64 bits are equal with a
+        probability of 2.7 %, and equal ones can be constructed
 
     Returns
     -------
@@ -58,7 +58,7 @@ def block_hashes(
     >>> first, second = block_hashes(range(10), 4)
     >>> block_hashes([4, 5, 6, 7], 4, parent=first) == [second]
     True
-    >>> block_hashes(range(4), 4, bits=128)[0].bit_length() > 64
+    >>> block_hashes(range(4), 4, bits=64)[0].bit_length() <= 64
     True
     """
     checks.require_int(block_tokens, "block_tokens")
@@ -278,7 +278,7 @@ class BlockKeys:
     --------
     >>> import kvcupy as kv
     >>> keys = BlockKeys(kv.KVPool(4, 16, 2, 8, 128, device="host"), tenant="a")
-    >>> [key.hex()[:8] for key in keys.keys(kv.block_hashes(range(32), 16, bits=128))]
+    >>> [key.hex()[:8] for key in keys.keys(kv.block_hashes(range(32), 16))]
     ['2576f6f1', '3ab7e63e']
     """
 
@@ -307,7 +307,7 @@ class BlockKeys:
 
         Parameters
         ----------
-        hashes : of `block_hashes` with bits=128, or another's that fill 128 bits
+        hashes : of `block_hashes`, or another's that fill 128 bits
 
         Raises
         ------

@@ -66,7 +66,7 @@ _PER_STEP = (
     Argument("query_lens", "sequences", in_example=False), Argument("tree_mask", in_example=False),
     Argument("evicted_starts"), Argument("evicted_lens"), Argument("key_starts"),
     Argument("tree_lens"), Argument("tree_positions"), Argument("rope_table", words=True),
-    Argument("cu_query_lens"),
+    Argument("cu_query_lens", in_example=False),
 )  # fmt: skip
 
 
@@ -96,6 +96,7 @@ def paged_attention(
     seq_lens: Any,
     *,
     query_lens: Any = None,
+    cu_query_lens: Any = None,
     layout: str = "NHD",
     sm_scale: float | None = None,
     causal: bool = True,
@@ -125,6 +126,10 @@ def paged_attention(
     seq_lens : int32 or int64 (B,), the new tokens included, whose K and V are already in the cache
     query_lens : int32 or int64 (B,), new tokens of each sequence; None: one each. T may be more
         than their sum: rows past it are not written
+    cu_query_lens : int32 (B + 1,) instead of query_lens: 0 and the sums of the lengths, contiguous,
+        as FlashAttention's `cu_seqlens_q` and FlashInfer's `qo_indptr`. It saves the launch that
+        sums them. Negative entries count as 0, a sequence whose end is before its start has no
+        rows, and `check_faults` reports either; rows past T are left out
     layout : "NHD" or "HND"
     sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
     causal : a query sees the keys up to its own position. With False it sees all keys, and a
@@ -176,10 +181,13 @@ def paged_attention(
     24.0
     """
     options = check_options(layout, sm_scale, causal, window, sinks, logits_soft_cap)
+    if query_lens is not None and cu_query_lens is not None:
+        raise ValueError("query_lens: expected None with cu_query_lens, got an array")
     arrays = (
         query, out, lse_out, sinks if checks.is_array(sinks) else None,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
-        block_table, seq_lens, query_lens, tree_mask, None, None, None, None, None, None, None,
+        block_table, seq_lens, query_lens, tree_mask,
+        None, None, None, None, None, None, cu_query_lens,
     )  # fmt: skip
     return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
 
@@ -415,9 +423,8 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
             raise ValueError(
                 f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
-    if (starts := arguments.get("cu_query_lens")) is not None:
-        if "query_lens" not in arguments:
-            raise ValueError("cu_query_lens: expected None without query_lens, got an array")
+    starts = arguments.get("cu_query_lens")
+    if starts is not None:
         if starts.format != "int32":
             raise TypeError(f"cu_query_lens: expected int32, got {describe(starts)}")
         if starts.shape != (num_sequences + 1,):
@@ -426,7 +433,7 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
                 f"rows, got {describe(starts)}"
             )
         checks.require_contiguous(starts, "cu_query_lens")
-    if "query_lens" not in arguments and num_tokens != num_sequences:
+    if starts is None and "query_lens" not in arguments and num_tokens != num_sequences:
         raise ValueError(
             f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
         )
@@ -589,6 +596,8 @@ class AttentionPlan(Plan):
             if name in views
         }
         query_lens = tables.get("query_lens")
+        if query_lens is None and "cu_query_lens" in views:
+            query_lens = np.diff(device.to_numpy(views["cu_query_lens"]).astype("int64"))
         start = 0
         for b in range(call.num_sequences):
             query_len = 1 if query_lens is None else int(max(query_lens[b], 0))

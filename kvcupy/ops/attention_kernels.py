@@ -93,7 +93,7 @@ class AttentionCall:
     @property
     def is_ragged(self) -> bool:
         """Whether sequences may have any number of new tokens, not one each."""
-        return "query_lens" in self.arguments
+        return not {"query_lens", "cu_query_lens"}.isdisjoint(self.arguments)
 
     @property
     def rotates_keys(self) -> bool:

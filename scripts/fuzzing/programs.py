@@ -746,7 +746,7 @@ class Paged:
 
 # --- Shared stores --------------------------------------------------------------------------------
 
-SHARED_HASHES = kv.block_hashes(range(8), 1, bits=128)
+SHARED_HASHES = kv.block_hashes(range(8), 1)
 
 
 def block_keys(case: Case) -> None:

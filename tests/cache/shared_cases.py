@@ -18,7 +18,7 @@ def new_pool(num_pages=8, *, layout="page_first_direct", **changes):
 
 def block_hashes(count, first=0):
     """Hashes of 128 bits, each of a prompt of its own."""
-    return [kv.block_hashes([first + i], 1, bits=128)[0] for i in range(count)]
+    return [kv.block_hashes([first + i], 1)[0] for i in range(count)]
 
 
 def contents(block_hash, num_bytes):

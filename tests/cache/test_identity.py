@@ -12,7 +12,7 @@ import kvcupy as kv
 from kvcupy.cache.identity import BlockKeys, PoolIdentity
 
 SHAPE = {"page_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "device": "host"}
-HASHES = kv.block_hashes(range(8), 2, bits=128)
+HASHES = kv.block_hashes(range(8), 2)
 
 
 def pool(num_pages=2, **changes):
@@ -129,7 +129,9 @@ def test_tenants_share_nothing():
     assert "secret" not in repr(BlockKeys(pool(), "secret"))
 
 
-@pytest.mark.parametrize("hashes", [[5], [HASHES[0], 2**64 - 1], [-1], kv.block_hashes([1], 1)])
+@pytest.mark.parametrize(
+    "hashes", [[5], [HASHES[0], 2**64 - 1], [-1], kv.block_hashes([1], 1, bits=64)]
+)
 def test_hashes_of_64_bits_are_refused(hashes):
     with pytest.raises(ValueError, match=r"^hashes: expected hashes of 128 bits .*bits=128"):
         BlockKeys(pool()).keys(hashes)

@@ -758,7 +758,7 @@ def test_pages_that_an_engine_may_never_let_go_are_not_waited_for(monkeypatch, i
 
 def test_a_ticket_says_what_is_offered():
     with pair(secret=SECRET) as (sender, receiver, source, _):
-        hashes = kv.block_hashes(range(12), 4, bits=128)
+        hashes = kv.block_hashes(range(12), 4)
         ticket = sender.offer(
             source.allocator.alloc(3), hashes=hashes, attachment=b"more", lease_s=7
         )

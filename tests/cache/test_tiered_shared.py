@@ -1027,7 +1027,7 @@ def test_many_threads_of_two_caches(device, write):
 def test_a_prompt_that_another_process_has_computed(device):
     """A sequence begins with the blocks of another paged cache, bit for bit."""
     prompt, stored, seen = np.arange(14), {}, []
-    hashes = kv.block_hashes(prompt, 4, bits=128)
+    hashes = kv.block_hashes(prompt, 4)
     for known in (0, 12):
         cache = kv.PagedKVCache(
             num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8, num_pages=8, page_size=4,

@@ -1450,7 +1450,7 @@ class PagedShared(PagedExchange, PagedTiers):
 
     def __init__(self, device: Any, folder: Path) -> None:
         super().__init__(device, folder)
-        self.hashes = kv.block_hashes(range(8), PAGE, bits=128)
+        self.hashes = kv.block_hashes(range(8), PAGE)
 
     def steps(self) -> list[Step]:
         cache = self.cache
@@ -1505,7 +1505,7 @@ class PagedShared(PagedExchange, PagedTiers):
         self.idle()
         self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
         super().reset()
-        self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64, bits=128)
+        self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64)
 
     def losses(self) -> list[str]:
         return [] if self.tiers.stats()["shared_hits"] else ["nothing came from the store"]
@@ -1734,7 +1734,7 @@ class Shared(Program):
         super().__init__(device, folder)
         self.pools = [kv.KVPool(8, PAGE, LAYERS, HEADS, WIDTH, device="host") for _ in range(2)]
         self.stores: list[kv.SharedStore | None] = [None, None]
-        self.hashes = kv.block_hashes(range(8), 1, bits=128)
+        self.hashes = kv.block_hashes(range(8), 1)
         for page in range(8):
             for part in self.pools[0].parts:
                 kv.arrays.array_at(

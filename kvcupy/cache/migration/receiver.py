@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import metrics, observe
-from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError, ProcessLocal, TransferError
+from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal, TransferError
 from ...observe import Operation
+from ...streams import stream_after
 from ..pages import Pages, StreamCompletion, page_array, waiting_stream
 from ..pool import Pool, positive_int
 from . import protocol
@@ -149,7 +150,8 @@ class PageReceiver(ProcessLocal):
             never, while a sender is stopped: `alloc` does not wait for these
         deadline_s : seconds until which all of it has to be there
         after : stream that uses the pages for the last time: Stream, or a CuPy or torch stream;
-            nothing is written before it has passed what it holds now. None: nothing does
+            nothing is written before it has passed what it holds now. None: the current one; False:
+            no work uses them
 
         Returns
         -------
@@ -174,7 +176,7 @@ class PageReceiver(ProcessLocal):
         ordered = self._checked_pages(pages, tickets)
         seconds = positive_seconds(deadline_s, "deadline_s")
         parts = self._plan(tickets)
-        completion = None if after is None else self._used_by(after)
+        completion = None if after is False else self._used_by(after)
         pull = Pull(self, parts, ordered, time.monotonic() + seconds, completion)
         with self._lock:
             self._require_open()
@@ -261,10 +263,7 @@ class PageReceiver(ProcessLocal):
             raise KvcupyError("PageReceiver: it is closed")
 
     def _used_by(self, stream: Any) -> StreamCompletion:
-        queue = self._pool.device.as_stream(stream, name="after")
-        if queue.capturing:
-            raise CaptureError("after: a pull cannot be part of a capture")
-        return StreamCompletion(queue)
+        return StreamCompletion(stream_after(self._pool.device, stream, "a pull"))
 
     def _checked_pages(self, pages: Any, tickets: Sequence[Ticket]) -> Pages:
         listed = page_array(pages)

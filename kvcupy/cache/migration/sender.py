@@ -26,6 +26,7 @@ from ...config import cache_logger
 from ...errors import CaptureError, KvcupyError, ProcessLocal, TransferError
 from ...observe import Access
 from ...ops import checks
+from ...streams import stream_after
 from ..identity import PoolIdentity, hash_list
 from ..pages import Pages, StreamCompletion, page_array
 from ..pool import Pool, positive_int
@@ -216,7 +217,8 @@ class PageSender(ProcessLocal):
             the pool, each once and not offered already, in the order in which a receiver gets them
         hashes : of the blocks in the pages, for the receiver to see; None: none
         after : the stream that writes the pages: Stream, or a CuPy or torch stream; None: the one
-            that is current in CuPy or torch. A layer is sent when it has passed what it holds now
+            that is current in CuPy or torch; False: they are written. A layer is sent when it has
+            passed what it holds now
         lease_s : seconds after which the offer is over, unless a receiver is at it
         by_layer : layers are sent one by one as `layer_done` announces them; `after` is not used
         pulls : that complete the offer: several, where several receivers each fetch all of it or
@@ -264,7 +266,8 @@ class PageSender(ProcessLocal):
             raise TypeError(f"release: expected a function, got {release!r}")
         written: list[StreamCompletion | None] = [None] * self._pool.num_layers
         if not by_layer:
-            completion = self._written_by(after, ordered, "after")
+            queue = stream_after(self._pool.device, after, "an offer")
+            completion = self._written_by(queue, ordered, "after")
             written = [completion] * self._pool.num_layers
         with self._changed:
             self._require_open()

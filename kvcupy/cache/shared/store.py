@@ -151,7 +151,7 @@ class SharedStore(ProcessLocal):
         >>> shape = dict(page_size=16, num_layers=2, num_kv_heads=8, head_dim=128, device="host")
         >>> one, other = kv.KVPool(4, **shape), kv.KVPool(4, **shape, layout="page_first_direct")
         >>> one.k(1)[0, 5] = 7
-        >>> hashes = kv.block_hashes(range(48), 16, bits=128)
+        >>> hashes = kv.block_hashes(range(48), 16)
         >>> url = f"shm:doctest-{os.getpid()}"
         >>> with kv.SharedStore.open(url, one, capacity_bytes=2**21) as store:
         ...     store.put(hashes[:2], [0, 1])
@@ -217,7 +217,7 @@ class SharedStore(ProcessLocal):
 
         Parameters
         ----------
-        hashes : list of ints of 128 bits (`block_hashes` with bits=128), from the first block of a
+        hashes : list of ints of 128 bits (`block_hashes`), from the first block of a
             prefix on
 
         Raises

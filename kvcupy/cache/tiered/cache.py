@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import metrics
-from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
+from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
+from ...streams import stream_after
 from ..engine import TransferEngine
 from ..identity import hash_list
 from ..pages import Pages, StreamCompletion, page_array
@@ -203,7 +204,7 @@ class TieredCache(ProcessLocal):
         ----------
         hashes : as in `match`
         after : the compute stream that has read the pages of evicted blocks for the last time;
-            None: the current one
+            None: the current one; False: no work has
         wait : for blocks that only the shared store has. "complete" and "timeout": until all that
             it has of the prefix have arrived in host memory, or the deadline. "best_effort": not at
             all; what has arrived is taken. What is late is missing, and goes on arriving for others
@@ -297,7 +298,8 @@ class TieredCache(ProcessLocal):
         hashes : as in `match`; the blocks before them need not be known
         pages : list or integer array (n,) of pages that were allocated from the device pool, each
             once
-        after : the compute stream that has written them; None: the current one
+        after : the compute stream that has written them; None: the current one; False: there is
+            nothing to wait for
 
         Returns
         -------
@@ -533,10 +535,7 @@ class TieredCache(ProcessLocal):
 
     def _stream(self, after: Any) -> Stream:
         """Return the argument `after` as a stream that is not being captured."""
-        stream = self.engine.device.as_stream(after, name="after")
-        if stream.capturing:
-            raise CaptureError("after: blocks cannot be moved as part of a capture")
-        return stream
+        return stream_after(self.engine.device, after, "a move of blocks")
 
 
 def _final_samples(
