@@ -7,17 +7,13 @@ are compared there as well.
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import test_access
 import test_engine_order
 import test_paged_graphs
 import test_tables
-from devices.fake_cuda.kernels import open_device
+from devices.fake_cuda.kernels import device_of_test
 from helpers import again
-
-from kvcupy.ops import call as op_call
 
 pytestmark = pytest.mark.again
 
@@ -38,10 +34,5 @@ globals().update(
 
 @pytest.fixture
 def device(request):
-    seed = zlib.crc32(request.node.nodeid.encode()) ^ request.config.option.strict_seed
-    with pytest.MonkeyPatch.context() as patch:
-        device = open_device(patch, seed)
+    with device_of_test(request) as device:
         yield device
-        device.synchronize()
-        assert device.context.api.machine.deadlocks == []
-    op_call.forget()

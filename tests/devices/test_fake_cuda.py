@@ -235,6 +235,13 @@ def test_bfloat16_needs_a_numpy_that_cupy_takes_it_from(api):
         api.cupy.zeros((2,), ml_dtypes.bfloat16)
 
 
+def test_views_know_the_array_that_they_are_of(api):
+    array = api.cupy.empty((4, 2), np.float32)
+    assert array.base is None
+    for part in (array[1:], array[1:][:1], array.view(np.int32), array.reshape(-1)):
+        assert part.base is array
+
+
 # --- Devices and handles ---
 
 
