@@ -2,7 +2,7 @@
 
 Each order is asked of it that is asked of the host device, and each control, in which a wait is
 left out, must go wrong there too. Outputs of captured steps, which a GPU allocates in another way,
-are compared there as well.
+are compared there as well, and many threads share two caches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import test_access
 import test_engine_order
 import test_paged_graphs
 import test_tables
+import test_tiered_shared
 from devices.fake_cuda.kernels import device_of_test
 from helpers import again
 
@@ -29,6 +30,7 @@ globals().update(
     | again(test_engine_order, *ORDERS)
     | again(test_paged_graphs, "test_a_graph_writes_the_outputs_that_its_capture_allocated")
     | again(test_tables, *ORDERS, *GROWTH)
+    | again(test_tiered_shared, "test_many_threads_of_two_caches")
 )
 
 

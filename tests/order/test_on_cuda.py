@@ -1,9 +1,13 @@
-"""The order checker on a GPU, by the stand-in: the reports are the same as on the host device."""
+"""The order checker and the controls of migration on a GPU, by the stand-in.
+
+Reports and controls are the same as on the host device. Streams go on by chance.
+"""
 
 from __future__ import annotations
 
 import pytest
 import test_checker
+import test_migration_controls
 from devices.fake_cuda.kernels import device_of_test
 from helpers import again
 
@@ -17,7 +21,7 @@ HOST_ONLY = (
 )
 TESTS = [name for name in vars(test_checker) if name.startswith("test_") and name not in HOST_ONLY]
 
-globals().update(again(test_checker, *TESTS))
+globals().update(again(test_checker, *TESTS) | again(test_migration_controls))
 
 
 @pytest.fixture
