@@ -276,6 +276,15 @@ def test_a_destroyed_stream_does_its_work_and_the_next_one_has_its_handle(api):
     assert copy.copied
 
 
+def test_an_event_is_no_stream(api):
+    on = stream(api)
+    handle = on.ptr
+    del on
+    event = api.runtime.eventCreateWithFlags(2)
+    assert event == handle
+    assert refusal(api.runtime.eventRecord, event, handle) == 400
+
+
 @pytest.mark.parametrize("what", ["stream", "graph", "memory", "pinned memory"])
 def test_destruction_spoils_a_global_capture(api, what):
     on = stream(api)
