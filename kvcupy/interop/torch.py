@@ -12,7 +12,9 @@ Formats: the tensors' dtypes, `torch.bfloat16` and `torch.float8_e4m3fn` say. A 
 Streams: an operator runs on torch's current stream, as torch's own do; under `torch.compile` and in
 `torch.cuda.graph` too. `stream=` takes any stream of kvcupy, CuPy or torch, where nothing is
 traced. The tensors are then recorded on it (`Tensor.record_stream`), so that torch's allocator does
-not hand their memory out before that stream is done.
+not hand their memory out before that stream is done. The stream is kept for as long as the process
+lives, since the allocator uses it when a tensor is freed; one of kvcupy's serves again as a later
+`device.stream()`.
 
 Gradients: there is no backward. A tensor that requires one is refused, when it is traced or when
 the operator runs, unless gradients are off.
@@ -262,14 +264,16 @@ def _record(tensor: Tensor, streams: Any) -> None:
     """Keep torch's allocator from reusing a tensor's memory before the streams have passed.
 
     kvcupy keeps its arguments by itself, but not in a capture that torch began, whose allocator
-    reuses what is freed meanwhile for later work of the same capture.
+    reuses what is freed meanwhile for later work of the same capture. The allocator records an
+    event on each stream when the tensor is freed, so the streams must not be destroyed before.
     """
     for stream in streams:
         if stream is None:
             continue
+        known: Any = devices.get(f"cuda:{tensor.device.index}").as_stream(stream)
+        known.lend()
         if not isinstance(stream, torch.cuda.Stream):
-            own_stream: Any = devices.get(f"cuda:{tensor.device.index}").as_stream(stream)
-            stream = torch.cuda.ExternalStream(own_stream.pointer, tensor.device)
+            stream = torch.cuda.ExternalStream(known.pointer, tensor.device)
         tensor.record_stream(stream)
 
 

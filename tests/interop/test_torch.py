@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import subprocess
@@ -12,8 +13,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from devices.fake_cuda import FakeApi
 
 import kvcupy as kv
+from kvcupy import devices
+from kvcupy.cuda_api import StreamAddress
+from kvcupy.devices.cuda import CudaDevice
 from kvcupy.ops.spec import OPERATIONS
 
 torch = pytest.importorskip("torch")
@@ -665,24 +670,57 @@ def test_tensors_are_recorded_on_the_streams(monkeypatch):
     class TorchStream:
         pass
 
-    recorded, external = [], []
+    recorded, external, lent = [], [], []
     monkeypatch.setattr(torch.cuda, "Stream", TorchStream)
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda *of: external.append(of) or ("external", of[0])
     )
-    own_stream = SimpleNamespace(pointer=77)
-    gpu = SimpleNamespace(as_stream=lambda stream: own_stream)
+    own_stream, torchs = SimpleNamespace(pointer=77), TorchStream()
+    own_stream.lend, torchs.lend = (lambda: lent.append(77)), (lambda: lent.append(torchs))
+    gpu = SimpleNamespace(as_stream=lambda stream: stream)
     monkeypatch.setattr(kvt, "devices", SimpleNamespace(get={"cuda:1": gpu}.__getitem__))
     key, cache, out, result = (torch.zeros(1).as_subclass(OnGpu) for _ in range(4))
     monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: (result, None))
-    torchs = TorchStream()
     got = kvt._on_streams(
         "store", (key, None, torch.zeros(1), [cache], 5), {"out": out},
         {"stream": own_stream, "alt_stream": torchs},
     )  # fmt: skip
     assert got == (result, None) and external == [(77, key.device)] * 4
+    assert lent == [77, torchs] * 4
     expected = [(x, s) for x in (key, cache, out, result) for s in (("external", 77), torchs)]
     assert [(id(x), s) for x, s in recorded] == [(id(x), s) for x, s in expected]
+
+
+@pytest.mark.parametrize("whose", ["kvcupy", "cupy", "protocol"])
+def test_a_tensor_may_be_freed_long_after_the_stream_that_it_was_recorded_on(monkeypatch, whose):
+    """torch records an event on the stream then, by its address."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = SimpleNamespace(index=0)
+
+        def record_stream(self, stream):
+            recorded.append(stream.cuda_stream)
+
+    api, recorded = FakeApi(), []
+    gpu = CudaDevice(0, api)
+    monkeypatch.setitem(devices._devices, "cuda:0", gpu)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda pointer, _: SimpleNamespace(cuda_stream=pointer)
+    )
+    monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: None)
+    stream = gpu.stream() if whose == "kvcupy" else api.cupy.cuda.Stream(non_blocking=True)
+    if whose == "protocol":
+        stream = StreamAddress(stream.ptr, stream)
+    tensor = torch.zeros(1).as_subclass(OnGpu)
+    kvt._on_streams("store", (tensor,), {}, {"stream": stream})
+    del stream
+    gc.collect()
+    (pointer,) = recorded
+    event = api.runtime.eventCreateWithFlags(2)
+    api.runtime.eventRecord(event, pointer)
+    assert api.runtime.eventQuery(event) == 600
+    api.runtime.eventSynchronize(event)
 
 
 # --- Pools and other memory ---
