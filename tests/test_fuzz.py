@@ -33,7 +33,6 @@ NOT_FUZZED = {
     "ArrayView.byte_range": "has no arguments; called by the target ArrayView",
     "ArrayView.without_owner": "has no arguments; called by the target ArrayView",
     "PagedKVCache.forward": "begin_forward and end_forward",
-    "TransferEngine.notifying": "a property",
     "Timeline.plot": "as save, with matplotlib, which takes seconds",
     "Timeline.after": "an observer's: operations call it",
     "Timeline.before": "an observer's: operations call it",

@@ -29,12 +29,12 @@ Makers = Mapping[str, Callable[[], Arguments]]
 """Methods by name, and what makes arguments for each that may fit."""
 
 METHODS = {
-    "PageAllocator": "alloc free require_allocated busy allocated check_leaks wait_for_freed",
+    "PageAllocator": "alloc free allocated check_leaks",
     "Pool": "k v k_scale v_scale views layer_number note_written torch_k torch_v",
     "HostDevice": "empty zeros empty_pinned asarray to_numpy stream event synchronize copy",
     "HostStream": "wait synchronize record done call on_launch",
     "HostEvent": "done synchronize error elapsed_us",
-    "TransferEngine": "save load flush send",
+    "TransferEngine": "save load",
     "Transfer": "wait done synchronize wait_layer",
     "PageSender": "offer layer_done withdraw stats close",
     "PageReceiver": "inspect pull stats close",
@@ -130,26 +130,14 @@ def allocator(case: Case) -> None:
         return pages.num_free, pages.num_allocated, pages.allocated().tolist()
 
     drive(case, pages, methods("PageAllocator", {
-        "alloc": lambda: {"n": case.rng.randrange(4)}, "free": taken, "require_allocated": taken,
-        "busy": lambda: {**taken(), "transfer": Done()}, "allocated": dict, "check_leaks": dict,
-        "wait_for_freed": dict,
+        "alloc": lambda: {"n": case.rng.randrange(4)}, "free": taken, "allocated": dict,
+        "check_leaks": dict,
     }), state, steps=20)  # fmt: skip
     held = pages.allocated().tolist()
     pages.free(held)
-    pages.wait_for_freed()
     rest = pages.alloc(pages.num_pages)
     if sorted(rest.tolist()) != list(range(pages.num_pages)):
         raise AssertionError(f"PageAllocator: lost pages, has {sorted(rest.tolist())}")
-
-
-class Done:
-    """A transfer that is over."""
-
-    def done(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
 
 
 _SHAPE: Arguments = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4}
@@ -330,7 +318,7 @@ def engine(case: Case) -> None:
         }  # fmt: skip
 
     def state() -> Any:
-        engine.send()
+        engine._send()
         case.settle()
         return pool_bytes(on_device, on_host), on_device.allocator.num_free
 

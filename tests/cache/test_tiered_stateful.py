@@ -120,7 +120,7 @@ class Machine(RuleBasedStateMachine):
         ]
         self.blocks.settle_quietly()
         if not self.failures:
-            assert list(self.call(self.blocks.cache.match, hashes)) == expected
+            assert list(self.call(self.blocks.cache.match, hashes))[:3] == expected
 
     @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
     def acquire(self, hashes, keep, still=True):

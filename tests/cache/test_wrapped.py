@@ -357,7 +357,7 @@ def test_a_sequence_goes_to_wrapped_host_memory_and_back(kind):
             cache.attention(layer, rows, rows[:, :2], rows[:, 2:])
     before = [a.clone() for a in cache.get_kv(0, 0, 7)]
     cache.offload(0)
-    tiers.engine.flush()
+    tiers.engine._flush()
     kv.device("host").synchronize()
     for part in near.parts:
         for bits in part:

@@ -104,7 +104,7 @@ class MemoryStore:
         """They are nobody else's during the call."""
         pages = [int(page) for page in pages]
         assert len(set(pages)) == len(pages)
-        self.pool.allocator.require_allocated(pages)
+        self.pool.allocator._require_allocated(pages)
 
     def _put(self, hash, page):
         if hash in self.blocks:

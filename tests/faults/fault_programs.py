@@ -401,7 +401,7 @@ class Engine(Program):
 
         def load() -> None:
             transfers = [self.engine.load([6], [4]), self.engine.load([7], [5])]
-            self.engine.flush()
+            self.engine._flush()
             for layer in range(LAYERS):
                 transfers[0].wait_layer(layer, self.compute)
                 self.device.copy(self.copies[layer], self.near.k(layer)[4], stream=self.compute)

@@ -398,7 +398,7 @@ class TestLost:
         assert completion is not None and not completion.done()
         assert backend.busy([b"another key"]) is None
         pages.pool.allocator.alloc(64)
-        pages.pool.allocator.busy(range(64), completion)
+        pages.pool.allocator._mark_busy(range(64), completion)
         pages.pool.allocator.free(range(64))
         assert pages.pool.allocator.num_free == 0
         # Another get into the same pages would be overwritten by what comes late.

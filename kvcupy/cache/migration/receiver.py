@@ -191,7 +191,7 @@ class PageReceiver(ProcessLocal):
         try:
             for ticket_of_part, _, heads in parts:
                 asked.append(self._ask_early(pull, ticket_of_part, heads))
-            self._pool.allocator.busy(ordered, pull._landing)
+            self._pool.allocator._mark_busy(ordered, pull._landing)
             pull._prepare()
         except BaseException:
             for channel, _ in filter(None, asked):

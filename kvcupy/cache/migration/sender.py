@@ -402,7 +402,7 @@ class PageSender(ProcessLocal):
     # --- With or without the lock ---
 
     def _checked_pages(self, pages: Any) -> Pages:
-        self._pool.allocator.require_allocated(pages)
+        self._pool.allocator._require_allocated(pages)
         ordered = checked_page_list(pages)
         if not 1 <= len(ordered) <= protocol.MAX_PAGES:
             raise ValueError(f"pages: expected 1 to {protocol.MAX_PAGES}, got {len(ordered)}")
@@ -414,7 +414,7 @@ class PageSender(ProcessLocal):
             raise CaptureError(f"{name}: what a captured stream writes cannot be offered")
         completion = StreamCompletion(queue)
         if not completion.done():
-            self._pool.allocator.busy(pages, completion)
+            self._pool.allocator._mark_busy(pages, completion)
         return completion
 
     def _require_own_process(self) -> None:

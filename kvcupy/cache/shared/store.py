@@ -371,7 +371,7 @@ class SharedStore(ProcessLocal):
         """Keep memory that an engine may still access from being used for something else."""
         if keys and (completion := self._backend.busy(keys)) is not None:
             if self._pages.is_direct:
-                self.pool.allocator.busy(pages, completion)
+                self.pool.allocator._mark_busy(pages, completion)
             else:
                 blocks.clear()
 

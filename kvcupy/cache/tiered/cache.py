@@ -87,7 +87,7 @@ class TieredCache(ProcessLocal):
     []
     >>> cache.evict(2)
     >>> cache.match([0xA, 0xB, 0xC])
-    Match(device=0, host=2, disk=2)
+    Match(device=0, host=2, disk=2, shared=2)
     >>> with cache.acquire([0xA, 0xB, 0xC]) as lease:
     ...     lease.wait_layer(0)
     ...     float(pools[0].k(0)[lease.pages[1], 0, 0, 0]), lease.num_blocks
@@ -165,7 +165,7 @@ class TieredCache(ProcessLocal):
                     i += 1
                 counts.append(i)
             if self._store is None:
-                return Match._make(counts)
+                return Match(counts[0], counts[1], counts[2], counts[2])
             missing = list(dict.fromkeys([hash for hash in keys[i:] if hash not in tiers]))
         stored = self._store.count_known(missing)
         shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
@@ -422,7 +422,7 @@ class TieredCache(ProcessLocal):
         shared = self._shared
         with shared.opened() as tiers:
             saves = tiers.in_flight.saves()
-        self.engine.send()
+        self.engine._send()
         for completion in saves:
             completion.synchronize()
         if self._store is not None:
@@ -554,7 +554,7 @@ def _insert(
     ValueError unless pages are allocated, listed once each, and not the cache's already.
     """
     device = tiers.device
-    ordered = device.pool.allocator.require_allocated(pages)
+    ordered = device.pool.allocator._require_allocated(pages)
     if len(owned := ordered[device.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
     written = StreamCompletion(stream)
@@ -587,7 +587,7 @@ def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None
     completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
     for copy in inserted:
         copy.filled_by = completion
-    tiers.device.pool.allocator.busy([copy.page for copy in inserted], written)
+    tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
 
 
 def _write(

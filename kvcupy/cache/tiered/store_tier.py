@@ -47,7 +47,7 @@ class Store(Protocol):
 
     `put` sends what the store does not know. A call may raise, which counts as no answer. When
     `get` has returned or raised, nothing writes the pages any more, or the allocator of the host
-    pool knows that they are `busy`.
+    pool holds them back (`PageAllocator._mark_busy`).
     """
 
     def exists(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
