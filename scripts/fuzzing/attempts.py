@@ -62,8 +62,8 @@ _meaning(
 _meaning(
     values.real,
     """
-    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks deadline_s shared_prefetch
-    lease_s timeout_s
+    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
+    lease_s deadline_s
 """,
 )
 _meaning(

@@ -42,7 +42,7 @@ METHODS = {
     "TieredCache": "match acquire prefetch insert evict stats flush take_host_pages clear close",
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
-    "SharedStore": "open exists put get stats remove close",
+    "SharedStore": "open match put get stats remove close",
     "PagedKVCache": """
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
@@ -766,7 +766,7 @@ def shared(case: Case) -> None:
     def state() -> Any:
         names = ("stored", "known", "hits", "misses", "blocks", "evicted", "recovered")
         with kv.SharedStore.open(host_pool=pools[0], **opening) as reader:
-            there = [reader.exists([hash]) for hash in SHARED_HASHES]
+            there = [reader.match([hash]) for hash in SHARED_HASHES]
         return pool_bytes(*pools), there, [
             {name: store.stats()[name] for name in names} for store in stores
             if not store._closed
@@ -776,7 +776,7 @@ def shared(case: Case) -> None:
         store = case.rng.choice(stores)
         makers = methods("SharedStore", {
             "open": lambda store=store: {**opening, "host_pool": store.pool},
-            "exists": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
+            "match": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
             "put": lambda store=store: {**some(store), "deadline_s": 5.0},
             "get": lambda store=store: {**some(store), "deadline_s": 5.0},
             "stats": dict, "remove": dict, "close": dict,

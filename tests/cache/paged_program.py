@@ -11,7 +11,7 @@ from paged_cases import random_tree
 
 import kvcupy as kv
 
-MOST_TOKENS = 24  # of a step
+MAX_TOKENS = 24  # of a step
 
 
 class Program:

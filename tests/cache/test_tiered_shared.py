@@ -25,7 +25,7 @@ from kvcupy.cache.tiered import store_tier
 
 A, B, C, D, E, F = range(1, 7)
 SECONDS = 1.0 if helpers.full else 0.4
-LEAST_ROUNDS = 4  # of each thread, however long they take
+MIN_ROUNDS = 4  # of each thread, however long they take
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_match_asks_once_and_only_for_what_is_missing(blocks):
     del blocks.store.calls[:]
     match = blocks.cache.match(names(A, B, C, D, B, E))
     assert match == (1, 1, 1, 5)
-    assert blocks.store.calls == [("exists", names(B, D, E))]
+    assert blocks.store.calls == [("match", names(B, D, E))]
     assert blocks.cache.match(names(A)).shared == 1
     assert len(blocks.store.calls) == 1, "nothing is missing"
     assert blocks.cache.match([]).shared == 0
@@ -201,7 +201,7 @@ def test_what_is_late_is_missing_and_comes_for_others(device):
 
 def test_a_deadline_of_nothing(blocks):
     blocks.publish(A)
-    gate = Held(blocks.store, "exists")
+    gate = Held(blocks.store, "match")
     assert in_time(lambda: blocks.cache.acquire(names(A), deadline_s=0)).num_blocks == 0
     gate.open()
     blocks.idle()
@@ -253,7 +253,7 @@ def test_prefetch(device):
 def test_an_acquire_overtakes_prefetches(device):
     blocks = SharedBlocks(device, 4, 32)
     blocks.publish(*range(1, 9))
-    gate = Held(blocks.store, "exists")
+    gate = Held(blocks.store, "match")
     blocks.cache.prefetch(names(A))
     assert gate.entered.wait(PATIENCE_S)
     blocks.cache.prefetch(names(B, C))
@@ -264,7 +264,7 @@ def test_an_acquire_overtakes_prefetches(device):
     gate.open()
     waiting.join(PATIENCE_S)
     blocks.idle()
-    asked = blocks.store.asked("exists")
+    asked = blocks.store.asked("match")
     assert asked.index(names(D, E)) < asked.index(names(B, C))
 
 
@@ -549,7 +549,7 @@ def test_a_page_stays_while_a_put_reads_it(device):
 def test_what_is_read_from_disk_is_put_too(device, tmp_path):
     options = {"disk": tmp_path / "kv", "disk_bytes": 2**18}
     blocks = SharedBlocks(device, **options)
-    blocks.store.fail["exists"] = blocks.store.fail["put"] = OSError("not now")
+    blocks.store.fail["match"] = blocks.store.fail["put"] = OSError("not now")
     blocks.insert(names(A, B))
     blocks.cache.close()
     assert blocks.store.blocks == {}
@@ -566,12 +566,12 @@ ERRORS = [OSError("lost"), MemoryError("no"), kv.KvcupyError("odd"), AssertionEr
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("call", ["exists", "get", "put"])
+@pytest.mark.parametrize("call", ["match", "get", "put"])
 def test_a_store_that_raises(blocks, call, error):
     blocks.publish(A, B)
     blocks.store.fail[call] = error
     match = blocks.cache.match(names(A, B))
-    assert match.shared == (0 if call == "exists" else 2)
+    assert match.shared == (0 if call == "match" else 2)
     lease = in_time(lambda: blocks.cache.acquire(names(A, B)))
     assert lease.num_blocks == (2 if call == "put" else 0)
     lease.release()
@@ -586,7 +586,7 @@ def test_a_store_that_raises(blocks, call, error):
 
 
 @pytest.mark.parametrize("answer", [None, [], [True] * 9, "yes", 7, -1, [None, "stored"], [0, 1]])
-@pytest.mark.parametrize("call", ["exists", "get", "put"])
+@pytest.mark.parametrize("call", ["match", "get", "put"])
 def test_an_answer_that_is_none(blocks, call, answer):
     blocks.publish(A, B)
     blocks.store.answer[call] = answer
@@ -699,7 +699,7 @@ def test_without_a_store_the_ways_to_wait_are_the_same(device):
 # The end -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["exists", "get", "put"])
+@pytest.mark.parametrize("call", ["match", "get", "put"])
 def test_clearing_while_the_store_is_at_work(blocks, call):
     blocks.publish(A)
     gate = Held(blocks.store, call)
@@ -714,7 +714,7 @@ def test_clearing_while_the_store_is_at_work(blocks, call):
     blocks.assert_no_leak()
 
 
-@pytest.mark.parametrize("call", ["exists", "get", "put"])
+@pytest.mark.parametrize("call", ["match", "get", "put"])
 def test_closing_while_the_store_is_at_work(blocks, call):
     blocks.publish(A)
     gate = Held(blocks.store, call)
@@ -909,7 +909,7 @@ def test_a_store_of_memory_meets_the_protocol(device):
     pages = blocks.host_pool.allocator.alloc(3)
     assert store.put(names(A, B, C), pages) == ["stored", "stored", "full"]
     assert store.put(names(A), pages[:1]) == ["known"]
-    assert store.exists(names(A, B, C)) == 2
+    assert store.match(names(A, B, C)) == 2
     assert store.get(names(B, C), pages[:2]) == [True, False]
     blocks.host_pool.allocator.free(pages)
 
@@ -955,7 +955,7 @@ def test_many_threads_of_two_caches(device, write):
         blocks = both[seed % 2]
         cache, allocator = blocks.cache, blocks.device_pool.allocator
         try:
-            while rounds < LEAST_ROUNDS or time.monotonic() < until:
+            while rounds < MIN_ROUNDS or time.monotonic() < until:
                 user = rng.randrange(8)
                 hashes = names(user // 4, *(100 * user + i for i in range(rng.randrange(1, 5))))
                 waits = {"wait": rng.choice(["complete", "best_effort", "timeout"])}

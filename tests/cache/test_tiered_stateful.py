@@ -493,7 +493,7 @@ class SharingMachine(Machine):
     @rule(hashes=HASHES, wait=st.sampled_from(["best_effort", "timeout"]))
     def acquire_in_time(self, hashes, wait):
         """The store does not answer before the call returns."""
-        gate = Held(self.blocks.store, "exists")
+        gate = Held(self.blocks.store, "match")
         try:
             lease = in_time(lambda: self.blocks.cache.acquire(hashes, wait=wait, deadline_s=0.001))
         except kv.CacheFull:
@@ -515,7 +515,7 @@ class SharingMachine(Machine):
         self.inserted |= set(hashes)
 
     @precondition(lambda self: not self.calm)
-    @rule(calls=st.sets(st.sampled_from(["exists", "get", "put"])))
+    @rule(calls=st.sets(st.sampled_from(["match", "get", "put"])))
     def failing_store(self, calls):
         """Calls raise, until the next time."""
         self.failures = True

@@ -1089,7 +1089,7 @@ class TieredShared(Tiered):
         self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
         self.tiers._store._thread = threading.current_thread()  # so that none is started
 
-    def exists(self, hashes: list[int]) -> int:
+    def match(self, hashes: list[int]) -> int:
         return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
 
     def put(self, hashes: list[int], pages: list[int]) -> list[str]:
@@ -1778,7 +1778,7 @@ class Shared(Program):
         """Return the files there are, and the blocks, but for those that the step puts."""
         there = [path.name for path in self.folder.glob("*kvcupy-faults*")]
         reader = self.stores[1]
-        return there, None if reader is None or step == "put" else reader.exists(self.hashes)
+        return there, None if reader is None or step == "put" else reader.match(self.hashes)
 
     def result(self) -> dict[str, Any]:
         return dict(self.results)

@@ -479,8 +479,8 @@ NOT_NEEDED = {
             "Staging.save: stream.synchronize()": _SOCKETS,
         },
         "cache/migration/receiver.py": {
-            "Landing.synchronize: self._over.wait(None if timeout_s is None else "
-            "max(0.0, timeout_s))": _THREADS,
+            "Landing.synchronize: self._over.wait(None if deadline_s is None else "
+            "max(0.0, deadline_s))": _THREADS,
             "Landing.wait: self.synchronize()": _THREADS,
             "Landing.wait_layer: self.synchronize()": _THREADS,
             "PageReceiver._run: pull._landing.synchronize()": _THREADS,

@@ -374,12 +374,12 @@ class SharedTiers(Tiers):
 
     def __init__(self, device, *sizes, **options):
         self.stored = {}
-        store = SimpleNamespace(exists=self.exists, put=self.put, get=self.get)
+        store = SimpleNamespace(match=self.match, put=self.put, get=self.get)
         super().__init__(device, *sizes, shared=store, **options)
         self.worker = self.cache._store
         self.worker._thread = threading.current_thread()  # so that none is started
 
-    def exists(self, hashes):
+    def match(self, hashes):
         return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
 
     def put(self, hashes, pages):

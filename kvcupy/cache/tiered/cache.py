@@ -40,7 +40,7 @@ class TieredCache(ProcessLocal):
     write : when a block is copied to the next tier. "through": to host memory when it is inserted,
         as far as pages can be freed there, and to disk when it is flushed or evicted from host
         memory. "back": when it is evicted
-    shared : a `SharedStore` of the host pool, or None; or whatever has its `exists`, `put` and
+    shared : a `SharedStore` of the host pool, or None; or anything that has its `match`, `put` and
         `get`, which threads may call. The caches of other processes on the same store find the
         blocks of this one, and it theirs. Closing the cache does not close the store
     shared_write : when a block is put into the store, unless that knows it. "through": when it is
