@@ -633,7 +633,7 @@ class Paged:
             names = [name for name in self.NAMES if name in cache] or [self.NAMES[0]]
             names = rng.sample(names, rng.randrange(1, len(names) + 1))
             counts = [rng.choice([1, 1, 2, 5]) for _ in names]
-            arguments: Arguments = {"seqs": names, "append_lengths": counts}
+            arguments: Arguments = {"seqs": names, "append_lens": counts}
             if rng.random() < 0.2:
                 arguments["token_tree"] = [
                     [rng.choice([-1, 0, i - 1]) if i else -1 for i in range(n)] for n in counts
@@ -656,13 +656,13 @@ class Paged:
             rows = (pool.num_layers, count, heads)
             return {
                 "seq": seq, "start": rng.randrange(length - count + 1),
-                "K": self.case.place(array(cache.device, *rows, width)),
-                "V": self.case.place(array(cache.device, *rows, v_width)),
+                "k": self.case.place(array(cache.device, *rows, width)),
+                "v": self.case.place(array(cache.device, *rows, v_width)),
             }  # fmt: skip
 
         def part() -> Arguments:
             whole = contents()
-            return {"seq": whole["seq"], "start": 0, "stop": whole["K"].shape[1]}
+            return {"seq": whole["seq"], "start": 0, "stop": whole["k"].shape[1]}
 
         seq = lambda: {"seq": self.present()}  # noqa: E731
         return methods("PagedKVCache", {
@@ -703,7 +703,7 @@ class Paged:
         case, cache = self.case, self.cache
         makers = self.makers()
         usual = ["add_sequence", "begin_forward", "attention", "attention", "end_forward"]
-        names = ("key", "value", "query", "K", "V", "sequence", "tokens", "pages")
+        names = ("key", "value", "query", "k", "v", "sequence", "tokens", "pages")
         for step in range(case.rng.randrange(4, 24)):
             name = usual[step % 5] if case.chance(0.6) else case.rng.choice(list(makers))
             arguments = makers[name]()

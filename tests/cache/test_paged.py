@@ -386,7 +386,7 @@ def test_defaults(device):
     )
     assert (cache.pool.page_size, cache.pool.dtype, cache.pool.num_pages) == (16, "bf16", 600)
     cache.add_sequence(0)
-    with pytest.raises(ValueError, match="append_lengths"):
+    with pytest.raises(ValueError, match="append_lens"):
         cache.begin_forward([0], [8193])
     cache.begin_forward([0], [8192])
     cache.end_forward()

@@ -132,7 +132,7 @@ def test_the_last_position_of_a_table(device, mode):
         twin.step("a", [1])
         return
     for names, lens in ((["a"], [1]), (["b", "a"], [1, 1]), (["b"], [10])):
-        with pytest.raises(ValueError, match=r"\bappend_lengths\b"):
+        with pytest.raises(ValueError, match=r"\bappend_lens\b"):
             twin.cache.begin_forward(names, lens)
         twin.check()
     twin.step("b", [9])
@@ -144,7 +144,7 @@ def test_a_tree_deeper_than_a_table(device):
     twin.prefill("a", 10)
     twin.step("a", [5], [[-1, -1, 0, 0, 1]])
     twin.commit("a", [-1])
-    with pytest.raises(ValueError, match=r"\b(append_lengths|token_tree)\b"):
+    with pytest.raises(ValueError, match=r"\b(append_lens|token_tree)\b"):
         twin.cache.begin_forward(["a"], [3], token_tree=[[-1, 0, 1]])
     twin.check()
     twin.step("a", [2])

@@ -506,7 +506,7 @@ NOT_NEEDED = {
         },
         PAGES: {"StreamCompletion.failure: self._relay.synchronize()": _FAILURES},
         "cache/paged/cache.py": {
-            "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lengths, token_tree)":
+            "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end()": _ANOTHER,
             "PagedKVCache.fork_sequence: self._steps.fork(source, child, int(at), inherit_window)":

@@ -395,13 +395,13 @@ class PagedKVCache(ProcessLocal):
 
     # --- Steps ---
 
-    def begin_forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> None:
+    def begin_forward(self, seqs: Any, append_lens: Any, *, token_tree: Any = None) -> None:
         """Begin a step that appends tokens to sequences: lengths grow, pages are allocated.
 
         Parameters
         ----------
         seqs : sequences, each once; rows of the step come in this order
-        append_lengths : new tokens of each, at least 1, together at most max_batch_tokens
+        append_lens : new tokens of each, at least 1, together at most max_batch_tokens
         token_tree : for each sequence the parents of its new tokens, which are nodes of a tree,
             numbered on from those not yet committed; -1: a root, which follows the last committed
             token. None in place of a list: plain tokens, one after another
@@ -420,7 +420,7 @@ class PagedKVCache(ProcessLocal):
         Stream: host work, but for partial pages that are shared: they are copied on the copy
         stream. Host work grows with the batch, not with the number of sequences in the cache.
         """
-        self._steps.begin(seqs, append_lengths, token_tree)
+        self._steps.begin(seqs, append_lens, token_tree)
 
     def end_forward(self) -> None:
         """End the step; windows slide.
@@ -434,9 +434,9 @@ class PagedKVCache(ProcessLocal):
         self._steps.end()
 
     @contextmanager
-    def forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> Iterator[None]:
+    def forward(self, seqs: Any, append_lens: Any, *, token_tree: Any = None) -> Iterator[None]:
         """Begin a step and end it with the block; an exception takes its tokens back."""
-        self.begin_forward(seqs, append_lengths, token_tree=token_tree)
+        self.begin_forward(seqs, append_lens, token_tree=token_tree)
         try:
             yield
         except BaseException:
@@ -688,13 +688,13 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
         return self._contents.read(sequence, start, stop, dtype, stream)
 
-    def set_kv(self, seq: Hashable, start: int, K: Any, V: Any, *, stream: Any = None) -> None:
+    def set_kv(self, seq: Hashable, start: int, k: Any, v: Any, *, stream: Any = None) -> None:
         """Overwrite K and V of tokens of a sequence; other sequences that share them keep theirs.
 
         Parameters
         ----------
         start : position of the first; n of them must be cached
-        K, V : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
+        k, v : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
             quantised if the cache is
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -716,7 +716,7 @@ class PagedKVCache(ProcessLocal):
         sequence = self._on_device(seq)
         self._steps.require_outside(seq)
         checks.require_int(start, "start")
-        key, value = self._contents.check(K, V)
+        key, value = self._contents.check(k, v)
         stop = start + key.shape[1]
         if not 0 <= start <= stop <= sequence.length:
             raise ValueError(

@@ -108,8 +108,8 @@ class Contents:
 
     def check(self, key: Any, value: Any) -> tuple[ArrayView, ArrayView]:
         """Raise if `write` cannot write K and V; return both as views."""
-        views = view(key, "K"), view(value, "V")
-        for rows, name, part in zip(views, "KV", self._bits[0], strict=True):
+        views = view(key, "k"), view(value, "v")
+        for rows, name, part in zip(views, "kv", self._bits[0], strict=True):
             checks.number_format(rows, name)
             row = part.shape[3:] if self._is_latent else part.shape[2:]
             count = views[0].shape[1] if views[0].ndim > 1 else 0
