@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,7 +36,6 @@ from .attention_kernels import (
     starts_params,
 )
 from .call import (
-    Argument,
     Launch,
     Operation,
     Plan,
@@ -47,28 +47,47 @@ from .call import (
 )
 from .checks import KVNames, KVOperand
 from .merge import merge_launch
+from .spec import Argument
+from .store import CACHES, SCALE_CACHES, SCALES, only_read
 
 # What differs from call to call, what belongs to a layer of a cache, and what to a step.
 _PER_CALL = (
-    Argument("query", words=True), Argument("out", output=True, words=True, returned=True),
-    Argument("lse_out", output=True), Argument("sinks"),
-)  # fmt: skip
-_PER_LAYER = (
-    Argument("k_cache", words=True), Argument("v_cache", words=True),
-    Argument("k_scale", number=True), Argument("v_scale", number=True),
-    Argument("k_scale_cache"), Argument("v_scale_cache"),
-)  # fmt: skip
+    Argument("query", "sequences heads head_dim", words=True),
+    Argument(
+        "out", "sequences heads v_head_dim", output=True, fresh=True, words=True, returned=True
+    ),
+    Argument("lse_out", "sequences heads", output=True, fresh=True, returned_if="return_lse"),
+    Argument("sinks", "heads", in_example=False),
+)
+_PER_LAYER = only_read(*CACHES, *SCALES, *SCALE_CACHES)
 _PER_STEP = (
-    Argument("block_table"), Argument("seq_lens"), Argument("query_lens"), Argument("tree_mask"),
+    Argument("block_table", "sequences max_pages", example=((1, 0), (0, 1))),
+    Argument("seq_lens", "sequences", example=(7, 2)),
+    Argument("query_lens", "sequences", in_example=False), Argument("tree_mask", in_example=False),
     Argument("evicted_starts"), Argument("evicted_lens"), Argument("key_starts"),
     Argument("tree_lens"), Argument("tree_positions"), Argument("rope_table", words=True),
     Argument("cu_query_lens"),
 )  # fmt: skip
-_ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
+
+
+def _attended(
+    arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and format of the outputs that attention allocates."""
+    query, v_cache = arguments["query"], arguments["v_cache"]
+    rows = tuple(query.shape[:2])
+    outputs = {"out": ((*rows, v_cache.shape[-1]), query.format)}
+    if options.get("return_lse"):
+        outputs["lse_out"] = rows, "fp32"
+    return {name: each for name, each in outputs.items() if name not in arguments}
+
+
+_ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP, outputs_of=_attended)
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
 
+@_ATTENTION.public
 def paged_attention(
     query: Any,
     k_cache: Any,
@@ -336,7 +355,7 @@ def check_call(arguments: dict[str, Any], options: AttentionOptions) -> Attentio
         )
     num_sequences, max_pages = _check_tables(arguments, num_tokens)
     if "out" not in arguments:
-        out = to_allocate(query, (num_tokens, num_heads, v.cache.width), query.format)
+        out = to_allocate(query, *_attended(arguments, {})["out"])
         arguments = {**arguments, "out": out}
     _check_outputs(arguments, num_tokens, num_heads, v.cache.width)
     _check_masks(arguments, num_tokens, num_heads, num_sequences)

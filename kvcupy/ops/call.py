@@ -73,33 +73,12 @@ from ..devices.protocol import Device, Stream
 from ..errors import CaptureError, CompileError
 from ..kernels import Specialisation
 from . import checks
+from .spec import Argument, Declaration, Outputs
 
 Views = dict[str, ArrayView]
 """Arguments by name: those that are arrays."""
 
 # --- Operations and their arguments ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Argument:
-    """An array argument of an operation.
-
-    Parameters
-    ----------
-    name : as in the public function, and in errors
-    output : it is written
-    words : it is read or written in whole words, so its alignment is part of the signature
-    number : it may be a number instead of an array
-    replaces : inputs whose memory an output may be, element for element: it is written in place
-    returned : an output that `Operation.run` returns; where None is passed, the plan allocates it
-    """
-
-    name: str
-    output: bool = False
-    words: bool = False
-    number: bool = False
-    replaces: tuple[str, ...] = ()
-    returned: bool = False
 
 
 class Recorder:
@@ -109,35 +88,17 @@ class Recorder:
     num_streams: int
 
 
-class Operation:
-    """The name of an operation and its array arguments.
+class Operation(Declaration):
+    """A declared operation, and the plan of its last call."""
 
-    Attributes
-    ----------
-    names : of the arguments, in the order of addresses and arrays wherever these are tuples
-    outputs : positions of those that are written
-    words : positions of those whose alignment is part of the signature
-    returned : takes the arrays, and returns what the public function does; None: it returns None
-    in_place : positions of outputs, and of inputs whose memory they may be
-    """
-
-    def __init__(self, name: str, *arguments: Argument) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.names = tuple([a.name for a in arguments])
-        self.outputs = tuple([i for i, a in enumerate(arguments) if a.output])
-        self.in_place = tuple(
-            [(i, self.names.index(name)) for i, a in enumerate(arguments) for name in a.replaces]
-        )
-        self.words = tuple([i for i, a in enumerate(arguments) if a.words])
-        returned = [i for i, a in enumerate(arguments) if a.returned]
-        self.returned = operator.itemgetter(*returned) if returned else None
+    def __init__(
+        self, name: str, *arguments: Argument, outputs_of: Outputs | None = None,
+        waits: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(name, *arguments, outputs_of=outputs_of, waits=waits)
         self._prober = Prober()
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
-
-    def __str__(self) -> str:
-        return self.name
 
     def run(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any],

@@ -16,24 +16,12 @@ from paged_snapshot import pages_of_pool
 import kvcupy as kv
 from kvcupy import __main__ as command
 from kvcupy import formats
+from kvcupy.ops.spec import OPERATIONS
 
 from .attempts import Case, Finding, origin
 
 Arguments = dict[str, Any]
 _SLOTTED = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "cache")
-
-# What may be written, by operation; caches only in the slots of `slot_mapping`.
-_WRITTEN = {
-    "store_kv": "k_cache v_cache k_scale_cache v_scale_cache",
-    "store_mla": "cache",
-    "apply_rope": "query key query_out key_out",
-    "rope_store_kv": "query key query_out k_cache v_cache k_scale_cache v_scale_cache",
-    "rope_store_mla": "query rope_key query_out cache",
-    "gather_kv": "k_out v_out",
-    "slot_mapping": "out",
-    "paged_attention": "out lse_out",
-    "merge_states": "out lse_out",
-}
 
 # Other valid values of options, drawn now and then.
 _OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -236,13 +224,7 @@ def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
     if slots is not None and slots.itemsize in (4, 8):
         slots = np.unique(np.array(slots).view(f"i{slots.itemsize}"))
     parts = []
-    for key in _WRITTEN[name].split():
-        if key == "key" and arguments.get("write_key") is False:
-            continue
-        if key == "query" and arguments.get("query_out") is not None:
-            continue
-        if key == "key" and arguments.get("key_out") is not None:
-            continue
+    for key in OPERATIONS[name].written(arguments):
         for array in parts_of(arguments.get(key)):
             if key not in _SLOTTED or slots is None:
                 parts.append(array)

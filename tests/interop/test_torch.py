@@ -6,6 +6,7 @@ import inspect
 import io
 import subprocess
 import sys
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.ops import bind
+from kvcupy.ops.spec import OPERATIONS
 
 torch = pytest.importorskip("torch")
 
@@ -29,7 +30,8 @@ from torch_calls import (  # noqa: E402
 )
 
 import kvcupy.interop.torch as kvt  # noqa: E402
-from kvcupy.interop.torch_operators import KERNELS, OPERATORS, TABLE  # noqa: E402
+from kvcupy.interop import torch_operators  # noqa: E402
+from kvcupy.interop.torch_operators import KERNELS, OPERATORS  # noqa: E402
 
 DYNAMIC = ("slot_mapping", "page_table_csr", "find_duplicate_slots")  # whose results' lengths are
 NO_BACKWARD = "kvcupy has no backward: call this under torch.no_grad()"
@@ -64,11 +66,10 @@ def torch_device(device):
 
 def test_functions_are_kvcupys():
     """The same names, arguments and defaults; `format` comes on top."""
-    operations = {f.__name__ for f in (*bind._PLANNED, *bind._UNPLANNED)}
-    missing = {"transfer_pages", "rotate_query"}
-    assert operations - missing == {row.name for row in TABLE}
-    assert operations - missing == set(kvt.__all__) - {"as_tensor", "rope_table"}
-    for name in operations - missing | {"rope_table"}:
+    operations = OPERATIONS.keys() - {"transfer_pages"}
+    assert operations == {each.declaration.name for each in OPERATORS}
+    assert operations == set(kvt.__all__) - {"as_tensor", "rope_table"}
+    for name in operations | {"rope_table"}:
         own, theirs = (inspect.signature(getattr(m, name)).parameters for m in (kv, kvt))
         extra = {"format"} if "format" in theirs else set()
         assert list(own) == [n for n in theirs if n not in extra], name
@@ -80,7 +81,7 @@ def test_functions_are_kvcupys():
 def test_schemas_have_the_operations_defaults():
     """A dispatcher leaves out what equals the default."""
     for each in OPERATORS:
-        parameters = inspect.signature(getattr(kv, each.row.name)).parameters
+        parameters = inspect.signature(getattr(kv, each.declaration.name)).parameters
         for argument in operator(each.name)._schema.arguments:
             if argument.has_default_value() and argument.name in parameters:
                 default = parameters[argument.name].default
@@ -614,14 +615,18 @@ def test_streams_of_kvcupy(calls, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_operators_run_on_the_current_stream(calls, name):
+def test_operators_run_on_the_current_stream(calls, name, monkeypatch):
     """That of torch, in its captures too: none is passed on, and kvcupy asks for it."""
     (found,) = (each for each in OPERATORS if each.name == name)
     passed = []
-    row = replace(found.row, function=lambda **values: passed.append(values))
-    replace(found, row=row).kernel(*operands(name, copied(calls[name]))[0])
+    declaration = copy(found.declaration)
+    declaration.function = lambda **values: passed.append(values)
+    monkeypatch.setattr(torch_operators, "_FUNCTIONS", {})
+    replace(found, declaration=declaration).kernel(*operands(name, copied(calls[name]))[0])
     assert not {"stream", "alt_stream"} & passed[0].keys()
-    assert passed[0].keys() <= inspect.signature(getattr(kv, found.row.name)).parameters.keys()
+    assert (
+        passed[0].keys() <= inspect.signature(getattr(kv, found.declaration.name)).parameters.keys()
+    )
 
 
 @pytest.mark.races
