@@ -677,7 +677,7 @@ class Paged:
             "remove_sequence": seq, "sequence_length": seq, "offload": seq, "onboard": seq,
             "fork_sequence": lambda: {"parent": self.present(), "child": self.absent(), "at": 1},
             "pop_tokens": lambda: {**seq(), "n": rng.randrange(4)},
-            "enable_sliding_window": lambda: {**seq(), "window": 6, "sinks": 1},
+            "enable_sliding_window": lambda: {**seq(), "window": 5, "sink_tokens": 1},
             "get_kv": part, "set_kv": contents, "query_positions": dict, "slot_mapping": dict,
             "block_table": dict, "page_table_csr": dict, "clear": dict,
             "commit_token_tree": lambda: {

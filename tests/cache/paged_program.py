@@ -137,7 +137,7 @@ class Program:
     def slide(self):
         name = self.one()
         if name is not None and self.chance(0.5):
-            self.cache.enable_sliding_window(name, int(self.rng.integers(5, 30)), 2)
+            self.cache.enable_sliding_window(name, int(self.rng.integers(3, 28)), 2)
 
     def read(self):
         name = self.one()

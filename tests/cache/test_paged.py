@@ -239,7 +239,7 @@ def test_numbers_and_lists_of_numpy(device):
     twin.model.commit([1, 0], [2, -1])
     twin.both("fork", 1, 2, np.int64(3))
     twin.both("pop", np.int64(0), np.int32(2))
-    twin.slide(2, np.int64(4), np.int32(1))
+    twin.slide(2, np.int64(3), np.int32(1))
     twin.check()
     twin.step([0, 1, 2], [2, 1, 3])
 

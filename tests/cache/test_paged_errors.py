@@ -31,7 +31,7 @@ def crowd(device, **options):
     twin.prefill("tree", 5)
     twin.step(["tree"], [7], [BINARY])
     twin.add("slid", "empty")
-    twin.slide("slid", 6, 1)
+    twin.slide("slid", 5, 1)
     twin.step(["slid"], [15])
     return twin
 
@@ -131,11 +131,11 @@ SEQUENCES = [
     ("pop a fraction", lambda c: c.pop_tokens("a", 1.0), TypeError, "n"),
     ("pop past a slid start", lambda c: c.pop_tokens("slid", 7), ValueError, "n"),
     ("pop of a tree", lambda c: c.pop_tokens("tree", 1), ValueError, "seq"),
-    ("window 0", lambda c: c.enable_sliding_window("a", 0), ValueError, "window|sinks"),
-    ("sinks below 0", lambda c: c.enable_sliding_window("a", 4, -1), ValueError, "sinks"),
-    ("sinks of all", lambda c: c.enable_sliding_window("a", 4, 4), ValueError, "sinks"),
+    ("window 0", lambda c: c.enable_sliding_window("a", 0), ValueError, "window"),
+    ("sinks below 0", lambda c: c.enable_sliding_window("a", 4, -1), ValueError, "sink_tokens"),
+    ("only sinks", lambda c: c.enable_sliding_window("a", 0, 4), ValueError, "window"),
     ("window a fraction", lambda c: c.enable_sliding_window("a", 4.5), TypeError, "window"),
-    ("other sinks", lambda c: c.enable_sliding_window("slid", 6, 2), ValueError, "sinks"),
+    ("other sinks", lambda c: c.enable_sliding_window("slid", 4, 2), ValueError, "sink_tokens"),
     ("get backwards", lambda c: c.get_kv("a", 5, 3), ValueError, "start|stop"),
     ("get below 0", lambda c: c.get_kv("a", -1, 3), ValueError, "start"),
     ("get from a fraction", lambda c: c.get_kv("a", 1.0, 3), TypeError, "start"),

@@ -63,7 +63,7 @@ def generate(world, decoders):
     cache.remove_sequence("a")
     world.step("ed", [3, 2])
     decode("ce", 3)
-    cache.enable_sliding_window("c", 7, 2)
+    cache.enable_sliding_window("c", 5, 2)
     cache.enable_sliding_window("d", 9, 0)
     decode("cd", 8)
     decode("c", 3, "other")

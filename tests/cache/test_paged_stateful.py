@@ -123,9 +123,9 @@ class PagedCacheMachine(RuleBasedStateMachine):
     def slide(self, data):
         name = self.one(data, tree=False)
         sequence = self.sequences[name]
-        sinks = sequence.sinks if sequence.slid else self.draw(data, st.integers(0, 4), "sinks")
-        window = self.draw(data, st.integers(sinks + 1, 9), "window")
-        self.twin.slide(name, window, sinks)
+        kept = self.draw(data, st.integers(0, 4), "sink_tokens")
+        kept = sequence.sink_tokens if sequence.slid else kept
+        self.twin.slide(name, self.draw(data, st.integers(1, 9 - kept), "window"), kept)
 
     @precondition(lambda self: self.free(tree=False))
     @rule(data=DATA)
@@ -247,7 +247,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
             "pop": lambda c: c.pop_tokens(name, length + 1),
             "leaf": lambda c: c.commit_token_tree([name], [length + 1]),
             "get": lambda c: c.get_kv(name, 0, length + 1),
-            "window": lambda c: c.enable_sliding_window(name, 2, 2),
+            "window": lambda c: c.enable_sliding_window(name, 0, 2),
         }
         call = self.draw(data, st.sampled_from([*calls]), "call")
         before = snapshot(self.twin.cache, [*self.sequences])

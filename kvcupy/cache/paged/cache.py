@@ -297,7 +297,7 @@ class PagedKVCache(ProcessLocal):
         parent, child : a cached sequence, and a new one
         at : how many tokens, 0 to the parent's length; None: all
         inherit_window : whether the child gets the parent's sliding window. False: it has none,
-            and `at` is at most the parent's sinks, because the tokens behind them may be evicted
+            and `at` is at most the parent's sink_tokens, because those behind may be evicted
 
         Raises
         ------
@@ -320,10 +320,10 @@ class PagedKVCache(ProcessLocal):
         checks.require_int(at, "at")
         if not 0 <= at <= source.length:
             raise ValueError(f"at: expected 0 to {source.length}, got {at}")
-        if not inherit_window and source.window and at > source.sinks:
+        if not inherit_window and source.window and at > source.sink_tokens:
             raise ValueError(
-                f"at: expected at most the {source.sinks} sinks of the parent's sliding window "
-                f"with inherit_window=False, got {at}"
+                f"at: expected at most the {source.sink_tokens} sink_tokens of the parent's "
+                f"sliding window with inherit_window=False, got {at}"
             )
         self._steps.fork(source, child, int(at), inherit_window)
 
@@ -352,18 +352,19 @@ class PagedKVCache(ProcessLocal):
         """
         return self._sequences.find(seq).length
 
-    def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
+    def enable_sliding_window(self, seq: Hashable, window: int, sink_tokens: int = 0) -> None:
         """After each step, keep only the first tokens of a sequence and the last.
 
         Parameters
         ----------
-        window : tokens that remain: the first `sinks`, and the last `window - sinks`
-        sinks : 0 to window - 1
+        window : how many of the last tokens remain
+        sink_tokens : how many of the first tokens remain too
 
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        TypeError, ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        TypeError, ValueError : an argument does not fit, or tokens were evicted behind another
+            number of sink_tokens
         KvcupyError : it belongs to the running step
 
         Notes
@@ -375,12 +376,14 @@ class PagedKVCache(ProcessLocal):
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         positive_int(window, "window")
-        checks.require_int(sinks, "sinks")
-        if not 0 <= sinks < window:
-            raise ValueError(f"sinks: expected 0 to {window - 1}, got {sinks}")
-        if sequence.evicted and sinks != sequence.sinks:
-            raise ValueError(f"sinks: expected {sequence.sinks} as before, got {sinks}")
-        sequence.window, sequence.sinks = int(window), int(sinks)
+        checks.require_int(sink_tokens, "sink_tokens")
+        if not 0 <= sink_tokens < 2**31:
+            raise ValueError(f"sink_tokens: expected 0 to 2**31 - 1, got {sink_tokens}")
+        if sequence.evicted and sink_tokens != sequence.sink_tokens:
+            raise ValueError(
+                f"sink_tokens: expected {sequence.sink_tokens} as before, got {sink_tokens}"
+            )
+        sequence.window, sequence.sink_tokens = int(window), int(sink_tokens)
         if self._rope_mode == "normal" and not self._warned:
             self._warned = True
             cache_logger.warning(
@@ -629,7 +632,7 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        A sequence whose window has slid has unused slots between its sinks and what follows.
+        A sequence whose window has slid has unused slots between its sink tokens and what follows.
         """
         self._require_one_pool("block_table")
         return self.device.carrier(block_table(self._tables(stream)))
@@ -768,7 +771,7 @@ class PagedKVCache(ProcessLocal):
         try:
             reserved = self._sequences.reserve([sequence], [saved.length])
             self._sequences.grow([sequence], [saved.length], reserved)
-            sequence.window, sequence.sinks = saved.window, saved.sinks
+            sequence.window, sequence.sink_tokens = saved.window, saved.sink_tokens
             self._contents.restore(sequence, saved)
             self._steps.demote([sequence])
         except BaseException:
@@ -989,7 +992,7 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
         if sequence.length == 0:
             raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
-        if self._steps.is_running(seq) and 0 < sequence.window < sequence.length:
+        if self._steps.is_running(seq) and sequence.num_beyond_window:
             raise ValueError(
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )

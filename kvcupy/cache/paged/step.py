@@ -235,7 +235,7 @@ class Step:
             positions = np.arange(num_tokens) + (tables["seq_lens"] - counts - first_rows)[rows]
         places = positions
         if any(evicted):
-            tables["evicted_starts"] = np.array([s.sinks for s in sequences], np.int32)
+            tables["evicted_starts"] = np.array([s.sink_tokens for s in sequences], np.int32)
             tables["evicted_lens"] = np.array(evicted, np.int32)
             places = positions + tables["evicted_lens"][rows]
         slots = table[rows, places // self.page_size].astype(np.int64)
@@ -260,9 +260,9 @@ class Step:
         starts = demoted.argmax(axis=1)
         places = np.stack([starts, starts + demoted.sum(axis=1)]) * self.page_size
         if any(s.evicted for s in self.sequences):
-            sinks = np.array([s.sinks for s in self.sequences])
+            kept = np.array([s.sink_tokens for s in self.sequences])
             evicted = np.array([s.evicted for s in self.sequences])
-            places = np.where(places <= sinks, places, np.maximum(places - evicted, sinks))
+            places = np.where(places <= kept, places, np.maximum(places - evicted, kept))
         names = "past_starts", "past_stops"
         return dict(zip(names, places.astype(np.int32), strict=True))
 
@@ -712,7 +712,7 @@ def find_cascade(
     for sequence, shared in zip(sequences, is_shared, strict=True):
         pages = sequence.pages
         if sequence.evicted:
-            pages = pages[: sequence.sinks // page_size]
+            pages = pages[: sequence.sink_tokens // page_size]
         if shared and groups:
             prefix, count = groups[-1]
             common = _num_common(prefix, pages)
