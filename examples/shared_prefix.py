@@ -13,7 +13,7 @@ def process(number):
     pool = kv.KVPool(64, 16, 4, 8, 128, layout="page_first_direct", placement="pinned")
     pages = pool.allocator.alloc(len(hashes))
     with kv.SharedStore.open(name, pool, capacity_bytes=2**26) as store:
-        known = store.exists(hashes)
+        known = store.match(hashes)
         there = store.get(hashes[:known], pages[:known])
         print(f"process {number}: {sum(there)} of {len(hashes)} blocks were there")
         for layer in range(4):  # the rest is computed

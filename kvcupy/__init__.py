@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import metrics
 from .arrays import ArrayView, view_as
-from .cache.engine import TransferEngine
-from .cache.identity import BlockKeys, block_hashes
-from .cache.migration.receiver import PageReceiver
+from .cache.engine import Transfer, TransferEngine
+from .cache.identity import BlockKeys, PoolIdentity, block_hashes
+from .cache.migration.receiver import PageReceiver, Pull
 from .cache.migration.sender import PageSender
 from .cache.paged.cache import PagedKVCache
 from .cache.paged.past import Demotion
@@ -18,6 +18,7 @@ from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
 from .cache.shared.store import SharedStore
 from .cache.tiered.cache import TieredCache
+from .cache.tiered.leases import Lease
 from .config import config
 from .devices import check_faults, default_device, device
 from .errors import (
@@ -45,7 +46,7 @@ from .ops.rope_table import rope_table
 from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
-from .order.explore import explore
+from .order.explore import ExploreResult, explore
 from .streams import fork, join, keep_alive
 from .timelines import nvtx as _nvtx  # noqa: F401 -- config.nvtx takes effect
 from .timelines.timeline import timeline
@@ -90,9 +91,11 @@ __all__ = [
     "Demotion",
     "DeviceError",
     "Encoding",
+    "ExploreResult",
     "IndexFault",
     "KVPool",
     "KvcupyError",
+    "Lease",
     "MLAPool",
     "OrderError",
     "OrderWarning",
@@ -100,8 +103,11 @@ __all__ = [
     "PageReceiver",
     "PageSender",
     "PagedKVCache",
+    "PoolIdentity",
+    "Pull",
     "SharedStore",
     "TieredCache",
+    "Transfer",
     "TransferEngine",
     "TransferError",
     "UnknownSequence",

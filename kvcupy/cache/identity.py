@@ -20,7 +20,7 @@ DIGEST_BYTES = 16
 KEY_BYTES = 32
 
 _VERSION = 1  # of the order of bytes and of what an identity has
-_MOST_ENCODED_BYTES = 4095
+_MAX_ENCODED_BYTES = 4095
 _WORD_MASK = 2**64 - 1
 
 # --- Hashes of token ids, each chained to the block before ---
@@ -206,7 +206,7 @@ class PoolIdentity:
             wire="page_head" if pool.layout == "page_head" else "page_first_direct",
             version=_VERSION, model=model,
         )  # fmt: skip
-        if len(identity.encoded()) > _MOST_ENCODED_BYTES:
+        if len(identity.encoded()) > _MAX_ENCODED_BYTES:
             raise ValueError(
                 f"model: expected less than 4 KiB of JSON, got {len(model)} characters"
             )
@@ -216,7 +216,7 @@ class PoolIdentity:
     def decoded(cls, encoded: bytes) -> PoolIdentity:
         """Return the identity that another process has encoded; ValueError if it is none."""
         try:
-            if len(encoded) > _MOST_ENCODED_BYTES:
+            if len(encoded) > _MAX_ENCODED_BYTES:
                 raise ValueError("it is too long")
             values = json.loads(encoded)
             if not isinstance(values, dict):

@@ -31,7 +31,7 @@ except ImportError:  # of the extra "shared"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_LEAST_PIECE_BYTES = 4096  # on average, of a page that is not gathered into one piece first
+_MIN_PIECE_BYTES = 4096  # on average, of a page that is not gathered into one piece first
 _AXES = {"page_first_direct": (1, 2, 3), "page_head": (3, 2, 1)}  # of (pages, L, S, H, width)
 
 
@@ -119,7 +119,7 @@ class WirePages:
         in_order = wire == "page_first_direct" or len(pool.groups) == 1
         self.is_direct = in_order and (
             self.num_pieces == len(self._planes)
-            or self.num_pieces * _LEAST_PIECE_BYTES <= self.block_bytes
+            or self.num_pieces * _MIN_PIECE_BYTES <= self.block_bytes
         )
         self._layers: dict[int, list[_Run]] = {}
 
@@ -197,7 +197,7 @@ class WirePages:
     def _require_direct(self) -> None:
         if not self.is_direct:
             raise ValueError(
-                f"pool: expected pieces of at least {_LEAST_PIECE_BYTES} bytes, got "
+                f"pool: expected pieces of at least {_MIN_PIECE_BYTES} bytes, got "
                 f"{self.num_pieces} in a page of {self.block_bytes} (see WirePages.is_direct)"
             )
 

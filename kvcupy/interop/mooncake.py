@@ -32,7 +32,7 @@ from ..cache.shared.backend import (
     FAILED,
     FULL,
     KNOWN,
-    MOST_HEADER_BYTES,
+    MAX_HEADER_BYTES,
     STORED,
     BackendLost,
     Block,
@@ -45,11 +45,11 @@ from ..extras import install
 
 _LENGTH_BYTES = 2  # of the header that follows
 _HEADER_BYTES = 256  # of an object in front of its payload
-_MOST_STAGED_BYTES = 2**17  # of blocks that go through a buffer: a request costs as much as a copy
+_MAX_STAGED_BYTES = 2**17  # of blocks that go through a buffer: a request costs as much as a copy
 _BLOCKS_PER_CALL, _STAGED_BLOCKS_PER_CALL = 512, 64
 _BLOCKS_PER_GET = 32
 _CALLS_AT_ONCE = 4
-_MOST_DRAINING = 2
+_MAX_DRAINING = 2
 _CLOSE_S = 5.0
 _MASTER_S = 2.0  # in which a master that is there hangs up
 
@@ -362,8 +362,8 @@ def _put(
         return codes
     for row, i in zip(rows, new, strict=False):
         content = contents[i]
-        if len(content) > MOST_HEADER_BYTES:
-            raise ValueError(f"headers: expected {MOST_HEADER_BYTES} bytes, got {len(content)}")
+        if len(content) > MAX_HEADER_BYTES:
+            raise ValueError(f"headers: expected {MAX_HEADER_BYTES} bytes, got {len(content)}")
         data = len(content).to_bytes(_LENGTH_BYTES, "little") + content
         memory = row.data
         memory[:_HEADER_BYTES] = data.ljust(_HEADER_BYTES, b"\0")
@@ -426,7 +426,7 @@ def _address(piece: memoryview) -> int:
 def _header(row: bytes) -> bytes | None:
     """Return the header in what was stored in front of a payload, None if there is none."""
     num_bytes = int.from_bytes(row[:_LENGTH_BYTES], "little")
-    if num_bytes > MOST_HEADER_BYTES:
+    if num_bytes > MAX_HEADER_BYTES:
         return None
     return row[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes]
 
@@ -449,7 +449,7 @@ class _Clients:
     def __init__(self, settings: _Settings, pages: WirePages) -> None:
         self._settings = settings
         self._pages = pages
-        is_staged = pages.block_bytes <= _MOST_STAGED_BYTES
+        is_staged = pages.block_bytes <= _MAX_STAGED_BYTES
         self.blocks_per_call = _STAGED_BLOCKS_PER_CALL if is_staged else _BLOCKS_PER_CALL
         self._current: _Client | None = None
         self._node: _Client | None = None
@@ -547,7 +547,7 @@ class _Clients:
                 if self._closed:
                     raise BackendLost("the store is closed")
                 if self._current is None:
-                    if len(self._draining) >= _MOST_DRAINING:
+                    if len(self._draining) >= _MAX_DRAINING:
                         raise BackendLost(
                             f"mooncake {self._settings.master}: calls that were given up have not "
                             f"come back"
@@ -617,7 +617,7 @@ class _Client:
         self.quiet = threading.Event()
         self._lanes: list[_Lane] = []
         shape = (_CALLS_AT_ONCE, _BLOCKS_PER_CALL, _HEADER_BYTES)
-        if pages is not None and pages.block_bytes <= _MOST_STAGED_BYTES:
+        if pages is not None and pages.block_bytes <= _MAX_STAGED_BYTES:
             staged_bytes = _HEADER_BYTES + pages.block_bytes
             shape = (_CALLS_AT_ONCE, _STAGED_BLOCKS_PER_CALL, staged_bytes)
         self._rows = np.zeros(shape, np.uint8)

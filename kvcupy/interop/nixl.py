@@ -63,14 +63,14 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
 # Layers that are ready together go in groups of so many bytes, or a share of all layers if that is
 # more: the more layers, the longer are the pieces that a READ is of, but the later is the first.
 _GROUP_BYTES = 16 << 20
-_MOST_GROUPS = 4
+_MAX_GROUPS = 4
 _READ_BYTES = 8 << 20  # which are verified while the next are read
-_MOST_READS, _MOST_PREPARED = 4, 64  # of a pull at a time
+_MAX_READS, _MAX_PREPARED = 4, 64  # of a pull at a time
 _HASHED_BYTES = 1 << 20  # between looks whether an offer stands
 _LOOK_AHEAD_S, _MAX_LOOK_AHEAD_S = 2e-3, 32e-3  # between looks whether layers are ready
-_MOST_PAGES = 1 << 16  # of a message
-_MOST_DESCRIPTIONS = 16  # of peers that are kept decoded
-_MOST_VERIFIERS = 4  # threads, which all pulls share
+_MAX_PAGES = 1 << 16  # of a message
+_MAX_DESCRIPTIONS = 16  # of peers that are kept decoded
+_MAX_VERIFIERS = 4  # threads, which all pulls share
 _OWING_S = 60.0  # after a pull has broken off, in which the sender still helps a READ to its end
 _LAYERS = struct.Struct(">II?Q")  # the first, how many, the order of blocks, bytes of all
 _CHECKSUM = struct.Struct(">Q")
@@ -190,7 +190,7 @@ class _LayerGroups:
     def __init__(self, offered: Offered, blocks: BlockAddresses, algorithm: int) -> None:
         self._offered, self._blocks, self._algorithm = offered, blocks, algorithm
         layer_bytes = max(1, len(offered.pages) * blocks.layer_bytes)
-        share = offered.pool.num_layers // _MOST_GROUPS
+        share = offered.pool.num_layers // _MAX_GROUPS
         self._most = max(1, _GROUP_BYTES // layer_bytes, share)
         self._lock = threading.Lock()
         self._groups: dict[int, _LayerGroup] = {}  # by first layer
@@ -493,9 +493,9 @@ class _Reader:
 
     def _begin_read(self) -> bool:
         """Begin the next READ, if there is one, and room for it."""
-        while self._named and len(self._prepared) < _MOST_PREPARED:
+        while self._named and len(self._prepared) < _MAX_PREPARED:
             self._prepare(self._named.popleft())
-        if not self._prepared or len(self._begun) == _MOST_READS:
+        if not self._prepared or len(self._begun) == _MAX_READS:
             return False
         self._begun.append(self._prepared.popleft())  # who closes the engine waits for it
         self._agent.begin(self._begun[-1].reading)
@@ -587,7 +587,7 @@ class NixlEngine:
         ).encoded()  # of this process, which is all that uses it
         self._decoded: dict[bytes, Peer] = {}  # by what peers have sent, the last ones
         self._checksum_worker = _ChecksumWorker()
-        self._verifiers = futures.ThreadPoolExecutor(_MOST_VERIFIERS, "kvcupy-nixl")
+        self._verifiers = futures.ThreadPoolExecutor(_MAX_VERIFIERS, "kvcupy-nixl")
 
     @property
     def poll_s(self) -> float | None:
@@ -613,8 +613,8 @@ class NixlEngine:
         _require_all_heads(service.pool, service.heads)
         channel = service.channel
         channel.send(READ, self._described, service.deadline(), more=True)
-        for start in range(0, len(service.pages), _MOST_PAGES):
-            numbers = service.pages[start : start + _MOST_PAGES].astype(">i4")
+        for start in range(0, len(service.pages), _MAX_PAGES):
+            numbers = service.pages[start : start + _MAX_PAGES].astype(">i4")
             message = _COUNT.pack(len(numbers)) + numbers.tobytes()
             channel.send(READ, message, service.deadline(), more=True)
         groups = self._groups_of(service.offered, channel.algorithm)
@@ -690,7 +690,7 @@ class NixlEngine:
                 and theirs.pointers.shape == theirs.page_strides.shape == sizes.shape
             ):
                 raise Lost("the blocks of the sender's pool have other sizes")
-            decoded = dict(list(self._decoded.items())[1 - _MOST_DESCRIPTIONS :])
+            decoded = dict(list(self._decoded.items())[1 - _MAX_DESCRIPTIONS :])
             self._decoded = {**decoded, encoded: peer}
         return peer
 

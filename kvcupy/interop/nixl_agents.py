@@ -29,7 +29,7 @@ from ..errors import KvcupyError
 Addresses = np.ndarray[Any, Any]
 
 WHEELS = ("nixl_cu12", "nixl_cu13")
-_MOST_PEERS = 64  # that stay connected without a pull
+_MAX_PEERS = 64  # that stay connected without a pull
 # Errors behind which nothing of a READ is in flight. Others may leave it so.
 _FINAL = (
     "nixlRemoteDisconnectError", "nixlBackendError", "nixlCancelledError", "nixlNotPostedError",
@@ -331,7 +331,7 @@ class Agent:
             name, count = self._peers.pop(metadata, (None, 0))
             if name is None:
                 idle = [k for k, (_, used) in self._peers.items() if not used]
-                for old in idle[: max(0, len(idle) - _MOST_PEERS + 1)]:
+                for old in idle[: max(0, len(idle) - _MAX_PEERS + 1)]:
                     self._forget(old)
                 name = self._agent.add_remote_agent(metadata)
             self._peers[metadata] = name, count + 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -189,9 +188,7 @@ class _PlannedCall(BoundCall):
         super().__init__(operation, parameters, examples, views)
         placeholders = {name: Vary(example) for name, example in examples.items()}
         recorder = Recorder()
-        with suppress(Recorder):
-            operation(**{**parameters, **placeholders, "stream": recorder})
-        recorder.__traceback__ = None  # whose frames hold the examples, and the recorder itself
+        operation(**{**parameters, **placeholders, "stream": recorder})
         self._family, arrays, self._options, self._make = recorder.call
         self._streams = {
             name: None if name in examples else parameters.get(name)

@@ -80,8 +80,8 @@ Views = dict[str, ArrayView]
 # --- Operations and their arguments ---------------------------------------------------------------
 
 
-class Recorder(BaseException):
-    """Passed as the stream of a call, takes what the call would run; `Operation.run` raises it."""
+class Recorder:
+    """Passed as the stream of a call, takes what it would run; nothing runs or is returned."""
 
     call: tuple[Operation, tuple[Any, ...], tuple[Any, ...], Callable[..., Any]]  # of `prepare`
     num_streams: int
@@ -112,7 +112,7 @@ class Operation(Declaration):
         """
         if stream is not None and type(stream) is Recorder:
             stream.call, stream.num_streams = (self, arrays, options, make), 1 + len(others)
-            raise stream
+            return None
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
             stream = plan.device.as_stream(stream, plan.library)

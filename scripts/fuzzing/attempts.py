@@ -43,7 +43,7 @@ _meaning(
     """
     key value k_cache v_cache latent rope_key cache query rope_table query_out key_out query_norm
     key_norm k_out v_out out lse_out out_a lse_a out_b lse_b k_scale_cache v_scale_cache qkv array
-    arrays K V dst src example tree_mask k v rope reads writes x pointer
+    arrays dst src example tree_mask k v rope reads writes x pointer
 """,
 )
 _meaning(
@@ -55,15 +55,15 @@ _meaning(
 _meaning(
     values.listed,
     """
-    src_pages dst_pages pages device_pages host_pages hashes token_ids append_lengths leaves
+    src_pages dst_pages pages device_pages host_pages hashes token_ids append_lens leaves
     token_tree layers sections seqs shape strides replay families
 """,
 )
 _meaning(
     values.real,
     """
-    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks deadline_s shared_prefetch
-    lease_s timeout_s
+    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
+    lease_s deadline_s
 """,
 )
 _meaning(

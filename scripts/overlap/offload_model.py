@@ -25,7 +25,7 @@ from .step_pipeline import Compute
 # Columns of the feed-forward part on one GPU, for models whose layers are all alike and dense.
 FEED_FORWARD = {"llama-3.1-8b": 14336, "llama-3.1-70b-tp8": 28672 // 8, "qwen3-8b": 12288}
 FIRST_SIZE = (64, 32)  # rows and columns of the smallest product that is tried
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 MUCH_FASTER = 1.3  # a product of twice the rows and columns is worth it from here
 METHODS = ("kernel", "staged", "copy", "auto")
 FIRST, BEST = "load all, then compute", "engine, auto"
@@ -77,7 +77,7 @@ class LayerProducts(Compute):
     """
 
     def __init__(self, device: Any, model: Model) -> None:
-        super().__init__(device, model, MOST_ROWS)
+        super().__init__(device, model, MAX_ROWS)
 
     def fit(self, stream: Any, target_us: float) -> None:
         """Choose the size, then the number of repeats, so that all of it takes `target_us`."""
@@ -90,7 +90,7 @@ class LayerProducts(Compute):
             if rows * columns / now_us < MUCH_FASTER * math.prod(best) / us:
                 break
             best, us = (rows, columns), now_us
-            rows, columns = min(2 * rows, MOST_ROWS), min(2 * columns, self.most_columns)
+            rows, columns = min(2 * rows, MAX_ROWS), min(2 * columns, self.most_columns)
         repeats = max(1, round(target_us / us))
         self._allocate(max(1, round(best[0] * target_us / (us * repeats))), best[1])
         self.repeats = repeats

@@ -83,7 +83,7 @@ class Sequence:
     rows: list[int] = field(default_factory=list)
     nodes: list[tuple[int, int]] = field(default_factory=list)
     window: int = 0
-    sinks: int = 0
+    sink_tokens: int = 0
     offloaded: bool = False
     branched: bool = False
 
@@ -106,8 +106,9 @@ class Sequence:
         self.rows += map(row_of, chains)
 
     def slide(self) -> None:
-        if self.window and not self.nodes and (surplus := len(self.rows) - self.window) > 0:
-            del self.rows[self.sinks : self.sinks + surplus]
+        surplus = len(self.rows) - self.sink_tokens - self.window
+        if self.window and not self.nodes and surplus > 0:
+            del self.rows[self.sink_tokens : self.sink_tokens + surplus]
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from a root to this one."""
@@ -354,8 +355,8 @@ class Server:
         goal = len(prompt) + int(self.rng.integers(2, 26))
         sequence = Sequence(self._name(), prompt, len(prompt), goal, self._pick(KINDS))
         if sequence.kind == "window":
-            sequence.window = int(self.rng.integers(9, 24))
-            sequence.sinks = int(self.rng.integers(0, 6))
+            sequence.window = int(self.rng.integers(9, 18))
+            sequence.sink_tokens = int(self.rng.integers(0, 6))
         return sequence
 
     def _name(self) -> int:
@@ -380,7 +381,7 @@ class Server:
         require(not known or known < len(sequence.ids), f"{known} of all tokens are known")
         sequence.append(sequence.following(sequence.ids[:known]))
         if sequence.window:
-            self.cache.enable_sliding_window(sequence.name, sequence.window, sequence.sinks)
+            self.cache.enable_sliding_window(sequence.name, sequence.window, sequence.sink_tokens)
         self.running.append(sequence)
         self.counts["admitted"] += 1
         self.counts["prefix hits"] += known > 0

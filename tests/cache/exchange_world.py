@@ -69,7 +69,7 @@ class Exporter:
             elif kind == "pop" and length > 1:
                 cache.pop_tokens(name, int(rng.integers(1, length)))
             elif kind == "slide" and not cache._sequences.find(name).evicted:
-                cache.enable_sliding_window(name, int(rng.integers(3, 9)), int(rng.integers(0, 3)))
+                cache.enable_sliding_window(name, int(rng.integers(2, 7)), int(rng.integers(0, 3)))
             elif kind == "remove":
                 cache.remove_sequence(name)
                 self.names.remove(name)

@@ -104,8 +104,8 @@ class Twin:
         self.both("pop", name, count)
         self.check()
 
-    def slide(self, name, window, sinks=0):
-        self.both("enable_sliding_window", name, window, sinks)
+    def slide(self, name, window, sink_tokens=0):
+        self.both("enable_sliding_window", name, window, sink_tokens)
         self.check(contents=False)
 
     def commit(self, names, leaves):

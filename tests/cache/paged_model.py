@@ -37,7 +37,7 @@ class Sequence:
     places: list[tuple[int, int]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # of the nodes of its pending tree
     window: int | None = None
-    sinks: int = 0
+    sink_tokens: int = 0
     slid: bool = False  # whether a window has ever taken a token out
 
     @property
@@ -195,13 +195,14 @@ class PagedModel:
         left = len(sequence.tokens) - count
         sequence.tokens, sequence.places = sequence.tokens[:left], sequence.places[:left]
 
-    def enable_sliding_window(self, name, window, sinks=0) -> None:
-        self.sequences[name].window, self.sequences[name].sinks = window, sinks
+    def enable_sliding_window(self, name, window, sink_tokens=0) -> None:
+        sequence = self.sequences[name]
+        sequence.window, sequence.sink_tokens = window, sink_tokens
 
     def _slide(self, sequence: Sequence) -> None:
-        surplus = len(sequence.tokens) - (sequence.window or len(sequence.tokens))
-        if surplus > 0 and not sequence.parents:
-            gap = slice(sequence.sinks, sequence.sinks + surplus)
+        surplus = len(sequence.tokens) - sequence.sink_tokens - (sequence.window or 0)
+        if sequence.window and surplus > 0 and not sequence.parents:
+            gap = slice(sequence.sink_tokens, sequence.sink_tokens + surplus)
             del sequence.tokens[gap], sequence.places[gap]
             sequence.slid = True
 

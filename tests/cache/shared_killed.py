@@ -79,7 +79,7 @@ def kill_self(backend):
 
 def reachable(user):
     """How many of the hashes are found, and how many can be read; those are right."""
-    found = [h for h in HASHES if user.store.exists([h])]
+    found = [h for h in HASHES if user.store.match([h])]
     return len(found), sum(user.get(h)[0] for h in found)
 
 
@@ -182,7 +182,7 @@ class User:
 
 def work(folder, pool, seed, step, counts, options):
     """Use a store until it comes to a step, or for ever."""
-    shm._LEAST_HELPED_BYTES = 0  # two threads copy the two blocks
+    shm._MIN_HELPED_BYTES = 0  # two threads copy the two blocks
     user, rng = User(folder, pool, {**options, "threads": 2}), random.Random(seed)
     if step is not None:
         at_step(step, rng.randrange(1, 6), kill_self)
@@ -224,7 +224,7 @@ def kill_rounds(folder, times, *, control=False):
     assert control or user.store.put(more, [0]) == ["stored"]  # which repairs what the last left
     assert control or user.store.get(more, [len(HASHES)]) == [True]
     stats = user.store.stats()
-    known = [h for h in (*HASHES, *more) if user.store.exists([h])]
+    known = [h for h in (*HASHES, *more) if user.store.match([h])]
     there = [user.store.get([h], [len(HASHES)])[0] for h in known]
     missed, right, wrong = (sum(counts[n + k] for n in (0, 4, 8)) for k in range(3))
     return {
@@ -268,7 +268,7 @@ def stop_a_writer(folder):
             result["stopped"] = os.WIFSTOPPED(status)
             result["read"] = user.get(*HASHES[:2])
             result["being_written"] = user.get(HASHES[5])
-            result["exists"] = user.store.exists(HASHES[:2])
+            result["exists"] = user.store.match(HASHES[:2])
             user.store._deadline_s = 0.2
             started = time.monotonic()
             result["put"] = user.put(HASHES[7])
@@ -303,7 +303,7 @@ def leave_a_child(folder):
     def use_parents_store(user):
         answers = []
         for call in (
-            lambda: user.store.exists(HASHES), lambda: user.put(HASHES[8]), user.store.stats,
+            lambda: user.store.match(HASHES), lambda: user.put(HASHES[8]), user.store.stats,
             user.store.remove,
         ):  # fmt: skip
             try:
@@ -313,7 +313,7 @@ def leave_a_child(folder):
                 answers.append(str(error))
         user.store.close()
         with opened(folder) as own:
-            answers.append(own.store.exists(HASHES[:1]))
+            answers.append(own.store.match(HASHES[:1]))
         os.write(write_end, json.dumps(answers).encode())
         time.sleep(600)  # killed below
 

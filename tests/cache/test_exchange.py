@@ -148,7 +148,7 @@ def test_a_sequence_comes_over_bit_for_bit_and_goes_on(device, kind, count):
 def test_its_window_comes_over(pair, slid):
     """Also with evicted places within its pages, and when it has yet to slide."""
     pair.prefill("s", tokens_of(1, 10))
-    pair.one.cache.enable_sliding_window("s", 7, 2)
+    pair.one.cache.enable_sliding_window("s", 5, 2)
     if slid:
         for token in range(3):
             pair.one.step("s", [token])
@@ -160,8 +160,8 @@ def test_its_window_comes_over(pair, slid):
         same_outputs(pair.two.step("t", [token]), pair.one.step("s", [token]))
         assert pair.two.bits("t") == pair.one.bits("s")
         assert pair.two.cache.sequence_length("t") == pair.one.cache.sequence_length("s") == 7
-    with pytest.raises(ValueError, match="sinks"):  # it knows what was evicted
-        pair.two.cache.enable_sliding_window("t", 7, 3)
+    with pytest.raises(ValueError, match="sink_tokens"):  # it knows what was evicted
+        pair.two.cache.enable_sliding_window("t", 4, 3)
     pair.assert_no_leak()
 
 
@@ -236,7 +236,7 @@ def clear(pair):
 
 
 def slide(pair):
-    pair.one.cache.enable_sliding_window("s", 5, 1)
+    pair.one.cache.enable_sliding_window("s", 4, 1)
     for token in range(6):
         pair.one.step("s", [token])
 
@@ -773,10 +773,10 @@ def test_a_layer_that_could_not_be_announced_goes_out_at_the_end_of_the_step(pai
 FIELDS = {"rope_mode": "none", "num_layers": "2"}
 
 
-def described(length=10, evicted=0, window=0, sinks=0, hashes=()):
+def described(length=10, evicted=0, window=0, sink_tokens=0, hashes=()):
     sequence = CachedSequence()
     sequence.length, sequence.evicted = length, evicted
-    sequence.window, sequence.sinks, sequence.hashes = window, sinks, list(hashes)
+    sequence.window, sequence.sink_tokens, sequence.hashes = window, sink_tokens, list(hashes)
     sequence.extend(np.zeros(-(-(length + evicted) // PAGE), np.int32))
     return exchange.encode_state(sequence, FIELDS, PAGE)
 
@@ -786,13 +786,14 @@ def described(length=10, evicted=0, window=0, sinks=0, hashes=()):
     st.lists(st.integers(0, 2**128 - 1), unique=True, max_size=30),
 )  # fmt: skip
 @settings(max_examples=examples(200), deadline=None)
-def test_a_description_says_all_of_a_sequence(length, evicted, window, sinks, hashes):
-    sinks = min(sinks, window - 1, length)
+def test_a_description_says_all_of_a_sequence(length, evicted, window, sink_tokens, hashes):
+    sink_tokens = min(sink_tokens, length)
     hashes = hashes[: length // PAGE]
-    encoded = described(length, evicted, window, sinks, hashes)
+    encoded = described(length, evicted, window, sink_tokens, hashes)
     got, num_pages, demoted = exchange.decode_state(encoded, FIELDS, PAGE)
     assert demoted is None
-    assert (got.length, got.evicted, got.window, got.sinks) == (length, evicted, window, sinks)
+    assert (got.length, got.evicted) == (length, evicted)
+    assert (got.window, got.sink_tokens) == (window, sink_tokens)
     assert got.hashes == hashes and num_pages == -(-(length + evicted) // PAGE)
     assert got.num_pages == 0 and not got.loads
 
@@ -806,14 +807,15 @@ VALUES = st.one_of(
 @given(st.sampled_from(sorted(json.loads(described()))), VALUES)
 @settings(max_examples=examples(400), deadline=None)
 def test_a_wrong_description_is_refused_or_consistent(field, value):
-    changed = {**json.loads(described(window=8, sinks=2, evicted=3, hashes=[5, 6])), field: value}
+    state = json.loads(described(window=6, sink_tokens=2, evicted=3, hashes=[5, 6]))
+    changed = {**state, field: value}
     try:
         got, num_pages, _ = exchange.decode_state(json.dumps(changed).encode(), FIELDS, PAGE)
     except ValueError as error:
         assert str(error).startswith("ticket: ")
         return
     assert num_pages == -(-got.end // PAGE) and got.length >= 1
-    assert 0 <= got.evicted < 2 * PAGE and (not got.window or got.sinks < got.window)
+    assert 0 <= got.evicted < 2 * PAGE
     assert len(got.hashes) <= got.length // PAGE
 
 

@@ -739,7 +739,7 @@ def test_pages_that_an_engine_may_never_let_go_are_not_waited_for(monkeypatch, i
         else:
             with pytest.raises(kv.CacheFull):
                 in_time(lambda: allocator.alloc(1))
-            in_time(allocator.wait_for_freed)
+            in_time(allocator._wait_for_freed)
         quiet.set()
         assert reason_of(pull) == "cancelled"
         if is_bounded:

@@ -187,20 +187,20 @@ def test_nonsense(monkeypatch):
 
 def whole(kind, length):
     """Return as many bytes as the sender reads of a message before it looks at them."""
-    return lambda channel: struct.pack(">BI", kind, length).ljust(protocol.LEAST_MESSAGE_BYTES)
+    return lambda channel: struct.pack(">BI", kind, length).ljust(protocol.MIN_MESSAGE_BYTES)
 
 
 def out_of_turn(channel):
     """Return a genuine message whose turn it is not: DONE before a PULL."""
-    least = protocol._LEAST_PAYLOAD_BYTES
+    least = protocol._MIN_PAYLOAD_BYTES
     message = struct.pack(">BI", protocol.DONE, least) + bytes(least)
     return message + channel._mac(True, message)
 
 
 @pytest.mark.parametrize(
     "nonsense",
-    [whole(1, 2**32 - 1), whole(99, protocol._LEAST_PAYLOAD_BYTES),
-     whole(protocol.PULL, protocol._LEAST_PAYLOAD_BYTES), out_of_turn, whole(1, 3)],
+    [whole(1, 2**32 - 1), whole(99, protocol._MIN_PAYLOAD_BYTES),
+     whole(protocol.PULL, protocol._MIN_PAYLOAD_BYTES), out_of_turn, whole(1, 3)],
     ids=["huge", "unknown", "forged", "out of turn", "short"],
 )  # fmt: skip
 def test_nonsense_behind_the_handshake(nonsense, monkeypatch):

@@ -71,7 +71,7 @@ def test_windows_of_sequences(device, cascade):
     twin.prefill("a", 24)
     for name in "bcd":
         twin.fork("a", name)
-    twin.slide("b", 20, 4)
+    twin.slide("b", 16, 4)
     twin.slide("c", 20, 0)
     for _ in range(8):
         twin.step("abcd", [1, 2, 2, 1], contents=False)

@@ -298,7 +298,7 @@ def test_windows_of_attention_reach_the_past(device, sinks):
     twin.pop("a", 10)
     twin.step("a", [2], window=7)
     twin.prefill("b", 26)
-    twin.slide("b", 6, 5)
+    twin.slide("b", 1, 5)
     twin.step("b", [1], window=7)
     twin.step("b", [1], window=7)
 
@@ -338,7 +338,7 @@ def test_sliding_windows(device):
             device, **MIXED, sinks=3, rope=rope_of(16), rope_mode="inline", seed=window
         )
         twin.prefill("a", 12)
-        twin.slide("a", window, sinks)
+        twin.slide("a", window - sinks, sinks)
         for count in (6, 1, 1, 1, 5):
             twin.step("a", [count])
         twin.remove("a")

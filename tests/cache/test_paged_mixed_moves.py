@@ -159,7 +159,7 @@ def test_slid_windows(device, count):
     one, plain = mixed(device, recent=3), mixed(device, recent=3, tiered=False)
     for side in (one, plain):
         side.cache.add_sequence("s")
-        side.cache.enable_sliding_window("s", 13, 2)
+        side.cache.enable_sliding_window("s", 11, 2)
         side.step("s", tokens_of(3, 13))
         side.step("s", tokens_of(5, count))
     one.cache.offload("s")

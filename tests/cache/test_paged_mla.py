@@ -129,7 +129,7 @@ def test_trees(device, mode):
 def test_windows(device, mode):
     twin = LatentTwin(device, seed=3, rope=rope_of(P), rope_mode=mode)
     twin.add("a", "b")
-    twin.slide("a", 8, 2)
+    twin.slide("a", 6, 2)
     for lens in ([6, 13], [5, 1], [1, 4], [3, 1]):
         twin.step("ab", lens, window=6, sinks=1)
     twin.fork("a", "c", 5)

@@ -136,7 +136,7 @@ def test_sliding_by_hand():
     """Pages of 4, the first 1 and the last 5 of up to 6 tokens remain."""
     model, rng = model_of(num_layers=1), np.random.default_rng(4)
     model.add("a")
-    model.enable_sliding_window("a", 6, 1)
+    model.enable_sliding_window("a", 5, 1)
     step(model, rng, "a", [6])
     first = list(model.sequences["a"].tokens)
     step(model, rng, "a", [4])

@@ -49,7 +49,7 @@ def test_layouts_share_blocks(redis_server, kind, layout):
     with Writer(url) as one, Writer(url, layout=layout) as other:
         assert one.put(*HASHES[:5]) == ["stored"] * 5
         assert other.put(*HASHES) == ["known"] * 5 + ["stored"]
-        assert other.store.exists(HASHES) == 6
+        assert other.store.match(HASHES) == 6
         assert other.get(*HASHES) == one.get(*HASHES) == [True] * 6
 
 
@@ -61,12 +61,12 @@ def test_tenants_and_models_share_nothing(redis_server):
     ):  # fmt: skip
         one.put(*HASHES)
         for user in (other, model):
-            assert user.store.exists(HASHES) == 0 and user.get(*HASHES) == [False] * 6
+            assert user.store.match(HASHES) == 0 and user.get(*HASHES) == [False] * 6
             user.put(*HASHES[:2])
         other.store.remove()
-        assert other.store.exists(HASHES) == 0
-        assert one.store.exists(HASHES) == 6
-        assert model.store.exists(HASHES) == 2
+        assert other.store.match(HASHES) == 0
+        assert one.store.match(HASHES) == 6
+        assert model.store.match(HASHES) == 2
 
 
 DAMAGES = {
@@ -114,7 +114,7 @@ def test_a_lost_server_is_left_alone_for_a_while(redis_server, monkeypatch):
         assert user.put(*HASHES) == ["failed"] * 6
         assert stats_of(user, "lost", "failed") == (3, 6)
         server.start()
-        assert user.store.exists(HASHES) == 0
+        assert user.store.match(HASHES) == 0
         assert stats_of(user, "skipped") > (0,)
         monkeypatch.setattr(user.store, "_skipped_until", 0.0)
         monkeypatch.setattr(user.store, "_bad", {})
@@ -186,7 +186,7 @@ def test_a_child_has_a_store_of_its_own(redis_server):
                 with Writer(url) as another:
                     fine = another.get(*HASHES) == [True] * 6
                 try:
-                    user.store.exists(HASHES)
+                    user.store.match(HASHES)
                 except kv.KvcupyError:
                     status = 0 if fine else 2
             finally:

@@ -57,9 +57,9 @@ def test_blocks_of_one_are_found_by_another(shared):
     one, other = shared(), shared(None)
     hashes = block_hashes(5)
     assert one.put(*hashes[:3]) == ["stored"] * 3
-    assert other.store.exists(hashes) == one.store.exists(hashes) == 3
+    assert other.store.match(hashes) == one.store.match(hashes) == 3
     assert other.get(*hashes) == [True, True, True, False, False]
-    assert other.store.exists(hashes[3:]) == other.store.exists([]) == 0
+    assert other.store.match(hashes[3:]) == other.store.match([]) == 0
 
 
 def test_the_first_that_is_stored_stays(shared):
@@ -90,7 +90,7 @@ def test_pools_that_differ_and_tenants_share_nothing(shared):
         shared(total_kv_heads=4, head_start=2),
     ]  # fmt: skip
     for i, user in enumerate(users):
-        assert [u.store.exists(hashes[:1]) for u in users] == [1] * i + [0] * (len(users) - i)
+        assert [u.store.match(hashes[:1]) for u in users] == [1] * i + [0] * (len(users) - i)
         assert user.put(hashes[0]) == ["stored"]
     assert shared(tenant="a").get(*hashes) == [True, False, False]
     assert users[0].store.stats()["blocks"] == len(users)
@@ -112,7 +112,7 @@ def test_blocks_outlive_their_writers_until_they_are_removed(shared, path):
     with shared() as one:
         one.put(*hashes)
     with pytest.raises(kv.KvcupyError, match=r"^store: expected an open store"):
-        one.store.exists(hashes)
+        one.store.match(hashes)
     other = shared(None)
     assert other.get(*hashes) == [True, True]
     other.store.remove()
@@ -120,7 +120,7 @@ def test_blocks_outlive_their_writers_until_they_are_removed(shared, path):
     assert not path.exists()
     assert other.get(*hashes) == [True, True], "who has it open goes on with it"
     fresh = shared()
-    assert fresh.store.exists(hashes) == 0
+    assert fresh.store.match(hashes) == 0
     other.store.remove()
     assert path.exists(), "it belongs to others now"
     assert not [p for p in path.parent.iterdir() if p != path], "nothing else is left"
@@ -143,7 +143,7 @@ def test_when_it_is_full_blocks_go_that_were_not_used(shared):
     assert user.put(*hashes[6:10]) == ["stored"] * 4
     stats = user.store.stats()
     assert (stats["blocks"], stats["capacity_blocks"], stats["evicted"]) == (6, 6, 4)
-    there = [user.store.exists([h]) for h in hashes]
+    there = [user.store.match([h]) for h in hashes]
     assert there == [1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0]
 
 
@@ -152,7 +152,7 @@ def test_blocks_of_one_call_do_not_evict_each_other(shared):
     old, hashes = block_hashes(2, 100), block_hashes(6)
     user.put(*old)
     assert user.put(*hashes) == ["stored"] * 4 + ["full"] * 2
-    assert user.store.exists(hashes) == 4
+    assert user.store.match(hashes) == 4
     assert user.store.stats()["full"] == 2
 
 
@@ -178,7 +178,7 @@ def test_every_key_is_found_however_many_come_and_go(shared, num_blocks):
         user.put(hashes[step * 7 % 60])
         if step % 5 == 0:
             user.get(hashes[step * 11 % 60])
-    known = [h for h in hashes if one.store.exists([h])]
+    known = [h for h in hashes if one.store.match([h])]
     assert len(known) == one.store.stats()["blocks"] == num_blocks
     assert all(all(other.get(h)) for h in known)
 
@@ -281,7 +281,7 @@ def test_a_file_that_is_truncated_while_it_is_open_is_lost(shared, path):
         file.truncate(capacity(16) - PAGE_BYTES)
     assert user.get(*hashes) == [False, False]
     assert user.put(*block_hashes(1, 9)) == ["failed"]
-    assert user.store.exists(hashes) == 0
+    assert user.store.match(hashes) == 0
     assert user.store.stats()["lost"] > 0
 
 
@@ -357,7 +357,7 @@ class Raw:
 
 def all_there(user, hashes):
     """All that is found can be read, is right, and is what the store counts."""
-    known = [h for h in hashes if user.store.exists([h])]
+    known = [h for h in hashes if user.store.match([h])]
     assert all(all(user.get(h)) for h in known)
     assert len(known) == user.store.stats()["blocks"]
     return len(known)
@@ -370,7 +370,7 @@ def test_a_slot_that_is_being_written_is_missed_and_given_up_by_the_next_writer(
     slot = raw.backend._find(user.store._keys.keys(hashes)[0])
     raw.write(slot, shm._GENERATION, raw.word(slot, shm._GENERATION) + 1)
     assert user.get(*hashes[:2]) == [False, True]
-    assert [user.store.exists([h]) for h in hashes] == [0, 1, 0]
+    assert [user.store.match([h]) for h in hashes] == [0, 1, 0]
     assert user.put(hashes[0]) == ["stored"]
     assert user.get(*hashes[:2]) == [True, True] and all_there(user, hashes) == 2
 
@@ -398,10 +398,10 @@ def test_a_block_that_no_get_can_have_is_not_known(shared, word, value):
     one.put(*hashes[:2])
     raw = Raw(one)
     if (word, value) == ("_HEADER_LENGTH", 17):
-        value = shm.MOST_HEADER_BYTES + 1
+        value = shm.MAX_HEADER_BYTES + 1
     raw.write(raw.backend._find(one.store._keys.keys(hashes)[0]), getattr(shm, word), value)
     assert one.get(*hashes[:2]) == [False, True]
-    assert [other.store.exists([h]) for h in hashes] == [0, 1, 0]
+    assert [other.store.match([h]) for h in hashes] == [0, 1, 0]
     assert other.put(*hashes) == ["stored", "known", "stored"]
     assert one.get(*hashes) == [True] * 3 and all_there(one, hashes) == 3
 
@@ -471,7 +471,7 @@ def test_a_damaged_block_is_dropped_and_can_be_stored_again(shared, path):
         file.seek(place)
         file.write(b"damaged")
     assert one.get(*hashes) == [False, True]
-    assert other.store.exists(hashes) == 0 and other.store.stats()["blocks"] == 1
+    assert other.store.match(hashes) == 0 and other.store.stats()["blocks"] == 1
     assert one.store.stats()["damaged"] == 1
     assert one.put(hashes[0]) == ["stored"]
     assert one.get(*hashes) == other.get(*hashes) == [True, True]
@@ -556,7 +556,7 @@ def test_memory_that_runs_out_is_full_or_makes_room(shared, monkeypatch):
     assert user.put(*hashes[:2]) == ["stored", "stored"]
     failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
     assert user.put(*hashes[2:5]) == ["stored", "stored", "full"], "instead of the first two"
-    assert [user.store.exists([h]) for h in hashes] == [0, 0, 1, 1, 0, 0]
+    assert [user.store.match([h]) for h in hashes] == [0, 0, 1, 1, 0, 0]
     assert user.get(*hashes[2:4]) == [True, True]
 
 
@@ -596,7 +596,7 @@ def test_an_interrupted_put_leaves_whole_blocks(shared, monkeypatch):
         for user in (one, other):
             user.get(hashes[n], *block_hashes(4, 100 * n))  # asserts that they are right
         assert other.put(*block_hashes(2, 100 * n + 50)) == ["stored"] * 2, step
-        there = [h for h in (*hashes, *block_hashes(1000)) if other.store.exists([h])]
+        there = [h for h in (*hashes, *block_hashes(1000)) if other.store.match([h])]
         assert len(there) == one.store.stats()["blocks"] <= 4, step
     assert one.store.stats()["recovered"] == len(steps) - 1, "all but the last were in the middle"
 
@@ -699,8 +699,8 @@ def test_a_store_that_is_not_there(tmp_path):
 
 
 CALLS = [
-    ("exists", (5,), TypeError, "hashes: expected"),
-    ("exists", ([5],), ValueError, "hashes: expected hashes of 128 bits"),
+    ("match", (5,), TypeError, "hashes: expected"),
+    ("match", ([5],), ValueError, "hashes: expected hashes of 128 bits"),
     ("put", ([2**127], [0, 1]), ValueError, "pages: expected 1, one for each hash, got 2"),
     ("put", ([2**127], [8]), ValueError, "pages: expected 0 to 7, got 8"),
     ("put", ([2**127], [-1]), ValueError, "pages: expected 0 to 7, got -1"),

@@ -10,7 +10,7 @@ from shared_cases import block_hashes, bytes_of, contents, fill, holds, new_pool
 import kvcupy as kv
 from kvcupy.cache.identity import BlockKeys
 from kvcupy.cache.shared import store as store_module
-from kvcupy.cache.shared.backend import MOST_HEADER_BYTES, BackendLost, SummedBlock
+from kvcupy.cache.shared.backend import MAX_HEADER_BYTES, BackendLost, SummedBlock
 from kvcupy.cache.shared.store import SharedStore
 from kvcupy.cache.wire import WirePages
 
@@ -60,7 +60,7 @@ class Shelf:
         assert len(headers) == len(keys)
         outcomes = []
         for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            assert headers[i] == headers[i] and len(headers[i]) <= MOST_HEADER_BYTES
+            assert headers[i] == headers[i] and len(headers[i]) <= MAX_HEADER_BYTES
             outcomes.append("known" if key in self.blocks else "stored")
             self.blocks.setdefault(key, (headers[i], b"".join(block)))
         return outcomes
@@ -139,7 +139,7 @@ def test_each_call_asks_for_what_is_needed(store, shelf):
     assert shelf.calls == [("exists", 4), ("put", 2)]
     shelf.calls.clear()
     assert store.put(HASHES[:4], range(4)) == ["known"] * 4
-    assert store.exists(HASHES) == 4
+    assert store.match(HASHES) == 4
     assert shelf.calls == [("exists", 4), ("exists", 8)]
     shelf.calls.clear()
     assert store.get(HASHES, range(8)) == [True] * 4 + [False] * 4
@@ -147,19 +147,19 @@ def test_each_call_asks_for_what_is_needed(store, shelf):
     assert all(holds(store.pool, page, HASHES[page]) for page in range(4))
     shelf.calls.clear()
     assert store.put([], []) == store.get([], []) == []
-    assert store.exists([]) == 0
+    assert store.match([]) == 0
     assert shelf.calls == []
 
 
 def test_long_prefixes_are_asked_for_until_the_first_that_is_missing(store, shelf):
     hashes = block_hashes(3000)
     fill(store.pool, [0], hashes[:1])
-    assert store.exists(hashes) == 0
+    assert store.match(hashes) == 0
     assert shelf.calls == [("exists", 1024)]
     for key in store._keys.keys(hashes[:2000]):
         shelf.blocks[key] = b"", b""
     shelf.calls.clear()
-    assert store.exists(hashes) == 2000
+    assert store.match(hashes) == 2000
     assert shelf.calls == [("exists", 1024), ("exists", 1024)]
 
 
@@ -198,7 +198,7 @@ def test_damaged_blocks_are_misses_and_dropped(store, shelf, clock, name):
     assert {*others} <= {*shelf.blocks}
     if not unknown:
         shelf.calls.clear()
-        assert store.get(HASHES[:1], [0]) == [False] and store.exists(HASHES[:1]) == 0
+        assert store.get(HASHES[:1], [0]) == [False] and store.match(HASHES[:1]) == 0
         assert ("get", 1) not in shelf.calls, "it is not asked for again just now"
         fill(store.pool, [0], HASHES[:1])
         assert store.put(HASHES[:1], [0]) == ["stored"]
@@ -221,10 +221,10 @@ def test_blocks_that_could_not_be_fetched_are_asked_for_again_later(store, shelf
     assert store.get(HASHES[:2], [0, 1]) == [False, False]
     shelf.calls.clear()
     assert store.get(HASHES[:4], range(4)) == [False, False, True, True]
-    assert store.exists(HASHES[:4]) == 0 and store.exists(HASHES[2:4]) == 2
+    assert store.match(HASHES[:4]) == 0 and store.match(HASHES[2:4]) == 2
     assert [call for call in shelf.calls if call[0] == "get"] == [("get", 2)]
     clock.now += 10.1
-    assert store.get(HASHES[:4], range(4)) == [True] * 4 and store.exists(HASHES[:4]) == 4
+    assert store.get(HASHES[:4], range(4)) == [True] * 4 and store.match(HASHES[:4]) == 4
 
 
 def test_blocks_that_a_lost_call_did_not_deliver_are_asked_for_again_later(store, shelf, clock):
@@ -232,16 +232,16 @@ def test_blocks_that_a_lost_call_did_not_deliver_are_asked_for_again_later(store
     put(store)
     shelf.failures = [BackendLost("gone", [None, None])]
     assert store.get(HASHES[:2], [0, 1]) == [False, False]
-    assert store.exists(HASHES[:4]) == 0 and store.exists(HASHES[2:4]) == 2
+    assert store.match(HASHES[:4]) == 0 and store.match(HASHES[2:4]) == 2
     clock.now += 10.1
-    assert store.exists(HASHES[:4]) == 4
+    assert store.match(HASHES[:4]) == 4
 
 
 def test_blocks_that_were_not_asked_for_are_there_when_the_store_is(store, shelf, clock):
     put(store)
     shelf.failures = [BackendLost("gone")] * 3
     for _ in range(3):
-        store.exists(HASHES[:1])
+        store.match(HASHES[:1])
     clock.now += 9.9
     assert store.get(HASHES[:2], [0, 1]) == [False, False]
     assert store.stats()["skipped"] == 1
@@ -250,7 +250,7 @@ def test_blocks_that_were_not_asked_for_are_there_when_the_store_is(store, shelf
 
 
 def test_the_keys_that_failed_are_bounded(store, monkeypatch):
-    monkeypatch.setattr(store_module, "_MOST_BAD", 5)
+    monkeypatch.setattr(store_module, "_MAX_BAD", 5)
     store._note_bad([bytes([n]) for n in range(9)])
     assert [*store._bad] == [bytes([n]) for n in range(4, 9)]
 
@@ -268,7 +268,7 @@ def test_misses_are_not_failures(store, shelf):
 def test_a_lost_backend_is_an_outcome(store, shelf, error):
     put(store, 2)
     for call, expected in (
-        (lambda: store.exists(HASHES), 0),
+        (lambda: store.match(HASHES), 0),
         (lambda: store.put(HASHES[2:4], [2, 3]), ["failed", "failed"]),
     ):
         shelf.failures = [error]
@@ -305,17 +305,17 @@ def test_a_lost_call_is_repeated_as_often_as_asked_for(shelf, clock):
     shelf.failures = [BackendLost("gone")] * 3
     assert store.get(HASHES[:1], [1]) == [False]
     shelf.failures = [BackendLost("not for you", refused=True)] * 3
-    assert store.exists(HASHES[:1]) == 0
+    assert store.match(HASHES[:1]) == 0
     assert len(shelf.failures) == 2, "it would be refused again"
     shelf.failures, shelf.takes_s = [BackendLost("gone")] * 3, 6.0
-    assert store.exists(HASHES[1:2]) == 0
+    assert store.match(HASHES[1:2]) == 0
     assert len(shelf.failures) == 2, "there is no time left"
 
 
 def test_a_call_that_would_fail_again_is_not_repeated(shelf, clock):
     store = open_over(shelf, retries=2)
     shelf.failures = [BackendLost("bytes are under way", repeatable=False)] * 3
-    assert store.exists(HASHES[:1]) == 0
+    assert store.match(HASHES[:1]) == 0
     assert len(shelf.failures) == 2
 
 
@@ -323,23 +323,23 @@ def test_after_three_lost_calls_it_is_left_alone_for_ten_seconds(store, shelf, c
     put(store, 2)
     shelf.failures = [BackendLost("gone")] * 3
     for _ in range(3):
-        assert store.exists(HASHES[:2]) == 0
+        assert store.match(HASHES[:2]) == 0
     shelf.calls.clear()
-    assert store.exists(HASHES[:2]) == 0
+    assert store.match(HASHES[:2]) == 0
     assert store.get(HASHES[:2], [0, 1]) == [False, False]
     assert store.put(HASHES[:2], [0, 1]) == ["failed", "failed"]
     assert shelf.calls == [("busy", 2)] * 2 and store.stats()["skipped"] >= 4
     clock.now += 9.9
-    assert store.exists(HASHES[:2]) == 0
+    assert store.match(HASHES[:2]) == 0
     clock.now += 0.2
     shelf.failures = [BackendLost("gone")]
-    assert store.exists(HASHES[:2]) == 0 and shelf.failures == []
-    assert store.exists(HASHES[:2]) == 0 and not shelf.failures, "one failure is enough now"
+    assert store.match(HASHES[:2]) == 0 and shelf.failures == []
+    assert store.match(HASHES[:2]) == 0 and not shelf.failures, "one failure is enough now"
     shelf.calls.clear()
     clock.now += 10.1
-    assert store.exists(HASHES[:2]) == 2
+    assert store.match(HASHES[:2]) == 2
     shelf.failures = [BackendLost("gone")] * 2
-    assert [store.exists(HASHES[:2]) for _ in range(3)] == [0, 0, 2], "the count starts anew"
+    assert [store.match(HASHES[:2]) for _ in range(3)] == [0, 0, 2], "the count starts anew"
 
 
 def test_late_calls_count_as_lost_but_not_those_that_were_in_a_hurry(store, shelf, clock):
@@ -347,7 +347,7 @@ def test_late_calls_count_as_lost_but_not_those_that_were_in_a_hurry(store, shel
     shelf.takes_s = 1.0
     for _ in range(5):
         store.get(HASHES[:1], [1], deadline_s=0.5)
-    assert store.stats()["slow"] == 0 and store.exists(HASHES[:1]) == 1
+    assert store.stats()["slow"] == 0 and store.match(HASHES[:1]) == 1
     shelf.takes_s = 5.5
     for _ in range(3):
         assert store.get(HASHES[:1], [1]) == [True]
@@ -376,7 +376,7 @@ def test_what_a_call_has_no_time_for_is_not_asked_of_the_backend(store, shelf, m
     shelf.takes_s, shelf.calls = 0.0, []
     assert put(store, 8) == ["known"] * 4 + ["stored"] * 4
     shelf.takes_s, shelf.calls = 2.0, []
-    assert store.exists(HASHES) == 6, "as far as it is known"
+    assert store.match(HASHES) == 6, "as far as it is known"
     assert len(shelf.calls) == 3
 
 
@@ -407,7 +407,7 @@ def test_removing_says_what_failed(store, shelf):
     with pytest.raises(ConnectionError, match=r"^remove: gone"):
         store.remove()
     store.remove()
-    assert store.exists(HASHES) == 0 and store.stats()["shelf"] == 0
+    assert store.match(HASHES) == 0 and store.stats()["shelf"] == 0
 
 
 def test_a_server_that_is_not_there_when_it_is_opened(monkeypatch, shelf):
@@ -514,7 +514,7 @@ def test_closing_waits_for_a_call_in_flight(store, shelf, monkeypatch):
         return real(keys, deadline)
 
     shelf.exists = pause
-    call = threading.Thread(target=lambda: store.exists(HASHES))
+    call = threading.Thread(target=lambda: store.match(HASHES))
     call.start()
     assert inside.wait(60)
     closing = threading.Thread(target=store.close)
@@ -527,7 +527,7 @@ def test_closing_waits_for_a_call_in_flight(store, shelf, monkeypatch):
     store.close()
     assert shelf.closed == 1
     for action in (
-        lambda: store.exists(HASHES), lambda: put(store), lambda: store.get(HASHES, range(8)),
+        lambda: store.match(HASHES), lambda: put(store), lambda: store.get(HASHES, range(8)),
         store.stats, store.remove,
     ):  # fmt: skip
         with pytest.raises(kv.KvcupyError, match=r"^store: expected an open store"):

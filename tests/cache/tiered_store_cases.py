@@ -43,7 +43,7 @@ class MemoryStore:
     calls : (name, hashes) of each call
     fail : by the name of a call, what it raises instead
     answer : by the name of a call, what it returns instead, without doing anything
-    lacking : hashes that `get` does not deliver, though `exists` knows them
+    lacking : hashes that `get` does not deliver, though `match` knows them
     capacity : blocks
     """
 
@@ -57,8 +57,8 @@ class MemoryStore:
         """The same blocks for another pool."""
         return type(self)(pool, self.blocks, self.capacity)
 
-    def exists(self, hashes):
-        with self._calling("exists", hashes) as answer:
+    def match(self, hashes):
+        with self._calling("match", hashes) as answer:
             if answer is not None:
                 return answer[0]
             return next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
@@ -104,7 +104,7 @@ class MemoryStore:
         """They are nobody else's during the call."""
         pages = [int(page) for page in pages]
         assert len(set(pages)) == len(pages)
-        self.pool.allocator.require_allocated(pages)
+        self.pool.allocator._require_allocated(pages)
 
     def _put(self, hash, page):
         if hash in self.blocks:

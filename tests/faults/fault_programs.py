@@ -401,7 +401,7 @@ class Engine(Program):
 
         def load() -> None:
             transfers = [self.engine.load([6], [4]), self.engine.load([7], [5])]
-            self.engine.flush()
+            self.engine._flush()
             for layer in range(LAYERS):
                 transfers[0].wait_layer(layer, self.compute)
                 self.device.copy(self.copies[layer], self.near.k(layer)[4], stream=self.compute)
@@ -629,7 +629,7 @@ class Paged(Program):
             ("end", end),
             ("forward", tree),
             ("commit", commit),
-            ("window", lambda: cache.enable_sliding_window("b", 5, 1)),
+            ("window", lambda: cache.enable_sliding_window("b", 4, 1)),
             ("forward", step("b", 2)),
             ("get_kv", get),
             ("set_kv", set_),
@@ -654,7 +654,7 @@ class Paged(Program):
             pages[name] = (
                 sequence.committed if writes else sequence.length,
                 None if writes else (sequence.pages.tolist(), list(sequence.parents)),
-                sequence.evicted, list(sequence.hashes), sequence.window, sequence.sinks,
+                sequence.evicted, list(sequence.hashes), sequence.window, sequence.sink_tokens,
                 None if sequence.offloaded is None else sequence.offloaded.pages.tolist(),
             )  # fmt: skip
         running = cache._steps.running
@@ -685,7 +685,7 @@ class Paged(Program):
             positions = positions[: sequence.committed]
         if step == "set_kv" and name == "fork":
             positions = positions[(positions < 2) | (positions >= 5)]
-        places = positions + np.where(positions < sequence.sinks, 0, sequence.evicted)
+        places = positions + np.where(positions < sequence.sink_tokens, 0, sequence.evicted)
         slots = sequence.slots(places, PAGE)
         parts = [side(layer) for side in (cache.pool.k, cache.pool.v) for layer in range(LAYERS)]
         arrays = [np.asarray(device.to_numpy(part)) for part in parts]
@@ -800,7 +800,7 @@ class PagedPast(Paged):
             ("get_kv", get), ("set_kv", set_),
             ("save", lambda: cache.save_sequence("b", path)),
             ("load", lambda: cache.load_sequence("d", path)),
-            ("window", lambda: cache.enable_sliding_window("d", 6, 1)),
+            ("window", lambda: cache.enable_sliding_window("d", 5, 1)),
             *stepped("bd", 1, 3),
             ("remove", lambda: cache.remove_sequence("c")),
             *stepped("ab", 5, 1),
@@ -833,7 +833,7 @@ class PagedPast(Paged):
         positions = np.arange(sequence.length - fresh.get(name, 0))
         if step == "set_kv" and name == "b":
             positions = positions[(positions < 6) | (positions >= 11)]
-        places = positions + np.where(positions < sequence.sinks, 0, sequence.evicted)
+        places = positions + np.where(positions < sequence.sink_tokens, 0, sequence.evicted)
         slots = sequence.slots(places, PAGE)
         seen = []
         for pool, first in ((cache.pool, 0), (cache.past_pool, cache.pool.num_pages * PAGE)):
@@ -1089,7 +1089,7 @@ class TieredShared(Tiered):
         self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
         self.tiers._store._thread = threading.current_thread()  # so that none is started
 
-    def exists(self, hashes: list[int]) -> int:
+    def match(self, hashes: list[int]) -> int:
         return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
 
     def put(self, hashes: list[int], pages: list[int]) -> list[str]:
@@ -1778,7 +1778,7 @@ class Shared(Program):
         """Return the files there are, and the blocks, but for those that the step puts."""
         there = [path.name for path in self.folder.glob("*kvcupy-faults*")]
         reader = self.stores[1]
-        return there, None if reader is None or step == "put" else reader.exists(self.hashes)
+        return there, None if reader is None or step == "put" else reader.match(self.hashes)
 
     def result(self) -> dict[str, Any]:
         return dict(self.results)

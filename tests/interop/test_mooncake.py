@@ -31,7 +31,7 @@ MEBIBYTE = 1 << 20
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch):
     """Blocks come and go where they lie, as longer ones do, which is where bytes can land late."""
-    monkeypatch.setattr(mooncake, "_MOST_STAGED_BYTES", 0)
+    monkeypatch.setattr(mooncake, "_MAX_STAGED_BYTES", 0)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ class TestStore:
         started = servers()
         started.add_node(64 * MEBIBYTE)
         in_place = backend_of(started, Pages())
-        monkeypatch.setattr(mooncake, "_MOST_STAGED_BYTES", BLOCK_BYTES)
+        monkeypatch.setattr(mooncake, "_MAX_STAGED_BYTES", BLOCK_BYTES)
         monkeypatch.setattr(mooncake, "_STAGED_BLOCKS_PER_CALL", 3)
         staged = backend_of(started, Pages())
         pieces = []
@@ -398,7 +398,7 @@ class TestLost:
         assert completion is not None and not completion.done()
         assert backend.busy([b"another key"]) is None
         pages.pool.allocator.alloc(64)
-        pages.pool.allocator.busy(range(64), completion)
+        pages.pool.allocator._mark_busy(range(64), completion)
         pages.pool.allocator.free(range(64))
         assert pages.pool.allocator.num_free == 0
         # Another get into the same pages would be overwritten by what comes late.
@@ -521,7 +521,7 @@ class TestSharedStore:
             shared_store(started, by_page, tenant="other") as other,
         ):
             assert one.put(HASHES, range(8)) == ["stored"] * 8
-            assert same.exists(HASHES) == 8 and other.exists(HASHES) == 0
+            assert same.match(HASHES) == 8 and other.match(HASHES) == 0
             assert same.get(HASHES, range(8)) == [True] * 8
             assert by_page.has(KEYS)
             assert other.get(HASHES, range(8)) == [False] * 8
@@ -531,10 +531,10 @@ class TestSharedStore:
             one._backend.discard(keys[1:2], soon())
             one._backend.put(keys[1:2], direct.blocks[:1], [header], soon())
             assert one.get(HASHES[:3], [5, 6, 7]) == [True, False, True]
-            assert one.exists(HASHES) == 1
+            assert one.match(HASHES) == 1
             other.remove()
             one.remove()
-            assert same.exists(HASHES) == 0
+            assert same.match(HASHES) == 0
 
     @pytest.mark.full
     def test_pages_of_a_late_call_are_held_back(self, servers):

@@ -310,7 +310,7 @@ def test_closing_a_receiver_that_waits_for_a_read(peers):
     sender, receiver = peers
     receiver.is_as_it_was = False
     stop_in_a_read(sender, receiver)
-    receiver.do("w.receiver.close(timeout_s=0.2)")
+    receiver.do("w.receiver.close(deadline_s=0.2)")
     assert receiver.do("from kvcupy.interop import nixl; answer(len(nixl._abandoned))") == 1
     receiver.do("w.allocator.free(w.pages)")
     assert receiver.do("answer(w.allocator.num_free)") == 5
@@ -832,7 +832,7 @@ def test_idle_peers_stay_connected(count, monkeypatch):
     for i in range(count):
         agent.add_peer(str(i).encode())
         agent.release_peer(str(i).encode(), failed=False)
-    assert Fake.forgotten == list(range(max(0, count - nixl_agents._MOST_PEERS)))
+    assert Fake.forgotten == list(range(max(0, count - nixl_agents._MAX_PEERS)))
 
 
 class FakeNixl:

@@ -223,7 +223,7 @@ def test_trees_of_several_steps_are_committed_as_one(world):
 def test_a_sliding_window_keeps_the_first_and_the_last(place, quick_host):
     cache = create(place, rope_mode="none")
     cache.add_sequence(0)
-    cache.enable_sliding_window(0, 8, 3)
+    cache.enable_sliding_window(0, 5, 3)
     values = torch.arange(20.0).view(-1, 1, 1).expand(-1, Q_HEADS + 2 * HEADS, WIDTH).contiguous()
     with cache.forward([0], [20]):
         for layer in range(LAYERS):
@@ -238,18 +238,18 @@ def test_a_fork_without_the_parents_window(place, quick_host):
     world = World(place, rope_mode="none")
     cache = world.cache
     cache.add_sequence(0)
-    cache.enable_sliding_window(0, 8, 4)
+    cache.enable_sliding_window(0, 4, 4)
     world.append([0], 4)
     cache.fork_sequence(0, 1, inherit_window=False)
     world.append([1], 10)
     assert cache.sequence_length(1) == 14
     world.append([0], 1)
     for position in (None, 5):
-        with pytest.raises(ValueError, match=r"^at: expected at most the 4 sinks"):
+        with pytest.raises(ValueError, match=r"^at: expected at most the 4 sink_tokens"):
             cache.fork_sequence(0, 2, position, inherit_window=False)
     assert 2 not in cache
     cache.fork_sequence(1, 2, 10, inherit_window=False)  # its parent has no window
-    cache.enable_sliding_window(2, 6, 5)
+    cache.enable_sliding_window(2, 1, 5)
     world.append([2], 3)
     assert [cache.sequence_length(seq) for seq in range(3)] == [5, 14, 6]
 

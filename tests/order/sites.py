@@ -52,7 +52,7 @@ PRIMITIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AccessOrder, ("begin", "end")),
     (Step, ("wait_layer",)),
     (DeviceBuffer, ("read_by", "wait_for_readers")),
-    (PageAllocator, ("busy",)),
+    (PageAllocator, ("_mark_busy",)),
 )
 NAMES = frozenset(name for _, names in PRIMITIVES for name in names)
 

@@ -144,11 +144,11 @@ def staged(side):
 
 CONTROLS = {
     SENDER + "_is_ready: completion.done()": sent_when_written,
-    SENDER + "_written_by: self._pool.allocator.busy(pages, completion)": freed_when_written,
+    SENDER + "_written_by: self._pool.allocator._mark_busy(pages, completion)": freed_when_written,
     RECEIVER + "Pull._wait: waiting.wait(event)": read_when_arrived,
     RECEIVER + "Pull._event_of: stream.record()": read_when_arrived,
     RECEIVER + "Pull._is_used: self._after.done()": overwritten_when_used,
-    RECEIVER + "PageReceiver.pull: self._pool.allocator.busy(ordered, pull._landing)":
+    RECEIVER + "PageReceiver.pull: self._pool.allocator._mark_busy(ordered, pull._landing)":
         freed_when_nothing_lands,
     "cache/migration/layers.py Staging.save: stream.synchronize()": staged("sender"),
     "cache/migration/layers.py Staging.load: stream.synchronize()": staged("receiver"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import TransferError
 from ..pages import Pages
 from .layers import PageBytes, Staging
-from .protocol import CHECKSUM, LAYER, LEAST_MESSAGE_BYTES, RENEW, START, Channel, Lost
+from .protocol import CHECKSUM, LAYER, MIN_MESSAGE_BYTES, RENEW, START, Channel, Lost
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -155,7 +155,7 @@ class Service:
             self.flush()
             self.hear(_POLL_S)
 
-    def hear(self, timeout_s: float = 0.0) -> None:
+    def hear(self, deadline_s: float = 0.0) -> None:
         """Renew the lease if the receiver asks for that within a time.
 
         Raises
@@ -163,7 +163,7 @@ class Service:
         TransferError, Lost : as `wait_ready`
         """
         self.check()
-        if self.channel.readable(timeout_s):
+        if self.channel.readable(deadline_s):
             self.channel.receive(self.deadline(), RENEW)
             self.renew()
 
@@ -367,7 +367,7 @@ class SocketEngine:
             checksum = task.channel.checksum(
                 task.number, task.generation, layers.start, len(layers)
             )
-            first = bytearray(LEAST_MESSAGE_BYTES)  # of the message behind the layers
+            first = bytearray(MIN_MESSAGE_BYTES)  # of the message behind the layers
             for run in runs:
                 task.wait_readable()  # the sender may be waiting for staging pages
                 message = first if run is runs[-1] else None

@@ -59,10 +59,10 @@ MIN_SECRET_BYTES = 16
 
 _HEAD = struct.Struct(">BI")  # kind, bytes of the payload
 _MAC_BYTES = 16
-_LEAST_PAYLOAD_BYTES = 48  # shorter ones are filled up, so that one call receives most messages
-LEAST_MESSAGE_BYTES = _HEAD.size + _LEAST_PAYLOAD_BYTES + _MAC_BYTES
+_MIN_PAYLOAD_BYTES = 48  # shorter ones are filled up, so that one call receives most messages
+MIN_MESSAGE_BYTES = _HEAD.size + _MIN_PAYLOAD_BYTES + _MAC_BYTES
 _LAST_S = 0.1  # for the rest of a message, when the connection has ended
-_MOST_BUFFERS = 512  # memory areas that one call to the system takes
+_MAX_BUFFERS = 512  # memory areas that one call to the system takes
 
 
 # --- Addresses ------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ class Address:
             return bool(self.host) and ipaddress.ip_address(self.host).is_unspecified
         return False
 
-    def connect(self, timeout_s: float) -> socket.socket:
+    def connect(self, deadline_s: float) -> socket.socket:
         if not self.path:
-            connection = socket.create_connection((self.host, self.port), timeout_s)
+            connection = socket.create_connection((self.host, self.port), deadline_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(timeout_s)
+            connection.settimeout(deadline_s)
             connection.connect(self.path)
         except BaseException:
             connection.close()
@@ -410,7 +410,7 @@ class Channel:
             self._move(unsent, sum(map(len, unsent)), deadline, is_sent=True)
 
     def _message(self, kind: int, payload: bytes) -> memoryview:
-        body = _HEAD.pack(kind, len(payload)) + payload.ljust(_LEAST_PAYLOAD_BYTES, b"\0")
+        body = _HEAD.pack(kind, len(payload)) + payload.ljust(_MIN_PAYLOAD_BYTES, b"\0")
         return memoryview(body + self._mac(True, body))
 
     def receive(self, deadline: float, *kinds: int) -> tuple[int, bytes]:
@@ -421,8 +421,8 @@ class Channel:
         TransferError : the peer has refused; it says why
         Lost : it is of none of `kinds`, damaged, or none comes any more
         """
-        least = bytearray(LEAST_MESSAGE_BYTES)
-        self._move([memoryview(least)], LEAST_MESSAGE_BYTES, deadline, is_sent=False)
+        least = bytearray(MIN_MESSAGE_BYTES)
+        self._move([memoryview(least)], MIN_MESSAGE_BYTES, deadline, is_sent=False)
         return self.received(least, deadline, *kinds)
 
     def received(self, first: bytearray, deadline: float, *kinds: int) -> tuple[int, bytes]:
@@ -430,8 +430,8 @@ class Channel:
         kind, length = _HEAD.unpack_from(first)
         if length > MAX_MESSAGE_BYTES or kind not in NAMES:
             raise Lost("what came is not a message")
-        if length > _LEAST_PAYLOAD_BYTES:
-            rest = bytearray(length - _LEAST_PAYLOAD_BYTES)
+        if length > _MIN_PAYLOAD_BYTES:
+            rest = bytearray(length - _MIN_PAYLOAD_BYTES)
             self._move([memoryview(rest)], len(rest), deadline, is_sent=False)
             first = first + rest
         body = bytes(first[:-_MAC_BYTES])
@@ -450,11 +450,11 @@ class Channel:
         """Say why there is nothing, or nothing more."""
         self.send(REFUSED, f"{reason}\n{message[:4000]}".encode(), deadline)
 
-    def readable(self, timeout_s: float) -> bool:
+    def readable(self, deadline_s: float) -> bool:
         """Wait until something has come, which may be the end of the connection."""
         if self._is_tls and self._socket.pending():  # type: ignore[attr-defined]
             return True
-        return any_readable([self._socket], timeout_s)
+        return any_readable([self._socket], deadline_s)
 
     def has_ended(self) -> bool:
         """Return whether the peer has ended the connection, also behind what is not read yet."""
@@ -553,7 +553,7 @@ class Channel:
                 set_timeout(self._socket, deadline)
                 self._timeout_s = remaining_s
             try:
-                moved = move(rest if len(rest) <= _MOST_BUFFERS else rest[:_MOST_BUFFERS])
+                moved = move(rest if len(rest) <= _MAX_BUFFERS else rest[:_MAX_BUFFERS])
             except BlockingIOError:  # a timeout that was set for an earlier deadline
                 if time.monotonic() >= deadline:
                     raise
@@ -598,15 +598,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def any_readable(sockets: Sequence[socket.socket], timeout_s: float) -> bool:
+def any_readable(sockets: Sequence[socket.socket], deadline_s: float) -> bool:
     """Wait until something has come on one of them, or one was closed."""
     poll = select.poll()
     try:
-        if 0 < timeout_s < 1e-3 and max(each.fileno() for each in sockets) < 1024:
-            return bool(select.select(sockets, (), (), timeout_s)[0])  # poll waits for whole ms
+        if 0 < deadline_s < 1e-3 and max(each.fileno() for each in sockets) < 1024:
+            return bool(select.select(sockets, (), (), deadline_s)[0])  # poll waits for whole ms
         for each in sockets:
             poll.register(each, select.POLLIN)
-        return bool(poll.poll(max(0.0, timeout_s) * 1e3))
+        return bool(poll.poll(max(0.0, deadline_s) * 1e3))
     except (OSError, ValueError):
         return True
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ...devices.protocol import Event, Stream
 
 _IDLE_S = 10.0  # that a thread waits for the next pull
-_MOST_IDLE = 4  # connections kept per sender
-_MOST_PLANNED = 64  # senders of which the tickets are known to fit
+_MAX_IDLE = 4  # connections kept per sender
+_MAX_PLANNED = 64  # senders of which the tickets are known to fit
 _CONFIRM_S = 1.0
 _CLOSE_S = 5.0
 _QUIET_POLL_S = 0.02
@@ -193,7 +193,7 @@ class PageReceiver(ProcessLocal):
         try:
             for ticket_of_part, _, heads in parts:
                 asked.append(self._ask_early(pull, ticket_of_part, heads))
-            self._pool.allocator.busy(ordered, pull._landing)
+            self._pool.allocator._mark_busy(ordered, pull._landing)
             pull._prepare()
         except BaseException:
             for channel, _ in filter(None, asked):
@@ -221,17 +221,17 @@ class PageReceiver(ProcessLocal):
                 **{name: self._counts[name] for name in _COUNTS},
             }
 
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
+    def close(self, deadline_s: float = _CLOSE_S) -> None:
         """Cancel all pulls, and wait until nothing can land in their pages, and senders know.
 
         Parameters
         ----------
-        timeout_s : that this waits at most. Pages into which something may land beyond that stay
+        deadline_s : the longest this waits. Pages into which something may land beyond that stay
             in quarantine
         """
         if os.getpid() != self._pid:
             return
-        deadline = time.monotonic() + positive_seconds(timeout_s, "timeout_s")
+        deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
         with self._lock:
             first, self._closed = not self._closed, True
             pulls, idle, self._idle = list(self._pulls), self._idle, {}
@@ -328,7 +328,7 @@ class PageReceiver(ProcessLocal):
                 f"{sorted(covered) or 'none'}", "identity",
             )  # fmt: skip
         if len(parts) == 1:
-            if len(self._planned) >= _MOST_PLANNED:
+            if len(self._planned) >= _MAX_PLANNED:
                 self._planned.clear()
             self._planned[key] = parts[0]
         return parts
@@ -389,7 +389,7 @@ class PageReceiver(ProcessLocal):
                 if not channels:
                     del self._idle[key]
             idle = self._idle.setdefault((ticket.address, ticket.sender_id), [])
-            if not self._closed and len(idle) < _MOST_IDLE:
+            if not self._closed and len(idle) < _MAX_IDLE:
                 idle.append(channel)
                 return
         _close_confirmed(channel, time.monotonic() + _CONFIRM_S)
@@ -598,8 +598,8 @@ class Landing:
     def done(self) -> bool:
         return self._over.is_set()
 
-    def synchronize(self, timeout_s: float | None = None) -> None:
-        self._over.wait(None if timeout_s is None else max(0.0, timeout_s))
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        self._over.wait(None if deadline_s is None else max(0.0, deadline_s))
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()

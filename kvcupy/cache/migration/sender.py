@@ -40,9 +40,9 @@ PULL_HEAD = struct.Struct(">QQ16sIIII")
 GRANT_HEAD = struct.Struct(">QIIIQ")  # ms of lease, pages per run, pages, layers, bytes of each
 
 _IDLE_S = 60.0  # that a connection is kept without a pull
-_MOST_HANDSHAKES = 16  # at a time
-_MOST_PULLS = 1 << 20  # of an offer
-_MOST_ENDED = 1024  # offers of which it is remembered why they ended
+_MAX_HANDSHAKES = 16  # at a time
+_MAX_PULLS = 1 << 20  # of an offer
+_MAX_ENDED_OFFERS = 1024  # offers of which it is remembered why they ended
 _BUFFER_BYTES = 1 << 20  # that a Unix socket takes, so that both ends work at a time
 _CLOSE_S = 5.0
 _GRACE_S = 0.05  # after which a connection is aborted that is blocked when its offer ends
@@ -250,8 +250,8 @@ class PageSender(ProcessLocal):
         ordered = self._checked_pages(pages)
         lease = positive_seconds(lease_s, "lease_s")
         pulls = positive_int(pulls, "pulls")
-        if pulls > _MOST_PULLS:
-            raise ValueError(f"pulls: expected at most {_MOST_PULLS}, got {pulls}")
+        if pulls > _MAX_PULLS:
+            raise ValueError(f"pulls: expected at most {_MAX_PULLS}, got {pulls}")
         by_layer = checks.flag(by_layer, "by_layer")
         numbers = () if hashes is None else tuple(hash_list(hashes))
         if numbers and len(numbers) != len(ordered):
@@ -364,16 +364,16 @@ class PageSender(ProcessLocal):
             }
             return now | {name: self._counts[name] for name in _COUNTS}
 
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
+    def close(self, deadline_s: float = _CLOSE_S) -> None:
         """End all offers and connections, free the pages, and wait for the threads.
 
         Parameters
         ----------
-        timeout_s : that this waits at most; threads that have not ended by then still will
+        deadline_s : the longest this waits; threads that have not ended by then still will
         """
         if os.getpid() != self._pid:
             return
-        deadline = time.monotonic() + positive_seconds(timeout_s, "timeout_s")
+        deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
         with self._changed:
             first, self._closed = not self._closed, True
             offers = list(self._unreleased)
@@ -405,7 +405,7 @@ class PageSender(ProcessLocal):
     # --- With or without the lock ---
 
     def _checked_pages(self, pages: Any) -> Pages:
-        self._pool.allocator.require_allocated(pages)
+        self._pool.allocator._require_allocated(pages)
         ordered = checked_page_list(pages)
         if not 1 <= len(ordered) <= protocol.MAX_PAGES:
             raise ValueError(f"pages: expected 1 to {protocol.MAX_PAGES}, got {len(ordered)}")
@@ -417,7 +417,7 @@ class PageSender(ProcessLocal):
             raise CaptureError(f"{name}: what a captured stream writes cannot be offered")
         completion = StreamCompletion(queue)
         if not completion.done():
-            self._pool.allocator.busy(pages, completion)
+            self._pool.allocator._mark_busy(pages, completion)
         return completion
 
     def _require_own_process(self) -> None:
@@ -451,7 +451,7 @@ class PageSender(ProcessLocal):
             self._counts[reason] += 1
             del self._offers[offer.number]
             self._ended[offer.number] = reason
-            while len(self._ended) > _MOST_ENDED:
+            while len(self._ended) > _MAX_ENDED_OFFERS:
                 self._ended.popitem(last=False)
             abort_at = time.monotonic() + _GRACE_S
             moving = [(abort_at, offer, each) for each in offer.channels if each.moving]
@@ -537,7 +537,7 @@ class PageSender(ProcessLocal):
                 time.sleep(0.05)
             return
         with self._changed:
-            is_crowded = self._num_handshakes >= _MOST_HANDSHAKES
+            is_crowded = self._num_handshakes >= _MAX_HANDSHAKES
             if self._closed or is_crowded or not self._make_place():
                 self._counts["dropped_connections"] += 1
                 connection.close()
@@ -864,12 +864,12 @@ def checked_page_list(pages: Any) -> Pages:
 def positive_seconds(value: Any, name: str) -> float:
     """Return an argument in seconds as a float; TypeError or ValueError."""
     checks.require_number(value, name)
-    if not 0 < value <= _MOST_SECONDS:
+    if not 0 < value <= _MAX_SECONDS:
         raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
     return float(value)
 
 
-_MOST_SECONDS = 1e6
+_MAX_SECONDS = 1e6
 
 
 def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:

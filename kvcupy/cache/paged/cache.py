@@ -293,7 +293,7 @@ class PagedKVCache(ProcessLocal):
         parent, child : a cached sequence, and a new one
         at : how many tokens, 0 to the parent's length; None: all
         inherit_window : whether the child gets the parent's sliding window. False: it has none,
-            and `at` is at most the parent's sinks, because the tokens behind them may be evicted
+            and `at` is at most the parent's sink_tokens, because those behind may be evicted
 
         Raises
         ------
@@ -316,10 +316,10 @@ class PagedKVCache(ProcessLocal):
         checks.require_int(at, "at")
         if not 0 <= at <= source.length:
             raise ValueError(f"at: expected 0 to {source.length}, got {at}")
-        if not inherit_window and source.window and at > source.sinks:
+        if not inherit_window and source.window and at > source.sink_tokens:
             raise ValueError(
-                f"at: expected at most the {source.sinks} sinks of the parent's sliding window "
-                f"with inherit_window=False, got {at}"
+                f"at: expected at most the {source.sink_tokens} sink_tokens of the parent's "
+                f"sliding window with inherit_window=False, got {at}"
             )
         self._steps.fork(source, child, int(at), inherit_window)
 
@@ -348,18 +348,19 @@ class PagedKVCache(ProcessLocal):
         """
         return self._sequences.find(seq).length
 
-    def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
+    def enable_sliding_window(self, seq: Hashable, window: int, sink_tokens: int = 0) -> None:
         """After each step, keep only the first tokens of a sequence and the last.
 
         Parameters
         ----------
-        window : tokens that remain: the first `sinks`, and the last `window - sinks`
-        sinks : 0 to window - 1
+        window : how many of the last tokens remain
+        sink_tokens : how many of the first tokens remain too
 
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        TypeError, ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        TypeError, ValueError : an argument does not fit, or tokens were evicted behind another
+            number of sink_tokens
         KvcupyError : it belongs to the running step
 
         Notes
@@ -371,12 +372,14 @@ class PagedKVCache(ProcessLocal):
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         positive_int(window, "window")
-        checks.require_int(sinks, "sinks")
-        if not 0 <= sinks < window:
-            raise ValueError(f"sinks: expected 0 to {window - 1}, got {sinks}")
-        if sequence.evicted and sinks != sequence.sinks:
-            raise ValueError(f"sinks: expected {sequence.sinks} as before, got {sinks}")
-        sequence.window, sequence.sinks = int(window), int(sinks)
+        checks.require_int(sink_tokens, "sink_tokens")
+        if not 0 <= sink_tokens < 2**31:
+            raise ValueError(f"sink_tokens: expected 0 to 2**31 - 1, got {sink_tokens}")
+        if sequence.evicted and sink_tokens != sequence.sink_tokens:
+            raise ValueError(
+                f"sink_tokens: expected {sequence.sink_tokens} as before, got {sink_tokens}"
+            )
+        sequence.window, sequence.sink_tokens = int(window), int(sink_tokens)
         if self._rope_mode == "normal" and not self._warned:
             self._warned = True
             cache_logger.warning(
@@ -391,13 +394,13 @@ class PagedKVCache(ProcessLocal):
 
     # --- Steps ---
 
-    def begin_forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> None:
+    def begin_forward(self, seqs: Any, append_lens: Any, *, token_tree: Any = None) -> None:
         """Begin a step that appends tokens to sequences: lengths grow, pages are allocated.
 
         Parameters
         ----------
         seqs : sequences, each once; rows of the step come in this order
-        append_lengths : new tokens of each, at least 1, together at most max_batch_tokens
+        append_lens : new tokens of each, at least 1, together at most max_batch_tokens
         token_tree : for each sequence the parents of its new tokens, which are nodes of a tree,
             numbered on from those not yet committed; -1: a root, which follows the last committed
             token. None in place of a list: plain tokens, one after another
@@ -416,7 +419,7 @@ class PagedKVCache(ProcessLocal):
         Stream: host work, but for partial pages that are shared: they are copied on the copy
         stream. Host work grows with the batch, not with the number of sequences in the cache.
         """
-        self._steps.begin(seqs, append_lengths, token_tree)
+        self._steps.begin(seqs, append_lens, token_tree)
 
     def end_forward(self) -> None:
         """End the step; windows slide.
@@ -430,9 +433,9 @@ class PagedKVCache(ProcessLocal):
         self._steps.end()
 
     @contextmanager
-    def forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> Iterator[None]:
+    def forward(self, seqs: Any, append_lens: Any, *, token_tree: Any = None) -> Iterator[None]:
         """Begin a step and end it with the block; an exception takes its tokens back."""
-        self.begin_forward(seqs, append_lengths, token_tree=token_tree)
+        self.begin_forward(seqs, append_lens, token_tree=token_tree)
         try:
             yield
         except BaseException:
@@ -625,7 +628,7 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        A sequence whose window has slid has unused slots between its sinks and what follows.
+        A sequence whose window has slid has unused slots between its sink tokens and what follows.
         """
         self._require_one_pool("block_table")
         return self.device.carrier(block_table(self._tables(stream)))
@@ -684,13 +687,13 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
         return self._contents.read(sequence, start, stop, dtype, stream)
 
-    def set_kv(self, seq: Hashable, start: int, K: Any, V: Any, *, stream: Any = None) -> None:
+    def set_kv(self, seq: Hashable, start: int, k: Any, v: Any, *, stream: Any = None) -> None:
         """Overwrite K and V of tokens of a sequence; other sequences that share them keep theirs.
 
         Parameters
         ----------
         start : position of the first; n of them must be cached
-        K, V : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
+        k, v : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
             quantised if the cache is
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -712,7 +715,7 @@ class PagedKVCache(ProcessLocal):
         sequence = self._on_device(seq)
         self._steps.require_outside(seq)
         checks.require_int(start, "start")
-        key, value = self._contents.check(K, V)
+        key, value = self._contents.check(k, v)
         stop = start + key.shape[1]
         if not 0 <= start <= stop <= sequence.length:
             raise ValueError(
@@ -764,7 +767,7 @@ class PagedKVCache(ProcessLocal):
         try:
             reserved = self._sequences.reserve([sequence], [saved.length])
             self._sequences.grow([sequence], [saved.length], reserved)
-            sequence.window, sequence.sinks = saved.window, saved.sinks
+            sequence.window, sequence.sink_tokens = saved.window, saved.sink_tokens
             self._contents.restore(sequence, saved)
             self._steps.demote([sequence])
         except BaseException:
@@ -985,7 +988,7 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
         if sequence.length == 0:
             raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
-        if self._steps.is_running(seq) and 0 < sequence.window < sequence.length:
+        if self._steps.is_running(seq) and sequence.num_beyond_window:
             raise ValueError(
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )

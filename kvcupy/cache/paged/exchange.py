@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..migration.sender import PageSender
 
 _KIND, _VERSION = "kvcupy sequence", 1
-_NUMBERS = ("length", "evicted", "window", "sinks", "num_pages")
+_NUMBERS = ("length", "evicted", "window", "sink_tokens", "num_pages")
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
 
@@ -133,11 +133,9 @@ def decode_state(
         if type(number) is not int or not 0 <= number < _MAX_NUMBER:
             raise ValueError(f"ticket: expected {name} to be a count, got {number!r}")
     length, evicted = numbers["length"], numbers["evicted"]
-    window, sinks = numbers["window"], numbers["sinks"]
-    if window and sinks >= window:
-        raise ValueError(f"ticket: expected sinks below window {window}, got {sinks}")
+    window, sink_tokens = numbers["window"], numbers["sink_tokens"]
     # A page that holds evicted places alone is released, so that less than two are left.
-    if evicted and not (window and sinks <= length and evicted < 2 * page_size):
+    if evicted and not (window and sink_tokens <= length and evicted < 2 * page_size):
         raise ValueError(f"ticket: expected no evicted span of {evicted} in {numbers}")
     if length == 0 or numbers["num_pages"] != -(-(length + evicted) // page_size):
         raise ValueError(
@@ -145,7 +143,7 @@ def decode_state(
         )
     sequence = CachedSequence()
     sequence.length, sequence.evicted = length, evicted
-    sequence.window, sequence.sinks = window, sinks
+    sequence.window, sequence.sink_tokens = window, sink_tokens
     sequence.hashes = _hashes(described["hashes"], length // page_size)
     demoted = None
     if "demoted" in described:

@@ -373,10 +373,10 @@ class Tiers:
             with self._access.on(stream, sequence):
                 pass  # the saves wait for what the copy stream waits for
             save = tiers.engine.save(pages, host_pages, after=stream)
-            tiers.engine.flush()
+            tiers.engine._flush()
             if len(past_pages):
                 past_save = engines[1].save(past_pages, past_host_pages, after=stream)
-                engines[1].flush()
+                engines[1]._flush()
                 past = OffloadedPages(past_host_pages, past_save, engines[1].host_pool.allocator)
         except BaseException:
             tiers.host_pool.allocator.free(host_pages)
@@ -407,11 +407,11 @@ class Tiers:
         try:
             stream = self._access.copy_stream_behind_all()
             loads = [tiers.engine.load(host.pages, pages, after=stream)]
-            tiers.engine.flush()
+            tiers.engine._flush()
             if past is not None:
                 engine = self._engine_of_past()
                 loads.append(engine.load(past.pages, past_pages, after=stream))
-                engine.flush()
+                engine._flush()
         except BaseException:
             self._sequences.free(combined)
             raise

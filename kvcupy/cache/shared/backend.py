@@ -19,7 +19,7 @@ Block = Sequence[memoryview]  # the bytes of a block in wire order, in contiguou
 
 STORED, KNOWN, FULL, FAILED = "stored", "known", "full", "failed"  # outcomes of a put
 
-MOST_HEADER_BYTES = 128
+MAX_HEADER_BYTES = 128
 
 
 class BackendLost(Exception):
@@ -103,7 +103,7 @@ class Backend(Protocol):
     ) -> list[str]:  # fmt: skip
         """Store blocks, and return for each "stored", "known", "full" or "failed".
 
-        Each of `headers`, of at most `MOST_HEADER_BYTES`, is calculated from its block when it is
+        Each of `headers`, of at most `MAX_HEADER_BYTES`, is calculated from its block when it is
         first asked for: asking for it just before the block is sent, or after all of it was passed
         to what `SummedBlock.begin` returns, reads the block only once from memory. Blocks of
         one call do not evict each other.

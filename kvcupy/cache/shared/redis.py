@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from ...errors import ProcessLocal, file_path
 from ...ops import checks
 from ..wire import WirePages
-from .backend import FAILED, FULL, KNOWN, MOST_HEADER_BYTES, STORED, BackendLost, Block
+from .backend import FAILED, FULL, KNOWN, MAX_HEADER_BYTES, STORED, BackendLost, Block
 
 Buffer = bytes | bytearray | memoryview
 
@@ -624,7 +624,7 @@ class _Connection:
             raise _Nonsense
         payload = _as_bytes(pieces)
         header_bytes = int(line[1:]) - sum(len(piece) for piece in payload)
-        if not 0 <= header_bytes <= MOST_HEADER_BYTES:
+        if not 0 <= header_bytes <= MAX_HEADER_BYTES:
             raise _NotABlock
         header, end = bytearray(header_bytes), bytearray(2)
         self._receive([memoryview(header), *payload, memoryview(end)], deadline)

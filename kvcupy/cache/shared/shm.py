@@ -46,7 +46,7 @@ from .backend import (
     FAILED,
     FULL,
     KNOWN,
-    MOST_HEADER_BYTES,
+    MAX_HEADER_BYTES,
     STORED,
     BackendLost,
     Block,
@@ -80,21 +80,21 @@ _DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # what follows the generatio
 # Words of a record: the number of a free slot's successor plus one is in `_NEXT`.
 _GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED = 0, 1, 2, 6, 7, 8
 _RECORD_WORDS = RECORD_BYTES // 8
-_KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MOST_HEADER_BYTES
+_KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MAX_HEADER_BYTES
 
 _SLOT_MASK = 2**32 - 1
 _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-_LEAST_UNLOCKED_BYTES = 2**17  # of parts that are copied and hashed without Python's lock
-_LEAST_HELPED_BYTES = 2**21  # less is copied before another thread has woken up
+_MIN_UNLOCKED_BYTES = 2**17  # of parts that are copied and hashed without Python's lock
+_MIN_HELPED_BYTES = 2**21  # less is copied before another thread has woken up
 _PART_BYTES = 2**19  # that are in the cache of one processor while they are copied and hashed
 _BYTES_AT_ONCE = 2**24  # of blocks that are copied together; also while the lock is held
-_POLL_S, _MOST_POLL_S = 1e-4, 5e-3
+_POLL_S, _MAX_POLL_S = 1e-4, 5e-3
 _RECENT_NS = 5_000_000  # a process that has waited for the lock within this may wait still
 # After a call has waited this long in vain, the holder of the lock is stopped, or so it seems: for
 # some time others wait no longer than a live one has the lock.
 _STUCK_S, _NOT_WAITED_FOR_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.05
 _MADV_POPULATE_READ = 22  # of Linux 5.14
-_MOST_THREADS = 4  # by default
+_MAX_THREADS = 4  # by default
 
 
 def open_backend(
@@ -121,8 +121,8 @@ def open_backend(
 def default_threads() -> int:
     """Return how many threads copy the blocks of a call unless told: 4, or fewer processors."""
     if hasattr(os, "sched_getaffinity"):
-        return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    return min(_MOST_THREADS, os.cpu_count() or 1)
+        return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MAX_THREADS, os.cpu_count() or 1)
 
 
 class ShmBackend(ProcessLocal):
@@ -216,7 +216,7 @@ class ShmBackend(ProcessLocal):
             generation & 1
             or stored_key != key
             or length != sum(map(len, block))
-            or not 0 < header_length <= MOST_HEADER_BYTES
+            or not 0 < header_length <= MAX_HEADER_BYTES
         ):
             return None
         header = self._map[record_at + _HEADER_AT : record_at + _HEADER_AT + header_length]
@@ -271,7 +271,7 @@ class ShmBackend(ProcessLocal):
         """Copy blocks from or to slots, a part at a time, by several threads if they are large."""
         jobs = [self._parts(block, slot) for block, slot in blocks]
         # To wake others up for less takes longer, and small parts are copied with Python's lock.
-        is_large = len(jobs) > 1 and len(jobs) * self._layout.block_bytes >= _LEAST_HELPED_BYTES
+        is_large = len(jobs) > 1 and len(jobs) * self._layout.block_bytes >= _MIN_HELPED_BYTES
         is_helped = is_large and isinstance(jobs[0].pairs[0][0], np.ndarray)
         share = min(self._helpers.count, len(jobs) - 1) if is_helped else 0
 
@@ -288,7 +288,7 @@ class ShmBackend(ProcessLocal):
         start = self._layout.payload_at(slot)
         pairs: list[tuple[Any, Any]] = []
         for piece in block:
-            if len(piece) < _LEAST_UNLOCKED_BYTES:
+            if len(piece) < _MIN_UNLOCKED_BYTES:
                 pairs.append((self._bytes[start : start + len(piece)], piece))
                 start += len(piece)
                 continue
@@ -306,7 +306,7 @@ class ShmBackend(ProcessLocal):
             slot < 0
             or records[at + _GENERATION] & 1
             or records[at + _LENGTH] != self._layout.block_bytes
-            or not 0 < records[at + _HEADER_LENGTH] <= MOST_HEADER_BYTES
+            or not 0 < records[at + _HEADER_LENGTH] <= MAX_HEADER_BYTES
         ):
             return False
         if not records[at + _USED]:
@@ -530,7 +530,7 @@ class ShmBackend(ProcessLocal):
         generations, header_lengths = records[:, _GENERATION], records[:, _HEADER_LENGTH]
         whole = generations & np.uint64(1) == 0
         whole &= records[:, _LENGTH] == np.uint64(self._layout.block_bytes)
-        whole &= (header_lengths > 0) & (header_lengths <= MOST_HEADER_BYTES)
+        whole &= (header_lengths > 0) & (header_lengths <= MAX_HEADER_BYTES)
         for slot in np.flatnonzero(whole).tolist():
             key = self._key(slot)
             assert key is not None
@@ -581,7 +581,7 @@ class ShmBackend(ProcessLocal):
                     return False
                 self._words[_WAITING] = time.monotonic_ns()
                 time.sleep(min(pause_s, deadline - now))
-                pause_s = min(1.2 * pause_s, _MOST_POLL_S)
+                pause_s = min(1.2 * pause_s, _MAX_POLL_S)
         except OSError as error:
             self._mutex.release()
             raise BackendLost(f"{self.path}: it cannot be locked: {error}") from error

@@ -43,7 +43,7 @@ _ALGORITHM_NAMES = {code: name for name, code in _ALGORITHMS.items()}
 _SCRATCH_BYTES = 2**24  # of pages that are gathered before they are sent
 _KEYS_PER_QUERY = 1024
 _LOST_IN_A_ROW, _SKIPPED_S = 3, 10.0
-_BAD_S, _MOST_BAD = 10.0, 2**16  # how long, and how many keys that failed are not asked for again
+_BAD_S, _MAX_BAD = 10.0, 2**16  # how long, and how many keys that failed are not asked for again
 
 
 class SharedStore(ProcessLocal):
@@ -156,7 +156,7 @@ class SharedStore(ProcessLocal):
         >>> with kv.SharedStore.open(url, one, capacity_bytes=2**21) as store:
         ...     store.put(hashes[:2], [0, 1])
         ...     with kv.SharedStore.open(url, other) as again:
-        ...         again.exists(hashes), again.get(hashes, [3, 2, 1])
+        ...         again.match(hashes), again.get(hashes, [3, 2, 1])
         ...     store.remove()
         ['stored', 'stored']
         (2, [True, True, False])
@@ -212,7 +212,7 @@ class SharedStore(ProcessLocal):
 
     # --- Blocks ---
 
-    def exists(self, hashes: Any) -> int:
+    def match(self, hashes: Any) -> int:
         """Return how many leading blocks the store has.
 
         Parameters
@@ -371,7 +371,7 @@ class SharedStore(ProcessLocal):
         """Keep memory that an engine may still access from being used for something else."""
         if keys and (completion := self._backend.busy(keys)) is not None:
             if self._pages.is_direct:
-                self.pool.allocator.busy(pages, completion)
+                self.pool.allocator._mark_busy(pages, completion)
             else:
                 blocks.clear()
 
@@ -577,7 +577,7 @@ class SharedStore(ProcessLocal):
             for key in keys:
                 self._bad.pop(key, None)  # the oldest come first
                 self._bad[key] = until
-            while len(self._bad) > _MOST_BAD:
+            while len(self._bad) > _MAX_BAD:
                 del self._bad[next(iter(self._bad))]
 
     def _count(self, name: str, amount: int) -> None:

@@ -41,7 +41,7 @@ class TieredCache(ProcessLocal):
     write : when a block is copied to the next tier. "through": to host memory when it is inserted,
         as far as pages can be freed there, and to disk when it is flushed or evicted from host
         memory. "back": when it is evicted
-    shared : a `SharedStore` of the host pool, or None; or whatever has its `exists`, `put` and
+    shared : a `SharedStore` of the host pool, or None; or anything that has its `match`, `put` and
         `get`, which threads may call. The caches of other processes on the same store find the
         blocks of this one, and it theirs. Closing the cache does not close the store
     shared_write : when a block is put into the store, unless that knows it. "through": when it is
@@ -88,7 +88,7 @@ class TieredCache(ProcessLocal):
     []
     >>> cache.evict(2)
     >>> cache.match([0xA, 0xB, 0xC])
-    Match(device=0, host=2, disk=2)
+    Match(device=0, host=2, disk=2, shared=2)
     >>> with cache.acquire([0xA, 0xB, 0xC]) as lease:
     ...     lease.wait_layer(0)
     ...     float(pools[0].k(0)[lease.pages[1], 0, 0, 0]), lease.num_blocks
@@ -166,7 +166,7 @@ class TieredCache(ProcessLocal):
                     i += 1
                 counts.append(i)
             if self._store is None:
-                return Match._make(counts)
+                return Match(counts[0], counts[1], counts[2], counts[2])
             missing = list(dict.fromkeys([hash for hash in keys[i:] if hash not in tiers]))
         stored = self._store.count_known(missing)
         shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
@@ -424,7 +424,7 @@ class TieredCache(ProcessLocal):
         shared = self._shared
         with shared.opened() as tiers:
             saves = tiers.in_flight.saves()
-        self.engine.send()
+        self.engine._send()
         for completion in saves:
             completion.synchronize()
         if self._store is not None:
@@ -553,7 +553,7 @@ def _insert(
     ValueError unless pages are allocated, listed once each, and not the cache's already.
     """
     device = tiers.device
-    ordered = device.pool.allocator.require_allocated(pages)
+    ordered = device.pool.allocator._require_allocated(pages)
     if len(owned := ordered[device.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
     written = StreamCompletion(stream)
@@ -586,7 +586,7 @@ def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None
     completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
     for copy in inserted:
         copy.filled_by = completion
-    tiers.device.pool.allocator.busy([copy.page for copy in inserted], written)
+    tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
 
 
 def _write(

@@ -40,7 +40,7 @@ Parts = list[memoryview]  # one page as bytes
 _Job = tuple[Any, ...]
 _Result = TypeVar("_Result")
 
-_MOST_PARTS = 1024  # memory areas that one call to the system takes
+_MAX_PARTS = 1024  # memory areas that one call to the system takes
 
 
 class DiskBlocks:
@@ -665,7 +665,7 @@ def _allocate(descriptor: int, num_bytes: int) -> None:
 def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
     """Write parts from an offset of a file on; OSError unless all could be written."""
     while parts:
-        done = os.pwritev(descriptor, parts[:_MOST_PARTS], offset)
+        done = os.pwritev(descriptor, parts[:_MAX_PARTS], offset)
         if not done:
             raise OSError(errno.EIO, "nothing was written")
         parts, offset = _after(parts, done), offset + done
@@ -674,7 +674,7 @@ def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
 def _read_all(descriptor: int, parts: list[memoryview], offset: int) -> bool:
     """Fill parts from an offset of a file on; False if the file ends before."""
     while parts:
-        done = os.preadv(descriptor, parts[:_MOST_PARTS], offset)
+        done = os.preadv(descriptor, parts[:_MAX_PARTS], offset)
         if not done:
             return False
         parts, offset = _after(parts, done), offset + done

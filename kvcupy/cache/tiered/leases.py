@@ -17,46 +17,27 @@ if TYPE_CHECKING:
     from ..pages import Pages
 
 
-class _LocalMatch(NamedTuple):
-    device: int
-    host: int
-    disk: int
-
-
-class Match(_LocalMatch):
-    """How many leading blocks of a prefix are known.
-
-    It unpacks to the first three, and equals such a tuple.
+class Match(NamedTuple):
+    """How many leading blocks of a prefix are known, each count including those before it.
 
     Attributes
     ----------
     device : on the device
     host : on the device or in host memory
     disk : in any tier of this cache
-    shared : in any tier, or in the shared store
+    shared : in any tier, or in the shared store; without a store as `disk`
 
     Examples
     --------
-    >>> device, host, disk = match = Match(1, 2, 2, shared=5)
-    >>> match, match.shared - disk
-    (Match(device=1, host=2, disk=2, shared=5), 3)
+    >>> match = Match(1, 2, 2, 5)
+    >>> match.shared - match.disk
+    3
     """
 
-    _shared: int | None = None  # where there is a store
-
-    def __new__(cls, device: int, host: int, disk: int, shared: int | None = None) -> Match:
-        match = super().__new__(cls, device, host, disk)
-        if shared is not None:
-            match._shared = shared
-        return match
-
-    def __repr__(self) -> str:
-        local = super().__repr__()
-        return local if self._shared is None else f"{local[:-1]}, shared={self._shared})"
-
-    @property
-    def shared(self) -> int:
-        return self.disk if self._shared is None else self._shared
+    device: int
+    host: int
+    disk: int
+    shared: int
 
 
 class Lease(ProcessLocal):

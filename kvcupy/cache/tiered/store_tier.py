@@ -47,10 +47,10 @@ class Store(Protocol):
 
     `put` sends what the store does not know. A call may raise, which counts as no answer. When
     `get` has returned or raised, nothing writes the pages any more, or the allocator of the host
-    pool knows that they are `busy`.
+    pool holds them back (`PageAllocator._mark_busy`).
     """
 
-    def exists(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
+    def match(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
     def put(self, hashes: Sequence[int], pages: Sequence[int]) -> list[str]: ...
     def get(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]: ...
 
@@ -135,7 +135,7 @@ class StoreTier:
     """
 
     def __init__(self, store: Any, pool: Any, write: Any, share: Any) -> None:
-        for name in ("exists", "put", "get"):
+        for name in ("match", "put", "get"):
             if not callable(getattr(store, name, None)):
                 raise TypeError(f"shared: expected a store with {name}(), got {store!r}")
         if not isinstance(write, str) or write not in WRITES:
@@ -358,7 +358,7 @@ class StoreTier:
         """Ask the store how many leading blocks it has; 0 if it fails."""
         if not hashes:
             return 0
-        known: Any = self._ask(lambda: self.store.exists(list(hashes)))
+        known: Any = self._ask(lambda: self.store.match(list(hashes)))
         return known if isinstance(known, int) and 0 <= known <= len(hashes) else 0
 
     def wait_for_call(self) -> None:

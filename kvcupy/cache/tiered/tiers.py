@@ -493,7 +493,7 @@ class Tiers:
             if allocator.num_free > num_free:
                 raise Blocked
             oldest = self.in_flight.oldest()
-            raise Blocked(allocator.wait_for_freed if oldest is None else oldest.synchronize)
+            raise Blocked(allocator._wait_for_freed if oldest is None else oldest.synchronize)
 
     def require_arrived(self, copies: Iterable[Copy]) -> None:
         """Raise Blocked if pages do not have their blocks yet."""
@@ -709,5 +709,5 @@ class SharedTiers:
             if wait is not None:
                 with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
                     wait()
-        self.engine.send()
+        self.engine._send()
         return result
