@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import Transfer, TransferEngine
-from .cache.identity import BlockKeys, PoolIdentity, block_hashes
-from .cache.migration.receiver import PageReceiver, Pull
-from .cache.migration.sender import PageSender
+from .cache.hashes import block_hashes
 from .cache.paged.cache import PagedKVCache
 from .cache.paged.past import Demotion
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
-from .cache.shared.store import SharedStore
 from .cache.tiered.cache import TieredCache
 from .cache.tiered.leases import Lease
 from .config import config
@@ -47,6 +44,10 @@ from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
 from .order.explore import ExploreResult, explore
+from .remote.identity import BlockKeys, PoolIdentity
+from .remote.migration.receiver import PageReceiver, Pull
+from .remote.migration.sender import PageSender
+from .remote.stores.store import SharedStore
 from .streams import fork, join, keep_alive
 from .timelines import nvtx as _nvtx  # noqa: F401 -- config.nvtx takes effect
 from .timelines.timeline import timeline

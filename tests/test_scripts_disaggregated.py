@@ -8,7 +8,7 @@ import json
 import pytest
 from helpers import full_only
 
-from kvcupy.interop import nixl_agents
+from kvcupy.remote.migration import nixl_agents
 from kvcupy.timelines.timeline import Span
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")

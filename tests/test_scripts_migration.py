@@ -29,7 +29,7 @@ def test_report(tmp_path, capsys):
 def test_the_plain_socket_moves_what_the_engine_does():
     from benchmarks import migration
 
-    from kvcupy.cache.migration.layers import PageBytes
+    from kvcupy.remote.migration.layers import PageBytes
 
     pool = migration.pool_of(128 << 10)
     pages = np.array(migration.pages_of(3))

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvcupy.interop import nixl_agents
+from kvcupy.remote.migration import nixl_agents
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcupy.cache.shared.shm import ShmBackend
+from kvcupy.remote.stores.shm import ShmBackend
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import helpers
 import pytest
 
-from kvcupy.cache.shared.redis import RedisBackend
+from kvcupy.remote.stores.redis import RedisBackend
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(ROOT / "tests" / folder) for folder in ("cache", "interop")]
 
 import mooncake_servers  # noqa: E402
 import redis_server  # noqa: E402

@@ -35,9 +35,9 @@ import kvcupy as kv
 from benchmarks.migration import CASES, ROUND_S, pages_of, pool_of
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave
-from kvcupy.cache import wire
 from kvcupy.doctor import environment
-from kvcupy.interop import nixl_agents
+from kvcupy.remote import wire
+from kvcupy.remote.migration import nixl_agents
 
 _CASES = (*CASES, (2 << 20, 128))
 _PAIRS = 3  # of processes

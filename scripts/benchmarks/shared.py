@@ -37,8 +37,8 @@ import numpy as np
 
 import kvcupy as kv
 from kvcupy.bench.report import format_table
-from kvcupy.cache.shared.shm import default_threads
-from kvcupy.cache.wire import DEFAULT_CHECKSUM, WirePages, checksum
+from kvcupy.remote.stores.shm import default_threads
+from kvcupy.remote.wire import DEFAULT_CHECKSUM, WirePages, checksum
 
 KIB = 1024
 # Tokens per page of 32 layers of heads of 64 elements in fp16, 16 KiB a head for 64 tokens.

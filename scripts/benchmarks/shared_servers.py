@@ -35,8 +35,8 @@ from common.tests import use_tests
 import kvcupy as kv
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave
-from kvcupy.cache.shared import redis
-from kvcupy.cache.wire import WirePages
+from kvcupy.remote.stores import redis
+from kvcupy.remote.wire import WirePages
 
 PAGE = {"page_size": 16, "num_kv_heads": 8, "head_dim": 128, "layout": "page_first_direct"}
 LAYER_BYTES = 2 * 16 * 8 * 128 * 2
@@ -307,7 +307,7 @@ def candidates(
             rounds[f"redis {kind} backend"] = backend_round(backend, blocks)
             rounds[f"redis {kind} SharedStore"] = store_round(url, blocks, stack)
     if "mooncake" in started:
-        from kvcupy.interop import mooncake
+        from kvcupy.remote.stores import mooncake
 
         url = started["mooncake"].url
         rounds["Mooncake"] = mooncake_round(url, blocks, stack, asks=False)

@@ -17,9 +17,9 @@ from every_call import array
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
-from kvcupy.cache.identity import PoolIdentity
-from kvcupy.cache.migration.protocol import Ticket
 from kvcupy.cache.tiered.leases import Lease
+from kvcupy.remote.identity import PoolIdentity
+from kvcupy.remote.migration.protocol import Ticket
 
 from . import values
 from .attempts import Case

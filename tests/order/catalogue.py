@@ -472,13 +472,13 @@ NOT_NEEDED = {
             "TransferQueue._issue: stream.record(self._device.event(timing=True))": _TIMING,
             "TransferQueue._reap: batch.join()": _FAILURES,
         },
-        "cache/migration/layers.py": {
+        "remote/migration/layers.py": {
             "Staging.borrowed: self._freed.wait(min(_WAIT_S, max(0.0, deadline - "
             "time.monotonic())))": _THREADS,
             "Staging.load: stream.synchronize()": _SOCKETS,
             "Staging.save: stream.synchronize()": _SOCKETS,
         },
-        "cache/migration/receiver.py": {
+        "remote/migration/receiver.py": {
             "Landing.synchronize: self._over.wait(None if deadline_s is None else "
             "max(0.0, deadline_s))": _THREADS,
             "Landing.wait: self.synchronize()": _THREADS,
@@ -497,7 +497,7 @@ NOT_NEEDED = {
             "Pull.done: self._landing.done()": _THREADS,
             "Pull.synchronize: self._landing.synchronize()": _THREADS,
         },
-        "cache/migration/sender.py": {
+        "remote/migration/sender.py": {
             "PageSender._is_ready: completion.done()": _SOCKETS,
             "PageSender._written_by: completion.done()":
                 "spares announcing what is over to the allocator",
@@ -558,14 +558,14 @@ NOT_NEEDED = {
             "CompletionQueue.settle: queue[0].done()": _STATISTICS,
             "SharedTiers.attempt: wait()": _ASKS_AGAIN,
         },
-        "cache/shared/redis.py": {
+        "remote/stores/redis.py": {
             "_Pool.take: self._changed.wait(_remaining(deadline))": _NO_STREAM,
         },
-        "cache/shared/shm.py": {
+        "remote/stores/shm.py": {
             "ShmBackend._parts: block.begin()": "begins a checksum, not a copy",
             "_Helpers.each: job.wait()": _THREADS,
         },
-        "cache/shared/store.py": {
+        "remote/stores/store.py": {
             "SharedStore._hold_back: self.pool.allocator._mark_busy(pages, completion)": _NO_STREAM,
         },
         "ops/call.py": {

@@ -24,7 +24,7 @@ from stream_cases import Gate, run_ahead
 
 import kvcupy as kv
 
-SENDER, RECEIVER = "cache/migration/sender.py PageSender.", "cache/migration/receiver.py "
+SENDER, RECEIVER = "remote/migration/sender.py PageSender.", "remote/migration/receiver.py "
 LAYERS = range(3)
 
 
@@ -150,8 +150,8 @@ CONTROLS = {
     RECEIVER + "Pull._is_used: self._after.done()": overwritten_when_used,
     RECEIVER + "PageReceiver.pull: self._pool.allocator._mark_busy(ordered, pull._landing)":
         freed_when_nothing_lands,
-    "cache/migration/layers.py Staging.save: stream.synchronize()": staged("sender"),
-    "cache/migration/layers.py Staging.load: stream.synchronize()": staged("receiver"),
+    "remote/migration/layers.py Staging.save: stream.synchronize()": staged("sender"),
+    "remote/migration/layers.py Staging.load: stream.synchronize()": staged("receiver"),
 }  # fmt: skip
 
 

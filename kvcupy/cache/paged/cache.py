@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,21 +18,25 @@ from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...formats import FORMATS, Encoding
 from ...ops import call, checks
 from ...ops.attention import check_query
-from ..identity import hash_list
+from ..hashes import hash_list
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from ..tiered.cache import TieredCache
 from .contents import Contents
-from .exchange import Exports, SequencePull, decode_state, encode_state
+from .exchange import (
+    Exports,
+    PullProtocol,
+    ReceiverProtocol,
+    SenderProtocol,
+    SequencePull,
+    decode_state,
+    encode_state,
+)
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
 from .past import Demotion, Past, past_pool_of
 from .sequences import CachedSequence, Sequences
 from .step import Step, Steps, require_on_device
 from .tables import StepTables, Tables, block_table
-
-if TYPE_CHECKING:
-    from ..migration.receiver import PageReceiver, Pull
-    from ..migration.sender import PageSender
 
 _PAGE_SIZE, _DTYPE = 16, "bf16"  # defaults
 _NO_STEP = "no step is running: call begin_forward first"
@@ -844,8 +848,8 @@ class PagedKVCache(ProcessLocal):
     # --- Other caches ---
 
     def export_sequence(
-        self, seq: Hashable, sender: PageSender, *,
-        lease_s: float = 30.0, past_sender: PageSender | None = None,
+        self, seq: Hashable, sender: SenderProtocol, *,
+        lease_s: float = 30.0, past_sender: SenderProtocol | None = None,
     ) -> bytes:  # fmt: skip
         """Offer a sequence to a cache of another process, with its window and its hashes.
 
@@ -905,9 +909,9 @@ class PagedKVCache(ProcessLocal):
         return export.ticket
 
     def import_sequence(
-        self, seq: Hashable, ticket: bytes, receiver: PageReceiver, *,
-        deadline_s: float = 30.0, past_receiver: PageReceiver | None = None,
-    ) -> Pull | SequencePull:  # fmt: skip
+        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, *,
+        deadline_s: float = 30.0, past_receiver: ReceiverProtocol | None = None,
+    ) -> PullProtocol | SequencePull:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
 
         Parameters
@@ -949,7 +953,7 @@ class PagedKVCache(ProcessLocal):
         state, num_pages, demoted = decode_state(
             offered.attachment, self._exchanged(), self.pool.page_size, self._exchanged_past()
         )
-        pulled: list[tuple[PageReceiver, bytes, int]] = []  # with the number of pages
+        pulled: list[tuple[ReceiverProtocol, bytes, int]] = []  # with the number of pages
         if demoted is None:
             pulled.append((receiver, ticket, num_pages))
         elif past_receiver is None:
@@ -967,7 +971,7 @@ class PagedKVCache(ProcessLocal):
         start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
         pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
         combined = self._sequences.combine(pages, past_pages, start)
-        pulls: list[Pull] = []
+        pulls: list[PullProtocol] = []
         try:
             after = self._steps.access.copy_stream_behind_all()
             for by, named, _ in pulled:

@@ -13,7 +13,7 @@ from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
 from ...streams import stream_after
 from ..engine import TransferEngine
-from ..identity import hash_list
+from ..hashes import hash_list
 from ..pages import Pages, StreamCompletion, page_array
 from . import policies
 from .disk import DiskBlocks
