@@ -289,7 +289,7 @@ def _operator(
 
 def _number_of(argument: Argument) -> str:
     """Return the type of number that may be passed instead of an array."""
-    return "int" if argument.name == "sinks" else "float" if argument.number else ""
+    return "float" if argument.number else ""
 
 
 # --- Registration ---------------------------------------------------------------------------------
