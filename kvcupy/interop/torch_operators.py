@@ -251,10 +251,10 @@ def _operator(
         argument = declaration.public_arguments.get(name)
         has_default = parameter.default is not parameter.empty
         default = f"={parameter.default!r}" if has_default else ""
-        if argument is not None and (number := _number_of(argument)):
+        if argument is not None and argument.number:
             # Two arguments, of which one is passed at most.
             pairs.append((name, f"{name}_number"))
-            parts += [f"Tensor? {name}=None", f"{number}? {name}_number=None"]
+            parts += [f"Tensor? {name}=None", f"float? {name}_number=None"]
             names += pairs[-1]
             defaults |= dict.fromkeys(pairs[-1])
             continue
@@ -285,11 +285,6 @@ def _operator(
         declaration, operator_name, schema, tuple(names), defaults,
         tuple([a.name for a in outputs]), tuple(pairs), constants, bool(returns),
     )  # fmt: skip
-
-
-def _number_of(argument: Argument) -> str:
-    """Return the type of number that may be passed instead of an array."""
-    return "int" if argument.name == "sinks" else "float" if argument.number else ""
 
 
 # --- Registration ---------------------------------------------------------------------------------

@@ -108,7 +108,8 @@ def paged_attention(
     sm_scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
-    sinks: int | Array | None = None,
+    sink_tokens: int | None = None,
+    sinks: Array | None = None,
     logits_soft_cap: float | None = None,
     tree_mask: Array | None = None,
     k_scale: Scale = None,
@@ -144,9 +145,10 @@ def paged_attention(
         What ``q . k`` is multiplied by; None: ``1 / sqrt(D)``.
     causal, window, tree_mask
         See `sees`; `tree_mask` is bool ``(T, C)``.
+    sink_tokens
+        How many first keys stay visible past the window.
     sinks
-        An integer, how many first keys stay visible past the window; or ``(Hq,)``, a logit per
-        head that joins the denominator.
+        ``(Hq,)``, a logit per head that joins the denominator.
     logits_soft_cap
         Scores become ``cap * tanh(score / cap)``.
     k_scale, v_scale, k_scale_cache, v_scale_cache
@@ -179,8 +181,7 @@ def paged_attention(
     (rows, query_heads, width), max_pages = query.shape, block_table.shape[1]
     group = query_heads // keys.shape[1]
     scaling = 1 / np.sqrt(width) if sm_scale is None else sm_scale
-    first_keys = sinks if isinstance(sinks, int) else 0
-    logits = None if sinks is None or isinstance(sinks, int) else sinks.astype(np.float64)
+    logits = None if sinks is None else sinks.astype(np.float64)
     appended = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
 
     out = np.zeros((rows, query_heads, values.shape[2]))
@@ -212,8 +213,8 @@ def paged_attention(
             slots, visible = [], []
             for key, own_slot in enumerate(own_slots):
                 if key < first or not inside[key] or not sees(
-                    key, position, tree_from, causal=causal, window=window, first_keys=first_keys,
-                    tree=tree,
+                    key, position, tree_from, causal=causal, window=window,
+                    first_keys=sink_tokens or 0, tree=tree,
                 ):  # fmt: skip
                     continue
                 entry, offset = divmod(own_slot, page_size)

@@ -502,7 +502,7 @@ def _cache_of(
 @_case("paged_attention", "decode, window", compared="attention", seq_lens=(3, 37, 16),
        options={"window": 8})  # fmt: skip
 @_case("paged_attention", "decode, window and first keys", compared="attention",
-       seq_lens=(3, 37, 16), options={"window": 8, "sinks": 2})  # fmt: skip
+       seq_lens=(3, 37, 16), options={"window": 8, "sink_tokens": 2})  # fmt: skip
 @_case("paged_attention", "decode, learned sinks", compared="attention", seq_lens=(3, 37, 16),
        sinks=True)  # fmt: skip
 @_case("paged_attention", "decode, soft cap and scale", compared="attention", seq_lens=(3, 37, 16),

@@ -145,15 +145,15 @@ def _further_cases(arch: str) -> list[Case]:
 def _attend(
     query: Any, k_cache: Any, v_cache: Any, *, out: Any, layout: str = "NHD",
     sm_scale: float | None = None, causal: bool = True, window: int | None = None,
-    sinks: Any = None, logits_soft_cap: float | None = None, k_scale: Any = None,
-    v_scale: Any = None, lse_out: Any = None, stream: Any = None, **tables: Any,
+    sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+    k_scale: Any = None, v_scale: Any = None, lse_out: Any = None, stream: Any = None,
+    **tables: Any,
 ) -> None:  # fmt: skip
     """Attend as `kv.paged_attention`, also with keys that are rotated on read."""
-    options = check_options(layout, sm_scale, causal, window, sinks, logits_soft_cap)
+    options = check_options(layout, sm_scale, causal, window, sink_tokens, logits_soft_cap)
     layer = LayerArrays(k_cache, v_cache, k_scale, v_scale)
-    learned = None if isinstance(sinks, int) else sinks
     StepAttention(**tables).run(
-        layer, query, out, options, lse_out=lse_out, sinks=learned, stream=stream
+        layer, query, out, options, lse_out=lse_out, sinks=sinks, stream=stream
     )
 
 

@@ -73,7 +73,7 @@ _meaning(
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
     num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent num_past_pages
-    num_past_host_pages rotated_width
+    num_past_host_pages rotated_width sink_tokens
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
@@ -88,7 +88,7 @@ _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer inherit_window
+    barriers by_layer inherit_window return_lse
 """,
 )
 _meaning(values.dtype, "dtype past")

@@ -26,7 +26,7 @@ _SLOTTED = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "cache")
 # Other valid values of options, drawn now and then.
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "skip_slot": (5, 0, 100), "interleaved": (True,), "write_key": (False,), "eps": (1e-5, 0.0),
-    "sm_scale": (0.5, -1.0, 0.0), "causal": (True,), "window": (3,), "sinks": (1,),
+    "sm_scale": (0.5, -1.0, 0.0), "causal": (True,), "window": (3,), "sink_tokens": (1,),
     "logits_soft_cap": (30.0,), "lse_base": ("2",), "dtype": ("fp32", np.float32),
 }  # fmt: skip
 
@@ -78,8 +78,8 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
     for key, choices in _OPTIONS.items():
         if key in parameters and case.chance(0.15):
             arguments[key] = case.rng.choice(choices)
-    if arguments.get("sinks") is not None and "window" not in arguments:
-        del arguments["sinks"]
+    if arguments.get("sink_tokens") is not None and "window" not in arguments:
+        del arguments["sink_tokens"]
     if "logits_soft_cap" in arguments and name != "paged_attention":
         del arguments["logits_soft_cap"]
     if name == "paged_attention" and case.chance(0.4):

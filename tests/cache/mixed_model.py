@@ -239,7 +239,7 @@ class MixedTwin(Twin):
 
     Model = MixedModel
 
-    def attend_layer(self, layer, *, window=None, sinks=None, **options):
+    def attend_layer(self, layer, *, window=None, sink_tokens=None, sinks=None, **options):
         """Attend, without those masks that a cache with `past` refuses."""
         if window is not None and window <= self.model.recent + 1:
             options["window"] = window

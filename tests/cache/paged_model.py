@@ -330,7 +330,7 @@ class PagedModel:
         return np.concatenate([stored[..., :start].astype(np.float64), rotated], -1)
 
     def _attend(
-        self, layer, sequence, query, *, sm_scale=None, window=None, sinks=None,
+        self, layer, sequence, query, *, sm_scale=None, window=None, sink_tokens=0, sinks=None,
         logits_soft_cap=None,
     ):  # fmt: skip
         fmt = reference.format_of(query)
@@ -338,10 +338,9 @@ class PagedModel:
         keys = np.repeat(self.keys_of(layer, sequence), self.group, axis=1)
         stored = np.stack([t.v[layer] for t in sequence.tokens]).astype(np.float64)
         values = np.repeat(stored, self.group, axis=1)
-        first_keys = sinks if isinstance(sinks, int) else 0
-        learned = sinks if isinstance(sinks, np.ndarray) else None
+        learned = sinks
         first = len(sequence.tokens) - len(rows)
-        seen = np.stack([sequence.sees(first + i, window, first_keys) for i in range(len(rows))])
+        seen = np.stack([sequence.sees(first + i, window, sink_tokens) for i in range(len(rows))])
 
         scaling = 1 / np.sqrt(rows.shape[2]) if sm_scale is None else sm_scale
         scores = np.einsum("thd,nhd->htn", rows, keys) * scaling

@@ -45,7 +45,7 @@ def test_families(device, fmt, rope_mode, cascade):
 @pytest.mark.covering
 @pytest.mark.parametrize("cascade", CASCADES)
 @pytest.mark.parametrize("masks", [
-    {"window": 5}, {"window": 30}, {"window": 6, "sinks": 3}, {"sinks": LEARNED},
+    {"window": 5}, {"window": 30}, {"window": 6, "sink_tokens": 3}, {"sinks": LEARNED},
     {"window": 9, "sinks": LEARNED, "logits_soft_cap": 3.0}, {"sm_scale": 0.8},
 ])  # fmt: skip
 def test_masks(device, masks, cascade):

@@ -275,7 +275,7 @@ def test_windows_of_attention(device):
     twin.step("a", [1], window=2)
     rows = device.zeros((1, 4, 16), "fp32")
     with twin.cache.forward(["a"], [1]):
-        for masks in ({"window": 8}, {"window": 3, "sinks": 1}):
+        for masks in ({"window": 8}, {"window": 3, "sink_tokens": 1}):
             with pytest.raises(ValueError, match="in a cache with past"):
                 twin.cache.attention(0, rows, rows[:, :2], rows[:, :2], **masks)
             twin.cache.attention(0, rows, rows[:, :2], rows[:, :2], sinks=device.zeros(4, "fp32"))

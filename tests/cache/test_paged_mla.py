@@ -131,7 +131,7 @@ def test_windows(device, mode):
     twin.add("a", "b")
     twin.slide("a", 6, 2)
     for lens in ([6, 13], [5, 1], [1, 4], [3, 1]):
-        twin.step("ab", lens, window=6, sinks=1)
+        twin.step("ab", lens, window=6, sink_tokens=1)
     twin.fork("a", "c", 5)
     twin.step("cab", [1, 1, 1], sinks=np.float32([1, -1, 0, 2, 0.5, 3]))
 

@@ -34,7 +34,7 @@ def step(model, rng, names, lens, trees=None, **options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"window": 4}, {"window": 5, "sinks": 2}, {"logits_soft_cap": 3.0}, {"sm_scale": 0.7},
+    {}, {"window": 4}, {"window": 5, "sink_tokens": 2}, {"logits_soft_cap": 3.0}, {"sm_scale": 0.7},
     {"sinks": np.float32([0.5, -1, 2, 0]), "window": 3},
 ])  # fmt: skip
 @pytest.mark.parametrize("trees", [False, True])

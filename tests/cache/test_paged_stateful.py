@@ -40,8 +40,11 @@ SAVES = importlib.util.find_spec("safetensors") is not None
 
 DATA = st.data()
 MASKS = st.sampled_from(
-    [{}, {}, {"window": 3}, {"window": 6, "sinks": 2}, {"logits_soft_cap": 4.0}, {"sm_scale": 0.8}]
-)
+    [
+        {}, {}, {"window": 3}, {"window": 6, "sink_tokens": 2}, {"logits_soft_cap": 4.0},
+        {"sm_scale": 0.8},
+    ]
+)  # fmt: skip
 
 
 class PagedCacheMachine(RuleBasedStateMachine):

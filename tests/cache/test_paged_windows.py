@@ -16,7 +16,7 @@ LEARNED = np.float32([1.5, -2.0, 0.0, 3.0])
 
 @pytest.mark.parametrize("masks", [
     [{}, {"window": 3}],
-    [{"window": 1}, {"window": 5, "sinks": 2}],
+    [{"window": 1}, {"window": 5, "sink_tokens": 2}],
     [{"window": 4, "sinks": LEARNED}, {"sinks": LEARNED}],
     [{"logits_soft_cap": 2.0}, {"window": 6, "logits_soft_cap": 4.0, "sm_scale": 0.9}],
 ])  # fmt: skip
@@ -45,7 +45,7 @@ def test_a_chunk_longer_than_the_window(device, window):
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
 def test_windows_in_half_precision(device, fmt):
     twin = Twin(device, seed=2, dtype=fmt, head_dim=64)
-    masks = [{"window": 7, "sinks": LEARNED}, {"window": 5, "sinks": 3}]
+    masks = [{"window": 7, "sinks": LEARNED}, {"window": 5, "sink_tokens": 3}]
     twin.add("a", "b")
     for lens in ([19, 6], [1, 1], [6, 1]):
         twin.step("ab", lens, per_layer=masks)
@@ -56,10 +56,10 @@ def test_windows_of_layers_and_inline_rotation(device):
     twin = Twin(device, seed=3, rope=rope_of(8), rope_mode="inline")
     twin.add("a")
     for count in (9, 1, 4, 1):
-        twin.step("a", [count], per_layer=[{}, {"window": 3, "sinks": 1}])
+        twin.step("a", [count], per_layer=[{}, {"window": 3, "sink_tokens": 1}])
 
 
-@pytest.mark.parametrize("masks", [{"window": 12, "sinks": 2}, {"sinks": LEARNED}])
+@pytest.mark.parametrize("masks", [{"window": 12, "sink_tokens": 2}, {"sinks": LEARNED}])
 def test_a_chain_of_a_tree_in_a_layer_with_a_window(device, masks):
     """Old keys are hidden as they are from a plain chunk."""
     twin = Twin(device, seed=4)

@@ -312,13 +312,13 @@ def test_scales_are_numbers_or_tensors(device, scale, compile_):
     assert_bits(store(compile_(kvt.store_kv)), want, "compiled")
 
 
-@pytest.mark.parametrize("sinks", [2, "tensor"])
-def test_sinks_are_a_count_or_logits(calls, sinks):
+def test_sinks_are_logits_and_sink_tokens_a_count(calls):
     call = copied(calls["paged_attention"])
-    if sinks == "tensor":
-        sinks = torch.randn(4, device=call["query"].device)
-    want = kv.paged_attention(**call, window=1, sinks=sinks)
-    assert_bits(kvt.paged_attention(**call, window=1, sinks=sinks), want, "out")
+    for kept in ({"sink_tokens": 2}, {"sinks": torch.randn(4, device=call["query"].device)}):
+        want = kv.paged_attention(**call, window=1, **kept, return_lse=True)
+        got = kvt.paged_attention(**call, window=1, **kept, return_lse=True)
+        for x, y, name in zip(got, want, ("out", "lse"), strict=True):
+            assert_bits(x, y, name)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])

@@ -85,7 +85,7 @@ def test_heads_run_fastest_in_decode(watch, dtype):
 
 
 def test_a_window_leaves_nothing_to_split(watch):
-    assert names(launched(watch(), window=100, sinks=4)) == ["attention_decode_mma"]
+    assert names(launched(watch(), window=100, sink_tokens=4)) == ["attention_decode_mma"]
 
 
 def test_splits_follow_the_number_of_sms(watch):

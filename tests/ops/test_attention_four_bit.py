@@ -76,11 +76,11 @@ def test_masks(device, fmt, new):
         lens, new, fmt="fp16", cache_fmt=fmt, widths=(128, 128), heads=(6, 2), page_size=16,
         padding=2 if new else 0, scales=("per head", "float"),
     )  # fmt: skip
-    case.attend(args, window=17, sinks=5)
+    case.attend(args, window=17, sink_tokens=5)
     case.attend(args, sinks=case.sinks(6), logits_soft_cap=6.0)
     if new:
         case.attend(args, causal=False)
-        case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sinks=2)
+        case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sink_tokens=2)
 
 
 @both

@@ -116,7 +116,7 @@ def test_together(device, evicted, starts, trees, rope, shape):
             rope={"dim": 16, "start": 8} if rope else None, heads=(6, 2),
         )  # fmt: skip
         case.attend(args)
-        case.attend(args, window=7, sinks=3)
+        case.attend(args, window=7, sink_tokens=3)
         case.attend(args, window=12, causal=False, logits_soft_cap=6.0, sinks=case.sinks(6))
 
 
@@ -131,7 +131,7 @@ def test_pages_of_any_size(device, page_size, shape):
             device, 3, shape, fmt, evicted=True, starts=True, trees=True, rope={"dim": 32},
             page_size=page_size,
         )  # fmt: skip
-        case.attend(args, window=9, sinks=3)
+        case.attend(args, window=9, sink_tokens=3)
 
 
 @pytest.mark.covering
@@ -182,7 +182,7 @@ def test_entries_that_are_not_pages(device, new):
         table = args["block_table"].view.astype(np.int64)
         table[:, entry] = page
         case.attend({**args, "block_table": case.table(table, "int64")})
-        case.attend({**args, "block_table": case.table(table, "int64")}, window=5, sinks=2)
+        case.attend({**args, "block_table": case.table(table, "int64")}, window=5, sink_tokens=2)
 
 
 # First visible keys --------------------------------------------------------------------------
@@ -204,10 +204,10 @@ def test_no_key_is_visible(device, fmt, shape):
 @pytest.mark.parametrize("start", [0, 1, 3, 4, 6])
 def test_sink_keys_before_the_start_are_hidden(device, start, shape):
     lens, new = SHAPES[shape]
-    for window, sinks in ((2, 4), (6, 4), (40, 3)):
+    for window, sink_tokens in ((2, 4), (6, 4), (40, 3)):
         case = AttentionCase(device, 9)
         args = case.arguments(lens, new, fmt="fp16", key_starts=[start] * len(lens))
-        case.attend(args, window=window, sinks=sinks)
+        case.attend(args, window=window, sink_tokens=sink_tokens)
 
 
 @shapes
@@ -286,7 +286,7 @@ def test_split_keys(device, fmt):
         [1300, 5, 700], fmt=fmt, heads=(2, 1), page_size=16, evicted=evicted, key_starts=starts
     ) | case.rope(16, positions=1500)
     case.attend(args, *case.results(args, fmt="fp32"))
-    case.attend(args, window=500, sinks=310)
+    case.attend(args, window=500, sink_tokens=310)
 
 
 def test_in_a_graph(device):
@@ -357,7 +357,7 @@ def calls(draw):
         "nodes": draw(counts) if draw(some) else None,
         "tail": draw(some),
         "window": draw(st.one_of(st.none(), st.integers(1, 20))),
-        "sinks": draw(st.integers(0, 9)),
+        "sink_tokens": draw(st.integers(0, 9)),
     }  # fmt: skip
 
 
@@ -366,8 +366,8 @@ def calls(draw):
 def test_any_call(device, call):
     case = AttentionCase(device, call.pop("seed"))
     rope, nodes, tail = call.pop("rope"), call.pop("nodes"), call.pop("tail")
-    window, sinks = call.pop("window"), call.pop("sinks")
-    options = {} if window is None else {"window": window, "sinks": sinks}
+    window, sink_tokens = call.pop("window"), call.pop("sink_tokens")
+    options = {} if window is None else {"window": window, "sink_tokens": sink_tokens}
     args = case.arguments(**call)
     lens, new = call["seq_lens"], call["query_lens"] or [1] * len(call["seq_lens"])
     if rope:

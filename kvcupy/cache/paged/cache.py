@@ -473,7 +473,8 @@ class PagedKVCache(ProcessLocal):
     def attention(
         self, layer: int, query: Any, key: Any, value: Any, *,
         out: Any = None, sm_scale: float | None = None, window: int | None = None,
-        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+        sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """Write K and V of the step's tokens in one layer, and attend with their queries.
 
@@ -484,7 +485,8 @@ class PagedKVCache(ProcessLocal):
             T' may be more than their number: rows past the tokens are ignored
         key, value : (T', H, D), (T', H, Dv)
         out : (T', Hq, Dv), written in place; None: allocated, zero past the tokens
-        sm_scale, window, sinks, logits_soft_cap : of this layer, as in `paged_attention`
+        sm_scale, window, sink_tokens, sinks, logits_soft_cap : of this layer, as in
+            `paged_attention`
         stream : the compute stream; None: the current one of the query's library
 
         Returns
@@ -511,20 +513,23 @@ class PagedKVCache(ProcessLocal):
         if self._is_latent:
             raise KvcupyError("this cache holds latents: call attention_mla")
         return self._attend(
-            layer, query, key, value, out, sm_scale, window, sinks, logits_soft_cap, stream
-        )
+            layer, query, key, value, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap,
+            stream,
+        )  # fmt: skip
 
     def attention_qkv(
         self, layer: int, qkv: Any, *,
         out: Any = None, sm_scale: float | None = None, window: int | None = None,
-        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+        sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """Do as `attention` does, with query, key and value in one array.
 
         Parameters
         ----------
         qkv : (T', Hq + 2 H, D): query heads, then those of K, then of V
-        layer, out, sm_scale, window, sinks, logits_soft_cap, stream : as in `attention`
+        layer, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap, stream : as in
+            `attention`
         """
         rows, width = view(qkv, "qkv"), self._layers.width
         heads = self._num_q_heads + 2 * self.pool.num_kv_heads
@@ -540,14 +545,15 @@ class PagedKVCache(ProcessLocal):
         ends = self._num_q_heads, self._num_q_heads + self.pool.num_kv_heads
         return self.attention(
             layer, rows[:, : ends[0]], rows[:, ends[0] : ends[1]], rows[:, ends[1] :],
-            out=out, sm_scale=sm_scale, window=window, sinks=sinks,
+            out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens, sinks=sinks,
             logits_soft_cap=logits_soft_cap, stream=stream,
         )  # fmt: skip
 
     def attention_mla(
         self, layer: int, query: Any, latent: Any, rope_key: Any, *,
-        sm_scale: float, out: Any = None, window: int | None = None, sinks: Any = None,
-        logits_soft_cap: float | None = None, stream: Any = None,
+        sm_scale: float, out: Any = None, window: int | None = None,
+        sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """Do as `attention` does, for multi-head latent attention.
 
@@ -557,19 +563,19 @@ class PagedKVCache(ProcessLocal):
         latent, rope_key : (T', R), (T', P)
         sm_scale : what scores are multiplied by; it depends on the widths before absorption
         out : (T', Hq, R)
-        layer, window, sinks, logits_soft_cap, stream : as in `attention`
+        layer, window, sink_tokens, sinks, logits_soft_cap, stream : as in `attention`
         """
         if not self._is_latent:
             raise KvcupyError("this cache holds K and V: call attention")
         parts = view(latent, "latent"), view(rope_key, "rope_key")
         self._layers.check_latent(*parts, self._running()[0].num_tokens)
         return self._attend(
-            layer, query, *parts, out, sm_scale, window, sinks, logits_soft_cap, stream
+            layer, query, *parts, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap, stream
         )
 
     def _attend(
         self, layer: Any, query: Any, key: Any, value: Any, out: Any,
-        sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
+        sm_scale: Any, window: Any, sink_tokens: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
     ) -> Any:  # fmt: skip
         step, tables = self._steps.running, self._steps.tables
         if step is None or tables is None:
@@ -578,8 +584,9 @@ class PagedKVCache(ProcessLocal):
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         layers = self._layers
         rows, options, arrays, pointers, kind = layers.check(
-            query, key, value, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
-        )
+            query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
+            logits_soft_cap,
+        )  # fmt: skip
         own = self.device.as_stream(stream, rows.library)
         if out is None:
             shape = (*rows.shape[:2], layers.v_width)
