@@ -30,9 +30,18 @@ _Result = TypeVar("_Result")
 # Modules by the scheme of a URL, imported when a store is opened.
 _BACKENDS = {
     "shm": "kvcupy.cache.shared.shm",
-    "redis": "kvcupy.cache.shared.redis",
-    "rediss": "kvcupy.cache.shared.redis",
-    "unix": "kvcupy.cache.shared.redis",
+    **dict.fromkeys(
+        (
+            "redis",
+            "rediss",
+            "unix",
+            "redis+cluster",
+            "rediss+cluster",
+            "redis+sentinel",
+            "rediss+sentinel",
+        ),
+        "kvcupy.cache.shared.redis",
+    ),
     "mooncake": "kvcupy.interop.mooncake",
 }
 _HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
@@ -120,7 +129,8 @@ class SharedStore(ProcessLocal):
         Parameters
         ----------
         url : "shm:NAME", memory of this machine that processes of this user share; "redis://...",
-            "rediss://...", "unix:PATH", a Redis or Valkey server; "mooncake://host:port"
+            "rediss://...", "unix:///path", a Redis or Valkey server; "redis+cluster://...",
+            "redis+sentinel://...", several of them; "mooncake://host:port"
         host_pool : a KVPool or an MLAPool in host memory: of the host device, or "pinned" or
             "pageable"
         capacity_bytes : of the memory. "shm:": needed by the first process; others need the same,
@@ -133,10 +143,9 @@ class SharedStore(ProcessLocal):
             which reads blocks without verifying their bytes; None: the first that there is
         retries : of a call that has lost the server, within its deadline
         options : of the backend. "shm:": `folder` of the file, "/dev/shm"; `threads` that copy the
-            blocks of one call, the caller's included, up to 4 unless told. Redis: `user`,
-            `password`, `db`, `ca_file`, `cert_file`, `key_file`, `verify`, `ttl_s`,
-            `max_connections`; Mooncake: `segment_bytes`, `host`, `protocol`, `devices`; see
-            docs/shared_store_servers.md
+            blocks of one call, the caller's included, up to 4 by default. Redis: `ttl_s`,
+            `max_connections` and the options of redis-py's connections; Mooncake: `segment_bytes`,
+            `host`, `protocol`, `devices`; see docs/shared_store_servers.md
 
         Raises
         ------
