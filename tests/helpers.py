@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,7 +19,9 @@ import numpy as np
 import pytest
 import redzones
 
-from kvcupy import reference, testing
+import kvcupy as kv
+from kvcupy import devices, reference, testing
+from kvcupy.devices.host import HostDevice
 from kvcupy.testing.arrays import (  # noqa: F401  passed on to the tests
     ALIGNMENT,
     DTYPE,
@@ -262,3 +265,16 @@ def again(module, *only):
     names = only or [name for name in vars(module) if name.startswith("test_")]
     found = {f"test_{subject}_{name.removeprefix('test_')}": vars(module)[name] for name in names}
     return {name: one for name, one in found.items() if not name.endswith("_on_a_gpu")}
+
+
+def fresh_host(monkeypatch, cache_dir) -> HostDevice:
+    """Put a host device in place that has compiled nothing, and whose operations ask it again."""
+    host = HostDevice()
+    monkeypatch.setitem(devices._devices, "host", host)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvcupy.ops.") and hasattr(module, "_plans"):
+            monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(kv.config, "_warned", set())
+    monkeypatch.setattr(kv.config, "fallback", "warn")
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(cache_dir))
+    return host

@@ -178,7 +178,8 @@ def decode_codes(packed: Array, code: str) -> Float64:
     code
         ``"e2m1"``, ``"int4"`` or ``"uint4"``.
     """
-    nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    nibbles = np.stack([packed & 15, packed >> 4], axis=-1)
+    nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
     if code == "uint4":
         return nibbles.astype(np.float64)
     if code == "int4":
@@ -323,7 +324,7 @@ def quantise_rows(
             bounded = np.clip(x, -ROTATED_LIMIT, ROTATED_LIMIT)
             x[..., : target.rotated_width] = bounded[..., : target.rotated_width]
             x = rotate_rows(x, target.rotated_width)
-        groups = x.reshape(*x.shape[:-1], -1, form.group)
+        groups = x.reshape(*x.shape[:-1], x.shape[-1] // form.group, form.group)
         scale = np.asarray(scales, np.float32)[..., None]
         if form.code == "uint4":
             quotients, bits = _quantise_above_minimum(groups, scale)

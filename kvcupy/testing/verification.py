@@ -97,7 +97,7 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
 
     Notes
     -----
-    Kernels are compiled where they are not in the disk cache. Array expressions never serve here:
+    Kernels are compiled where they are not in the disk cache. The reference never stands in here:
     a kernel that does not compile is a failure. Waits for all work on the device. Capture: illegal.
 
     Examples
