@@ -41,8 +41,9 @@ class Config:
 
     Attributes
     ----------
-    fallback : what an operation does where its kernel cannot be compiled or loaded: "warn" runs it
-        as array expressions and logs the cause once, "error" raises `CompileError`
+    fallback : what an operation does on the host device where its kernel cannot be compiled or
+        loaded: "warn" runs its reference in NumPy, slowly, and logs the cause once, "error" raises
+        `CompileError`. On a GPU it raises
     strict : whether the host device refuses what goes wrong on a GPU, as `DeviceError` that names
         kernel, block, thread and address: misaligned accesses; shuffles, votes, matrix products and
         warp barriers whose lanes have exited or never arrive; barriers that not all threads reach;
@@ -193,7 +194,7 @@ class Config:
                 return
             self._warned.add(reason)
         # A copy, for a handler may keep it.
-        logger.warning("%s runs as array expressions, slowly, because %s", operation, copy(cause))
+        logger.warning("%s runs in NumPy, slowly, because %s", operation, copy(cause))
 
 
 config = Config()

@@ -352,7 +352,7 @@ class Probe:
         if self.state == "kernel":
             return f"yes: rows stored by its kernel are right ({self.seconds:.1f} s)"
         if self.state == "fallback":
-            return f"as array expressions only, slower: {self.cause()}"
+            return f"in NumPy only, slowly: {self.cause()}"
         return f"no: {self.cause()}"
 
 
@@ -373,6 +373,8 @@ def probe(name: str) -> Probe:
         return Probe("kernel", seconds=time.perf_counter() - start)
     except kv.CompileError as error:
         cause = str(error)
+    if name != "host":
+        return Probe("failed", cause, time.perf_counter() - start)
     kv.config.fallback = "warn"
     _store(name)
     return Probe("fallback", cause, time.perf_counter() - start)

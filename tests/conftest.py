@@ -338,7 +338,7 @@ def exhaustive(items: list[pytest.Item], full: bool) -> list[pytest.Item]:
 def device(request: pytest.FixtureRequest):
     """The device named by ``--device``.
 
-    Where a kernel does not compile, its test fails: array expressions would pass in its place.
+    Where a kernel does not compile, its test fails: the reference would pass in its place.
     The host device lays kernels out as a GPU does, so that several threads share a row.
     """
     import kvcupy as kv

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ import pytest
 import redzones
 
 import kvcupy as kv
-from kvcupy import reference, testing
+from kvcupy import devices, reference, testing
+from kvcupy.devices.host import HostDevice
 from kvcupy.testing.arrays import (  # noqa: F401  passed on to the tests
     ALIGNMENT,
     DTYPE,
@@ -281,3 +283,16 @@ def demoting(options: dict[str, Any]) -> dict[str, Any]:
             num_pages=given.get("num_past_pages"),
         )  # fmt: skip
     return options
+
+
+def fresh_host(monkeypatch, cache_dir) -> HostDevice:
+    """Put a host device in place that has compiled nothing, and whose operations ask it again."""
+    host = HostDevice()
+    monkeypatch.setitem(devices._devices, "host", host)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvcupy.ops.") and hasattr(module, "_plans"):
+            monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(kv.config, "_warned", set())
+    monkeypatch.setattr(kv.config, "fallback", "warn")
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(cache_dir))
+    return host

@@ -47,7 +47,7 @@ NOT_FUZZED = {
 
 OF_OPERATIONS = (
     "as_stream", "load", "launch", "run", "copy_runs", "address", "carrier", "fault_array",
-    "check_fallback", "allocate", "release", "fingerprint",
+    "fall_back", "allocate", "release", "fingerprint",
 )  # fmt: skip
 """Methods of a device that operations call, as `devices.protocol` says."""
 

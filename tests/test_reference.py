@@ -40,7 +40,7 @@ def test_imports_numpy_alone():
                 names.add(node.module)
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 1, "the specification stands on nothing else of kvcupy"
-    standard = {"__future__", "collections.abc", "dataclasses", "math", "typing"}
+    standard = {"__future__", "collections.abc", "dataclasses", "functools", "math", "typing"}
     assert names == standard | {"numpy", "numpy.typing"}
 
 

@@ -184,7 +184,7 @@ def _measure(
         rotate_bytes=None if rotate_mb is None else rotate_mb * 1_000_000,
         with_compile=with_compile,
     )  # fmt: skip
-    fallback, config.fallback = config.fallback, "error"  # array expressions are not measured
+    fallback, config.fallback = config.fallback, "error"  # the reference is not measured
     try:
         with Progress("bench", len(shapes), "cases", lines=lines) as progress:
             return bench.report(shapes, progress.to)

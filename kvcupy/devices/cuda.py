@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from .. import arrays, cuda_api, formats, observe
 from ..arrays import ArrayView
 from ..cuda_api import ATTRIBUTE_SHARED_BYTES, ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
-from ..errors import CaptureError, DeviceError, KvcupyError
+from ..errors import CaptureError, CompileError, DeviceError, KvcupyError
 from ..kernels import Specialisation
 from ..observe import Access
 from . import cuda_memory, cuda_streams
@@ -440,20 +441,9 @@ class CudaDevice:
         if keep:
             context.retain(stream, keep)
 
-    def check_fallback(self, operation: str, stream: Any) -> None:
-        """Raise if array expressions cannot be captured into what `stream` is captured into.
-
-        What they allocate goes back to CuPy's pool when they return, while replays still write it.
-
-        Raises
-        ------
-        CaptureError : `stream` is being captured, by kvcupy or another library
-        """
-        if stream.capturing:
-            raise CaptureError(
-                f"{operation}: {stream.name} is being captured, and without a compiled kernel the "
-                "operation is array expressions, which cannot be replayed"
-            )
+    def fall_back(self, operation: str, cause: CompileError) -> None:
+        """Raise `cause`: a GPU has no other way to do an operation."""
+        raise copy(cause)  # a copy: a traceback keeps the frames, so the arrays, of its call
 
     @property
     def fault_pointer(self) -> int:

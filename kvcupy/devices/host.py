@@ -275,8 +275,9 @@ class HostDevice:
         """Return where kernels find a view; None for memory of a GPU."""
         return view.pointer if view.device == "host" else None
 
-    def check_fallback(self, operation: str, stream: Any) -> None:
-        """Do nothing: a graph of the host device replays array expressions."""
+    def fall_back(self, operation: str, cause: CompileError) -> None:
+        """Raise, or warn that the reference does an operation, as `config.fallback` says."""
+        config.fall_back(operation, cause)
 
     # --- Streams ---
 

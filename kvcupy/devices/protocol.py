@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import ArrayView, describe, view
-from ..errors import CaptureError
+from ..errors import CaptureError, CompileError
 from ..kernels import Specialisation
 
 Hook = Callable[[Any], object]
@@ -157,11 +157,10 @@ class Device(Protocol):
     def run(
         self, function: Callable[[], object], stream: Stream, keep: Sequence[object] = ()
     ) -> None:
-        """Run array expressions in the order of `stream` (the fallback of an operation)."""
+        """Run array code in the order of `stream`."""
 
-    def check_fallback(self, operation: str, stream: Stream) -> None:
-        """Raise CaptureError if `stream` is captured into a graph that cannot replay array
-        expressions. Called before an operation falls back to them."""
+    def fall_back(self, operation: str, cause: CompileError) -> None:
+        """Raise `cause`, why a kernel cannot be used, unless the reference can stand in here."""
 
     def release(self, owners: list[Any]) -> None:
         """Drop the owners in a list, beside captures of other libraries too, which may not allow

@@ -4,7 +4,7 @@
 `StepAttention`, which has a few arguments more, and probes what all layers of a step share once.
 
 Both make an `AttentionPlan` of a new signature: `check_call` checks the arguments, and
-`attention_kernels` chooses the kernels. Without a compiler, array code serves (Fallback).
+`attention_kernels` chooses the kernels.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from .. import devices, faults
+from .. import devices
 from ..arrays import ArrayView, describe
-from ..devices.protocol import Device
 from ..observe import Access, Slots
-from . import checks, fallback
+from . import checks
 from .attention_kernels import (
     ARRAYS,
     STARTS,
@@ -163,7 +162,7 @@ def paged_attention(
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -544,6 +543,8 @@ def _check_rope(
         )
 
 
+_EVICTED = ("evicted_starts", "evicted_lens")
+
 # --- Plan -----------------------------------------------------------------------------------------
 
 _WORKSPACE_ALIGNMENT = 256  # of each part
@@ -600,38 +601,6 @@ class AttentionPlan(Plan):
             return listed
 
         return Slots(tuple([views[n] for n in tables]), choose)
-
-    def fallback(self, views: Views) -> None:
-        """Attend with array code, one sequence after another.
-
-        The host reads the lengths, so this cannot be captured.
-        """
-        device, call = self.device, self.call
-        tables = {
-            name: device.to_numpy(views[name]).astype("int64")
-            for name in ("block_table", *_COUNTS)
-            if name in views
-        }
-        query_lens = tables.get("query_lens")
-        if query_lens is None and "cu_query_lens" in views:
-            query_lens = np.diff(device.to_numpy(views["cu_query_lens"]).astype("int64"))
-        start = 0
-        for b in range(call.num_sequences):
-            query_len = 1 if query_lens is None else int(max(query_lens[b], 0))
-            stop = min(start + query_len, call.num_tokens)
-            if query_lens is not None and (query_lens[b] < 0 or stop - start < query_len):
-                _note_fault(device, "query_lens", b, query_lens[b])
-            if stop > start:
-                counts = {n: int(max(tables[n][b], 0)) for n in _COUNTS[2:] if n in tables}
-                seq_len, nodes = int(tables["seq_lens"][b]), counts.get("tree_lens", query_len)
-                tree_start = max(seq_len, -1) - nodes if nodes and "tree_mask" in views else None
-                sequence = _Sequence(
-                    b, tables["block_table"][b], seq_len, query_len, slice(start, stop), tree_start,
-                    counts.get("evicted_starts", 0), counts.get("evicted_lens", 0),
-                    counts.get("key_starts", 0),
-                )  # fmt: skip
-                _attend_sequence(device, call, views, sequence)
-            start = stop
 
     def _lay_out(self, alignment: int) -> list[Launch]:
         """Load the kernels, and lay out their launches and the workspace."""
@@ -697,188 +666,6 @@ class AttentionPlan(Plan):
         return "workspace", start
 
 
-# --- Fallback -------------------------------------------------------------------------------------
-
 _EVICTED = ("evicted_starts", "evicted_lens")
-_COUNTS = ("seq_lens", "query_lens", *_EVICTED, "key_starts", "tree_lens")
-
 
 _plan_with_lse = partial(AttentionPlan, returns_lse=True)
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """A sequence of a call, as the host has read it.
-
-    Attributes
-    ----------
-    index, pages : its row of the block table, and what is in it
-    seq_len, query_len : tokens in the cache, and how many of them are new
-    rows : of the query and the outputs; fewer than `query_len` where the query is too short
-    tree_start : the first key that the tree mask decides about; None: there is no mask
-    """
-
-    index: int
-    pages: Any
-    seq_len: int
-    query_len: int
-    rows: slice
-    tree_start: int | None
-    evicted_start: int
-    evicted_len: int
-    key_start: int
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.rows.stop - self.rows.start)
-
-
-def _attend_sequence(
-    device: Device, call: AttentionCall, views: Views, sequence: _Sequence
-) -> None:
-    cache, options, num_rows = call.k.cache, call.options, sequence.num_rows
-    num_slots, num_keys = call.max_keys, max(0, sequence.seq_len)
-    most_keys = max(min(sequence.evicted_start, num_slots), num_slots - sequence.evicted_len)
-    if num_keys > most_keys:
-        _note_fault(device, "seq_lens", sequence.index, sequence.seq_len)
-        num_keys = most_keys
-    query = device.carrier(views["query"])[sequence.rows]
-    xp = fallback.module_of(query)
-    query = fallback.decode(query, views["query"].format)
-    keys = xp.arange(num_keys)
-    slots = xp.where(keys < sequence.evicted_start, keys, keys + sequence.evicted_len)
-    entries, offsets = slots // cache.page_size, slots % cache.page_size
-    visible = _visible(device, call, views, keys, sequence)
-    pages = xp.where(visible.any(axis=0), xp.asarray(sequence.pages)[entries], -1)
-    num_pages = cache.num_slots // cache.page_size
-    for entry in sorted({int(i) for i in entries[pages >= num_pages]}):
-        position = sequence.index * call.max_pages + entry
-        _note_fault(device, "block_table", position, sequence.pages[entry])
-    exists = (pages >= 0) & (pages < num_pages)
-    visible = visible & exists[None]
-    pages = xp.where(exists, pages, 0)
-    k, v = (_cached_rows(device, operand, views, pages, offsets) for operand in (call.k, call.v))
-    if "rope_table" in views:
-        k = _rotated(device, call, views, k, keys, sequence)
-    query = query.reshape(num_rows, cache.num_heads, call.group, -1)
-    scores = xp.einsum("thgd,khd->htgk", query, k) * query.dtype.type(call.sm_scale)
-    if options.soft_cap:
-        cap = query.dtype.type(options.soft_cap)
-        scores = cap * xp.tanh(scores / cap)
-    mask = visible[None, :, None, :]
-    scores = xp.where(mask, scores, -xp.inf)
-    sinks = views.get("sinks")
-    if sinks is not None:
-        sinks = device.carrier(sinks).reshape(cache.num_heads, 1, call.group, 1)
-    out, lse = _softmax(xp, scores, mask, v, sinks)
-    out = out.transpose(1, 0, 2, 3).reshape(num_rows, call.num_heads, -1).astype(xp.float32)
-    device.carrier(views["out"])[sequence.rows] = fallback.encode(out, views["out"].format)
-    if "lse_out" in views:
-        lse = lse.transpose(1, 0, 2, 3).reshape(num_rows, call.num_heads)
-        device.carrier(views["lse_out"])[sequence.rows] = lse
-
-
-@fallback.QUIET
-def _softmax(xp: Any, scores: Any, mask: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
-    """Return (heads, tokens, group, width) outputs and (heads, tokens, group, 1) LSE."""
-    shape = (*scores.shape[:3], 1)
-    largest = xp.full(shape, -xp.inf, scores.dtype)
-    if scores.shape[3]:
-        largest = scores.max(axis=3, keepdims=True)
-    if sinks is not None:
-        largest = xp.maximum(largest, sinks)
-    origin = xp.where(xp.isinf(largest), 0, largest)
-    weights = xp.where(mask, xp.exp(scores - origin), 0)
-    total = weights.sum(axis=3, keepdims=True)
-    if sinks is not None:
-        total = total + xp.exp(sinks - origin)
-    # NaN in a row that no query sees must not reach the sum, where its weight is 0.
-    v = xp.where(xp.isnan(v) & ~mask.any(axis=(0, 1, 2))[:, None, None], 0, v)
-    out = xp.einsum("htgk,khd->htgd", weights, v)
-    out = xp.where(total > 0, out / xp.where(total > 0, total, 1), xp.where(total == 0, 0, out))
-    return out, (origin + xp.log(total)).astype(xp.float32)
-
-
-def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, offsets: Any) -> Any:
-    """Return the float32 rows of K or V in slots of pages, (slots, heads, width)."""
-    cache = operand.cache_view(views)
-    if cache.shape[0] == 0:  # no page has a key
-        return fallback.module_of(pages).zeros((*pages.shape, *cache.shape[2:]), np.float32)
-    if operand.four_bit is not None and cache.scales is not None:
-        scale = np.float32(operand.scale.value)
-        if operand.scale.array is not None:
-            scale = device.carrier(views[operand.names.scale]).reshape(-1, 1)
-        codes, scales = (
-            device.carrier(part)[pages, offsets] for part in (cache.codes, cache.scales)
-        )
-        return fallback.decode_groups(codes, scales, operand.four_bit, scale, operand.rotated_width)
-    bits = device.carrier(cache)[pages, offsets]
-    values = fallback.decode(bits, operand.cache_format.name)
-    if operand.scale_cache is not None:
-        scales = device.carrier(views[operand.names.scale_cache])
-        scale = scales[pages * operand.cache.page_size + offsets][..., None]
-    elif operand.scale.array is not None:
-        scale = device.carrier(views[operand.names.scale]).reshape(-1, 1)
-    else:
-        scale = values.dtype.type(operand.scale.value)
-    return fallback.multiply(values, scale)
-
-
-@fallback.QUIET
-def _rotated(
-    device: Device, call: AttentionCall, views: Views, k: Any, keys: Any, sequence: _Sequence
-) -> Any:
-    """Return rows of K rotated by their positions."""
-    xp, options = fallback.module_of(k), call.options
-    table = device.carrier(views["rope_table"])
-    positions = keys
-    if "tree_positions" in views and sequence.tree_start is not None:
-        tail = device.carrier(views["tree_positions"])[sequence.index]
-        columns = keys - sequence.tree_start
-        inside = (columns >= 0) & (columns < len(tail))
-        if len(tail):
-            positions = xp.where(inside, tail[xp.where(inside, columns, 0)], keys)
-    angles = table[xp.clip(positions, 0, len(table) - 1)][:, None]
-    half = table.shape[1] // 2
-    cosines, sines = angles[..., :half], angles[..., half:]
-    first, second = slice(half), slice(half, None)
-    if options.interleaved:
-        first, second = slice(0, None, 2), slice(1, None, 2)
-    rotary = slice(options.rotary_start, options.rotary_start + 2 * half)
-    a, b = k[..., rotary][..., first], k[..., rotary][..., second]
-    result = k.copy()
-    result[..., rotary][..., first] = a * cosines - b * sines
-    result[..., rotary][..., second] = b * cosines + a * sines
-    return result
-
-
-def _visible(
-    device: Device, call: AttentionCall, views: Views, keys: Any, sequence: _Sequence
-) -> Any:
-    """Return which keys each query sees, (rows, keys)."""
-    xp, options = fallback.module_of(keys), call.options
-    first_position = max(sequence.seq_len, -1) - sequence.query_len
-    position = first_position + xp.arange(sequence.num_rows)[:, None]
-    key = keys[None]
-    visible = xp.repeat(key >= sequence.key_start, sequence.num_rows, axis=0)
-    if options.window:
-        visible = visible & ((key > position - options.window) | (key < options.sink_keys))
-    if options.causal:
-        visible = visible & (key <= position)
-    if sequence.tree_start is not None:
-        mask = device.carrier(views["tree_mask"])[sequence.rows]
-        columns = keys - sequence.tree_start
-        inside = (columns >= 0) & (columns < mask.shape[1])
-        in_tree = visible & False
-        if mask.shape[1]:
-            in_tree = mask[:, xp.where(inside, columns, 0)].astype(bool)
-        in_tree = in_tree & inside[None] & (key >= sequence.key_start)
-        visible = xp.where(columns[None] >= 0, in_tree, visible)
-    if options.causal or options.window or sequence.tree_start is not None:
-        visible = visible & (position >= 0)
-    return visible
-
-
-def _note_fault(device: Device, argument: str, position: int, value: Any) -> None:
-    operation = faults.operation_id("paged_attention", argument)
-    fallback.note_fault(device, 1, operation, position, value)

@@ -19,24 +19,22 @@ The life of a call, `store_kv` say:
    their size, and no output that shares bytes with another argument (`Aliasing`). Addresses of the
    last call need no second check.
 6. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
-   announces the operation to timelines and checkers, and launches, or runs the fallback.
+   announces the operation to timelines and checkers, and launches, or runs the reference.
 
 Prepared calls: `bind` makes a plan of its own, and begins at 5 with the addresses that vary.
 In a paged cache, a `StepOperation` has probed the arrays of a step and of each layer beforehand.
 
 Fallback: where a kernel cannot be compiled, making the plan catches the `CompileError` as
-`Plan.cause`; each call then warns or raises, as `config.fallback` says, and runs `Plan.fallback`,
-which does the work with array code.
+`Plan.cause`. On a GPU each call raises it. On the host device each call warns once or raises, as
+`config.fallback` says, and runs the reference (`kvcupy.ops.by_reference`).
 
-Capture: launches are legal in one. A fallback is refused where the graph could not replay it
-(`Device.check_fallback`), before anything is done. Outputs that a call allocates itself are kept by
-kvcupy's graphs, but not by those of other libraries, so callers pass them there; and torch fills
-its tensors on its current stream, which a stream that kvcupy captures cannot wait for.
+Capture: launches are legal in one. Outputs that a call allocates itself are kept by kvcupy's
+graphs, but not by those of other libraries, so callers pass them there; and torch fills its tensors
+on its current stream, which a stream that kvcupy captures cannot wait for.
 """
 
 from __future__ import annotations
 
-import abc
 import operator
 import struct
 import sys
@@ -69,9 +67,9 @@ from ..arrays import (
 )
 from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
-from ..errors import CaptureError, CompileError
+from ..errors import CompileError
 from ..kernels import Specialisation
-from . import checks
+from . import by_reference, checks
 from .spec import Argument, Declaration, Outputs
 
 Views = dict[str, ArrayView]
@@ -200,6 +198,7 @@ class Operation(Declaration):
                 alignment |= v.pointer
             described[argument.name] = views[argument.name] = v
         plan = make(described, alignment & 15, *options)
+        plan.options = options
         plan.settle(views)
         calls_logger.debug(
             "%s: planned a call of new shapes, strides, formats or options", self.name
@@ -348,13 +347,14 @@ def forget() -> None:
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-class Plan(abc.ABC):
+class Plan:
     """Everything that the signature of a call decides. Keeps no array alive.
 
     Attributes
     ----------
     launches : in the order of issue; empty if there is nothing to do
-    cause : why the kernel cannot be used, where the fallback must serve
+    cause : why the kernel cannot be used, where the reference must serve
+    options : that the plan was made with
     provisional : whether a launch is
     allocated : outputs that each call allocates, by name
     zeroed : whether they are zeros at first, since a launch may leave some of their elements alone
@@ -370,6 +370,7 @@ class Plan(abc.ABC):
         self.library = library
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
+        self.options: tuple[Any, ...] = ()
         self.provisional = False
         self.allocated: Views = {}
         self.zeroed = True
@@ -398,10 +399,6 @@ class Plan(abc.ABC):
         return not self.provisional
 
     # What a family's plan says of itself.
-
-    @abc.abstractmethod
-    def fallback(self, views: Views) -> None:
-        """Do the work with array code on what `touched` returns."""
 
     def touched(self, views: Views) -> Views:
         """Return what is really read or written of each array, which may be less than all."""
@@ -478,11 +475,7 @@ class Plan(abc.ABC):
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
         if self.cause is not None:
-            try:
-                self.device.check_fallback(self.operation.name, stream)
-            except CaptureError as error:
-                raise error from self.cause
-            config.fall_back(self.operation.name, self.cause)
+            self.device.fall_back(self.operation.name, self.cause)
         elif not self.launches:
             return
         if STREAMED_TYPES:
@@ -501,15 +494,25 @@ class Plan(abc.ABC):
             note_written(self._tensors(arrays))
 
     def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
-        """Launch the kernels, with a workspace if they need one; or run the fallback."""
+        """Launch the kernels, with a workspace if they need one; or run the reference."""
         if self.cause is not None:
-            self.device.run(lambda: self.fallback(self.touched(self.views(arrays))), stream, arrays)
+            self.run_reference(arrays, stream)
             return
         if self.workspace_bytes:
             lent = scratch.borrow(self.device, self.workspace_bytes, stream)
             pointers, arrays = (*pointers, lent.pointer), (*arrays, lent)
         for launch in self.launches:
             launch.enqueue(pointers, stream, arrays)
+
+    def run_reference(self, arrays: tuple[Any, ...], stream: Stream) -> None:
+        """Run the reference on a stream of the host device."""
+        name, names = self.operation.name, self.operation.names
+        self.device.run(
+            lambda: by_reference.run(
+                self.device, name, zip(names, arrays, strict=True), self.options
+            ),
+            stream, arrays,
+        )  # fmt: skip
 
     def allocate(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream

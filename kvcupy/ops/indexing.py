@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe, view
 from ..devices.protocol import Device
+from ..errors import CaptureError
 from ..kernels import Kernel, Specialisation
-from . import call, checks, fallback
+from . import call, checks
 from .call import Launch, Operation, Plan, Views
 from .spec import Argument, Declaration
 
@@ -153,7 +155,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
 
     def compute() -> None:
         numbers = device.carrier(lengths)
-        xp = fallback.module_of(numbers)
+        xp = sys.modules[type(numbers).__module__.partition(".")[0]]  # numpy or cupy
         numbers = numbers.astype(xp.int64)
         pages = -(-numbers // page_size)
         if len(numbers) and not 0 <= int(numbers.min()) <= int(pages.max()) * page_size:
@@ -169,7 +171,8 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
         results.extend((indptr, indices, last_page_len))
 
     stream = device.as_stream(None, table.library)
-    device.check_fallback("page_table_csr", stream)
+    if stream.capturing:
+        raise CaptureError(f"page_table_csr: {stream.name} is being captured, and the host waits")
     device.run(compute, stream, (block_table, seq_lens))
     indptr, indices, last_page_len = (call.in_library(a, table) for a in results)
     return indptr, indices, last_page_len
@@ -227,27 +230,6 @@ class SlotMappingPlan(Plan):
         self.page_size = page_size
         if table.shape[0] and out.shape[0]:
             self.load(lambda _: [_launch(self.device, views, page_size)], 1)
-
-    def fallback(self, views: Views) -> None:
-        """Compute the slots on the host."""
-        device = self.device
-        table, *lens = (device.to_numpy(views[name]) for name in _SLOT_MAPPING.names[:3])
-        slots = np.full(views["out"].shape, -1, np.int64)
-        first = 0
-        for b, (length, count) in enumerate(zip(*(a.tolist() for a in lens), strict=True)):
-            own_slots = slots[first : first + max(count, 0)]
-            start = max(length, -1) - max(count, 0)  # an int of Python, which never overflows
-            if len(own_slots) != count:
-                fallback.note_fault(device, 1, _fault_id("append_lens"), b, count)
-            for i in range(len(own_slots)):
-                entry, offset = divmod(start + i, self.page_size)
-                if not 0 <= entry < table.shape[1]:
-                    fallback.note_fault(device, 1, _fault_id("seq_lens"), b, length)
-                    continue
-                page = int(table[b, entry])
-                own_slots[i] = -1 if page < 0 else min(page * self.page_size + offset, 2**63 - 1)
-            first += len(own_slots)
-        device.carrier(views["out"])[...] = device.asarray(slots)
 
 
 def _launch(device: Device, views: Views, page_size: int) -> Launch:

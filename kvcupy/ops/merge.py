@@ -12,7 +12,7 @@ from ..arrays import ArrayView, contiguous_strides, describe
 from ..devices.protocol import Device
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
-from . import call, checks, fallback
+from . import call, checks
 from .call import Launch, Operation, Plan, Pointer, Views
 from .spec import Argument
 
@@ -114,7 +114,7 @@ def merge_states(
     ------
     TypeError, ValueError : an argument does not fit, or an output is part of an input without being
         the same memory; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -197,17 +197,6 @@ class MergePlan(Plan):
         self.zeroed = False  # the kernel writes every element
         if views["lse_out"].size:
             self.load(lambda aligned: [self._launch(views, aligned)], alignment)
-
-    def fallback(self, views: Views) -> None:
-        carriers = {name: self.device.carrier(v) for name, v in views.items()}
-        lse = carriers["lse_a"]
-        if "out_b" in views:
-            outs = [carriers["out_a"], carriers["out_b"]]
-            lse = fallback.module_of(lse).stack([lse, carriers["lse_b"]])
-        else:
-            outs = list(carriers["out_a"])
-        formats = views["out_a"].format, views["out"].format
-        carriers["out"][...], carriers["lse_out"][...] = _merged(outs, lse, formats, self.lse_base)
 
     def _launch(self, views: Views, alignment: int) -> Launch:
         out_a, lse_a, out = views["out_a"], views["lse_a"], views["out"]
@@ -316,26 +305,3 @@ def _require(v: ArrayView, name: str, shape: tuple[int, ...], format: str) -> No
         raise TypeError(f"{name}: expected {format}, got {describe(v)}")
     if v.shape != shape:
         raise ValueError(f"{name}: expected {shape} {format}, got {describe(v)}")
-
-
-@fallback.QUIET
-def _merged(outs: list[Any], lse: Any, formats: tuple[str, str], lse_base: str) -> tuple[Any, Any]:
-    """Merge bits of outputs (T, Hq, Dv) and float32 lse (N, T, Hq); return both merged.
-
-    `formats` are those of the outputs, and of what they become.
-    """
-    xp = fallback.module_of(lse)
-    power, logarithm = (xp.exp2, xp.log2) if lse_base == "2" else (xp.exp, xp.log)
-    counts = lse != -np.inf
-    largest = lse.max(axis=0)
-    origin = xp.where(largest == -np.inf, np.float32(0), largest)
-    factors = xp.where(counts, power(lse - origin), np.float32(0))
-    total = factors.sum(axis=0)
-    unseen = total == 0
-    total = xp.where(unseen, np.float32(1), total)
-    merged = xp.zeros(outs[0].shape, xp.float32)
-    for out, seen, weight in zip(outs, counts, factors / total, strict=True):
-        values = fallback.decode(out, formats[0])
-        merged += xp.where(seen[..., None], weight[..., None] * values, np.float32(0))
-    merged_lse = xp.where(unseen, np.float32(-np.inf), origin + logarithm(total))
-    return fallback.encode(merged, formats[1]), merged_lse

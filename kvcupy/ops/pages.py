@@ -11,7 +11,7 @@ from .. import devices, faults, observe
 from ..arrays import ArrayView, describe, first_overlap, view
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
-from . import call, checks, fallback
+from . import call, checks
 from .call import Launch, Operation, Plan, Views, fields_of
 from .spec import Argument
 from .store import copies
@@ -61,7 +61,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -117,18 +117,6 @@ class PagesPlan(Plan):
             for pages in lists
         )
         return observe.Operation(self.operation.name, stream, (*lists, source), (target,))
-
-    def fallback(self, views: Views) -> None:
-        device, num_pages = self.device, views["cache"].shape[0]
-        cache, src, dst = (device.carrier(views[name]) for name in _COPY_PAGES.names)
-        valid = (src >= 0) & (dst >= 0)
-        for name, pages in (("src_pages", src), ("dst_pages", dst)):
-            bad = (valid & (pages >= num_pages)).nonzero()[0]
-            valid &= pages < num_pages
-            if len(bad):
-                operation = faults.operation_id("copy_pages", name)
-                fallback.note_fault(device, len(bad), operation, bad[0], pages[bad[0]])
-        cache[dst[valid]] = cache[src[valid]]
 
 
 def _plan(views: Views, alignment: int) -> PagesPlan:

@@ -11,11 +11,10 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
-from ..config import config
 from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
-from . import call, checks, fallback
+from . import call, checks
 from .call import Launch, Operation, Plan, StepOperation, Views, fields_of
 from .checks import KVOperand, Rows
 from .spec import Argument
@@ -27,8 +26,6 @@ from .store import (
     SCALES,
     SLOT_MAPPING,
     VALUE,
-    report_slots,
-    store_rows,
 )
 
 _QUERY = (
@@ -162,7 +159,7 @@ def apply_rope(
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -242,7 +239,7 @@ def rope_store_kv(
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -311,7 +308,7 @@ def rope_store_mla(
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -749,47 +746,6 @@ class RopePlan(Plan):
                     return access
         return super().access(name, views)
 
-    def fallback(self, views: Views) -> None:
-        device, rotation = self.device, self.rotation
-        positions = device.carrier(views["positions"])
-        positions = positions if positions.ndim == 2 else positions[None]  # by axis and token
-        outside = (positions < 0) | (positions >= rotation.table.shape[0])
-        if any(part.reports & REPORT_POSITIONS for part in self.parts):
-            bad = outside.any(axis=0).nonzero()[0]
-            if len(bad):
-                token = bad[0]
-                axis = outside[:, token].argmax()  # one fault per token: its first such position
-                value = positions[axis, token]
-                fallback.note_fault(device, len(bad), rotation.fault_id, token, value)
-        valid = ~outside.any(axis=0)
-        angles = _angles(rotation, device.carrier(views["rope_table"]), positions[:, valid])
-        for part in self.parts:
-            bits: Any = None
-            for rotated in part.rotated:  # the key last
-                names = rotated.names
-                bits = device.carrier(views[names.rows]).copy()
-                if part.rotates:
-                    norm = device.carrier(views[names.norm]) if rotated.norm is not None else None
-                    bits[valid] = _rotated_rows(rotation, rotated, bits[valid], norm, *angles)
-                    if rotated.out is not None:
-                        device.carrier(views[names.out])[valid] = bits[valid]
-            if self.slots is not None:
-                self._store(part, views, bits, valid)
-
-    def _store(self, part: Part, views: Views, key: Any, valid: Any) -> None:
-        assert self.slots is not None
-        device, slots = self.device, views["slot_mapping"]
-        count, skip_slot = slots.shape[0], self.slots.skip_slot
-        valid = valid[:count]
-        if part.stored and part.reports & REPORT_SLOTS:
-            num_slots = part.stored[0].cache.num_slots
-            report_slots(device, slots, num_slots, skip_slot, self.slots.fault_id, valid)
-        if part.k is not None:
-            store_rows(device, part.k, key[:count], views, slots, skip_slot, valid)
-        if part.v is not None:
-            rows = device.carrier(views[part.v.names.rows])
-            store_rows(device, part.v, rows, views, slots, skip_slot, valid)
-
     def _launch(self, part: Part, alignment: int) -> Launch:
         device, rotation = self.device, self.rotation
         params = rotation.params()
@@ -892,6 +848,8 @@ class TwoStreamPlan:
 
     def __init__(self, whole: RopePlan, *parts: RopePlan) -> None:
         self.whole, self.parts = whole, parts
+        whole.cause = next((plan.cause for plan in parts if plan.cause is not None), None)
+        self.options: tuple[Any, ...] = ()
         self.allocated: Views = {}
         self.used_at = 0
 
@@ -907,6 +865,7 @@ class TwoStreamPlan:
 
     def settle(self, views: Views) -> None:
         """Prepare the checks, and drop the arrays of the call that made the plan."""
+        self.whole.options = self.options
         for plan in (self.whole, *self.parts):
             plan.settle(views)
 
@@ -926,11 +885,12 @@ class TwoStreamPlan:
         main = device.as_stream(stream, library)
         other = device.as_stream(alt_stream, library, "alt_stream")
         self.whole.check(pointers, arrays)
-        name = self.whole.operation.name
-        for cause in [plan.cause for plan in self.parts if plan.cause is not None]:
-            for each in (main, other):
-                device.check_fallback(name, each)
-            config.fall_back(name, cause)  # before any part is launched
+        if self.whole.cause is not None:  # the reference does all of it on one stream
+            device.fall_back(self.whole.operation.name, self.whole.cause)
+            streams.fork(main, other)
+            self.whole.issue(pointers, arrays, other)
+            streams.join(main, other)
+            return
         if other.capturing:  # in a capture that `main` is not in: raises before anything is rotated
             streams.fork(main, other)
         rotate.issue(pointers, arrays, main)
@@ -938,57 +898,3 @@ class TwoStreamPlan:
         store_k.issue(pointers, arrays, main)
         store_v.issue(pointers, arrays, other)
         streams.join(main, other)
-
-
-# --- The fallback of a rotation -------------------------------------------------------------------
-
-
-@fallback.QUIET
-def _rotated_rows(
-    rotation: Rotation, rotated: Rotated, bits: Any, norm: Any, cos: Any, sin: Any
-) -> Any:
-    """Return rows rotated, as bits of their own format.
-
-    In float64, where the products are exact, so that nothing cancels that a kernel keeps.
-    """
-    values = fallback.decode(bits, rotated.format.name)
-    xp = fallback.module_of(values)
-    if rotated.norm is not None:
-        mean = (values * values).mean(axis=-1, keepdims=True, dtype=xp.float32)
-        weight = fallback.decode(norm, rotated.norm.format)
-        values = values / xp.sqrt(mean + xp.float32(rotation.epsilon)) * weight
-    half = rotation.dim // 2
-    if rotation.interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    x, y = (values[..., part].astype(xp.float64) for part in (first, second))
-    values[..., first] = x * cos - y * sin
-    values[..., second] = y * cos + x * sin
-    changed = slice(None) if norm is not None else slice(0, 2 * half)
-    bits[..., changed] = fallback.encode(values[..., changed], rotated.format.name)
-    return bits
-
-
-def _angles(rotation: Rotation, table: Any, positions: Any) -> tuple[Any, Any]:
-    """Return cos and sin, (tokens, 1, pairs), of positions by axis and token."""
-    half = rotation.dim // 2
-    by_axis = table[positions]  # (axes, tokens, rotary_dim)
-    if rotation.sections is None:
-        return by_axis[0, :, None, :half], by_axis[0, :, None, half:]
-    xp = fallback.module_of(table)
-    axis = xp.asarray(pair_axes(half, rotation.sections, rotation.sections_interleaved))
-    pairs = xp.arange(half)
-    cos, sin = by_axis[axis, :, pairs].T, by_axis[axis, :, half + pairs].T
-    return cos[:, None], sin[:, None]
-
-
-def pair_axes(pairs: int, sections: tuple[int, int, int], interleaved: bool) -> list[int]:
-    """Return the axis, of three, whose position rotates each pair.
-
-    >>> pair_axes(6, (2, 2, 2), False), pair_axes(6, (3, 2, 1), True)
-    ([0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 0])
-    """
-    if not interleaved:
-        return [0] * sections[0] + [1] * sections[1] + [2] * sections[2]
-    return [i % 3 if i % 3 and i < 3 * sections[i % 3] else 0 for i in range(pairs)]

@@ -11,11 +11,10 @@ import numpy as np
 
 from .. import devices, faults
 from ..arrays import ArrayView, describe
-from ..devices.protocol import Device
-from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
+from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
-from . import call, checks, fallback
+from . import call, checks
 from .call import Launch, Operation, Plan, Probed, StepOperation, Views
 from .checks import K, KVOperand, V
 from .spec import Argument, DType
@@ -185,7 +184,7 @@ def store_kv(
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -237,7 +236,7 @@ def store_mla(
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -295,7 +294,7 @@ def gather_kv(
     Raises
     ------
     TypeError, ValueError : an argument does not fit; nothing was written
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -556,14 +555,6 @@ class StorePlan(_CacheRowsPlan):
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.rows_format.ctype, operand.cache_format.ctype
 
-    def fallback(self, views: Views) -> None:
-        device, slots = self.device, views[self.slots_name]
-        report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
-        for operand in (self.k, self.v):
-            rows = views[operand.names.rows]
-            bits = None if rows.scales is not None else device.carrier(rows)
-            store_rows(device, operand, bits, views, slots, self.skip_slot)
-
 
 class GatherPlan(_CacheRowsPlan):
     """A gather of K and V."""
@@ -577,130 +568,3 @@ class GatherPlan(_CacheRowsPlan):
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.cache_format.ctype, operand.rows_format.ctype
-
-    def fallback(self, views: Views) -> None:
-        device, slots = self.device, views[self.slots_name]
-        report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
-        numbers = device.carrier(slots)
-        for operand in (self.k, self.v):
-            cache, names = operand.cache, operand.names
-            valid = (numbers >= 0) & (numbers < cache.num_slots)
-            chosen = numbers[valid]
-            if operand.four_bit is not None:
-                self._gather_groups(operand, operand.four_bit, views, valid, chosen)
-                continue
-            pages = device.carrier(operand.cache_view(views))
-            bits = pages[chosen // cache.page_size, chosen % cache.page_size]
-            if not operand.copies:
-                values = fallback.decode(bits, operand.cache_format.name)
-                if operand.scale_cache is not None:
-                    scales = device.carrier(views[names.scale_cache])
-                    values = fallback.multiply(values, scales[chosen][..., None])
-                elif operand.cache_format.quantised:
-                    values = fallback.multiply(values, static_scale(device, operand, values, views))
-                bits = fallback.encode(values, operand.rows_format.name)
-            device.carrier(views[names.rows])[valid] = bits
-
-    def _gather_groups(
-        self, operand: KVOperand, format: FourBitFormat, views: Views, valid: Any, chosen: Any
-    ) -> None:
-        """Read the rows of the chosen slots of a four-bit cache into those of valid tokens."""
-        device, page_size = self.device, operand.cache.page_size
-        codes, scales = (
-            device.carrier(part)[chosen // page_size, chosen % page_size]
-            for part in _codes_and_scales(operand.cache_view(views))
-        )
-        rows = views[operand.names.rows]
-        if operand.copies:
-            for part, bits in zip(_codes_and_scales(rows), (codes, scales), strict=True):
-                device.carrier(part)[valid] = bits
-            return
-        scale = static_scale(device, operand, np.zeros(0, np.float32), views)
-        values = fallback.decode_groups(codes, scales, format, scale, operand.rotated_width)
-        device.carrier(rows)[valid] = fallback.encode(values, operand.rows_format.name)
-
-
-def _codes_and_scales(v: ArrayView) -> tuple[ArrayView, ArrayView]:
-    """Return what a view of a four-bit format consists of."""
-    assert v.scales is not None
-    return v.codes, v.scales
-
-
-# --- Parts of fallbacks, which rotation with a store takes too ------------------------------------
-
-
-def store_rows(
-    device: Device, operand: KVOperand, rows: Any, views: Mapping[str, ArrayView],
-    slots: ArrayView, skip_slot: int, allowed: Any = True,
-) -> None:  # fmt: skip
-    """Write the rows of one operand into its cache.
-
-    Parameters
-    ----------
-    rows : bits of the rows, (tokens, heads, width), as the device's own array; None for those of a
-        four-bit format, which `views` has
-    views : of cache and scales, by name
-    allowed : which tokens may be stored at all
-
-    Notes
-    -----
-    Choosing the valid slots waits for the device, so this is not legal in a capture.
-    """
-    cache, names = operand.cache, operand.names
-    numbers = device.carrier(slots)
-    valid = (numbers >= 0) & (numbers < cache.num_slots) & (numbers != skip_slot) & allowed
-    chosen = numbers[valid]
-    where = (chosen // cache.page_size, chosen % cache.page_size)
-    if operand.four_bit is not None:
-        targets = [device.carrier(part) for part in _codes_and_scales(operand.cache_view(views))]
-        if operand.copies:
-            parts = _codes_and_scales(views[names.rows])
-            stored = [device.carrier(part)[: len(numbers)][valid] for part in parts]
-        else:
-            floats = fallback.decode(rows[valid], operand.rows_format.name)
-            scale = static_scale(device, operand, floats, views)
-            stored = list(
-                fallback.encode_groups(
-                    floats, operand.four_bit, scale, operand.rotated_width, operand.scale_rule
-                )
-            )
-        for target, bits in zip(targets, stored, strict=True):
-            target[where] = bits
-        return
-    values = rows[valid]
-    target = device.carrier(operand.cache_view(views))
-    dynamic = operand.scale_cache is not None
-    scales = device.carrier(views[names.scale_cache]) if dynamic else None
-    if operand.copies:
-        target[where] = values
-        if scales is not None:
-            scales[chosen] = 1
-        return
-    values = fallback.decode(values, operand.rows_format.name)
-    if scales is not None:
-        own_scales = fallback.dynamic_scale(values, operand.cache_format.name)
-        scales[chosen] = own_scales
-        values = fallback.divide(values, own_scales[..., None])
-    elif operand.cache_format.quantised:
-        values = fallback.divide(values, static_scale(device, operand, values, views))
-    target[where] = fallback.encode(values, operand.cache_format.name)
-
-
-def static_scale(
-    device: Device, operand: KVOperand, values: Any, views: Mapping[str, ArrayView]
-) -> Any:
-    """Return the scale that goes with float32 values (tokens, heads, width)."""
-    if operand.scale.array is None:
-        return values.dtype.type(operand.scale.value)
-    return device.carrier(views[operand.names.scale]).reshape(-1, 1)
-
-
-def report_slots(
-    device: Device, slots: ArrayView, num_slots: int, skip_slot: int, operation: int,
-    allowed: Any = True,
-) -> None:  # fmt: skip
-    """Note the slots past the end in the device's fault record, as a kernel would."""
-    numbers = device.carrier(slots)
-    bad = ((numbers >= num_slots) & (numbers != skip_slot) & allowed).nonzero()[0]
-    if len(bad):
-        fallback.note_fault(device, len(bad), operation, bad[0], numbers[bad[0]])

@@ -7,7 +7,7 @@ holds what two pools and the options decide; by the page lists it chooses betwee
 - "copy": contiguous runs by the copy engine (`LayerTransfer`)
 - "staged": a kernel and the copy engine, by way of a device buffer (`StagedTransfer`)
 
-and where the kernel cannot be compiled, array code does the work.
+and where the host device cannot compile the kernel, the reference does the work.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numbers
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import faults, observe, scratch
+from .. import faults, formats, observe, reference, scratch
 from ..arrays import ArrayView, describe, overlap
-from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import call, checks, fallback, transfer_kernels
+from . import by_reference, call, checks, transfer_kernels
 from .page_pairs import Existing, PagePairs, PageRuns, page_runs
 from .transfer_kernels import LayerPages, PageLaunch, longest_rows
 
@@ -85,7 +85,7 @@ def transfer_pages(
     ------
     TypeError, ValueError : an argument does not fit; or `stream` is None, and CuPy and torch have
         made different streams current. Nothing was moved
-    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
 
     Notes
     -----
@@ -156,7 +156,7 @@ class PreparedTransfer:
         Raises
         ------
         TypeError, ValueError : `stream` does not fit, or the method cannot take the page lists
-        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+        CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
         """
         plan, pools = self.plan, (self.src_pool, self.dst_pool)
         library = plan.library(pairs) if stream is None else ""
@@ -284,9 +284,8 @@ class TransferPlan:
                 return self._bind_kernels(pairs, stream, keep)
             return self._bind_copies(pairs, stream, keep, staged=method == "staged")
         except CompileError as cause:
-            self.device.check_fallback("transfer_pages", stream)
-            config.fall_back("transfer_pages", cause)
-            return self._bind_fallback(pairs, stream, keep)
+            self.device.fall_back("transfer_pages", cause)
+            return self._bind_reference(pairs, stream, keep)
 
     def method_for(self, pairs: PagePairs) -> str:
         """Return the method for some pages: "kernel", "copy" or "staged"."""
@@ -353,7 +352,7 @@ class TransferPlan:
 
         return enqueue
 
-    def _bind_fallback(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+    def _bind_reference(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         device = self.device
 
         def move() -> None:
@@ -362,18 +361,16 @@ class TransferPlan:
                 for view, on_host in zip(pairs.views, (pairs.src, pairs.dst), strict=True)
             )
             for fault in self._faults(src, dst):
-                fallback.note_fault(device, *fault)
-            exist = (src >= 0) & (dst >= 0)
-            exist &= (src < self._src.num_pages) & (dst < self._dst.num_pages)
+                by_reference.note_fault(device, *fault)
             for transfer in self.transfers:
-                _move_by_arrays(device, transfer.src, transfer.dst, src[exist], dst[exist])
+                _move_by_reference(device, transfer.src, transfer.dst, src, dst)
 
         return lambda: device.run(move, stream, (*keep, *pairs.views))
 
     def _fault_records(self, pairs: PagePairs, stream: Stream) -> list[_Enqueue]:
         """Return functions that record on the stream which pages of host lists are past the end.
 
-        Copies need no compiler: without one, nothing is logged and nothing raised.
+        Copies need no compiler: without one, nothing is logged on the host device.
         """
         if self._existing(pairs).count == pairs.count:
             return []
@@ -386,9 +383,10 @@ class TransferPlan:
             return []
         try:
             device.load(transfer_kernels.NOTE)
-        except CompileError:
-            device.check_fallback("transfer_pages", stream)
-            notes = [partial(fallback.note_fault, device, *fault) for fault in records]
+        except CompileError as cause:
+            if device.kind != "host":
+                raise copy(cause) from None
+            notes = [partial(by_reference.note_fault, device, *fault) for fault in records]
             return [partial(device.run, note, stream) for note in notes]
         return [partial(transfer_kernels.note_fault, device, fault, stream) for fault in records]
 
@@ -422,37 +420,33 @@ def _repacks_first(device: Device, src: LayerPages, dst: LayerPages) -> bool:
     return transfer_kernels.reaches(device, src)
 
 
-def _move_by_arrays(
+def _move_by_reference(
     device: Device, src: LayerPages, dst: LayerPages, src_pages: Any, dst_pages: Any
 ) -> None:
-    """Move pages, all of which exist, by array code; convert where the formats differ."""
-    if src.encoding == dst.encoding:
-        for source, target in zip(src.arrays, dst.arrays, strict=True):
-            device.carrier(target)[dst_pages] = device.carrier(source)[src_pages]
-        return
-    for i, (source, target) in enumerate(zip(src.parts, dst.parts, strict=True)):
-        stored = device.carrier(source)[src_pages]
-        if src.four_bit is not None:
-            codes, groups = fallback.split_rows(stored, src.four_bit)
-            values = fallback.decode_groups(
-                codes, groups, src.four_bit, np.float32(1), src.rotated_widths[i]
-            )
-        else:
-            values = fallback.decode(stored, src.format)
-        if src.scales:
-            values = fallback.multiply(values, device.carrier(src.scales[i])[src_pages])
-        if dst.scales:
-            scale = fallback.dynamic_scale(values, dst.format)
-            device.carrier(dst.scales[i])[dst_pages] = scale[..., None]
-            values = fallback.divide(values, scale[..., None])
-        if dst.four_bit is not None:
-            codes, groups = fallback.encode_groups(
-                values, dst.four_bit, np.float32(1), dst.rotated_widths[i], dst.scale_rule
-            )
-            encoded = fallback.join_rows(codes, groups)
-        else:
-            encoded = fallback.encode(values, dst.format)
-        device.carrier(target)[dst_pages] = encoded
+    """Move pages of evenly spaced layers; the caller reports those that do not exist."""
+    sources, targets = (
+        [
+            _by_layer(device, part, pages, width)
+            for part, width in zip(pages.parts, pages.rotated_widths, strict=True)
+        ]
+        for pages in (src, dst)
+    )
+    src_scales, dst_scales = (
+        [device.carrier(own)[..., 0].swapaxes(0, 1) for own in pages.scales] or None
+        for pages in (src, dst)
+    )
+    reference.transfer_pages(
+        sources, targets, src_pages, dst_pages, src_scales=src_scales, dst_scales=dst_scales
+    )
+
+
+def _by_layer(device: Device, part: ArrayView, pages: LayerPages, rotated_width: int) -> Any:
+    """Return a part as the reference takes it, (layers, pages, page_size, H, D)."""
+    rows = device.carrier(part)
+    if pages.four_bit is None:
+        return rows.view(formats.numpy_dtype(pages.format)).swapaxes(0, 1)
+    packed = reference.FourBitRows.packed(rows, pages.format, rotated_width, pages.scale_rule)
+    return packed.swapaxes(0, 1)
 
 
 # --- Layers by kernel or copy engine --------------------------------------------------------------

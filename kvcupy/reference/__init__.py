@@ -19,7 +19,7 @@ from .four_bit import (
     hadamard,
     quantise_rows,
 )
-from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
+from .indexing import fill_slot_mapping, find_duplicate_slots, page_table_csr, slot_mapping
 from .rope import (
     apply_rope,
     cos_sin,
@@ -36,7 +36,6 @@ from .store import (
     dynamic_scales,
     gather_kv,
     num_slots,
-    slot_row,
     store_kv,
     store_mla,
 )
@@ -46,9 +45,9 @@ __all__ = [
     "FORMAT_OF_DTYPE", "FOUR_BIT", "LIMIT", "FourBitRows", "apply_rope", "bits_of", "copy_pages",
     "cos_sin", "decode", "decode_codes", "decode_scales", "dequantise_rows",
     "divide", "dynamic_scales", "encode", "encode_codes", "encode_scales",
-    "find_duplicate_slots", "format_of", "gather_kv", "hadamard", "merge_states", "num_slots",
-    "page_table_csr", "paged_attention", "pair_axes", "position_faults", "quantise_rows",
-    "rope_frequencies",
+    "fill_slot_mapping", "find_duplicate_slots", "format_of", "gather_kv", "hadamard",
+    "merge_states", "num_slots", "page_table_csr", "paged_attention", "pair_axes",
+    "position_faults", "quantise_rows", "rope_frequencies",
     "rope_rows", "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "slot_mapping",
-    "slot_row", "store_kv", "store_mla", "transfer_pages",
+    "store_kv", "store_mla", "transfer_pages",
 ]  # fmt: skip

@@ -8,21 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from .formats import Array, Float64, decode, format_of
-from .four_bit import FourBitRows
 from .rope import rotate_values
-from .store import Faults, Rows, Scale, num_slots, scale_per_head, scaled
+from .store import Faults, Rows, Scale, scale_per_head, scaled, slots_of
 
 
-def _rows_of_slots(
-    cache: Rows, layout: str, scale: Scale, scale_cache: Array | None
-) -> tuple[Float64, int]:
-    """Return the values of a paged cache, (num_slots, H, D), and the page size."""
-    pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
-    shape = num_slots(cache, layout), *pages.shape[2:]
-    scales = scale_per_head(scale, pages.shape[2]) if scale_cache is None else scale_cache
-    if isinstance(pages, FourBitRows):
-        return scaled(pages, scales).reshape(shape).astype(np.float64), int(pages.shape[1])
-    return scaled(pages.reshape(shape), scales).astype(np.float64), int(pages.shape[1])
+def _rows_at(
+    cache: Rows, slots: Array, layout: str, scale: Scale, scale_cache: Array | None
+) -> Float64:
+    """Return the values of some slots of a paged cache, (n, H, D)."""
+    pages, where = slots_of(cache, slots, layout)
+    scales = scale_per_head(scale, pages.shape[2]) if scale_cache is None else scale_cache[slots]
+    rows = pages[where]
+    return scaled(rows, np.broadcast_to(scales, rows.shape[:-1])).astype(np.float64)
 
 
 def rotate_keys(
@@ -50,50 +47,90 @@ def rotate_keys(
 
 
 def sees(
-    key: int,
-    position: int,
+    key: Array,
+    position: Array,
     new_from: int,
     *,
     causal: bool = True,
     window: int | None = None,
     first_keys: int = 0,
     tree: Array | None = None,
-) -> bool:
-    """Return whether the query at `position` of a sequence sees the key at `key`.
+) -> Array:
+    """Return which queries of a sequence see which keys, ``(T, n)``.
 
     A query before the first position sees nothing, unless nothing depends on positions.
 
     Parameters
     ----------
+    key
+        The positions of keys, ``(n,)``.
+    position
+        The positions of queries, ``(T, 1)``.
     new_from
         The first key that a tree mask is about: the position of the first query of the sequence, or
         one before it.
     window, first_keys
         Keys at ``position - window`` and before are hidden, except the first ones.
     tree
-        The row of the tree mask, ``tree[c]`` for the new key c. It alone decides about new keys;
-        those past its end are hidden.
+        The rows of the tree mask, ``tree[t, c]`` for query t and the new key c. It alone decides
+        about new keys; those past its end are hidden.
     """
-    if position < 0 and (causal or window is not None or tree is not None):
-        return False
-    if tree is not None and key >= new_from:
-        return key - new_from < len(tree) and bool(tree[key - new_from])
-    if tree is None and causal and key > position:
-        return False
-    return window is None or key > position - window or key < first_keys
+    seen = np.ones((len(position), len(key)), bool)
+    if window is not None:
+        seen &= (key > position - window) | (key < first_keys)
+    if causal and tree is None:
+        seen &= key <= position
+    if tree is not None:
+        in_tree = np.zeros_like(seen)
+        columns = key - new_from
+        new = (columns >= 0) & (columns < tree.shape[1])
+        in_tree[:, new] = tree[:, columns[new]]
+        seen = np.where(columns >= 0, in_tree, seen)
+    if causal or window is not None or tree is not None:
+        seen &= position >= 0
+    return seen
 
 
 def _attend(
-    scores: Float64, values: Float64, sink: float | None = None
-) -> tuple[Float64, np.float64]:
-    """Return `values` (n, Dv) averaged by the softmax of `scores` (n,), and the log-sum-exp."""
-    logits = scores if sink is None else np.append(scores, sink)
-    if (logits == -np.inf).all():  # every weight is zero, if there are any
-        return np.zeros(values.shape[1]), np.float64(-np.inf)
-    largest = logits.max()
-    total = np.exp(logits - largest).sum()
-    weights = np.exp(scores - largest) / total
-    return weights @ values, np.float64(largest + np.log(total))
+    scores: Float64, values: Float64, visible: Array, sinks: Float64 | None = None
+) -> tuple[Float64, Float64]:
+    """Return values averaged by the softmax of scores, and the log-sum-exp.
+
+    Parameters
+    ----------
+    scores
+        ``(H, T, G, n)``: of the G query heads that read KV head h.
+    values
+        ``(n, H, Dv)``.
+    visible
+        ``(T, n)``. What a query does not see counts for nothing, even NaN.
+    sinks
+        Logits that join the denominator, ``(H, 1, G)``.
+
+    Returns
+    -------
+    out ``(H, T, G, Dv)``, lse ``(H, T, G)``
+    """
+    scores = np.where(visible[:, None], scores, -np.inf)
+    largest = scores.max(axis=-1, initial=-np.inf)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks)
+    origin = np.where(largest == -np.inf, 0.0, largest)  # else minus infinity less itself
+    with np.errstate(invalid="ignore", divide="ignore"):
+        weights = np.exp(scores - origin[..., None])
+        total = weights.sum(axis=-1)
+        if sinks is not None:
+            total = total + np.exp(sinks - origin)
+        lse = origin + np.log(total)
+        weights /= np.where(total == 0, 1.0, total)[..., None]
+        by_head = values.transpose(1, 0, 2)
+        if np.isfinite(values).all():
+            out = weights @ by_head[:, None]
+        else:  # nothing is multiplied by a weight of zero that stands for an unseen key
+            out = np.stack(
+                [weights[:, t][..., own] @ by_head[:, own] for t, own in enumerate(visible)], axis=1
+            )
+        return np.where((total == 0)[..., None], 0.0, out), np.asarray(lse)
 
 
 def paged_attention(
@@ -175,72 +212,75 @@ def paged_attention(
         once, by position in the flattened table; lengths past the table; query lengths past the
         rows.
     """
-    keys, page_size = _rows_of_slots(k_cache, layout, k_scale, k_scale_cache)
-    values, _ = _rows_of_slots(v_cache, layout, v_scale, v_scale_cache)
+    pages = k_cache if layout == "NHD" else k_cache.swapaxes(1, 2)
+    num_pages, page_size, heads = pages.shape[:3]
     queries = decode(query, format_of(query))
     (rows, query_heads, width), max_pages = query.shape, block_table.shape[1]
-    group = query_heads // keys.shape[1]
     scaling = 1 / np.sqrt(width) if sm_scale is None else sm_scale
-    logits = None if sinks is None else sinks.astype(np.float64)
+    logits = None if sinks is None else sinks.astype(np.float64).reshape(heads, 1, -1)
     appended = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
 
-    out = np.zeros((rows, query_heads, values.shape[2]))
+    out = np.zeros((rows, query_heads, v_cache.shape[-1]))
     lse = np.zeros((rows, query_heads))
     faults: dict[str, Faults] = {"block_table": [], "seq_lens": [], "query_lens": []}
     start = 0
     for sequence, (length, count) in enumerate(zip(seq_lens.tolist(), appended, strict=True)):
-        if start + count > rows:
+        if start + count > rows or count < 0:
             faults["query_lens"].append((sequence, count))
+        tokens = slice(start, min(start + max(count, 0), rows))
+        start = tokens.stop
+        if tokens.start == tokens.stop:
+            continue
         evicted_start, evicted_len = (
             (0, 0) if evicted_starts is None or evicted_lens is None
-            else (int(evicted_starts[sequence]), int(evicted_lens[sequence]))
+            else (max(int(evicted_starts[sequence]), 0), max(int(evicted_lens[sequence]), 0))
         )  # fmt: skip
-        own_slots = [p if p < evicted_start else p + evicted_len for p in range(max(length, 0))]
-        inside = [slot < max_pages * page_size for slot in own_slots]
-        if count > 0 and not all(inside):
+        # A length past the table is a fault; all keys that the table has room for are looked at.
+        keys = np.arange(min(max(length, 0), max_pages * page_size + 1))
+        slots = np.where(keys < evicted_start, keys, keys + evicted_len)
+        inside = slots < max_pages * page_size
+        if not inside.all():
             faults["seq_lens"].append((sequence, length))
+        length, keys, slots = max(length, -1), keys[inside], slots[inside]
         new_from = length - count
-        nodes = count if tree_lens is None else int(tree_lens[sequence])
+        nodes = count if tree_lens is None else max(int(tree_lens[sequence]), 0)
         tree_from = length - nodes
-        rotary_positions = np.arange(max(length, 0))
-        if tree_positions is not None:
-            tail = tree_positions[sequence, : min(nodes, tree_positions.shape[1])]
-            rotary_positions[tree_from : tree_from + len(tail)] = tail
-        first = 0 if key_starts is None else int(key_starts[sequence])
-        for token in range(start, min(start + count, rows)):
-            position = new_from + token - start
-            tree = None if tree_mask is None or not nodes else tree_mask[token]
-            slots, visible = [], []
-            for key, own_slot in enumerate(own_slots):
-                if key < first or not inside[key] or not sees(
-                    key, position, tree_from, causal=causal, window=window,
-                    first_keys=sink_tokens or 0, tree=tree,
-                ):  # fmt: skip
-                    continue
-                entry, offset = divmod(own_slot, page_size)
-                page = int(block_table[sequence, entry])
-                if page >= len(keys) // page_size:
-                    fault = (sequence * max_pages + entry, page)
-                    if fault not in faults["block_table"]:
-                        faults["block_table"].append(fault)
-                elif page >= 0:
-                    slots.append(page * page_size + offset)
-                    visible.append(key)
-            rows_of_keys = keys[slots]
-            if rope_table is not None:
-                rows_of_keys = rotate_keys(
-                    rows_of_keys, rope_table, rotary_positions[visible],
-                    interleaved=interleaved, start=rotary_start,
-                )  # fmt: skip
-            for head in range(query_heads):
-                scores = rows_of_keys[:, head // group] @ queries[token, head] * scaling
-                if logits_soft_cap is not None:
-                    scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
-                sink = None if logits is None else float(logits[head])
-                out[token, head], lse[token, head] = _attend(
-                    scores, values[slots, head // group], sink
-                )
-        start += count
+        positions = new_from + np.arange(tokens.stop - tokens.start)[:, None]
+        visible = sees(
+            keys, positions, tree_from, causal=causal, window=window, first_keys=sink_tokens or 0,
+            tree=None if tree_mask is None or not nodes else tree_mask[tokens],
+        )  # fmt: skip
+        if key_starts is not None:
+            visible &= keys >= int(key_starts[sequence])
+        entries = slots // page_size
+        page = block_table[sequence, entries].astype(np.int64)
+        for entry in np.unique(entries[visible.any(axis=0) & (page >= num_pages)]).tolist():
+            fault = sequence * max_pages + entry, int(block_table[sequence, entry])
+            faults["block_table"].append(fault)
+        visible &= (page >= 0) & (page < num_pages)
+        used = visible.any(axis=0)
+        keys, visible = keys[used], visible[:, used]
+        slots = page[used] * page_size + slots[used] % page_size
+        rows_of_keys = _rows_at(k_cache, slots, layout, k_scale, k_scale_cache)
+        values = _rows_at(v_cache, slots, layout, v_scale, v_scale_cache)
+        if rope_table is not None:
+            rotary_positions = keys.copy()
+            if tree_positions is not None:
+                tail = tree_positions[sequence, : min(nodes, tree_positions.shape[1])]
+                new = (keys >= tree_from) & (keys < tree_from + len(tail))
+                rotary_positions[new] = tail[keys[new] - tree_from]
+            rows_of_keys = rotate_keys(
+                rows_of_keys, rope_table, rotary_positions,
+                interleaved=interleaved, start=rotary_start,
+            )  # fmt: skip
+        grouped = queries[tokens].reshape(len(positions), heads, -1, width).swapaxes(0, 1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            scores = grouped @ rows_of_keys.transpose(1, 2, 0)[:, None] * scaling
+            if logits_soft_cap is not None:
+                scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+        own_out, own_lse = _attend(scores, values, visible, logits)
+        out[tokens] = own_out.swapaxes(0, 1).reshape(out[tokens].shape)
+        lse[tokens] = own_lse.swapaxes(0, 1).reshape(lse[tokens].shape)
     return out, lse, faults
 
 
@@ -272,15 +312,16 @@ def merge_states(
     else:
         outs, logarithms = [out_a, out_b], [lse_a, lse_b]
     to_natural = np.log(2.0) if lse_base == "2" else 1.0
-    out, lse = np.zeros(outs[0].shape), np.zeros(outs[0].shape[:2])
-    for token, head in np.ndindex(lse.shape):
-        natural = [float(lse_of[token, head]) * to_natural for lse_of in logarithms]
-        states = [state for state, value in enumerate(natural) if value != -np.inf]
-        rows = np.zeros((len(states), out.shape[2]))
-        for i, state in enumerate(states):
-            row = outs[state][token, head]
-            rows[i] = decode(row, format_of(row))
-        with np.errstate(invalid="ignore"):  # an infinity minus itself
-            out[token, head], total = _attend(np.array([natural[s] for s in states]), rows)
-        lse[token, head] = total / to_natural
-    return out, lse
+    natural = np.stack(logarithms).astype(np.float64) * to_natural
+    seen = natural != -np.inf
+    largest = natural.max(axis=0)
+    origin = np.where(largest == -np.inf, 0.0, largest)
+    with np.errstate(invalid="ignore", divide="ignore"):  # an infinity minus itself
+        weights = np.where(seen, np.exp(natural - origin), 0.0)
+        total = weights.sum(axis=0)
+        weights /= np.where(total == 0, 1.0, total)
+        out = np.zeros(outs[0].shape)
+        for state, weight, is_seen in zip(outs, weights, seen, strict=True):
+            rows = decode(state, format_of(state))
+            out += np.where(is_seen[..., None], weight[..., None] * rows, 0.0)
+        return out, np.asarray((origin + np.log(total)) / to_natural)

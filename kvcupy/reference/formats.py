@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,24 @@ def decode(array: Array, fmt: str) -> Float64:
     """
     if fmt == "int8":
         return array.view(np.int8).astype(np.float64)
+    if fmt == "fp32":
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            return array.view(np.float32).astype(np.float64)
+    values = _values_of_all_bits(fmt)[bits_of(array, fmt)]
+    return np.asarray(values, np.float64)
+
+
+@cache
+def _values_of_all_bits(fmt: str) -> Float64:
+    """Return the value of every pattern of a format of at most 16 bits."""
+    carrier = FLOAT_FORMATS[fmt].carrier
+    return _values_of_bits(np.arange(np.iinfo(carrier).max + 1, dtype=carrier), fmt)
+
+
+def _values_of_bits(bits: Array, fmt: str) -> Float64:
+    """Return the exact values of bits."""
     float_format = FLOAT_FORMATS[fmt]
-    bits = bits_of(array, fmt).astype(np.int64)
+    bits = bits.astype(np.int64)
     magnitude = bits & (float_format.sign - 1)
     exponent = magnitude >> float_format.mantissa_bits
     mantissa = magnitude & ((1 << float_format.mantissa_bits) - 1)
@@ -112,6 +129,23 @@ def encode(values: Array, fmt: str) -> Array:
         limit = LIMIT[fmt]
         return np.clip(np.rint(np.where(np.isnan(x), 0.0, x)), -limit, limit).astype(np.int8)
     float_format = FLOAT_FORMATS[fmt]
+    # Normal numbers: the bits of a float64, rounded where the mantissa of the format ends. A carry
+    # increments the exponent.
+    dropped = 52 - float_format.mantissa_bits
+    bits = np.abs(x).view(np.int64)
+    stored = (bits + ((bits >> dropped & 1) + (1 << dropped - 1) - 1)) >> dropped
+    stored -= (1023 - float_format.bias) << float_format.mantissa_bits
+    is_normal = (np.abs(x) >= 2.0 ** (1 - float_format.bias)) & (stored <= float_format.largest)
+    stored |= np.where(np.signbit(x), float_format.sign, 0)
+    if not is_normal.all():
+        stored = np.where(is_normal, stored, 0)
+        stored[~is_normal] = _encode_any(x[~is_normal], float_format)
+    stored = stored.astype(float_format.carrier)
+    return stored.view(np.float32) if fmt == "fp32" else stored
+
+
+def _encode_any(x: Float64, float_format: FloatFormat) -> Array:
+    """Return the bits of any float64, int64: of subnormals, infinities and NaN too."""
     finite = np.where(np.isfinite(x), np.abs(x), 0.0)
 
     # Round in units of the last place. Subnormals share the unit of the smallest normal number.
@@ -125,6 +159,4 @@ def encode(values: Array, fmt: str) -> Array:
     bits = (field << float_format.mantissa_bits) + units
     bits = np.where((bits > float_format.largest) | np.isinf(x), float_format.overflow, bits)
     bits = np.where(np.isnan(x), float_format.nan, bits)
-    bits = bits | np.where(np.signbit(x), float_format.sign, 0)
-    stored = bits.astype(float_format.carrier)
-    return stored.view(np.float32) if fmt == "fp32" else stored
+    return np.asarray(bits | np.where(np.signbit(x), float_format.sign, 0))

@@ -156,7 +156,8 @@ def decode_codes(packed: Array, code: str) -> Float64:
     code
         ``"e2m1"`` or ``"int4"``.
     """
-    nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    nibbles = np.stack([packed & 15, packed >> 4], axis=-1)
+    nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
     if code == "int4":
         signed = nibbles.astype(np.int64)
         return np.where(signed > 7, signed - 16, signed).astype(np.float64)
@@ -260,7 +261,7 @@ def quantise_rows(
             bounded = np.clip(x, -ROTATED_LIMIT, ROTATED_LIMIT)
             x[..., : target.rotated_width] = bounded[..., : target.rotated_width]
             x = rotate_rows(x, target.rotated_width)
-        groups = x.reshape(*x.shape[:-1], -1, form.group)
+        groups = x.reshape(*x.shape[:-1], x.shape[-1] // form.group, form.group)
         scale = np.asarray(scales, np.float32)[..., None]
         quotients, bits = _quantise_by_largest(groups, scale, target.fmt, limit)
         if target.scale_rule == "four_over_six":

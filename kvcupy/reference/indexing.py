@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .formats import Array
+from .store import Faults
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -22,11 +23,45 @@ def slot_mapping(block_table: Array, seq_lens: Array, append_lens: Array, page_s
     seq_lens
         ``(B,)``, in tokens, appended ones included.
     """
-    slots = []
-    for pages, length, appended in zip(block_table, seq_lens, append_lens, strict=True):
-        for token in range(int(length) - int(appended), int(length)):
-            slots.append(int(pages[token // page_size]) * page_size + token % page_size)
-    return np.array(slots, np.int64)
+    slots = np.empty(int(append_lens.sum()), np.int64)
+    fill_slot_mapping(block_table, seq_lens, append_lens, page_size, slots)
+    return slots
+
+
+def fill_slot_mapping(
+    block_table: Array, seq_lens: Array, append_lens: Array, page_size: int, out: Array
+) -> tuple[Faults, Faults]:
+    """Write the slots of `slot_mapping` to `out`, int64, whatever the numbers are.
+
+    A token that has no page, or whose page is negative, gets -1, and so does what is left of `out`.
+    Slots are at most the largest int64.
+
+    Returns
+    -------
+    list of (sequence, length), list of (sequence, appended)
+        For each token that has no entry in the table, the length of its sequence; and sequences
+        that append a negative number, or more than `out` has room for.
+    """
+    past: Faults = []
+    misfits: Faults = []
+    out[...] = -1
+    first = 0
+    for b, (length, appended) in enumerate(
+        zip(seq_lens.tolist(), append_lens.tolist(), strict=True)
+    ):
+        own = out[first : first + max(appended, 0)]
+        start = max(length, -1) - max(appended, 0)
+        if len(own) != appended:
+            misfits.append((b, appended))
+        for i in range(len(own)):
+            entry, offset = divmod(start + i, page_size)
+            if not 0 <= entry < block_table.shape[1]:
+                past.append((b, length))
+                continue
+            page = int(block_table[b, entry])
+            own[i] = -1 if page < 0 else min(page * page_size + offset, 2**63 - 1)
+        first += len(own)
+    return past, misfits
 
 
 def page_table_csr(

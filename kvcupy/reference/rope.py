@@ -90,8 +90,10 @@ def rotate_values(
 ) -> Float64:
     """Return rows of exact values with the pairs from element `start` on rotated."""
     pairs = cosine.shape[-1]
-    first = start + np.arange(pairs) * (2 if interleaved else 1)
-    second = first + (1 if interleaved else pairs)
+    if interleaved:
+        first, second = (slice(start + i, start + 2 * pairs, 2) for i in (0, 1))
+    else:
+        first, second = (slice(start + i, start + i + pairs) for i in (0, pairs))
     result = x.copy()
     result[..., first] = x[..., first] * cosine - x[..., second] * sine
     result[..., second] = x[..., second] * cosine + x[..., first] * sine

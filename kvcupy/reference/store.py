@@ -26,20 +26,20 @@ def dynamic_scales(rows: Float32, fmt: str) -> Float32:
     Parameters
     ----------
     rows
-        float32 ``(H, D)``.
+        float32 ``(..., D)``.
     fmt
         The quantised format that they will be stored in.
     """
     magnitude = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
     magnitude = np.minimum(magnitude, np.finfo(np.float32).max)
-    absmax = np.maximum(magnitude.max(axis=1), SMALLEST_ABSMAX)
+    absmax = np.maximum(magnitude.max(axis=-1), SMALLEST_ABSMAX)
     return np.asarray(absmax / np.float32(LIMIT[fmt]), np.float32)
 
 
 def divide(rows: Float32, scales: Float32) -> Float32:
     """Divide each row by its scale: one float32 division per element, rounded to nearest."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        return np.asarray(rows / scales[:, None], np.float32)
+        return np.asarray(rows / scales[..., None], np.float32)
 
 
 def scaled(rows: Rows, scales: Array | None) -> Float32:
@@ -81,31 +81,51 @@ def scale_per_head(scale: Scale, num_heads: int) -> Float32:
     return np.broadcast_to(values, (num_heads,))
 
 
-def _store_row(row: Rows, target: Rows, scales: Float32, scale_row: Array | None = None) -> None:
-    """Write one token, `row` (H, D), to `target`, a view of its slot in the cache.
+def _store_rows(
+    rows: Rows, cache: Rows, where: tuple[Array, ...], scales: Float32, scale_rows: Array | None
+) -> Array | None:
+    """Write tokens `rows` (n, H, D) to their slots `where` in `cache`; return scales to record.
 
-    With `scale_row` (H,), the scales come from the row itself and are recorded there.
+    With `scale_rows` (n, H), the scales come from the rows themselves.
     """
-    if row_format(row) == row_format(target):  # the bits are copied, unscaled
-        copy_bits(row, target)
-        if scale_row is not None:
-            scale_row[...] = np.float32(1)
-        return
-    x = scaled(row, None)
+    if row_format(rows) == row_format(cache):  # the bits are copied, unscaled
+        _copy_to(cache, where, rows)
+        return None if scale_rows is None else np.ones_like(scale_rows)
+    x = scaled(rows, None)
+    if isinstance(cache, FourBitRows):
+        stored = cache[where]
+        quantise_rows(x, stored, np.broadcast_to(scales, x.shape[:-1]))
+        cache[where] = stored
+        return None
+    fmt = format_of(cache)
+    if scale_rows is not None:
+        scales = dynamic_scales(x, fmt)
+    bits_of(cache, fmt)[where] = bits_of(encode(divide(x, scales), fmt), fmt)
+    return None if scale_rows is None else scales
+
+
+def _copy_to(target: Rows, where: Any, rows: Rows) -> None:
+    """Copy the bits of rows to some places of an array of their format."""
     if isinstance(target, FourBitRows):
-        quantise_rows(x, target, scales)
+        assert isinstance(rows, FourBitRows)
+        target[where] = rows
         return
-    if scale_row is not None:
-        scales = dynamic_scales(x, format_of(target))
-        scale_row[...] = scales
-    write_rounded(divide(x, scales), target)
+    assert not isinstance(rows, FourBitRows)
+    fmt = format_of(target)
+    bits_of(target, fmt)[where] = bits_of(rows, fmt)
 
 
-def at_least_2d(row: Rows) -> Rows:
-    """Return a row of one head as (1, D)."""
-    if isinstance(row, FourBitRows):
-        return row if row.ndim > 1 else row[None]
-    return np.atleast_2d(row)
+def with_heads(rows: Any) -> Any:
+    """Return rows (T, width) as those of one head."""
+    return rows if rows.ndim > 2 else rows[:, None]
+
+
+def slots_of(cache: Any, slots: Array, layout: str = "NHD") -> tuple[Any, tuple[Array, ...]]:
+    """Return a view of a cache that `slots`, and what indexes its (n, H, D) elements there."""
+    if cache.ndim < 4:
+        return with_heads(cache), (slots,)
+    pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
+    return pages, np.divmod(slots, pages.shape[1])
 
 
 def num_slots(cache: Rows, layout: str = "NHD") -> int:
@@ -115,26 +135,18 @@ def num_slots(cache: Rows, layout: str = "NHD") -> int:
     return int(cache.shape[0] * cache.shape[1 if layout == "NHD" else 2])
 
 
-def slot_row(cache: Any, slot: int, layout: str = "NHD") -> Any:
-    """Return a view of the (H, D) elements of a slot; a 2-D cache has one head."""
-    if cache.ndim < 4:
-        return at_least_2d(cache[slot])
-    pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
-    page, offset = divmod(slot, pages.shape[1])
-    return pages[page, offset]
-
-
 def split_slots(
     slot_mapping: Array, num_slots: int, skip_slot: int | None
-) -> tuple[list[tuple[int, int]], Faults]:
-    """Split (token, slot) pairs into those to write and those past the end; drop the skipped."""
-    writes: list[tuple[int, int]] = []
-    faults: Faults = []
-    for position, slot in enumerate(slot_mapping.tolist()):
-        if slot < 0 or slot == skip_slot:
-            continue
-        (faults if slot >= num_slots else writes).append((position, slot))
-    return writes, faults
+) -> tuple[Array, Array, Faults]:
+    """Return tokens and slots to write, and (token, slot) past the end; drop the skipped."""
+    taken = slot_mapping >= 0
+    if skip_slot is not None:
+        taken &= slot_mapping != skip_slot
+    tokens = np.flatnonzero(taken)
+    slots = slot_mapping[tokens]
+    past = slots >= num_slots
+    faults = list(zip(tokens[past].tolist(), slots[past].tolist(), strict=True))
+    return tokens[~past], slots[~past], faults
 
 
 def split_pages(
@@ -195,13 +207,15 @@ def store_kv(
     list of (position, slot)
         The slots past the end, which wrote nothing.
     """
-    writes, faults = split_slots(slot_mapping, num_slots(k_cache, layout), skip_slot)
+    tokens, slots, faults = split_slots(slot_mapping, num_slots(k_cache, layout), skip_slot)
     operands = ((key, k_cache, k_scale, k_scale_cache), (value, v_cache, v_scale, v_scale_cache))
     for rows, cache, scale, scale_cache in operands:
-        scales = scale_per_head(scale, rows.shape[1] if rows.ndim == 3 else 1)
-        for token, slot in writes:
-            row, target = at_least_2d(rows[token]), slot_row(cache, slot, layout)
-            _store_row(row, target, scales, None if scale_cache is None else scale_cache[slot])
+        pages, where = slots_of(cache, slots, layout)
+        scales = scale_per_head(scale, with_heads(rows).shape[1])
+        scale_rows = None if scale_cache is None else scale_cache[slots]
+        written = _store_rows(with_heads(rows)[tokens], pages, where, scales, scale_rows)
+        if scale_cache is not None and written is not None:
+            scale_cache[slots] = written
     return faults
 
 
@@ -220,17 +234,15 @@ def store_mla(
     both parts. Slots, `skip_slot` and the faults returned are those of `store_kv`.
     """
     heads: Any = cache[:, :, None] if cache.ndim == 3 else cache[:, None]
-    writes, faults = split_slots(slot_mapping, num_slots(heads), skip_slot)
-    scales = scale_per_head(scale, 1)
+    tokens, slots, faults = split_slots(slot_mapping, num_slots(heads), skip_slot)
+    pages, where = slots_of(heads, slots)
     rank = latent.shape[1]
-    for token, slot in writes:
-        target = slot_row(heads, slot)
-        if isinstance(target, FourBitRows):
-            parts = target.columns(0, rank), target.columns(rank, target.shape[-1])
-        else:
-            parts = target[:, :rank], target[:, rank:]
-        _store_row(latent[token][None], parts[0], scales)
-        _store_row(rope_key[token][None], parts[1], scales)
+    if isinstance(pages, FourBitRows):
+        parts = pages.columns(0, rank), pages.columns(rank, pages.shape[-1])
+    else:
+        parts = pages[..., :rank], pages[..., rank:]
+    for rows, part in zip((latent, rope_key), parts, strict=True):
+        _store_rows(with_heads(rows)[tokens], part, where, scale_per_head(scale, 1), None)
     return faults
 
 
@@ -259,18 +271,20 @@ def gather_kv(
     list of (position, slot)
         The slots past the end.
     """
-    reads, faults = split_slots(slots, num_slots(k_cache, layout), None)
+    tokens, chosen, faults = split_slots(slots, num_slots(k_cache, layout), None)
     operands = ((k_cache, k_out, k_scale, k_scale_cache), (v_cache, v_out, v_scale, v_scale_cache))
     for cache, out, scale, scale_cache in operands:
-        scales = scale_per_head(scale, out.shape[1] if out.ndim == 3 else 1)
-        for token, slot in reads:
-            row, target = slot_row(cache, slot, layout), at_least_2d(out[token])
-            if row_format(row) == row_format(target):
-                copy_bits(row, target)
-            else:
-                assert not isinstance(target, FourBitRows)
-                factors = scales if scale_cache is None else scale_cache[slot]
-                write_rounded(scaled(row, factors), target)
+        pages, where = slots_of(cache, chosen, layout)
+        rows, target = pages[where], with_heads(out)
+        if row_format(rows) != row_format(target):
+            assert not isinstance(target, FourBitRows)
+            factors = scale_per_head(scale, rows.shape[1])
+            if scale_cache is not None:
+                factors = scale_cache[chosen]
+            fmt = format_of(target)
+            values = scaled(rows, np.broadcast_to(factors, rows.shape[:-1]))
+            rows = encode(values, fmt).view(target.dtype)
+        _copy_to(target, tokens, rows)
     return faults
 
 

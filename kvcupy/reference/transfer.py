@@ -21,19 +21,19 @@ from .store import (
 )
 
 
-def _convert_row(
-    row: Rows, target: Rows, scales: Array | None, target_scales: Array | None
+def _convert_page(
+    page: Rows, target: Rows, scales: Array | None, target_scales: Array | None
 ) -> None:
-    """Write one token of one layer, `row` (H, D), to `target` (H, D), of another format.
+    """Write one page of one layer, (page_size, H, D), to `target`, of another format.
 
-    `scales` (H,) are what the elements of `row` are multiplied by, None for 1; `target_scales`
-    (H,) receive those of `target`, None for 1.
+    `scales` (page_size, H) are what the elements of `page` are multiplied by, None for 1;
+    `target_scales` (page_size, H) receive those of `target`, None for 1.
     """
-    x = scaled(row, scales)
+    x = scaled(page, scales)
+    divisors = np.ones(x.shape[:-1], np.float32)
     if isinstance(target, FourBitRows):
-        quantise_rows(x, target, np.ones(len(x), np.float32))
+        quantise_rows(x, target, divisors)
         return
-    divisors = np.ones(len(x), np.float32)
     if target_scales is not None:
         divisors = dynamic_scales(x, format_of(target))
         target_scales[...] = divisors
@@ -47,12 +47,7 @@ def _transfer_page(src: Rows, dst: Rows, scales: Array | None, target_scales: Ar
         if scales is not None and target_scales is not None:
             copy_bits(scales, target_scales)
         return
-    for offset in range(src.shape[0]):
-        _convert_row(
-            src[offset], dst[offset],
-            None if scales is None else scales[offset],
-            None if target_scales is None else target_scales[offset],
-        )  # fmt: skip
+    _convert_page(src, dst, scales, target_scales)
 
 
 def transfer_pages(

@@ -97,8 +97,8 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
 
     Notes
     -----
-    Kernels that are not in the disk cache are compiled. Array expressions are not used: a kernel
-    that does not compile is a failure. Waits for all work on the device. Capture: illegal.
+    Kernels that are not in the disk cache are compiled. The reference never stands in here: a
+    kernel that does not compile is a failure. Waits for all work on the device. Capture: illegal.
 
     Examples
     --------

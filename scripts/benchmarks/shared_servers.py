@@ -302,7 +302,10 @@ def candidates(
         rounds[f"socket {kind}"] = stack.enter_context(socket_engine(kind, blocks, folder))
     if "redis" in started:
         for kind, url in (("tcp", started["redis"].url), ("unix", started["redis"].unix_url)):
-            backend = redis.RedisBackend(redis.redis_address(url), kind.encode())
+            backend = redis.open_backend(
+                url, WirePages(blocks.source), namespace=kind.encode(), capacity_bytes=None,
+                deadline=time.monotonic() + 60,
+            )  # fmt: skip
             stack.callback(backend.close)
             rounds[f"redis {kind} backend"] = backend_round(backend, blocks)
             rounds[f"redis {kind} SharedStore"] = store_round(url, blocks, stack)

@@ -90,7 +90,7 @@ def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]
 
 @contextmanager
 def without_compiler(device: Any) -> Iterator[None]:
-    """Let operations run as array expressions, as where no kernel can be compiled."""
+    """Let operations run by their reference, as where no kernel can be compiled."""
 
     def refuse(specialisation: Any) -> None:
         raise kv.CompileError(f"{specialisation}: there is no compiler")

@@ -9,6 +9,7 @@ arrays.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ import numpy as np
 from common.measure import run_named
 
 import kvcupy as kv
+from kvcupy import reference
 from kvcupy.formats import FORMATS
-from kvcupy.ops import fallback
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Llama:
         -------
         float32 (T, vocab) on the model's device, in the current stream of its library
         """
-        xp = fallback.module_of(self.weights.embedding)
+        xp = module_of(self.weights.embedding)
         ids = self.device.asarray(np.asarray(tokens, np.int64))
         q_heads, kv_heads = self.config.q_heads, self.config.kv_heads
         x = self.embed(ids)
@@ -199,7 +200,7 @@ class Llama:
         device.copy(buffers.inputs, pinned, stream=stream)
         ids, feeds, selected = buffers.inputs[0, :t], buffers.inputs[1, :t], buffers.inputs[2, :r]
         x, qkv, attended = buffers.x[:t], buffers.qkv[:t], buffers.attended[:t]
-        xp = fallback.module_of(x)
+        xp = module_of(x)
 
         def embed() -> None:
             # A feed of -1 indexes an element that is not used.
@@ -227,7 +228,7 @@ class Llama:
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     """Divide rows by their root mean square, in float32."""
-    xp = fallback.module_of(x)
+    xp = module_of(x)
     mean = xp.mean(x * x, axis=-1, keepdims=True)
     return x / xp.sqrt(mean + np.float32(eps)) * weight
 
@@ -240,7 +241,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 def silu(x: Any) -> Any:
     """Return x * sigmoid(x), by a form that does not overflow."""
-    xp = fallback.module_of(x)
+    xp = module_of(x)
     return x * (np.float32(0.5) * (xp.tanh(np.float32(0.5) * x) + np.float32(1)))
 
 
@@ -252,7 +253,7 @@ def halves(x: Any) -> tuple[Any, Any]:
 
 def rotate(heads: Any, table: Any) -> Any:
     """Rotate (T, heads, D) by the rows (T, D) of a rope table, pairs half a head apart."""
-    xp = fallback.module_of(heads)
+    xp = module_of(heads)
     first, second = halves(heads)
     cos, sin = halves(table[:, None, :])
     return xp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -260,16 +261,29 @@ def rotate(heads: Any, table: Any) -> Any:
 
 def rounded(heads: Any, dtype: str) -> Any:
     """Return float32 (T, heads, D) rounded as a cache in a format stores them."""
-    xp = fallback.module_of(heads)
+    xp = module_of(heads)
     if dtype == "fp32":
         return heads
     heads = xp.ascontiguousarray(heads)
     limit = FORMATS[dtype].limit
     if limit is None:
-        return fallback.decode(fallback.encode(heads, dtype), dtype)
+        return stored(heads, dtype)
     largest = xp.abs(heads).max(axis=-1, keepdims=True)
     scale = xp.maximum(largest, np.float32(1e-6)) / np.float32(limit)
-    return fallback.decode(fallback.encode(heads / scale, dtype), dtype) * scale
+    return stored(heads / scale, dtype) * scale
+
+
+def stored(values: Any, dtype: str) -> Any:
+    """Return float32 values rounded to a format once, by way of this processor."""
+    xp = module_of(values)
+    on_host = values if xp is np else values.get()
+    exact = reference.decode(reference.encode(on_host, dtype), dtype)
+    return xp.asarray(exact.astype(np.float32))
+
+
+def module_of(array: Any) -> Any:
+    """Return the module whose functions take an array: numpy or cupy."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def causal_attention(xp: Any, query: Any, key: Any, value: Any) -> Any:

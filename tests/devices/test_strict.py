@@ -465,7 +465,7 @@ def test_all_streams_are_waited_for_where_one_has_a_fault(device, store):
     device.synchronize()
 
 
-def test_array_expressions_raise_at_the_call_too(device, store, monkeypatch):
+def test_the_reference_raises_at_the_call_too(device, store, monkeypatch):
     from kvcupy.devices import cxx
 
     monkeypatch.setattr(cxx, "find_compiler", lambda: None)

@@ -485,7 +485,7 @@ def test_many_threads_share_a_bound_call(device):
 
 
 def test_without_a_compiler(monkeypatch, caplog):
-    """The fallback serves, with the same warning."""
+    """The reference serves, with the same warning."""
     host = HostDevice()
     monkeypatch.setitem(devices._devices, "host", host)
     monkeypatch.setattr(op_call, "_plans", {})
@@ -494,7 +494,7 @@ def test_without_a_compiler(monkeypatch, caplog):
     monkeypatch.setattr(kv.config, "fallback", "warn")
     call, plain = store_kv(host), store_kv(host)
     bound(kv.store_kv, call, plain, ("key",))(key=call["key"])
-    assert "store_kv runs as array expressions" in caplog.text
+    assert "store_kv runs in NumPy" in caplog.text
     kv.store_kv(**plain)
     assert bits(host, *call.values()) == bits(host, *plain.values())
     monkeypatch.setattr(kv.config, "fallback", "error")

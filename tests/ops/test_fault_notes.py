@@ -11,11 +11,11 @@ from devices.fake_cuda import FakeApi
 import kvcupy as kv
 from kvcupy import faults
 from kvcupy.devices import cuda
-from kvcupy.ops import fallback, transfer_kernels
+from kvcupy.ops import by_reference, transfer_kernels
 
 
 class OnDevice(np.ndarray):
-    """An array for array code, whose elements the host cannot read."""
+    """An array of a GPU, whose elements the host cannot read."""
 
     def _refuse(self, *_):
         raise AssertionError("the host reads the record, and so waits for the device")
@@ -37,14 +37,15 @@ def record():
     return np.zeros(len(faults.RECORD_FIELDS), np.int64).view(OnDevice)
 
 
-def test_a_note_is_of_the_first_fault_and_counts_them_all(record):
+def test_a_note_is_of_the_first_fault_and_counts_them_all():
+    record = np.zeros(len(faults.RECORD_FIELDS), np.int64)
     device = SimpleNamespace(fault_array=lambda: record)
-    fallback.note_fault(device, 2, 5, np.int64(7), np.int32(99))
-    fallback.note_fault(device, 3, 6, 1, 2**40)
-    assert record.view(np.ndarray).tolist() == [5, 5, 7, 99]
+    by_reference.note_fault(device, 2, 5, np.int64(7), np.int32(99))
+    by_reference.note_fault(device, 3, 6, 1, 2**40)
+    assert record.tolist() == [5, 5, 7, 99]
     record.fill(0)
-    fallback.note_fault(device, 1, 6, 1, 2**40)
-    assert record.view(np.ndarray).tolist() == [1, 6, 1, 2**40]
+    by_reference.note_fault(device, 1, 6, 1, 2**40)
+    assert record.tolist() == [1, 6, 1, 2**40]
 
 
 @pytest.fixture
@@ -96,13 +97,13 @@ def test_pages_that_are_skipped_need_no_note(gpu):
     assert gpu.launches == []
 
 
-def test_the_kernel_notes_as_the_expressions_do(device):
+def test_the_kernel_notes_as_the_host_does(device):
     if device.kind != "host":
         pytest.skip("reads the record as an array of the host")
     noted = []
     for note in (
         lambda *fault: transfer_kernels.note_fault(device, fault, device.as_stream(None)),
-        lambda *fault: fallback.note_fault(device, *fault),
+        lambda *fault: by_reference.note_fault(device, *fault),
     ):
         note(2, 5, 7, 99)
         note(3, 6, 1, 2**40)

@@ -15,7 +15,6 @@ from transfer_cases import TransferCase
 
 import kvcupy as kv
 from kvcupy import reference
-from kvcupy.ops import fallback
 
 RULE = "+four_over_six"
 
@@ -90,23 +89,6 @@ def test_transfers_by_threads_alone(users_device):
     near = case.pool("layer_first", "fp16", content=content(case), **geometry)
     far = case.pool("page_first", "nvfp4", encoding=RULE, **geometry)
     case.transfer(near, far, [1, 2], [3, 0], convert=True)
-
-
-@pytest.mark.parametrize("rotated_width", [0, 128])
-def test_arrays_without_a_kernel(rotated_width):
-    rng = np.random.default_rng(7)
-    rows = (rng.standard_normal((64, 2, 128)) * 10.0 ** rng.integers(-4, 4, (64, 2, 1))).astype(
-        np.float32
-    )
-    rows[0], rows[1, 0, 3], rows[2, 1, 7] = 0, np.inf, np.nan
-    bytes_of_rows = np.zeros((64, 2, 72), np.uint8)
-    want = reference.FourBitRows.packed(bytes_of_rows, "nvfp4", rotated_width, "four_over_six")
-    reference.quantise_rows(rows, want, np.full((64, 2), 0.5, np.float32))
-    codes, scales = fallback.encode_groups(
-        rows, kv.formats.FOUR_BIT["nvfp4"], np.float32(0.5), rotated_width, "four_over_six"
-    )
-    np.testing.assert_array_equal(codes, want.codes)
-    np.testing.assert_array_equal(scales, want.scales)
 
 
 # What it is --------------------------------------------------------------------------------------

@@ -558,9 +558,6 @@ NOT_NEEDED = {
             "CompletionQueue.settle: queue[0].done()": _STATISTICS,
             "SharedTiers.attempt: wait()": _ASKS_AGAIN,
         },
-        "remote/stores/redis.py": {
-            "_Pool.take: self._changed.wait(_remaining(deadline))": _NO_STREAM,
-        },
         "remote/stores/shm.py": {
             "ShmBackend._parts: block.begin()": "begins a checksum, not a copy",
             "_Helpers.each: job.wait()": _THREADS,

@@ -33,7 +33,8 @@ def stats_of(user, *names):
 
 
 def ask(user, *words):
-    return user.store._backend._ask(time.monotonic() + 30, *words)
+    (reply,) = user.store._backend._run([words], time.monotonic() + 30)
+    return reply
 
 
 def key_of(user, block_hash):
@@ -161,8 +162,8 @@ def test_errors_of_open(redis_server, tmp_path):
         (server.url, {}, PermissionError),
         (server.url, {"password": "wrong"}, PermissionError),
         (f"redis://127.0.0.1:{free_port()}", {}, ConnectionError),
-        (f"unix:{tmp_path / 'nothing'}", {}, ConnectionError),
-        ("redis://127.0.0.1/x", {}, ValueError),
+        (f"unix://{tmp_path / 'nothing'}", {}, ConnectionError),
+        ("redis://127.0.0.1:x", {}, ValueError),
         (server.url, {"capacity_bytes": 1}, ValueError),
         (server.url, {"unknown": 1}, TypeError),
         (server.url, {"ttl_s": -1}, ValueError),

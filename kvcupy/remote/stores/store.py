@@ -30,7 +30,9 @@ _Result = TypeVar("_Result")
 
 # Modules of this package by the scheme of a URL, imported when a store is opened.
 _BACKENDS = {
-    "shm": "shm", "redis": "redis", "rediss": "redis", "unix": "redis", "mooncake": "mooncake"
+    "shm": "shm", "redis": "redis", "rediss": "redis", "unix": "redis",
+    "redis+cluster": "redis", "rediss+cluster": "redis", "redis+sentinel": "redis",
+    "rediss+sentinel": "redis", "mooncake": "mooncake",
 }  # fmt: skip
 _HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
 _MAGIC, _VERSION = b"kvsb", 1
@@ -117,8 +119,9 @@ class SharedStore(ProcessLocal):
         Parameters
         ----------
         url : "shm:NAME", memory of this machine that processes of this user share; "redis://...",
-            "rediss://...", "unix:PATH", a Redis or Valkey server; "mooncake://host:port"; or a
-            scheme that another package registers, by an entry point `kvcupy.store_backends`
+            "rediss://...", "unix:///path", a Redis or Valkey server; "redis+cluster://...",
+            "redis+sentinel://...", several of them; "mooncake://host:port"; or a scheme that
+            another package registers, by an entry point `kvcupy.store_backends`
         host_pool : a KVPool or an MLAPool in host memory: of the host device, or "pinned" or
             "pageable"
         capacity_bytes : of the memory. "shm:": needed by the first process; others need the same,
@@ -131,10 +134,9 @@ class SharedStore(ProcessLocal):
             which reads blocks without verifying their bytes; None: the first that there is
         retries : of a call that has lost the server, within its deadline
         options : of the backend. "shm:": `folder` of the file, "/dev/shm"; `threads` that copy the
-            blocks of one call, the caller's included, up to 4 unless told. Redis: `user`,
-            `password`, `db`, `ca_file`, `cert_file`, `key_file`, `verify`, `ttl_s`,
-            `max_connections`; Mooncake: `segment_bytes`, `host`, `protocol`, `devices`; see
-            docs/shared_store_servers.md
+            blocks of one call, the caller's included, up to 4 by default. Redis: `ttl_s`,
+            `max_connections` and the options of redis-py's connections; Mooncake: `segment_bytes`,
+            `host`, `protocol`, `devices`; see docs/shared_store_servers.md
 
         Raises
         ------

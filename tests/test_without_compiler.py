@@ -1,13 +1,15 @@
-"""The operations after `store_kv` where no kernel can be compiled.
+"""Operations on the host device without a C++ compiler: the reference, with one warning each.
 
-What `tests/ops` asks of the kernels is asked of the array expressions here: the same tests, with
-the same tolerances, on a host device without a compiler.
+Some modules of `tests/ops` run again, on a device where nothing can be launched: views, layouts,
+faults and streams must come through; the numbers are those of the reference by construction.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import sys
+import threading
 import warnings
 import weakref
 from types import ModuleType
@@ -16,22 +18,30 @@ import numpy as np
 import pytest
 from every_call import CALLS, rope_store_kv
 from ops import (
+    test_attention_paged,
+    test_attention_streams,
     test_copy_pages,
     test_four_bit,
     test_gather,
     test_indexing,
-    test_rope,
-    test_rope_any,
-    test_rope_errors,
+    test_merge,
     test_rope_store,
     test_rope_streams,
-    test_rotation,
+    test_store,
+    test_store_mla,
+    test_store_streams,
+    test_transfer,
+    test_transfer_graphs,
+    test_transfer_streams,
 )
+from transfer_cases import METHODS, TransferCase
 
 import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices import cxx
+from kvcupy.devices.cuda import CudaDevice
 from kvcupy.devices.host import HostDevice
+from kvcupy.ops import by_reference
 from kvcupy.ops import call as op_call
 
 pytestmark = pytest.mark.again
@@ -55,7 +65,7 @@ def device():
 
 @pytest.fixture(autouse=True)
 def warnings_are_errors():
-    """A user who falls back sees one message of kvcupy's, and none of NumPy's."""
+    """A user without a compiler sees one message of kvcupy's, and none of NumPy's."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -75,22 +85,34 @@ def again(module: ModuleType, *without: str) -> dict[str, object]:
 
 
 globals().update(
-    again(test_rope, "test_tolerance_tells_mistakes")
-    | again(test_rope_any)
+    again(test_store)
+    | again(test_store_mla)
+    | again(test_store_streams)
+    | again(test_gather)
     | again(test_rope_store)
     | again(test_rope_streams, "test_against_transformers")
-    | again(test_rope_errors)
-    | again(test_gather)
     | again(test_four_bit, "test_every_format_as_users_run_it")
-    | again(
-        test_rotation,
-        "test_a_thread_alone",
-        "test_rope_store_by_threads_alone",
-        "test_transfers_by_threads_alone",
-    )
     | again(test_copy_pages)
     | again(test_indexing)
+    # Only kernels read the sums of query lengths.
+    | again(test_attention_paged, "test_sums_of_query_lens_that_are_none")
+    | again(test_attention_streams)
+    | again(test_merge)
+    | again(test_transfer)
+    | again(test_transfer_streams)
+    | again(test_transfer_graphs)
 )
+
+
+def test_every_operation_has_its_reference():
+    found = {
+        value.name
+        for name, module in sys.modules.items()
+        if name.startswith("kvcupy.ops.")
+        for value in vars(module).values()
+        if isinstance(value, op_call.Operation)
+    }
+    assert found == set(by_reference._OPERATIONS)
 
 
 # What is said and kept ------------------------------------------------------------------------
@@ -111,7 +133,7 @@ def test_one_warning_an_operation(fresh, caplog, operation):
         getattr(kv, operation)(**CALLS[operation](fresh))
         op_call.forget()
     (message,) = [r.getMessage() for r in caplog.records if r.name == "kvcupy"]
-    assert message.startswith(f"{operation} runs as array expressions, slowly, because ")
+    assert message.startswith(f"{operation} runs in NumPy, slowly, because ")
     assert "no C++ compiler was found" in message
 
 
@@ -189,7 +211,7 @@ def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
     operation = name.partition(" ")[0]
     make = CALLS.get(name, three_positions)
     getattr(kv, operation)(**faulty(name, make(fresh)))
-    expressed = int(fresh.fault_array()[0])
+    by_reference = int(fresh.fault_array()[0])
     fresh.fault_array().fill(0)
 
     other = HostDevice()
@@ -198,4 +220,92 @@ def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
     monkeypatch.setattr(op_call, "_plans", {})
     monkeypatch.setattr(kv.config, "fallback", "error")
     getattr(kv, operation)(**faulty(name, make(other)))
-    assert expressed == int(other.fault_array()[0]) > 1
+    assert by_reference == int(other.fault_array()[0]) > 1
+
+
+# Transfers ------------------------------------------------------------------------------------
+
+
+def two_pools(device, dst_fmt="bf16"):
+    case = TransferCase(device, 1)
+    src = case.pool(fmt="bf16")
+    return case, src, case.pool("page_first", dst_fmt, scales=dst_fmt == "int8")
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_one_warning_for_all_transfers(fresh, caplog, convert):
+    """It names the operation and the cause, and is not repeated for other pools or pages."""
+    caplog.set_level(logging.WARNING, logger="kvcupy")
+    for _ in range(2):
+        case, src, dst = two_pools(fresh, "int8" if convert else "bf16")
+        for pages in (([0, 1], [2, 3]), ([4], [5])):
+            case.transfer(src, dst, *pages, method="kernel", convert=convert)
+        op_call.forget()
+    (message,) = [r.getMessage() for r in caplog.records if r.name == "kvcupy"]
+    assert message.startswith("transfer_pages runs in NumPy, slowly, because ")
+    assert "no C++ compiler was found" in message
+
+
+def test_an_error_of_a_transfer_changes_nothing(fresh, monkeypatch):
+    monkeypatch.setattr(kv.config, "fallback", "error")
+    case, src, dst = two_pools(fresh, "int8")
+    for _ in range(2):
+        with pytest.raises(kv.CompileError, match="no C\\+\\+ compiler was found"):
+            case.issue(src, dst, [0, 9], [1, 2], method="kernel", convert=True)
+        case.finish()
+
+
+def test_copies_need_no_compiler(fresh, monkeypatch, caplog):
+    """So there is no warning and no error."""
+    caplog.set_level(logging.WARNING, logger="kvcupy")
+    monkeypatch.setattr(kv.config, "fallback", "error")
+    case, src, dst = two_pools(fresh)
+    case.transfer(src, dst, [0, 9, 3], [1, 2, 4], method="copy")
+    assert not [r for r in caplog.records if r.name.startswith("kvcupy")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_transfer_reports_as_many_faults_as_a_kernel(fresh, monkeypatch, method):
+    """Their number only: which one is recorded depends on the order of threads."""
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler here")
+    pages = [9, 0, -1, 12, 3, 2**40], [1, 2, 9, 3, 9, 10]
+    case, src, dst = two_pools(fresh)
+    case.issue(src, dst, *map(np.array, pages), method=method)
+    by_reference = int(fresh.fault_array()[0])
+    fresh.fault_array().fill(0)
+
+    other = HostDevice()
+    monkeypatch.setitem(devices._devices, "host", other)
+    monkeypatch.setattr(cxx, "find_compiler", find_compiler)
+    monkeypatch.setattr(op_call, "_plans", {})
+    monkeypatch.setattr(kv.config, "fallback", "error")
+    case, src, dst = two_pools(other)
+    case.issue(src, dst, *map(np.array, pages), method=method)
+    assert by_reference == int(other.fault_array()[0]) > 1
+
+
+# Streams and devices --------------------------------------------------------------------------
+
+
+def test_an_explicit_stream_keeps_its_order(fresh):
+    """The first store waits at a gate, the second overwrites it, the caller goes on at once."""
+    stream, gate = fresh.stream(), threading.Event()
+    caches = [np.zeros((8, 2, 4), np.float16) for _ in range(2)]
+    stream.call(gate.wait)
+    for value in (3, 5):
+        rows = np.full((2, 2, 4), value, np.float32)
+        kv.store_kv(rows, rows, *caches, np.array([1, 6]), stream=stream)
+    assert not caches[0].any()
+    gate.set()
+    stream.synchronize()
+    assert (caches[1][[1, 6]] == 5).all() and not caches[1][[0, 2, 5, 7]].any()
+
+
+@pytest.mark.parametrize("setting", ["warn", "error"])
+def test_a_gpu_raises_whatever_the_setting(monkeypatch, setting):
+    monkeypatch.setattr(kv.config, "fallback", setting)
+    cause = kv.CompileError("there is no header: pip install them", "the log")
+    with pytest.raises(kv.CompileError, match="pip install them") as caught:
+        CudaDevice.fall_back(object(), "store_kv", cause)
+    assert caught.value is not cause and caught.value.log == "the log"
