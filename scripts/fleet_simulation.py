@@ -29,6 +29,7 @@ from replay.requests import BLOCK_TOKENS, requests_of
 from replay.simulation import TIERS, Sizes
 
 import kvcupy as kv
+from kvcupy import pictures
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import describe, format_table, write_json
 
@@ -205,7 +206,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     title = f"{report['trace']}, simulated: {report['requests']} requests on 1 to 1,000 nodes"
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,6 +42,7 @@ from quantisation.schemes import (
 )
 
 import kvcupy as kv
+from kvcupy import pictures
 from kvcupy.bench.report import describe, format_table, write_json
 
 FORMATS = (
@@ -128,14 +129,12 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
     starts = np.linspace(0, len(tokens) - context - 1, chunks).astype(int)
     parts = [np.array(tokens[start : start + context + 1]) for start in starts]
     scored = slice(context // 2, context)
-    keys: list[dict[str, Any]] = []
+    ratios: dict[str, list[float]] = {"before RoPE": [], "after RoPE": [], "values": []}
 
     def watch(layer: int, query: Float32, key: Float32, value: Float32) -> None:
-        keys.append({
-            "layer": layer, "before RoPE": outlier_ratio(key),
-            "after RoPE": outlier_ratio(rope(key, reference_table(model, context))),
-            "values": outlier_ratio(value),
-        })  # fmt: skip
+        rotated = rope(key, reference_table(model, context))
+        for name, rows in zip(ratios, (key, rotated, value), strict=True):
+            ratios[name].append(outlier_ratio(rows))  # layers come in order
 
     schemes = [scheme for scheme in model_schemes() if scheme.fits(model.width)]
     exact = [
@@ -171,7 +170,7 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
         "kv_heads": model.kv_heads, "head_dim": model.width, "context": context, "chunks": chunks,
         "scored_tokens": chunks * (context - context // 2),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "outlier_ratios": keys, "results": results,
+        "outlier_ratios": ratios, "results": results,
     }  # fmt: skip
 
 
@@ -297,7 +296,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -153,6 +153,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def without_series(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a report without what is drawn over time."""
+    points = [{k: v for k, v in point.items() if k != "series"} for point in report["points"]]
+    return {**report, "points": points}
+
+
 def header(report: dict[str, Any]) -> str:
     """Say what was replayed, and where."""
     return (
@@ -192,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(report["points"]) > 1:
         print(f"\n{render_comparison(report['points'])}")
     if arguments.json:
-        write_json(arguments.json, report)
+        write_json(arguments.json, without_series(report))
     if arguments.plot:
         draw(report, arguments.plot)
         print(f"\nchart: {arguments.plot}")

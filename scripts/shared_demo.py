@@ -43,6 +43,7 @@ from replay.settings import Settings, scaled_shape
 from replay.simulation import Sizes
 
 import kvcupy as kv
+from kvcupy import pictures
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import describe, format_table, write_json
 
@@ -293,7 +294,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     title = f"{report['trace']}, {report['requests']} requests in {report['processes']} processes"
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -136,7 +136,9 @@ def soak(
         "slack": SLACK,
         "grown": grown,
         "too_much": beyond_slack(grown),
+        "at_first": samples[0],
         "most": {name: max(s[name] for s in samples) for name in samples[0]},
+        "at_the_end": samples[-1],
         "samples": samples,
     }
 
@@ -160,7 +162,7 @@ def render(report: dict[str, Any]) -> str:
         )
     ]
     held = [
-        (name.replace("_", " "), f"{report['samples'][0][name]:,}", f"{report['most'][name]:,}",
+        (name.replace("_", " "), f"{report['at_first'][name]:,}", f"{report['most'][name]:,}",
          "-" if name not in report["grown"] else f"{report['grown'][name]:+,.0f}", f"{slack:,}")
         for name, slack in report["slack"].items()
     ]  # fmt: skip
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None, after_step: Callable[[], object] = l
         return 1
     print(render(report))
     if arguments.json:
-        write_json(arguments.json, report)
+        write_json(arguments.json, {k: v for k, v in report.items() if k != "samples"})
     if arguments.plot:
         title = f"{report['steps']:,} steps of random serving traffic, seed {report['seed']}"
         draw(report["samples"], report["sizes"], arguments.plot, title)

@@ -30,6 +30,7 @@ import numpy as np
 
 from .. import compile_check, formats, sources
 from ..arrays import ArrayView, strides_of
+from ..bench.report import write_json
 from ..config import shared_bytes
 from ..devices import nvrtc
 from ..devices.protocol import Device
@@ -1045,7 +1046,7 @@ def main(
             entries = run(_task, tasks, jobs or available_cpus(), progress.to)
         print("\n".join(lines_of(entries, verbose=verbose)))
         if json_file is not None:
-            json_file.write_text(json.dumps(table(entries), indent=1) + "\n")
+            write_json(json_file, table(entries))
         if plot_file is not None:
             plot(entries, plot_file)
     except (CompileError, ValueError, OSError, ImportError) as error:

@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import kvcupy as kv
+from kvcupy import pictures
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import named_stream
 from kvcupy.cache.pages import PageAllocator
@@ -293,4 +294,4 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axes in panels[len(grouped) :]:
         axes.set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import kvcupy as kv
+from kvcupy import pictures
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import named_stream
 
@@ -173,4 +174,4 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
