@@ -26,10 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in _SCRIPTS:
         return _run_script(command, arguments[1:])
     options = parser.parse_args(arguments)
-    if options.command == "compile" and options.update and options.record is None:
-        parser.error("--update: expected --record FILE with it")
-    if options.command == "compile" and options.sample and (options.record or not options.check):
-        parser.error("--sample: expected --check with it, and no --record")
     try:
         if options.command == "doctor":
             from . import doctor
@@ -39,14 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from . import calibrate
 
             return calibrate.main(options.device, quick=options.quick, lines=options.progress)
-        if options.command == "roofline":
-            from .roofline import bounds
-
-            return bounds.main(
-                options.arch, texts=options.op, json_file=options.json, plot_file=options.plot,
-                against=options.against, jobs=options.jobs, verbose=options.verbose,
-                lines=options.progress,
-            )  # fmt: skip
         if options.command == "bench":
             from .bench import command as bench
 
@@ -73,13 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .cache import inspection
 
             return inspection.main(options.file, verify=options.verify, as_json=options.json)
-        from . import compile_check
+        from . import precompile
 
-        return compile_check.main(
-            options.arch, every_arch=options.all, with_check=options.check, jobs=options.jobs,
-            lines=options.progress, record=options.record, update=options.update,
-            sample=options.sample,
-        )  # fmt: skip
+        return precompile.main(
+            options.arch, every_arch=options.all, jobs=options.jobs, lines=options.progress
+        )
     except KeyboardInterrupt:
         return _INTERRUPTED
 
@@ -103,21 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         "compile",
         help="compile kernels ahead of their first use",
         description="Compile all kernels into the disk cache: for the devices of this machine, "
-        "or, with any of --all, --arch, --check and --record, for GPUs that need not be present. "
+        "or, with --all or --arch, for GPUs that need not be present. "
         "Ctrl-C stops it; kernels compiled until then are kept.",
     )
     compiling.add_argument("--all", action="store_true", help="with NVRTC for all architectures")
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
-    check = "with NVRTC, and fail on warnings, spills and too many registers"
-    compiling.add_argument("--check", action="store_true", help=check)
-    sample = "--check a sample only, which any edit of the sources draws anew"
-    compiling.add_argument("--sample", action="store_true", help=sample)
-    record = (
-        "--check against this record, and compile what has changed since and a sample of the rest"
-    )
-    compiling.add_argument("--record", type=Path, metavar="FILE", help=record)
-    update = "write what came out to the record, which need not exist"
-    compiling.add_argument("--update", action="store_true", help=update)
     jobs = "processes; default: the number of CPUs"
     compiling.add_argument("--jobs", type=_count, metavar="N", help=jobs)
     calibrating = commands.add_parser(
@@ -127,20 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrating.add_argument("--device", help="such as cuda:1; default: the first GPU, or host")
     calibrating.add_argument("--quick", action="store_true", help="a coarse grid, in seconds")
-    bounding = commands.add_parser(
-        "roofline",
-        help="what the machine code of the kernels allows on GPUs that need not be present",
-        description="Compile the hot kernels, read their machine code, and print the share of a "
-        "GPU's memory bandwidth that each of its resources allows. A bound, not a measurement.",
-    )
-    bounding.add_argument("--arch", nargs="+", metavar="sm_90", help="default: four of them")
-    bounding.add_argument("--op", nargs="+", metavar="TEXT", help="rows whose name contains it")
-    bounding.add_argument("--json", type=Path, metavar="FILE", help="write all that was counted")
-    bounding.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")
-    against = "fail where a row is worse than in a file that --json has written"
-    bounding.add_argument("--against", type=Path, metavar="FILE", help=against)
-    bounding.add_argument("--jobs", type=_count, metavar="N", help=jobs)
-    bounding.add_argument("--verbose", action="store_true", help="print instructions by pipe")
     measuring = commands.add_parser(
         "bench",
         help="measure the operations in the shapes of real models, beside other projects",
@@ -167,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("--verify", action="store_true", help=verify)
     inspecting.add_argument("--json", action="store_true", help="print JSON")
     progress = "print progress lines where stderr is not a terminal"
-    for command in (compiling, calibrating, bounding, measuring):
+    for command in (compiling, calibrating, measuring):
         command.add_argument("--progress", action="store_true", help=progress)
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():

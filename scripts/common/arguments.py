@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
+
 
 def positive(text: str) -> int:
     """Read a count of at least one."""

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..errors import CompileError
+from kvcupy.errors import CompileError
 
 _PARAM_CBANK, _REGISTER_COUNT = 0x0A, 0x2F  # attributes of .nv.info sections
 

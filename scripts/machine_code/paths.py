@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
 
-from ..errors import CompileError
+from kvcupy.errors import CompileError
+
 from .constants import ConstantPropagation, FirstThread, Values, in_common, join_truths
 from .sass import PREDICATE, REGISTER, Instruction, parse, products_of, span
 
