@@ -27,15 +27,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common.arguments import INTERRUPTED, positive
 from machine_code import nvdisasm
 
 from kvcupy import ops, precompile, sources
+from kvcupy.bench.frame import count
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
 from kvcupy.precompile import ARCHS, Program, into_programs, require_archs, say_stopped
-from kvcupy.progress import Progress, available_cpus, run
+from kvcupy.progress import INTERRUPTED, Progress, available_cpus, run
 
 # The most registers a thread of each kernel may use on any architecture. 64 lets 1024 threads share
 # a multiprocessor; `store_copy` holds eight 16-byte words at once, which sm_100 spends 66 on.
@@ -536,7 +536,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--record", type=Path, metavar="FILE", help=record)
     update = "write the results to the record, which need not exist"
     add("--update", action="store_true", help=update)
-    add("--jobs", type=positive, metavar="N", default=available_cpus(), help="processes")
+    add("--jobs", type=count, metavar="N", default=available_cpus(), help="processes")
     add("--progress", action="store_true", help="print lines where stderr is not a terminal")
     options = parser.parse_args(argv)
     if options.update and options.record is None:

@@ -23,13 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.arguments import positive
 from replay.fleet import ROUTES, WRITES, Fleet, FleetResult, simulate_fleet
 from replay.requests import BLOCK_TOKENS, requests_of
 from replay.simulation import TIERS, Sizes
 
 import kvcupy as kv
 from kvcupy import pictures
+from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import describe, format_table, write_json
 
@@ -51,7 +51,8 @@ def measured_costs(folder: Path) -> dict[str, Any]:
         pass
     try:
         rows = json.loads((folder / "bench_shared_host.json").read_text())["rows"]
-        (row,) = [r for r in rows if r["engine"] == "shm" and r["case"] == "2 MiB x32"]
+        case = {"candidate": "shm", "block_kib": 2048, "batch": 32, "layout": "page_first_direct"}
+        (row,) = [row for row in rows if case.items() <= row.items()]
         costs |= {f"store_{call}_gb_per_s": row[f"{call}_gb_per_s"] for call in ("get", "put")}
     except (OSError, KeyError, ValueError):
         pass
@@ -226,12 +227,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
-    add("--limit", type=positive, help="requests, at most")
+    add("--limit", type=count, help="requests, at most")
     add("--seed", type=int, default=0, help="of the made-up trace")
-    add("--nodes", type=positive, nargs="+", default=list(NODES))
-    add("--device-blocks", type=positive, default=1000, help="of each node")
-    add("--host-blocks", type=positive, default=5000, help="of each node")
-    add("--store-blocks", type=positive, default=100_000, help="of the store, of all nodes")
+    add("--nodes", type=count, nargs="+", default=list(NODES))
+    add("--device-blocks", type=count, default=1000, help="of each node")
+    add("--host-blocks", type=count, default=5000, help="of each node")
+    add("--store-blocks", type=count, default=100_000, help="of the store, of all nodes")
     models = [name for name, model in MODELS.items() if not model.mla]
     add("--model", choices=models, default="llama-3.1-8b", help="whose blocks are moved")
     add("--network-gb-per-s", type=float, default=NETWORK_GB_PER_S, help="of a node, assumed")

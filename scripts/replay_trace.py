@@ -32,7 +32,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common.arguments import positive
 from common.measure import chosen_device, log_compilation, one_core_per_stream
 from common.workload import Request
 from replay.draw import draw_comparison, draw_over_time
@@ -49,12 +48,12 @@ from replay.run import Replay
 from replay.settings import Settings, scaled_shape
 from replay.simulation import Sizes, simulate
 
+from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import describe, write_json
-from kvcupy.progress import Progress
+from kvcupy.progress import INTERRUPTED, Progress
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep
-STOPPED = 130  # as shells report of a program that Ctrl-C has ended
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -190,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = run(arguments)
     except KeyboardInterrupt:
-        return STOPPED
+        return INTERRUPTED
     print(header(report))
     for point in report["points"]:
         if point["replayed"]:
@@ -210,21 +209,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
-    add("--limit", type=positive, help="requests to replay, at most")
+    add("--limit", type=count, help="requests to replay, at most")
     add("--seed", type=int, default=0, help="of the made-up trace")
     add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    add("--device-blocks", type=positive, default=128)
-    add("--host-blocks", type=positive, default=512)
+    add("--device-blocks", type=count, default=128)
+    add("--host-blocks", type=count, default=512)
     add("--disk-blocks", type=int, default=0, help="default: no disk")
     add("--disk", type=Path, help="file of the disk tier; default: a temporary one")
     add("--reopen", action="store_true", help="start with the blocks in the file of --disk")
     models = [name for name, model in MODELS.items() if not model.mla]
     add("--model", choices=models, default="llama-3.1-8b")
-    add("--scale", type=positive, default=8, help="divides layers, tokens, heads and head_dim")
+    add("--scale", type=count, default=8, help="divides layers, tokens, heads and head_dim")
     add("--host-layout", choices=LAYOUTS, default="page_first")
     add("--policy", action="append", choices=ORDERS, help="repeat to compare; default: lru")
     add("--write", choices=("through", "back"), default="through")
-    add("--running", type=positive, default=1, help="requests whose leases are held at a time")
+    add("--running", type=count, default=1, help="requests whose leases are held at a time")
     add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
     add(
         "--speed",

@@ -22,16 +22,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
 
-from common.arguments import INTERRUPTED, positive
 from machine_code.bounds import ROWS, Entry, disassembler, examine
 from machine_code.chips import CHIPS, DEFAULT_ARCHS, RATES
 
 from kvcupy import pictures, sources
+from kvcupy.bench.frame import count
 from kvcupy.bench.report import require_matplotlib, write_json
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.precompile import require_archs
-from kvcupy.progress import Progress, available_cpus, run
+from kvcupy.progress import INTERRUPTED, Progress, available_cpus, run
 
 WHAT = (
     "A bound from the machine code, not a measurement: the share of a chip's memory bandwidth (of "
@@ -208,7 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")
     against = "fail where a row is worse than in a file that --json has written"
     add("--against", type=Path, metavar="FILE", help=against)
-    add("--jobs", type=positive, metavar="N", default=available_cpus(), help="processes")
+    add("--jobs", type=count, metavar="N", default=available_cpus(), help="processes")
     add("--verbose", action="store_true", help="print instructions by pipe")
     add("--progress", action="store_true", help="print lines where stderr is not a terminal")
     return parser.parse_args(argv)

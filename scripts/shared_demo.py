@@ -34,7 +34,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common.arguments import positive
 from common.measure import chosen_device, one_core_per_stream
 from replay.draw import COLOURS
 from replay.requests import BLOCK_TOKENS, requests_of
@@ -44,6 +43,7 @@ from replay.simulation import Sizes
 
 import kvcupy as kv
 from kvcupy import pictures
+from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import describe, format_table, write_json
 
@@ -317,23 +317,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
-    add("--limit", type=positive, help="requests to serve, at most")
+    add("--limit", type=count, help="requests to serve, at most")
     add("--seed", type=int, default=0, help="of the made-up trace")
     add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    add("--processes", type=positive, default=2)
+    add("--processes", type=count, default=2)
     add("--url", help="of the store; default: memory of this machine, which is given back")
-    add("--store-blocks", type=positive, default=4096, help="that memory of this machine holds")
-    add("--device-blocks", type=positive, default=128, help="of each process")
-    add("--host-blocks", type=positive, default=512, help="of each process")
+    add("--store-blocks", type=count, default=4096, help="that memory of this machine holds")
+    add("--device-blocks", type=count, default=128, help="of each process")
+    add("--host-blocks", type=count, default=512, help="of each process")
     models = [name for name, model in MODELS.items() if not model.mla]
     add("--model", choices=models, default="llama-3.1-8b")
-    add("--scale", type=positive, default=8, help="divides layers, tokens, heads and head_dim")
+    add("--scale", type=count, default=8, help="divides layers, tokens, heads and head_dim")
     add("--kill", action="store_true", help="kill the first process in the middle")
     add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
     add("--worker", type=int, help=argparse.SUPPRESS)  # serve one process's requests
     add("--shared", action="store_true", help=argparse.SUPPRESS)
-    add("--stop-after", type=positive, help=argparse.SUPPRESS)
+    add("--stop-after", type=count, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.url is None:
         arguments.url = f"shm:kvcupy-demo-{os.getpid()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -235,7 +236,7 @@ def test_hidden_fraction():
 # The benchmark -------------------------------------------------------------------------------
 
 
-def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys, with_torch):
+def test_bench_reports_ratios(device_name, tmp_path, capsys, with_torch):
     report = tmp_path / "report.json"
     only = ("--sections", "store", "--only", "store_kv llama-3.1-8b bf16")
     assert bench(device_name, *only, "--json", report) == 0
@@ -255,9 +256,8 @@ def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys, with_
         assert row["ratios"]["expression"] == pytest.approx(
             row["least_us"]["expression"] / row["least_us"]["kvcupy"]
         )
-    if with_torch:
-        assert read["headlines"]["store_kv T=1: kvcupy's time over torch's"] > 0
-        assert read["headlines"]["store_kv T=4096: times torch's bandwidth"] > 0
+        if row["mode"] == "eager":
+            assert ("torch" in row["ratios"]) == with_torch
     assert ("x torch" in capsys.readouterr().out) == with_torch
 
 
@@ -278,25 +278,21 @@ def test_bench_graph_leaves_out_eager_calls(device_name, tmp_path):
     assert {row["mode"] for row in json.loads(report.read_text())["rows"]} == {"graph"}
 
 
-def test_bench_notices_one_wrong_byte(device, monkeypatch):
+def test_bench_notices_one_wrong_byte(device, monkeypatch, capsys):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from kvcupy.bench.checks import WrongBytes
-
     monkeypatch.setattr(kv, "store_kv", wrong_byte(kv.store_kv, 3))
-    with pytest.raises(WrongBytes, match=r"kvcupy, cache 1: \d+ of"):
-        bench("host", "--only", "70b-tp8 bf16 T=128")
+    assert bench("host", "--only", "70b-tp8 bf16 T=128") == 1
+    assert re.search(r"^bench: wrong result: .*kvcupy, cache 1: \d+ of", capsys.readouterr().err)
 
 
-def test_the_headline_cases_are_always_there():
-    from benchmarks.ops import BANDWIDTH, CALL_COST, ROPE_HEADLINES, SECTIONS, shapes
+def test_every_case_of_the_benchmark_has_a_name():
+    from benchmarks.ops import SECTIONS, shapes
 
-    for tokens in ((1, 128), (64,)):
-        names = [shape.name for shape in shapes(SECTIONS, tokens)]
-        assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
-        assert {shape.name for shape in ROPE_HEADLINES} <= set(names)
-        assert len(names) == len(set(names))
-    assert [shape.tokens for shape in ROPE_HEADLINES] == [1, 64, 4096]
+    names = [shape.name for shape in shapes(SECTIONS, (1, 128))]
+    assert len(names) == len(set(names))
+    for tokens in (1, 64, 4096):
+        assert f"rope_store_kv llama-3.1-8b bf16 T={tokens} fresh" in names
 
 
 @pytest.mark.parametrize(
@@ -364,14 +360,13 @@ def test_bench_notices_what_was_not_done(device, case, message):
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from benchmarks.ops import ROPE_HEADLINES
 
     def refuse(function, **options):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", refuse)
     report = tmp_path / "report.json"
-    case = ROPE_HEADLINES[0].name
+    case = "rope_store_kv llama-3.1-8b bf16 T=1 fresh"
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
     line = f"torch.compile: not measured: RuntimeError: no compiler here ({case})"
@@ -381,36 +376,22 @@ def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatc
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
     assert read["rows"][0]["ratios"]["torch.compile"] > 0
-    assert read["headlines"]["rope_store_kv T=1: times as fast as torch.compile"] > 0
 
 
-def test_bench_reports_views_and_loading(device_name, tmp_path, capsys):
+def test_bench_reports_loading(device_name, tmp_path, capsys):
+    import bench
+
     report = tmp_path / "report.json"
-    assert bench(device_name, "--sections", "views", "loading", "--json", report) == 0
+    small = ["--device", device_name, "--quick", "--json", str(report)]
+    assert bench.main(["loading", *small]) == 0
     read = json.loads(report.read_text())
-    libraries = {row["library"]: row for row in read["views"]}
-    assert "numpy" in libraries
-    for row in libraries.values():
-        assert row["probe_ns"] >= row["least_probe_ns"] > 0 and row["view_ns"] > 0
-    loaded = {row["where"]: row for row in read["loading"]}
+    loaded = {row["where"]: row for row in read["rows"]}
     assert read["device"] in loaded
     assert "sm_90" in loaded or "not measured: " in "".join(read["notes"])
     for row in loaded.values():
         assert row["cold_ms"] > row["warm_ms"] > 0
-    for name in ("probe of a numpy array, ns", "load store_copy<16> on host, ms"):
-        assert read["headlines"][name] > 0 or device_name != "host"
     assert "from disk ms" in capsys.readouterr().out
     assert isinstance(read["dirty"], bool)
-
-
-def test_a_missed_target_is_said():
-    from benchmarks.ops import verdict
-
-    assert verdict("store_kv T=1: kvcupy's time over torch's", 1.5) == " (wanted: at most 2)"
-    assert verdict("rope_store_kv T=64: times as fast as torch", 1.5) == (
-        " (wanted: at least 2; missed)"
-    )
-    assert verdict("something else", 1.5) == ""
 
 
 def test_rotations_are_held_to_an_ulp():

@@ -204,7 +204,7 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_ops": (12, ()),
     "bench_calls": (1, ()),
     "bench_transfer": (10, ()),
-    "bench_steps": (2, ()),
+    "bench_loading": (1, ()),
     "bench_scale": (1, ()),
     "bench_frames": (0.5, ()),
     "bench_order": (0.5, ()),
@@ -220,7 +220,7 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
 _OVERLAP = ("--tokens", "256", "--steps", "4", "--rounds", "5")
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_models": (1, ("--quick",)),
-    "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages", "views")),
+    "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages")),
     "bench_transfer": (1, ("--quick",)),
     "overlap_demo": (0.5, _OVERLAP),
     "offload_demo": (0.5, ("--quick",)),
