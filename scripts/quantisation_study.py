@@ -22,12 +22,11 @@ import argparse
 import hashlib
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantisation.llama import Llama, find_model, python_topics
 from quantisation.rows import KINDS, LOGIT_SPREAD, WIDTH, Drawn, draw_rows
 from quantisation.schemes import (
     Array,
@@ -40,6 +39,8 @@ from quantisation.schemes import (
     output_error,
     rope,
 )
+from serving.gguf import GgufFile, find_model, python_topics
+from serving.llama import Llama
 
 import kvcupy as kv
 from kvcupy import pictures
@@ -119,26 +120,28 @@ def rounded(value: float) -> float:
 # --- A model --------------------------------------------------------------------------------------
 
 
-def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str, Any]:
+def study_model(file: GgufFile, text: str, context: int, chunks: int) -> dict[str, Any]:
     """Return what each scheme does to the model's predictions of a text.
 
     The second half of each chunk is scored, so that every scored token has a past of at least half
     a chunk.
     """
-    tokens = model.encode(text)
+    device = kv.device("host")
+    config, weights = file.load(device)
+    model = Llama(device, config, weights, context=context)
+    tokens = file.encode(text)
     starts = np.linspace(0, len(tokens) - context - 1, chunks).astype(int)
     parts = [np.array(tokens[start : start + context + 1]) for start in starts]
     scored = slice(context // 2, context)
     ratios: dict[str, list[float]] = {"before RoPE": [], "after RoPE": [], "values": []}
 
-    def watch(layer: int, query: Float32, key: Float32, value: Float32) -> None:
-        rotated = rope(key, reference_table(model, context))
-        for name, rows in zip(ratios, (key, rotated, value), strict=True):
+    def watch(keys: Float32, values: Float32) -> None:
+        for name, rows in zip(ratios, (keys, rope(keys, model.rope), values), strict=True):
             ratios[name].append(outlier_ratio(rows))  # layers come in order
 
-    schemes = [scheme for scheme in model_schemes() if scheme.fits(model.width)]
+    schemes = [scheme for scheme in model_schemes() if scheme.fits(config.head_dim)]
     exact = [
-        model.log_probabilities(part[:-1], BASELINE, scored, watch if part is parts[0] else None)
+        log_probabilities(model, part[:-1], BASELINE, watch if part is parts[0] else None)[scored]
         for part in parts
     ]
     results = []
@@ -147,7 +150,7 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
         for part, want in zip(parts, exact, strict=True):
             got = want
             if scheme != BASELINE:
-                got = model.log_probabilities(part[:-1], scheme, scored)
+                got = log_probabilities(model, part[:-1], scheme)[scored]
             targets = part[scored.start + 1 : scored.stop + 1]
             losses.append(-got[np.arange(len(got)), targets])
             divergences.append((np.exp(want) * (want - got)).sum(axis=1))
@@ -157,7 +160,7 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
             exact_loss = loss
         change = loss - exact_loss
         results.append({
-            **fields_of(scheme, model.width),
+            **fields_of(scheme, config.head_dim),
             "perplexity": rounded(np.exp(loss.mean())),
             "loss_change": rounded(change.mean()),
             "standard_error": rounded(change.std() / np.sqrt(len(change))),
@@ -166,9 +169,9 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
         })  # fmt: skip
         print(f"{scheme.name}: perplexity {results[-1]['perplexity']}", file=sys.stderr)
     return {
-        "model": model.name, "layers": model.layers, "heads": model.heads,
-        "kv_heads": model.kv_heads, "head_dim": model.width, "context": context, "chunks": chunks,
-        "scored_tokens": chunks * (context - context // 2),
+        "model": file.name, "layers": config.layers, "heads": config.q_heads,
+        "kv_heads": config.kv_heads, "head_dim": config.head_dim, "context": context,
+        "chunks": chunks, "scored_tokens": chunks * (context - context // 2),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "outlier_ratios": ratios, "results": results,
     }  # fmt: skip
@@ -180,8 +183,27 @@ def outlier_ratio(rows: Float32) -> float:
     return rounded((rms.max(axis=-1) / np.median(rms, axis=-1)).max())
 
 
-def reference_table(model: Llama, tokens: int) -> Array:
-    return kv.reference.rope_table(tokens, model.width, base=model.rope_base)
+def log_probabilities(
+    model: Llama, tokens: Array, scheme: Scheme,
+    watch: Callable[[Float32, Float32], None] | None = None,
+) -> Float32:  # fmt: skip
+    """Return those of the token after each one, ``(T, vocabulary)``.
+
+    A whole chunk of text is computed at once, in float32; each layer attends to what the scheme
+    keeps of its keys and values, so that errors grow through the layers as they would in decoding.
+    `watch` is called with keys before RoPE and values of each layer.
+    """
+
+    def attend_as_stored(query: Float32, keys: Float32, values: Float32) -> Float32:
+        if watch is not None:
+            watch(keys, values)
+        rows = cached(scheme, keys, values, model.rope)
+        rotated = rope(query, model.rope)
+        return attend(scheme, rotated, rows, model.config.head_dim**-0.5).outputs
+
+    logits = model.forward_plain(tokens, attend=attend_as_stored)
+    logits -= logits.max(axis=1, keepdims=True)
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)), np.float32)
 
 
 # --- The report -----------------------------------------------------------------------------------
@@ -204,7 +226,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "file": path.name, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "text": arguments.text.name if arguments.text
         else f"pydoc_data.topics of Python {platform.python_version()}",
-        **study_model(Llama(path), text, arguments.context, arguments.chunks),
+        **study_model(GgufFile(path), text, arguments.context, arguments.chunks),
     }  # fmt: skip
     return report
 
