@@ -450,6 +450,7 @@ def test_every_script_that_writes_json_is_run():
         path.stem for path in SCRIPTS.glob("*.py")
         if re.search(r'"--json", \w+=', path.read_text())
     } | {f"bench_{name}" for name in (*BENCHMARKS, "models")}  # fmt: skip
+    named |= {"overlap_demo", "overlap_demo_offload"}
     named -= {"fault_table", "fuzz", "order_table"}  # of the host device alone
     named -= {"fleet_simulation", "quantisation_study", "roofline"}  # of no device
     named -= {"bench_shared", "bench_migration"}  # of host memory alone
@@ -488,7 +489,9 @@ def test_pictures_are_drawn_where_that_can_be_done(monkeypatch):
         return {part.name for part in all_parts() if "--out" in part.command}
 
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: object())
-    assert drawing() == {"disaggregated_demo", "overlap_demo", "offload_demo", "serve_demo"}
+    assert drawing() == {
+        "disaggregated_demo", "overlap_demo", "overlap_demo_offload", "serve_demo"
+    }  # fmt: skip
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
     assert drawing() == set()
 

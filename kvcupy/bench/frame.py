@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from .. import devices
 from ..errors import DeviceError
@@ -44,8 +44,16 @@ def count(text: str) -> int:
     return int(text)
 
 
-def run(name: str, benchmark: Any, options: argparse.Namespace) -> int:
+def run(
+    name: str, benchmark: Benchmark, options: argparse.Namespace, *, program: str = "bench"
+) -> int:
     """Run a benchmark: measure, print its tables and where they come from, write its files.
+
+    Parameters
+    ----------
+    name : in the report
+    options : the common ones, and those of the benchmark
+    program : the first word of an error
 
     Returns
     -------
@@ -60,16 +68,16 @@ def run(name: str, benchmark: Any, options: argparse.Namespace) -> int:
         report = {"benchmark": name, **about, "quick": options.quick}
         report |= benchmark.run(device, options)
     except WrongBytes as error:
-        print(f"bench: wrong result: {error}", file=sys.stderr)
+        print(f"{program}: wrong result: {error}", file=sys.stderr)
         return 1
     except (OptionError, DeviceError, ImportError) as error:
-        print(f"bench: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"{program}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     print(f"{benchmark.render(report)}\n\n{where(report)}")
     if options.json is not None:
         write_json(options.json, report)
     if picture is not None:
-        benchmark.plot(report, picture)
+        cast(Any, benchmark).plot(report, picture)
     return 0
 
 

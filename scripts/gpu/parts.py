@@ -210,7 +210,7 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_order": (0.5, ()),
     "bench_generate": (1, ("--dtype", "bfloat16")),
     "overlap_demo": (3, _PICTURES),
-    "offload_demo": (8, _PICTURES),
+    "overlap_demo_offload": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
     "shared_demo": (2, ()),
@@ -223,7 +223,7 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages")),
     "bench_transfer": (1, ("--quick",)),
     "overlap_demo": (0.5, _OVERLAP),
-    "offload_demo": (0.5, ("--quick",)),
+    "overlap_demo_offload": (0.5, ("--quick",)),
 }
 _BENCHMARKS = {"full": _FULL, "quick": _QUICK, "smoke": {"overlap_demo": (0.5, _OVERLAP)}}
 
@@ -239,6 +239,9 @@ def _benchmarks(device: str, chosen: dict[str, tuple[float, tuple[str, ...]]]) -
         elif kind == "bench":
             program = (str(folder / "bench.py"), benchmark)
             module = folder / "benchmarks" / f"{benchmark}.py"
+        elif name == "overlap_demo_offload":
+            program = (str(folder / "overlap_demo.py"), "offload")
+            module = folder / "overlap" / "offload.py"
         else:
             module = folder / f"{name}.py"
             program = (str(module),)
