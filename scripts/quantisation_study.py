@@ -44,7 +44,8 @@ from serving.llama import Llama
 
 import kvcupy as kv
 from kvcupy import pictures
-from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.bench import frame
+from kvcupy.bench.report import format_table
 
 FORMATS = (
     "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",
@@ -209,9 +210,8 @@ def log_probabilities(
 # --- The report -----------------------------------------------------------------------------------
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {
-        **describe(kv.device("host")),
         "tokens": arguments.tokens, "seeds": arguments.seeds, "head_dim": WIDTH,
         "logit_spread": LOGIT_SPREAD,
         "kinds": {name: vars(kind) for name, kind in KINDS.items()},
@@ -274,7 +274,7 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Draw errors against bits: of outputs on drawn rows, and of the model's predictions."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -321,21 +321,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     pictures.save(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    report = run(arguments)
-    print(render(report))
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.plot:
-        draw(report, arguments.plot)
-        print(f"\nchart: {arguments.plot}")
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, default=512, help="of a drawn sequence")
     add("--seeds", type=int, default=1, help="drawn sequences of each kind")
@@ -344,13 +330,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--text", type=Path, help="what the model reads; default: Python's own documentation")
     add("--context", type=int, default=512, help="tokens of a chunk; its second half is scored")
     add("--chunks", type=int, default=2, help="chunks, spread over the text")
-    add("--quick", action="store_true", help="64 tokens of one sequence, and one chunk of 128")
-    add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
-    arguments = parser.parse_args(argv)
+
+
+def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Choose the sizes of a quick run."""
     if arguments.quick:
         arguments.tokens, arguments.seeds, arguments.context, arguments.chunks = 64, 1, 128, 1
-    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return frame.main(sys.modules[__name__], argv, has_device=False)
 
 
 if __name__ == "__main__":

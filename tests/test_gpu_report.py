@@ -448,7 +448,7 @@ def test_every_script_that_writes_json_is_run():
 
     named = {
         path.stem for path in SCRIPTS.glob("*.py")
-        if re.search(r'"--json", \w+=', path.read_text())
+        if re.search(r'"--json", \w+=|frame\.(main|parse)\(', path.read_text())
     } | {f"bench_{name}" for name in (*BENCHMARKS, "models")}  # fmt: skip
     named |= {"overlap_demo", "overlap_demo_offload"}
     named -= {"fault_table", "fuzz", "order_table"}  # of the host device alone

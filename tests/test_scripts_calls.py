@@ -44,6 +44,9 @@ WITH_DEVICE = [
 ]
 WITH_DEVICE += [("bench", (name,)) for name in BENCHMARKS]
 WITH_DEVICE += [("overlap_demo", (name,)) for name in ("steps", "offload")]
+WITH_DEVICE += [
+    (name, ()) for name in ("disaggregated_demo", "replay_trace", "shared_demo", "soak")
+]
 
 
 @pytest.mark.parametrize(("module", "benchmark"), WITH_DEVICE)
@@ -55,7 +58,7 @@ def test_a_wrong_device_is_one_line(capsys, module, benchmark, device):
         status = end.code
     assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{module}: " if benchmark else "--device: ") and device in line
+    assert line.startswith((f"{module}: ", "--device: ")) and device in line
 
 
 def test_loading_refuses_what_it_does_not_know(capsys):

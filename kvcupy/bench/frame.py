@@ -1,20 +1,27 @@
-"""What all benchmarks share: their options, their errors, and what becomes of a report.
+"""What all benchmarks and demos share: their options, their errors, what becomes of a report.
 
-A benchmark is a module, or an object, with `add_arguments(parser)` for the options that it alone
-has, `run(device, options)`, which returns its part of the report ("rows", and what else there is to
-say), and `render(report)`, which returns the report as text. One with an option `--plot` has
-`plot(report, path)` too.
+A benchmark is a module with `add_arguments(parser)` for the options that it alone has,
+`run(device, options)`, which returns its part of the report ("rows", and what else there is to
+say), and `render(report)`, which returns the report as text. It may have more:
+
+plot(report, path)              draws the report, where there is an option `--plot`
+check_options(parser, options)  ends with an error where options do not fit each other
+summary(report)                 returns what is written of a report, without samples
+problems(report)                returns lines on what is wrong, for which the exit status is 1
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any, Protocol
 
 from .. import devices
 from ..errors import DeviceError
+from ..progress import INTERRUPTED
 from .checks import WrongBytes
 from .report import describe, require_matplotlib, where, write_json
 
@@ -29,11 +36,15 @@ class Benchmark(Protocol):
     def render(self, report: dict[str, Any]) -> str: ...
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every benchmark has."""
+def add_common_arguments(
+    parser: argparse.ArgumentParser, *, has_device: bool = True, has_quick: bool = True
+) -> None:
+    """Add the options that most benchmarks have."""
     add = parser.add_argument
-    add("--device", help="such as cuda:1; default: a GPU if there is one, or host")
-    add("--quick", action="store_true", help="fewer cases and rounds")
+    if has_device:
+        add("--device", help="such as cuda:1; default: a GPU if there is one, or host")
+    if has_quick:
+        add("--quick", action="store_true", help="fewer cases and rounds")
     add("--json", type=Path, metavar="FILE", help="write the report here")
 
 
@@ -42,6 +53,32 @@ def count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return int(text)
+
+
+def parse(
+    benchmark: ModuleType, argv: Sequence[str] | None, *, has_device: bool = True,
+    has_quick: bool = True,
+) -> argparse.Namespace:  # fmt: skip
+    """Read the command line of a program that is one benchmark.
+
+    Parameters
+    ----------
+    has_device : False: it runs on the host device, whatever there is
+    has_quick : whether there is a shorter run
+    """
+    parser = argparse.ArgumentParser(description=(benchmark.__doc__ or "").splitlines()[0])
+    add_common_arguments(parser, has_device=has_device, has_quick=has_quick)
+    benchmark.add_arguments(parser)
+    options = parser.parse_args(argv)
+    if hasattr(benchmark, "check_options"):
+        benchmark.check_options(parser, options)
+    return options
+
+
+def main(benchmark: ModuleType, argv: Sequence[str] | None, **options: bool) -> int:
+    """Run a program that is one benchmark, and return the exit status; options as for `parse`."""
+    program = Path(str(benchmark.__file__)).stem
+    return run(program, benchmark, parse(benchmark, argv, **options), program=program)
 
 
 def run(
@@ -58,14 +95,16 @@ def run(
     Returns
     -------
     The exit status. 1: a result was wrong. 2: an option was wrong, or something is not installed.
+    130: Ctrl-C was pressed.
     """
     picture = getattr(options, "plot", None)
     try:
-        device = _device(options.device)
+        device = _device(getattr(options, "device", "host"))
         if picture is not None:
             require_matplotlib()  # before all is measured, not after
-        about = describe(device)  # now: the tree may change while this runs
-        report = {"benchmark": name, **about, "quick": options.quick}
+        report = {"benchmark": name, **describe(device)}  # now: the tree may change meanwhile
+        if hasattr(options, "quick"):
+            report["quick"] = options.quick
         report |= benchmark.run(device, options)
     except WrongBytes as error:
         print(f"{program}: wrong result: {error}", file=sys.stderr)
@@ -73,12 +112,18 @@ def run(
     except (OptionError, DeviceError, ImportError) as error:
         print(f"{program}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     print(f"{benchmark.render(report)}\n\n{where(report)}")
+    own: Any = benchmark
     if options.json is not None:
-        write_json(options.json, report)
+        write_json(options.json, own.summary(report) if hasattr(own, "summary") else report)
     if picture is not None:
-        cast(Any, benchmark).plot(report, picture)
-    return 0
+        own.plot(report, picture)
+    problems = own.problems(report) if hasattr(own, "problems") else []
+    for line in problems:
+        print(f"{program}: {line}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 class OptionError(ValueError):
