@@ -1,4 +1,4 @@
-"""Compile every kernel for every architecture with NVRTC, and check what came out.
+"""Compile every kernel for every architecture with NVRTC, and check the results.
 
     python scripts/compile_check.py
     python scripts/compile_check.py --sample
@@ -64,7 +64,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }
 
-_SAMPLE = 20  # of so many programs that a record speaks for, one is compiled
+_SAMPLE = 20  # one of so many recorded programs is compiled
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -82,14 +82,14 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class Usage:
-    """What came out of one kernel.
+    """The compiler's figures of one kernel.
 
     Attributes
     ----------
     registers : per thread
     stack_bytes, spill_bytes : summed over the functions of the kernel
     warnings : lines of the compiler's log
-    missing : what its SASS lacks of the 16-byte accesses that it promises
+    missing : promised 16-byte accesses that its SASS lacks
     """
 
     registers: int
@@ -117,7 +117,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """All problems, each with what it is about."""
+        """All problems, each with its kernel and architecture."""
         return [f"{e.specialisation} {e.arch}: {p}" for e in self.entries for p in e.problems]
 
     def add_recorded(self, usages: Mapping[Name, Usage], budgets: Mapping[str, int]) -> None:
@@ -299,7 +299,7 @@ def _check_program(task: _Task) -> list[Entry]:
 
 
 def logs_of_entries(log: str) -> dict[str, str]:
-    """Divide a log of `--ptxas-options=-v` by the kernels that it speaks of.
+    """Divide a log of `--ptxas-options=-v` by kernel.
 
     CompileError if it holds what could belong to any of them, a warning or a function they call.
     """
@@ -357,13 +357,13 @@ def missing_wide_accesses(sass: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Record:
-    """What came out of every kernel, on every architecture.
+    """The usage of every kernel on every architecture.
 
     Attributes
     ----------
     compiler : `nvrtc.compiler()`
     digests : of what was compiled, by source (`digests_of`)
-    usages : what came out
+    usages : by specialisation and architecture
     """
 
     compiler: str
@@ -499,7 +499,7 @@ class Comparison:
         return differences | {name: "recorded, but there is no such kernel" for name in stale}
 
     def contradictions(self, differences: Iterable[Name]) -> list[str]:
-        """Return the unchanged sources among those of differences: the record is wrong of them."""
+        """Return the unchanged sources of differing kernels: their record is wrong."""
         return sorted(self.unchanged & {_source(name) for name in differences})
 
 

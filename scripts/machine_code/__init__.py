@@ -1,1 +1,1 @@
-"""What binds a kernel on a GPU, read from its machine code."""
+"""Bounds on the speed of kernels, read from their machine code."""

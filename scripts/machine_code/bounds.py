@@ -1,16 +1,16 @@
-"""What the machine code of the hot kernels allows on GPUs that need not be present.
+"""Bounds on the speed of the hot kernels on GPUs that need not be present.
 
 A bound from the code, not a measurement. Each row is a call of an operation: it is planned as for a
-GPU of the architecture, its kernel is compiled, and `sass` reads what a warp issues on one pass
-through the loop, or the kernel, that does the work. Counted against the published rates of a chip,
-that gives a ceiling for each of its resources; the lowest binds.
+GPU of the architecture, its kernel is compiled, and `sass` reads the instructions that a warp
+issues on one pass through the loop, or the kernel, that does the work. Counted against the
+published rates of a chip, they give a ceiling for each of its resources; the lowest binds.
 
-What is counted: on branches that the Params of the launch decide (and on a pass through a whole
-kernel the number of a thread and indices that exist), the side taken; of the ways that data
-decides, the cheapest that does all of the work. The dearest is beside it: the truth lies
-between the two. What is not: bank conflicts, caches that miss, barriers, the beginning and end of
-blocks around the loop, the last wave of blocks, clocks that fall under load. So a GPU stays below
-these figures, and a kernel that they let pass may still be slow.
+Where the Params of the launch decide a branch (and on a pass through a whole kernel the number of a
+thread and valid indices), the branch is followed. Where data decides, the cheapest way that does
+all of the work is counted, and the dearest beside it: the truth lies between the two. Not counted
+are bank conflicts, cache misses, barriers, the beginning and end of blocks around the loop, the
+last wave of blocks, and clocks that fall under load. So a GPU stays below these figures, and a
+kernel that passes may still be slow.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Row:
     word_bytes : narrower accesses are not of the work, but to indices, scales or masks
     of_products : the ceiling is of products, as a share of the tensor cores' peak
     over_link : the memory that is read or written lies behind PCIe
-    slack : by which share a row may get worse, as a fraction of what it was
+    slack : the fraction by which a row may get worse
     """
 
     name: str
@@ -457,7 +457,7 @@ ROWS: tuple[Row, ...] = (
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
 )  # fmt: skip
-"""What `roofline` looks at."""
+"""The rows of the roofline."""
 
 # --- The model ------------------------------------------------------------------------------------
 
@@ -664,7 +664,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
             f"{launch.specialisation} {arch}: no way through its code moves data", ""
         )
 
-    # What a pass does
+    # A pass
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))
     units = asked / row.asked_bytes(launch)
     blocks, problems = prod(launch.grid), []
@@ -681,7 +681,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     if row.of_products:
         counted = 2.0 * sum(map(sass.products_of, fast.active()))
 
-    # What the chip does with it
+    # The chip
     sms = min(chip.sm_count, blocks)
     warps = min(warps_per_sm(resources, launch.warps_per_block, launch.smem_bytes, chip),
                 ceil(blocks / sms) * launch.warps_per_block)  # fmt: skip

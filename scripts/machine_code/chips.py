@@ -1,4 +1,4 @@
-"""What is published of GPUs: rates, bandwidths and latencies, each with its source."""
+"""Published rates, bandwidths and latencies of GPUs, each with its source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LINK_LATENCY_NS = 1300.0
 
 @dataclass(frozen=True)
 class Chip:
-    """What is published of a GPU.
+    """Published figures of a GPU.
 
     Attributes
     ----------

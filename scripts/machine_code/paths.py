@@ -1,6 +1,6 @@
 """Control flow of a kernel: basic blocks, loops, and what a warp issues on a way through them.
 
-A branch that constants decide is followed one way only. What is left of the branches depends on
+A branch that constants decide is followed one way only. The remaining branches depend on
 data; of the ways through them, `Code.path` takes the one that does all of the work most cheaply.
 """
 
@@ -39,7 +39,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Path:
-    """What a warp issues on one way through a loop or a kernel.
+    """The instructions that a warp issues on one way through a loop or a kernel.
 
     Attributes
     ----------

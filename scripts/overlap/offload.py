@@ -14,7 +14,7 @@ hidden     (copy alone + compute alone - total) / copy alone, of medians, with e
 at most    what a perfect overlap would hide: the first layer's copy has nothing to hide behind, and
            neither has what exceeds the computation.
 
-Proportions are those of a real model on a GPU. A hit of N tokens loads N * (bytes of K and V of a
+Proportions are taken from a real model on a GPU. A hit of N tokens loads N * (bytes of K and V of a
 layer) over the link (PCIe 5 x16: 55 GB/s), while M new tokens compute at 500 TFLOP/s in bf16:
 2 FLOP per weight and token, and attention over all earlier tokens. The matrices here are chosen so
 that a layer's computation and the engine's own load of it, by "auto", have that ratio. As many
@@ -66,7 +66,7 @@ READ_SHARE = 8  # one slot in so many is read and compared
 
 @dataclass(frozen=True)
 class Proportions:
-    """What a cached prefix in host memory costs per layer, by published peaks.
+    """The cost of a cached prefix in host memory per layer, by published peaks.
 
     Attributes
     ----------

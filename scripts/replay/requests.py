@@ -1,4 +1,4 @@
-"""The requests of a replay: those of a trace, or synthetic ones from a fixed seed."""
+"""The requests of a replay: from a trace, or synthetic with a fixed seed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_trace_arguments(
 
 
 def facts_of(requests: Sequence[Request], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what a report says of the requests."""
+    """Return the facts on the requests in a report."""
     return {
         "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
         "requests": len(requests),

@@ -22,7 +22,7 @@ NAMES = {
 
 
 def find_model(path: Path | None) -> Path | None:
-    """Return the GGUF file: the one named, or that of the installed package, if any."""
+    """Return the GGUF file: the named one, else the one in the installed package, if any."""
     if path is not None:
         return path
     spec = find_spec(PACKAGE)
