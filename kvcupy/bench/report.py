@@ -103,7 +103,8 @@ def _lay_out(value: Any, indent: int, *, in_list: bool) -> str:
     """Return a value on one line if it is a row, else with its parts on lines of their own."""
     line = json.dumps(value)
     depth = _depth(value)
-    is_row = depth < 2 or (depth == 2 and (in_list or len(line) <= _ROW_WIDTH))
+    is_short = isinstance(value, dict) and len(line) <= _ROW_WIDTH
+    is_row = depth < 2 or (depth == 2 and (in_list or is_short))
     if is_row and indent:
         return line
     if isinstance(value, dict):
