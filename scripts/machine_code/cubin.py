@@ -1,4 +1,4 @@
-"""What a cubin says of a kernel beside its code: registers, shared memory, where the Params lie."""
+"""Resources of a kernel in a cubin: registers, shared memory, the place of the Params."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..errors import CompileError
+from kvcupy.errors import CompileError
 
 _PARAM_CBANK, _REGISTER_COUNT = 0x0A, 0x2F  # attributes of .nv.info sections
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes of a multiprocessor.
+    """The resources of a multiprocessor that a kernel takes.
 
     Attributes
     ----------

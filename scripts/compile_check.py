@@ -1,37 +1,41 @@
-"""`python -m kvcupy compile`: all kernels into the disk cache, and a look at what came out.
+"""Compile every kernel for every architecture with NVRTC, and check the results.
+
+    python scripts/compile_check.py
+    python scripts/compile_check.py --sample
+    python scripts/compile_check.py --record scripts/results/kernels.json --update
 
 A specialisation passes if it compiles without a warning, keeps everything in registers, uses no
 more of them than its budget, and, where it promises 16-byte accesses, if they are in its SASS.
 
-What came out is kept in a record, a file under version control with a line for each kernel, whose
-diff shows what a change does to registers. A check against the record compiles the sources that
-have changed since, and a sample of the others, which must come out as recorded.
+A record is a file under version control with a line for each kernel, whose diff shows what a change
+does to registers. A check against the record compiles the sources that have changed since, and a
+sample of the others, which must come out as recorded. The exit status is 1 if a kernel fails or
+differs from the record, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from . import sources
-from .devices import cache, cxx, nvrtc
-from .errors import CompileError
-from .kernels import Specialisation
-from .progress import Progress, available_cpus, run
+from machine_code import nvdisasm
 
-ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+from kvcupy import ops, precompile, sources
+from kvcupy.bench.frame import count
+from kvcupy.devices import nvrtc
+from kvcupy.errors import CompileError
+from kvcupy.kernels import Specialisation
+from kvcupy.precompile import ARCHS, Program, into_programs, require_archs, say_stopped
+from kvcupy.progress import INTERRUPTED, Progress, available_cpus, run
 
 # The most registers a thread of each kernel may use on any architecture. 64 lets 1024 threads share
 # a multiprocessor; `store_copy` holds eight 16-byte words at once, which sm_100 spends 66 on.
@@ -60,42 +64,32 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }
 
-_OLDEST = 75  # the kernels use instructions that came with it
-_KERNELS_PER_PROGRAM = 8  # more gain nothing
-_SAMPLE = 20  # of so many programs that a record speaks for, one is compiled
-# These compile ten times as long as they parse.
-_LARGE = (
-    "attention_decode", "attention_decode_mma", "attention_decode_heads", "attention_prefill",
-)  # fmt: skip
+_SAMPLE = 20  # one of so many recorded programs is compiled
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _FUNCTION = re.compile(r"Function properties for (\S+)")
-_SASS_SECTION = re.compile(r"^\s*\.section\s+\.text\.([^\s,]+)", re.MULTILINE)
 _WARNING = re.compile(r"\bwarning\b(?!-number)")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
 
-Program = tuple[Specialisation, ...]
-"""Kernels of one source file, which NVRTC compiles together."""
 Target = tuple[Program, str]
 """A program, and the architecture that it is compiled for."""
 Name = tuple[str, str]
 """A specialisation as text, and an architecture."""
-Compile = Callable[[Program], object]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What came out of one kernel.
+    """The compiler's figures of one kernel.
 
     Attributes
     ----------
     registers : per thread
     stack_bytes, spill_bytes : summed over the functions of the kernel
     warnings : lines of the compiler's log
-    missing : what its SASS lacks of the 16-byte accesses that it promises
+    missing : promised 16-byte accesses that its SASS lacks
     """
 
     registers: int
@@ -123,7 +117,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes
     ----------
@@ -145,7 +139,7 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """All problems, each with what it is about."""
+        """All problems, each with its kernel and architecture."""
         return [f"{e.specialisation} {e.arch}: {p}" for e in self.entries for p in e.problems]
 
     def add_recorded(self, usages: Mapping[Name, Usage], budgets: Mapping[str, int]) -> None:
@@ -207,8 +201,6 @@ def check(
     ------
     KeyboardInterrupt : Ctrl-C was pressed; what was compiled is in the disk cache
     """
-    from . import ops
-
     specialisations = list(ops.specialisations() if specialisations is None else specialisations)
     report = _check_targets(
         targets_of(specialisations, archs, promises_128_bits, ops.is_reachable), promises_128_bits,
@@ -231,7 +223,7 @@ def targets_of(
     for arch in archs:
         reachable = [one for one in specialisations if is_reachable(one, arch)]
         targets += [(program, arch) for program in into_programs(reachable, promises_128_bits)]
-    return sorted(targets, key=lambda target: target[0][0].kernel.name not in _LARGE)
+    return sorted(targets, key=lambda target: target[0][0].kernel.name not in precompile.LARGE)
 
 
 def _check_targets(
@@ -239,10 +231,10 @@ def _check_targets(
     budgets: Mapping[str, int], jobs: int | None, notify: Callable[[int], object],
     kernels_dir: Path | None = None, options: tuple[str, ...] = (),
 ) -> Report:  # fmt: skip
-    started, nvdisasm = time.perf_counter(), find_nvdisasm()
+    started, disassembler = time.perf_counter(), nvdisasm.find()
     tasks = [
         _Task(tuple((one, promises_128_bits(one), budgets.get(one.kernel.name)) for one in program),
-              arch, nvdisasm, kernels_dir, options)
+              arch, disassembler, kernels_dir, options)
         for program, arch in targets
     ]  # fmt: skip
     results: list[Entry] = []
@@ -254,28 +246,7 @@ def _check_targets(
     else:
         for entries in run(_check_program, tasks, jobs, notify, _Task.__len__):
             results += entries
-    return Report(results, len(results), nvdisasm, time.perf_counter() - started)
-
-
-def into_programs(
-    specialisations: Iterable[Specialisation],
-    promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
-) -> list[Program]:
-    """Divide kernels into programs that NVRTC compiles whole, the longest first.
-
-    Parsing a source takes as long as compiling a small kernel of it, so a few of those share a
-    program. Those that are disassembled stand together, for nvdisasm takes long to start.
-    """
-    files: dict[tuple[str, bool], list[Specialisation]] = {}
-    for one in specialisations:
-        is_large = one.kernel.name in _LARGE
-        files.setdefault((one.kernel.source, is_large), []).append(one)
-    programs: list[Program] = []
-    for (_, is_large), kernels in sorted(files.items(), key=lambda file: not file[0][1]):
-        kernels.sort(key=promises_128_bits, reverse=True)
-        size = 1 if is_large else _KERNELS_PER_PROGRAM
-        programs += [tuple(kernels[i : i + size]) for i in range(0, len(kernels), size)]
-    return programs
+    return Report(results, len(results), disassembler, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -315,7 +286,7 @@ def _check_program(task: _Task) -> list[Entry]:
         return [Entry(str(one), task.arch, None, (problem,)) for one in program]
     sass = {}
     if task.nvdisasm is not None and any(promises for _, promises, _ in task.kernels):
-        sass = sections_of(disassemble(task.nvdisasm, compiled[0].image))
+        sass = nvdisasm.sections_of(nvdisasm.disassemble(task.nvdisasm, compiled[0].image))
     entries = []
     for (specialisation, promises, budget), result in zip(task.kernels, compiled, strict=True):
         usage = read_log(logs[result.lowered_name], result.lowered_name)
@@ -328,11 +299,11 @@ def _check_program(task: _Task) -> list[Entry]:
 
 
 def logs_of_entries(log: str) -> dict[str, str]:
-    """Divide a log of `--ptxas-options=-v` by the kernels that it speaks of.
+    """Divide a log of `--ptxas-options=-v` by kernel.
 
     CompileError if it holds what could belong to any of them, a warning or a function they call.
     """
-    logs = _divide(log, _ENTRY)
+    logs = nvdisasm.divide(log, _ENTRY)
     if _WARNING.search(log) or any(
         name not in logs or name not in _FUNCTION.findall(logs[name])
         for name in _FUNCTION.findall(log)
@@ -371,40 +342,6 @@ def _judge(usage: Usage, kernel: str, budget: int | None) -> list[str]:
     return [*problems, *usage.missing]
 
 
-def find_nvdisasm() -> Path | None:
-    """Return NVIDIA's disassembler from its wheel or from PATH, or None."""
-    for entry in dict.fromkeys(sys.path):
-        for found in sorted(Path(entry or ".").glob("nvidia/*/bin/nvdisasm"), reverse=True):
-            return found
-    on_path = shutil.which("nvdisasm")
-    return Path(on_path) if on_path else None
-
-
-def disassemble(nvdisasm: Path, cubin: bytes) -> str:
-    """Return the SASS of a cubin; CompileError if nvdisasm refuses it."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        done = subprocess.run(
-            [str(nvdisasm), "-c", str(file)], capture_output=True, text=True, check=False
-        )
-    if done.returncode != 0:
-        raise CompileError("nvdisasm failed", done.stderr)
-    return done.stdout
-
-
-def sections_of(sass: str) -> dict[str, str]:
-    """Return the SASS of each kernel of a listing, by name."""
-    return _divide(sass, _SASS_SECTION)
-
-
-def _divide(text: str, head: re.Pattern[str]) -> dict[str, str]:
-    """Return what stands from each head to the next, by the name in the head."""
-    heads = list(head.finditer(text))
-    ends = [found.start() for found in heads[1:]] + [len(text)]
-    return {found[1]: text[found.start() : end] for found, end in zip(heads, ends, strict=True)}
-
-
 def missing_wide_accesses(sass: str) -> list[str]:
     """Return what is missing of 16-byte loads and stores of global memory.
 
@@ -420,13 +357,13 @@ def missing_wide_accesses(sass: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Record:
-    """What came out of every kernel, on every architecture.
+    """The usage of every kernel on every architecture.
 
     Attributes
     ----------
     compiler : `nvrtc.compiler()`
     digests : of what was compiled, by source (`digests_of`)
-    usages : what came out
+    usages : by specialisation and architecture
     """
 
     compiler: str
@@ -562,7 +499,7 @@ class Comparison:
         return differences | {name: "recorded, but there is no such kernel" for name in stale}
 
     def contradictions(self, differences: Iterable[Name]) -> list[str]:
-        """Return the unchanged sources among those of differences: the record is wrong of them."""
+        """Return the unchanged sources of differing kernels: their record is wrong."""
         return sorted(self.unchanged & {_source(name) for name in differences})
 
 
@@ -573,52 +510,40 @@ def _source(name: Name) -> str:
 # --- The command ---------------------------------------------------------------------------------
 
 
-def _attempt(compile_one: Compile, program: Program) -> list[str]:
-    """Compile a program, in whichever process; return what went wrong in it."""
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
     try:
-        compile_one(program)
-    except CompileError as error:
-        if len(program) > 1:
-            return [text for one in program for text in _attempt(compile_one, (one,))]
-        return [str(error).splitlines()[0]]
-    return []
-
-
-def main(
-    archs: Sequence[str] | None, *, every_arch: bool, with_check: bool, jobs: int | None,
-    lines: bool, record: Path | None = None, update: bool = False, sample: bool = False,
-) -> int:  # fmt: skip
-    """Compile, say how it went, and return the exit status.
-
-    Parameters
-    ----------
-    archs, every_arch : for these, or all, architectures with NVRTC; without any, a check means all,
-        and else the devices of this machine are meant
-    with_check : look at what came out (`check`)
-    jobs : how many processes; None: as many as there are CPUs for this one
-    lines : say how far it is where stderr is no terminal
-    record : check against this file, and compile only what it does not speak for, and a sample
-    update : write what came out to it
-    sample : look at a sample only, without a record
-
-    Raises
-    ------
-    KeyboardInterrupt : Ctrl-C was pressed; what is done is printed first
-    """
-    num_jobs = jobs or available_cpus()
-    if not (archs or every_arch or with_check or record):
-        targets = _of_this_machine()
-        return max([_compile(*one, num_jobs, lines) for one in targets])
-    archs = archs or ARCHS
-    try:
-        require_archs(archs)
-        known = None if record is None else _load(record, archs, update=update)
+        require_archs(options.arch)
+        known = None
+        if options.record is not None:
+            known = _load(options.record, options.arch, update=options.update)
     except (ValueError, CompileError, OSError) as error:
-        print(f"compile: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"compile_check: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    if with_check or record:
-        return _check_all(archs, num_jobs, lines, record, known, update=update, sample=sample)
-    return max([_compile(*_gpu(arch), num_jobs, lines) for arch in archs])
+    try:
+        return _check_all(options, known)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--arch", nargs="+", metavar="sm_90", default=ARCHS, help="default: all")
+    add("--sample", action="store_true", help="a sample, which any edit of the sources draws anew")
+    record = "compare with this record; compile what has changed since, and a sample of the rest"
+    add("--record", type=Path, metavar="FILE", help=record)
+    update = "write the results to the record, which need not exist"
+    add("--update", action="store_true", help=update)
+    add("--jobs", type=count, metavar="N", default=available_cpus(), help="processes")
+    add("--progress", action="store_true", help="print lines where stderr is not a terminal")
+    options = parser.parse_args(argv)
+    if options.update and options.record is None:
+        parser.error("--update: expected --record FILE with it")
+    if options.sample and options.record is not None:
+        parser.error("--sample: expected no --record with it")
+    return options
 
 
 def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
@@ -626,7 +551,7 @@ def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
     if not set(archs) <= set(ARCHS) or (update and set(archs) != set(ARCHS)):
         expected = f"{'all' if update else 'some'} of {', '.join(ARCHS)}"
         raise ValueError(f"--record: expected {expected}, got {', '.join(archs)}")
-    if update and find_nvdisasm() is None:
+    if update and nvdisasm.find() is None:
         raise ValueError("--update: expected nvdisasm (pip install nvidia-cuda-nvdisasm)")
     if file.exists():
         return Record.load(file)
@@ -635,13 +560,9 @@ def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
     return None
 
 
-def _check_all(
-    archs: Sequence[str], num_jobs: int, lines: bool, file: Path | None, record: Record | None, *,
-    update: bool, sample: bool,
-) -> int:  # fmt: skip
-    """Check kernels, against the record of `file` if there is one; return the exit status."""
-    from . import ops
-
+def _check_all(options: argparse.Namespace, record: Record | None) -> int:
+    """Check kernels, against a record if there is one; return the exit status."""
+    archs, file, update = options.arch, options.record, options.update
     specialisations, promises = ops.specialisations(), ops.promises_128_bits
     digests = _digests()
     targets = targets_of(specialisations, archs, promises, ops.is_reachable)
@@ -652,15 +573,15 @@ def _check_all(
     if record is not None:
         comparison = Comparison(record, digests, targets)
         targets = comparison.targets
-    elif sample:
+    elif options.sample:
         drawn = sample_of(targets, digests)
         targets = [target for target in targets if target in drawn]
     total = sum(len(program) for program, _ in targets)
-    with Progress("check", total, "kernels", lines=lines) as progress:
+    with Progress("check", total, "kernels", lines=options.progress) as progress:
         try:
-            report = _check_targets(targets, promises, REGISTER_BUDGET, num_jobs, progress.to)
+            report = _check_targets(targets, promises, REGISTER_BUDGET, options.jobs, progress.to)
         except KeyboardInterrupt:
-            _say_stopped(progress)
+            say_stopped(progress)
             raise
     compiled = {(e.specialisation, e.arch): e.usage for e in report.entries}
     if comparison is not None:
@@ -677,8 +598,6 @@ def _check_all(
 
 def _digests() -> dict[str, str]:
     """Return `digests_of` all that there is to compile."""
-    from . import ops
-
     programs = into_programs(ops.specialisations(), ops.promises_128_bits)
     return digests_of(programs, ops.promises_128_bits)
 
@@ -690,7 +609,7 @@ def _say_differences(
     differences = comparison.differences(compiled)
     for (specialisation, arch), text in sorted(differences.items()):
         print(f"{specialisation} {arch}: {text}")
-    command = f"python -m kvcupy compile --record {file} --update"
+    command = f"python scripts/compile_check.py --record {file} --update"
     if wrong := comparison.contradictions(differences):
         # Others of these sources, which were not compiled, may differ too.
         print(f"unchanged since they were recorded, and yet not as recorded: {', '.join(wrong)}")
@@ -718,72 +637,5 @@ def _write(file: Path, digests: Mapping[str, str], report: Report) -> bool:
     return True
 
 
-def require_archs(archs: Sequence[str]) -> None:
-    """Raise ValueError for what is no architecture that NVRTC can compile these kernels for.
-
-    CompileError if there is no NVRTC, with how to get one.
-    """
-    nvrtc.nvrtc_version()
-    known = [n for n in nvrtc.supported_archs() if n >= _OLDEST]
-    for arch in archs:
-        try:
-            number = nvrtc.arch_number(arch)
-        except ValueError:
-            raise ValueError(f"--arch: expected names such as sm_90, got {arch}") from None
-        newer = bool(known) and number > known[-1]  # compiled to PTX, which a driver translates
-        if number < _OLDEST or (known and number not in known and not newer):
-            names = ", ".join(f"sm_{n}" for n in known) or f"sm_{_OLDEST} and newer"
-            raise ValueError(f"--arch: expected one of {names}, got {arch}")
-
-
-def _of_this_machine() -> list[tuple[str, Compile, list[Program]]]:
-    """Return the devices of this machine, what compiles for each, and what there is to compile."""
-    from . import device, ops
-    from .devices.cuda import why_not
-
-    programs = into_programs(ops.specialisations())
-    alone: list[Program] = [(one,) for program in programs for one in program]
-    targets: list[tuple[str, Compile, list[Program]]] = [("host", _for_host, alone)]
-    if not why_not():
-        gpu: Any = device("cuda")
-        targets.append(_gpu(gpu.arch))
-    return targets
-
-
-def _for_host(program: Program) -> None:
-    """Compile a kernel for this processor, and what shares a launch among threads."""
-    cxx.build_pool()
-    for specialisation in program:
-        cxx.build(specialisation)
-
-
-def _gpu(arch: str) -> tuple[str, Compile, list[Program]]:
-    from . import ops
-
-    reachable = [one for one in ops.specialisations() if ops.is_reachable(one, arch)]
-    return arch, partial(nvrtc.compile_program, arch=arch), into_programs(reachable)
-
-
-def _compile(
-    target: str, compile_one: Compile, programs: Sequence[Program], num_jobs: int, lines: bool
-) -> int:
-    """Compile all kernels for one target, and say how it went; return the exit status."""
-    start, total = time.perf_counter(), sum(map(len, programs))
-    with Progress(f"compile {target}", total, "kernels", lines=lines) as progress:
-        try:
-            outcomes = run(partial(_attempt, compile_one), programs, num_jobs, progress.to, len)
-        except KeyboardInterrupt:
-            _say_stopped(progress)
-            raise
-    failures = [text for texts in outcomes for text in texts]
-    seconds = time.perf_counter() - start
-    ready = total - len(failures)
-    print(f"{target:8}{ready} kernels ready, {len(failures)} failed, {seconds:.1f} s")
-    for text in dict.fromkeys(failures):
-        print(f"{'':8}{text}")
-    return 1 if failures else 0
-
-
-def _say_stopped(progress: Progress) -> None:
-    text = f"stopped: {progress.done} of {progress.total} kernels are done"
-    print(f"{text}; those stay in {cache.directory()}", file=sys.stderr)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,7 +33,7 @@ def constant_bank(
 
     Parameters
     ----------
-    params, start : the kernel's argument, and where the cubin says that it lies
+    params, start : the kernel's argument, and its place according to the cubin
     block, grid : of the launch; their place in the bank is nowhere documented, but read in SASS
     """
     words = {start + i: int.from_bytes(params[i : i + 4], "little")
@@ -63,7 +63,7 @@ def _float(value: int) -> float:
 class FirstThread:
     """The first thread of a block, for which all indices that it loads are 0.
 
-    Other lanes are taken to hold what it holds, so that a shuffle hands back its own value.
+    Other lanes are assumed to hold the same values, so that a shuffle hands back its own value.
 
     Attributes
     ----------
@@ -221,7 +221,7 @@ class ConstantPropagation:
         if name == "LOP3" and PREDICATE.match(instruction.operands[0]) and truths == [False]:
             results[instruction.operands[0]] = int(total != 0)
         if name in ("IADD3", "LEA"):
-            # The negative of a number is its complement and one, so that of 0 carries.
+            # The negative of a number is its complement plus one, which carries for 0.
             above = total + sum(
                 1 << 32 for o in plain if o[0] == "-" and self._word(o, values) == 0
             )
@@ -405,7 +405,7 @@ def _carries(sources: Sequence[str]) -> Iterator[str]:
 def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None:
     """Return the result of an instruction whose operands are known; None: not modelled.
 
-    Carries are above the lower 32 bits. What divisions estimate is rounded to nearest, not as the
+    Carries are above the lower 32 bits. Estimates of divisions are rounded to nearest, not as the
     hardware does: they correct it.
     """
     if name in ("MOV", "R2UR", "MOV32I"):
