@@ -14,7 +14,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ..arrays import ArrayView, Prober, describe, taking, view
+from ..arrays import ArrayView, describe, probe_arguments, taking, view
 from . import checks
 from .attention import paged_attention
 from .call import Recorder, same_layout
@@ -223,8 +223,7 @@ class _PlannedCall(BoundCall):
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
         ])  # fmt: skip
-        self._prober = Prober()
-        self._signatures = self._prober.probe(tuple([examples[name] for name in views]))[1]
+        self._signatures = probe_arguments([examples[name] for name in views])[1]
 
         self.lasting: bool = self._plan.lasting
 
@@ -242,7 +241,7 @@ class _PlannedCall(BoundCall):
                 streams = {name: varying.get(name, stream) for name, stream in streams.items()}
             try:
                 values = self._values(varying)
-                addresses, signatures = self._prober.probe(values)
+                addresses, signatures = probe_arguments(values)
             except KeyError:
                 raise self._wrong_names(varying) from None
             except TypeError:
@@ -255,8 +254,6 @@ class _PlannedCall(BoundCall):
             if signatures != self._signatures or alignment & 15 != self._alignment:
                 self._require_alike(varying)
                 return self._family.run(arrays, self._options, self._make, *streams.values())
-            if signatures is not self._signatures and self._prober.tries:
-                self._prober.learn(values, self._signatures)
             pointers = self._in_order(pointers + addresses)
         stream = streams["stream"]
         if plan.allocated:
