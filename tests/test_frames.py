@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvcupy import arrays
 from kvcupy.ops import call as op_call
-from kvcupy.ops import custom, store
+from kvcupy.ops import custom
 
 # Of kvcupy's own functions, on the host device. Lower a bound when a change takes fewer.
 STORE_KV = 10
@@ -47,7 +46,7 @@ def test_a_warm_call_takes_few_frames(device, call, most):
 
 
 def test_torch_tensors_take_as_few_frames(device):
-    """Once the call has learnt what they look like, and at other addresses too."""
+    """At other addresses too."""
     torch = pytest.importorskip("torch")
     from benchmarks.frames import frames_of, own
 
@@ -101,13 +100,13 @@ def test_the_script_reports_them(device, tmp_path, capsys):
 # Ratios of least times within one run, which another machine, or a loaded one, hardly changes.
 RATIOS = [
     ("bound", "same", 0.6), ("bound_fresh", "fresh", 1.0), ("fresh", "same", 1.8),
-    ("python_bound", "python_same", 0.5), ("same", "torch", 1.5), ("bound", "torch", 0.7),
+    ("python_bound", "python_same", 0.5), ("same", "torch", 1.8), ("bound", "torch", 0.7),
     ("python_operator", "python_same", 4.0),
 ]  # fmt: skip
 
 
-def test_what_calls_cost_in_proportion(device, monkeypatch):
-    """To one another, to torch's own two assignments, and to tensors of which each is read."""
+def test_what_calls_cost_in_proportion(device):
+    """To one another, and to torch's own two assignments."""
     pytest.importorskip("torch")
     from benchmarks.calls import Cases, measure
 
@@ -121,11 +120,3 @@ def test_what_calls_cost_in_proportion(device, monkeypatch):
     ratios = {(kind, base): least[kind] / least[base] for kind, base, _ in RATIOS}
     assert [(pair, ratio) for (*pair, most), ratio in zip(RATIOS, ratios.values(), strict=True)
             if ratio > most] == [], ratios  # fmt: skip
-
-    monkeypatch.setattr(arrays, "_tensor_guards", lambda: None)
-    monkeypatch.setattr(store._STORE_KV, "_prober", arrays.Prober())
-    own, read = (
-        min(measure(device, module, "store_kv", make, 60)["least_python_same_us"] for _ in range(3))
-        for module, make in ((None, Cases(device, None).store_kv), (torch.torch, make))
-    )
-    assert least["python_same"] < 0.95 * read and own <= 1.3 * read

@@ -324,3 +324,24 @@ def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
 def test_a_dtype_that_is_none_lists_the_formats(device, make):
     with pytest.raises(TypeError, match=r"dtype: expected one of .*fp8_e4m3, .*, got 'fp8'"):
         getattr(device, make)((2, 2), "fp8")
+
+
+def test_operations_see_changes_in_place(torch, lenient_host):
+    """A tensor that was transposed in place has another signature."""
+    key = torch.arange(8.0).reshape(1, 2, 4)
+    cache, slots = torch.zeros(4, 2, 4), torch.tensor([1])
+    for _ in range(5):
+        kv.store_kv(key, key, cache, torch.zeros(4, 2, 4), slots)
+    assert torch.equal(cache[1], key[0])
+    key.transpose_(1, 2)
+    with pytest.raises(ValueError, match="key"):
+        kv.store_kv(key, key, cache, torch.zeros(4, 2, 4), slots)
+    key.transpose_(1, 2)
+    kv.store_kv(key, key, cache, torch.zeros(4, 2, 4), torch.tensor([2]))
+    assert torch.equal(cache[2], key[0])
+    prepared = kv.bind(kv.store_kv, kv.vary(key), key, cache, torch.zeros(4, 2, 4), slots)
+    for factor in (2, 3, 4):
+        prepared(key=factor * key)
+    assert torch.equal(cache[1], 4 * key[0])
+    with pytest.raises(ValueError, match="key"):
+        prepared(key=torch.zeros(1, 4, 2).transpose(1, 2)[:, :1])

@@ -13,7 +13,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ..arrays import ArrayView, Prober, describe, taking, view
+from ..arrays import ArrayView, describe, probe_arguments, taking, view
 from . import attention, checks, merge, rope, store  # noqa: F401  # all declare operations
 from .call import Operation, Recorder, same_layout
 from .indexing import slot_mapping
@@ -216,8 +216,7 @@ class _PlannedCall(BoundCall):
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
         ])  # fmt: skip
-        self._prober = Prober()
-        self._signatures = self._prober.probe(tuple([examples[name] for name in views]))[1]
+        self._signatures = probe_arguments([examples[name] for name in views])[1]
 
         self.lasting: bool = self._plan.lasting
 
@@ -235,7 +234,7 @@ class _PlannedCall(BoundCall):
                 streams = {name: varying.get(name, stream) for name, stream in streams.items()}
             try:
                 values = self._values(varying)
-                addresses, signatures = self._prober.probe(values)
+                addresses, signatures = probe_arguments(values)
             except KeyError:
                 raise self._wrong_names(varying) from None
             except TypeError:
@@ -248,8 +247,6 @@ class _PlannedCall(BoundCall):
             if signatures != self._signatures or alignment & 15 != self._alignment:
                 self._require_alike(varying)
                 return self._family.run(arrays, self._options, self._make, *streams.values())
-            if signatures is not self._signatures and self._prober.tries:
-                self._prober.learn(values, self._signatures)
             pointers = self._in_order(pointers + addresses)
         stream = streams["stream"]
         if plan.allocated:

@@ -6,8 +6,7 @@ The life of a call, `store_kv` say:
    is written, whether its alignment counts, and so on. The public function passes them in that
    order, with the options that are no arrays.
 2. `Operation.prepare` probes the arrays. What it finds (formats, shapes, strides, devices), the
-   alignment and the options are the *signature*; addresses are not part of it. Tensors like those
-   of the last call are recognised without reading all that (`arrays.Prober`).
+   alignment and the options are the *signature*; addresses are not part of it.
 3. A signature that is new goes to the family's `make` function, which gets views of the arrays by
    name. It runs every check, and returns a `Plan`: which kernels, how threads are laid over the
    work (`spread`), and all of the kernels' Params but the addresses (`Launch`). Names become
@@ -50,10 +49,8 @@ import numpy as np
 
 from .. import devices, formats, observe, scratch
 from ..arrays import (
-    MAX_TRIES,
     STREAMED_TYPES,
     ArrayView,
-    Prober,
     address_of,
     four_bit_array,
     four_bit_encoding,
@@ -93,7 +90,6 @@ class Operation(Declaration):
         waits: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(name, *arguments, outputs_of=outputs_of, waits=waits)
-        self._prober = Prober()
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
@@ -138,16 +134,13 @@ class Operation(Declaration):
         """
         signature = None
         try:
-            pointers, signatures = self._prober.probe(arrays)
+            pointers, signatures = probe_arguments(arrays)
             plans, last_signatures, last_options, last_alignment, plan = self._last
-            is_learnt = signatures is last_signatures  # else they are read, and may be equal
             is_last = (
                 plans is _plans and plan.used_at == _made
-                and (is_learnt or signatures == last_signatures) and options == last_options
+                and signatures == last_signatures and options == last_options
             )  # fmt: skip
             if is_last:
-                if not is_learnt and self._prober.tries:
-                    self._prober.learn(arrays, last_signatures)
                 allowed = plan.allowed
                 if pointers == allowed:
                     return plan, allowed
@@ -163,7 +156,6 @@ class Operation(Declaration):
                 if plan.used_at != _made:
                     _remember(signature, plan)
                 self._last = _plans, signatures, options, alignment, plan
-                self._prober.tries = MAX_TRIES
                 return plan, pointers
         except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
             signature = None

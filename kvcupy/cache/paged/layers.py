@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import devices, scratch
-from ...arrays import MAX_TRIES, ArrayView, Prober, columns, describe, strides_of, view
+from ...arrays import ArrayView, columns, describe, probe_arguments, strides_of, view
 from ...devices.protocol import Device, Stream
 from ...formats import CACHE_FORMATS, bytes_per_element
 from ...ops import checks
@@ -190,7 +190,6 @@ class Layers:
                     part.signatures = parts[0].signatures
         self._rotation = (rope.interleaved, rope.first) if rope.mode == "inline" else (False, 0)
         self._step: StepCalls | None = None  # the last one
-        self._prober = Prober()
         self._kind: Any = None  # of the rows of the last call
         self._checked: dict[Any, ArrayView] = {}  # queries
         # Addresses of query, out and sinks that were checked, for rows of one kind.
@@ -216,18 +215,15 @@ class Layers:
         """
         arrays = query, key, value, out, sinks
         try:
-            pointers, kind = self._prober.probe(arrays)
+            pointers, kind = probe_arguments(arrays)
         except TypeError:
             for name, array in zip(_ROWS, arrays, strict=True):
                 if array is not None:
                     view(array, name)  # raises, naming what is not an array
             raise
-        if kind is not self._kind:
-            if kind != self._kind:
-                self._kind, self._prober.tries = kind, MAX_TRIES
-            elif self._prober.tries:
-                self._prober.learn(arrays, self._kind)
-            kind = self._kind
+        if kind != self._kind:
+            self._kind = kind
+        kind = self._kind
         if kind is not self._allowed_kind:
             self._allowed_kind = kind
             self._allowed.clear()
