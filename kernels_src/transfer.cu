@@ -138,17 +138,6 @@ struct TransferConvertParams {
 template <typename TIn, int kCount>
 constexpr int kHeldPacks = sizeof(TIn) * kCount > 16 ? 2 : 4;
 
-// Keep the compiler from holding what it has computed from a pack: it is computed again.
-template <typename T, int kCount>
-__device__ __forceinline__ void hide_value(Pack<T, kCount>& pack) {
-#ifdef __CUDACC__
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(pack) / 4); ++i) {
-    asm volatile("" : "+r"(reinterpret_cast<u32*>(pack.values)[i]));
-  }
-#endif
-}
-
 // Convert one row, K or V, by the lanes that share it (at most a warp), of any width. A thread
 // holds its first packs, so that they cross the bus once; what lies past them is read again where
 // the row needs a scale. Every thread of the warp must call it.

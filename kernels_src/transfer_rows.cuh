@@ -7,6 +7,17 @@
 
 #include "common.cuh"
 
+// Keep the compiler from holding values computed from a pack: it computes them again.
+template <typename T, int kCount>
+__device__ __forceinline__ void hide_value(Pack<T, kCount>& pack) {
+#ifdef __CUDACC__
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(pack) / 4); ++i) {
+    asm volatile("" : "+r"(reinterpret_cast<u32*>(pack.values)[i]));
+  }
+#endif
+}
+
 // Division of numbers below 2**31 by a divisor known before the launch: a multiplication, an
 // addition and a shift (Granlund and Montgomery, 1994).
 struct Divisor {
