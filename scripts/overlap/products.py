@@ -13,7 +13,7 @@ from kvcupy.bench.models import Model
 from kvcupy.bench.timers import wall_us
 
 FIRST_SIZE = (64, 32)  # rows and columns of the smallest product that is tried
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 MUCH_FASTER = 1.3  # a product of twice the rows and columns is worth it from here
 
 
@@ -96,7 +96,7 @@ class LayerProducts(Compute):
     """
 
     def __init__(self, device: Any, model: Model) -> None:
-        super().__init__(device, model, MOST_ROWS)
+        super().__init__(device, model, MAX_ROWS)
 
     def fit(self, stream: Any, target_us: float) -> None:
         """Choose the size, then the number of repeats, so that all of it takes `target_us`."""
@@ -109,7 +109,7 @@ class LayerProducts(Compute):
             if rows * columns / now_us < MUCH_FASTER * math.prod(best) / us:
                 break
             best, us = (rows, columns), now_us
-            rows, columns = min(2 * rows, MOST_ROWS), min(2 * columns, self.most_columns)
+            rows, columns = min(2 * rows, MAX_ROWS), min(2 * columns, self.most_columns)
         repeats = max(1, round(target_us / us))
         self._allocate(max(1, round(best[0] * target_us / (us * repeats))), best[1])
         self.repeats = repeats

@@ -118,7 +118,7 @@ def hashes_of_lengths(token_ids, block_tokens):
 free, block_hashes = PageAllocator.free, kv.block_hashes
 WRONG = {
     "pages are not copied": (PageMover, "copy_pages", lambda *_: None, "rows differ"),
-    "tokens are not moved": (PageMover, "move_slots", lambda *_: None, "rows differ"),
+    "tokens are not moved": (PageMover, "move_slots", lambda *_: None, "rows differ|off by"),
     "pages are lost": (PageAllocator, "free", lose_pages, "are allocated, and nobody has them"),
     "leases are kept": (Lease, "release", lambda self: None, "blocks leased"),
     "hashes of lengths alone": (kv, "block_hashes", hashes_of_lengths, "differ|off by"),

@@ -11,7 +11,7 @@ import pytest
 from kvcupy.remote.stores.redis import RedisBackend
 from kvcupy.remote.stores.shm import ShmBackend
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 import mooncake_servers  # noqa: E402
 import redis_server  # noqa: E402

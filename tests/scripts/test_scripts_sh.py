@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash")
 FILES = (
     "scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", "scripts/gpu_report.sh",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 ABOUT = {"date": "today", "GPUs": [{"name": "a GPU", "driver_version": "1.2"}]}
 
@@ -339,7 +339,7 @@ sys.exit(gpu_report.report(parts, Path({out!r}), ABOUT, ["--quick"]))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_stops_the_part_and_leaves_a_report(tmp_path, number):
     out = tmp_path / "out"
-    code = DRIVER.format(scripts=str(SCRIPTS), tests=str(ROOT / "tests"), out=str(out))
+    code = DRIVER.format(scripts=str(SCRIPTS), tests=str(ROOT / "tests" / "scripts"), out=str(out))
     running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     log, end = out / "logs" / "slow.log", time.monotonic() + 120
     while not (log.exists() and "begun" in log.read_text()):

@@ -15,7 +15,7 @@ from helpers import full_only
 from kvcupy.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 BENCHMARKS = ("calls", "frames", "loading", "ops", "order", "scale", "transfer")
 RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
 

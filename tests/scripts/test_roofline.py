@@ -27,7 +27,7 @@ from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 RECORD = TESTS.parent / "scripts" / "results" / "roofline.json"
 
 # --- Listings -------------------------------------------------------------------------------------

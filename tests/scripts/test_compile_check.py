@@ -20,7 +20,7 @@ from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
 from kvcupy.ops import promises_128_bits, store, transfer_kernels
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 PARAMS = np.dtype([("in", np.uint64), ("out", np.uint64), ("count", np.int32)], align=True)
 BUDGETS = dict.fromkeys(("wide", "narrow", "warns", "spills", "stack", "broken"), 64)
 

@@ -21,7 +21,7 @@ SMALL = ("--limit", 40, "--scale", 16, "--device-blocks", 60, "--host-blocks", 1
 @pytest.fixture
 def demo(device_name, tmp_path, monkeypatch):
     """Run the script, and return its exit status, its report, and what is left of the store."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     name = f"kvcupy-test-{os.getpid()}"
 
     def run(*arguments):

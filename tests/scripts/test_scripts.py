@@ -17,7 +17,7 @@ import pytest
 
 import kvcupy as kv
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 

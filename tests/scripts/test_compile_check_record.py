@@ -425,7 +425,7 @@ def test_an_update_of_nothing(capsys):
 
 def test_the_records_kernels_are_those_of_the_package():
     """What it says of them, `scripts/compile_check.py --record` checks."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     record = Record.load(root / "scripts" / "results" / "kernels.json")
     reachable = {
         (str(one), arch)

@@ -16,7 +16,7 @@ from kvcupy.cuda_api import install_cublas
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MULTIPLY = {"overlap.products", "serving.llama", "common.measure"}
 NUMPY_ALONE = {"quantisation.rows", "quantisation.schemes"}  # on no device
 ON_THE_HOST = {"quantisation_study"}  # whose arrays are NumPy's
