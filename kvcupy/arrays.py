@@ -967,6 +967,9 @@ def view_as(array: Any, dtype: str | Encoding, *, scales: Any = None) -> ArrayVi
     >>> view_as(np.zeros((4, 72), np.uint8), "nvfp4")
     <(4, 128) nvfp4 on host at 0x...>
     """
+    if isinstance(dtype, str) and "+" not in dtype and dtype not in formats.CACHE_FORMATS:
+        known = ", ".join(formats.CACHE_FORMATS)
+        raise ValueError(f"dtype: expected one of {known}, got {dtype!r}")
     encoding = Encoding.of(dtype)
     format, v = encoding.format, view(array, "array")
     four_bit = formats.FOUR_BIT.get(format)

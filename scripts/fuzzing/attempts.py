@@ -49,7 +49,7 @@ _meaning(
 _meaning(
     values.indices,
     """
-    slot_mapping slots positions block_table seq_lens append_lens query_lens
+    slot_mapping slots positions block_table seq_lens append_lens query_lens cu_query_lens
 """,
 )
 _meaning(
@@ -70,10 +70,10 @@ _meaning(
     values.integer,
     """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
-    latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
+    latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
     num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
-    max_connections staging_pages max_pulls max_quarantined_pages recent num_past_pages
-    num_past_host_pages rotated_width sink_tokens
+    max_connections staging_pages max_pulls max_quarantined_pages recent first
+    num_past_host_pages hadamard_width sink_tokens
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
@@ -81,17 +81,17 @@ _meaning(
     values.text,
     """
     layout placement method policy write action lse_base rope_mode format library source struct
-    reports url tenant model checksum shared_write wait listen advertise engine rotation scale_rule
+    reports url tenant model checksum shared_write wait listen advertise engine scale_rule
 """,
 )
 _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer inherit_window return_lse
+    barriers by_layer inherit_window return_lse hadamard
 """,
 )
-_meaning(values.dtype, "dtype past")
+_meaning(values.dtype, "dtype encoding")
 _meaning(
     values.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )
@@ -103,7 +103,7 @@ _meaning(
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
     before operation index owner arguments options params identity shared secret heads tls
-    attachment ticket sender receiver past_sender past_receiver spans
+    attachment ticket sender receiver past_sender past_receiver spans demotion
 """,
 )
 _meaning(values.no_function, "release")

@@ -318,7 +318,7 @@ def rope_table(case: Case) -> None:
 
 
 def _bits(case: Case) -> Arguments:
-    return {"array": case.place(np.arange(6, dtype=np.uint16).reshape(2, 3)), "format": "bf16"}
+    return {"array": case.place(np.arange(6, dtype=np.uint16).reshape(2, 3)), "dtype": "bf16"}
 
 
 def _streams(case: Case) -> Arguments:

@@ -530,10 +530,13 @@ def paged(case: Case) -> None:
         if past == "nvfp4" and case.chance(0.5):
             past += "+hadamard+four_over_six"
         arguments["head_dim"] = 16
-        arguments["demotion"] = kv.Demotion(
-            past, recent=case.rng.randrange(7), first=case.rng.randrange(6),
-            num_pages=case.rng.choice([2, 8]),
-        )  # fmt: skip
+        options = {
+            "encoding": past, "recent": case.rng.randrange(7), "first": case.rng.randrange(6),
+            "num_pages": case.rng.choice([2, 8]),
+        }  # fmt: skip
+        wrong = {case.rng.choice([*options]): case.rng.choice([None, -1, "x", 2.5, True])}
+        case.attempt(kv.Demotion, options | wrong, names=[*options])
+        arguments["demotion"] = kv.Demotion(**options)
     if arguments["dtype"] == "nvfp4" and case.chance(0.5):
         arguments["dtype"] = "nvfp4+hadamard+four_over_six"
     if not latent and case.chance(0.3):
