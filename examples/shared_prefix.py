@@ -5,7 +5,7 @@ import os
 import kvcupy as kv
 
 name = f"shm:example-{os.getpid()}"  # processes that share use one name
-hashes = kv.block_hashes(range(160), 16, bits=128)  # of the prompt, 16 tokens a block
+hashes = kv.block_hashes(range(160), 16)  # of the prompt, 16 tokens a block
 
 
 def process(number):
@@ -13,7 +13,7 @@ def process(number):
     pool = kv.KVPool(64, 16, 4, 8, 128, layout="page_first_direct", placement="pinned")
     pages = pool.allocator.alloc(len(hashes))
     with kv.SharedStore.open(name, pool, capacity_bytes=2**26) as store:
-        known = store.exists(hashes)
+        known = store.match(hashes)
         there = store.get(hashes[:known], pages[:known])
         print(f"process {number}: {sum(there)} of {len(hashes)} blocks were there")
         for layer in range(4):  # the rest is computed

@@ -11,8 +11,7 @@
 // below 2**-24. Larger groups hold all of a chunk of 32 elements. Their scales meet the keys as
 // float32, on the sums of a chunk, so that scores are exact. On values they are fp16: exactly with
 // powers of two (mxfp4), taken relative to the largest so far of the 32 columns, and with one
-// rounding to fp16 with integers. Where groups have minima, a chunk of a score is
-// scale * sum(q * code) + minimum * sum(q), and a value is code * scale + minimum, rounded once.
+// rounding to fp16 with integers.
 #pragma once
 
 #include "attention_decode_mma.cuh"
@@ -33,14 +32,12 @@ __device__ __forceinline__ EightHalves spread_codes(u32 codes) {
     return {__byte_perm(even, 0, 0x2404), __byte_perm(odd, 0, 0x2404), even & 0xff00ff00,
             odd & 0xff00ff00};
   } else {
-    // The codes, plus 8 if they are signed, are the last bits of 1024, or stand four bits further
-    // up.
-    constexpr bool kSigned = !kHasMinimum<TCache>;
+    // The codes plus 8 are the last bits of 1024, or stand four bits further up.
     constexpr u32 kAligner = 0x64006400;
-    constexpr u32 kOffset = kSigned ? 0xe408e408 : 0xe400e400;       // -1032 or -1024
-    constexpr u32 kSixteenth = 0x2c002c00;                           // 1 / 16
-    constexpr u32 kOffsetAbove = kSigned ? 0xd480d480 : 0xd400d400;  // -72 or -64
-    const u32 lower = kSigned ? codes ^ 0x88888888 : codes;
+    constexpr u32 kOffset = 0xe408e408;       // -1032
+    constexpr u32 kSixteenth = 0x2c002c00;    // 1 / 16
+    constexpr u32 kOffsetAbove = 0xd480d480;  // -72
+    const u32 lower = codes ^ 0x88888888;
     const u32 upper = lower >> 8;
     return {add_halves((lower & 0x000f000f) | kAligner, kOffset),
             multiply_add_halves((lower & 0x00f000f0) | kAligner, kSixteenth, kOffsetAbove),
@@ -293,16 +290,12 @@ __device__ __forceinline__ void prepare_key_scales(Table& table, int stage, cons
 #pragma unroll
     for (int chunk = 0; chunk < kWidth / 32; ++chunk) {
       const u32 bits = chunk_scale<TCache>(table.k_groups[stage][key], chunk, k);
-      if constexpr (kHasMinimum<TCache>) {
-        table.chunk_pairs[chunk][place_of_key(key)] = bits;
-      } else {
-        float scale = group_scale<TCache>(bits);
-        // 2**-127 counts as nothing.
-        if constexpr (kSameType<TCache, mxfp4>) {
-          scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
-        }
-        table.k_chunk_scales[chunk][place_of_key(key)] = scale;
+      float scale = group_scale<TCache>(bits);
+      // 2**-127 counts as nothing.
+      if constexpr (kSameType<TCache, mxfp4>) {
+        scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
       }
+      table.k_chunk_scales[chunk][place_of_key(key)] = scale;
     }
   }
 }
@@ -361,29 +354,7 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
         }
       }
       Pack<float, 4> sums_scales[2];
-      if constexpr (kHasMinimum<TCache>) {
-        constexpr u32 kOnes = 0x3c003c00;
-        float sums[4] = {};  // of the queries of rows g and g + 8, twice
-        mma_m16n8k16<half>(sums, a[0], kOnes, kOnes);
-        mma_m16n8k16<half>(sums, a[1], kOnes, kOnes);
-        if constexpr (kHasRest) {
-          mma_m16n8k16<half>(sums, rests[0], kOnes, kOnes);
-          mma_m16n8k16<half>(sums, rests[1], kOnes, kOnes);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          Pack<u32, 2> pairs;
-          pairs.load(
-              reinterpret_cast<const char*>(&table.chunk_pairs[chunk][lane % 4 * 8 + n * 2]));
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const float2 own = floats_of_pair(pairs.values[j]);
-            sums_scales[n / 2].values[n % 2 * 2 + j] = own.x;
-            s[n][j] = fmaf(sums[j], own.y, s[n][j]);
-            s[n][2 + j] = fmaf(sums[2 + j], own.y, s[n][2 + j]);
-          }
-        }
-      } else if constexpr (!kScalesCodes) {
+      if constexpr (!kScalesCodes) {
         const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
         sums_scales[0].load(own);
         sums_scales[1].load(own + 16);
@@ -420,25 +391,14 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
   }
 }
 
-// The prepared scale of a chunk of a key, and its minimum if it has one.
-template <typename TCache, typename Table>
-__device__ __forceinline__ float2 scale_of_chunk(const Table& table, int chunk, int column) {
-  if constexpr (kHasMinimum<TCache>) {
-    return floats_of_pair(table.chunk_pairs[chunk][column]);
-  } else {
-    return make_float2(table.k_chunk_scales[chunk][column], 0.0f);
-  }
-}
-
 // The power of two that the elements of two chunks of a key are relative to where they are rotated.
-template <typename TCache, typename Table>
+template <typename Table>
 __device__ __forceinline__ float power_of_chunks(const Table& table, const int (&chunks)[2],
                                                  int column) {
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float2 own = scale_of_chunk<TCache>(table, chunks[i], column);
-    largest = fmaxf(largest, fmaxf(fabsf(own.x), fabsf(own.y)));
+    largest = fmaxf(largest, fabsf(table.k_chunk_scales[chunks[i]][column]));
   }
   return power_of_two_below(largest);
 }
@@ -483,7 +443,6 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
       const int key = n * 8 + lane / 4;
       const float* angles = angles_of(p, t, key_of(p, t, first + key));
       float scales[2];
-      float minima[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (kScalesCodes) {
@@ -491,19 +450,13 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
           scales[i] =
               group_scale<TCache>(static_cast<unsigned char>(table.k_groups[stage][key][group]));
         } else {
-          const float2 own = scale_of_chunk<TCache>(table, chunks[i], place_of_key(key));
-          scales[i] = own.x;
-          minima[i] = own.y;
+          scales[i] = table.k_chunk_scales[chunks[i]][place_of_key(key)];
         }
       }
       if constexpr (!kScalesCodes) {
-        const float inverse =
-            inverse_of_power(power_of_chunks<TCache>(table, chunks, place_of_key(key)));
+        const float inverse = inverse_of_power(power_of_chunks(table, chunks, place_of_key(key)));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          scales[i] *= inverse;
-          if constexpr (kHasMinimum<TCache>) minima[i] *= inverse;
-        }
+        for (int i = 0; i < 2; ++i) scales[i] *= inverse;
       }
       float x[2][8];  // depth 8t to 8t + 7 of either chunk
 #pragma unroll
@@ -513,10 +466,6 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
         for (int j = 0; j < 4; ++j) {
           x[i][j] = lower_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
           x[i][4 + j] = upper_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
-          if constexpr (kHasMinimum<TCache>) {
-            x[i][j] += minima[i];
-            x[i][4 + j] += minima[i];
-          }
         }
       }
       if (apart) {
@@ -557,8 +506,7 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
       for (int j = 0; j < 4; ++j) {
         float power = 1.0f;
         if constexpr (!kScalesCodes) {
-          power =
-              power_of_chunks<TCache>(table, chunks, place_of_key(n * 8 + lane % 4 * 2 + j % 2));
+          power = power_of_chunks(table, chunks, place_of_key(n * 8 + lane % 4 * 2 + j % 2));
         }
         s[n][j] = fmaf(sums[j] * kCodeUnit<TCache>, power, s[n][j]);
       }
@@ -595,18 +543,6 @@ struct ValueUnits<int4x2, kWidthV> {
 
   // 8192, of which seven still fit.
   static __device__ __forceinline__ bool is_large(u32 scale) { return (scale & 0x7fff) > 0x7000; }
-};
-template <int kWidthV>
-struct ValueUnits<uint4x2, kWidthV> {
-  static constexpr float kRaised = 16.0f;
-  float unit = 1.0f;
-
-  __device__ __forceinline__ float of_chunk(int) const { return unit; }
-
-  // 15 of 2048 above 32768 still fit.
-  static __device__ __forceinline__ bool is_large(u32 scale) {
-    return (scale & 0x7fff) > 0x6800 || (scale >> 16 & 0x7fff) > 0x7800;
-  }
 };
 
 __device__ __forceinline__ u32 max_of_halves(u32 x, u32 y) {
@@ -669,17 +605,11 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
         for (int i = 0; i < 4; ++i) o[n][i] *= 1.0f / Units::kRaised;
       }
     }
-    const u32 factor = units.unit == 1.0f    ? 0x3c003c00
-                       : kHasMinimum<TCache> ? 0x2c002c00
-                                             : 0x30003000;
+    const u32 factor = units.unit == 1.0f ? 0x3c003c00 : 0x30003000;
 #pragma unroll
     for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
-      const u32 both = multiply_halves(scales[chunk], factor);
-      if constexpr (kHasMinimum<TCache>) {
-        table.chunk_pairs[chunk][place_of_key(key)] = both;
-      } else {
-        table.v_chunk_scales[chunk][place_of_key(key)] = static_cast<unsigned short>(both);
-      }
+      table.v_chunk_scales[chunk][place_of_key(key)] =
+          static_cast<unsigned short>(multiply_halves(scales[chunk], factor));
     }
   }
 }
@@ -718,7 +648,7 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
                        scales[1][h]);
         }
       }
-      if constexpr (!kSameType<TCache, nvfp4> && !kHasMinimum<TCache>) {
+      if constexpr (!kSameType<TCache, nvfp4>) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           Pack<u32, 2> two;
@@ -731,29 +661,10 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         EightHalves codes[2] = {spread_codes<TCache>(b[2 * i]), spread_codes<TCache>(b[2 * i + 1])};
-        u32 minima[2];
-        if constexpr (kHasMinimum<TCache>) {
-          Pack<u32, 4> pairs;  // as the keys of b
-          pairs.load(reinterpret_cast<const char*>(
-              &table.chunk_pairs[pair * 2 + i][lane % 4 * 8 + k * 4]));
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            scales[i][h] = __byte_perm(pairs.values[2 * h], pairs.values[2 * h + 1], 0x5410);
-            minima[h] = __byte_perm(pairs.values[2 * h], pairs.values[2 * h + 1], 0x7632);
-          }
-          if constexpr (kWidthV > 192) __syncwarp();  // else loads come too early, and spill
-        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          u32 b0;
-          u32 b1;
-          if constexpr (kHasMinimum<TCache>) {
-            b0 = multiply_add_halves(codes[0].pairs[j], scales[i][0], minima[0]);
-            b1 = multiply_add_halves(codes[1].pairs[j], scales[i][1], minima[1]);
-          } else {
-            b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
-            b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);
-          }
+          const u32 b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
+          const u32 b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);
           mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], a, b0, b1);
           mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], rest, b0, b1);
         }

@@ -67,19 +67,6 @@ struct DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, true> {
   u32 present[kStages];
 };
 
-// Where groups have minima, chunks of keys get a scale and a minimum of fp16, and those of values
-// take their place.
-template <int kStages, int kKeys, int kWidth, int kWidthV>
-struct DecodeTable<uint4x2, kStages, kKeys, kWidth, kWidthV, true> {
-  static constexpr bool kPrepares = true;
-  const char* k[kStages][kKeys];
-  const char* v[kStages][kKeys];
-  alignas(16) char k_groups[kStages][kKeys][group_bytes<uint4x2>(kWidth)];
-  char v_groups[kStages][kKeys][group_bytes<uint4x2>(kWidthV)];
-  alignas(16) u32 chunk_pairs[(kWidth > kWidthV ? kWidth : kWidthV) / 32][kKeys];
-  u32 present[kStages];
-};
-
 // What the warps have of each row: the largest logit, and the sum of weights against it.
 struct DecodeMerge {
   float tops[kDecodeWarps][kDecodeRows];

@@ -64,7 +64,7 @@ struct ScaledRow {
   int group_shift;
   int word_bytes;
 
-  __device__ __forceinline__ GroupStep<T> step(u32 scale_bits) const {
+  __device__ __forceinline__ float step(u32 scale_bits) const {
     return group_step<T>(scale_bits, scale);
   }
   __device__ __forceinline__ u32 scale_bits(int i) const {

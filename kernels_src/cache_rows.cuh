@@ -1,4 +1,4 @@
-// Rows of K and V on their way into a cache or out of it: what store.cu and gather.cu share.
+// Rows of K and V on their way into a cache or out of it, for the kernels that store and gather.
 //
 // A group of `lanes` neighbouring threads takes the K row and the V row of one (token, head), so
 // that lane i moves the words i, i + lanes, ... of a row: neighbouring lanes touch neighbouring

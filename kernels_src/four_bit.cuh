@@ -1,37 +1,27 @@
 // Four-bit formats: two codes a byte, element 2i in the low nibble of byte i, and a scale for each
 // group of elements. value = code * step, where step = group scale * scale of the tensor or head.
-// With a zero point the scale of a group comes with its minimum, the value of code 0:
-// value = (code * group scale + minimum) * scale.
 //
 // A thread takes 16 elements, which are 8 bytes of codes. A larger group is held by neighbouring
-// threads, which share its range by shuffles. Codes are decoded by arithmetic alone:
+// threads, which share its largest magnitude by shuffles. Codes are decoded by arithmetic alone:
 // their bits, put where fp16 has its own, are numbers that a product or a difference sets right.
 #pragma once
 
 #include "fp8.cuh"
 #include "kv_operand.cuh"
 
-// What a cache holds; int4x2 has two's complement codes, from -7 to 7, and uint4x2 codes from 0 to
-// 15 above the minimum of their group.
+// The formats of a cache; int4x2 has two's complement codes, from -7 to 7.
 struct nvfp4 {};
 struct mxfp4 {};
 struct int4x2 {};
-struct uint4x2 {};
 
 template <typename T>
 constexpr bool kE2m1 = kSameType<T, nvfp4> || kSameType<T, mxfp4>;
 template <typename T>
-constexpr bool kHasMinimum = kSameType<T, uint4x2>;
+constexpr bool kFourBit = kE2m1<T> || kSameType<T, int4x2>;
 template <typename T>
-constexpr bool kFourBit = kE2m1<T> || kSameType<T, int4x2> || kHasMinimum<T>;
+constexpr float kLargestCode = kE2m1<T> ? 6.0f : 7.0f;
 template <typename T>
-constexpr float kLargestCode = kE2m1<T>         ? 6.0f
-                               : kHasMinimum<T> ? 15.0f
-                                                : 7.0f;
-template <typename T>
-constexpr int kGroupScaleBytes = kE2m1<T>         ? 1
-                                 : kHasMinimum<T> ? 4
-                                                  : 2;  // with the minimum
+constexpr int kGroupScaleBytes = kE2m1<T> ? 1 : 2;
 
 constexpr int kCodesPerThread = 16;
 
@@ -86,11 +76,10 @@ __device__ __forceinline__ EightHalves decode_e2m1x8(u32 codes) {
 }
 
 // Eight codes of integers. The last bit of an fp16 between 1024 and 2048 is worth 1.
-template <bool kSigned>
 __device__ __forceinline__ EightHalves decode_int4x8(u32 codes) {
-  constexpr u32 kAligner = 0x64646464;                        // upper bytes of 1024
-  constexpr u32 kOffset = kSigned ? 0xe408e408 : 0xe400e400;  // -1032 or -1024
-  const u32 above = kSigned ? codes ^ 0x88888888 : codes;     // two's complement plus 8
+  constexpr u32 kAligner = 0x64646464;   // upper bytes of 1024
+  constexpr u32 kOffset = 0xe408e408;    // -1032
+  const u32 above = codes ^ 0x88888888;  // two's complement plus 8
   const u32 even = above & 0x0f0f0f0f;
   const u32 odd = above >> 4 & 0x0f0f0f0f;
   const u32 lower = interleave_lower(even, odd);
@@ -104,7 +93,7 @@ __device__ __forceinline__ EightHalves decode_int4x8(u32 codes) {
 template <typename TFormat>
 __device__ __forceinline__ EightHalves decode_eight(u32 codes) {
   if constexpr (kE2m1<TFormat>) return decode_e2m1x8(codes);
-  return decode_int4x8<!kHasMinimum<TFormat>>(codes);
+  return decode_int4x8(codes);
 }
 
 // The same codes as bf16, which every one of them fits. A float32 of the fp16 loses nothing in its
@@ -132,31 +121,10 @@ __device__ __forceinline__ float group_scale(u32 bits) {
   }
 }
 
-// What a code becomes a value by: the step that it is multiplied by, or with a minimum
-// (code * scale + minimum) * outer, where the inner product is exact.
-struct StepAboveMinimum {
-  float scale;
-  float minimum;
-  float outer;
-};
+// The step of a group: what its codes are multiplied by.
 template <typename TFormat>
-using GroupStep = SelectType<kHasMinimum<TFormat>, StepAboveMinimum, float>;
-
-template <typename TFormat>
-__device__ __forceinline__ GroupStep<TFormat> group_step(u32 scale_bits, float scale) {
-  if constexpr (kHasMinimum<TFormat>) {
-    const float2 pair = floats_of_pair(scale_bits);
-    return {pair.x, pair.y, scale};
-  } else {
-    return __fmul_rn(group_scale<TFormat>(scale_bits), scale);
-  }
-}
-
-__device__ __forceinline__ float value_of_code(float code, float step) {
-  return __fmul_rn(code, step);
-}
-__device__ __forceinline__ float value_of_code(float code, const StepAboveMinimum& step) {
-  return __fmul_rn(__fmaf_rn(code, step.scale, step.minimum), step.outer);
+__device__ __forceinline__ float group_step(u32 scale_bits, float scale) {
+  return __fmul_rn(group_scale<TFormat>(scale_bits), scale);
 }
 
 // The bits of a group scale in memory, at a multiple of its size.
@@ -188,58 +156,6 @@ __device__ __forceinline__ u32 encode_group_scale(float absmax, float divisor) {
   }
 }
 
-// What the scale of a group follows: its largest magnitude or, where it has a minimum, its largest
-// element and the negative of its least. All are between the finite floats.
-template <typename TFormat>
-struct GroupRange {
-  float absmax = 0.0f;
-
-  __device__ __forceinline__ void include(const GroupRange& other) {
-    absmax = fmaxf(absmax, other.absmax);
-  }
-  __device__ __forceinline__ void share_within_warp(int lanes) {
-    absmax = max_within_warp(absmax, lanes);
-  }
-};
-template <>
-struct GroupRange<uint4x2> {
-  float most = -kFloatMax;
-  float least_negated = -kFloatMax;
-
-  __device__ __forceinline__ void include(const GroupRange& other) {
-    most = fmaxf(most, other.most);
-    least_negated = fmaxf(least_negated, other.least_negated);
-  }
-  __device__ __forceinline__ void share_within_warp(int lanes) {
-    most = max_within_warp(most, lanes);
-    least_negated = max_within_warp(least_negated, lanes);
-  }
-};
-
-// The bits of the scale, in the lower half, and of the minimum of a group: the minimum is
-// least / scale rounded down, and the scale what 15 codes from there to most / scale need, rounded
-// up. A group that has no element above its minimum gets a scale of 0.
-__device__ __forceinline__ u32 encode_scale_and_minimum(const GroupRange<uint4x2>& range,
-                                                        float scale) {
-  constexpr float kHalfMax = 65504.0f;
-  const float low = __fadd_rn(__fdiv_rn(-range.least_negated, scale), 0.0f);  // no negative zero
-  const u32 minimum = half_not_above(fmaxf(fminf(low, kHalfMax), -kHalfMax));
-  const float span = __fadd_rn(__fdiv_rn(range.most, scale), -floats_of_pair(minimum).x);
-  const float quotient = __fdiv_rn(span, kLargestCode<uint4x2>);
-  const u32 own = quotient > 0.0f ? half_not_below(fminf(quotient, kHalfMax)) : 0;
-  return own | minimum << 16;
-}
-
-// The bits of the scale of a group, and of its minimum if it has one.
-template <typename TFormat>
-__device__ __forceinline__ u32 encode_range(const GroupRange<TFormat>& range, float scale) {
-  if constexpr (kHasMinimum<TFormat>) {
-    return encode_scale_and_minimum(range, scale);
-  } else {
-    return encode_group_scale<TFormat>(range.absmax, __fmul_rn(kLargestCode<TFormat>, scale));
-  }
-}
-
 // The codes of eight magnitudes over a step, without signs, in a word; of infinities the largest.
 // Next to a power of two whose last bit is worth 1 a sum is a whole number, rounded once. E2M1
 // counts its codes by halves up to 2, by ones up to 4 and by twos up to 6: the least of three
@@ -260,7 +176,7 @@ __device__ __forceinline__ u32 encode_magnitudes(const float* x, const ScaleDivi
       code = fminf(__fmaf_rn(exact, 2.0f, kAligner), __fadd_rn(exact, kAligner + 2.0f));
       code = fminf(code, __fmaf_rn(exact, 0.5f, kAligner + 4.0f));
     }
-    word = word * 16 + __float_as_uint(fminf(code, kAligner + (kHasMinimum<TFormat> ? 15 : 7)));
+    word = word * 16 + __float_as_uint(fminf(code, kAligner + 7.0f));
   }
   return word - kAllAbove;
 }
@@ -514,48 +430,6 @@ __device__ __forceinline__ float clear_nan(Pack<T, kCodesPerThread>& pack) {
   return fminf(largest, kFloatMax);
 }
 
-// Make every NaN a zero, and return the largest and the negative of the least, likewise.
-template <typename T>
-__device__ __forceinline__ GroupRange<uint4x2> clear_nan_between(Pack<T, kCodesPerThread>& pack) {
-  float most;
-  float least;
-  if constexpr (kArch >= 800 && sizeof(T) == 2) {
-    const auto* pairs = reinterpret_cast<const u32*>(pack.values);
-    u32 top = pairs[0];
-    u32 bottom = pairs[0];
-#pragma unroll
-    for (int i = 1; i < kCodesPerThread / 2; ++i) {
-      top = larger_or_nan<T>(top, pairs[i]);
-      bottom = smaller_or_nan<T>(bottom, pairs[i]);
-    }
-    const float sum = lower_of<T>(top) + upper_of<T>(top);
-    most = fmaxf(lower_of<T>(top), upper_of<T>(top));
-    least = fminf(lower_of<T>(bottom), upper_of<T>(bottom));
-    if (sum == sum)
-      return {fmaxf(fminf(most, kFloatMax), -kFloatMax),
-              fmaxf(fminf(-least, kFloatMax), -kFloatMax)};
-  }
-  most = -kFloatMax;
-  least = kFloatMax;
-#pragma unroll
-  for (int i = 0; i < kCodesPerThread; ++i) {
-    if (to_float(pack.values[i]) != to_float(pack.values[i])) pack.values[i] = T{};
-    most = fmaxf(most, to_float(pack.values[i]));
-    least = fminf(least, to_float(pack.values[i]));
-  }
-  return {fminf(most, kFloatMax), fminf(-least, kFloatMax)};
-}
-
-// Make every NaN a zero, and return the range of the elements.
-template <typename TFormat, typename T>
-__device__ __forceinline__ GroupRange<TFormat> range_without_nan(Pack<T, kCodesPerThread>& pack) {
-  if constexpr (kHasMinimum<TFormat>) {
-    return clear_nan_between(pack);
-  } else {
-    return {clear_nan(pack)};
-  }
-}
-
 // The codes of elements without NaN, of a group with this largest magnitude and step.
 template <typename TFormat, typename T>
 __device__ __forceinline__ SixteenCodes encode_codes(const Pack<T, kCodesPerThread>& x,
@@ -574,39 +448,11 @@ __device__ __forceinline__ SixteenCodes encode_codes(const Pack<T, kCodesPerThre
   return codes;
 }
 
-// Likewise above `base`, the minimum; all 0 where a group does not vary.
-template <typename T>
-__device__ __forceinline__ SixteenCodes encode_codes_above(const Pack<T, kCodesPerThread>& x,
-                                                           float base, float step, bool varies) {
-  constexpr float kSmallest = __builtin_bit_cast(float, 1);
-  const ScaleDivisor divisor(fmaxf(step, kSmallest));
-  SixteenCodes codes;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float above[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      above[j] = fmaxf(__fadd_rn(to_float(x.values[8 * i + j]), -base), 0.0f);
-    }
-    const u32 word = encode_magnitudes<uint4x2>(above, divisor);
-    codes.words[i] = varies ? word : 0;
-  }
-  return codes;
-}
-
-// The codes of elements without NaN, of a group with this range; `bits` are those of its scale, and
+// The bits of the scale of a group with this largest magnitude, which becomes the largest code;
 // `outer` is the scale of the tensor or head.
-template <typename TFormat, typename T>
-__device__ __forceinline__ SixteenCodes encode_in_range(const Pack<T, kCodesPerThread>& x,
-                                                        const GroupRange<TFormat>& range, u32 bits,
-                                                        float outer) {
-  const GroupStep<TFormat> own = group_step<TFormat>(bits, outer);
-  if constexpr (kHasMinimum<TFormat>) {
-    return encode_codes_above(x, __fmul_rn(own.minimum, outer), __fmul_rn(own.scale, outer),
-                              own.scale > 0.0f);
-  } else {
-    return encode_codes<TFormat>(x, range.absmax, own);
-  }
+template <typename TFormat>
+__device__ __forceinline__ u32 scale_of_group(float absmax, float outer) {
+  return encode_group_scale<TFormat>(absmax, __fmul_rn(kLargestCode<TFormat>, outer));
 }
 
 template <typename TFormat>
@@ -615,14 +461,14 @@ __device__ __forceinline__ void store_group_scale(char* target, u32 bits) {
       static_cast<Word<kGroupScaleBytes<TFormat>>>(bits);
 }
 
-// Whether rows are stored as they are, with scales that follow from the range of a group alone.
+// Whether rows are stored without a rotation, with scales that follow from the largest magnitude
+// of a group alone.
 __device__ __forceinline__ bool is_stored_plainly(const KVOperand& operand) {
   return (operand.group_scales.rotation_shift | operand.group_scales.four_over_six) == 0;
 }
 
 template <typename TFormat>
-__device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes,
-                                                const GroupStep<TFormat>& step);
+__device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float step);
 
 // The squares of what codes leave of 16 elements, added in their order.
 template <typename TFormat, typename T>
@@ -642,14 +488,15 @@ __device__ __forceinline__ float squared_error(const Pack<T, kCodesPerThread>& x
 // or 4, whichever leaves less. (Four over six, arXiv 2512.02010.)
 template <typename TFormat, typename T>
 __device__ __forceinline__ SixteenCodes encode_four_over_six(const Pack<T, kCodesPerThread>& x,
-                                                             const GroupRange<TFormat>& range,
-                                                             u32& bits, float scale) {
+                                                             float absmax, u32& bits, float scale) {
   static_assert(kSameType<TFormat, nvfp4>, "groups of a thread's own");
-  const SixteenCodes six = encode_in_range<TFormat>(x, range, bits, scale);
-  const u32 other = encode_group_scale<TFormat>(range.absmax, __fmul_rn(4.0f, scale));
-  const SixteenCodes four = encode_in_range<TFormat>(x, range, other, scale);
-  const float error_of_six = squared_error<TFormat>(x, six, group_step<TFormat>(bits, scale));
-  const float error_of_four = squared_error<TFormat>(x, four, group_step<TFormat>(other, scale));
+  const float step_of_six = group_step<TFormat>(bits, scale);
+  const SixteenCodes six = encode_codes<TFormat>(x, absmax, step_of_six);
+  const u32 other = encode_group_scale<TFormat>(absmax, __fmul_rn(4.0f, scale));
+  const float step_of_four = group_step<TFormat>(other, scale);
+  const SixteenCodes four = encode_codes<TFormat>(x, absmax, step_of_four);
+  const float error_of_six = squared_error<TFormat>(x, six, step_of_six);
+  const float error_of_four = squared_error<TFormat>(x, four, step_of_four);
   const bool prefers_four = error_of_four < error_of_six;
   SixteenCodes codes;
 #pragma unroll
@@ -658,23 +505,22 @@ __device__ __forceinline__ SixteenCodes encode_four_over_six(const Pack<T, kCode
   return codes;
 }
 
-// Encode 16 elements without NaN, which have this range, and store them; plainly, or as the operand
-// says.
+// Encode 16 elements without NaN, whose largest magnitude is `absmax`, and store them; plainly, or
+// as the operand says.
 template <typename TFormat, bool kPlainly, typename T>
-__device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& x,
-                                                GroupRange<TFormat> range, float scale, int at,
-                                                bool active, const FourBitRow& row,
-                                                const KVOperand& operand) {
+__device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& x, float absmax,
+                                                float scale, int at, bool active,
+                                                const FourBitRow& row, const KVOperand& operand) {
   const int shift = group_shift<TFormat>(operand);
-  range.share_within_warp((1 << shift) / kCodesPerThread);
-  u32 bits = encode_range<TFormat>(range, scale);
+  absmax = max_within_warp(absmax, (1 << shift) / kCodesPerThread);
+  u32 bits = scale_of_group<TFormat>(absmax, scale);
   SixteenCodes codes;
   bool is_encoded = false;
   if constexpr (!kPlainly && kSameType<TFormat, nvfp4>) {
     is_encoded = operand.group_scales.four_over_six;
-    if (is_encoded) codes = encode_four_over_six<TFormat>(x, range, bits, scale);
+    if (is_encoded) codes = encode_four_over_six<TFormat>(x, absmax, bits, scale);
   }
-  if (!is_encoded) codes = encode_in_range<TFormat>(x, range, bits, scale);
+  if (!is_encoded) codes = encode_codes<TFormat>(x, absmax, group_step<TFormat>(bits, scale));
   if (!active) return;
   codes.store(row.codes + at / 2, operand.group_scales.code_word_bytes);
   const int group = at >> shift;
@@ -689,8 +535,8 @@ template <typename TFormat, typename T>
 __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
                                                bool active, const FourBitRow& row,
                                                const KVOperand& operand) {
-  const GroupRange<TFormat> range = range_without_nan<TFormat>(x);
-  encode_in_group<TFormat, true>(x, range, scale, at, active, row, operand);
+  const float absmax = clear_nan(x);
+  encode_in_group<TFormat, true>(x, absmax, scale, at, active, row, operand);
 }
 
 // The same of elements that are rotated before, or whose scales are chosen by error.
@@ -703,15 +549,10 @@ __device__ __forceinline__ void rotate_in_group(Pack<T, kCodesPerThread> x, floa
   Sixteen rotated = to_floats(x);
   if (bound > kRotatedLimit && rotation.shift) bound_sixteen(rotated);
   if (rotation.most_shift) rotate_sixteen(rotated, rotation);
-  GroupRange<TFormat> range;
-  if constexpr (kHasMinimum<TFormat>) {
-    range = clear_nan_between(rotated);
-  } else {
-    AbsMax<kCodesPerThread> largest;
-    largest.add(rotated);
-    range.absmax = fminf(largest.value(), kFloatMax);
-  }
-  encode_in_group<TFormat, false>(rotated, range, scale, at, active, row, operand);
+  AbsMax<kCodesPerThread> largest;
+  largest.add(rotated);
+  const float absmax = fminf(largest.value(), kFloatMax);
+  encode_in_group<TFormat, false>(rotated, absmax, scale, at, active, row, operand);
 }
 
 __device__ __forceinline__ bool is_aligned(const char* address) {
@@ -751,27 +592,28 @@ inline void store_groups_alone(const char* in, float scale, int width, const Fou
                                const KVOperand& operand) {
   const int group = 1 << group_shift<TFormat>(operand);
   for (int first = 0; first < width; first += group) {
-    GroupRange<TFormat> range;
+    float absmax = 0.0f;
     for (int at = first; at < first + group; at += kCodesPerThread) {
       auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
-      range.include(range_without_nan<TFormat>(pack));
+      absmax = fmaxf(absmax, clear_nan(pack));
     }
-    u32 bits = encode_range<TFormat>(range, scale);
+    u32 bits = scale_of_group<TFormat>(absmax, scale);
     if constexpr (kSameType<TFormat, nvfp4>) {
       if (operand.group_scales.four_over_six) {
         auto pack = load_sixteen<T, kCount>(in + first * static_cast<int>(sizeof(T)));
         clear_nan(pack);
-        encode_four_over_six<TFormat>(pack, range, bits, scale)
+        encode_four_over_six<TFormat>(pack, absmax, bits, scale)
             .store(row.codes + first / 2, operand.group_scales.code_word_bytes);
         store_group_scale<TFormat>(row.scales + first / group, bits);
         continue;
       }
     }
     store_group_scale<TFormat>(row.scales + first / group * kGroupScaleBytes<TFormat>, bits);
+    const float step = group_step<TFormat>(bits, scale);
     for (int at = first; at < first + group; at += kCodesPerThread) {
       auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
       clear_nan(pack);
-      encode_in_range<TFormat>(pack, range, bits, scale)
+      encode_codes<TFormat>(pack, absmax, step)
           .store(row.codes + at / 2, operand.group_scales.code_word_bytes);
     }
   }
@@ -835,14 +677,11 @@ __device__ __forceinline__ void load_in_group(const FourBitRow& row, int at,
 // Eight elements as floats.
 #ifdef KVCUPY_HOST_VARIANTS
 template <typename TFormat>
-inline Pack<float, 8> decode_codes(u32 codes, const GroupStep<TFormat>& step) {
+inline Pack<float, 8> decode_codes(u32 codes, float step) {
   using namespace kvcupy_host;
   const Ints shifts = {0, 4, 8, 12, 16, 20, 24, 28};
   const Ints nibbles = (Ints{} + static_cast<int>(codes)) >> shifts & 15;
-  if constexpr (kHasMinimum<TFormat>) {
-    const Floats values = __builtin_convertvector(nibbles, Floats);
-    return bits_as<Pack<float, 8>>((values * step.scale + step.minimum) * step.outer);
-  } else if constexpr (!kE2m1<TFormat>) {
+  if constexpr (!kE2m1<TFormat>) {
     const Floats values = __builtin_convertvector((nibbles ^ 8) - 8, Floats);
     return bits_as<Pack<float, 8>>(values * step);
   } else {
@@ -857,14 +696,14 @@ inline Pack<float, 8> decode_codes(u32 codes, const GroupStep<TFormat>& step) {
 }
 #else
 template <typename TFormat>
-__device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, const GroupStep<TFormat>& step) {
+__device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, float step) {
   Pack<float, 8> out;
   const EightHalves values = decode_eight<TFormat>(codes);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 pair = floats_of_pair(values.pairs[i]);
-    out.values[2 * i] = value_of_code(pair.x, step);
-    out.values[2 * i + 1] = value_of_code(pair.y, step);
+    out.values[2 * i] = __fmul_rn(pair.x, step);
+    out.values[2 * i + 1] = __fmul_rn(pair.y, step);
   }
   return out;
 }
@@ -872,8 +711,7 @@ __device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, const GroupSte
 
 // Likewise 16.
 template <typename TFormat>
-__device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes,
-                                                const GroupStep<TFormat>& step) {
+__device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float step) {
   Sixteen out;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

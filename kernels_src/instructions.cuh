@@ -126,24 +126,6 @@ __device__ __forceinline__ float2 floats_of_pair(u32 pair) {
   }
 }
 
-// The next fp16 that is not above x, or not below it, as bits; x is within its finite range.
-__device__ __forceinline__ u32 half_not_above(float x) {
-#ifdef __CUDACC__
-  return __half_as_ushort(__float2half_rd(x));
-#else
-  const half near = from_float<half>(x);
-  if (to_float(near) <= x) return near.bits;
-  return near.bits + (near.bits & 0x8000 ? 1 : -1);
-#endif
-}
-__device__ __forceinline__ u32 half_not_below(float x) {
-#ifdef __CUDACC__
-  return __half_as_ushort(__float2half_ru(x));
-#else
-  return half_not_above(-x) ^ 0x8000;
-#endif
-}
-
 // The two codes of e4m3 in the lower half of a word as a pair of fp16. For sm_89 and newer.
 __device__ __forceinline__ u32 halves_of_e4m3(u32 codes) {
 #ifdef __CUDACC__
@@ -302,17 +284,5 @@ __device__ __forceinline__ u32 larger_or_nan(u32 x, u32 y) {
   return bits_of(__hmax2_nan(of_bits<PairOf<T>>(x), of_bits<PairOf<T>>(y)));
 #else
   return kvcupy_host::larger_codes<T, kvcupy_host::Nan::kKept>(x, y);
-#endif
-}
-template <typename T>
-__device__ __forceinline__ u32 smaller_or_nan(u32 x, u32 y) {
-#ifdef __CUDACC__
-  return bits_of(__hmin2_nan(of_bits<PairOf<T>>(x), of_bits<PairOf<T>>(y)));
-#else
-  constexpr u32 kSigns = 0x80008000;
-  const u32 negated = kvcupy_host::larger_codes<T, kvcupy_host::Nan::kKept>(x ^ kSigns, y ^ kSigns);
-  const u32 nan_below = (negated & 0xffff) == 0x7fff ? 0 : 0x8000;
-  const u32 nan_above = negated >> 16 == 0x7fff ? 0 : 0x80000000;
-  return negated ^ (nan_below | nan_above);
 #endif
 }

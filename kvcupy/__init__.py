@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import metrics
 from .arrays import ArrayView, view_as
-from .cache.engine import TransferEngine
-from .cache.identity import BlockKeys, block_hashes
-from .cache.migration.receiver import PageReceiver
-from .cache.migration.sender import PageSender
+from .cache.engine import Transfer, TransferEngine
+from .cache.hashes import block_hashes
 from .cache.paged.cache import PagedKVCache
+from .cache.paged.past import Demotion
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
-from .cache.shared.store import SharedStore
 from .cache.tiered.cache import TieredCache
+from .cache.tiered.leases import Lease
 from .config import config
 from .devices import check_faults, default_device, device
 from .errors import (
@@ -31,6 +30,7 @@ from .errors import (
     TransferError,
     UnknownSequence,
 )
+from .formats import Encoding
 from .ops import call as _call
 from .ops.attention import paged_attention
 from .ops.bind import bind, vary
@@ -43,7 +43,11 @@ from .ops.rope_table import rope_table
 from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
-from .order.explore import explore
+from .order.explore import ExploreResult, explore
+from .remote.identity import BlockKeys, PoolIdentity
+from .remote.migration.receiver import PageReceiver, Pull
+from .remote.migration.sender import PageSender
+from .remote.stores.store import SharedStore
 from .streams import fork, join, keep_alive
 from .timelines import nvtx as _nvtx  # noqa: F401 -- config.nvtx takes effect
 from .timelines.timeline import timeline
@@ -85,10 +89,14 @@ __all__ = [
     "CacheFull",
     "CaptureError",
     "CompileError",
+    "Demotion",
     "DeviceError",
+    "Encoding",
+    "ExploreResult",
     "IndexFault",
     "KVPool",
     "KvcupyError",
+    "Lease",
     "MLAPool",
     "OrderError",
     "OrderWarning",
@@ -96,8 +104,11 @@ __all__ = [
     "PageReceiver",
     "PageSender",
     "PagedKVCache",
+    "PoolIdentity",
+    "Pull",
     "SharedStore",
     "TieredCache",
+    "Transfer",
     "TransferEngine",
     "TransferError",
     "UnknownSequence",

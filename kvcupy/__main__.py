@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .bench import command as bench_command
+from .bench import frame
 from .doctor import environment
+from .progress import INTERRUPTED
 
 _SCRIPTS = {
     "demo": ("overlap_demo.py", "show copies beside computation (scripts/overlap_demo.py)"),
 }
-_INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in _SCRIPTS:
         return _run_script(command, arguments[1:])
     options = parser.parse_args(arguments)
-    if options.command == "compile" and options.update and options.record is None:
-        parser.error("--update: expected --record FILE with it")
-    if options.command == "compile" and options.sample and (options.record or not options.check):
-        parser.error("--sample: expected --check with it, and no --record")
     try:
         if options.command == "doctor":
             from . import doctor
@@ -39,25 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from . import calibrate
 
             return calibrate.main(options.device, quick=options.quick, lines=options.progress)
-        if options.command == "roofline":
-            from .roofline import bounds
-
-            return bounds.main(
-                options.arch, texts=options.op, json_file=options.json, plot_file=options.plot,
-                against=options.against, jobs=options.jobs, verbose=options.verbose,
-                lines=options.progress,
-            )  # fmt: skip
         if options.command == "bench":
-            from .bench import command as bench
-
-            return bench.main(
-                options.device, operations=options.op, models=options.model,
-                formats=options.format, quick=options.quick, rotate_mb=options.rotate_mb,
-                with_compile=options.torch_compile, json_file=options.json,
-                plot_file=options.plot, compared=options.compare, lines=options.progress,
-                tokens=options.tokens, batches=options.batch, contexts=options.context,
-                page_size=options.page_size,
-            )  # fmt: skip
+            return bench_command.main(options)
         if options.command == "conformance":
             from .testing import conformance
 
@@ -73,15 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .cache import inspection
 
             return inspection.main(options.file, verify=options.verify, as_json=options.json)
-        from . import compile_check
+        from . import precompile
 
-        return compile_check.main(
-            options.arch, every_arch=options.all, with_check=options.check, jobs=options.jobs,
-            lines=options.progress, record=options.record, update=options.update,
-            sample=options.sample,
-        )  # fmt: skip
+        return precompile.main(
+            options.arch, every_arch=options.all, jobs=options.jobs, lines=options.progress
+        )
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,23 +82,13 @@ def _parser() -> argparse.ArgumentParser:
         "compile",
         help="compile kernels ahead of their first use",
         description="Compile all kernels into the disk cache: for the devices of this machine, "
-        "or, with any of --all, --arch, --check and --record, for GPUs that need not be present. "
+        "or, with --all or --arch, for GPUs that need not be present. "
         "Ctrl-C stops it; kernels compiled until then are kept.",
     )
     compiling.add_argument("--all", action="store_true", help="with NVRTC for all architectures")
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
-    check = "with NVRTC, and fail on warnings, spills and too many registers"
-    compiling.add_argument("--check", action="store_true", help=check)
-    sample = "--check a sample only, which any edit of the sources draws anew"
-    compiling.add_argument("--sample", action="store_true", help=sample)
-    record = (
-        "--check against this record, and compile what has changed since and a sample of the rest"
-    )
-    compiling.add_argument("--record", type=Path, metavar="FILE", help=record)
-    update = "write what came out to the record, which need not exist"
-    compiling.add_argument("--update", action="store_true", help=update)
     jobs = "processes; default: the number of CPUs"
-    compiling.add_argument("--jobs", type=_count, metavar="N", help=jobs)
+    compiling.add_argument("--jobs", type=frame.count, metavar="N", help=jobs)
     calibrating = commands.add_parser(
         "calibrate",
         help="measure which transfer method is fastest on this machine",
@@ -127,20 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrating.add_argument("--device", help="such as cuda:1; default: the first GPU, or host")
     calibrating.add_argument("--quick", action="store_true", help="a coarse grid, in seconds")
-    bounding = commands.add_parser(
-        "roofline",
-        help="what the machine code of the kernels allows on GPUs that need not be present",
-        description="Compile the hot kernels, read their machine code, and print the share of a "
-        "GPU's memory bandwidth that each of its resources allows. A bound, not a measurement.",
-    )
-    bounding.add_argument("--arch", nargs="+", metavar="sm_90", help="default: four of them")
-    bounding.add_argument("--op", nargs="+", metavar="TEXT", help="rows whose name contains it")
-    bounding.add_argument("--json", type=Path, metavar="FILE", help="write all that was counted")
-    bounding.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")
-    against = "fail where a row is worse than in a file that --json has written"
-    bounding.add_argument("--against", type=Path, metavar="FILE", help=against)
-    bounding.add_argument("--jobs", type=_count, metavar="N", help=jobs)
-    bounding.add_argument("--verbose", action="store_true", help="print instructions by pipe")
     measuring = commands.add_parser(
         "bench",
         help="measure the operations in the shapes of real models, beside other projects",
@@ -148,13 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         "of the measured copy, and ratios to torch, FlashInfer, SGLang and vLLM where they are "
         "installed. Results are checked before they are timed.",
     )
-    _add_sizes(measuring)
-    measuring.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
-    measuring.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth by size")
-    compared = "print the ratios of two files that --json has written, and measure nothing"
-    measuring.add_argument(
-        "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help=compared
-    )
+    frame.add_common_arguments(measuring)
+    bench_command.add_arguments(measuring)
     _add_conformance(commands)
     inspecting = commands.add_parser(
         "inspect",
@@ -167,29 +117,12 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("--verify", action="store_true", help=verify)
     inspecting.add_argument("--json", action="store_true", help="print JSON")
     progress = "print progress lines where stderr is not a terminal"
-    for command in (compiling, calibrating, bounding, measuring):
+    for command in (compiling, calibrating):
         command.add_argument("--progress", action="store_true", help=progress)
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():
             commands.add_parser(name, help=purpose, add_help=False)
     return parser
-
-
-def _add_sizes(measuring: argparse.ArgumentParser) -> None:
-    """Add the options of `bench` that say what is measured."""
-    add = measuring.add_argument
-    add("--device", help="such as cuda:1; default: a GPU if there is one, or host")
-    add("--op", nargs="+", metavar="OPERATION", help="such as store_kv; default: all")
-    add("--model", nargs="+", help="such as llama-3.1-8b; default: all, or two if --quick")
-    add("--format", nargs="+", help="of caches: bf16, fp8_e4m3; default: both")
-    add("--tokens", nargs="+", type=_count, metavar="N", help="of a step that stores or gathers")
-    add("--batch", nargs="+", type=_count, metavar="N", help="sequences that decode")
-    add("--context", nargs="+", type=_count, metavar="N", help="tokens of each of them")
-    add("--page-size", type=_count, metavar="N", help="tokens per page; default: 16")
-    add("--quick", action="store_true", help="few small cases")
-    rotated = "size of the arguments that calls rotate over; default: 256, 64 if --quick"
-    add("--rotate-mb", type=_count, metavar="MB", help=rotated)
-    add("--torch-compile", action="store_true", help="one more baseline, which takes minutes")
 
 
 def _add_conformance(commands: Any) -> None:
@@ -212,12 +145,6 @@ def _add_conformance(commands: Any) -> None:
     conforming.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return int(text)
-
-
 def _script(command: str) -> Path:
     return Path(__file__).resolve().parents[1] / "scripts" / _SCRIPTS[command][0]
 
@@ -231,7 +158,7 @@ def _run_script(command: str, arguments: Sequence[str]) -> int:
     try:
         return subprocess.call([sys.executable, str(script), *arguments], env=environment())
     except KeyboardInterrupt:  # the script was interrupted too
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

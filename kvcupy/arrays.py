@@ -22,6 +22,7 @@ import numpy as np
 
 from . import cuda_api, dlpack, formats
 from .errors import ProcessLocal
+from .formats import Encoding
 
 
 class ArrayView(ProcessLocal):
@@ -35,8 +36,7 @@ class ArrayView(ProcessLocal):
     format : a name of `kvcupy.formats.CACHE_FORMATS`, else a NumPy dtype name such as "int64"
     itemsize : bytes per element
     scales : ArrayView of the group scales (..., groups) of a four-bit format, else None
-    rotation : "hadamard" where rows of a four-bit format are rotated before they are stored, else
-        None
+    encoding : format, rotation and scale rule, as a `dtype` argument takes them
     rotated_width : the first elements of a row, which are rotated: all of them, or the latent
         without the rope part; 0 without rotation
     scale_rule : how what is written gets its group scales: "absmax", or of nvfp4 "four_over_six".
@@ -96,8 +96,13 @@ class ArrayView(ProcessLocal):
                 self.scales = _scales_behind(self)
 
     @property
-    def rotation(self) -> str | None:
-        return "hadamard" if self.rotated_width else None
+    def encoding(self) -> Encoding:
+        """Format, rotation and scale rule, as a `dtype` argument takes them."""
+        width = self.rotated_width
+        return Encoding(
+            self.format, hadamard=bool(width), scale_rule=self.scale_rule,
+            hadamard_width=width if 0 < width < self.shape[-1] else None,
+        )  # fmt: skip
 
     @property
     def ndim(self) -> int:
@@ -923,10 +928,7 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     )  # fmt: skip
 
 
-def view_as(
-    array: Any, format: str, *, scales: Any = None, rotation: str | None = None,
-    rotated_width: int | None = None, scale_rule: str | None = None,
-) -> ArrayView:  # fmt: skip
+def view_as(array: Any, dtype: str | Encoding, *, scales: Any = None) -> ArrayView:
     """Tag an array of integers that holds the bits of a number format.
 
     Parameters
@@ -935,21 +937,11 @@ def view_as(
         four-bit format: uint8 (..., row_bytes), whose rows are codes and then scales
         (`kvcupy.formats.FourBitFormat`), or with `scales` the codes alone, uint8 (..., width / 2);
         contiguous along a row
-    format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8", or of the four-bit formats "nvfp4 mxfp4
-        int4 int4_g64 int4_g128 int4_zp int4_zp_g64 int4_zp_g128"
+    dtype : an `Encoding`, or its string: one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8", or of the
+        four-bit formats "nvfp4 mxfp4 int4 int4_g64 int4_g128", with "+hadamard" where their rows
+        are rotated. Views of an encoding may be tagged with one that has another scale rule
     scales : of a four-bit format whose scales are in an array of their own, (..., groups), with any
-        strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4. For int4_zp fp16
-        (..., groups, 2), the scale and the minimum of each group, or uint32 (..., groups)
-    rotation : "hadamard": rows of a four-bit format are multiplied by an orthonormal Hadamard
-        matrix as they are stored, and again as they are read; None: they are not. It says how
-        the bytes are read, as their format does
-    rotated_width : with rotation, the first elements of a row, which are rotated, such as the
-        latent without the rope part; None: all. They are rotated in blocks of the largest power of
-        two that divides their number, which is at most 512
-    scale_rule : how groups get their scales when rows are written. "absmax": by their largest
-        magnitude; of nvfp4 also "four_over_six": so that the code of that is 6 or 4, whichever
-        leaves the smaller squared error. None: that of `array` if it is a view, else "absmax". It
-        says nothing of the bytes: they are read alike, and may be written by either rule
+        strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4
 
     Returns
     -------
@@ -959,13 +951,13 @@ def view_as(
     Raises
     ------
     ValueError : unknown format, its size is not the array's, rows are no whole groups or not
-        contiguous, or the scales of int4 are not at multiples of 2 bytes, those of int4_zp of 4
+        contiguous, or the scales of int4 are not at multiples of 2 bytes
     TypeError : `array` holds neither integers nor that format
 
     Notes
     -----
-    Alignment of four-bit rows: none, but 2 bytes for int4 and 4 for int4_zp. Kernels access codes
-    in words of as many bytes, up to 8, as divide all strides and addresses: with a head of 128
+    Alignment of four-bit rows: none, but 2 bytes for int4. Kernels access codes in words of as many
+    bytes, up to 8, as divide all strides and addresses: with a head of 128
     elements a row of nvfp4 is 72 bytes, and its words 8.
 
     Examples
@@ -975,16 +967,11 @@ def view_as(
     >>> view_as(np.zeros((4, 72), np.uint8), "nvfp4")
     <(4, 128) nvfp4 on host at 0x...>
     """
-    if not isinstance(format, str) or format not in formats.CACHE_FORMATS:
-        known = ", ".join(formats.CACHE_FORMATS)
-        raise ValueError(f"format: expected one of {known}, got {format!r}")
-    v = view(array, "array")
+    encoding = Encoding.of(dtype)
+    format, v = encoding.format, view(array, "array")
     four_bit = formats.FOUR_BIT.get(format)
     if four_bit is not None:
-        rule = formats.require_scale_rule(scale_rule or v.scale_rule, format)
-        return _view_four_bit(v, four_bit, scales, rotation, rotated_width, rule)
-    formats.require_scale_rule(scale_rule or "absmax", format)
-    formats.rotated_elements(rotation, rotated_width, 0, format)  # raises but for None
+        return _view_four_bit(v, four_bit, scales, encoding)
     if scales is not None:
         raise ValueError(f"scales: expected None for {format}, got an array")
     if v.format != format:
@@ -1000,22 +987,21 @@ def view_as(
 
 
 def _view_four_bit(
-    v: ArrayView, format: formats.FourBitFormat, scales: Any, rotation: Any, rotated_width: Any,
-    rule: str,
-) -> ArrayView:  # fmt: skip
+    v: ArrayView, format: formats.FourBitFormat, scales: Any, encoding: Encoding
+) -> ArrayView:
     """Return the elements of rows of bytes, with the scales behind the codes or by themselves."""
     if v.format == format.name and scales is None:
-        rotated = formats.rotated_elements(rotation, rotated_width, v.shape[-1], v.format)
+        rotated = encoding.rotated_elements(v.shape[-1])
         if rotated != v.rotated_width:
             raise ValueError(
                 f"array: expected bytes, or rows with {rotated} rotated elements, got {describe(v)}"
             )
-        if rule == v.scale_rule:
+        if encoding.scale_rule == v.scale_rule:
             return v
         return ArrayView(
             v.pointer, v.shape, v.strides, v.format, v.device, library=v.library,
             readonly=v.readonly, owner=v.owner, scales=v.scales, rotated_width=rotated,
-            scale_rule=rule,
+            scale_rule=encoding.scale_rule,
         )  # fmt: skip
     if v.format not in ("uint8", "int8"):
         raise TypeError(f"array: expected uint8 that hold {format.name} rows, got {v.format}")
@@ -1030,25 +1016,23 @@ def _view_four_bit(
         )
     num_groups = num_bytes // unit
     shape = (*v.shape[:-1], num_groups * format.group)
-    rotated = formats.rotated_elements(rotation, rotated_width, shape[-1], format.name)
+    rotated = encoding.rotated_elements(shape[-1])
     if scales is None:
         result = ArrayView(
             v.pointer, shape, v.strides, format.name, v.device,
             library=v.library, readonly=v.readonly, owner=v.owner, rotated_width=rotated,
-            scale_rule=rule,
+            scale_rule=encoding.scale_rule,
         )  # fmt: skip
         _require_row_bytes(result.scales or v, format.scale_bytes, "array")
         return result
     s = view(scales, "scales")
     allowed = {
         "fp8_e4m3": ("fp8_e4m3", "uint8"), "e8m0": ("float8_e8m0fnu", "uint8"),
-        "fp16": ("fp16", "uint16"), "fp16x2": ("fp16", "uint16", "uint32"),
+        "fp16": ("fp16", "uint16"),
     }[format.scale_format]  # fmt: skip
     if s.format not in allowed:
         known = " or ".join(allowed)
         raise TypeError(f"scales: expected {known} for {format.name}, got {s.format}")
-    if format.has_minimum and s.itemsize == 2:
-        s = _pairs_as_words(s, (*v.shape[:-1], num_groups, 2))
     if s.shape != (*v.shape[:-1], num_groups):
         expected = (*v.shape[:-1], num_groups)
         raise ValueError(f"scales: expected {expected} for {describe(v)}, got {describe(s)}")
@@ -1059,53 +1043,25 @@ def _view_four_bit(
         s.pointer, s.shape, s.strides, format.scale_carrier, s.device,
         library=s.library, readonly=s.readonly, owner=s.owner,
     )  # fmt: skip
-    return four_bit_view(v, own, format.name, rotated, rule)
+    return four_bit_view(v, own, format.name, rotated, encoding.scale_rule)
 
 
-def _pairs_as_words(v: ArrayView, shape: tuple[int, ...]) -> ArrayView:
-    """View the scales and minima of groups, fp16 (..., groups, 2), as words of 4 bytes."""
-    if v.shape != shape or v.strides[-1] != 2:
-        expected = f"{shape}, scale and minimum next to each other"
-        raise ValueError(f"scales: expected {expected}, got {describe(v)}")
-    return ArrayView(
-        v.pointer, shape[:-1], v.strides[:-1], "uint32", v.device,
-        library=v.library, readonly=v.readonly, owner=v.owner,
-    )  # fmt: skip
+def four_bit_encoding(dtype: Any) -> Encoding | None:
+    """Return the encoding that a dtype argument stands for if it has four bits, else None."""
+    if isinstance(dtype, str) and ("+" in dtype or dtype in formats.FOUR_BIT):
+        dtype = Encoding.of(dtype)
+    is_four_bit = isinstance(dtype, Encoding) and dtype.format in formats.FOUR_BIT
+    return dtype if is_four_bit else None
 
 
-def is_four_bit(
-    dtype: Any, rotation: Any = None, rotated_width: Any = None, scale_rule: Any = "absmax"
-) -> bool:
-    """Return whether a dtype argument names a four-bit format, or an option is of those alone."""
-    if isinstance(dtype, str) and dtype in formats.FOUR_BIT:
-        return True
-    return rotation is not None or rotated_width is not None or scale_rule != "absmax"
-
-
-def rotation_options(rotated_width: int) -> dict[str, Any]:
-    """Return the options that allocate or tag rows of which so many elements are rotated."""
-    return {"rotation": "hadamard", "rotated_width": rotated_width} if rotated_width else {}
-
-
-def four_bit_array(
-    make: Callable[[Any, Any], Any], shape: Any, format: str, rotation: Any = None,
-    rotated_width: Any = None, scale_rule: Any = "absmax",
-) -> ArrayView:  # fmt: skip
-    """Return an array of a four-bit format over bytes that `make(shape, dtype)` allocates.
-
-    Parameters
-    ----------
-    rotation, rotated_width, scale_rule : as in `view_as`
+def four_bit_array(make: Callable[[Any, Any], Any], shape: Any, encoding: Encoding) -> ArrayView:
+    """Return an array of a four-bit encoding over bytes that `make(shape, dtype)` allocates.
 
     Raises
     ------
-    TypeError, ValueError : the last axis is no whole number of groups, an argument does not fit, or
-        what `make` raises
+    TypeError, ValueError : the last axis is no whole number of groups, or what `make` raises
     """
-    rule = formats.require_scale_rule(scale_rule, formats.tag(format))
-    if format not in formats.FOUR_BIT:  # what asked for a rotation
-        formats.rotated_elements(rotation, rotated_width, 0, formats.tag(format))
-    four_bit = formats.FOUR_BIT[format]
+    four_bit = formats.FOUR_BIT[encoding.format]
     try:
         *outer, width = (shape,) if isinstance(shape, (int, np.integer)) else shape
         width = operator.index(width)
@@ -1114,11 +1070,11 @@ def four_bit_array(
     formats.require_groups(four_bit, width, "shape")
     if width < 0:
         raise ValueError(f"shape: expected sizes from 0 on, got {shape!r}")
-    rotated = formats.rotated_elements(rotation, rotated_width, width, format)
+    rotated = encoding.rotated_elements(width)
     raw = view(make((*outer, four_bit.row_bytes(width)), np.dtype(np.uint8)))
     return ArrayView(
-        raw.pointer, (*raw.shape[:-1], width), raw.strides, format, raw.device,
-        library=raw.library, owner=raw.owner, rotated_width=rotated, scale_rule=rule,
+        raw.pointer, (*raw.shape[:-1], width), raw.strides, four_bit.name, raw.device,
+        library=raw.library, owner=raw.owner, rotated_width=rotated, scale_rule=encoding.scale_rule,
     )  # fmt: skip
 
 

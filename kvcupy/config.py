@@ -57,9 +57,9 @@ class Config:
         the least shared memory of those that every kernel runs on
     strict_seed : of the orders of threads and blocks; by default random. Setting it starts the
         sequence of orders again
-    verify : "first_use" checks a kernel that has a plainer one below it against its reference
-        before its first use on a model of GPU with a driver version, see `kvcupy.verify`; "never"
-        does not. Of the host device kernels are not checked
+    verify : "first_use" checks each kernel that has a plainer one against its reference before its
+        first use with a GPU model and driver version, see `kvcupy.verify`; "never" does not.
+        Kernels of the host device are not checked
     nvtx : whether each operation is issued within an NVTX range "kvcupy.NAME", by CuPy's bindings,
         for profilers. False, unless the environment has KVCUPY_NVTX=1
 

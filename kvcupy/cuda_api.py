@@ -84,7 +84,7 @@ class RelaxedCapture:
         if status == NO_CONTEXT:
             self._runtime.setDevice(self._runtime.getDevice())  # legal in any capture mode
             status = self._exchange(ctypes.byref(mode))
-        if status == 0:  # else the mode is as it was
+        if status == 0:  # else the mode is unchanged
             self._before = mode
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +127,8 @@ class CudaApi:
 
     @property
     def default_stream(self) -> int:
-        """CuPy's default: the legacy stream, or with an environment variable the thread's own."""
+        """CuPy's default: the legacy stream, or with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1 the
+        calling thread's own."""
         from cupy_backends.cuda.stream import get_default_stream_ptr
 
         return int(get_default_stream_ptr())
@@ -149,9 +150,9 @@ class CudaApi:
         return int(major), int(minor)
 
     def complaint(self) -> str:
-        """Return in one line why the driver cannot run what is compiled here, "" if it can."""
+        """Return one line on why the driver cannot run kernels compiled here, "" if it can."""
         driver, cupy = self.runtime.driverGetVersion(), self.runtime.runtimeGetVersion()
-        nvrtc = self.nvrtc_version if driver else None  # takes 100 ms to load
+        nvrtc = self.nvrtc_version if driver else None  # which is slow to load
         return driver_complaint(driver, cupy, nvrtc)
 
     def relaxed(self) -> RelaxedCapture:
@@ -371,7 +372,7 @@ def cuda_extra() -> str:
 
 
 def install_cublas() -> str:
-    """Return the command that installs the cuBLAS of CuPy, which multiplies matrices with it."""
+    """Return the command that installs the cuBLAS that CuPy needs for matrix products."""
     return "pip install nvidia-cublas" + ("-cu12" if cuda_extra() == "cuda12" else "")
 
 
@@ -384,7 +385,7 @@ def driver_version() -> int:
 
 
 def wheel_library(library: str, major: int) -> Path | None:
-    """Return the file of a library that NVIDIA's wheel for a CUDA version has installed."""
+    """Return the file of a library from NVIDIA's wheel for a CUDA version; None without a wheel."""
     folder = _FOLDERS[library] if major == 12 else f"cu{major}"
     file = Path("nvidia", folder, "lib", f"lib{library}.so.{major}")
     paths = (Path(entry or ".", file) for entry in sys.path)
@@ -392,7 +393,7 @@ def wheel_library(library: str, major: int) -> Path | None:
 
 
 def _places(library: str, major: int) -> Iterator[str]:
-    """Yield what to load for a library, in the order of cuda-pathfinder."""
+    """Yield the places to load a library from, in the order of cuda-pathfinder."""
     name = f"lib{library}.so.{major}"
     if path := wheel_library(library, major):
         yield str(path.absolute())
@@ -418,9 +419,9 @@ def loaded_library(library: str, major: int | str = "") -> str | None:
 
 
 def driver_complaint(driver: int, cupy: int, nvrtc: tuple[int, int] | None) -> str:
-    """Return in one line why a driver cannot run kernels, and the remedy; "" if it can.
+    """Return one line on why a driver cannot run kernels, with the remedy; "" if it can.
 
-    Within a major version a driver runs what any compiler makes for a GPU that it knows.
+    A driver runs the code of every compiler of its major version, for the GPUs that it supports.
 
     Parameters
     ----------
@@ -449,7 +450,7 @@ def driver_complaint(driver: int, cupy: int, nvrtc: tuple[int, int] | None) -> s
 
 
 def cuda_version(number: int) -> str:
-    """Return a version as CUDA counts it as people write it.
+    """Return a version number of CUDA in the usual notation.
 
     >>> cuda_version(12040)
     '12.4'

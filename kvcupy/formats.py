@@ -7,7 +7,7 @@ of elements; their unit is the row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -58,15 +58,13 @@ class FourBitFormat(Format):
     """A format of two codes a byte, element 2i in the low nibble of byte i, scaled by groups.
 
     A row of `width` elements is `width / 2` bytes of codes, then its scales in order; or its scales
-    lie in an array of their own. value = code * group scale * scale of the tensor or head; with a
-    zero point (code * group scale + minimum) * scale.
+    lie in an array of their own. value = code * group scale * scale of the tensor or head.
 
     Attributes
     ----------
     group : elements that share a scale; the width of a row is a multiple of it
-    scale_format : of the group scales: "fp8_e4m3", "e8m0" (a power of two), "fp16", or "fp16x2": a
-        pair of fp16, the scale and then the minimum, which is the value of code 0
-    scale_bytes : of one group scale, with the minimum
+    scale_format : of the group scales: "fp8_e4m3", "e8m0" (a power of two) or "fp16"
+    scale_bytes : of one group scale
     """
 
     group: int
@@ -79,11 +77,6 @@ class FourBitFormat(Format):
         return False
 
     @property
-    def has_minimum(self) -> bool:
-        """Whether codes count from the minimum of their group, its zero point."""
-        return self.scale_format == "fp16x2"
-
-    @property
     def group_bytes(self) -> int:
         """Bytes of a group with its scale."""
         return self.group // 2 + self.scale_bytes
@@ -94,8 +87,8 @@ class FourBitFormat(Format):
 
     @property
     def scale_carrier(self) -> str:
-        """The format of a view of the group scales; e8m0 is viewed as bytes, a pair as a word."""
-        return {"e8m0": "uint8", "fp16x2": "uint32"}.get(self.scale_format, self.scale_format)
+        """The format of a view of the group scales; e8m0 is viewed as bytes."""
+        return "uint8" if self.scale_format == "e8m0" else self.scale_format
 
 
 FOUR_BIT: dict[str, FourBitFormat] = {
@@ -108,14 +101,8 @@ FOUR_BIT: dict[str, FourBitFormat] = {
         ("int4", 7.0, "int4x2", 32, "fp16", 2),
         ("int4_g64", 7.0, "int4x2", 64, "fp16", 2),
         ("int4_g128", 7.0, "int4x2", 128, "fp16", 2),
-        ("int4_zp", 15.0, "uint4x2", 32, "fp16x2", 4),
-        ("int4_zp_g64", 15.0, "uint4x2", 64, "fp16x2", 4),
-        ("int4_zp_g128", 15.0, "uint4x2", 128, "fp16x2", 4),
     )
 }
-
-ROTATIONS = ("hadamard",)
-"""How rows of a four-bit format may be rotated before they are stored."""
 
 MAX_ROTATION_BLOCK = 512
 """Elements that rotate together, at most: what a warp holds."""
@@ -135,6 +122,8 @@ def tag(dtype: Any) -> str:
     >>> tag("float32"), tag("int64")
     ('fp32', 'int64')
     """
+    if isinstance(dtype, Encoding):
+        return dtype.format
     return _tag_of(dtype) if isinstance(dtype, (str, np.dtype)) else _tag_of(np.dtype(dtype))
 
 
@@ -146,6 +135,8 @@ def _tag_of(dtype: str | np.dtype[Any]) -> str:
 
 def numpy_dtype(name: Any) -> np.dtype[Any]:
     """Return the NumPy dtype of a format name, or of anything `numpy.dtype` takes."""
+    if isinstance(name, Encoding):
+        name = name.format
     if isinstance(name, str) and name in FORMATS:
         return FORMATS[name].numpy
     try:
@@ -199,66 +190,170 @@ def rotation_block(rotated_width: int) -> int:
     return rotated_width & -rotated_width
 
 
-def encoding(name: str, rotated_width: int) -> str:
+@dataclass(frozen=True)
+class Encoding:
+    """How numbers are stored: a format, and of four-bit formats a rotation and a scale rule.
+
+    It is accepted wherever a `dtype` is, also as the string that `str` makes of it:
+    "nvfp4+hadamard+four_over_six".
+
+    Parameters
+    ----------
+    format : a number format of `CACHE_FORMATS`
+    hadamard : whether rows are multiplied by an orthonormal Hadamard matrix as they are stored, and
+        again as they are read; of four-bit formats. It says how bytes are read, as the format does
+    hadamard_width : how many elements, the first of a row, are rotated; None: all. They are rotated
+        in blocks of the largest power of two that divides the width, at most 512
+    scale_rule : how groups of a four-bit format get their scales when rows are written. "absmax":
+        by their largest magnitude; of nvfp4 also "four_over_six": that element gets the code 6 or
+        4, whichever leaves the smaller squared error. Bytes are read alike by either rule
+
+    Raises
+    ------
+    TypeError, ValueError : a value that no format has
+
+    Examples
+    --------
+    >>> str(Encoding("nvfp4", hadamard=True, scale_rule="four_over_six"))
+    'nvfp4+hadamard+four_over_six'
+    >>> Encoding.of("nvfp4+hadamard:512").hadamard_width
+    512
+    """
+
+    format: str
+    _: KW_ONLY
+    hadamard: bool = False
+    hadamard_width: int | None = None
+    scale_rule: str = "absmax"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, str) or self.format not in CACHE_FORMATS:
+            known = ", ".join(CACHE_FORMATS)
+            raise ValueError(f"format: expected one of {known}, got {self.format!r}")
+        if not isinstance(self.hadamard, bool):
+            raise TypeError(f"hadamard: expected a bool, got {self.hadamard!r}")
+        four_bit, width = FOUR_BIT.get(self.format), self.hadamard_width
+        if self.hadamard and four_bit is None:
+            known = ", ".join(FOUR_BIT)
+            raise ValueError(
+                f"hadamard: expected False for {self.format} (of {known} rows can be rotated), "
+                "got True"
+            )
+        if width is not None:
+            if not self.hadamard:
+                raise ValueError(f"hadamard_width: expected None without hadamard, got {width!r}")
+            if isinstance(width, bool) or not isinstance(width, (int, np.integer)):
+                raise TypeError(f"hadamard_width: expected an int, got {width!r}")
+            assert four_bit is not None
+            if width <= 0 or width % four_bit.group:
+                raise ValueError(
+                    f"hadamard_width: expected whole groups of {four_bit.group}, got {width}"
+                )
+            object.__setattr__(self, "hadamard_width", int(width))
+        if not isinstance(self.scale_rule, str) or self.scale_rule not in SCALE_RULES:
+            known = " or ".join(map(repr, SCALE_RULES))
+            raise ValueError(f"scale_rule: expected {known}, got {self.scale_rule!r}")
+        if self.scale_rule != "absmax" and self.format != "nvfp4":
+            raise ValueError(
+                f"scale_rule: expected 'absmax' for {self.format}, got {self.scale_rule!r}"
+            )
+
+    def __str__(self) -> str:
+        parts = [self.format]
+        if self.hadamard:
+            width = self.hadamard_width
+            parts.append("hadamard" if width is None else f"hadamard:{width}")
+        if self.scale_rule != "absmax":
+            parts.append(self.scale_rule)
+        return "+".join(parts)
+
+    @classmethod
+    def of(cls, dtype: Any, name: str = "dtype") -> Encoding:
+        """Return the encoding that a dtype argument stands for.
+
+        Parameters
+        ----------
+        dtype : an Encoding, its string, or a dtype of any library that is a number format
+        name : of the argument, for errors
+
+        Raises
+        ------
+        TypeError, ValueError : it is no encoding
+        """
+        if isinstance(dtype, Encoding):
+            return dtype
+        if isinstance(dtype, str) and ("+" in dtype or dtype in CACHE_FORMATS):
+            return _parsed(dtype, name)
+        text = str(dtype)
+        try:
+            format = tag(text[6:] if text.startswith("torch.") else numpy_dtype(dtype))
+        except TypeError:
+            format = ""
+        if format not in FORMATS:
+            known = ", ".join(CACHE_FORMATS)
+            error = ValueError if format else TypeError
+            raise error(f"{name}: expected one of {known}, or a dtype that is one, got {dtype!r}")
+        return _parsed(format, name)
+
+    def rotated_elements(self, width: int) -> int:
+        """Return how many elements of rows of a width are rotated.
+
+        Raises
+        ------
+        ValueError : rows are too short, or rotated in blocks that are too long
+        """
+        if not self.hadamard:
+            return 0
+        rotated = self.hadamard_width or width
+        if rotated > width:
+            raise ValueError(f"hadamard_width: expected at most {width}, got {rotated}")
+        block = rotation_block(rotated)
+        if block > MAX_ROTATION_BLOCK:
+            raise ValueError(
+                f"hadamard: expected blocks of at most {MAX_ROTATION_BLOCK} elements, got rows of "
+                f"{rotated}, which are rotated by {block}"
+            )
+        return rotated
+
+
+def rotated(format: str, rotated_width: int, scale_rule: str = "absmax") -> Encoding:
+    """Return the encoding of rows whose first `rotated_width` elements are rotated; 0: none."""
+    return Encoding(
+        format, hadamard=rotated_width > 0, hadamard_width=rotated_width or None,
+        scale_rule=scale_rule,
+    )  # fmt: skip
+
+
+def stored_as(name: str, rotated_width: int) -> str:
     """Return what the bytes of rows are: their format, and how many elements are rotated.
 
-    >>> encoding("bf16", 0), encoding("nvfp4", 128)
+    >>> stored_as("bf16", 0), stored_as("nvfp4", 128)
     ('bf16', 'nvfp4+hadamard:128')
     """
     return f"{name}+hadamard:{rotated_width}" if rotated_width else name
 
 
-def require_scale_rule(rule: Any, format: str) -> str:
-    """Return how groups of a format get their scales; ValueError unless it can be so."""
-    if not isinstance(rule, str) or rule not in SCALE_RULES:
-        known = " or ".join(map(repr, SCALE_RULES))
-        raise ValueError(f"scale_rule: expected {known}, got {rule!r}")
-    if rule != "absmax" and format != "nvfp4":
-        raise ValueError(f"scale_rule: expected 'absmax' for {format}, got {rule!r}")
-    return rule
-
-
-def rotated_elements(rotation: Any, rotated_width: Any, width: int, format: str) -> int:
-    """Return how many elements of a row are rotated; 0 for `rotation=None`.
-
-    Parameters
-    ----------
-    rotated_width : the first elements of a row, which are rotated; None: all `width`
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit, or the format has no rotation
-    """
-    if rotation is None:
-        if rotated_width is not None:
-            raise ValueError(f"rotated_width: expected None without rotation, got {rotated_width}")
-        return 0
-    if not isinstance(rotation, str) or rotation not in ROTATIONS:
-        known = ", ".join(map(repr, ROTATIONS))
-        raise ValueError(f"rotation: expected None or {known}, got {rotation!r}")
-    four_bit = FOUR_BIT.get(format)
-    if four_bit is None:
-        known = ", ".join(FOUR_BIT)
-        raise ValueError(
-            f"rotation: expected None for {format} (of {known} rows can be rotated), got "
-            f"{rotation!r}"
-        )
-    if rotated_width is None:
-        rotated_width = width
-    elif isinstance(rotated_width, bool) or not isinstance(rotated_width, (int, np.integer)):
-        raise TypeError(f"rotated_width: expected an int, got {rotated_width!r}")
-    elif not 0 < rotated_width <= width or rotated_width % four_bit.group:
-        raise ValueError(
-            f"rotated_width: expected whole groups of {four_bit.group}, at most {width}, got "
-            f"{rotated_width}"
-        )
-    block = rotation_block(int(rotated_width))
-    if block > MAX_ROTATION_BLOCK:
-        raise ValueError(
-            f"rotation: expected blocks of at most {MAX_ROTATION_BLOCK} elements, got rows of "
-            f"{rotated_width}, which are rotated by {block}"
-        )
-    return int(rotated_width)
+@lru_cache(maxsize=256)
+def _parsed(text: str, name: str) -> Encoding:
+    """Return the encoding of a string."""
+    format, *options = text.split("+")
+    named: dict[str, Any] = {}
+    for option in options:
+        key, colon, width = option.partition(":")
+        if key == "hadamard" and "hadamard" not in named and (width.isdecimal() or not colon):
+            named["hadamard"] = True
+            if colon:
+                named["hadamard_width"] = int(width)
+        elif option in SCALE_RULES and "scale_rule" not in named:
+            named["scale_rule"] = option
+        else:
+            raise ValueError(
+                f"{name}: expected an encoding such as 'nvfp4+hadamard+four_over_six', got {text!r}"
+            )
+    try:
+        return Encoding(format, **named)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def require_groups(format: FourBitFormat, width: int, name: str) -> None:

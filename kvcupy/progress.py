@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 _LINES = 10  # at most, where they are wanted
 
 Task = TypeVar("Task")

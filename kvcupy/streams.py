@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from . import devices, observe
 from .arrays import view
-from .devices.protocol import Stream, is_device
+from .devices.protocol import Device, Stream, is_device
+from .errors import CaptureError
 
 
 def fork(main: Any, *others: Any) -> None:
@@ -49,6 +52,36 @@ def join(main: Any, *others: Any) -> None:
     first, *rest = as_streams((main, *others), "main")
     for other in rest:
         first.wait(other.record())
+
+
+def stream_after(device: Device, after: Any, what: str, library: str = "") -> Stream:
+    """Return the stream that an argument `after` names: work waits for what it holds so far.
+
+    Parameters
+    ----------
+    after : Stream, or a CuPy or torch stream; None: the current one of `library`, as for
+        `Device.as_stream`; False: an idle stream, there is nothing to wait for
+    what : what would wait, for errors: "a transfer"
+
+    Raises
+    ------
+    TypeError, ValueError : `after` is no stream of the device
+    CaptureError : the stream is being captured
+    """
+    if after is False:
+        with _lock:
+            idle = _idle.get(device)
+            if idle is None:
+                idle = _idle[device] = device.stream()
+        return idle
+    stream = device.as_stream(after, library, name="after")
+    if stream.capturing:
+        raise CaptureError(f"after: {what} cannot be part of a capture")
+    return stream
+
+
+_idle: WeakKeyDictionary[Device, Stream] = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def keep_alive(arrays: Any, stream: Any) -> None:

@@ -2,7 +2,7 @@
 
 python scripts/bench.py --quick
 python scripts/bench.py transfer --json build/transfer.json
-python scripts/bench.py steps --help
+python scripts/bench.py scale --help
 """
 
 from __future__ import annotations
@@ -13,37 +13,30 @@ from collections.abc import Sequence
 
 from benchmarks import (
     calls,
-    command,
     frames,
     generate,
     loading,
     migration,
-    migration_nixl,
     ops,
     order,
     scale,
-    shared,
     shared_servers,
-    steps,
     transfer,
-    views,
 )
+
+from kvcupy.bench import frame
 
 BENCHMARKS = {
     "ops": ops,
-    "views": views,
     "loading": loading,
     "migration": migration,
-    "migration_nixl": migration_nixl,
     "transfer": transfer,
-    "steps": steps,
     "scale": scale,
     "calls": calls,
     "frames": frames,
     "generate": generate,
     "order": order,
-    "shared": shared,
-    "shared_servers": shared_servers,
+    "shared": shared_servers,
 }
 
 
@@ -56,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, benchmark in BENCHMARKS.items():
         summary = (benchmark.__doc__ or "").splitlines()[0]
         options = names.add_parser(name, help=summary, description=summary)
-        command.add_common_arguments(options)
+        frame.add_common_arguments(options)
         benchmark.add_arguments(options)
     parsed = parser.parse_args(arguments)
-    return command.run(parsed.benchmark, BENCHMARKS[parsed.benchmark], parsed)
+    return frame.run(parsed.benchmark, BENCHMARKS[parsed.benchmark], parsed)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,12 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from common.measure import device_for_products, log_compilation, one_core_per_stream
+from common.measure import (
+    chosen_device,
+    log_compilation,
+    one_core_per_stream,
+    require_products,
+)
 from serving.disaggregated import (
     LAYERS,
     NO_EXPORT,
@@ -57,7 +62,8 @@ from serving.llama import Llama, LlamaConfig
 from serving.llama_files import random_weights
 
 import kvcupy as kv
-from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.bench import frame
+from kvcupy.bench.report import format_table
 from kvcupy.timelines.timeline import Span, Timeline
 
 HEADS = 8, 8  # of queries, of keys and values
@@ -68,7 +74,7 @@ class WrongTokens(Exception):
     """Two processes did not give the tokens of one."""
 
 
-def make_node(arguments: argparse.Namespace) -> Node:
+def make_node(device: Any, arguments: argparse.Namespace) -> Node:
     """Return the same node in both processes: weights follow from the seed."""
     q_heads, kv_heads = HEADS
     config = LlamaConfig(
@@ -76,7 +82,7 @@ def make_node(arguments: argparse.Namespace) -> Node:
         layers=arguments.layers, q_heads=q_heads, kv_heads=kv_heads,
         head_dim=arguments.hidden // q_heads,
     )  # fmt: skip
-    device = device_for_products(arguments.device)
+    require_products(device)
     weights = random_weights(device, config)
     goal = arguments.tokens + arguments.output_tokens
     model = Llama(device, config, weights, context=goal)
@@ -89,7 +95,7 @@ def work(arguments: argparse.Namespace) -> None:
     """Be the prefilling process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else writes between the answers
-    node = make_node(arguments)
+    node = make_node(chosen_device(arguments.device), arguments)
     sender = kv.PageSender(node.cache.pool, listen=arguments.listen, engine=arguments.engine)
     try:
         with one_core_per_stream(node.device):
@@ -125,7 +131,7 @@ def measure(
     return samples, checked
 
 
-def summary(samples: dict[str, list[Prefilled]]) -> dict[str, Any]:
+def times_of(samples: dict[str, list[Prefilled]]) -> dict[str, Any]:
     """Return times in ms, and how much of the migration is hidden."""
     times = {
         "compute_ms": [run.end_s - run.start_s for run in samples[NO_EXPORT]],
@@ -179,10 +185,9 @@ def _moved(span: Span, us: float, device: str) -> Span:
     return replace(span, start_us=span.start_us + us, device=device)
 
 
-def run(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Be the decoding process: start the other one, measure, and return the report."""
-    node = make_node(arguments)
-    where = describe(node.device)  # now: the tree may change while this runs
+    node = make_node(device, arguments)
     rng = np.random.default_rng(arguments.seed)
     prompts = rng.integers(0, 1024, (arguments.requests, arguments.tokens)).tolist()
     with ExitStack() as ending, one_core_per_stream(node.device):
@@ -190,7 +195,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]
         listen = arguments.listen or f"unix:{folder / 'pages'}"
         receiver = kv.PageReceiver(node.cache.pool, engine=arguments.engine)
         ending.callback(receiver.close)
-        process = PrefillProcess([*command, "--worker", "--listen", listen], node, receiver)
+        command = [*arguments.command, "--worker", "--listen", listen]
+        process = PrefillProcess(command, node, receiver)
         ending.callback(process.close)
         samples, checked = measure(
             node, process, prompts, arguments.output_tokens, arguments.rounds
@@ -202,8 +208,6 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]
     if node.cache.num_available_pages != node.cache.pool.num_pages:
         raise WrongTokens(f"pages were not given back: {node.cache}")
     return {
-        **where,
-        "quick": arguments.quick,
         "engine": arguments.engine,
         "listen": listen.partition(":")[0],
         "layers": arguments.layers,
@@ -215,7 +219,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]
         "requests": arguments.requests,
         "tokens_checked": checked,
         "receiver": stats,
-        **summary(samples),
+        **times_of(samples),
     }
 
 
@@ -241,58 +245,47 @@ def render(report: dict[str, Any]) -> str:
             "--quick: runs this few and short show that it works, not how much it hides; "
             "run it without --quick for that."
         )
-    return "\n\n".join([format_table(("ms", *columns), rows), "\n".join(notes)])
-
-
-def header(report: dict[str, Any]) -> str:
-    return (
-        f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
-        f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
+    about = (
         f"random Llama of {report['layers']} layers, hidden {report['hidden_size']}; "
         f"{report['requests']} prompts of {report['tokens']} tokens, pages of "
         f"{report['page_size']} {report['dtype']} tokens; engine {report['engine']}, "
         f"{report['listen']}"
     )
+    return "\n\n".join([about, format_table(("ms", *columns), rows), "\n".join(notes)])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
     add("--engine", choices=("socket", "nixl"), default="socket", help="that moves the pages")
     add("--listen", help='of the sender: "unix:PATH" or "tcp:127.0.0.1:PORT"; default: unix')
     add("--layers", type=int, help="of the model; default 8")
     add("--hidden", type=int, help="of the model; default 256")
     add("--tokens", type=int, help="of a prompt; default 1024")
     add("--output-tokens", type=int, default=8, help="of an answer")
-    add("--requests", type=int, help="prompts; default 2")
+    add("--requests", type=int, default=2, help="prompts")
     add("--page-size", type=int, default=16, help="tokens per page")
     add("--dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8_e4m3", "int8"),
         help="of the cache")  # fmt: skip
     add("--rounds", type=int, help="measured runs of each way; default 9")
     add("--seed", type=int, default=0, help="of the prompts")
-    add("--quick", action="store_true", help="few layers, tokens and rounds")
-    add("--json", type=Path, help="write the report here")
     add("--out", type=Path, help="write a timeline (HTML, JSON and PNG) to this folder")
     add("--worker", action="store_true", help=argparse.SUPPRESS)  # be the other process
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(given)
-    defaults = {"layers": 8, "hidden": 256, "tokens": 1024, "requests": 2, "rounds": 9}
-    if arguments.quick:
-        defaults = {"layers": 3, "hidden": 64, "tokens": 48, "requests": 2, "rounds": 1}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given, module = list(sys.argv[1:] if argv is None else argv), sys.modules[__name__]
+    options = frame.parse(module, given)
+    defaults = {"layers": 8, "hidden": 256, "tokens": 1024, "rounds": 9}
+    if options.quick:
+        defaults = {"layers": 3, "hidden": 64, "tokens": 48, "rounds": 1}
     for name, value in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    if arguments.worker:
-        work(arguments)
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.worker:
+        work(options)
         return 0
-    report = run(arguments, [str(Path(__file__).resolve()), *given])
-    print(f"{header(report)}\n\n{render(report)}")
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.out:
-        print(f"\ntimeline: {arguments.out / 'timeline.html'}")
-    return 0
+    options.command = [str(Path(__file__).resolve()), *given]
+    return frame.run("disaggregated_demo", module, options, program="disaggregated_demo")
 
 
 if __name__ == "__main__":

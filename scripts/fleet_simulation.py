@@ -23,19 +23,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.arguments import positive
 from replay.fleet import ROUTES, WRITES, Fleet, FleetResult, simulate_fleet
-from replay.requests import BLOCK_TOKENS, requests_of
+from replay.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
 from replay.simulation import TIERS, Sizes
 
-import kvcupy as kv
+from kvcupy import pictures
+from kvcupy.bench import frame
+from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
-from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.bench.report import format_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NODES = (1, 4, 16, 64, 256, 1000)
-NETWORK_GB_PER_S = 10.0  # of a node, unless told: 100 Gbit/s, less what protocols take
-QUERY_US = 20.0  # of a metadata server, for each request, unless told
+NETWORK_GB_PER_S = 10.0  # of a node, by default: 100 Gbit/s less the overhead of protocols
+QUERY_US = 20.0  # of a metadata server, for each request, by default
 
 
 def measured_costs(folder: Path) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def measured_costs(folder: Path) -> dict[str, Any]:
         pass
     try:
         rows = json.loads((folder / "bench_shared_host.json").read_text())["rows"]
-        (row,) = [r for r in rows if r["engine"] == "shm" and r["case"] == "2 MiB x32"]
+        case = {"candidate": "shm", "block_kib": 2048, "batch": 32, "layout": "page_first_direct"}
+        (row,) = [row for row in rows if case.items() <= row.items()]
         costs |= {f"store_{call}_gb_per_s": row[f"{call}_gb_per_s"] for call in ("get", "put")}
     except (OSError, KeyError, ValueError):
         pass
@@ -105,8 +107,7 @@ def block_bytes_of(model: str) -> int:
     return 2 * 2 * of.layers * of.kv_heads * of.head_dim * BLOCK_TOKENS
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    where = describe(kv.device("host"))
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     timed = [(request.timestamp / 1e3, request.hash_ids) for request in requests]
     seconds = max(1e-3, timed[-1][0] - timed[0][0])
@@ -134,13 +135,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             add("when blocks are put", replace(some, write=write, route=route))
     add("a node dies", some)
     add("a node dies", replace(some, dead=len(timed) // 2))
-    distinct = len({block for _, ids in timed for block in ids})
-    blocks = sum(len(ids) for _, ids in timed)
+    facts = facts_of(requests, arguments)
     return {
-        **where,
-        "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
-        "requests": len(requests), "seconds": seconds, "tokens": tokens,
-        "blocks": blocks, "distinct_blocks": distinct, "bound": 1 - distinct / max(1, blocks),
+        **facts, "seconds": seconds, "tokens": tokens,
+        "bound": 1 - facts["distinct_blocks"] / max(1, facts["blocks"]),
         "model": arguments.model, "block_bytes": block_bytes_of(arguments.model),
         "device_blocks": sizes.device, "host_blocks": sizes.host,
         "assumed": {
@@ -177,7 +175,7 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Draw hit rates and network bytes over the number of nodes."""
     from matplotlib.figure import Figure
 
@@ -205,40 +203,22 @@ def draw(report: dict[str, Any], path: Path) -> None:
     title = f"{report['trace']}, simulated: {report['requests']} requests on 1 to 1,000 nodes"
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    report = run(arguments)
-    print(render(report))
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.plot:
-        draw(report, arguments.plot)
-        print(f"\nchart: {arguments.plot}")
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
-    add("--limit", type=positive, help="requests, at most")
-    add("--seed", type=int, default=0, help="of the made-up trace")
-    add("--nodes", type=positive, nargs="+", default=list(NODES))
-    add("--device-blocks", type=positive, default=1000, help="of each node")
-    add("--host-blocks", type=positive, default=5000, help="of each node")
-    add("--store-blocks", type=positive, default=100_000, help="of the store, of all nodes")
-    models = [name for name, model in MODELS.items() if not model.mla]
-    add("--model", choices=models, default="llama-3.1-8b", help="whose blocks are moved")
+    add_trace_arguments(parser, device_blocks=1000, host_blocks=5000, scaled=False)
+    add("--nodes", type=count, nargs="+", default=list(NODES))
+    add("--store-blocks", type=count, default=100_000, help="of the store, of all nodes")
     add("--network-gb-per-s", type=float, default=NETWORK_GB_PER_S, help="of a node, assumed")
     add("--query-us", type=float, default=QUERY_US, help="of the metadata server, assumed")
     add("--costs", type=Path, default=RESULTS, help="folder of measured results of one node")
-    add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
-    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return frame.main(sys.modules[__name__], argv, has_device=False, has_quick=False)
 
 
 if __name__ == "__main__":

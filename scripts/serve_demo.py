@@ -20,7 +20,7 @@ with --agreement, how often caches of other formats give the same tokens.
     python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 64 --sinks 4 \
         --prompt-tokens 2048
     python scripts/serve_demo.py --dtype bf16 --recent 64 --sinks 4 --prompt-tokens 512 \
-        --agreement =fp32 =fp8_e4m3 nvfp4 nvfp4:hadamard:four_over_six int4_zp:hadamard@128
+        --agreement =fp32 =fp8_e4m3 nvfp4 nvfp4+hadamard+four_over_six int4+hadamard@128
     python scripts/serve_demo.py --model path/to/llama --dtype bf16
 """
 
@@ -41,13 +41,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common.measure import device_for_products, length_us, log_compilation, one_core_per_stream
-from quantisation.llama import Llama as GgufLlama
-from quantisation.llama import python_topics
 from serving import agreement, capacity
 from serving.draw import draw_steps
 from serving.engine import CacheSettings, Outcome, Server
+from serving.gguf import GgufFile, python_topics
 from serving.llama import Llama, LlamaConfig
-from serving.llama_files import gguf_weights, load_weights, random_weights, read_config
+from serving.llama_files import load_weights, random_weights, read_config
 from serving.lookup import lookup_config, lookup_prompts, lookup_weights
 from serving.report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
 from serving.requests import Prompt, synthetic_prompts, trace_prompts
@@ -125,7 +124,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.past:
         settings = replace(
             settings, past=arguments.past, recent=arguments.recent, sinks=arguments.sinks,
-            rotation=arguments.rotation, scale_rule=arguments.scale_rule,
         )  # fmt: skip
     policy = Policy(
         budget=arguments.budget, max_running=arguments.max_running, share=not arguments.no_sharing,
@@ -171,9 +169,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
     past = None
     if arguments.past:
-        plain = replace(
-            settings, past=None, recent=None, sinks=0, rotation=None, scale_rule="absmax"
-        )
+        plain = replace(settings, past=None, recent=None, sinks=0)
         server = Server(model, plain, policy, ahead=arguments.ahead)
         with one_core_per_stream(device):
             outcome, _ = server.serve(prompts)
@@ -230,7 +226,7 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens, output, count = arguments.prompt_tokens, arguments.output_tokens, arguments.requests
     settings = CacheSettings(
         1, arguments.page_size, arguments.dtype, past=arguments.past, recent=arguments.recent,
-        sinks=arguments.sinks, rotation=arguments.rotation, scale_rule=arguments.scale_rule,
+        sinks=arguments.sinks,
     )  # fmt: skip
     policy = Policy(budget=arguments.budget, max_running=min(arguments.max_running, count))
     rng, dtype = np.random.default_rng(arguments.seed), np.dtype(arguments.compute)
@@ -244,8 +240,8 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
     drawn = long_prompts(rng, range(count), config.vocab, tokens, output)
     cases["random"] = Llama(device, config, weights, context=context), drawn
     if arguments.model:
-        file = GgufLlama(arguments.model)
-        config, weights = gguf_weights(device, file, dtype=dtype)
+        file = GgufFile(arguments.model)
+        config, weights = file.load(device, dtype=dtype)
         texts = text_prompts(file.encode(python_topics()), count, tokens, output)
         cases[file.name] = Llama(device, config, weights, context=context), texts
     if arguments.only_file:
@@ -253,8 +249,7 @@ def run_long(arguments: argparse.Namespace) -> dict[str, Any]:
     models: dict[str, Any] = {}
     report = {
         **where, "page_size": arguments.page_size, "dtype": arguments.dtype,
-        "past": arguments.past, "rotation": arguments.rotation,
-        "scale_rule": arguments.scale_rule, "recent": arguments.recent, "sinks": arguments.sinks,
+        "past": arguments.past, "recent": arguments.recent, "sinks": arguments.sinks,
         "compute": arguments.compute, "budget": arguments.budget, "seed": arguments.seed,
         "requests": count, "prompt_tokens": tokens, "output_tokens": output,
         "held_at_least": arguments.held_at_least, "models": models,
@@ -383,15 +378,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--page-size", type=int, default=16, help="tokens per page")
     add("--dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8_e4m3", "int8"),
         help="of the cache")  # fmt: skip
-    add("--past", help="narrower format of old tokens, such as nvfp4; default: none")
+    add("--past", help="encoding of old tokens, such as nvfp4+hadamard; default: none")
     add("--recent", type=int, default=128, help="with --past, last tokens that stay in --dtype")
     add("--sinks", type=int, default=16, help="with --past, first tokens that stay in --dtype")
-    add("--rotation", choices=("hadamard",), help="with --past, how its rows are rotated")
-    add("--scale-rule", default="absmax", choices=("absmax", "four_over_six"),
-        help="with --past, how its groups get their scales")  # fmt: skip
     add("--agreement", nargs="+", metavar="PAST",
         help="with --prompt-tokens: compare tokens alone, for each of these instead of --past: "
-        "FORMAT[:hadamard][:four_over_six][@RECENT], or =FORMAT of a whole cache")  # fmt: skip
+        "ENCODING[@RECENT], or =FORMAT of a whole cache")  # fmt: skip
     add("--prompt-tokens", type=int, help="with --past: compare caches with prompts of so many")
     add("--held-at-least", type=float, default=3.0,
         help="fail if the cache with a past holds fewer times the tokens")  # fmt: skip

@@ -34,17 +34,19 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common.arguments import positive
 from common.measure import chosen_device, one_core_per_stream
 from replay.draw import COLOURS
-from replay.requests import BLOCK_TOKENS, requests_of
+from replay.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
 from replay.run import Replay
 from replay.settings import Settings, scaled_shape
 from replay.simulation import Sizes
 
 import kvcupy as kv
+from kvcupy import pictures
+from kvcupy.bench import frame
+from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
-from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.bench.report import format_table
 
 TIERS = ("device", "host", "shared")
 SLOT_BYTES = 4096  # room for the header of a block, at most
@@ -211,8 +213,7 @@ def remove_store(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in stats.items() if isinstance(value, (int, float, str))}
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    where = describe(chosen_device(arguments.device))
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     try:
         points = [run_processes(arguments, shared=shared) for shared in (False, True)]
@@ -221,11 +222,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             remove_store(arguments)
         raise
     return {
-        **where,
-        "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
-        "requests": len(requests),
-        "blocks": sum(len(request.hash_ids) for request in requests),
-        "distinct_blocks": len({i for request in requests for i in request.hash_ids}),
+        **facts_of(requests, arguments),
         "processes": arguments.processes,
         "url": arguments.url.partition(":")[0],
         "model": arguments.model,
@@ -270,7 +267,7 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the hits of each tier, without the store and with it."""
     from matplotlib.figure import Figure
 
@@ -293,50 +290,38 @@ def draw(report: dict[str, Any], path: Path) -> None:
     title = f"{report['trace']}, {report['requests']} requests in {report['processes']} processes"
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    if arguments.worker is not None:
-        return serve(arguments)
-    report = run(arguments)
-    print(render(report))
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.plot:
-        draw(report, arguments.plot)
-        print(f"\nchart: {arguments.plot}")
-    points = report["points"]
-    return int(any(p["wrong"] or p["failed"] or p["counts"].get("wrong_bytes") for p in points))
+def problems(report: dict[str, Any]) -> list[str]:
+    """Return a line on each run with a wrong byte, or with a process that failed."""
+    return [
+        f"{'over one store' if p['shared'] else 'alone'}: wrong bytes, or a process failed"
+        for p in report["points"]
+        if p["wrong"] or p["failed"] or p["counts"].get("wrong_bytes")
+    ]
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
-    add("--limit", type=positive, help="requests to serve, at most")
-    add("--seed", type=int, default=0, help="of the made-up trace")
-    add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    add("--processes", type=positive, default=2)
-    add("--url", help="of the store; default: memory of this machine, which is given back")
-    add("--store-blocks", type=positive, default=4096, help="that memory of this machine holds")
-    add("--device-blocks", type=positive, default=128, help="of each process")
-    add("--host-blocks", type=positive, default=512, help="of each process")
-    models = [name for name, model in MODELS.items() if not model.mla]
-    add("--model", choices=models, default="llama-3.1-8b")
-    add("--scale", type=positive, default=8, help="divides layers, tokens, heads and head_dim")
+    add_trace_arguments(parser, device_blocks=128, host_blocks=512)
+    add("--processes", type=count, default=2)
+    add("--url", default=f"shm:kvcupy-demo-{os.getpid()}",
+        help="of the store; default: memory of this machine, which is given back")  # fmt: skip
+    add("--store-blocks", type=count, default=4096, help="that memory of this machine holds")
     add("--kill", action="store_true", help="kill the first process in the middle")
-    add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
     add("--worker", type=int, help=argparse.SUPPRESS)  # serve one process's requests
     add("--shared", action="store_true", help=argparse.SUPPRESS)
-    add("--stop-after", type=positive, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.url is None:
-        arguments.url = f"shm:kvcupy-demo-{os.getpid()}"
-    return arguments
+    add("--stop-after", type=count, help=argparse.SUPPRESS)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    module = sys.modules[__name__]
+    options = frame.parse(module, argv, has_quick=False)
+    if options.worker is not None:
+        return serve(options)
+    return frame.run("shared_demo", module, options, program="shared_demo")
 
 
 if __name__ == "__main__":

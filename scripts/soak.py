@@ -37,14 +37,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common.measure import chosen_device, log_compilation
+from common.measure import log_compilation
 from soaking.audit import Broken
 from soaking.contents import PAST, VARIANTS, Variant
 from soaking.draw import draw
 from soaking.resources import SLACK, Sample, beyond_slack, growth, sample, warm_up
 from soaking.server import DISK_SLOTS, HOST_PAGES, Server, num_pages
 
-from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.bench import frame
+from kvcupy.bench.report import format_table
 from kvcupy.errors import KvcupyError
 from kvcupy.progress import Progress
 
@@ -70,7 +71,7 @@ def take_sample(servers: Sequence[Server], step: int, folder: Path) -> Sample:
 
 
 def soak(
-    arguments: argparse.Namespace, folder: Path, after_step: Callable[[], object]
+    device: Any, arguments: argparse.Namespace, folder: Path, after_step: Callable[[], object]
 ) -> dict[str, Any]:
     """Run the servers and return the report.
 
@@ -78,8 +79,6 @@ def soak(
     ------
     Broken : something is not as it must be; the message names server, step and seed
     """
-    device = chosen_device(arguments.device)
-    where = describe(device)
     variants = (*VARIANTS, PAST) if arguments.past else VARIANTS
     start = time.perf_counter()
     servers = [
@@ -116,7 +115,6 @@ def soak(
         server.close()
     grown = growth(samples)
     return {
-        **where,
         "seed": arguments.seed,
         "shared": arguments.shared,
         "past": arguments.past,
@@ -136,7 +134,9 @@ def soak(
         "slack": SLACK,
         "grown": grown,
         "too_much": beyond_slack(grown),
+        "at_first": samples[0],
         "most": {name: max(s[name] for s in samples) for name in samples[0]},
+        "at_the_end": samples[-1],
         "samples": samples,
     }
 
@@ -160,7 +160,7 @@ def render(report: dict[str, Any]) -> str:
         )
     ]
     held = [
-        (name.replace("_", " "), f"{report['samples'][0][name]:,}", f"{report['most'][name]:,}",
+        (name.replace("_", " "), f"{report['at_first'][name]:,}", f"{report['most'][name]:,}",
          "-" if name not in report["grown"] else f"{report['grown'][name]:+,.0f}", f"{slack:,}")
         for name, slack in report["slack"].items()
     ]  # fmt: skip
@@ -173,37 +173,45 @@ def render(report: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None, after_step: Callable[[], object] = lambda: None) -> int:
-    """Read the command line and run; `after_step` is called after each step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="steps of all servers together; default: 3000")
     length.add_argument("--seconds", type=float, help="how long, instead")
     add("--seed", type=int, default=0, help="of the traffic")
     add("--shared", action="store_true", help="a shared store in place of each disk tier")
     add("--past", action="store_true", help="a fourth server, with old tokens in four bits")
-    add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw memory and pools over steps here (needs matplotlib)")
-    arguments = parser.parse_args(argv)
+
+
+def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.seconds and not arguments.steps:
         arguments.steps = 3000
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            report = soak(arguments, Path(folder), after_step)
-    except Broken as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 1
-    print(render(report))
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.plot:
-        title = f"{report['steps']:,} steps of random serving traffic, seed {report['seed']}"
-        draw(report["samples"], report["sizes"], arguments.plot, title)
-    for line in report["too_much"]:
-        print(f"soak: {line}", file=sys.stderr)
-    return 1 if report["too_much"] else 0
+    with tempfile.TemporaryDirectory() as folder:
+        return soak(device, arguments, Path(folder), arguments.after_step)
+
+
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a report without what is drawn over steps."""
+    return {name: value for name, value in report.items() if name != "samples"}
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    title = f"{report['steps']:,} steps of random serving traffic, seed {report['seed']}"
+    draw(report["samples"], report["sizes"], path, title)
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    """Return lines on what has grown too much."""
+    return list(report["too_much"])
+
+
+def main(argv: Sequence[str] | None = None, after_step: Callable[[], object] = lambda: None) -> int:
+    """Read the command line and run; `after_step` is called after each step."""
+    module = sys.modules[__name__]
+    options = frame.parse(module, argv, has_quick=False)
+    options.after_step = after_step
+    return frame.run("soak", module, options, program="soak")
 
 
 if __name__ == "__main__":

@@ -36,22 +36,21 @@ MORE = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "rope_table
 
 PER_LAYER = ("k_cache", "v_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
 OPTIONS = {
-    "layout": "NHD", "sm_scale": None, "causal": True, "window": None, "sinks": None,
+    "layout": "NHD", "sm_scale": None, "causal": True, "window": None, "sink_tokens": None,
     "logits_soft_cap": None, "interleaved": False, "rotary_start": 0,
 }  # fmt: skip
 
 
-def attend(query, k_cache, v_cache, block_table, seq_lens, *, out=None, lse_out=None, stream=None,
-           **arguments):  # fmt: skip
+def attend(query, k_cache, v_cache, block_table, seq_lens, *, out=None, lse_out=None, sinks=None,
+           stream=None, **arguments):  # fmt: skip
     """Attend as `paged_attention` does, also with the arguments that only a cache has."""
     arguments |= {"k_cache": k_cache, "v_cache": v_cache}
     arguments |= {"block_table": block_table, "seq_lens": seq_lens}
     options = {name: arguments.pop(name, default) for name, default in OPTIONS.items()}
     layer = LayerArrays(**{n: arguments.pop(n) for n in PER_LAYER if n in arguments})
     return StepAttention(**arguments).run(
-        layer, query, out, check_options(**options), lse_out=lse_out, stream=stream,
-        sinks=None if isinstance(options["sinks"], int) else options["sinks"],
-    )  # fmt: skip
+        layer, query, out, check_options(**options), lse_out=lse_out, sinks=sinks, stream=stream
+    )
 
 
 # Arguments -----------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def scales_of(kind, heads, side):
 
 
 POISON_SCALE = {
-    fmt: {"fp8_e4m3": 0x7F, "e8m0": 0xFF, "fp16": 0x7E00, "fp16x2": 0x7E007E00}[form.scale]
+    fmt: {"fp8_e4m3": 0x7F, "e8m0": 0xFF, "fp16": 0x7E00}[form.scale]
     for fmt, form in reference.FOUR_BIT.items()
 }
 """Bits of a group scale that is NaN."""

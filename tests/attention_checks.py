@@ -117,7 +117,7 @@ def check_attention_decode_masks(device, fmt="fp32"):
     """A window with first keys; a window with learned sinks and a cap."""
     case = AttentionCase(device, 45)
     args = case.arguments(LENS, fmt=fmt)
-    case.attend(args, window=5, sinks=3)
+    case.attend(args, window=5, sink_tokens=3)
     case.attend(args, window=7, sinks=case.sinks(4), logits_soft_cap=6.0)
     return case
 
@@ -125,7 +125,7 @@ def check_attention_decode_masks(device, fmt="fp32"):
 def check_attention_decode_masks_fp16(device):
     case = check_attention_decode_masks(device, "fp16")
     args = case.arguments([100, 40], fmt="fp16", heads=(8, 2), page_size=16)
-    case.attend(args, window=37, sinks=20)
+    case.attend(args, window=37, sink_tokens=20)
     return case
 
 
@@ -193,7 +193,7 @@ def check_attention_heads_wide_rows(device):
     scales = args["v_scale_cache"].view
     sizes = 2.0 ** case.rng.integers(-9, 9, scales.shape)
     args["v_scale_cache"] = case.place((scales * sizes).astype(np.float32), "fp32", name="scales")
-    case.attend(args, window=30, sinks=5, logits_soft_cap=6.0)
+    case.attend(args, window=30, sink_tokens=5, logits_soft_cap=6.0)
     case.attend(args, tree_mask=case.tree([3, 1], 6))
     return case
 
@@ -213,7 +213,7 @@ def check_attention_wide_rows(device):
         [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="int8", heads=(6, 2), widths=(320, 272),
         padding=2, scales=("dynamic", "dynamic"),
     )  # fmt: skip
-    case.attend(args, window=30, sinks=5, logits_soft_cap=6.0)
+    case.attend(args, window=30, sink_tokens=5, logits_soft_cap=6.0)
     case.attend(args, tree_mask=case.tree([3, 1, 2], 8))
     return case
 
@@ -255,10 +255,10 @@ def check_attention_append_masks(device, fmt="fp32"):
     case = AttentionCase(device, 49)
     args = case.arguments(LENS, NEW, fmt=fmt, padding=2)
     rows = sum(NEW) + 2
-    case.attend(args, window=5, sinks=3)
+    case.attend(args, window=5, sink_tokens=3)
     case.attend(args, window=4, causal=False)
     case.attend(args, sinks=case.sinks(4), logits_soft_cap=6.0)
-    case.attend(args, tree_mask=case.tree(NEW, rows, 15), window=4, sinks=2)
+    case.attend(args, tree_mask=case.tree(NEW, rows, 15), window=4, sink_tokens=2)
     case.attend(args, tree_mask=case.tree(NEW, rows, 15, any_mask=True), causal=False)
     return case
 
@@ -281,7 +281,7 @@ def check_attention_evicted_spans(device, fmt="fp32", new=None):
         MORE_LENS, new, fmt=fmt, evicted=EVICTED, key_starts=STARTS, widths=(24, 40), page_size=3
     )
     case.attend(args)
-    case.attend(args, window=8, sinks=4)
+    case.attend(args, window=8, sink_tokens=4)
     return case
 
 
@@ -324,7 +324,7 @@ def check_attention_trees(device, fmt="fp32"):
     args = case.arguments(MORE_LENS, MORE_NEW, fmt=fmt, widths=(32, 24)) | case.rope(32)
     args |= case.nodes(NODES, MORE_NEW) | case.tail(NODES, columns=11, low=-5, high=60)
     case.attend(args)
-    case.attend(args, window=4, sinks=2)
+    case.attend(args, window=4, sink_tokens=2)
     return case
 
 
@@ -334,7 +334,7 @@ def check_attention_small_trees_bf16(device):
     args = case.arguments([40, 21, 16], [3, 5, 2], fmt="bf16", widths=(32, 24)) | case.rope(32)
     args |= case.nodes([12, 5, 4], [3, 5, 2]) | case.tail([12, 5, 4])
     case.attend(args)
-    case.attend(args, window=20, sinks=2)
+    case.attend(args, window=20, sink_tokens=2)
     return case
 
 

@@ -1,4 +1,4 @@
-"""One valid call of each operation, for what all of them have in common."""
+"""One valid call of each operation, made from its declaration (`kvcupy.ops.spec`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 from helpers import from_values
 
+from kvcupy.ops.call import Operation
+from kvcupy.ops.spec import OPERATIONS, Argument, Declaration
+
 Call = dict[str, Any]
 """Arguments by name."""
+
+SIZES = {
+    "tokens": 3, "sequences": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 6,
+    "pages": 2, "all_pages": 4, "page_size": 4, "slots": 8, "max_pages": 2, "positions": 16,
+    "rotary_dim": 4, "latent_dim": 12, "rope_dim": 4, "latent_width": 16, "one": 1,
+}  # fmt: skip
 
 
 def array(device: Any, *shape: int, fmt: str = "fp32", seed: int = 0) -> Any:
@@ -21,98 +30,56 @@ def indices(device: Any, *values: int) -> Any:
     return device.asarray(np.array(values))
 
 
+def example(declaration: Declaration, device: Any, cache_format: str = "int8") -> Call:
+    """Return a call that has outputs and every kind of scale, but no optional index arrays."""
+    call = {
+        name: _values(argument, device, cache_format, seed)
+        for seed, (name, argument) in enumerate(declaration.public_arguments.items())
+        if argument.in_example and argument.shape
+    }
+    return call | {
+        name: SIZES[name]
+        for name, parameter in declaration.parameters.items()
+        if parameter.default is parameter.empty and name not in declaration.public_arguments
+    }
+
+
+def _values(argument: Argument, device: Any, cache_format: str, seed: int) -> Any:
+    if argument.example is not None:
+        return device.asarray(np.array(argument.example))
+    shape = tuple(SIZES[name] for name in argument.shape.split())
+    if argument.cache:
+        return device.zeros(shape, from_values(0.0, cache_format).dtype)
+    if argument.fresh:
+        return device.zeros(shape, np.float32)
+    if "scale" in argument.name:
+        return device.asarray(np.full(shape, 0.5, np.float32))
+    return array(device, *shape, seed=seed)
+
+
+def _maker(declaration: Declaration) -> Callable[[Any], Call]:
+    def make(device: Any) -> Call:
+        return example(declaration, device)
+
+    make.__name__ = declaration.name
+    return make
+
+
+CALLS = {n: _maker(each) for n, each in OPERATIONS.items() if isinstance(each, Operation)}
+"""Of every operation that launches kernels, a function from a device to a valid call."""
+
+
 def kv_caches(device: Any, fmt: str = "int8", **scales: Any) -> Call:
-    """Caches of eight slots in two pages, with scales of each kind."""
-    dtype = from_values(0.0, fmt).dtype
-    scales = scales or {
-        "k_scale": device.asarray(np.float32([0.5, 0.25])),
-        "v_scale_cache": device.asarray(np.ones((8, 2), np.float32)),
-    }
-    return {
-        "k_cache": device.zeros((2, 4, 2, 8), dtype),
-        "v_cache": device.zeros((2, 4, 2, 6), dtype),
-        **scales,
-    }
+    """Return caches of eight slots in two pages, with scales of each kind."""
+    call = example(OPERATIONS["store_kv"], device, fmt)
+    caches = {name: call[name] for name in ("k_cache", "v_cache")}
+    return caches | (scales or {name: call[name] for name in ("k_scale", "v_scale_cache")})
 
 
-def store_kv(device: Any) -> Call:
-    return {
-        "key": array(device, 3, 2, 8), "value": array(device, 3, 2, 6), **kv_caches(device),
-        "slot_mapping": indices(device, 5, -1, 0),
-    }  # fmt: skip
-
-
-def store_mla(device: Any) -> Call:
-    return {
-        "latent": array(device, 3, 12), "rope_key": array(device, 3, 4),
-        "cache": device.zeros((2, 4, 16), np.int8), "slot_mapping": indices(device, 5, -1, 0),
-        "scale": device.asarray(np.float32([0.5])),
-    }  # fmt: skip
-
-
-def apply_rope(device: Any) -> Call:
-    return {
-        "query": array(device, 3, 4, 8), "key": array(device, 3, 2, 8),
-        "rope_table": array(device, 16, 4), "positions": indices(device, 15, 0, 7),
-        "query_norm": array(device, 8), "key_norm": array(device, 8, seed=1),
-        "query_out": device.zeros((3, 4, 8), np.float32),
-    }  # fmt: skip
-
-
-def rope_store_kv(device: Any) -> Call:
-    return {**apply_rope(device), **store_kv(device)}
-
-
-def rope_store_mla(device: Any) -> Call:
-    return {
-        **store_mla(device), "query": array(device, 3, 4, 4), "rope_table": array(device, 16, 4),
-        "positions": indices(device, 15, 0, 7),
-    }  # fmt: skip
-
-
-def gather_kv(device: Any) -> Call:
-    return {
-        **kv_caches(device), "slots": indices(device, 5, -1, 0),
-        "k_out": device.zeros((3, 2, 8), np.float32), "v_out": device.zeros((3, 2, 6), np.float32),
-    }  # fmt: skip
-
-
-def copy_pages(device: Any) -> Call:
-    return {
-        "cache": array(device, 4, 2, 3), "src_pages": indices(device, 0, 1),
-        "dst_pages": indices(device, 3, 2),
-    }  # fmt: skip
-
-
-def slot_mapping(device: Any) -> Call:
-    return {
-        "block_table": device.asarray(np.array([[3, 1], [0, 2]])),
-        "seq_lens": indices(device, 6, 3), "append_lens": indices(device, 3, 2), "page_size": 4,
-        "out": device.zeros(8, np.int64),
-    }  # fmt: skip
-
-
-def paged_attention(device: Any) -> Call:
-    return {
-        "query": array(device, 2, 4, 8), **kv_caches(device),
-        "block_table": device.asarray(np.array([[1, 0], [0, 1]])),
-        "seq_lens": indices(device, 7, 2),
-        "out": device.zeros((2, 4, 6), np.float32), "lse_out": device.zeros((2, 4), np.float32),
-    }  # fmt: skip
-
-
-def merge_states(device: Any) -> Call:
-    return {
-        "out_a": array(device, 3, 2, 8), "lse_a": array(device, 3, 2),
-        "out_b": array(device, 3, 2, 8, seed=1), "lse_b": array(device, 3, 2, seed=1),
-        "out": device.zeros((3, 2, 8), np.float32), "lse_out": device.zeros((3, 2), np.float32),
-    }  # fmt: skip
-
-
-CALLS: dict[str, Callable[[Any], Call]] = {
-    make.__name__: make
-    for make in (
-        store_kv, store_mla, apply_rope, rope_store_kv, rope_store_mla, gather_kv, copy_pages,
-        slot_mapping, paged_attention, merge_states,
+store_kv, gather_kv, apply_rope, rope_store_kv, copy_pages, paged_attention, merge_states = (
+    CALLS[name]
+    for name in (
+        "store_kv", "gather_kv", "apply_rope", "rope_store_kv", "copy_pages", "paged_attention",
+        "merge_states",
     )
-}  # fmt: skip
+)  # fmt: skip

@@ -9,8 +9,8 @@ import kvcupy as kv
 from kvcupy import formats, reference
 
 FOUR_BIT = tuple(formats.FOUR_BIT)
-#: One of each kind of group: a thread's own, two threads', by a table, the largest, with a minimum.
-KINDS = ("nvfp4", "mxfp4", "int4", "int4_g128", "int4_zp")
+#: One of each kind of group: one thread's, two threads', with a scale of fp16, the largest.
+KINDS = ("nvfp4", "mxfp4", "int4", "int4_g128")
 FLOATS = ("fp32", "fp16", "bf16")
 LARGEST_GROUP = 128
 
@@ -73,9 +73,7 @@ def split_cache(
     codes, scales = rows * width // 2, rows * width // form.group * form.scale_bytes
     bits = case.rng.integers(0, 256, (pages, codes + scales), dtype=np.uint8)
     if usual:
-        ones = {"fp8_e4m3": [0x38], "e8m0": [127], "fp16": [0, 0x3C], "fp16x2": [0, 0x3C, 0, 0xC8]}[
-            form.scale_format
-        ]
+        ones = {"fp8_e4m3": [0x38], "e8m0": [127], "fp16": [0, 0x3C]}[form.scale_format]
         bits[:, codes:] = np.resize(ones, scales)
     whole = case.place(bits, "uint8", name="pages")
 

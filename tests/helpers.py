@@ -267,6 +267,24 @@ def again(module, *only):
     return {name: one for name, one in found.items() if not name.endswith("_on_a_gpu")}
 
 
+def demoting(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a `PagedKVCache`; those of a demotion, `past` and others, become one."""
+    names = ("past", "recent", "sinks", "num_past_pages", "hadamard", "scale_rule")
+    given = {name: options[name] for name in names if name in options}
+    options = {name: value for name, value in options.items() if name not in given}
+    past = given.pop("past", None)
+    if past is not None:
+        encoding = kv.Encoding(
+            past, hadamard=given.get("hadamard", False),
+            scale_rule=given.get("scale_rule", "absmax"),
+        )  # fmt: skip
+        options["demotion"] = kv.Demotion(
+            encoding, recent=given["recent"], first=given.get("sinks", 0),
+            num_pages=given.get("num_past_pages"),
+        )  # fmt: skip
+    return options
+
+
 def fresh_host(monkeypatch, cache_dir) -> HostDevice:
     """Put a host device in place that has compiled nothing, and whose operations ask it again."""
     host = HostDevice()

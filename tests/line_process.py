@@ -47,7 +47,7 @@ class LineProcess:
     """
 
     def __init__(self, program, printed=os.devnull, **environment):
-        paths = [_TESTS.parent, _TESTS, _TESTS / "cache", _TESTS / "interop"]
+        paths = [_TESTS.parent, _TESTS, _TESTS / "cache", _TESTS / "remote"]
         joined = os.pathsep.join(map(str, paths))
         self.is_as_it_was, self.printed = True, printed
         self.process = subprocess.Popen(

@@ -357,7 +357,7 @@ def attend(device: HostDevice, number: int) -> None:
         options["query_lens"] = np.array(new)
     tokens = sum(new or (1, 1, 1))
     if "w" in kinds:
-        options |= {"window": 5, "sinks": 2}
+        options |= {"window": 5, "sink_tokens": 2}
     if "t" in kinds and new is not None:
         options["tree_mask"] = rng.random((tokens, max(new))) < 0.6
     if "l" in kinds:

@@ -92,7 +92,8 @@ def test_the_picture(device_name, tmp_path):
     picture = tmp_path / "new" / "report.png"
     ops = ("--op", "store_kv", "gather_kv", "slot_mapping", "--model", "tiny")
     assert bench(device_name, *ops, *SIZES, "--plot", picture) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = picture.read_bytes()
+    assert written.startswith(b"\x89PNG") and written[25] == 3, "its colours are a palette"
 
 
 def test_cases_are_those_of_the_models():

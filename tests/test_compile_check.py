@@ -10,8 +10,11 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
-from kvcupy import compile_check, ops
-from kvcupy.compile_check import REGISTER_BUDGET, check, read_log
+import compile_check
+from compile_check import REGISTER_BUDGET, check, read_log
+from machine_code import nvdisasm
+
+from kvcupy import ops
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
@@ -100,11 +103,11 @@ def test_narrow_accesses_are_reported_where_wide_ones_are_promised():
 
 def test_the_disassembler_is_there():
     """Without it the widths would go unchecked, silently: `pip install nvidia-cuda-nvdisasm`."""
-    assert compile_check.find_nvdisasm() is not None
+    assert nvdisasm.find() is not None
 
 
 def test_a_report_without_a_disassembler_says_so(monkeypatch):
-    monkeypatch.setattr(compile_check, "find_nvdisasm", lambda: None)
+    monkeypatch.setattr(nvdisasm, "find", lambda: None)
     report = run(specialise("narrow"), promises_128_bits=lambda _: True)
     assert report.ok
     assert "not checked: no nvdisasm" in str(report)
@@ -120,8 +123,8 @@ DIVISION = re.compile(r"\w*(?:div|rcp)_rn\w*f32\w*")
 
 def machine_code(specialisation, arch, kernels_dir=None):
     (compiled,) = nvrtc.compile_program([specialisation], arch, kernels_dir=kernels_dir)
-    code = compile_check.disassemble(compile_check.find_nvdisasm(), compiled.image)
-    return compile_check._divide(code, compile_check._SASS_SECTION)[compiled.lowered_name]
+    code = nvdisasm.disassemble(nvdisasm.find(), compiled.image)
+    return nvdisasm.sections_of(code)[compiled.lowered_name]
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
-from kvcupy import __main__ as command_line
-from kvcupy import compile_check, ops
-from kvcupy.compile_check import Comparison, Record, Usage, digests_of, targets_of
+import compile_check
+from compile_check import Comparison, Record, Usage, digests_of, targets_of
+from machine_code import nvdisasm
+
+from kvcupy import ops
 from kvcupy.devices import nvrtc
 from kvcupy.kernels import Kernel
 from kvcupy.ops import attention_kernels, store
@@ -164,7 +167,7 @@ def test_other_architectures_are_not_compared():
 
 
 class Command:
-    """`python -m kvcupy compile` of a few kernels for two architectures, in this process."""
+    """`scripts/compile_check.py` of a few kernels for two architectures, in this process."""
 
     def __init__(self, monkeypatch, folder):
         self.file, self.compiled = folder / "record.json", []
@@ -188,7 +191,7 @@ class Command:
     def __call__(self, *more):
         """Return the exit status."""
         self.compiled.clear()
-        return command_line.main(["compile", "--record", str(self.file), *more])
+        return compile_check.main(["--record", str(self.file), *more])
 
     def edit(self, *path, value):
         """Change a value of the record."""
@@ -201,7 +204,7 @@ class Command:
 
     @property
     def remedy(self):
-        return f"python -m kvcupy compile --record {self.file} --update"
+        return f"python scripts/compile_check.py --record {self.file} --update"
 
 
 @pytest.fixture(scope="module")
@@ -299,13 +302,12 @@ def test_what_is_recorded_is_judged_like_what_is_compiled(
 
 def test_a_sample_without_a_record(command, capsys):
     """Enough to see of another compiler in each change; one of the small programs a source."""
-    assert command_line.main(["compile", "--check", "--sample", "--jobs", "1"]) == 0
+    assert compile_check.main(["--sample", "--jobs", "1"]) == 0
     assert sorted(source for source, _ in command.compiled) == ["gather.cu", "store.cu"]
     assert "as recorded" not in capsys.readouterr().out
-    for more in (["--sample"], ["--check", "--sample", "--record", str(command.file)]):
-        with pytest.raises(SystemExit):
-            command_line.main(["compile", *more])
-        assert "--sample: expected --check" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command("--sample")
+    assert "--sample: expected no --record" in capsys.readouterr().err
 
 
 def test_with_another_compiler_all_is_compiled_and_compared_with_budgets_alone(
@@ -347,7 +349,7 @@ def test_a_kernel_that_does_not_compile_is_not_written(command, written, capsys)
 
 
 def test_without_a_disassembler_nothing_is_written(command, monkeypatch, capsys):
-    monkeypatch.setattr(compile_check, "find_nvdisasm", lambda: None)
+    monkeypatch.setattr(nvdisasm, "find", lambda: None)
     assert command("--update") == 2
     assert "nvidia-cuda-nvdisasm" in capsys.readouterr().err
     assert command() == 0
@@ -390,7 +392,7 @@ def test_what_is_unreachable_is_not_compiled(command, monkeypatch, capsys):
 )
 def test_architectures_that_do_not_fit_the_record(command, capsys, more, said):
     assert command(*more) == 2
-    assert capsys.readouterr().err == f"compile: {said}\n"
+    assert capsys.readouterr().err == f"compile_check: {said}\n"
 
 
 @pytest.mark.parametrize("more", [(), ("--update",)])
@@ -400,15 +402,29 @@ def test_a_record_that_is_not_there(command, capsys, more):
     assert "expected a file that --update has written, got nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arch", ["sm_42", "frob", "90"])
+def test_an_architecture_that_is_none(capsys, arch):
+    assert compile_check.main(["--arch", "sm_90", arch]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("compile_check: --arch: expected ") and line.endswith(f"got {arch}\n")
+
+
+def test_without_cupy_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    assert compile_check.main([]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("compile_check: NVRTC needs CuPy") and line.count("\n") == 1
+
+
 def test_an_update_of_nothing(capsys):
     with pytest.raises(SystemExit) as end:
-        command_line.main(["compile", "--update"])
+        compile_check.main(["--update"])
     assert end.value.code == 2
     assert "--update: expected --record FILE" in capsys.readouterr().err
 
 
 def test_the_records_kernels_are_those_of_the_package():
-    """What it says of them, `compile --record` checks."""
+    """What it says of them, `scripts/compile_check.py --record` checks."""
     root = Path(__file__).resolve().parents[1]
     record = Record.load(root / "scripts" / "results" / "kernels.json")
     reachable = {

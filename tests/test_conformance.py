@@ -288,7 +288,11 @@ MISTAKES = [
     (without("causal"), "paged_attention, prefill, not causal", "times what is allowed"),
     (without("window"), "paged_attention, decode, window", "times what is allowed"),
     (without(window=9), "paged_attention, decode, window", "times what is allowed"),
-    (without("sinks"), "paged_attention, decode, window and first keys", "times what is allowed"),
+    (
+        without("sink_tokens"),
+        "paged_attention, decode, window and first keys",
+        "times what is allowed",
+    ),
     (without("sinks"), "paged_attention, decode, learned sinks", "times what is allowed"),
     (without("logits_soft_cap"), "paged_attention, decode, soft cap and scale", "times what"),
     (without("sm_scale"), "paged_attention, decode, soft cap and scale", "times what is allowed"),

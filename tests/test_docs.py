@@ -36,7 +36,7 @@ EXAMPLES = [
     for number, example in enumerate(EXAMPLE.finditer(text))
 ]  # fmt: skip
 NEEDED = (
-    ("torch", "torch|interop import (?:flashinfer|vllm|sglang|tvm)"),
+    ("torch", "torch|interop import (?:flashinfer|vllm|sglang)"),
     ("transformers", "transformers"), ("jax", "jax"),
 )  # fmt: skip
 PHONE_WIDTH = 390

@@ -318,7 +318,6 @@ def test_more_pages_than_any_memory_has(num_pages):
     ("changes", "error"),
     [
         ({"disk": [], "disk_bytes": 1 << 16}, TypeError), ({"disk_bytes": 2**70}, ValueError),
-        ({"host_dtype": "fp64"}, TypeError), ({"host_dtype": "f8"}, ValueError),
         ({"disk_bytes": -1}, ValueError), ({"write": np.array(["through", "back"])}, ValueError),
     ],
     ids=str,

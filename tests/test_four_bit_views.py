@@ -15,7 +15,6 @@ from kvcupy.order.byte_ranges import byte_ranges, locate
 
 ROW_BYTES = {
     "nvfp4": 72, "mxfp4": 68, "int4": 72, "int4_g64": 68, "int4_g128": 66,
-    "int4_zp": 80, "int4_zp_g64": 72, "int4_zp_g128": 68,
 }  # fmt: skip
 
 
@@ -26,7 +25,7 @@ def packed(*shape, fmt="nvfp4", width=128):
 def split(fmt="nvfp4", rows=6, width=128):
     """Codes and scales in arrays of their own."""
     form = formats.FOUR_BIT[fmt]
-    carrier = {1: np.uint8, 2: np.uint16, 4: np.uint32}[form.scale_bytes]
+    carrier = {1: np.uint8, 2: np.uint16}[form.scale_bytes]
     return np.zeros((rows, width // 2), np.uint8), np.zeros((rows, width // form.group), carrier)
 
 
@@ -189,16 +188,6 @@ REFUSED = {
     "wide integers": (lambda: kv.view_as(np.zeros((3, 72), np.uint16), "nvfp4"), "array: .*uint8"),
     "odd rows": (lambda: kv.view_as(np.zeros(1 + 2 * 72, np.uint8)[1:].reshape(2, 72), "int4"),
                  "array: .*multiples of 2"),
-    "pairs at multiples of 2": (
-        lambda: kv.view_as(np.zeros(2 + 2 * 80, np.uint8)[2:].reshape(2, 80), "int4_zp"),
-        "array: .*multiples of 4"),
-    "scales without minima": (
-        lambda: kv.view_as(split("int4_zp")[0], "int4_zp", scales=np.zeros((6, 4), np.float16)),
-        r"scales: expected \(6, 4, 2\)"),
-    "minima apart": (
-        lambda: kv.view_as(split("int4_zp")[0], "int4_zp",
-                           scales=np.zeros((6, 4, 4), np.float16)[..., ::2]),
-        "scales: expected .*next to each other"),
     "odd strides": (lambda: kv.view_as(np.zeros((3, 73), np.uint8)[:, :72], "int4"),
                     "array: .*multiples of 2"),
     "scales of another shape": (lambda: kv.view_as(split()[0], "nvfp4", scales=split(rows=5)[1]),
@@ -227,14 +216,6 @@ def test_scales_of_bytes_or_of_their_own_type(dtype):
     codes, scales = split()
     v = kv.view_as(codes, "nvfp4", scales=scales.view(dtype))
     assert v.scales.format == "fp8_e4m3"
-    codes, scales = split("int4_zp")
-    scales[:] = 0x40003C00
-    pairs = scales[..., None].view(np.float16)
-    for own in (scales, pairs, pairs.view(np.uint16)):
-        v = kv.view_as(codes, "int4_zp", scales=own)
-        assert (v.scales.format, v.scales.shape) == ("uint32", (6, 4))
-        values, _ = kv.gather_kv(v, v, np.arange(6), dtype="fp32")
-        assert (values == 2).all()
     codes, scales = split("mxfp4")
     for own in (scales, scales.view(ml_dtypes.float8_e8m0fnu)):
         assert kv.view_as(codes, "mxfp4", scales=own).scales.format == "uint8"

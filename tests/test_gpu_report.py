@@ -445,16 +445,15 @@ def test_every_test_file_is_run_by_one_part():
 
 def test_every_script_that_writes_json_is_run():
     from bench import BENCHMARKS
-    from benchmarks.ops import SECTIONS
 
     named = {
         path.stem for path in SCRIPTS.glob("*.py")
-        if re.search(r'"--json", \w+=', path.read_text())
-    } | {f"bench_{name}" for name in (*BENCHMARKS, "models") if name not in SECTIONS}  # fmt: skip
+        if re.search(r'"--json", \w+=|frame\.(main|parse)\(', path.read_text())
+    } | {f"bench_{name}" for name in (*BENCHMARKS, "models")}  # fmt: skip
+    named |= {"overlap_demo", "overlap_demo_offload"}
     named -= {"fault_table", "fuzz", "order_table"}  # of the host device alone
-    named -= {"fleet_simulation", "quantisation_study"}  # of no device
-    named -= {"bench_shared", "bench_shared_servers"}  # of host memory alone
-    named -= {"bench_migration", "bench_migration_nixl"}  # of host memory alone
+    named -= {"fleet_simulation", "quantisation_study", "roofline"}  # of no device
+    named -= {"bench_shared", "bench_migration"}  # of host memory alone
     assert {p.name for p in all_parts() if p.group == "bench"} == named
 
 
@@ -490,7 +489,9 @@ def test_pictures_are_drawn_where_that_can_be_done(monkeypatch):
         return {part.name for part in all_parts() if "--out" in part.command}
 
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: object())
-    assert drawing() == {"disaggregated_demo", "overlap_demo", "offload_demo", "serve_demo"}
+    assert drawing() == {
+        "disaggregated_demo", "overlap_demo", "overlap_demo_offload", "serve_demo"
+    }  # fmt: skip
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
     assert drawing() == set()
 

@@ -239,7 +239,7 @@ class Late:
 def test_waits_for_pages(device, counting):
     pages = kv.PageAllocator(2)
     pages.alloc(2)
-    pages.busy([0], Late())
+    pages._mark_busy([0], Late())
     pages.free([0, 1])
     pages.alloc(1)
     assert counting.value("kvcupy_host_wait_seconds", waiter="pages") == 0.0

@@ -53,8 +53,8 @@ THREE = ([[LOG(1.0)], [LOG(2.0)], [LOG(5.0)]], [[8.0, 0.0], [0.0, 8.0], [16.0, 1
         ({}, [11.0, 12.0], 8),
         ({"window": 2}, [80 / 7, 96 / 7], 7),
         ({"window": 1}, [16.0, 16.0], 5),
-        ({"window": 1, "sinks": 1}, [88 / 6, 80 / 6], 6),
-        ({"window": 3, "sinks": 2}, [11.0, 12.0], 8),
+        ({"window": 1, "sink_tokens": 1}, [88 / 6, 80 / 6], 6),
+        ({"window": 3, "sink_tokens": 2}, [11.0, 12.0], 8),
         ({"sinks": np.float32([LOG(8.0)])}, [5.5, 6.0], 16),
         ({"sinks": np.float32([-INF])}, [11.0, 12.0], 8),
         ({"window": 1, "sinks": np.float32([LOG(5.0)])}, [8.0, 8.0], 10),
@@ -184,12 +184,12 @@ VARIANTS = [
     {"causal": False},
     {"window": 3},
     {"window": 5, "causal": False},
-    {"window": 2, "sinks": 3},
+    {"window": 2, "sink_tokens": 3},
     {"learned": True},
     {"learned": True, "window": 4, "cap": 6.0},
     {"cap": 3.0, "scale": 0.3},
     {"tree": True},
-    {"tree": True, "window": 4, "sinks": 2, "cap": 9.0},
+    {"tree": True, "window": 4, "sink_tokens": 2, "cap": 9.0},
 ]
 
 
@@ -211,14 +211,14 @@ def test_against_a_naive_loop(variant, layout):
             cache[1][table[b, j // 3], j % 3] = values[b][j]
     query = rng.standard_normal((new.sum() + 2, 6, 5)).astype(np.float32)
     mask = (rng.random((len(query), 11)) < 0.6) if variant.get("tree") else None
-    first = variant.get("sinks", 0)
+    first = variant.get("sink_tokens", 0)
     logits = rng.standard_normal(6).astype(np.float32) if variant.get("learned") else None
     scaling, window = variant.get("scale", 5**-0.5), variant.get("window")
     causal = variant.get("causal", True)
     out, lse, faults = reference.paged_attention(
         query, *(c if layout == "NHD" else c.swapaxes(1, 2) for c in cache), table, lens,
         query_lens=new, layout=layout, sm_scale=variant.get("scale"), causal=causal,
-        window=window, sinks=(first or None) if logits is None else logits,
+        window=window, sink_tokens=first, sinks=logits,
         logits_soft_cap=variant.get("cap"), tree_mask=mask,
     )  # fmt: skip
     assert not any(faults.values()) and not out[-2:].any() and not lse[-2:].any()
@@ -301,8 +301,8 @@ TREE = np.array([[True, False, True]])
         ({"key_starts": 0}, [11.0, 12.0], 8),
         ({"key_starts": 1}, [80 / 7, 96 / 7], 7),
         ({"key_starts": 3}, [0.0, 0.0], 0),
-        ({"key_starts": 1, "window": 1, "sinks": 1}, [16.0, 16.0], 5),
-        ({"key_starts": 1, "window": 1, "sinks": 2}, [80 / 7, 96 / 7], 7),
+        ({"key_starts": 1, "window": 1, "sink_tokens": 1}, [16.0, 16.0], 5),
+        ({"key_starts": 1, "window": 1, "sink_tokens": 2}, [80 / 7, 96 / 7], 7),
         ({"tree_mask": TREE, "tree_lens": 3}, [88 / 6, 80 / 6], 6),
         ({"tree_mask": TREE, "tree_lens": 2}, [8 / 3, 16 / 3], 3),
         ({"tree_mask": TREE, "tree_lens": 0}, [11.0, 12.0], 8),

@@ -15,15 +15,17 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
-from kvcupy import __main__ as command_line
-from kvcupy import compile_check
+import roofline
+from machine_code import bounds, chips, cubin, nvdisasm, paths, sass
+from machine_code.bounds import ROWS, Entry, examine
+from machine_code.chips import CHIPS
+from machine_code.constants import FirstThread, constant_bank
+from roofline import worse
+
+from kvcupy import precompile
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.roofline import bounds as roofline
-from kvcupy.roofline import cubin, paths, sass
-from kvcupy.roofline.bounds import CHIPS, ROWS, Entry, examine, worse
-from kvcupy.roofline.constants import FirstThread, constant_bank
 
 TESTS = Path(__file__).parent
 RECORD = TESTS.parent / "scripts" / "results" / "roofline.json"
@@ -268,7 +270,7 @@ def test_predicates_that_are_kept_in_a_register_are_known(word, others, bit, cou
     assert [names(way).count("MUFU.SIN") for way in ways] == counts
 
 
-@pytest.mark.parametrize("arch", roofline.DEFAULT_ARCHS)
+@pytest.mark.parametrize("arch", chips.DEFAULT_ARCHS)
 def test_a_merge_is_counted_as_declared(arch):
     row = next(row for row in ROWS if row.name == "merge_states of 2")
     entry = examine(row, arch)
@@ -296,17 +298,16 @@ def compiled(num_fmas: int, arch: str, *, bounded: bool = False) -> paths.Code:
     assert 8 < resources.registers < 64 and resources.static_bytes == 0
     params = np.zeros((), LOOPS.params)
     params["in"], params["out"], params["count"], params["bounded"] = 1 << 40, 2 << 40, 9, bounded
-    nvdisasm = compile_check.find_nvdisasm()
-    text = compile_check.sections_of(compile_check.disassemble(nvdisasm, build.image))
+    text = nvdisasm.sections_of(nvdisasm.disassemble(nvdisasm.find(), build.image))
     constants = constant_bank(params.tobytes(), resources.params_start, (32, 1, 1), (1, 1, 1))
     return paths.Code(text[build.lowered_name], constants)
 
 
-@pytest.mark.parametrize("arch", roofline.DEFAULT_ARCHS)
+@pytest.mark.parametrize("arch", chips.DEFAULT_ARCHS)
 @pytest.mark.parametrize("num_fmas", [16, 40])
 def test_a_compiled_loop_has_the_instructions_that_its_source_has(arch, num_fmas):
     code = compiled(num_fmas, arch)
-    loop = roofline._busiest_loop(code, 16)
+    loop = bounds._busiest_loop(code, 16)
     path = code.path(loop, 16)
     # A compiler may move an addition behind the shuffles, and then multiplies and adds.
     assert names(path).count("FFMA") + names(path).count("FMUL") == num_fmas
@@ -323,7 +324,7 @@ def test_params_decide_branches_of_a_compiled_loop():
     lengths = []
     for bounded in (False, True):
         code = compiled(16, "sm_90", bounded=bounded)
-        path = code.path(roofline._busiest_loop(code, 16), 16)
+        path = code.path(bounds._busiest_loop(code, 16), 16)
         lengths.append(sum(one.opcode == "MUFU.SIN" for one in path.active()))
     assert lengths == [0, 1]
 
@@ -348,15 +349,15 @@ def test_clocks_of_a_pass_by_hand():
     # A100: 64 results a clock of FMA and IMAD together, 64 of the ALU, 16 of XU, 1,024 products,
     # 128 bytes of shared memory, four instructions.
     path = paths.Path(tuple(code))
-    assert roofline.clocks_of(path, CHIPS["sm_80"]) == {
+    assert bounds.clocks_of(path, CHIPS["sm_80"]) == {
         "issue": 2.5, "fma": 1.5, "imad": 0.5, "alu": 0.5, "xu": 2.0, "lsu": 4 + 1 + 1,
         "tensor": 2.0,
     }  # fmt: skip
     # A10: 128 of FMA, of which IMAD has half.
-    ampere = roofline.clocks_of(path, CHIPS["sm_86"])
+    ampere = bounds.clocks_of(path, CHIPS["sm_86"])
     assert (ampere["fma"], ampere["imad"], ampere["tensor"]) == (0.75, 0.5, 4.0)
     off = dataclasses.replace(path, inactive=frozenset(one.address for one in code))
-    assert roofline.clocks_of(off, CHIPS["sm_80"]) == {"issue": 2.5}
+    assert bounds.clocks_of(off, CHIPS["sm_80"]) == {"issue": 2.5}
 
 
 @pytest.mark.parametrize("registers, static, dynamic, warps, expected", [
@@ -366,12 +367,12 @@ def test_clocks_of_a_pass_by_hand():
 ])  # fmt: skip
 def test_resident_warps_of_an_a100(registers, static, dynamic, warps, expected):
     taken = cubin.Resources(registers, static, PARAMS_AT)
-    assert roofline.warps_per_sm(taken, warps, dynamic, CHIPS["sm_80"]) == expected
+    assert bounds.warps_per_sm(taken, warps, dynamic, CHIPS["sm_80"]) == expected
 
 
 def alone(*lines: str) -> tuple[float, int]:
     code, _ = sass.parse(listing(*lines))
-    return roofline.pass_clocks(paths.Path(tuple(code)), 16, memory_clocks=500, cache_clocks=200)
+    return bounds.pass_clocks(paths.Path(tuple(code)), 16, memory_clocks=500, cache_clocks=200)
 
 
 def test_a_load_is_waited_for_where_it_is_used():
@@ -453,22 +454,22 @@ def record():
 
 def test_the_record_has_every_row_and_none_has_a_problem(record):
     recorded = {(row["row"], row["arch"]) for row in record["rows"]}
-    assert recorded == {(row.name, arch) for row in ROWS for arch in roofline.DEFAULT_ARCHS}
+    assert recorded == {(row.name, arch) for row in ROWS for arch in chips.DEFAULT_ARCHS}
     assert [row for row in record["rows"] if row["problems"]] == []
 
 
 def test_the_record_holds_the_chips_that_were_meant(record):
     for arch, chip in record["chips"].items():
         assert chip == json.loads(json.dumps(dataclasses.asdict(CHIPS[arch])))
-    assert record["rates"] == roofline.RATES
+    assert record["rates"] == chips.RATES
 
 
 def test_every_number_of_a_chip_has_a_source():
-    numbers = {field.name for field in dataclasses.fields(roofline.Chip)} - {"name", "sources"}
+    numbers = {field.name for field in dataclasses.fields(chips.Chip)} - {"name", "sources"}
     for chip in CHIPS.values():
         named = {name for names in chip.sources for name in names.split(", ")}
         assert named == numbers and all(chip.sources.values())
-    assert set(CHIPS) == set(compile_check.ARCHS)
+    assert set(CHIPS) == set(precompile.ARCHS)
 
 
 def test_peaks_agree_with_clocks():
@@ -500,7 +501,7 @@ def test_a_row_that_got_worse_is_reported(record):
 
 # --- The command ----------------------------------------------------------------------------------
 
-COMMAND = ["roofline", "--arch", "sm_80", "--op", "store bf16", "--jobs", "1"]
+COMMAND = ["--arch", "sm_80", "--op", "store bf16", "--jobs", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -511,7 +512,7 @@ def table(tmp_path_factory):
     file, image = folder / "table.json", folder / "table.png"
     arguments = [*COMMAND, "--json", str(file), "--plot", str(image), "--verbose"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert command_line.main(arguments) == 0
+        assert roofline.main(arguments) == 0
     return said.getvalue(), json.loads(file.read_text()), image
 
 
@@ -522,8 +523,7 @@ def test_a_table_is_printed_written_and_drawn(table):
     assert [row["row"] for row in written["rows"]] == [
         "store bf16", "store bf16 to fp8_e4m3", "store bf16 to fp8_e4m3, dynamic scales",
         "store bf16 to nvfp4", "store bf16 to mxfp4", "store bf16 to int4",
-        "store bf16 to int4_zp", "store bf16 to nvfp4, rotated", "store bf16 to int4, rotated",
-        "rope_store bf16",
+        "store bf16 to nvfp4, rotated", "store bf16 to int4, rotated", "rope_store bf16",
     ]  # fmt: skip
     assert image.read_bytes()[:4] == b"\x89PNG"
 
@@ -538,14 +538,14 @@ def recorded_row(table):
 
 
 @pytest.mark.parametrize("change, status, line", [
-    (1.0, 0, "none of 1 rows is worse"), (2.0, 1, "to accept this: python -m kvcupy roofline"),
+    (1.0, 0, "none of 1 rows is worse"), (2.0, 1, "to accept this: python scripts/roofline.py"),
 ])  # fmt: skip
 def test_against_a_table(table, tmp_path, capsys, change, status, line):
     recorded = recorded_row(table)
     recorded["rows"][0]["dearest_share"] *= change
     file = tmp_path / "recorded.json"
     file.write_text(json.dumps(recorded))
-    assert command_line.main([*COMMAND, "--op", ROW, "--against", str(file)]) == status
+    assert roofline.main([*COMMAND, "--op", ROW, "--against", str(file)]) == status
     assert line in capsys.readouterr().out
 
 
@@ -555,7 +555,7 @@ def test_another_nvrtc_is_no_failure(table, tmp_path, capsys):
     recorded["rows"][0]["share"] = 2.0
     file = tmp_path / "recorded.json"
     file.write_text(json.dumps(recorded))
-    assert command_line.main([*COMMAND, "--op", ROW, "--against", str(file)]) == 0
+    assert roofline.main([*COMMAND, "--op", ROW, "--against", str(file)]) == 0
     said = capsys.readouterr().out
     assert f"worse: {ROW}" in said and "not a failure: NVRTC is " in said
 
@@ -568,14 +568,14 @@ def test_another_nvrtc_is_no_failure(table, tmp_path, capsys):
     (["--against", __file__], "roofline: --against: expected a file that --json has written"),
 ])  # fmt: skip
 def test_what_is_wrong_is_one_line(capsys, arguments, line):
-    assert command_line.main(["roofline", *arguments]) == 2
+    assert roofline.main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith(line) and said.err.count("\n") == 1
 
 
 def test_without_a_disassembler_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(compile_check, "find_nvdisasm", lambda: None)
-    assert command_line.main(COMMAND) == 2
+    monkeypatch.setattr(nvdisasm, "find", lambda: None)
+    assert roofline.main(COMMAND) == 2
     assert capsys.readouterr().err == (
         "roofline: nvdisasm is missing: pip install nvidia-cuda-nvdisasm\n"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -63,22 +64,13 @@ def test_demo_reports_every_case(device_name, model, tmp_path, capsys):
     assert demo(device_name, "--model", model, "--json", report, "--out", out) == 0
     read = json.loads(report.read_text())
 
-    assert [row["case"] for row in read["writes"]] == [
-        "array expressions, one stream", "array expressions, two streams",
-        "one launch", "one launch, graph replay",
-    ]  # fmt: skip
-    assert [row["case"] for row in read["overlap"]] == [
+    assert [row["case"] for row in read["rows"]] == [
         "copy alone", "compute and store alone", "in sequence, one stream",
         "copy stream, two buffers",
     ]  # fmt: skip
-    forms = ["rotate, then array expressions", "rotate, then one store"]
-    forms += ["rotate, then K and V on two streams"] if model != "deepseek-v3-mla" else []
-    forms += ["rotate and write in one launch"]
-    replays = [f"{form}, graph replay" for form in forms[1:]]
-    assert [row["case"] for row in read["rope"]] == forms + replays
-    for row in read["writes"] + read["rope"] + read["overlap"]:
+    for row in read["rows"]:
         assert row["time_us"] >= row["least_us"] > 0 and row["gb_per_s"] > 0
-    assert 0 <= read["overlap"][-1]["hidden"] <= 1
+    assert 0 <= read["rows"][-1]["hidden"] <= 1
     assert read["model"] == model and read["tokens"] == 24
     assert len(read["steps"]) == 4
     for key in ("device", "processor", "gpu_and_driver", "versions", "date", "commit"):
@@ -86,11 +78,11 @@ def test_demo_reports_every_case(device_name, model, tmp_path, capsys):
 
     printed = capsys.readouterr().out
     assert "Copy in the next step's K/V while this one computes" in printed
-    for name in ("write", "rope", "sequence", "overlap"):
+    assert f"timelines: {out}" in printed
+    for name in ("sequence", "overlap"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         events = json.loads((out / f"{name}.json").read_text())["traceEvents"]
         assert any(event["ph"] == "X" for event in events)
-        assert str(out / f"{name}.png") in printed
     lanes = {e["args"]["name"] for e in events_named(out / "overlap.json", "thread_name")}
     assert lanes == {"main", "copy"}
     assert len(events_named(out / "overlap.json", "matmul")) == 4
@@ -104,48 +96,12 @@ def events_named(path, name):
     ("model", "operation", "cache_index"),
     [("llama-3.1-70b-tp8", "store_kv", 3), ("deepseek-v3-mla", "store_mla", 2)],
 )
-def test_demo_notices_one_wrong_byte(device, monkeypatch, model, operation, cache_index):
+def test_demo_notices_one_wrong_byte(device, monkeypatch, capsys, model, operation, cache_index):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from kvcupy.bench.checks import WrongBytes
-
     monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
-    with pytest.raises(WrongBytes, match=r"one launch.*1 of .* bytes differ"):
-        demo("host", "--model", model)
-
-
-@pytest.mark.parametrize(
-    ("model", "operation", "cache_index"),
-    [("llama-3.1-70b-tp8", "rope_store_kv", 6), ("deepseek-v3-mla", "rope_store_mla", 5)],
-)
-def test_demo_notices_one_wrong_byte_of_a_fused_write(
-    device, monkeypatch, model, operation, cache_index
-):
-    if device.name != "host":
-        pytest.skip("the wrong byte is written by the host")
-    from overlap.rope_writes import RopeWrites
-
-    from kvcupy.bench.checks import WrongBytes
-    from kvcupy.bench.models import MODELS
-
-    monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
-    work = RopeWrites(device, MODELS[model], 24)
-    with pytest.raises(WrongBytes, match=r"rotate.*1 of .* bytes differ"):
-        work.check(work.forms())
-
-
-def test_demo_notices_a_rotation_that_all_forms_get_wrong(device):
-    from overlap.rope_writes import RopeWrites
-
-    from kvcupy.bench.checks import WrongBytes
-    from kvcupy.bench.models import MODELS
-
-    work = RopeWrites(device, MODELS["llama-3.1-70b-tp8"], 24)
-    forms = work.forms()
-    work.check(forms)
-    work.table = kv.rope_table(8192, 128, base=505_000.0, device=device)  # not that of the forms
-    with pytest.raises(WrongBytes, match=r"query of layer 0: .* too far off"):
-        work.check(forms)
+    assert demo("host", "--model", model) == 1
+    assert re.search(r"wrong result: in sequence.* bytes differ", capsys.readouterr().err)
 
 
 def test_launches_beside_a_copy_leave_it_a_core(device):
@@ -158,7 +114,7 @@ def test_launches_beside_a_copy_leave_it_a_core(device):
 
 
 @pytest.mark.parametrize("deaf", ["main", "copy"])
-def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
+def test_demo_notices_a_missing_wait(device, monkeypatch, capsys, deaf):
     """Control of the copy stream: without either of its waits, a step stores what it must not.
 
     "main": steps do not wait for their copy, which comes after they are all done. "copy": a copy
@@ -166,12 +122,9 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     """
     if device.name != "host":
         pytest.skip("holds up streams of the host")
-    import overlap_demo
-    from overlap.step_pipeline import Compute, Steps
+    from overlap.products import Compute
+    from overlap.steps import Steps
 
-    from kvcupy.bench.checks import WrongBytes
-
-    monkeypatch.setattr(overlap_demo, "run_rope", lambda *arguments: [])  # it has a main, too
     copy, work, wait = Steps.copy, Steps.work, type(device.stream()).wait
     overlapped, over = Steps.overlapped, threading.Event()
 
@@ -206,8 +159,8 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     monkeypatch.setattr(Steps, "overlapped", run)
     monkeypatch.setattr(Compute, "fit", lambda self, stream, target_us: None)
     monkeypatch.setattr(type(device.stream()), "wait", deaf_wait)
-    with pytest.raises(WrongBytes, match="copy stream"):
-        demo("host", "--model", "llama-3.1-70b-tp8")
+    assert demo("host", "--model", "llama-3.1-70b-tp8") == 1
+    assert "wrong result: copy stream" in capsys.readouterr().err
 
 
 def test_demo_runs_as_a_program_over_a_trace(device_name, tmp_path):
@@ -225,7 +178,7 @@ def test_demo_runs_as_a_program_over_a_trace(device_name, tmp_path):
 
 
 def test_hidden_fraction():
-    from overlap.step_pipeline import hidden_fraction
+    from overlap.steps import hidden_fraction
 
     assert hidden_fraction(30.0, 22.0, 10.0) == pytest.approx(0.8)
     assert hidden_fraction(30.0, 10.0, 10.0) == 1.0
@@ -235,7 +188,7 @@ def test_hidden_fraction():
 # The benchmark -------------------------------------------------------------------------------
 
 
-def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys, with_torch):
+def test_bench_reports_ratios(device_name, tmp_path, capsys, with_torch):
     report = tmp_path / "report.json"
     only = ("--sections", "store", "--only", "store_kv llama-3.1-8b bf16")
     assert bench(device_name, *only, "--json", report) == 0
@@ -255,9 +208,8 @@ def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys, with_
         assert row["ratios"]["expression"] == pytest.approx(
             row["least_us"]["expression"] / row["least_us"]["kvcupy"]
         )
-    if with_torch:
-        assert read["headlines"]["store_kv T=1: kvcupy's time over torch's"] > 0
-        assert read["headlines"]["store_kv T=4096: times torch's bandwidth"] > 0
+        if row["mode"] == "eager":
+            assert ("torch" in row["ratios"]) == with_torch
     assert ("x torch" in capsys.readouterr().out) == with_torch
 
 
@@ -278,25 +230,21 @@ def test_bench_graph_leaves_out_eager_calls(device_name, tmp_path):
     assert {row["mode"] for row in json.loads(report.read_text())["rows"]} == {"graph"}
 
 
-def test_bench_notices_one_wrong_byte(device, monkeypatch):
+def test_bench_notices_one_wrong_byte(device, monkeypatch, capsys):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from kvcupy.bench.checks import WrongBytes
-
     monkeypatch.setattr(kv, "store_kv", wrong_byte(kv.store_kv, 3))
-    with pytest.raises(WrongBytes, match=r"kvcupy, cache 1: \d+ of"):
-        bench("host", "--only", "70b-tp8 bf16 T=128")
+    assert bench("host", "--only", "70b-tp8 bf16 T=128") == 1
+    assert re.search(r"^bench: wrong result: .*kvcupy, cache 1: \d+ of", capsys.readouterr().err)
 
 
-def test_the_headline_cases_are_always_there():
-    from benchmarks.ops import BANDWIDTH, CALL_COST, ROPE_HEADLINES, SECTIONS, shapes
+def test_every_case_of_the_benchmark_has_a_name():
+    from benchmarks.ops import SECTIONS, shapes
 
-    for tokens in ((1, 128), (64,)):
-        names = [shape.name for shape in shapes(SECTIONS, tokens)]
-        assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
-        assert {shape.name for shape in ROPE_HEADLINES} <= set(names)
-        assert len(names) == len(set(names))
-    assert [shape.tokens for shape in ROPE_HEADLINES] == [1, 64, 4096]
+    names = [shape.name for shape in shapes(SECTIONS, (1, 128))]
+    assert len(names) == len(set(names))
+    for tokens in (1, 64, 4096):
+        assert f"rope_store_kv llama-3.1-8b bf16 T={tokens} fresh" in names
 
 
 @pytest.mark.parametrize(
@@ -364,14 +312,13 @@ def test_bench_notices_what_was_not_done(device, case, message):
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from benchmarks.ops import ROPE_HEADLINES
 
     def refuse(function, **options):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", refuse)
     report = tmp_path / "report.json"
-    case = ROPE_HEADLINES[0].name
+    case = "rope_store_kv llama-3.1-8b bf16 T=1 fresh"
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
     line = f"torch.compile: not measured: RuntimeError: no compiler here ({case})"
@@ -381,36 +328,22 @@ def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatc
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
     assert read["rows"][0]["ratios"]["torch.compile"] > 0
-    assert read["headlines"]["rope_store_kv T=1: times as fast as torch.compile"] > 0
 
 
-def test_bench_reports_views_and_loading(device_name, tmp_path, capsys):
+def test_bench_reports_loading(device_name, tmp_path, capsys):
+    import bench
+
     report = tmp_path / "report.json"
-    assert bench(device_name, "--sections", "views", "loading", "--json", report) == 0
+    small = ["--device", device_name, "--quick", "--json", str(report)]
+    assert bench.main(["loading", *small]) == 0
     read = json.loads(report.read_text())
-    libraries = {row["library"]: row for row in read["views"]}
-    assert "numpy" in libraries
-    for row in libraries.values():
-        assert row["probe_ns"] >= row["least_probe_ns"] > 0 and row["view_ns"] > 0
-    loaded = {row["where"]: row for row in read["loading"]}
+    loaded = {row["where"]: row for row in read["rows"]}
     assert read["device"] in loaded
     assert "sm_90" in loaded or "not measured: " in "".join(read["notes"])
     for row in loaded.values():
         assert row["cold_ms"] > row["warm_ms"] > 0
-    for name in ("probe of a numpy array, ns", "load store_copy<16> on host, ms"):
-        assert read["headlines"][name] > 0 or device_name != "host"
     assert "from disk ms" in capsys.readouterr().out
     assert isinstance(read["dirty"], bool)
-
-
-def test_a_missed_target_is_said():
-    from benchmarks.ops import verdict
-
-    assert verdict("store_kv T=1: kvcupy's time over torch's", 1.5) == " (wanted: at most 2)"
-    assert verdict("rope_store_kv T=64: times as fast as torch", 1.5) == (
-        " (wanted: at least 2; missed)"
-    )
-    assert verdict("something else", 1.5) == ""
 
 
 def test_rotations_are_held_to_an_ulp():

@@ -8,7 +8,7 @@ import json
 import pytest
 from helpers import full_only
 
-from kvcupy.interop import nixl_agents
+from kvcupy.remote.migration import nixl_agents
 from kvcupy.timelines.timeline import Span
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
@@ -69,7 +69,7 @@ def test_other_tokens_are_noticed(device_name, monkeypatch):
 
 def test_what_is_hidden():
     """Of medians: 4 ms of migration, of which 1 is waited for when the computation has ended."""
-    from disaggregated_demo import summary
+    from disaggregated_demo import times_of
     from serving.disaggregated import LAYERS, NO_EXPORT, WHOLE, Prefilled
 
     samples = {
@@ -77,13 +77,13 @@ def test_what_is_hidden():
         WHOLE: [Prefilled(1, 0.0, 0.010, 0.011, 0.015, num_bytes=8_000_000)],
         NO_EXPORT: [Prefilled(1, 0.0, 0.008)],
     }
-    report = summary(samples)
+    report = times_of(samples)
     assert report["hidden"] == pytest.approx(0.75)
     assert report["most_exposed_ms"] == pytest.approx(9.0)
     assert report["gb_per_s"] == pytest.approx(2.0)
     assert report["compute_ms"] == pytest.approx(8.0)
     samples[LAYERS] = [Prefilled(1, 0.0, 0.010, 0.0, 0.009)]  # before the computation has ended
-    assert summary(samples)["hidden"] == 1.0
+    assert times_of(samples)["hidden"] == 1.0
 
 
 def test_spans_of_pages_begin_when_their_layer_is_written():

@@ -143,4 +143,4 @@ def test_costs_that_were_not_measured_are_not_made_up(tmp_path, capsys):
     assert fleet_simulation.main(arguments) == 0
     assert "host to device" not in capsys.readouterr().out
     found = fleet_simulation.measured_costs(fleet_simulation.RESULTS)
-    assert found["load_gb_per_s"] > 0
+    assert found["load_gb_per_s"] > 0 and found["store_get_gb_per_s"] > 0

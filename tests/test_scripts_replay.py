@@ -157,8 +157,16 @@ def test_a_byte_that_a_disk_reads_wrongly_is_noticed(device, tmp_path, monkeypat
 # The command line ---------------------------------------------------------------------------------
 
 
-def test_the_report(device_name, tmp_path, capsys):
+def test_the_report(device_name, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
+    import replay_trace
+
+    drawn, draw = [], replay_trace.draw_over_time
+    monkeypatch.setattr(
+        replay_trace,
+        "draw_over_time",
+        lambda point, *rest: (drawn.append(point["series"]), draw(point, *rest)),
+    )
     report, chart = tmp_path / "new" / "report.json", tmp_path / "new" / "chart.png"
     few = ("--limit", 80, "--disk-blocks", 300, "--running", 2)
     assert main(device_name, *few, "--json", report, "--plot", chart) == 0
@@ -185,12 +193,12 @@ def test_the_report(device_name, tmp_path, capsys):
     assert point["moved"]["disk to host"]["bytes"] == found["disk"] * read["page_bytes"]
     assert point["compute_waited_s"] >= 0 and point["wall_s"] > 0
 
-    rows = point["series"]
-    assert [row["requests"] for row in rows] == list(range(1, 81))
-    assert rows[-1]["missed"] == counts["missed"]
-    assert max(row["blocks.device"] for row in rows) <= 60 == point["device_blocks"]
-    assert rows[-1]["minutes"] == pytest.approx(requests[-1].timestamp / 60e3)
-    assert chart.read_bytes().startswith(b"\x89PNG")
+    (series,) = drawn
+    assert [row["requests"] for row in series] == list(range(1, 81))
+    assert series[-1]["missed"] == counts["missed"]
+    assert max(row["blocks.device"] for row in series) <= 60 == point["device_blocks"]
+    assert series[-1]["minutes"] == pytest.approx(requests[-1].timestamp / 60e3)
+    assert "series" not in point and chart.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert "0 wrong" in printed.out and "80 of 80 requests found the same" in printed.out
     assert "80 of 80 requests" in printed.err

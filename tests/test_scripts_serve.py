@@ -692,11 +692,11 @@ def test_what_caches_agree_about(device, monkeypatch):
     from kvcupy.cache.paged import past
 
     model, settings, policy, prompts, answers = looked_up(device)
-    rows = agreement(model, settings, policy, prompts, ["=bf16", "nvfp4:hadamard"])
+    rows = agreement(model, settings, policy, prompts, ["=bf16", "nvfp4+hadamard"])
     for part, tokens in (("on_text", 2 * 59), ("own", 2 * 6), ("forced", 2 * 6)):
         assert rows["=bf16"][part]["same_tokens"] == rows["=bf16"][part]["tokens"] == tokens
-    assert rows["nvfp4:hadamard"]["own"]["same_requests"] == 2
-    assert rows["=bf16"]["page_bytes"] > 3 * rows["nvfp4:hadamard"]["page_bytes"]
+    assert rows["nvfp4+hadamard"]["own"]["same_requests"] == 2
+    assert rows["=bf16"]["page_bytes"] > 3 * rows["nvfp4+hadamard"]["page_bytes"]
 
     server = Server(model, replace(parse_settings(settings, "=bf16"), num_pages=200), policy)
     plain = read(server, prompts)
@@ -711,7 +711,7 @@ def test_what_caches_agree_about(device, monkeypatch):
     assert forced.forced == [[answers[0][0], *after], answers[1]]
 
     monkeypatch.setattr(past, "store_kv", lambda *arguments, **options: None)
-    rows = agreement(model, settings, policy, prompts, ["nvfp4:hadamard"])["nvfp4:hadamard"]
+    rows = agreement(model, settings, policy, prompts, ["nvfp4+hadamard"])["nvfp4+hadamard"]
     assert rows["own"]["same_requests"] < 2
     assert rows["on_text"]["same_tokens"] < rows["on_text"]["tokens"]
 
@@ -721,17 +721,17 @@ def test_settings_of_a_past_by_name(device):
     from serving.engine import Server
 
     model, settings, policy, *_ = looked_up(device)
-    settings = replace(settings, num_pages=40, rotation="hadamard", scale_rule="four_over_six")
+    settings = replace(settings, num_pages=40)
     whole = parse_settings(settings, "=fp8_e4m3")
     assert Server(model, whole, policy).cache.past_pool is None
-    named = parse_settings(settings, "nvfp4:hadamard:four_over_six@32")
+    named = parse_settings(settings, "nvfp4+hadamard+four_over_six@32")
     assert (named.recent, named.sinks) == (32, 4)
     pool = Server(model, named, policy).cache.past_pool
-    assert (pool.dtype, pool.rotation, pool.scale_rule) == ("nvfp4", "hadamard", "four_over_six")
+    assert str(pool.encoding) == "nvfp4+hadamard+four_over_six"
     plain = parse_settings(settings, "int4")
-    assert (plain.rotation, plain.scale_rule, plain.recent) == (None, "absmax", 16)
-    with pytest.raises(ValueError, match=r"int4:dct: expected hadamard or four_over_six, got"):
-        parse_settings(settings, "int4:dct")
+    assert (plain.past, plain.recent) == ("int4", 16)
+    with pytest.raises(ValueError, match=r"name: expected an encoding such as .*, got .int4\+dct"):
+        parse_settings(settings, "int4+dct")
 
 
 @pytest.mark.usefixtures("as_users_run")
@@ -744,9 +744,9 @@ def test_the_report_of_what_caches_agree_about(device_name, tmp_path, capsys):
         *("--prompt-tokens", "80", "--page-size", "4", "--requests", "2", "--budget", "24"),
         *("--output-tokens", "4", "--layers", "1", "--hidden", "128", "--json", str(file)),
     ]
-    assert serve_demo.main([*arguments, "--agreement", "=fp32", "nvfp4:hadamard"]) == 0
+    assert serve_demo.main([*arguments, "--agreement", "=fp32", "nvfp4+hadamard"]) == 0
     report = json.loads(file.read_text())
     assert {name: list(rows) for name, rows in report["models"].items()} == {
-        name: ["=fp32", "nvfp4:hadamard"] for name in ("lookup", "random")
+        name: ["=fp32", "nvfp4+hadamard"] for name in ("lookup", "random")
     }
     assert "same along bf16's" in capsys.readouterr().out

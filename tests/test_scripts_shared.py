@@ -1,20 +1,33 @@
-"""`scripts/bench.py shared`: it measures all engines, and finds blocks that are wrong."""
+"""`scripts/bench.py shared`: it measures what is installed, and finds blocks that are wrong."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import helpers
 import pytest
 
-from kvcupy.cache.shared.shm import ShmBackend
+from kvcupy.remote.stores.redis import RedisBackend
+from kvcupy.remote.stores.shm import ShmBackend
 
 ROOT = Path(__file__).resolve().parents[1]
+
+import mooncake_servers  # noqa: E402
+import redis_server  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("scripts_on_path")
+
+MEMORY = ["memcpy", "checksum", "shm", "shm, 1 thread", "shm unverified, 1 thread"]
+SOCKETS = ["socket tcp", "socket unix"]
+REDIS = [f"redis {kind} {what}" for kind in ("tcp", "unix") for what in ("backend", "SharedStore")]
+MOONCAKE = ["Mooncake", "Mooncake asked", "Mooncake backend", "Mooncake SharedStore"]
 
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    if not helpers.full:
+        monkeypatch.setattr(mooncake_servers, "PROBLEM", "left out")
     import bench
 
     return lambda *arguments: bench.main(
@@ -22,37 +35,62 @@ def bench(monkeypatch):
     )
 
 
-def test_every_engine_is_measured(bench, tmp_path, capsys):
-    report = tmp_path / "report.json"
-    left = {path.name for path in Path("/dev/shm").iterdir()}
-    assert bench("--rounds", 1, "--json", report) == 0
-    read = json.loads(report.read_text())
-    engines = ["memcpy", "checksum", "shm", "shm, 1 thread", "shm unverified, 1 thread"]
-    assert [row["engine"] for row in read["rows"]] == engines * 2
-    assert {row["case"] for row in read["rows"]} == {"64 KiB x1", "64 KiB x32"}
-    for row in read["rows"]:
+def measured(bench, tmp_path, *arguments):
+    """Return the report of a run, each of whose rows has times and a share of its baseline."""
+    assert bench(*arguments, "--json", tmp_path / "report.json") == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    for row in report["rows"]:
         for call in ("put", "get"):
-            assert row[f"{call}_gb_per_s"] >= row[f"{call}_median_gb_per_s"] > 0
-            assert 0 < row[f"{call}_p50_us"] <= row[f"{call}_p99_us"]
-            assert row[f"{call}_cpu_us_per_block"] > 0
-            assert row[f"{call}_median_percent_of_memcpy"] > 0
-        if row["engine"] == "memcpy":
-            percents = [row[f"{call}_percent_of_memcpy"] for call in ("put", "get")]
-            assert percents == pytest.approx([100, 100])
-    assert read["headlines"]["shm, 64 KiB x32: get, % of memcpy"] > 0
+            assert row[f"{call}_gb_per_s"] >= row[f"median_{call}_gb_per_s"] > 0
+            is_baseline = row["candidate"] in ["memcpy", *SOCKETS, "Mooncake"]
+            assert (f"{call}_percent" in row) != is_baseline
+    return report
+
+
+def test_every_way_in_memory_is_measured(bench, tmp_path, capsys):
+    left = {path.name for path in Path("/dev/shm").iterdir()}
+    report = measured(bench, tmp_path)
+    assert [row["candidate"] for row in report["rows"]] == MEMORY
+    assert {(row["block_kib"], row["batch"]) for row in report["rows"]} == {(64, 32)}
+    assert report["threads"] >= 1
     assert "shm unverified" in capsys.readouterr().out
-    bench_files = {p.name for p in Path("/dev/shm").glob("kvcupy-kvcupy-bench-*")} - left
-    assert bench_files == set(), "stores are removed"
+    stores = {p.name for p in Path("/dev/shm").glob("kvcupy-kvcupy-bench-*")} - left
+    assert stores == set(), "stores are removed"
 
 
-def test_wrong_blocks_are_found(bench, monkeypatch):
-    real = ShmBackend.get
+def test_the_servers_that_are_installed_are_measured(bench, tmp_path, capsys):
+    report = measured(bench, tmp_path, "--servers")
+    expected = list(SOCKETS)
+    if redis_server.PROGRAM is not None:
+        expected += REDIS
+    if not mooncake_servers.PROBLEM:
+        expected += MOONCAKE
+    assert sorted(row["candidate"] for row in report["rows"]) == sorted(expected)
+    assert len(report["notes"]) == (len(expected) <= 6) + (redis_server.PROGRAM is None)
+    assert "64 KiB x 32" in capsys.readouterr().out
 
-    def get(backend, keys, blocks, deadline):
-        headers = real(backend, keys, blocks, deadline)
+
+def spoil(monkeypatch, backend):
+    """Let a backend return blocks with other bytes."""
+    real = backend.get
+
+    def get(self, keys, blocks, deadline):
+        headers = real(self, keys, blocks, deadline)
         blocks[0][0][:8] = b"12345678"
         return headers
 
-    monkeypatch.setattr(ShmBackend, "get", get)
-    with pytest.raises(AssertionError, match="is not what was put"):
-        bench("--rounds", 1, "--engines", "shm unverified, 1 thread")
+    monkeypatch.setattr(backend, "get", get)
+
+
+def test_wrong_blocks_in_memory_are_found(bench, monkeypatch):
+    spoil(monkeypatch, ShmBackend)
+    with pytest.raises(AssertionError, match="shm: other bytes than were put"):
+        bench()
+
+
+@redis_server.needs_redis
+def test_wrong_blocks_of_a_server_are_found(bench, monkeypatch):
+    monkeypatch.setattr(mooncake_servers, "PROBLEM", "left out")
+    spoil(monkeypatch, RedisBackend)
+    with pytest.raises(AssertionError, match="redis tcp backend: other bytes than were put"):
+        bench("--servers")

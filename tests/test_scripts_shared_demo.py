@@ -33,7 +33,7 @@ def demo(device_name, tmp_path, monkeypatch):
             + [str(argument) for argument in (*SMALL, *arguments)]
         )
         left = [file for file in Path("/dev/shm").iterdir() if name in file.name]
-        return status, json.loads(path.read_text()), left
+        return status, json.loads(path.read_text()) if path.exists() else None, left
 
     return run
 
@@ -84,8 +84,7 @@ def test_a_run_that_is_interrupted_leaves_no_memory(demo, monkeypatch):
 
     made = []
     monkeypatch.setattr(shared_demo, "run_processes", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        demo()
+    assert demo() == (130, None, [])
     assert len(made) == 1 and not made[0].exists()
 
 

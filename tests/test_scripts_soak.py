@@ -57,7 +57,7 @@ def test_it_reports_what_was_done_and_held(device_name, tmp_path, capsys, few_pl
             assert counts[what] > 0, f"{name}: {what}"
         assert server["blocks"]["host_hits"] > 0 and server["blocks"]["failed_loads"] == 0
     assert report["warm_up_steps"] < 300 and report["grown"].keys() == report["slack"].keys()
-    last = report["samples"][-1]
+    last = report["at_the_end"]
     assert last["step"] == 420 and 0 < last["device_pages"] <= report["sizes"]["device_pages"]
     assert last["disk_bytes"] > 0 and picture.stat().st_size > 10_000
     printed = capsys.readouterr().out

@@ -122,8 +122,8 @@ def test_keys_before_rope_are_rotated_by_their_readers():
 
 
 def test_projections_of_a_gguf_file_pair_the_halves_of_heads():
-    from quantisation.llama import halves_paired
     from quantisation.schemes import rope
+    from serving.gguf import halves_paired
 
     weight, x, table = normal(2 * 8, 5), normal(6, 5), reference.rope_table(6, 8)
     halves = rope((x @ halves_paired(weight, 2).T).reshape(6, 2, 8), table)
@@ -137,7 +137,9 @@ def test_projections_of_a_gguf_file_pair_the_halves_of_heads():
 def test_the_model_is_the_one_of_transformers():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from quantisation.llama import Llama
+    from quantisation_study import log_probabilities
+    from serving.gguf import NAMES, GgufFile
+    from serving.llama import Llama
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -146,25 +148,23 @@ def test_the_model_is_the_one_of_transformers():
         initializer_range=0.3,
     )  # fmt: skip
     theirs = transformers.LlamaForCausalLM(config).float().eval()
-    names = {
-        "embed_tokens": "token_embd", "input_layernorm": "attn_norm", "q_proj": "attn_q",
-        "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
-        "post_attention_layernorm": "ffn_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up",
-        "down_proj": "ffn_down", "norm": "output_norm",
-    }  # fmt: skip
-    model = Llama.__new__(Llama)
-    model.layers, model.heads, model.kv_heads, model.width = 2, 4, 2, 16
-    model.rope_base, model.eps, model.weights = 10000.0, np.float32(config.rms_norm_eps), {}
-    for name, value in theirs.model.named_parameters():
-        words = name.split(".")
-        layer = f"blk.{words[1]}." if words[0] == "layers" else ""
-        model.weights[f"{layer}{names[words[-2]]}.weight"] = value.detach().numpy()
+    file = GgufFile.__new__(GgufFile)
+    file.layers, file.heads, file.kv_heads, file.width = 2, 4, 2, 16
+    file.rope_base, file.eps, file.weights = 10000.0, np.float32(config.rms_norm_eps), {}
+    for name, value in theirs.named_parameters():
+        words = name.removesuffix(".weight").split(".")
+        layer = words[1] == "layers"
+        own = NAMES[".".join(words[3:] if layer else words)]
+        at = f"blk.{words[2]}." if layer else ""
+        file.weights[f"{at}{own}.weight"] = value.detach().numpy()
+    device = kv.device("host")
+    model = Llama(device, *file.load(device), context=20)
     tokens = RNG.integers(0, 61, 20)
     with torch.no_grad():
         logits = theirs(torch.tensor(tokens)[None]).logits[0]
     want = torch.log_softmax(logits, -1).numpy()[5:20]
     got, coarse = (
-        model.log_probabilities(tokens, scheme_of(fmt), slice(5, 20)) for fmt in ("bf16", "nvfp4")
+        log_probabilities(model, tokens, scheme_of(fmt))[5:20] for fmt in ("bf16", "nvfp4")
     )
     error, coarse_error = (np.abs(np.exp(x) - np.exp(want)).max() for x in (got, coarse))
     assert error < 0.02 < coarse_error  # theirs keeps keys and values in fp32

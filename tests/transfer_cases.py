@@ -173,15 +173,15 @@ class TransferCase(Case):
     def pool(
         self, layout="layer_first", fmt="bf16", *, pages=9, page_size=4, layers=3, heads=2,
         widths=(8, 6), latent=None, placement="device", scales=False, content=None,
-        multipliers=None, **rotation,
+        multipliers=None, encoding="",
     ):  # fmt: skip
-        """Make a pool; with `latent` a width, an MLAPool. `rotation` are options of its kind.
+        """Make a pool; with `latent` a width, an MLAPool. `encoding`: "+hadamard", say.
 
         `content(fmt, count)` draws its elements, `multipliers` its scales; without them, any bits.
         """
         options = {
-            "dtype": fmt, "layout": layout, "placement": placement, "device": self.device,
-            "scales": scales, **rotation,
+            "dtype": fmt + encoding, "layout": layout, "placement": placement,
+            "device": self.device, "scales": scales,
         }  # fmt: skip
         if latent is None:
             pool = kv.KVPool(

@@ -7,7 +7,7 @@ graph   calls captured over rotated sets of arguments, replayed between two timi
         device needs
 
 Arguments are rotated over more memory than the caches hold, but for the smallest cases, of which
-`MOST_SETS` hold less, and "fresh" ones, whose arguments are as a layer finds them, just written.
+`MAX_SETS` hold less, and "fresh" ones, whose arguments are as a layer finds them, just written.
 GB/s counts the bytes that have to be read and written. Ratios are of the least times: other
 programs disturb those least, and threaded baselines most. On the host device, torch's time is the
 better of one thread and all. Copies are checked byte by byte, arithmetic against float64, each
@@ -41,7 +41,7 @@ from .timers import (
 
 TIMES = ("us (median)", "us (min)", "GB/s", "% of copy")  # columns of whatever moves bytes
 MODES = ("eager", "graph")
-MOST_SETS = 64
+MAX_SETS = 64
 SECONDS = 1.5  # for all candidates of a case, after which three rounds suffice
 OF_TORCH = ("torch", "torch, one thread")
 _COPY_BYTES = 64 << 20  # of the copies that are the peaks, at least
@@ -238,7 +238,7 @@ class Bench:
 
     def measure(self, shape: Shape) -> list[dict[str, Any]]:
         """Check and measure every candidate of one case; return a row per mode."""
-        sets = 2 if shape.fresh else min(-(-self.rotate_bytes // shape.bytes_moved), MOST_SETS)
+        sets = 2 if shape.fresh else min(-(-self.rotate_bytes // shape.bytes_moved), MAX_SETS)
         case = shape.build(self.device, sets)
         calls = {"kvcupy": case.kvcupy(own_arrays)}
         check(case, "kvcupy", calls["kvcupy"])

@@ -1,23 +1,24 @@
-"""The command: which cases are measured, and what becomes of the results."""
+"""`python -m kvcupy bench`: operations in the shapes of models."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import devices
 from ..config import config
-from ..errors import DeviceError
 from ..progress import Progress
-from . import attention, pages, rope, store, transfer
+from . import attention, frame, pages, rope, store, transfer
 from .candidates import Bench, Shape, render
-from .checks import WrongBytes
+from .frame import OptionError
 from .models import MODELS, Model
-from .report import compare, describe, plot, read_json, require_matplotlib, where, write_json
+from .report import compare, plot, read_json
 from .timers import DIRECTIONS
+
+__all__ = ["cases", "main", "plot", "render", "run"]
 
 OPERATIONS = (
     "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
@@ -113,97 +114,70 @@ def _attention(model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[a
                               page_size=sizes.page_size)  # fmt: skip
 
 
-def main(
-    device_name: str | None = None, *, operations: Sequence[str] | None = None,
-    models: Sequence[str] | None = None, formats: Sequence[str] | None = None,
-    quick: bool = False, rotate_mb: int | None = None, with_compile: bool = False,
-    json_file: Path | None = None, plot_file: Path | None = None,
-    compared: Sequence[Path] | None = None, lines: bool = False, **sizes: Any,
-) -> int:  # fmt: skip
-    """Measure cases, print and write the results, and return the exit status.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark alone."""
+    add, count = parser.add_argument, frame.count
+    add("--op", nargs="+", metavar="OPERATION", help="such as store_kv; default: all")
+    add("--model", nargs="+", help="such as llama-3.1-8b; default: all, or two if --quick")
+    add("--format", nargs="+", help="of caches: bf16, fp8_e4m3; default: both")
+    add("--tokens", nargs="+", type=count, metavar="N", help="of a step that stores or gathers")
+    add("--batch", nargs="+", type=count, metavar="N", help="sequences that decode")
+    add("--context", nargs="+", type=count, metavar="N", help="tokens of each of them")
+    add("--page-size", type=count, metavar="N", help="tokens per page; default: 16")
+    rotated = "size of the arguments that calls rotate over; default: 256, 64 if --quick"
+    add("--rotate-mb", type=count, metavar="MB", help=rotated)
+    add("--torch-compile", action="store_true", help="one more baseline, which takes minutes")
+    add("--plot", type=Path, metavar="FILE", help="draw bandwidth by size")
+    add("--progress", action="store_true", help="print lines where stderr is not a terminal")
+    compared = "print the ratios of two files that --json has written, and measure nothing"
+    add("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help=compared)
 
-    1: a result of kvcupy's was wrong. 2: an option was wrong.
 
-    Parameters
-    ----------
-    device_name : None: a GPU if there is one
-    operations, models, formats : names; None: all, or few if `quick`
-    quick : few small cases
-    rotate_mb : size of the arguments that calls rotate over
-    with_compile : measure torch.compile too
-    json_file, plot_file : written
-    compared : two JSON files to print the ratios of; nothing is measured
-    lines : say how far it is where stderr is no terminal
-    sizes : replace those of `Sizes` by that name, where they are not None
-    """
+def main(options: argparse.Namespace) -> int:
+    """Measure or compare, and return the exit status."""
+    if options.compare is None:
+        return frame.run("models", sys.modules[__name__], options)
     try:
-        if compared is not None:
-            print(compare(*map(_read, compared)))
-            return 0
-        device = _device(device_name)
-        names = {
-            "--op": (operations, OPERATIONS, OPERATIONS),
-            "--model": (models, MODELS, QUICK_MODELS if quick else tuple(MODELS)),
-            "--format": (formats, FORMATS, FORMATS),
-        }
-        chosen = [_chosen(option, *rest) for option, rest in names.items()]
-        own = replace(QUICK if quick else SIZES[device.kind],
-                      **{name: n for name, n in sizes.items() if n is not None})  # fmt: skip
-        shapes = cases(chosen[0], [MODELS[name] for name in chosen[1]], chosen[2], own)
-        if not shapes:
-            raise ValueError(f"no case: {', '.join(chosen[1])} has none of {', '.join(chosen[0])}")
-        if plot_file is not None:
-            require_matplotlib()  # before all is measured, not after
-    except (ValueError, DeviceError, OSError, ImportError) as error:
-        print(f"bench: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(compare(*map(_read, options.compare)))
+    except OptionError as error:
+        print(f"bench: {error}", file=sys.stderr)
         return 2
-    about = describe(device)  # now: the tree may change while this runs
-    try:
-        report = {
-            "benchmark": "models", **about, "quick": quick,
-            **_measure(device, shapes, quick, rotate_mb, with_compile, lines),
-        }  # fmt: skip
-    except WrongBytes as error:
-        print(f"bench: wrong result: {error}", file=sys.stderr)
-        return 1
-    print(f"{render(report)}\n\n{where(report)}")
-    if json_file is not None:
-        write_json(json_file, report)
-    if plot_file is not None:
-        plot(report, plot_file)
     return 0
 
 
-def _measure(
-    device: Any, shapes: Sequence[Shape], quick: bool, rotate_mb: int | None, with_compile: bool,
-    lines: bool,
-) -> dict[str, Any]:  # fmt: skip
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Measure with replays of graphs on a GPU; on the host device as torch's CPU calls go."""
+    operations = _chosen("--op", options.op, OPERATIONS, OPERATIONS)
+    default = QUICK_MODELS if options.quick else tuple(MODELS)
+    models = _chosen("--model", options.model, MODELS, default)
+    formats = _chosen("--format", options.format, FORMATS, FORMATS)
+    sizes = {
+        "tokens": options.tokens, "batches": options.batch, "contexts": options.context,
+        "page_size": options.page_size,
+    }  # fmt: skip
+    own = replace(QUICK if options.quick else SIZES[device.kind],
+                  **{name: n for name, n in sizes.items() if n is not None})  # fmt: skip
+    shapes = cases(operations, [MODELS[name] for name in models], formats, own)
+    if not shapes:
+        raise OptionError(f"no case: {', '.join(models)} has none of {', '.join(operations)}")
     bench = Bench(
-        device, quick=quick, modes=("eager",) if device.kind == "host" else ("graph",),
-        rotate_bytes=None if rotate_mb is None else rotate_mb * 1_000_000,
-        with_compile=with_compile,
+        device, quick=options.quick, modes=("eager",) if device.kind == "host" else ("graph",),
+        rotate_bytes=options.rotate_mb and options.rotate_mb * 1_000_000,
+        with_compile=options.torch_compile,
     )  # fmt: skip
     fallback, config.fallback = config.fallback, "error"  # the reference is not measured
     try:
-        with Progress("bench", len(shapes), "cases", lines=lines) as progress:
+        with Progress("bench", len(shapes), "cases", lines=options.progress) as progress:
             return bench.report(shapes, progress.to)
     finally:
         config.fallback = fallback
-
-
-def _device(name: str | None) -> Any:
-    try:
-        return devices.get(name)
-    except ValueError as error:
-        raise ValueError(f"--device: {error}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except (ValueError, OSError) as error:
-        raise ValueError(f"--compare: {error}") from None
+        raise OptionError(f"--compare: {error}") from None
 
 
 def _chosen(
@@ -211,5 +185,5 @@ def _chosen(
 ) -> Sequence[str]:
     for name in names or ():
         if name not in known:
-            raise ValueError(f"{option}: expected one of {', '.join(known)}, got {name}")
+            raise OptionError(f"{option}: expected one of {', '.join(known)}, got {name}")
     return default if names is None else names

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
+from .. import pictures
 from ..extras import install
 
 _PACKAGES = (
@@ -21,6 +22,7 @@ _PACKAGES = (
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _COLOURS = ("#4C78A8", "#E8A15A", "#72A98F", "#B6566B", "#9C8AC2", "#8C7B68", "#D9C45F", "#7F8C99")
 _COLUMNS = 4  # of a picture, at most
+_ROW_WIDTH = 240  # of what nests in a row and is no item of a list
 
 # --- Tables ---------------------------------------------------------------------------------------
 
@@ -74,10 +76,59 @@ def where(report: dict[str, Any]) -> str:
     return f"{report['device']} ({machine}), {report['date']}, commit {commit}"
 
 
-def write_json(path: str | Path, report: dict[str, Any]) -> None:
-    """Write a report, and create its folder."""
+def write_json(path: str | Path, report: Any) -> None:
+    """Write a report as `as_rows` lays it out, and create its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    Path(path).write_text(as_rows(report) + "\n")
+
+
+def as_rows(report: Any) -> str:
+    """Return JSON with a line for each row of a table.
+
+    Examples
+    --------
+    >>> print(as_rows({"seed": 1, "rows": [{"case": "a", "us": 0.5}, {"case": "b", "us": 2.0}]}))
+    {
+     "seed": 1,
+     "rows": [
+      {"case": "a", "us": 0.5},
+      {"case": "b", "us": 2.0}
+     ]
+    }
+    """
+    return _lay_out(report, 0, in_list=False)
+
+
+def _lay_out(value: Any, indent: int, *, in_list: bool) -> str:
+    """Return a value on one line if it is a row, else with its parts on lines of their own."""
+    line = json.dumps(value)
+    depth = _depth(value)
+    is_short = isinstance(value, dict) and len(line) <= _ROW_WIDTH
+    is_row = depth < 2 or (depth == 2 and (in_list or is_short))
+    if is_row and indent:
+        return line
+    if isinstance(value, dict):
+        brackets = "{}"
+        parts = [
+            f"{json.dumps(name)}: {_lay_out(part, indent + 1, in_list=False)}"
+            for name, part in value.items()
+        ]
+    elif isinstance(value, (list, tuple)):
+        brackets = "[]"
+        parts = [_lay_out(part, indent + 1, in_list=True) for part in value]
+    else:
+        return line
+    if not parts:
+        return line
+    start = "\n" + " " * (indent + 1)
+    return f"{brackets[0]}{start}{f',{start}'.join(parts)}\n{' ' * indent}{brackets[1]}"
+
+
+def _depth(value: Any) -> int:
+    """Return how deep containers are nested."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -229,7 +280,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(where(report), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
 def _series(row: dict[str, Any]) -> tuple[str, str, str]:

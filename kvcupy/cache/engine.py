@@ -20,6 +20,7 @@ import numpy as np
 from ..config import cache_logger
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from ..ops import transfer
+from ..streams import stream_after
 from .pages import waiting_stream
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class TransferEngine(ProcessLocal):
         self._load = TransferQueue(self, "load", load_stream, loads, sizes)
         self._save = TransferQueue(self, "save", save_stream, [save], sizes)
         self._calls = 0
-        self._notifying = 0
+        self._notifying = 0  # calls that are being announced to allocators
         # Held while work is put on the streams. Reentrant: freeing memory may call back.
         self._lock = threading.RLock()
 
@@ -113,8 +114,8 @@ class TransferEngine(ProcessLocal):
         device_pages, host_pages : int32 or int64 (N,) of the host, or lists of ints, copied by the
             call. A pair with a negative page is skipped
         after : the compute stream that has written the pages: Stream, or a CuPy or torch stream;
-            None: the one that is current in CuPy or torch, as for `transfer_pages`. Work that it
-            gets after the call does not delay the copy
+            None: the one that is current in CuPy or torch, as for `transfer_pages`; False: there is
+            nothing to wait for. Work that it gets after the call does not delay the copy
 
         Raises
         ------
@@ -137,13 +138,13 @@ class TransferEngine(ProcessLocal):
         """
         return self._submit(self._load, device_pages, host_pages, after)
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Send all queued calls out, then raise DeviceError if issuing some of them failed."""
-        for batch in self.send():
+        for batch in self._send():
             if batch.cause is not None:
                 batch.raise_failure()
 
-    def send(self) -> list[Batch]:
+    def _send(self) -> list[Batch]:
         """Send all queued calls out; failures are left to the batches, which are returned."""
         with self._lock:
             if self._load.stream.capturing or self._save.stream.capturing:
@@ -157,19 +158,11 @@ class TransferEngine(ProcessLocal):
                 batches.append(queue.send(other))
         return batches
 
-    @property
-    def notifying(self) -> bool:
-        """Whether a call is being announced to an allocator. What that polls meanwhile was not
-        asked for by the caller, so it sends nothing out."""
-        return self._notifying > 0
-
     def _submit(
         self, queue: TransferQueue, device_pages: Any, host_pages: Any, after: Any
     ) -> Transfer:
         device_list, host_list = self._page_lists(queue.kind, device_pages, host_pages)
-        compute = self.device.as_stream(after, name="after")
-        if compute.capturing:
-            raise CaptureError("after: a transfer cannot be part of a capture")
+        compute = stream_after(self.device, after, "a transfer")
         batch = None
         with self._lock:
             if self._load.stream.capturing or self._save.stream.capturing:
@@ -184,8 +177,8 @@ class TransferEngine(ProcessLocal):
             transfer = Transfer(self, queue, self._calls, len(device_list), batch)
         if batch is not None:
             try:  # without the lock: allocators have locks of their own
-                self.device_pool.allocator.busy(device_list, batch)
-                self.host_pool.allocator.busy(host_list, batch)
+                self.device_pool.allocator._mark_busy(device_list, batch)
+                self.host_pool.allocator._mark_busy(host_list, batch)
             finally:
                 with self._lock:
                     self._notifying -= 1
@@ -355,7 +348,7 @@ class Batch:
     def send(self) -> None:
         """Send it out, with all queued calls, if that has not been done."""
         if not self.issued and (engine := self._engine()) is not None:
-            engine.send()
+            engine._send()
 
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
@@ -365,9 +358,9 @@ class Batch:
             engine = self._engine()
             if engine is None:
                 return True
-            if engine.notifying:
+            if engine._notifying:  # an allocator polls, and the caller has asked for nothing
                 return False
-            engine.send()
+            engine._send()
             if not self.issued:
                 return False
         try:

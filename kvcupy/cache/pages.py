@@ -22,7 +22,7 @@ Pages = np.ndarray[Any, Any]
 
 # States of a page; deferred: freed while a transfer touches it.
 _FREE, _ALLOCATED, _DEFERRED = 0, 1, 2
-_MIN_TRANSFERS = 64  # remembered before `busy` looks for finished ones by itself
+_MIN_TRANSFERS = 64  # remembered before `_mark_busy` looks for finished ones by itself
 
 
 # --- Work in flight ---
@@ -264,7 +264,7 @@ class PageAllocator(ProcessLocal):
                 ordered = ordered[~held]
             self._put(ordered)
 
-    def require_allocated(self, pages: Any) -> Pages:
+    def _require_allocated(self, pages: Any) -> Pages:
         """Return pages in ascending order; ValueError unless each is allocated, and listed once.
 
         Raises
@@ -294,7 +294,7 @@ class PageAllocator(ProcessLocal):
             first = ", ".join(map(str, leaked[:8])) + (", ..." if len(leaked) > 8 else "")
             raise KvcupyError(f"{len(leaked)} of {self.num_pages} pages were never freed: {first}")
 
-    def busy(self, pages: Any, transfer: Completion) -> None:
+    def _mark_busy(self, pages: Any, transfer: Completion) -> None:
         """Hold back pages that a transfer touches, should they be freed, until it is done.
 
         Parameters
@@ -335,7 +335,7 @@ class PageAllocator(ProcessLocal):
             self._poll()
             self._poll_above = max(_MIN_TRANSFERS, 2 * len(self._transfers))
 
-    def wait_for_freed(self) -> None:
+    def _wait_for_freed(self) -> None:
         """Wait for the oldest transfer that holds back freed pages, if there is one.
 
         Not for `unbounded` ones, nor for pages that they hold back too.
@@ -391,7 +391,7 @@ class PageAllocator(ProcessLocal):
         coming = self._coming()
         return next((n for n, (_, pages) in self._transfers.items() if coming[pages].any()), None)
 
-    # --- Without the lock: a transfer may take locks of its own, and its owner may call `busy` ---
+    # --- Without the lock: a transfer may take other locks, and its owner may call `_mark_busy` ---
 
     def _poll(self) -> None:
         """Drop the transfers that are done."""

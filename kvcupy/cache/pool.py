@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from ..arrays import (
     note_written,
     overlaps_itself,
     reshaped,
-    rotation_options,
     transposed,
     view,
 )
@@ -28,7 +27,6 @@ from ..devices.protocol import Device
 from ..dlpack import exporting
 from ..errors import ProcessLocal
 from ..ops import checks
-from ..ops.call import format_name
 from .pages import PageAllocator
 
 _Named = tuple[str, ArrayView]
@@ -66,9 +64,9 @@ class Pool(ProcessLocal, abc.ABC):
     placement : "device", "pinned" or "pageable"
     layout : "layer_first", "page_first", "page_first_direct" or "page_head"
     dtype : name of the number format, "bf16"
-    encoding : what the bytes of rows are: the format, and how many elements of a row are rotated
-    rotation : "hadamard" if rows are stored rotated, else None
-    scale_rule : how groups get their scales where rows are written, as in `kvcupy.view_as`
+    encoding : the Encoding of K, or of the latent
+    stored_as : what the bytes of K and V are, format and rotated elements, as the string that files
+        and other processes compare
     num_pages, page_size, num_layers, num_kv_heads, head_dim, v_head_dim : counts
     num_bytes : of all pages, with scales
     page_bytes : of one page of all layers, K and V, with scales
@@ -89,14 +87,15 @@ class Pool(ProcessLocal, abc.ABC):
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int,
         widths: tuple[int, ...], *, dtype: Any, layout: str, placement: str, device: Any,
-        scales: bool, rotation: Any, rotated_width: Any = None, scale_rule: Any = "absmax",
+        scales: bool,
     ) -> None:  # fmt: skip
         self.num_pages = positive_int(num_pages, "num_pages")
         self.page_size = positive_int(page_size, "page_size")
         self.num_layers = positive_int(num_layers, "num_layers")
         self.num_kv_heads = positive_int(num_kv_heads, "num_kv_heads")
         self.head_dim, self.v_head_dim = widths[0], widths[-1]
-        self.dtype = format_name(dtype)
+        encoding = formats.Encoding.of(dtype)
+        self.dtype = encoding.format
         self.layout = _choice(layout, "layout", tuple(_ORDERS))
         self.placement = _choice(placement, "placement", _PLACEMENTS)
         if not isinstance(scales, (bool, np.bool_)):
@@ -112,10 +111,9 @@ class Pool(ProcessLocal, abc.ABC):
                 )
             for name, width in zip(self._width_names, widths, strict=True):
                 formats.require_groups(four_bit, width, name)
-        rotated = [formats.rotated_elements(rotation, rotated_width, n, self.dtype) for n in widths]
+        rotated = [encoding.rotated_elements(n) for n in widths]
         self.device: Device = devices.get(device)
-        rule = formats.require_scale_rule(scale_rule, self.dtype)
-        self._fill(widths, rotated, rule, bool(scales))
+        self._fill(widths, rotated, encoding.scale_rule, bool(scales))
         self.allocator = PageAllocator(self.num_pages)
         metrics.follow(self, _page_samples)
 
@@ -124,21 +122,17 @@ class Pool(ProcessLocal, abc.ABC):
         return (
             f"<{type(self).__name__} of {self.num_pages} pages of {self.page_size}, "
             f"{self.num_layers} layers of {self._row()}, {self.dtype}"
-            f"{' rotated' if self.rotation else ''}{scales}, {self.layout}, "
+            f"{' rotated' if self.encoding.hadamard else ''}{scales}, {self.layout}, "
             f"{self.placement} on {self.device.name}, {self.num_bytes / 1e9:.4g} GB>"
         )
 
     @property
-    def rotation(self) -> str | None:
-        return next((part.rotation for part in self.parts if part.rotation), None)
+    def encoding(self) -> formats.Encoding:
+        return self.views(0)[0].encoding
 
     @property
-    def scale_rule(self) -> str:
-        return str(self.parts[0].scale_rule)
-
-    @property
-    def encoding(self) -> str:
-        own = [formats.encoding(part.format, part.rotated_width) for part in self.views(0)]
+    def stored_as(self) -> str:
+        own = [formats.stored_as(part.format, part.rotated_width) for part in self.views(0)]
         return ",".join(dict.fromkeys(own)) if own[0] == own[-1] else ",".join(own)
 
     @abc.abstractmethod
@@ -353,7 +347,7 @@ class KVPool(Pool):
     ----------
     num_pages, page_size, num_layers, num_kv_heads, head_dim : counts; head_dim is the width of K
     v_head_dim : the width of V; None is that of K
-    dtype : name of a number format, or its NumPy, ml_dtypes or torch dtype. With a four-bit format
+    dtype : an Encoding or its string, or a NumPy, ml_dtypes or torch dtype. With a four-bit format
         widths are whole groups, and the scales of a row follow its codes in every layout
     layout : axes as stored, K and V in arrays of their own. "layer_first" (layers, pages,
         page_size, heads, width), "page_first" (pages, page_size, layers, heads, width),
@@ -363,10 +357,6 @@ class KVPool(Pool):
         "pageable", plain host memory. All start as zeros
     device : a Device or its name; None is the default device
     scales : store float32 scales with K and V of a quantised format, one for each token and head
-    rotation : "hadamard" with a four-bit format: rows are rotated as they are stored, as in
-        `kvcupy.view_as`; None: they are not
-    scale_rule : how groups get their scales where rows are written, as in `kvcupy.view_as`:
-        "absmax", or of nvfp4 "four_over_six"
 
     Raises
     ------
@@ -394,14 +384,12 @@ class KVPool(Pool):
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, *,
         v_head_dim: int | None = None, dtype: Any = "bf16", layout: str = "layer_first",
         placement: str = "device", device: Any = None, scales: bool = False,
-        rotation: str | None = None, scale_rule: str = "absmax",
     ) -> None:  # fmt: skip
         k_width = positive_int(head_dim, "head_dim")
         v_width = k_width if v_head_dim is None else positive_int(v_head_dim, "v_head_dim")
         super().__init__(
             num_pages, page_size, num_layers, num_kv_heads, (k_width, v_width),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
-            rotation=rotation, scale_rule=scale_rule,
         )  # fmt: skip
 
     @classmethod
@@ -462,12 +450,11 @@ class MLAPool(Pool):
 
     Parameters
     ----------
-    latent_dim : elements per token and layer, including the rope part
-    num_pages, page_size, num_layers, dtype, layout, placement, device, scales : as in `KVPool`;
-        the layouts have one head
-    rotation, scale_rule : as in `KVPool`
-    rotated_width : with rotation, the elements of the latent, without the rope part, which is not
-        rotated
+    latent_dim, rope_dim : elements of the latent and of the rotated key behind it, per token and
+        layer; a row has both
+    dtype : as in `KVPool`. With "+hadamard" the latent is rotated, the rope part never
+    num_pages, page_size, num_layers, layout, placement, device, scales : as in `KVPool`; the
+        layouts have one head
 
     Raises
     ------
@@ -476,46 +463,45 @@ class MLAPool(Pool):
 
     Notes
     -----
-    Attributes: those of `Pool`, with one head, and `latent_dim`, which is the width of K and of V.
-    `k` and `v` both give the latent of a layer, (num_pages, page_size, latent_dim), `k_scale` and
-    `v_scale` its scales.
+    Attributes: those of `Pool`, with one head whose `head_dim` is latent_dim + rope_dim, and
+    `latent_dim` and `rope_dim`. `k` and `v` both give the rows of a layer, (num_pages, page_size,
+    latent_dim + rope_dim), `k_scale` and `v_scale` their scales.
 
     Examples
     --------
-    >>> MLAPool(64, 16, 2, 576, device="host").k(0).shape
+    >>> MLAPool(64, 16, 2, 512, 64, device="host").k(0).shape
     (64, 16, 576)
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, num_layers: int, latent_dim: int, *,
-        dtype: Any = "bf16", layout: str = "layer_first", placement: str = "device",
-        device: Any = None, scales: bool = False, rotation: str | None = None,
-        rotated_width: int | None = None, scale_rule: str = "absmax",
+        self, num_pages: int, page_size: int, num_layers: int, latent_dim: int, rope_dim: int = 0,
+        *, dtype: Any = "bf16", layout: str = "layer_first", placement: str = "device",
+        device: Any = None, scales: bool = False,
     ) -> None:  # fmt: skip
         self.latent_dim = positive_int(latent_dim, "latent_dim")
-        if rotation is not None and rotated_width is None:
-            raise ValueError(
-                "rotated_width: expected the elements of the latent without the rope part, as "
-                "rotation is not None, got None"
-            )
+        self.rope_dim = _rope_dim(rope_dim)
+        encoding = formats.Encoding.of(dtype)
+        if encoding.hadamard and encoding.hadamard_width is None:
+            encoding = replace(encoding, hadamard_width=self.latent_dim)
         super().__init__(
-            num_pages, page_size, num_layers, 1, (self.latent_dim,),
-            dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
-            rotation=rotation, rotated_width=rotated_width, scale_rule=scale_rule,
+            num_pages, page_size, num_layers, 1, (self.latent_dim + self.rope_dim,),
+            dtype=encoding, layout=layout, placement=placement, device=device, scales=scales,
         )  # fmt: skip
 
     @classmethod
     def wrap(
         cls, latent: Any, *,
-        layout: str = "layer_first", page_size: int | None = None, device: Any = None,
+        rope_dim: int = 0, layout: str = "layer_first", page_size: int | None = None,
+        device: Any = None,
     ) -> MLAPool:  # fmt: skip
         """Return a pool over existing memory, as `KVPool.wrap` does.
 
         Parameters
         ----------
         latent : one array with the axes of `layout`, with or without the one head, or a list of one
-            array per layer: (pages, page_size, latent_dim), or (slots, latent_dim) and
-            (slots, 1, latent_dim) with `page_size`
+            array per layer: (pages, page_size, width), or (slots, width) and (slots, 1, width) with
+            `page_size`; width is latent_dim + rope_dim
+        rope_dim : elements of the rope part, the last of a row
         layout, page_size, device : as in `KVPool.wrap`
 
         Raises
@@ -529,14 +515,16 @@ class MLAPool(Pool):
         (64, 16, 576)
         """
         pool: MLAPool = cls._over({"latent": latent}, layout, page_size, device)
-        pool.latent_dim = pool.head_dim
+        pool.rope_dim = _rope_dim(rope_dim)
+        pool.latent_dim = positive_int(pool.head_dim - pool.rope_dim, "latent_dim")
         return pool
 
     _has_heads = False
-    _width_names = ("latent_dim",)
+    _width_names = ("latent_dim + rope_dim",)
 
     def _row(self) -> str:
-        return f"a latent of {self.latent_dim}"
+        rope = f" and a rope part of {self.rope_dim}" if self.rope_dim else ""
+        return f"a latent of {self.latent_dim}{rope}"
 
     def _as_shown(self, of_layer: Any) -> Any:
         return of_layer[:, :, 0]
@@ -548,7 +536,7 @@ def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: str = "pinne
     Its pages are contiguous ("page_first_direct"). Where the format is the same, the same elements
     of each part are rotated. Where it is another of 8 bits, there is a scale per token and head.
     """
-    if dtype == pool.dtype and pool.rotation is not None:
+    if dtype == pool.dtype and any(part.rotated_width for part in pool.parts):
         arrays = [
             _zeros(
                 pool.device, placement,
@@ -557,9 +545,10 @@ def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: str = "pinne
             )
             for part in pool.groups[0].parts
         ]  # fmt: skip
-        wrap: Any = MLAPool.wrap if isinstance(pool, MLAPool) else KVPool.wrap
-        wrapped: Pool = wrap(*arrays, layout="page_first_direct", device=pool.device)
-        return wrapped
+        shared: dict[str, Any] = {"layout": "page_first_direct", "device": pool.device}
+        if isinstance(pool, MLAPool):
+            return MLAPool.wrap(*arrays, rope_dim=pool.rope_dim, **shared)
+        return KVPool.wrap(*arrays, **shared)
     own = formats.FORMATS.get(dtype)  # groups of a four-bit format have scales anyway
     scales = bool(pool.scale_parts)
     if dtype != pool.dtype:
@@ -569,7 +558,8 @@ def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: str = "pinne
         "device": pool.device, "scales": scales,
     }  # fmt: skip
     if isinstance(pool, MLAPool):
-        return MLAPool(num_pages, pool.page_size, pool.num_layers, pool.head_dim, **options)
+        counts = num_pages, pool.page_size, pool.num_layers, pool.latent_dim, pool.rope_dim
+        return MLAPool(*counts, **options)
     return KVPool(
         num_pages, pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
         v_head_dim=pool.v_head_dim, **options,
@@ -584,6 +574,13 @@ def positive_int(value: Any, name: str) -> int:
     checks.require_int(value, name)
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
+    return int(value)
+
+
+def _rope_dim(value: Any) -> int:
+    checks.require_int(value, "rope_dim")
+    if value < 0:
+        raise ValueError(f"rope_dim: expected at least 0, got {value}")
     return int(value)
 
 
@@ -604,14 +601,13 @@ def _zeros(
     device: Device, placement: str, shape: tuple[int, ...], format: str, rotated_width: int,
     scale_rule: str,
 ) -> Any:  # fmt: skip
-    options = rotation_options(rotated_width)
-    if scale_rule != "absmax":
-        options["scale_rule"] = scale_rule
+    four_bit = format in formats.FOUR_BIT
+    dtype = formats.rotated(format, rotated_width, scale_rule) if four_bit else format
     if placement == "device":
-        return device.zeros(shape, format, **options)
+        return device.zeros(shape, dtype)
     if placement == "pageable":
-        return devices.get("host").zeros(shape, format, **options)
-    array = device.empty_pinned(shape, format, **options)
+        return devices.get("host").zeros(shape, dtype)
+    array = device.empty_pinned(shape, dtype)
     v = bytes_of(view(array))
     array_at(v.owner, v.pointer, (formats.num_bytes(shape, format),), np.dtype(np.uint8))[...] = 0
     return array

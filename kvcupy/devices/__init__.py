@@ -21,7 +21,7 @@ def get(device: Any = None) -> Device:
         return default_device()
     if not isinstance(device, str):
         if not is_device(device):
-            raise TypeError(f'device: expected a Device, "host" or "cuda:0", got {device!r}')
+            raise TypeError(f'device: expected a Device, "cpu" or "cuda:0", got {device!r}')
         device_object: Device = device
         return device_object
     known = _devices.get(device)
@@ -32,14 +32,14 @@ def _open(name: str) -> Device:
     kind, colon, index = name.partition(":")
     # At most as many digits as any GPU's number has: int() refuses thousands of them.
     numbered = kind == "cuda" and index.isascii() and index.isdigit() and len(index) < 10
-    if kind not in ("host", "cuda") or (colon and not numbered):
-        name_here = {"cpu": "host", "gpu": "cuda"}.get(kind)
-        hint = f'; did you mean "{name_here}"?' if name_here else ""
-        raise ValueError(f'device: expected "host", "cuda" or "cuda:<number>", got {name!r}{hint}')
-    full_name = "host" if kind == "host" else f"cuda:{int(index or 0)}"
+    if kind not in ("host", "cpu", "cuda") or (colon and not numbered):
+        hint = '; did you mean "cuda"?' if kind == "gpu" else ""
+        expected = '"host", "cpu", "cuda" or "cuda:<number>"'
+        raise ValueError(f"device: expected {expected}, got {name!r}{hint}")
+    full_name = f"cuda:{int(index or 0)}" if kind == "cuda" else "host"
     with _lock:
         if full_name not in _devices:
-            if kind == "host":
+            if full_name == "host":
                 from .host import HostDevice
 
                 _devices[full_name] = HostDevice()
@@ -67,7 +67,7 @@ def default_device() -> Device:
 
 
 def device(name: str) -> Device:
-    """Return a device by name: "host", "cuda" (the first GPU) or "cuda:1".
+    """Return a device by name: "host" or "cpu", "cuda" (the first GPU) or "cuda:1".
 
     Raises
     ------
@@ -76,8 +76,8 @@ def device(name: str) -> Device:
 
     Examples
     --------
-    >>> device("host").name
-    'host'
+    >>> device("host").name, device("cpu") is device("host")
+    ('host', True)
     """
     return get(name)
 

@@ -74,43 +74,30 @@ class CudaDevice:
 
     # --- Memory ---
 
-    def empty(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any:  # fmt: skip
-        """Return an uninitialised array; `dtype` may be a format name.
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return an uninitialised array; `dtype` may be a format name or an Encoding.
 
-        fp8 and four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are
-        those of `kvcupy.view_as`. Its memory belongs to the current stream's arena of CuPy's pool.
+        fp8 and four-bit formats come as ArrayView. Its memory belongs to the current stream's arena
+        of CuPy's pool.
         """
-        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
-            return arrays.four_bit_array(
-                self.empty, shape, dtype, rotation, rotated_width, scale_rule
-            )
+        if encoding := arrays.four_bit_encoding(dtype):
+            return arrays.four_bit_array(self.empty, shape, encoding)
         return self._allocate(shape, formats.tag(dtype))
 
-    def zeros(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any:  # fmt: skip
+    def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return an array of zeros, complete when the call returns; `dtype` may be a format name.
 
         It is never part of a capture.
         """
-        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
-            return arrays.four_bit_array(
-                self.zeros, shape, dtype, rotation, rotated_width, scale_rule
-            )
+        if encoding := arrays.four_bit_encoding(dtype):
+            return arrays.four_bit_array(self.zeros, shape, encoding)
         current = self.as_stream(None, "cupy")
         stream = self.stream() if current.capturing else current
         array = self.allocate(shape, dtype, stream, zeroed=True)
         stream.synchronize()
         return array
 
-    def allocate(
-        self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool, rotation: Any = None,
-        rotated_width: Any = None,
-    ) -> Any:  # fmt: skip
+    def allocate(self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool) -> Any:
         """Return an array for work on `stream`, of zeros or uninitialised, without waiting.
 
         Notes
@@ -119,9 +106,9 @@ class CudaDevice:
         it, so no other stream may without waiting for `stream`. A graph is launched on any stream,
         so memory for a capture comes from a stream that has no work.
         """
-        if arrays.is_four_bit(dtype, rotation, rotated_width):
+        if encoding := arrays.four_bit_encoding(dtype):
             make = partial(self.allocate, stream=stream, zeroed=zeroed)
-            return arrays.four_bit_array(make, shape, dtype, rotation, rotated_width)
+            return arrays.four_bit_array(make, shape, encoding)
         owner = self.stream() if stream.capturing else stream
         with self.context.current(), owner.cupy:
             array = self._allocate(shape, formats.tag(dtype))
@@ -141,19 +128,13 @@ class CudaDevice:
         with self.context.relaxed(f"release of memory of {self.name}"):
             owners.clear()
 
-    def empty_pinned(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any:  # fmt: skip
+    def empty_pinned(self, shape: Any, dtype: Any) -> Any:
         """Return pinned memory of exact size, near the GPU where known, as a NumPy array.
 
-        Four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are those
-        of `kvcupy.view_as`.
+        Four-bit formats come as ArrayView.
         """
-        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
-            return arrays.four_bit_array(
-                self.empty_pinned, shape, dtype, rotation, rotated_width, scale_rule
-            )
+        if encoding := arrays.four_bit_encoding(dtype):
+            return arrays.four_bit_array(self.empty_pinned, shape, encoding)
         element = formats.numpy_dtype(dtype)
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize

@@ -50,6 +50,10 @@ class CudaContext:
         self.api = api
         self.captures: dict[int, Capture] = {}
         self.destroyed_streams: dict[int, int] = {}  # by address: how many of kvcupy's were there
+        # By address: streams that another library may use whenever it likes, which are therefore
+        # never destroyed; with what keeps them, None for kvcupy's own.
+        self.lent_streams: dict[int, object] = {}
+        self.idle_streams: dict[int, deque[int]] = {}  # lent and dropped, by priority
         self.events = EventPool(self._create_event)
         self.retired = RetireList(self)
         self.calls = HostCalls(self)

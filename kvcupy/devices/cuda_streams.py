@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -60,12 +61,14 @@ class Stream(ProcessLocal):
     @classmethod
     def create(cls, context: CudaContext, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
-        with context.relaxed(f"stream on {context.name}"):
-            pointer = context.api.runtime.streamCreateWithPriority(NON_BLOCKING, priority)
-        owner = StreamAddress(pointer)
+        pointer = _take_idle(context, priority)
+        if pointer is None:
+            with context.relaxed(f"stream on {context.name}"):
+                pointer = context.api.runtime.streamCreateWithPriority(NON_BLOCKING, priority)
+        owner = OwnAddress(pointer)
         # Not CuPy's Stream, which another library's capture would not allow to be destroyed. After
         # the interpreter, CUDA may be gone.
-        weakref.finalize(owner, _destroy, context, pointer).atexit = False
+        weakref.finalize(owner, _release, context, pointer, priority).atexit = False
         name = f"stream {next(cls._numbers)}"
         return cls(context, pointer, owner, name=name, priority=priority)
 
@@ -99,6 +102,11 @@ class Stream(ProcessLocal):
             handle = StreamAddress(self.pointer, self._source)
             self._cupy = self.context.api.cupy.cuda.Stream.from_external(handle)
         return self._cupy
+
+    def lend(self) -> None:
+        """Keep the CUDA stream for as long as the process lives: another library may use it."""
+        source = None if isinstance(self._source, OwnAddress) else self._source
+        self.context.lent_streams.setdefault(self.pointer, source)
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -292,11 +300,33 @@ class Stream(ProcessLocal):
             raise self.context.api.failure(f"{what}, {self!r}", error) from error
 
 
-def _destroy(context: CudaContext, pointer: int) -> None:
-    """Destroy a stream, on whichever thread and beside whosever capture; CUDA lets its work end."""
+class OwnAddress(StreamAddress):
+    """The address of a stream that kvcupy has made, which lasts until nothing refers to this."""
+
+
+def _release(context: CudaContext, pointer: int, priority: int) -> None:
+    """Destroy a stream, on whichever thread and beside whosever capture; CUDA lets its work end.
+
+    One that was lent serves again, behind the work that it still has.
+    """
     context.destroyed_streams[pointer] = context.destroyed_streams.get(pointer, 0) + 1
+    if pointer in context.lent_streams:
+        context.idle_streams.setdefault(priority, deque()).append(pointer)
+        return
     with suppress(*context.api.errors), context.current(), context.api.relaxed():
         context.api.runtime.streamDestroy(pointer)
+
+
+def _take_idle(context: CudaContext, priority: int) -> int | None:
+    """Return a stream that was lent and dropped; None if there is none."""
+    idle = context.idle_streams.get(priority, deque())
+    for _ in range(len(idle)):
+        with suppress(IndexError):  # another thread took it
+            pointer = idle.popleft()
+            if context.capture_of(pointer) is None:
+                return pointer
+            idle.append(pointer)  # dropped within another library's capture
+    return None
 
 
 # --- Events ---------------------------------------------------------------------------------------

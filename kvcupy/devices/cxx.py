@@ -38,7 +38,7 @@ _STRICT_FLAGS = (
 _INSTRUMENTED = ("-fsanitize=thread", "-fsanitize=alignment")
 _RUNNER = '#include "host/runner.h"'
 _HEADERS = "host/precompiled.h"
-_MOST_THREADS = 1024  # of a block, unless launch bounds say less
+_MAX_THREADS = 1024  # of a block, unless launch bounds say less
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _launch_bounds(kernel: Kernel) -> str:
     name = kernel.name.partition("<")[0].strip()
     match = re.search(rf"__launch_bounds__\s*\(([^;{{]*?)\)\s*{name}\s*\(", text)
     if match is None:
-        return str(_MOST_THREADS)
+        return str(_MAX_THREADS)
     depth, bounds = 0, match[1]
     for i, character in enumerate(bounds):
         depth += (character in "(<") - (character in ")>")

@@ -158,40 +158,26 @@ class HostDevice:
 
     # --- Memory ---
 
-    def empty(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any:  # fmt: skip
+    def empty(self, shape: Any, dtype: Any) -> Any:
         """Return an uninitialised array, aligned to 256 bytes; `dtype` may be a format name.
 
-        Four-bit formats come as ArrayView; `rotation`, `rotated_width` and `scale_rule` are those
-        of `kvcupy.view_as`.
+        Four-bit formats come as ArrayView.
         """
-        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
-            return arrays.four_bit_array(
-                self.empty, shape, dtype, rotation, rotated_width, scale_rule
-            )
+        if encoding := arrays.four_bit_encoding(dtype):
+            return arrays.four_bit_array(self.empty, shape, encoding)
         return _allocate(np.empty, shape, dtype)
 
-    def zeros(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any:  # fmt: skip
+    def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return an array of zeros; `dtype` may be a format name, as for `empty`."""
-        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
-            return arrays.four_bit_array(
-                self.zeros, shape, dtype, rotation, rotated_width, scale_rule
-            )
+        if encoding := arrays.four_bit_encoding(dtype):
+            return arrays.four_bit_array(self.zeros, shape, encoding)
         return _allocate(np.zeros, shape, dtype)
 
-    def allocate(
-        self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool, rotation: Any = None,
-        rotated_width: Any = None,
-    ) -> Any:  # fmt: skip
+    def allocate(self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool) -> Any:
         """Return an array for work on a stream: new memory, which nothing else uses."""
-        if arrays.is_four_bit(dtype, rotation, rotated_width):
+        if encoding := arrays.four_bit_encoding(dtype):
             make = partial(self.allocate, stream=stream, zeroed=zeroed)
-            return arrays.four_bit_array(make, shape, dtype, rotation, rotated_width)
+            return arrays.four_bit_array(make, shape, encoding)
         array = _allocate(np.zeros if zeroed else np.empty, shape, dtype)
         if zeroed and stream.capturing:
             stream.enqueue(lambda: array.fill(0))
@@ -201,15 +187,10 @@ class HostDevice:
         """Drop owners; what work has passed is released by itself."""
         owners.clear()
 
-    def empty_pinned(
-        self, shape: Any, dtype: Any, *, rotation: Any = None, rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any:  # fmt: skip
+    def empty_pinned(self, shape: Any, dtype: Any) -> Any:
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
-        if arrays.is_four_bit(dtype, rotation, rotated_width, scale_rule):
-            return arrays.four_bit_array(
-                self.empty_pinned, shape, dtype, rotation, rotated_width, scale_rule
-            )
+        if encoding := arrays.four_bit_encoding(dtype):
+            return arrays.four_bit_array(self.empty_pinned, shape, encoding)
         array = self.empty(shape, dtype)
         pinned = arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
         return observe.watched(pinned)

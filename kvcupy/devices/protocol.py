@@ -103,34 +103,10 @@ class Device(Protocol):
     def has_copy_engine(self) -> bool: ...  # whether copies run beside kernels
 
     # What users call.
-    # `rotation`, `rotated_width` and `scale_rule`, of four-bit formats: as in `kvcupy.view_as`.
-    def empty(
-        self,
-        shape: Any,
-        dtype: Any,
-        *,
-        rotation: Any = None,
-        rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any: ...
-    def zeros(
-        self,
-        shape: Any,
-        dtype: Any,
-        *,
-        rotation: Any = None,
-        rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any: ...
-    def empty_pinned(
-        self,
-        shape: Any,
-        dtype: Any,
-        *,
-        rotation: Any = None,
-        rotated_width: Any = None,
-        scale_rule: Any = "absmax",
-    ) -> Any: ...
+    # `dtype` is a format name, an Encoding or its string, or a dtype.
+    def empty(self, shape: Any, dtype: Any) -> Any: ...
+    def zeros(self, shape: Any, dtype: Any) -> Any: ...
+    def empty_pinned(self, shape: Any, dtype: Any) -> Any: ...
     def asarray(self, array: np.ndarray[Any, Any]) -> Any: ...
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]: ...
     def stream(self, priority: int = 0) -> Stream: ...
@@ -150,8 +126,6 @@ class Device(Protocol):
         stream: Stream,
         *,
         zeroed: bool,
-        rotation: Any = None,
-        rotated_width: Any = None,
     ) -> Any:
         """Return an array for work that is put on `stream` from now on, of zeros or uninitialised.
         Neither the host nor any stream waits, and in a capture each replay zeroes it again. Work on

@@ -1,8 +1,8 @@
 """Adapters to other libraries. Each module imports its library, and is imported by who asks.
 
-`torch`, `transformers` and `jax` adapt kvcupy to those. `flashinfer`, `vllm`, `sglang` and `tvm`
-have the names and signatures of those projects, whose packages they do not need, over kvcupy's
-operations. What those check of their arguments stands here.
+`torch`, `transformers` and `jax` adapt kvcupy to those. `flashinfer`, `vllm` and `sglang` have the
+names and signatures of those projects, whose packages they do not need, over kvcupy's operations.
+Their shared checks of arguments are here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,29 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {describe_tensor(x)}")
+
+
+def require_cos_sin_cache(x: Any) -> None:
+    """Raise unless a tensor is a float32 table of rotations; another dtype is a ValueError."""
+    require_shape(x, "cos_sin_cache", ("max_position", "rotary_dim"))
+    if str(x.dtype) != "torch.float32":
+        raise ValueError(f"cos_sin_cache: expected float32, got {describe_tensor(x)}")
+
+
+def split_heads(x: Any, name: str, head_size: int) -> Any:
+    """View (nnz, heads * head_size) as (nnz, heads, head_size)."""
+    require_shape(x, name, ("nnz", "heads * head_size"))
+    if head_size < 1 or x.shape[1] % head_size:
+        got = describe_tensor(x)
+        raise ValueError(f"{name}: expected a multiple of head_size {head_size}, got {got}")
+    return x.unflatten(1, (-1, head_size))
+
+
+def require_states(v: Any, s: Any, names: tuple[str, str], like: Any = None) -> None:
+    """Raise unless tensors are a state of attention, (tokens, heads, head_dim) and its LSE."""
+    shape = ("tokens", "heads", "head_dim") if like is None else tuple(like.shape)
+    require_shape(v, names[0], shape)
+    require_shape(s, names[1], tuple(v.shape[:2]))
 
 
 class NotOffered(NotImplementedError, AttributeError):

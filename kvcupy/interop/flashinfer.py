@@ -34,7 +34,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import describe_tensor, refuse_names, require_dtype, require_shape
+from . import (
+    describe_tensor,
+    refuse_names,
+    require_cos_sin_cache,
+    require_dtype,
+    require_shape,
+    require_states,
+    split_heads,
+)
 from . import torch as _kv
 
 __all__ = [
@@ -347,19 +355,9 @@ def apply_rope_with_cos_sin_cache_inplace(
     >>> key.tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
-    require_shape(cos_sin_cache, "cos_sin_cache", ("max_seq_len", "rotary_dim"))
-    if cos_sin_cache.dtype != torch.float32:  # a ValueError in FlashInfer too
-        got = describe_tensor(cos_sin_cache)
-        raise ValueError(f"cos_sin_cache: expected float32, got {got}")
-    heads = []
-    for x, name in ((query, "query"), (key, "key")):
-        require_shape(x, name, ("nnz", "heads * head_size"))
-        if head_size < 1 or x.shape[1] % head_size:
-            raise ValueError(
-                f"{name}: expected a multiple of head_size {head_size}, got {describe_tensor(x)}"
-            )
-        heads.append(x.unflatten(1, (-1, head_size)))
-    _kv.apply_rope(heads[0], heads[1], cos_sin_cache, positions, interleaved=not is_neox)
+    require_cos_sin_cache(cos_sin_cache)
+    q, k = split_heads(query, "query", head_size), split_heads(key, "key", head_size)
+    _kv.apply_rope(q, k, cos_sin_cache, positions, interleaved=not is_neox)
 
 
 def apply_rope_inplace(
@@ -592,8 +590,8 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     >>> v.tolist(), float(s)
     ([[[2.0, 2.0]]], 1.0)
     """
-    _require_states(v_a, s_a, ("v_a", "s_a"))
-    _require_states(v_b, s_b, ("v_b", "s_b"), v_a)
+    require_states(v_a, s_a, ("v_a", "s_a"))
+    require_states(v_b, s_b, ("v_b", "s_b"), v_a)
     return _kv.merge_states(v_a, s_a.float(), v_b, s_b.float(), lse_base="2")
 
 
@@ -620,9 +618,9 @@ def merge_state_in_place(
     >>> v[:, 0, 0].tolist(), s[:, 0].tolist()
     ([2.0, 1.0], [1.0, 0.0])
     """
-    _require_states(v, s, ("v", "s"))
+    require_states(v, s, ("v", "s"))
     require_dtype(s, "s", torch.float32)
-    _require_states(v_other, s_other, ("v_other", "s_other"), v)
+    require_states(v_other, s_other, ("v_other", "s_other"), v)
     if mask is None:
         _kv.merge_states(v, s, v_other, s_other.float(), out=v, lse_out=s, lse_base="2")
         return
@@ -659,12 +657,6 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     require_shape(s, "s", tuple(v.shape[:3]))
     states, lse = v.transpose(0, 1), s.float().transpose(0, 1)
     return _kv.merge_states(states, lse, None, None, lse_base="2")
-
-
-def _require_states(v: Any, s: Any, names: tuple[str, str], like: Tensor | None = None) -> None:
-    shape = ("seq_len", "heads", "head_dim") if like is None else tuple(like.shape)
-    require_shape(v, names[0], shape)
-    require_shape(s, names[1], tuple(v.shape[:2]))
 
 
 # --- Attention ------------------------------------------------------------------------------------

@@ -5,6 +5,11 @@ JAX's arrays are immutable, so kvcupy's functions read them and refuse to write 
 
     k_cache, v_cache = store_kv(key, value, k_cache, v_cache, slots)
 
+The functions are `store_kv`, `store_mla`, `gather_kv`, `apply_rope`, `rope_store_kv`,
+`rope_store_mla`, `paged_attention` and `merge_states`. Each has the arguments of kvcupy's function
+but for outputs and streams, and returns, in this order: rows that it rotates (None for a query that
+is None), caches and scale caches that it writes, outputs that it allocates.
+
 No cache is copied. Called by itself, a function *donates* the caches that it is passed: the arrays
 returned have their memory, and the old ones are deleted, as with
 `jax.jit(..., donate_argnums=...)`. Within a `jax.jit` of your own it is part of that program:
@@ -44,6 +49,7 @@ Examples
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -55,17 +61,10 @@ import numpy as np
 
 from .. import formats
 from ..arrays import ArrayView, contiguous_strides, view_as
-from ..ops.attention import paged_attention as _paged_attention
 from ..ops.bind import bind, vary
 from ..ops.call import format_name
-from ..ops.merge import merge_states as _merge_states
-from ..ops.rope import apply_rope as _apply_rope
-from ..ops.rope import rope_store_kv as _rope_store_kv
-from ..ops.rope import rope_store_mla as _rope_store_mla
 from ..ops.rope_table import rope_table as _rope_table
-from ..ops.store import gather_kv as _gather_kv
-from ..ops.store import store_kv as _store_kv
-from ..ops.store import store_mla as _store_mla
+from ..ops.spec import OPERATIONS, STREAMS, Declaration
 from . import xla_ffi
 
 __all__ = [
@@ -81,171 +80,9 @@ __all__ = [
 ]
 
 Array = Any
-Scale = Any
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        _store_kv, _store_mla, _apply_rope, _rope_store_kv, _rope_store_mla, _gather_kv,
-        _paged_attention, _merge_states,
-    )
-}  # fmt: skip
-_CACHES = ("k_cache", "v_cache", "cache")
-
-
-# --- Stores and gathers ---------------------------------------------------------------------------
-
-
-def store_kv(
-    key: Array,
-    value: Array,
-    k_cache: Array,
-    v_cache: Array,
-    slot_mapping: Array,
-    *,
-    layout: str = "NHD",
-    format: str | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    k_scale_cache: Array | None = None,
-    v_scale_cache: Array | None = None,
-    skip_slot: int | None = None,
-) -> tuple[Array, ...]:
-    """Return caches with K and V rows written into their slots, as `kvcupy.store_kv`.
-
-    Parameters
-    ----------
-    k_cache, v_cache, k_scale_cache, v_scale_cache : donated
-    format : of caches that are uint8, "fp8_e4m3" say; None: the dtype says it
-    others : as in `kvcupy.store_kv`
-
-    Returns
-    -------
-    (k_cache, v_cache) : followed by the scale caches that were passed
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was donated
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes, Source: as `kvcupy.store_kv`.
-
-    Examples
-    --------
-    >>> k_cache, v_cache = jnp.zeros((16, 8, 64), jnp.uint8), jnp.zeros((16, 8, 64), jnp.uint8)
-    >>> rows, slots = jnp.ones((1, 8, 64)), jnp.array([3])
-    >>> caches = store_kv(rows, rows, k_cache, v_cache, slots, format="fp8_e4m3", v_scale=0.5)
-    >>> [float(each.view(jnp.float8_e4m3fn)[3, 0, 0]) for each in caches]
-    [1.0, 2.0]
-    """
-    arguments = {
-        "key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache,
-        "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
-        "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
-    }  # fmt: skip
-    caches = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
-    options = {"layout": layout, "skip_slot": skip_slot}
-    return _call("store_kv", arguments, options, caches, donated=caches, format=format)
-
-
-def store_mla(
-    latent: Array,
-    rope_key: Array,
-    cache: Array,
-    slot_mapping: Array,
-    *,
-    format: str | None = None,
-    scale: Scale = None,
-    skip_slot: int | None = None,
-) -> Array:
-    """Return the cache with latent and rotated key of MLA side by side, as `kvcupy.store_mla`.
-
-    Parameters
-    ----------
-    cache : donated
-    format : as in `store_kv`
-    others : as in `kvcupy.store_mla`
-
-    Returns
-    -------
-    cache
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was donated
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes, Source: as `kvcupy.store_mla`.
-
-    Examples
-    --------
-    >>> latent, key = jnp.ones((1, 4)), jnp.full((1, 1), 2.0)
-    >>> store_mla(latent, key, jnp.zeros((16, 5)), jnp.array([7]))[7].tolist()
-    [1.0, 1.0, 1.0, 1.0, 2.0]
-    """
-    arguments = {
-        "latent": latent, "rope_key": rope_key, "cache": cache, "slot_mapping": slot_mapping,
-        "scale": scale,
-    }  # fmt: skip
-    caches = ("cache",)
-    options = {"skip_slot": skip_slot}
-    return _call("store_mla", arguments, options, caches, donated=caches, format=format)[0]
-
-
-def gather_kv(
-    k_cache: Array,
-    v_cache: Array,
-    slots: Array,
-    *,
-    layout: str = "NHD",
-    format: str | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    k_scale_cache: Array | None = None,
-    v_scale_cache: Array | None = None,
-    dtype: Any = None,
-) -> tuple[Array, Array]:
-    """Return the K and V rows of slots, dequantised if the format says so, as `kvcupy.gather_kv`.
-
-    Parameters
-    ----------
-    format : as in `store_kv`
-    dtype : of the rows. None: the cache's if it is not quantised, else bfloat16
-    others : as in `kvcupy.gather_kv`
-
-    Returns
-    -------
-    (key, value) : zero where a slot is skipped
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes, Source: as `kvcupy.gather_kv`.
-
-    Examples
-    --------
-    >>> cache = jnp.arange(8.0).reshape(4, 1, 2)
-    >>> [rows[:, 0].tolist() for rows in gather_kv(cache, -cache, jnp.array([2, -1]))]
-    [[[4.0, 5.0], [0.0, 0.0]], [[-4.0, -5.0], [-0.0, -0.0]]]
-    """
-    arguments = {
-        "k_cache": k_cache, "v_cache": v_cache, "slots": slots, "k_scale": k_scale,
-        "v_scale": v_scale, "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
-    }  # fmt: skip
-    outputs = {
-        "k_out": _rows_of(k_cache, "k_cache", slots, layout, format, dtype),
-        "v_out": _rows_of(v_cache, "v_cache", slots, layout, format, dtype),
-    }
-    key, value = _call("gather_kv", arguments, {"layout": layout}, (), outputs, format=format)
-    return key, value
-
-
-# --- Rotation -------------------------------------------------------------------------------------
+_CACHES = {a.name for each in OPERATIONS.values() for a in each.arguments if a.cache}
+"""Names of arguments that may be bytes of another format."""
 
 
 def rope_table(
@@ -278,294 +115,87 @@ def rope_table(
     return jnp.asarray(_rope_table(max_positions, rotary_dim, base=base, scaling=scaling))
 
 
-def apply_rope(
-    query: Array | None,
-    key: Array,
-    rope_table: Array,
-    positions: Array,
-    *,
-    interleaved: bool = False,
-    sections: Sequence[int] | None = None,
-    sections_interleaved: bool = False,
-    query_norm: Array | None = None,
-    key_norm: Array | None = None,
-    eps: float = 1e-6,
-) -> tuple[Array | None, Array]:
-    """Return query and key heads rotated by position, as `kvcupy.apply_rope`.
-
-    Parameters
-    ----------
-    query, key, others : as in `kvcupy.apply_rope`; nothing is donated
-
-    Returns
-    -------
-    (query, key) : new arrays; None for a query that is None
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes: where the rows are needed afterwards XLA copies them
-    first. Source: as `kvcupy.apply_rope`.
-
-    Examples
-    --------
-    >>> query, key = apply_rope(None, jnp.ones((1, 1, 4)), rope_table(8, 4), jnp.array([0]))
-    >>> query, key[0, 0].tolist()
-    (None, [1.0, 1.0, 1.0, 1.0])
-    """
-    arguments = {
-        "query": query, "key": key, "rope_table": rope_table, "positions": positions,
-        "query_norm": query_norm, "key_norm": key_norm,
-    }  # fmt: skip
-    options = _rotation(interleaved, sections, sections_interleaved, eps)
-    rotated = _call("apply_rope", arguments, options, ("query", "key"))
-    return (None, *rotated) if query is None else rotated
+# --- Operations -----------------------------------------------------------------------------------
 
 
-def rope_store_kv(
-    query: Array | None,
-    key: Array,
-    value: Array,
-    rope_table: Array,
-    positions: Array,
-    k_cache: Array,
-    v_cache: Array,
-    slot_mapping: Array,
-    *,
-    interleaved: bool = False,
-    sections: Sequence[int] | None = None,
-    sections_interleaved: bool = False,
-    query_norm: Array | None = None,
-    key_norm: Array | None = None,
-    eps: float = 1e-6,
-    layout: str = "NHD",
-    format: str | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    k_scale_cache: Array | None = None,
-    v_scale_cache: Array | None = None,
-    skip_slot: int | None = None,
-) -> tuple[Any, ...]:
-    """Return query and key rotated and caches with key and value, as `kvcupy.rope_store_kv`.
+def _function(declaration: Declaration) -> Callable[..., Any]:
+    """Return the pure function of an operation."""
+    arguments = declaration.public_arguments
+    replaced = declaration.replaced
+    inputs = {n: a for n, a in arguments.items() if not a.fresh}
+    caches = tuple([n for n, a in inputs.items() if a.output])
+    written = tuple([n for n, a in inputs.items() if a.output or n in replaced])
+    signature = _signature(declaration)
+    extra = tuple([a.returned_if for a in declaration.caller_outputs if a.returned_if])
 
-    Parameters
-    ----------
-    k_cache, v_cache, k_scale_cache, v_scale_cache : donated
-    format : as in `store_kv`
-    others : as in `kvcupy.rope_store_kv`
+    def function(*positional: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*positional, **keywords)
+        bound.apply_defaults()
+        values = dict(bound.arguments)
+        format = values.pop("format", None)
+        arrays = {name: values.pop(name) for name in inputs}
+        if values.get("sections") is not None:
+            values["sections"] = list(values["sections"])
+        outputs = _outputs(declaration, arrays, values, format)
+        for name in ("dtype", *extra):
+            values.pop(name, None)
+        results = iter(_call(declaration.name, arrays, values, written, outputs, caches, format))
+        returned: list[Any] = []
+        for name in written:
+            if arrays[name] is not None:
+                returned.append(next(results))
+            elif arguments[name].optional:  # rows; a scale cache that was left out is not returned
+                returned.append(None)
+        returned += results
+        return tuple(returned) if len(returned) > 1 else returned[0]
 
-    Returns
-    -------
-    (query, key, k_cache, v_cache) : followed by the scale caches that were passed; None for a query
-        that is None
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was donated
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes: as `apply_rope`. Source: as `kvcupy.rope_store_kv`.
-
-    Examples
-    --------
-    >>> key, cache = jnp.ones((1, 2, 8)), jnp.zeros((16, 2, 8))
-    >>> query, key, k_cache, v_cache = rope_store_kv(
-    ...     None, key, key, rope_table(32, 8), jnp.array([9]), cache, cache + 0, jnp.array([5])
-    ... )
-    >>> bool((k_cache[5] == key[0]).all()), float(v_cache[5, 0, 0])
-    (True, 1.0)
-    """
-    arguments = {
-        "query": query, "key": key, "value": value, "rope_table": rope_table,
-        "positions": positions, "query_norm": query_norm, "key_norm": key_norm,
-        "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping,
-        "k_scale": k_scale, "v_scale": v_scale,
-        "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
-    }  # fmt: skip
-    caches = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
-    options = _rotation(interleaved, sections, sections_interleaved, eps)
-    options |= {"layout": layout, "skip_slot": skip_slot}
-    written = ("query", "key", *caches)
-    results = _call("rope_store_kv", arguments, options, written, donated=caches, format=format)
-    return (None, *results) if query is None else results
+    function.__name__ = function.__qualname__ = declaration.name
+    function.__doc__ = declaration.documentation + _DOCUMENTATION
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
-def rope_store_mla(
-    query: Array | None,
-    latent: Array,
-    rope_key: Array,
-    rope_table: Array,
-    positions: Array,
-    cache: Array,
-    slot_mapping: Array,
-    *,
-    interleaved: bool = False,
-    format: str | None = None,
-    scale: Scale = None,
-    skip_slot: int | None = None,
-) -> tuple[Any, Array, Array]:
-    """Return the rope parts of an MLA query and key rotated, and the cache with latent and key.
+_DOCUMENTATION = """
 
-    Parameters
-    ----------
-    cache : donated
-    format : as in `store_kv`
-    others : as in `kvcupy.rope_store_mla`
-
-    Returns
-    -------
-    (query, rope_key, cache) : None for a query that is None
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was donated
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes: as `apply_rope`. Source: as `kvcupy.rope_store_mla`.
-
-    Examples
-    --------
-    >>> latent, key, cache = jnp.ones((1, 12)), jnp.ones((1, 4)), jnp.zeros((16, 16))
-    >>> table, index = rope_table(32, 4), jnp.array([0])
-    >>> query, key, cache = rope_store_mla(None, latent, key, table, index, cache, index)
-    >>> float(cache[0].sum())
-    16.0
-    """
-    arguments = {
-        "query": query, "latent": latent, "rope_key": rope_key, "rope_table": rope_table,
-        "positions": positions, "cache": cache, "slot_mapping": slot_mapping, "scale": scale,
-    }  # fmt: skip
-    options = {"interleaved": interleaved, "skip_slot": skip_slot}
-    written, caches = ("query", "rope_key", "cache"), ("cache",)
-    results = _call("rope_store_mla", arguments, options, written, donated=caches, format=format)
-    return (None, *results) if query is None else results
+On JAX's arrays: a pure function. It returns, as new arrays, the rows that it rotates, then the
+caches and scale caches that it writes, which are donated, then the outputs that it allocates. A
+query that is None is returned as None. `format` names what caches of uint8 hold.
+"""
 
 
-def _rotation(
-    interleaved: bool, sections: Sequence[int] | None, sections_interleaved: bool, eps: float
-) -> dict[str, Any]:
-    return {
-        "interleaved": interleaved,
-        "sections": None if sections is None else list(sections),
-        "sections_interleaved": sections_interleaved,
-        "eps": eps,
+def _signature(declaration: Declaration) -> inspect.Signature:
+    """Return the signature of the public function without outputs and streams."""
+    signature = inspect.signature(declaration.function)
+    left_out = {*STREAMS, *(a.name for a in declaration.caller_outputs)}
+    for output in declaration.replaced.values():
+        left_out |= {output.name, output.written_if}
+    parameters = [p for n, p in signature.parameters.items() if n not in left_out]
+    names = [p.name for p in parameters]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    if any(a.cache for a in declaration.public_arguments.values()):
+        parameters.append(inspect.Parameter("format", keyword, default=None))
+    for output in declaration.caller_outputs:
+        if output.returned_if and output.returned_if not in names:
+            parameters.append(inspect.Parameter(output.returned_if, keyword, default=False))
+    return signature.replace(parameters=parameters)
+
+
+def _outputs(
+    declaration: Declaration, arrays: Mapping[str, Any], options: Mapping[str, Any],
+    format: str | None,
+) -> dict[str, _Described]:  # fmt: skip
+    """Return shape and dtype of what a call allocates."""
+    if declaration.outputs_of is None:
+        return {}
+    if options.get("dtype") is not None:
+        options = {**options, "dtype": format_name(options["dtype"])}
+    views = {
+        name: _view_of(x, name, format)
+        for name, x in arrays.items()
+        if _is_array(x) or declaration.is_required(name)
     }
-
-
-# --- Attention ------------------------------------------------------------------------------------
-
-
-def paged_attention(
-    query: Array,
-    k_cache: Array,
-    v_cache: Array,
-    block_table: Array,
-    seq_lens: Array,
-    *,
-    query_lens: Array | None = None,
-    layout: str = "NHD",
-    format: str | None = None,
-    sm_scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    sinks: Any = None,
-    logits_soft_cap: float | None = None,
-    tree_mask: Array | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    k_scale_cache: Array | None = None,
-    v_scale_cache: Array | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """Return the attention of the newest tokens of each sequence, as `kvcupy.paged_attention`.
-
-    Parameters
-    ----------
-    format : as in `store_kv`
-    return_lse : whether to return the log-sum-exp of the scores too
-    others : as in `kvcupy.paged_attention`; nothing is donated
-
-    Returns
-    -------
-    (T, Hq, Dv), or that and float32 (T, Hq) : new arrays
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes, Source: as `kvcupy.paged_attention`.
-
-    Examples
-    --------
-    >>> k, v = jnp.ones((4, 2, 1, 8)), jnp.arange(64.0).reshape(4, 2, 1, 8)
-    >>> out = paged_attention(jnp.ones((1, 2, 8)), k, v, jnp.array([[2, 0]]), jnp.array([3]))
-    >>> float(out[0, 1, 0])  # the mean of 32, 40 and 0, over pages 2 and 0
-    24.0
-    """
-    arguments = {
-        "query": query, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table,
-        "seq_lens": seq_lens, "query_lens": query_lens, "sinks": sinks, "tree_mask": tree_mask,
-        "k_scale": k_scale, "v_scale": v_scale,
-        "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
-    }  # fmt: skip
-    options = {
-        "layout": layout, "sm_scale": sm_scale, "causal": causal, "window": window,
-        "logits_soft_cap": logits_soft_cap,
-    }  # fmt: skip
-    shape = np.shape(query)
-    width = _view_of(v_cache, "v_cache", format).shape[-1:]
-    outputs = {"out": ((*shape[:-1], *width), _dtype_of(query))}
-    if return_lse:
-        outputs["lse_out"] = (shape[:-1], np.dtype(np.float32))
-    results = _call("paged_attention", arguments, options, (), outputs, format=format)
-    return results if return_lse else results[0]
-
-
-def merge_states(
-    out_a: Array,
-    lse_a: Array,
-    out_b: Array | None = None,
-    lse_b: Array | None = None,
-    *,
-    lse_base: str = "e",
-) -> tuple[Array, Array]:
-    """Combine the attention of the same queries over different keys, as `kvcupy.merge_states`.
-
-    Parameters
-    ----------
-    out_a, lse_a, out_b, lse_b, lse_base : as in `kvcupy.merge_states`; nothing is donated
-
-    Returns
-    -------
-    (out, lse) : new arrays
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit
-
-    Notes
-    -----
-    Stream, Capture: see the module. Bytes, Source: as `kvcupy.merge_states`.
-
-    Examples
-    --------
-    >>> a, b = jnp.ones((1, 1, 2)), jnp.full((1, 1, 2), 5.0)
-    >>> out, lse = merge_states(a, jnp.zeros((1, 1)), b, jnp.log(jnp.full((1, 1), 3.0)))
-    >>> out.round(4).tolist(), jnp.exp(lse).round(4).tolist()
-    ([[[4.0, 4.0]]], [[4.0]])
-    """
-    arguments = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    shape = np.shape(out_a)[-3:]
-    outputs = {"out": (shape, _dtype_of(out_a)), "lse_out": (shape[:2], np.dtype(np.float32))}
-    out, lse = _call("merge_states", arguments, {"lse_base": lse_base}, (), outputs)
-    return out, lse
+    outputs = declaration.outputs_of(views, options)
+    return {n: (shape, formats.numpy_dtype(each)) for n, (shape, each) in outputs.items()}
 
 
 # --- Calls ----------------------------------------------------------------------------------------
@@ -578,10 +208,9 @@ def _call(
     arguments: Mapping[str, Any],
     options: Mapping[str, Any],
     written: Sequence[str],
-    outputs: Mapping[str, _Described] | None = None,
-    *,
-    donated: Sequence[str] = (),
-    format: str | None = None,
+    outputs: Mapping[str, _Described],
+    donated: Sequence[str],
+    format: str | None,
 ) -> tuple[Any, ...]:
     """Call an operation of kvcupy as part of a program of XLA's.
 
@@ -595,7 +224,7 @@ def _call(
     """
     arrays = {name: x for name, x in arguments.items() if _is_array(x)}
     numbers = {name: _number(x) for name, x in arguments.items() if name not in arrays}
-    allocated = {name: (shape, dtype.name) for name, (shape, dtype) in (outputs or {}).items()}
+    allocated = {name: (shape, dtype.name) for name, (shape, dtype) in outputs.items()}
     names = [*arrays, *allocated]
     description = {
         "operation": operation,
@@ -643,7 +272,7 @@ def _check(call: Mapping[str, Any], arrays: Sequence[Any]) -> None:
     for name, array in zip(call["arrays"], arrays, strict=True):
         views[name] = vary(_view_of(array, name, call["format"], device, address))
         address += (array.size * array.dtype.itemsize | 4095) + 1
-    bind(_OPERATIONS[call["operation"]], **views, **call["options"])
+    bind(OPERATIONS[call["operation"]].function, **views, **call["options"])
 
 
 def _execute(call: xla_ffi.Call) -> None:
@@ -658,7 +287,9 @@ def _execute(call: xla_ffi.Call) -> None:
         name: _tagged(v, name, format)
         for name, v in zip(description["arrays"], call.arguments, strict=True)
     }
-    _OPERATIONS[description["operation"]](**arrays, **description["options"], stream=call.stream)
+    OPERATIONS[description["operation"]].function(
+        **arrays, **description["options"], stream=call.stream
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -706,13 +337,11 @@ def _tagged(v: ArrayView, name: str, format: str | None) -> ArrayView:
     return view_as(v, format) if format and name in _CACHES and v.format == "uint8" else v
 
 
-def _rows_of(
-    cache: Any, name: str, slots: Any, layout: str, format: str | None, dtype: Any
-) -> _Described:
-    """Return shape and dtype of the rows that are gathered from a cache."""
-    v = _view_of(cache, name, format)
-    own = formats.FORMATS.get(v.format)
-    if dtype is None:
-        dtype = "bf16" if own is None or own.quantised else v.format
-    row = v.shape[1:] if v.ndim != 4 else (v.shape[1 if layout == "HND" else 2], v.shape[3])
-    return (*np.shape(slots)[:1], *row), formats.numpy_dtype(format_name(dtype))
+store_kv = _function(OPERATIONS["store_kv"])
+store_mla = _function(OPERATIONS["store_mla"])
+apply_rope = _function(OPERATIONS["apply_rope"])
+rope_store_kv = _function(OPERATIONS["rope_store_kv"])
+rope_store_mla = _function(OPERATIONS["rope_store_mla"])
+gather_kv = _function(OPERATIONS["gather_kv"])
+paged_attention = _function(OPERATIONS["paged_attention"])
+merge_states = _function(OPERATIONS["merge_states"])

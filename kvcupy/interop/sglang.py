@@ -10,11 +10,9 @@ end is skipped and raised by `kvcupy.check_faults`, where SGLang's kernels write
 name the argument. Options that tune SGLang's kernels are ignored.
 `docs/moving_from_other_libraries.md` has a table of all calls.
 
-Transfers: `item_size` and `*_layout_dim` are bytes, per token and layer, and per token of all
-layers. A table of layers is a uint64 tensor of addresses, which the caller keeps alive; the host
-reads it and the indices, since how far the memory reaches is not known. So a call with tables waits
-for the GPU, and none is legal in capture. Each call wraps the memory anew, in time that grows with
-the number of rows. `kvcupy.TransferEngine` over pools of `KVPool.wrap` does none of that.
+Transfers: `item_size` and `src_layout_dim` are bytes, per token and layer, and per token of all
+layers. Each call wraps the memory anew, in time that grows with the number of rows;
+`kvcupy.TransferEngine` over pools of `KVPool.wrap` wraps it once.
 
 Examples
 --------
@@ -27,7 +25,6 @@ Examples
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,7 +34,15 @@ from torch import Tensor
 from ..arrays import ArrayView, view
 from ..cache.pool import KVPool, MLAPool
 from ..ops.transfer import transfer_pages
-from . import describe_tensor, refuse_names, require_dtype, require_shape
+from . import (
+    describe_tensor,
+    refuse_names,
+    require_cos_sin_cache,
+    require_dtype,
+    require_shape,
+    require_states,
+    split_heads,
+)
 from . import torch as _kv
 
 __all__ = [
@@ -53,19 +58,10 @@ __all__ = [
     "set_kv_buffer_kernel",
     "set_mla_kv_buffer",
     "store_cache",
-    "transfer_kv_all_layer",
-    "transfer_kv_all_layer_direct_lf_pf",
-    "transfer_kv_all_layer_lf_pf",
-    "transfer_kv_all_layer_lf_ph",
-    "transfer_kv_all_layer_mla",
-    "transfer_kv_all_layer_mla_lf_pf",
-    "transfer_kv_direct",
     "transfer_kv_per_layer",
-    "transfer_kv_per_layer_direct_pf_lf",
     "transfer_kv_per_layer_mla",
     "transfer_kv_per_layer_mla_pf_lf",
     "transfer_kv_per_layer_pf_lf",
-    "transfer_kv_per_layer_ph_lf",
 ]
 
 
@@ -400,9 +396,8 @@ def apply_rope_with_cos_sin_cache_inplace(
     >>> buffers[:, 5].tolist()
     [[-2.0, 1.0], [1.0, 1.0]]
     """
-    _require_table(cos_sin_cache)
-    q = _heads(query, "query", head_size)
-    k = _heads(key, "key", head_size)
+    require_cos_sin_cache(cos_sin_cache)
+    q, k = split_heads(query, "query", head_size), split_heads(key, "key", head_size)
     if fused_set_kv_buffer_arg is None:
         _kv.apply_rope(q, k, cos_sin_cache, positions, interleaved=not is_neox)
         return
@@ -504,26 +499,10 @@ def apply_rope_inplace_with_kvcache(
     )  # fmt: skip
 
 
-def _require_table(cos_sin_cache: Any) -> None:
-    require_shape(cos_sin_cache, "cos_sin_cache", ("max_position", "rotary_dim"))
-    if cos_sin_cache.dtype != torch.float32:  # a ValueError in SGLang too
-        raise ValueError(f"cos_sin_cache: expected float32, got {describe_tensor(cos_sin_cache)}")
-
-
 def _require_rope_dim(cos_sin_cache: Any, rope_dim: int) -> None:
-    _require_table(cos_sin_cache)
+    require_cos_sin_cache(cos_sin_cache)
     if rope_dim not in (0, cos_sin_cache.shape[1]):
         raise ValueError(f"rope_dim: expected 0 or {cos_sin_cache.shape[1]}, got {rope_dim}")
-
-
-def _heads(x: Any, name: str, head_size: int) -> Tensor:
-    """View (nnz, heads * head_size) as (nnz, heads, head_size)."""
-    require_shape(x, name, ("nnz", "heads * head_size"))
-    if head_size < 1 or x.shape[1] % head_size:
-        got = describe_tensor(x)
-        raise ValueError(f"{name}: expected a multiple of head_size {head_size}, got {got}")
-    rows: Tensor = x.unflatten(1, (-1, head_size))
-    return rows
 
 
 def _split(x: Any, name: str, heads: int) -> Tensor:
@@ -536,9 +515,7 @@ def _split(x: Any, name: str, heads: int) -> Tensor:
 
 
 # --- Transfers ------------------------------------------------------------------------------------
-# A side of a transfer is K and V, or a latent, each a list of layers (pages, slots, heads, bytes).
 
-_Side: TypeAlias = "Sequence[Sequence[ArrayView]]"
 _Indices: TypeAlias = "tuple[Tensor, Tensor]"
 
 
@@ -570,8 +547,9 @@ def transfer_kv_per_layer(
 
     Notes
     -----
-    Differs from SGLang: item_size need not be a multiple of 8. Stream: torch's current one. Bytes:
-    each row read once and written once. Source: sgl-project/sglang pull 7313.
+    Differs from SGLang: item_size need not be a multiple of 8. Stream: torch's current one.
+    Capture: as `kvcupy.transfer_pages`. Bytes: each row read once and written once. Source:
+    sgl-project/sglang pull 7313.
 
     Examples
     --------
@@ -581,9 +559,9 @@ def transfer_kv_per_layer(
     >>> dst[:, :, 0].tolist()
     [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
     """
-    src = [[_rows(src_k, "src_k", item_size)], [_rows(src_v, "src_v", item_size)]]
-    dst = [[_rows(dst_k, "dst_k", item_size)], [_rows(dst_v, "dst_v", item_size)]]
-    _transfer(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+    src = [_rows(src_k, "src_k", item_size), _rows(src_v, "src_v", item_size)]
+    dst = [_rows(dst_k, "dst_k", item_size), _rows(dst_v, "dst_v", item_size)]
+    _transfer(src, dst, (src_indices, dst_indices), block_quota)
 
 
 def transfer_kv_per_layer_mla(
@@ -596,8 +574,8 @@ def transfer_kv_per_layer_mla(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer` those of K and V."""
-    parts = [[_rows(src, "src", item_size)]], [[_rows(dst, "dst", item_size)]]
-    _transfer(*parts, (src_indices, dst_indices), max_blocks=block_quota)
+    rows = [_rows(src, "src", item_size)], [_rows(dst, "dst", item_size)]
+    _transfer(*rows, (src_indices, dst_indices), block_quota)
 
 
 def transfer_kv_per_layer_pf_lf(
@@ -623,11 +601,11 @@ def transfer_kv_per_layer_pf_lf(
     others : as in `transfer_kv_per_layer`, and so are errors and notes
     """
     src = [
-        [_layer_of_row(x, name, layer_id, item_size, src_layout_dim)]
+        _layer_of_row(x, name, layer_id, item_size, src_layout_dim)
         for x, name in ((src_k, "src_k"), (src_v, "src_v"))
     ]
-    dst = [[_rows(dst_k, "dst_k", item_size)], [_rows(dst_v, "dst_v", item_size)]]
-    _transfer(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+    dst = [_rows(dst_k, "dst_k", item_size), _rows(dst_v, "dst_v", item_size)]
+    _transfer(src, dst, (src_indices, dst_indices), block_quota)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
@@ -642,337 +620,15 @@ def transfer_kv_per_layer_mla_pf_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer_pf_lf` those of K and V."""
-    source = [[_layer_of_row(src, "src", layer_id, item_size, src_layout_dim)]]
-    target = [[_rows(dst, "dst", item_size)]]
-    _transfer(source, target, (src_indices, dst_indices), max_blocks=block_quota)
+    source = [_layer_of_row(src, "src", layer_id, item_size, src_layout_dim)]
+    target = [_rows(dst, "dst", item_size)]
+    _transfer(source, target, (src_indices, dst_indices), block_quota)
 
 
-def transfer_kv_per_layer_ph_lf(
-    src_k: Tensor,
-    dst_k: Tensor,
-    src_v: Tensor,
-    dst_v: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    layer_id: int,
-    item_size: int,
-    src_layout_dim: int,
-    page_size: int,
-    head_num: int,
-    block_quota: int = 2,
-    num_warps_per_block: int = 32,
-) -> None:
-    """Copy one layer of whole pages from page_head memory, (pages, heads, page_size, layers, D).
-
-    Parameters
-    ----------
-    src_indices, dst_indices : (n,), the slots of whole pages, in order
-    page_size, head_num : slots per page, KV heads
-    others : as in `transfer_kv_per_layer_pf_lf`
-
-    Notes
-    -----
-    Differs from SGLang: slots that are not those of whole pages are refused.
-    """
-    geometry = item_size, page_size, head_num
-    src = [
-        [_layer_of_page(x, name, layer_id, src_layout_dim, *geometry)]
-        for x, name in ((src_k, "src_k"), (src_v, "src_v"))
-    ]
-    dst = [[_rows(dst_k, "dst_k", *geometry)], [_rows(dst_v, "dst_v", *geometry)]]
-    _transfer(src, dst, (src_indices, dst_indices), page_size=page_size, max_blocks=block_quota)
-
-
-def transfer_kv_all_layer(
-    src_k_layers: Tensor,
-    dst_k_layers: Tensor,
-    src_v_layers: Tensor,
-    dst_v_layers: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    num_layers: int,
-    block_quota: int = 2,
-    num_warps_per_block: int = 32,
-) -> None:
-    """Copy rows of K and V of all layers, between layers at addresses.
-
-    Parameters
-    ----------
-    src_k_layers, dst_k_layers, src_v_layers, dst_v_layers : uint64 (num_layers,), addresses that
-        the device of the tables can use
-    others : as in `transfer_kv_per_layer`, and so are errors
-
-    Notes
-    -----
-    An index past the end of memory is not noticed, as in SGLang. The host reads the tables and
-    indices, see the module.
-
-    Examples
-    --------
-    >>> src, dst = torch.ones(2, 3, 8, 16), torch.zeros(2, 3, 4, 16)  # K and V, layers, rows
-    >>> tables = [
-    ...     torch.tensor([layer.data_ptr() for layer in x], dtype=torch.uint64)
-    ...     for x in (src[0], dst[0], src[1], dst[1])
-    ... ]
-    >>> transfer_kv_all_layer(*tables, torch.tensor([7]), torch.tensor([2]), 64, 3)
-    >>> float(dst[:, :, 2].min()), float(dst[:, :, [0, 1, 3]].max())
-    (1.0, 0.0)
-    """
-    indices = src_indices, dst_indices
-    slots = _num_slots(indices)
-    src, dst = (
-        [_at_addresses(x, name, num_layers, item_size, count) for x, name in tables]
-        for tables, count in (
-            (((src_k_layers, "src_k_layers"), (src_v_layers, "src_v_layers")), slots[0]),
-            (((dst_k_layers, "dst_k_layers"), (dst_v_layers, "dst_v_layers")), slots[1]),
-        )
-    )
-    _transfer(src, dst, indices, max_blocks=block_quota)
-
-
-def transfer_kv_all_layer_mla(
-    src_layers: Tensor,
-    dst_layers: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    num_layers: int,
-    block_quota: int = 2,
-    num_warps_per_block: int = 32,
-) -> None:
-    """Copy rows of the latent of all layers, as `transfer_kv_all_layer` those of K and V."""
-    indices = src_indices, dst_indices
-    slots = _num_slots(indices)
-    src = [_at_addresses(src_layers, "src_layers", num_layers, item_size, slots[0])]
-    dst = [_at_addresses(dst_layers, "dst_layers", num_layers, item_size, slots[1])]
-    _transfer(src, dst, indices, max_blocks=block_quota)
-
-
-def transfer_kv_all_layer_lf_pf(
-    src_k_layers: Tensor,
-    dst_k: Tensor,
-    src_v_layers: Tensor,
-    dst_v: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    dst_layout_dim: int,
-    num_layers: int,
-    block_quota: int = 2,
-    num_warps_per_block: int = 32,
-) -> None:
-    """Copy rows of all layers at addresses into page_first memory.
-
-    Parameters
-    ----------
-    src_k_layers, src_v_layers : as in `transfer_kv_all_layer`
-    dst_k, dst_v, dst_layout_dim : as src_k, src_v, src_layout_dim of `transfer_kv_per_layer_pf_lf`
-    others : as in `transfer_kv_all_layer`, and so are errors and notes
-    """
-    indices = src_indices, dst_indices
-    slots, _ = _num_slots(indices)
-    src = [
-        _at_addresses(x, name, num_layers, item_size, slots)
-        for x, name in ((src_k_layers, "src_k_layers"), (src_v_layers, "src_v_layers"))
-    ]
-    dst = [
-        [_layer_of_row(x, name, i, item_size, dst_layout_dim) for i in range(num_layers)]
-        for x, name in ((dst_k, "dst_k"), (dst_v, "dst_v"))
-    ]
-    _transfer(src, dst, indices, max_blocks=block_quota)
-
-
-def transfer_kv_all_layer_mla_lf_pf(
-    src_layers: Tensor,
-    dst: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    dst_layout_dim: int,
-    num_layers: int,
-    block_quota: int = 2,
-    num_warps_per_block: int = 32,
-) -> None:
-    """Copy rows of the latent of all layers, as `transfer_kv_all_layer_lf_pf` those of K and V."""
-    indices = src_indices, dst_indices
-    slots, _ = _num_slots(indices)
-    source = [_at_addresses(src_layers, "src_layers", num_layers, item_size, slots)]
-    target = [_layer_of_row(dst, "dst", i, item_size, dst_layout_dim) for i in range(num_layers)]
-    _transfer(source, [target], indices, max_blocks=block_quota)
-
-
-def transfer_kv_all_layer_lf_ph(
-    src_k_layers: Tensor,
-    dst_k: Tensor,
-    src_v_layers: Tensor,
-    dst_v: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    dst_layout_dim: int,
-    num_layers: int,
-    page_size: int,
-    head_num: int,
-    block_quota: int = 2,
-    num_warps_per_block: int = 32,
-) -> None:
-    """Copy all layers at addresses of whole pages into page_head memory.
-
-    Parameters
-    ----------
-    src_k_layers, src_v_layers : as in `transfer_kv_all_layer`
-    others : as in `transfer_kv_per_layer_ph_lf`, with dst in src's place, and so are errors, notes
-    """
-    indices = src_indices, dst_indices
-    slots, _ = _num_slots(indices)
-    geometry = item_size, page_size, head_num
-    src = [
-        _at_addresses(x, name, num_layers, item_size, slots, page_size, head_num)
-        for x, name in ((src_k_layers, "src_k_layers"), (src_v_layers, "src_v_layers"))
-    ]
-    dst = [
-        [_layer_of_page(x, name, i, dst_layout_dim, *geometry) for i in range(num_layers)]
-        for x, name in ((dst_k, "dst_k"), (dst_v, "dst_v"))
-    ]
-    _transfer(src, dst, indices, page_size=page_size, max_blocks=block_quota)
-
-
-def transfer_kv_direct(
-    src_layers: list[Tensor],
-    dst_layers: list[Tensor],
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    page_size: int,
-) -> None:
-    """Copy rows of lists of tensors by the copy engine: `transfer_pages` with method="copy".
-
-    Parameters
-    ----------
-    src_layers, dst_layers : contiguous tensors, rows on the first axis; those of K and of V may
-        differ in width
-    src_indices, dst_indices : (n,), rows of whole pages, in order; a pair with a negative row is
-        skipped
-    page_size : a divisor of n
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
-
-    Notes
-    -----
-    Runs in which both indices ascend by one are one copy. Indices of a GPU are copied to the host.
-
-    Examples
-    --------
-    >>> src, dst = torch.ones(2, 8, 16), torch.zeros(2, 4, 16)
-    >>> transfer_kv_direct(list(src), list(dst), torch.tensor([6, 7]), torch.tensor([0, 1]), 2)
-    >>> dst[1, :, 0].tolist()
-    [1.0, 1.0, 0.0, 0.0]
-    """
-    if len(src_layers) != len(dst_layers) or not src_layers:
-        raise ValueError(
-            f"dst_layers: expected {len(src_layers)} like src_layers, at least one, "
-            f"got {len(dst_layers)}"
-        )
-    indices = _on_host((src_indices, dst_indices))
-    _require_indices(indices)
-    if page_size < 1 or len(src_indices) % page_size:
-        raise ValueError(
-            f"page_size: expected a divisor of the {len(src_indices)} indices, got {page_size}"
-        )
-    by_width: dict[int, tuple[list[ArrayView], list[ArrayView]]] = {}
-    for i, (src, dst) in enumerate(zip(src_layers, dst_layers, strict=True)):
-        for x, name in ((src, "src_layers"), (dst, "dst_layers")):
-            if not isinstance(x, Tensor) or x.ndim < 2:
-                raise TypeError(f"{name}[{i}]: expected (rows, ...), got {describe_tensor(x)}")
-        width = _row_bytes(src)
-        if _row_bytes(dst) != width:
-            got = _row_bytes(dst)
-            raise ValueError(f"dst_layers[{i}]: expected rows of {width} bytes, got {got}")
-        alike = by_width.setdefault(width, ([], []))
-        alike[0].append(_rows(src, f"src_layers[{i}]", width))
-        alike[1].append(_rows(dst, f"dst_layers[{i}]", width))
-    for sources, targets in by_width.values():
-        _transfer([sources], [targets], indices, method="copy")
-
-
-def transfer_kv_per_layer_direct_pf_lf(
-    src_ptrs: list[Tensor],
-    dst_ptrs: list[Tensor],
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    layer_id: int,
-    page_size: int,
-) -> None:
-    """Copy one layer of whole pages from page_first_direct memory by the copy engine.
-
-    Parameters
-    ----------
-    src_ptrs : K and V, or a latent, (pages, layers, page_size, ...), contiguous
-    dst_ptrs : of the layer, rows on the first axis, contiguous
-    src_indices, dst_indices : (n,), the slots of whole pages, in order
-    layer_id, page_size : which layer of src, and slots per page
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
-    """
-    src = [
-        [_layer_of_direct(x, f"src_ptrs[{i}]", layer_id, page_size)]
-        for i, x in enumerate(_parts(src_ptrs, "src_ptrs", (1, 2)))
-    ]
-    dst = [
-        [_rows(x, f"dst_ptrs[{i}]", part[0].shape[3], page_size)]
-        for i, (x, part) in enumerate(
-            zip(_parts(dst_ptrs, "dst_ptrs", (len(src),)), src, strict=True)
-        )
-    ]
-    indices = _on_host((src_indices, dst_indices))
-    _transfer(src, dst, indices, page_size=page_size, method="copy")
-
-
-def transfer_kv_all_layer_direct_lf_pf(
-    src_ptrs: list[Tensor],
-    dst_ptrs: list[Tensor],
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    page_size: int,
-) -> None:
-    """Copy all layers of whole pages into page_first_direct memory by the copy engine.
-
-    Parameters
-    ----------
-    src_ptrs : the layers of K and then those of V, or those of a latent; rows on the first axis
-    dst_ptrs : K and V, or a latent, (pages, layers, page_size, ...), contiguous
-    others : as in `transfer_kv_per_layer_direct_pf_lf`, and so are errors
-    """
-    targets = _parts(dst_ptrs, "dst_ptrs", (1, 2))
-    dst = []
-    for i, x in enumerate(targets):
-        name = f"dst_ptrs[{i}]"
-        layers = x.shape[1] if isinstance(x, Tensor) and x.ndim > 1 else 1
-        dst.append([_layer_of_direct(x, name, layer, page_size) for layer in range(layers)])
-    num_layers = len(dst[0])
-    sources = _parts(src_ptrs, "src_ptrs", (num_layers * len(dst),))
-    src = [
-        [
-            _rows(x, f"src_ptrs[{i * num_layers + j}]", part[0].shape[3], page_size)
-            for j, x in enumerate(sources[i * num_layers : (i + 1) * num_layers])
-        ]
-        for i, part in enumerate(dst)
-    ]
-    indices = _on_host((src_indices, dst_indices))
-    _transfer(src, dst, indices, page_size=page_size, method="copy")
-
-
-def _rows(x: Any, name: str, item_size: int, page_size: int = 1, heads: int = 1) -> ArrayView:
-    """View a tensor as pages of rows of item_size bytes."""
-    pages = _num_bytes(x, name) // _positive(item_size, "item_size") // page_size
-    _require_divisor(item_size, "item_size", heads, "head_num")
-    width = item_size // heads
-    strides = page_size * item_size, item_size, width, 1
-    return _bytes_of(x, 0, (pages, page_size, heads, width), strides)
+def _rows(x: Any, name: str, item_size: int) -> ArrayView:
+    """View a tensor as pages of one row of item_size bytes."""
+    rows = _num_bytes(x, name) // _positive(item_size, "item_size")
+    return _bytes_of(x, 0, (rows, 1, 1, item_size), (item_size, 0, 0, 1))
 
 
 def _layer_of_row(x: Any, name: str, layer: int, item_size: int, row_bytes: int) -> ArrayView:
@@ -980,56 +636,6 @@ def _layer_of_row(x: Any, name: str, layer: int, item_size: int, row_bytes: int)
     slots = _num_bytes(x, name) // _positive(row_bytes, "layout_dim")
     _require_layer(layer, item_size, row_bytes)
     return _bytes_of(x, layer * item_size, (slots, 1, 1, item_size), (row_bytes, 0, 0, 1))
-
-
-def _layer_of_page(
-    x: Any, name: str, layer: int, row_bytes: int, item_size: int, page_size: int, heads: int
-) -> ArrayView:
-    """View one layer of page_head memory, (pages, heads, page_size, layers, width)."""
-    page_bytes = _positive(page_size, "page_size") * _positive(row_bytes, "layout_dim")
-    _require_divisor(item_size, "item_size", _positive(heads, "head_num"), "head_num")
-    _require_layer(layer, item_size, row_bytes)
-    width = item_size // heads
-    shape = _num_bytes(x, name) // page_bytes, page_size, heads, width
-    return _bytes_of(
-        x, layer * width, shape, (page_bytes, row_bytes // heads, page_bytes // heads, 1)
-    )
-
-
-def _layer_of_direct(x: Any, name: str, layer: int, page_size: int) -> ArrayView:
-    """View one layer of page_first_direct memory, (pages, layers, page_size, ...)."""
-    if not isinstance(x, Tensor) or x.ndim < 4 or x.shape[2] != page_size:
-        got = describe_tensor(x)
-        raise ValueError(f"{name}: expected (pages, layers, {page_size}, ...), got {got}")
-    _num_bytes(x, name)
-    pages, layers = x.shape[:2]
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer_id: expected 0 to {layers - 1}, got {layer}")
-    item = x[0, 0, 0].numel() * x.element_size()
-    page_bytes = layers * page_size * item
-    return _bytes_of(
-        x, layer * page_size * item, (pages, page_size, 1, item), (page_bytes, item, 0, 1)
-    )
-
-
-def _at_addresses(
-    table: Any, name: str, num_layers: int, item_size: int, slots: int, page_size: int = 1,
-    heads: int = 1,
-) -> list[ArrayView]:  # fmt: skip
-    """View memory at the addresses of a table as layers."""
-    require_shape(table, name, (_positive(num_layers, "num_layers"),))
-    require_dtype(table, name, torch.uint64, torch.int64)
-    _require_divisor(
-        _positive(item_size, "item_size"), "item_size", _positive(heads, "head_num"), "head_num"
-    )
-    width = item_size // heads
-    shape = -(-slots // _positive(page_size, "page_size")), page_size, heads, width
-    strides = page_size * item_size, item_size, width, 1
-    device = view(table).device
-    return [
-        ArrayView(address, shape, strides, "int8", device, library="torch")
-        for address in table.tolist()
-    ]
 
 
 def _num_bytes(x: Any, name: str) -> int:
@@ -1055,11 +661,6 @@ def _positive(value: int, name: str) -> int:
     return value
 
 
-def _require_divisor(value: int, name: str, divisor: int, divisor_name: str) -> None:
-    if value % divisor:
-        raise ValueError(f"{name}: expected a multiple of {divisor_name} {divisor}, got {value}")
-
-
 def _require_layer(layer: int, item_size: int, row_bytes: int) -> None:
     layers = row_bytes // _positive(item_size, "item_size")
     if not 0 <= layer < layers:
@@ -1069,27 +670,6 @@ def _require_layer(layer: int, item_size: int, row_bytes: int) -> None:
         )
 
 
-def _parts(tensors: Any, name: str, counts: tuple[int, ...]) -> list[Any]:
-    if not isinstance(tensors, (list, tuple)) or len(tensors) not in counts:
-        expected = " or ".join(map(str, counts))
-        got = len(tensors) if isinstance(tensors, (list, tuple)) else type(tensors).__name__
-        raise ValueError(f"{name}: expected a list of {expected} tensors, got {got}")
-    return list(tensors)
-
-
-def _on_host(indices: _Indices) -> _Indices:
-    for x, name in zip(indices, ("src_indices", "dst_indices"), strict=True):
-        require_shape(x, name, ("n",))
-    return indices[0].cpu(), indices[1].cpu()
-
-
-def _num_slots(indices: _Indices) -> tuple[int, int]:
-    """Return how many slots the indices need, of memory of unknown length. The host waits."""
-    _require_indices(indices)
-    src, dst = (max(int(x.max()) + 1, 1) if len(x) else 1 for x in indices)
-    return src, dst
-
-
 def _require_indices(indices: _Indices) -> None:
     for x, name in zip(indices, ("src_indices", "dst_indices"), strict=True):
         require_shape(x, name, ("n",))
@@ -1097,43 +677,22 @@ def _require_indices(indices: _Indices) -> None:
     require_shape(indices[1], "dst_indices", (len(indices[0]),))
 
 
-def _pages_of(x: Tensor, name: str, page_size: int) -> Tensor:
-    """Return the pages whose slots a list has, all of each in order."""
-    if page_size == 1:
-        return x
-    if len(x) % page_size:
-        raise ValueError(f"{name}: expected whole pages of {page_size} slots, got {len(x)} slots")
-    by_page = x.view(-1, page_size) if x.is_contiguous() else x.reshape(-1, page_size)
-    first = by_page[:, :1]
-    in_order = first + torch.arange(page_size, device=x.device, dtype=x.dtype)
-    if bool((first % page_size != 0).any()) or not torch.equal(by_page, in_order):
-        raise ValueError(f"{name}: expected the slots of whole pages of {page_size}, in order")
-    return by_page[:, 0] // page_size
-
-
 def _transfer(
-    src: _Side, dst: _Side, indices: _Indices, *, page_size: int = 1, method: str = "kernel",
-    max_blocks: int | None = None,
-) -> None:  # fmt: skip
-    """Copy the rows, or whole pages, between two sides."""
+    src: list[ArrayView], dst: list[ArrayView], indices: _Indices, max_blocks: int
+) -> None:
+    """Copy rows of one layer, of K and V or of a latent."""
     _require_indices(indices)
-    src_pages, dst_pages = (
-        _pages_of(x, name, page_size)
-        for x, name in zip(indices, ("src_indices", "dst_indices"), strict=True)
-    )
-    if not len(src_pages):
+    if not len(indices[0]):
         return
-    names = {layer.device for side in (src, dst) for part in side for layer in part}
-    device = max(names, key=lambda name: name != "host")  # host memory goes with the GPU's pool
+    # Host memory goes with the GPU's pool.
+    device = max({layer.device for layer in (*src, *dst)}, key=lambda name: name != "host")
     src_pool, dst_pool = (
-        KVPool.wrap(list(side[0]), list(side[1]), device=device)
+        KVPool.wrap([side[0]], [side[1]], device=device)
         if len(side) == 2
-        else MLAPool.wrap(list(side[0]), device=device)
+        else MLAPool.wrap(side, device=device)
         for side in (src, dst)
     )
-    transfer_pages(
-        src_pool, dst_pool, src_pages, dst_pages, method=method, max_blocks=max_blocks
-    )  # fmt: skip
+    transfer_pages(src_pool, dst_pool, *indices, method="kernel", max_blocks=max_blocks)
 
 
 # --- States ---------------------------------------------------------------------------------------
@@ -1200,16 +759,19 @@ def _merge(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], v_merged: Tensor | None,
     s_merged: Tensor | None, base: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    require_shape(a[0], "v_a", ("tokens", "heads", "head_dim"))
-    require_shape(b[0], "v_b", tuple(a[0].shape))
-    for (_, s), name in ((a, "s_a"), (b, "s_b")):
-        require_shape(s, name, tuple(a[0].shape[:2]))
+    require_states(*a, ("v_a", "s_a"))
+    require_states(*b, ("v_b", "s_b"), a[0])
     return _kv.merge_states(*a, *b, out=v_merged, lse_out=s_merged, lse_base=base)
 
 
 # --- Not offered ----------------------------------------------------------------------------------
 
 refuse_names(__name__, {
+    "transfer_kv_all_layer transfer_kv_all_layer_mla transfer_kv_all_layer_lf_pf "
+    "transfer_kv_all_layer_mla_lf_pf transfer_kv_all_layer_lf_ph transfer_kv_per_layer_ph_lf "
+    "transfer_kv_direct transfer_kv_per_layer_direct_pf_lf transfer_kv_all_layer_direct_lf_pf":
+        "the host would have to read addresses or indices, and wait for the GPU; "
+        "kvcupy.TransferEngine moves all layers between pools that KVPool.wrap makes",
     "transfer_hicache_one_layer transfer_hicache_all_layer":
         "kvcupy.transfer_pages moves rows of any stride between pools that KVPool.wrap makes",
     "fused_fp8_qkv_kv_cache":

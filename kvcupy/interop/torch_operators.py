@@ -1,8 +1,7 @@
-"""The operators `torch.ops.kvcupy.*`: one table, from which schemas, kernels and fakes are made.
+"""The operators `torch.ops.kvcupy.*`, made from the declarations of the operations.
 
-A row of `TABLE` names an operation of kvcupy, its arguments, which of them it writes, and what it
-returns. An operator must not return an argument, and its schema says for certain what it writes. So
-an operation whose outputs are optional becomes several operators:
+An operator must not return an argument, and its schema says for certain what it writes. So an
+operation whose outputs are optional becomes several operators:
 
     paged_attention             allocates `out` and returns it
     paged_attention_out         writes `out`, returns nothing
@@ -10,13 +9,14 @@ an operation whose outputs are optional becomes several operators:
     apply_rope_query_out        reads query, writes query_out, rotates key in place
     rope_store_kv_keep_key      reads key: `write_key=False`
 
-An argument that may be a tensor or a number is two, `k_scale` and `k_scale_number`. Operators have
-no stream: they run on torch's current one, as all operators do.
+An argument that may be a tensor or a number is two, `k_scale` and `k_scale_number`. `format` names
+the format of caches that are bytes. Operators have no stream: they run on torch's current one, as
+all operators do.
 
 The kernels are kvcupy's operations on the tensors' memory. They are registered with the dispatcher
-as they are: what `torch.library.custom_op` puts around a function takes longer than the operation.
-They count what they write in the tensors' versions (`arrays.note_written`), and refuse a tensor
-that requires a gradient, as do the fakes, when a graph is traced.
+without `torch.library.custom_op`, whose wrapper takes longer than the operation. They count what
+they write in the tensors' versions (`arrays.note_written`), and refuse a tensor that requires a
+gradient, as do the fakes, when a graph is traced.
 """
 
 from __future__ import annotations
@@ -24,128 +24,77 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import formats
 from ..arrays import require_no_gradient, view_as
-from ..ops.attention import paged_attention
-from ..ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
-from ..ops.merge import merge_states
+from ..ops import attention, merge, rope, store  # noqa: F401  # declare operations
+from ..ops.indexing import find_duplicate_slots
 from ..ops.pages import copy_pages
-from ..ops.rope import apply_rope, rope_store_kv, rope_store_mla
-from ..ops.store import gather_kv, store_kv, store_mla
+from ..ops.spec import OPERATIONS, STREAMS, Argument, Declaration
 
 Values = Mapping[str, Any]
 """Arguments of a call by name, without those that were left at their defaults."""
 
-
-@dataclass(frozen=True)
-class InPlace:
-    """An argument that is written in place, unless the caller says otherwise.
-
-    Parameters
-    ----------
-    argument : its name
-    output : the argument that is written instead, where it is passed
-    option : the option that is False where the argument is only read
-    suffix : of the operator that only reads it
-    """
-
-    argument: str
-    suffix: str
-    output: str = ""
-    option: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """An operation as operators.
-
-    Parameters
-    ----------
-    name : of the operation
-    function : takes the arguments by name, and streams
-    arguments : a schema's, where "!" marks what is written, and "Tensor|float" may be either
-    in_place : which of them are written by some operators and only read by others
-    caches : which of them may be bytes whose format the argument `format` names
-    outputs : written by the operator "_out"; the other has none of them, writes nothing, and
-        returns new tensors
-    fake : makes the new tensors, empty, from the arguments
-    returns : how many there are
-    waits : whether the host waits for the values of an argument where there are no outputs
-    """
-
-    name: str
-    function: Callable[..., Any]
-    arguments: str
-    in_place: tuple[InPlace, ...] = ()
-    caches: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    fake: Callable[[Values], Any] | None = None
-    returns: int = 0
-    waits: bool = False
+_TYPES = {
+    "str": "str", "int": "int", "float": "float", "bool": "bool", "int | None": "int?",
+    "float | None": "float?", "tuple[int, int, int] | None": "int[]?", "DType": "ScalarType?",
+}  # fmt: skip
+"""Types of a schema by the annotation of an option."""
 
 
 # --- What the operations that return tensors allocate ---------------------------------------------
 
 
-def out_of_attention(v: Values) -> Any:
-    """Return what attention fills."""
-    query = v["query"]
-    width = _width_of_rows(v["v_cache"].shape[-1], v.get("format"))
-    return query.new_empty((*query.shape[:2], width))
+class _Described(NamedTuple):
+    shape: tuple[int, ...]
+    format: str
 
 
-def rows_of_gather(v: Values) -> Any:
-    """Return what a gather fills: rows of K and of V."""
-    return tuple(_empty_rows(v, cache) for cache in ("k_cache", "v_cache"))
+def new_outputs(declaration: Declaration, values: Values) -> dict[str, torch.Tensor]:
+    """Return empty tensors for the outputs of a call that are to be allocated, by name."""
+    assert declaration.outputs_of is not None
+    options = {n: p.default for n, p in declaration.parameters.items()} | dict(values)
+    if options.get("dtype") is not None:
+        options["dtype"] = _format_of(options["dtype"])
+    tensors = {n: x for n, x in values.items() if isinstance(x, torch.Tensor)}
+    described = {}
+    for name, tensor in tensors.items():
+        is_cache = declaration.public_arguments[name].cache
+        described[name] = _described(tensor, values.get("format") if is_cache else None)
+    like = next(iter(tensors.values()))
+    return {
+        name: like.new_empty(shape, dtype=_dtype_of(format))
+        for name, (shape, format) in declaration.outputs_of(described, options).items()
+    }
 
 
-def _empty_rows(v: Values, name: str) -> Any:
-    """Return what a gather from the cache of a name fills."""
-    cache, num_tokens = v[name], v["slots"].shape[0]
-    if cache.ndim == 4 and v.get("layout", "NHD") == "HND":
-        shape = (num_tokens, cache.shape[1], cache.shape[3])
-    else:
-        shape = (num_tokens, *cache.shape[2 if cache.ndim == 4 else 1 :])
-    shape = (*shape[:-1], _width_of_rows(shape[-1], v.get("format")))
-    return cache.new_empty(shape, dtype=v.get("dtype") or _dtype_of_rows(cache, v.get("format")))
+def _described(tensor: torch.Tensor, format: str | None) -> _Described:
+    """Return shape and format of a tensor; of bytes that hold another format, of that."""
+    shape = tuple(tensor.shape)
+    if format is None:
+        return _Described(shape, _format_of(tensor.dtype))
+    four_bit = formats.FOUR_BIT.get(format)
+    if four_bit is not None:
+        shape = (*shape[:-1], shape[-1] // four_bit.group_bytes * four_bit.group)
+    return _Described(shape, format)
 
 
-def _width_of_rows(size: int, format: str | None) -> int:
-    """Return the elements of a row of a cache; of a four-bit format `size` counts bytes."""
-    four_bit = formats.FOUR_BIT.get(format or "")
-    return size if four_bit is None else size // four_bit.group_bytes * four_bit.group
+def _format_of(dtype: Any) -> str:
+    """Return kvcupy's name of a dtype."""
+    return formats.tag(str(dtype).removeprefix("torch."))
 
 
-def _dtype_of_rows(cache: Any, format: str | None) -> Any:
-    """Return the dtype that the rows of a cache are gathered as, unless another is asked for."""
-    known = formats.CACHE_FORMATS.get(format or _format_of(cache))
-    return torch.bfloat16 if known is not None and known.quantised else cache.dtype
-
-
-def _format_of(tensor: Any) -> str:
-    """Return kvcupy's name of a tensor's dtype."""
-    return formats.tag(str(tensor.dtype).removeprefix("torch."))
-
-
-def merged(v: Values) -> Any:
-    """Return what a merge fills: out and lse."""
-    out, lse = v["out_a"], v["lse_a"]
-    if v.get("out_b") is None:  # N states, on the first axis
-        out, lse = out[0], lse[0]
-    return torch.empty_like(out, memory_format=torch.contiguous_format), lse.new_empty(lse.shape)
+def _dtype_of(format: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, formats.numpy_dtype(format).name)
+    return dtype
 
 
 def _length() -> Any:
     """Return a length that only the values of an argument decide."""
     return torch.library.get_ctx().new_dynamic_size()
-
-
-def _slots(v: Values) -> Any:
-    return v["block_table"].new_empty((_length(),), dtype=torch.int64)
 
 
 def _page_table(v: Values) -> Any:
@@ -154,15 +103,19 @@ def _page_table(v: Values) -> Any:
     return tuple(table.new_empty((n,), dtype=torch.int32) for n in lengths)
 
 
-def _duplicates(v: Values) -> Any:
-    return v["slot_mapping"].new_empty((_length(),), device="cpu")
+_FAKES: dict[str, Callable[[Values], Any]] = {
+    "slot_mapping": lambda v: v["block_table"].new_empty((_length(),), dtype=torch.int64),
+    "page_table_csr": _page_table,
+    "find_duplicate_slots": lambda v: v["slot_mapping"].new_empty((_length(),), device="cpu"),
+}
+"""What operations return whose lengths depend on values."""
 
 
 # --- Where an operator differs from the operation -------------------------------------------------
 
 
 def _copy_pages(cache: list[Any], *arguments: Any, **options: Any) -> None:
-    """Copy pages of the arrays of a list, of which one alone takes the shorter way."""
+    """Copy pages of the arrays of a list; a list of one takes the shorter path."""
     copy_pages(cache[0] if len(cache) == 1 else cache, *arguments, **options)
 
 
@@ -170,138 +123,37 @@ def _duplicate_slots(slot_mapping: Any) -> Any:
     return torch.from_numpy(find_duplicate_slots(slot_mapping))
 
 
-# --- The table ------------------------------------------------------------------------------------
-
-_CACHES = ("k_cache", "v_cache")
-_STATIC_SCALES = "str? format=None, Tensor|float k_scale, Tensor|float v_scale"
-_SCALES = f"{_STATIC_SCALES}, Tensor!? k_scale_cache=None, Tensor!? v_scale_cache=None"
-_READ_SCALES = _SCALES.replace("!", "")
-_SECTIONS = "int[]? sections=None, bool sections_interleaved=False"
-_ROTATION = (
-    f"bool interleaved=False, {_SECTIONS}, Tensor? query_norm=None, Tensor? key_norm=None, "
-    "float eps=1e-6"
-)
-_QUERY = InPlace("query", suffix="query_out", output="query_out")
-
-TABLE = (
-    Row(
-        "store_kv",
-        store_kv,
-        "Tensor key, Tensor value, Tensor! k_cache, Tensor! v_cache, Tensor slot_mapping, "
-        f"str layout='NHD', {_SCALES}, int? skip_slot=None",
-        caches=_CACHES,
-    ),
-    Row(
-        "store_mla",
-        store_mla,
-        "Tensor latent, Tensor rope_key, Tensor! cache, Tensor slot_mapping, "
-        "str? format=None, Tensor|float scale, int? skip_slot=None",
-        caches=("cache",),
-    ),
-    Row(
-        "apply_rope",
-        apply_rope,
-        f"Tensor? query, Tensor key, Tensor rope_table, Tensor positions, {_ROTATION}",
-        in_place=(_QUERY, InPlace("key", suffix="key_out", output="key_out")),
-    ),
-    Row(
-        "rope_store_kv",
-        rope_store_kv,
-        "Tensor? query, Tensor key, Tensor value, Tensor rope_table, Tensor positions, "
-        f"Tensor! k_cache, Tensor! v_cache, Tensor slot_mapping, {_ROTATION}, str layout='NHD', "
-        f"{_SCALES}, int? skip_slot=None",
-        in_place=(_QUERY, InPlace("key", suffix="keep_key", option="write_key")),
-        caches=_CACHES,
-    ),
-    Row(
-        "rope_store_mla",
-        rope_store_mla,
-        "Tensor? query, Tensor latent, Tensor rope_key, Tensor rope_table, Tensor positions, "
-        "Tensor! cache, Tensor slot_mapping, bool interleaved=False, str? format=None, "
-        "Tensor|float scale, int? skip_slot=None",
-        in_place=(_QUERY, InPlace("rope_key", suffix="keep_key", option="write_key")),
-        caches=("cache",),
-    ),
-    Row(
-        "gather_kv",
-        gather_kv,
-        "Tensor k_cache, Tensor v_cache, Tensor slots, str layout='NHD', "
-        f"{_READ_SCALES}, ScalarType? dtype=None",
-        caches=_CACHES,
-        outputs=("Tensor! k_out", "Tensor! v_out"),
-        fake=rows_of_gather,
-        returns=2,
-    ),
-    Row(
-        "paged_attention",
-        paged_attention,
-        "Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
-        "Tensor? query_lens=None, str layout='NHD', float? sm_scale=None, bool causal=True, "
-        "int? window=None, Tensor|int sinks, float? logits_soft_cap=None, "
-        f"Tensor? tree_mask=None, {_READ_SCALES}",
-        caches=_CACHES,
-        outputs=("Tensor! out", "Tensor!? lse_out=None"),
-        fake=out_of_attention,
-        returns=1,
-    ),
-    Row(
-        "merge_states",
-        merge_states,
-        "Tensor out_a, Tensor lse_a, Tensor? out_b, Tensor? lse_b, str lse_base='e'",
-        outputs=("Tensor! out", "Tensor! lse_out"),
-        fake=merged,
-        returns=2,
-    ),
-    Row("copy_pages", _copy_pages, "Tensor![] cache, Tensor src_pages, Tensor dst_pages"),
-    Row(
-        "slot_mapping",
-        slot_mapping,
-        "Tensor block_table, Tensor seq_lens, Tensor append_lens, int page_size",
-        outputs=("Tensor! out",),
-        fake=_slots,
-        returns=1,
-        waits=True,
-    ),
-    Row(
-        "page_table_csr",
-        page_table_csr,
-        "Tensor block_table, Tensor seq_lens, int page_size",
-        fake=_page_table,
-        returns=3,
-        waits=True,
-    ),
-    Row(
-        "find_duplicate_slots",
-        _duplicate_slots,
-        "Tensor slot_mapping",
-        fake=_duplicates,
-        returns=1,
-        waits=True,
-    ),
-)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "copy_pages": _copy_pages,
+    "find_duplicate_slots": _duplicate_slots,
+}
 
 
-# --- From a row to operators ----------------------------------------------------------------------
+# --- From a declaration to operators --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One of a row's operators.
+    """One of an operation's operators.
 
     Attributes
     ----------
     name : in `torch.ops.kvcupy`
     schema : its arguments and returns
     names : of its positional arguments
+    defaults : of these arguments
+    outputs : names of its keyword arguments, which it writes
     pairs : of an argument, and of that which is passed instead where it is a number
     constants : options of the operation that this operator stands for
     allocates : whether it returns new tensors
     """
 
-    row: Row
+    declaration: Declaration
     name: str
     schema: str
     names: tuple[str, ...]
+    defaults: Values
+    outputs: tuple[str, ...]
     pairs: tuple[tuple[str, str], ...]
     constants: Values
     allocates: bool
@@ -317,9 +169,11 @@ class Operator:
                 values[name] = number
         format = values.pop("format", None)
         if format is not None:
-            for name in self.row.caches:
-                values[name] = _tagged(values[name], format, name)
-        result = self.row.function(**values)
+            for name, argument in self.declaration.public_arguments.items():
+                if argument.cache:
+                    values[name] = _tagged(values[name], format, name)
+        function = _FUNCTIONS.get(self.declaration.name) or self.declaration.function
+        result = function(**values)
         return result if self.allocates else None
 
     def fake(self, *arguments: Any, **named: Any) -> Any:
@@ -329,7 +183,13 @@ class Operator:
             for x in value if isinstance(value, list) else (value,):
                 if isinstance(x, torch.Tensor):
                     _require_no_gradient(x, name)
-        return self.row.fake(values) if self.allocates and self.row.fake is not None else None
+        if not self.allocates:
+            return None
+        fake = _FAKES.get(self.declaration.name)
+        if fake is not None:
+            return fake(values)
+        outputs = tuple(new_outputs(self.declaration, values).values())
+        return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _require_no_gradient(x: Any, name: str) -> None:
@@ -343,54 +203,88 @@ def _tagged(cache: Any, format: str, name: str) -> Any:
     """Return bytes as a cache of a format; of a tensor that is one already, the tensor."""
     if cache.dtype == torch.uint8:
         return view_as(cache, format)
-    if _format_of(cache) != format:
+    if _format_of(cache.dtype) != format:
         raise TypeError(f"{name}: expected {format}, or uint8 that holds it, got {cache.dtype}")
     return cache
 
 
-def operators(row: Row) -> Iterator[Operator]:
-    """Return the operators of a row: one for each way to pass its optional outputs."""
-    for reads in product((False, True), repeat=len(row.in_place)):
-        read = [each for each, only_reads in zip(row.in_place, reads, strict=True) if only_reads]
-        instead = tuple(f"Tensor! {each.output}" for each in read if each.output)
-        constants = {each.option: False for each in read if each.option}
-        name = "_".join([row.name, *(each.suffix for each in read)])
-        written = {each.argument for each in row.in_place} - {each.argument for each in read}
-        yield _operator(row, name, written, instead, constants)
-    if row.outputs:
-        yield _operator(row, f"{row.name}_out", set(), row.outputs, {})
+def operators(declaration: Declaration) -> Iterator[Operator]:
+    """Return the operators of an operation: one for each way to pass its optional outputs."""
+    replaced = declaration.replaced
+    for reads in product((False, True), repeat=len(replaced)):
+        read = [name for name, only_reads in zip(replaced, reads, strict=True) if only_reads]
+        outputs = [replaced[name] for name in read if not replaced[name].written_if]
+        options = [replaced[name].written_if for name in read if replaced[name].written_if]
+        suffixes = [
+            replaced[name].written_if.replace("write_", "keep_") or replaced[name].name
+            for name in read
+        ]
+        name = "_".join([declaration.name, *suffixes])
+        written = replaced.keys() - set(read)
+        yield _operator(declaration, name, written, outputs, dict.fromkeys(options, False))
+    outputs = list(declaration.caller_outputs)
+    if outputs:
+        yield _operator(declaration, f"{declaration.name}_out", set(), outputs, {})
 
 
 def _operator(
-    row: Row, operator_name: str, written: set[str], outputs: tuple[str, ...], constants: Values
-) -> Operator:
+    declaration: Declaration, operator_name: str, written: set[str], outputs: list[Argument],
+    constants: Values,
+) -> Operator:  # fmt: skip
     letters = iter("abcdefgh")
 
-    def marked(kind: str) -> str:
-        return kind.replace("!", f"({next(letters)}!)") if "!" in kind else kind
+    def tensor(is_written: bool, suffix: str) -> str:
+        return f"Tensor({next(letters)}!){suffix}" if is_written else f"Tensor{suffix}"
 
+    left_out = {*STREAMS}
+    for output in declaration.caller_outputs:
+        left_out |= {output.name, output.returned_if}
+    for output in declaration.replaced.values():
+        left_out |= {output.name, output.written_if}
     parts: list[str] = []
     names: list[str] = []
+    defaults: dict[str, Any] = {}
     pairs: list[tuple[str, str]] = []
-    for declared in row.arguments.split(", "):
-        kind, argument = declared.split(" ", 1)
-        name = argument.partition("=")[0]
-        kind, _, number = kind.partition("|")
-        if number:  # two arguments, of which one is passed at most
-            pairs.append((name, f"{name}_number"))
-            names += pairs[-1]
-            parts += [f"{kind}? {name}=None", f"{number}? {name}_number=None"]
+    for name, parameter in declaration.parameters.items():
+        if name in left_out:
             continue
+        argument = declaration.public_arguments.get(name)
+        has_default = parameter.default is not parameter.empty
+        default = f"={parameter.default!r}" if has_default else ""
+        if argument is not None and argument.number:
+            # Two arguments, of which one is passed at most.
+            pairs.append((name, f"{name}_number"))
+            parts += [f"Tensor? {name}=None", f"float? {name}_number=None"]
+            names += pairs[-1]
+            defaults |= dict.fromkeys(pairs[-1])
+            continue
+        if argument is None:
+            kind = _TYPES[str(parameter.annotation)]
+        else:
+            is_written = name in written or (argument.output and not argument.fresh)
+            is_optional = argument.optional or has_default
+            suffix = "[]" if argument.several else "?" if is_optional else ""
+            kind = tensor(is_written, suffix)
+        parts.append(f"{kind} {name}{default}")
         names.append(name)
-        kind = kind.replace("Tensor", "Tensor!") if name in written else kind
-        parts.append(f"{marked(kind)} {argument}")
+        if has_default:
+            defaults[name] = parameter.default
+    if any(a.cache for a in declaration.public_arguments.values()):
+        parts.append("str? format=None")
+        names.append("format")
+        defaults["format"] = None
     if outputs:
-        parts += ["*", *map(marked, outputs)]
-    returns = 0 if outputs else row.returns
+        parts.append("*")
+    for output in outputs:
+        is_optional = bool(output.returned_if)
+        default = "=None" if is_optional else ""
+        parts.append(f"{tensor(True, '?' if is_optional else '')} {output.name}{default}")
+    returns = 0 if outputs else declaration.num_returned
     schema = f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * returns)})"
     return Operator(
-        row, operator_name, schema, tuple(names), tuple(pairs), constants, bool(returns)
-    )
+        declaration, operator_name, schema, tuple(names), defaults,
+        tuple([a.name for a in outputs]), tuple(pairs), constants, bool(returns),
+    )  # fmt: skip
 
 
 # --- Registration ---------------------------------------------------------------------------------
@@ -405,7 +299,7 @@ def _register(operator: Operator) -> None:
     known = torch.Tag  # of which older versions of torch have fewer
     tags = [known.pt2_compliant_tag]
     tags.append(getattr(known, "needs_exact_strides", known.needs_fixed_stride_order))
-    if operator.row.waits and operator.allocates and hasattr(known, "cudagraph_unsafe"):
+    if operator.declaration.waits and operator.allocates and hasattr(known, "cudagraph_unsafe"):
         tags.append(known.cudagraph_unsafe)
     _library.define(operator.name + operator.schema, tags=tuple(tags))
     for key in ("CPU", "CUDA"):
@@ -414,6 +308,8 @@ def _register(operator: Operator) -> None:
     KERNELS[getattr(torch.ops.kvcupy, operator.name).default] = operator.kernel
 
 
-OPERATORS = tuple([operator for row in TABLE for operator in operators(row)])
+OPERATORS = tuple(
+    [operator for declaration in OPERATIONS.values() for operator in operators(declaration)]
+)
 for _each in OPERATORS:
     _register(_each)

@@ -171,7 +171,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         layer_idx : layers come in order, from 0
         query, key, value : (B, Hq, new tokens, D), (B, H, new tokens, D), (B, H, new tokens, Dv)
         attention_mask : bool (B, tokens), False: padding, which is not stored; None: no padding
-        options : sm_scale, window, sinks, logits_soft_cap, as in `PagedKVCache.attention`
+        options : sm_scale, window, sink_tokens, sinks, logits_soft_cap, as in
+            `PagedKVCache.attention`
 
         Returns
         -------

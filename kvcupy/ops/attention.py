@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,6 @@ from .attention_kernels import (
     starts_params,
 )
 from .call import (
-    Argument,
     Launch,
     Operation,
     Plan,
@@ -45,28 +46,51 @@ from .call import (
 )
 from .checks import KVNames, KVOperand
 from .merge import merge_launch
+from .spec import Argument
+from .store import CACHES, SCALE_CACHES, SCALES, only_read
 
 # What differs from call to call, what belongs to a layer of a cache, and what to a step.
 _PER_CALL = (
-    Argument("query", words=True), Argument("out", output=True, words=True, returned=True),
-    Argument("lse_out", output=True), Argument("sinks"),
-)  # fmt: skip
-_PER_LAYER = (
-    Argument("k_cache", words=True), Argument("v_cache", words=True),
-    Argument("k_scale", number=True), Argument("v_scale", number=True),
-    Argument("k_scale_cache"), Argument("v_scale_cache"),
-)  # fmt: skip
+    Argument("query", "sequences heads head_dim", words=True),
+    Argument(
+        "out", "sequences heads v_head_dim", output=True, fresh=True, words=True, returned=True
+    ),
+    Argument("lse_out", "sequences heads", output=True, fresh=True, returned_if="return_lse"),
+    Argument("sinks", "heads", in_example=False),
+)
+_PER_LAYER = only_read(*CACHES, *SCALES, *SCALE_CACHES)
 _PER_STEP = (
-    Argument("block_table"), Argument("seq_lens"), Argument("query_lens"), Argument("tree_mask"),
+    Argument("block_table", "sequences max_pages", example=((1, 0), (0, 1))),
+    Argument("seq_lens", "sequences", example=(7, 2)),
+    Argument("query_lens", "sequences", in_example=False), Argument("tree_mask", in_example=False),
     Argument("evicted_starts"), Argument("evicted_lens"), Argument("key_starts"),
     Argument("tree_lens"), Argument("tree_positions"), Argument("rope_table", words=True),
-    Argument("cu_query_lens"),
+    Argument("cu_query_lens", in_example=False),
 )  # fmt: skip
-_ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
+
+
+def _attended(
+    arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and format of the outputs that attention allocates."""
+    query, v_cache = arguments["query"], arguments["v_cache"]
+    rows = tuple(query.shape[:2])
+    outputs = {"out": ((*rows, v_cache.shape[-1]), query.format)}
+    if options.get("return_lse"):
+        outputs["lse_out"] = rows, "fp32"
+    return {name: each for name, each in outputs.items() if name not in arguments}
+
+
+_ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP, outputs_of=_attended)
+_WITH_LSE = Operation(
+    "paged_attention", *[replace(a, returned=a.returned or a.name == "lse_out") for a in _PER_CALL],
+    *_PER_LAYER, *_PER_STEP,
+)  # fmt: skip
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
 
+@_ATTENTION.public
 def paged_attention(
     query: Any,
     k_cache: Any,
@@ -75,10 +99,12 @@ def paged_attention(
     seq_lens: Any,
     *,
     query_lens: Any = None,
+    cu_query_lens: Any = None,
     layout: str = "NHD",
     sm_scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
+    sink_tokens: int | None = None,
     sinks: Any = None,
     logits_soft_cap: float | None = None,
     tree_mask: Any = None,
@@ -86,6 +112,7 @@ def paged_attention(
     v_scale: Any = None,
     k_scale_cache: Any = None,
     v_scale_cache: Any = None,
+    return_lse: bool = False,
     out: Any = None,
     lse_out: Any = None,
     stream: Any = None,
@@ -104,25 +131,33 @@ def paged_attention(
     seq_lens : int32 or int64 (B,), the new tokens included, whose K and V are already in the cache
     query_lens : int32 or int64 (B,), new tokens of each sequence; None: one each. T may be more
         than their sum: rows past it are not written
+    cu_query_lens : int32 (B + 1,) instead of query_lens: 0 and the sums of the lengths, contiguous,
+        as FlashAttention's `cu_seqlens_q` and FlashInfer's `qo_indptr`. It saves the launch that
+        sums them. Negative entries count as 0, a sequence whose end is before its start has no
+        rows, and `check_faults` reports either; rows past T are left out
     layout : "NHD" or "HND"
     sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
     causal : a query sees the keys up to its own position. With False it sees all keys, and a
         sequence may have more new tokens than keys
     window : a query at position p sees keys p - window + 1 to p
-    sinks : an int, how many of the first keys stay visible past the window; or float32 logits
-        (Hq,), which join the softmax denominator, unscaled, without a value
+    sink_tokens : how many of the first keys stay visible past the window
+    sinks : float32 logits (Hq,), learned, which join the softmax denominator, unscaled, without a
+        value
     logits_soft_cap : scores become cap * tanh(score / cap)
     tree_mask : bool (T, max(query_lens)), which new tokens of its sequence each query sees, instead
         of `causal`; all older tokens are visible
     k_scale, v_scale, k_scale_cache, v_scale_cache : of a quantised cache, as in `store_kv`
     out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated in the
         query's format, zero where nothing is written
-    lse_out : float32 (T, Hq), written in place: natural log-sum-exp of the scores
+    return_lse : return the natural log-sum-exp of the scores too
+    lse_out : float32 (T, Hq), written in place: that; with return_lse None: allocated, zero where
+        nothing is written
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
     -------
-    (T, Hq, Dv) : `out`, or an array of the query's library
+    (T, Hq, Dv) : `out`, or an array of the query's library; with return_lse a tuple of it and the
+        float32 log-sum-exp (T, Hq)
 
     Raises
     ------
@@ -154,12 +189,18 @@ def paged_attention(
     >>> float(out[0, 1, 0])  # the mean of 32, 40 and 0, over pages 2 and 0
     24.0
     """
-    options = check_options(layout, sm_scale, causal, window, sinks, logits_soft_cap)
+    options = check_options(layout, sm_scale, causal, window, sink_tokens, logits_soft_cap)
+    if query_lens is not None and cu_query_lens is not None:
+        raise ValueError("query_lens: expected None with cu_query_lens, got an array")
     arrays = (
-        query, out, lse_out, sinks if checks.is_array(sinks) else None,
+        query, out, lse_out, sinks,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
-        block_table, seq_lens, query_lens, tree_mask, None, None, None, None, None, None, None,
+        block_table, seq_lens, query_lens, tree_mask,
+        None, None, None, None, None, None, cu_query_lens,
     )  # fmt: skip
+    if return_lse is not False:
+        checks.flag(return_lse, "return_lse")
+        return _WITH_LSE.run(arrays, (options,), _plan_with_lse, stream)
     return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
 
 
@@ -185,9 +226,9 @@ class StepAttention(StepOperation):
     block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
     evicted_starts, evicted_lens : int32 (B,), both or neither: the evicted span of each
         sequence. The key at position p lies in slot p of the sequence's pages, and from position
-        evicted_starts[b] on in slot p + evicted_lens[b]. Masks, window, sinks
+        evicted_starts[b] on in slot p + evicted_lens[b]. Masks, window, sink_tokens
         and lengths go by position all the same
-    key_starts : int32 (B,), keys before it are not visible, not even as sinks
+    key_starts : int32 (B,), keys before it are not visible, not even as sink tokens
     tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
         column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
         sequence, or 0, which leaves it without a mask. None: `query_lens`
@@ -227,8 +268,7 @@ class StepAttention(StepOperation):
     ) -> Any:  # fmt: skip
         """Attend in one layer, as `paged_attention` does; a cache calls `issue`.
 
-        `options` come from `check_options`, with `sinks` that are an int; here `sinks` are learned
-        logits, or None.
+        `options` come from `check_options`.
         """
         arrays = query, out, lse_out, sinks, *layer.arrays, *self.arrays
         return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
@@ -238,13 +278,13 @@ class StepAttention(StepOperation):
 
 
 def check_options(
-    layout: Any, sm_scale: Any, causal: Any, window: Any, sinks: Any, logits_soft_cap: Any,
+    layout: Any, sm_scale: Any, causal: Any, window: Any, sink_tokens: Any, logits_soft_cap: Any,
     interleaved: Any = False, rotary_start: Any = 0,
 ) -> AttentionOptions:  # fmt: skip
-    """Check the options of a call; learned `sinks`, an array, are left to the plan."""
-    if sinks is not None and checks.is_array(sinks):
-        sinks = None
-    arguments = layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
+    """Check the options of a call."""
+    arguments = (
+        layout, sm_scale, causal, window, sink_tokens, logits_soft_cap, interleaved, rotary_start
+    )  # fmt: skip
     try:
         return _checked_options(*arguments)
     except TypeError:  # perhaps unhashable: let the checks name it
@@ -254,7 +294,7 @@ def check_options(
 
 @lru_cache(maxsize=1024, typed=True)
 def _checked_options(
-    layout: Any, sm_scale: Any, causal: Any, window: Any, sinks: Any, logits_soft_cap: Any,
+    layout: Any, sm_scale: Any, causal: Any, window: Any, sink_tokens: Any, logits_soft_cap: Any,
     interleaved: Any, rotary_start: Any,
 ) -> AttentionOptions:  # fmt: skip
     layout = checks.layout_name(layout)
@@ -265,10 +305,10 @@ def _checked_options(
         if not 1 <= window < 2**63:
             hint = "; None is no window" if window in (-1, 0) else ""  # "off" in other libraries
             raise ValueError(f"window: expected None or at least 1, got {window}{hint}")
-    if sinks is not None:
-        checks.require_int(sinks, "sinks")
-        if not 0 <= sinks < 2**63:
-            raise ValueError(f"sinks: expected at least 0, got {sinks}")
+    if sink_tokens is not None:
+        checks.require_int(sink_tokens, "sink_tokens")
+        if not 0 <= sink_tokens < 2**63:
+            raise ValueError(f"sink_tokens: expected at least 0, got {sink_tokens}")
     checks.require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
@@ -276,7 +316,8 @@ def _checked_options(
         if type(value) is not bool:
             checks.flag(value, name)
     return AttentionOptions(
-        layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0), int(sinks or 0),
+        layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0),
+        int(sink_tokens or 0),
         _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
         int(rotary_start),
     )  # fmt: skip
@@ -302,8 +343,10 @@ def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
     return float(value)
 
 
-def check_call(arguments: dict[str, Any], options: AttentionOptions) -> AttentionCall:
-    """Check all arguments, and describe `out` where it is to be allocated."""
+def check_call(
+    arguments: dict[str, Any], options: AttentionOptions, returns_lse: bool = False
+) -> AttentionCall:
+    """Check all arguments, and describe the outputs that are to be allocated."""
     checks.require_arrays(arguments, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
     checks.require_same_device(arguments)
     query = arguments["query"]
@@ -333,9 +376,8 @@ def check_call(arguments: dict[str, Any], options: AttentionOptions) -> Attentio
             f"query: expected a multiple of the {num_kv_heads} heads of k_cache, got {num_heads}"
         )
     num_sequences, max_pages = _check_tables(arguments, num_tokens)
-    if "out" not in arguments:
-        out = to_allocate(query, (num_tokens, num_heads, v.cache.width), query.format)
-        arguments = {**arguments, "out": out}
+    new = _attended(arguments, {"return_lse": returns_lse})
+    arguments = {**arguments, **{name: to_allocate(query, *each) for name, each in new.items()}}
     _check_outputs(arguments, num_tokens, num_heads, v.cache.width)
     _check_masks(arguments, num_tokens, num_heads, num_sequences)
     _check_rope(arguments, options.rotary_start, width, num_sequences)
@@ -394,9 +436,8 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
             raise ValueError(
                 f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
-    if (starts := arguments.get("cu_query_lens")) is not None:
-        if "query_lens" not in arguments:
-            raise ValueError("cu_query_lens: expected None without query_lens, got an array")
+    starts = arguments.get("cu_query_lens")
+    if starts is not None:
         if starts.format != "int32":
             raise TypeError(f"cu_query_lens: expected int32, got {describe(starts)}")
         if starts.shape != (num_sequences + 1,):
@@ -405,7 +446,7 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
                 f"rows, got {describe(starts)}"
             )
         checks.require_contiguous(starts, "cu_query_lens")
-    if "query_lens" not in arguments and num_tokens != num_sequences:
+    if starts is None and "query_lens" not in arguments and num_tokens != num_sequences:
         raise ValueError(
             f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
         )
@@ -436,7 +477,7 @@ def _check_masks(
     """Check learned sinks, the tree mask, and the arrays of one int32 per sequence."""
     if (sinks := arguments.get("sinks")) is not None:
         if sinks.format != "fp32":
-            raise TypeError(f"sinks: expected an int, or float32 logits, got {describe(sinks)}")
+            raise TypeError(f"sinks: expected float32 logits, got {describe(sinks)}")
         if sinks.shape != (num_heads,):
             raise ValueError(
                 f"sinks: expected ({num_heads},) like the query, got {describe(sinks)}"
@@ -513,13 +554,16 @@ class AttentionPlan(Plan):
     """Attention for one signature."""
 
     def __init__(
-        self, arguments: dict[str, Any], alignment: int, options: AttentionOptions
-    ) -> None:
-        self.call = check_call(arguments, options)
+        self, arguments: dict[str, Any], alignment: int, options: AttentionOptions,
+        returns_lse: bool = False,
+    ) -> None:  # fmt: skip
+        self.call = check_call(arguments, options, returns_lse)
         query = arguments["query"]
-        super().__init__(_ATTENTION, devices.get(query.device), query.library)
-        if "out" not in arguments:
-            self.allocated["out"] = self.call.arguments["out"]
+        operation = _WITH_LSE if returns_lse else _ATTENTION
+        super().__init__(operation, devices.get(query.device), query.library)
+        for name in ("out", "lse_out"):
+            if name not in arguments and name in self.call.arguments:
+                self.allocated[name] = self.call.arguments[name]
         if self.call.num_tokens == 0 or self.call.num_sequences == 0:
             return
         self.load(self._lay_out, alignment)
@@ -620,3 +664,8 @@ class AttentionPlan(Plan):
         start = self.workspace_bytes
         self.workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start
+
+
+_EVICTED = ("evicted_starts", "evicted_lens")
+
+_plan_with_lse = partial(AttentionPlan, returns_lse=True)

@@ -93,7 +93,7 @@ class AttentionCall:
     @property
     def is_ragged(self) -> bool:
         """Whether sequences may have any number of new tokens, not one each."""
-        return "query_lens" in self.arguments
+        return not {"query_lens", "cu_query_lens"}.isdisjoint(self.arguments)
 
     @property
     def rotates_keys(self) -> bool:
@@ -268,7 +268,7 @@ PREFILL = Kernel(
 # shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing,
 # and queries of another format than a cache of 16 bits.
 FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
-_FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4", "int4_zp")  # one of each of them
+_FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
@@ -320,7 +320,7 @@ _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be e
 _TURING_SMEM_BYTES = 64 * 1024
 # Decode kernels for which an architecture has too few registers: they would spill.
 _SPILLING = {
-    ("sm_75", "int4x2", "192", "128"), ("sm_120", "uint4x2", "192", "128"),
+    ("sm_75", "int4x2", "192", "128"),
     ("sm_75", _ANY_FORMAT, "8", "1", "true"), ("sm_80", _ANY_FORMAT, "8", "1", "true"),
 }  # fmt: skip
 _MAX_GRID_Y = 65535
@@ -436,8 +436,6 @@ def _four_bit_table_bytes(
     prepared = 16 + 4  # a float at a multiple of 16 bytes, and two fp16
     if format.group != 16:
         prepared = keys * (k_width // 32 * 4 + v_width // 32 * 2)
-    if format.has_minimum:  # pairs of fp16, of keys and then of values
-        prepared = keys * max(k_width, v_width) // 32 * 4
     total = stages * (keys * (16 + sum(scales)) + 4) + prepared
     return -(-total // 16) * 16
 

@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import reduce
 from operator import or_
 from typing import Any
 
 from ..arrays import ArrayView, describe, probe_arguments, taking, view
-from . import checks
-from .attention import paged_attention
-from .call import Recorder, same_layout
-from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
-from .merge import merge_states
+from . import attention, checks, merge, rope, store  # noqa: F401  # all declare operations
+from .call import Operation, Recorder, same_layout
+from .indexing import slot_mapping
 from .pages import copy_pages
-from .rope import apply_rope, rope_store_kv, rope_store_mla
-from .store import gather_kv, store_kv, store_mla
+from .spec import OPERATIONS, STREAMS, Declaration
 from .transfer import transfer_pages
-
-_PLANNED = (
-    store_kv, store_mla, gather_kv, apply_rope, rope_store_kv, rope_store_mla,
-    paged_attention, merge_states, copy_pages, slot_mapping,
-)  # fmt: skip
-_UNPLANNED = (page_table_csr, find_duplicate_slots, transfer_pages)
-_STREAMS = ("stream", "alt_stream")
 
 
 class Vary:
@@ -101,17 +90,17 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
     >>> float(k_cache[3, 0, 0]), float(v_cache[3, 0, 0])
     (2.0, 3.0)
     """
-    if not any(operation is known for known in (*_PLANNED, *_UNPLANNED)):
+    if operation is not transfer_pages and _declaration(operation) is None:
         name = getattr(operation, "__qualname__", repr(operation))
         raise TypeError(f"operation: expected one of kvcupy's on arrays or pools, got {name}")
     parameters = inspect.signature(operation).bind(*arguments, **options).arguments
     examples = {n: value.example for n, value in parameters.items() if isinstance(value, Vary)}
     for name, example in examples.items():
-        if name not in _STREAMS and not checks.is_array(example):
+        if name not in STREAMS and not checks.is_array(example):
             raise TypeError(f"{name}: expected an array to vary, got {example!r}, which is fixed")
     if examples.get("alt_stream", 0) is None:
         raise TypeError("alt_stream: expected a stream to vary, got None")
-    views = {n: view(x, n) for n, x in examples.items() if n not in _STREAMS}
+    views = {n: view(x, n) for n, x in examples.items() if n not in STREAMS}
     if _has_plan(operation, parameters):
         planned = _PlannedCall(operation, parameters, examples, views)
         if planned.lasting:
@@ -129,7 +118,13 @@ def _has_plan(operation: Callable[..., Any], parameters: Mapping[str, Any]) -> b
         if isinstance(cache, ArrayView) and cache.scales is not None:
             return False  # codes and scales
         return not isinstance(cache, (list, tuple)) and not hasattr(cache, "parts")
-    return operation not in _UNPLANNED
+    return isinstance(_declaration(operation), Operation)
+
+
+def _declaration(operation: Callable[..., Any]) -> Declaration | None:
+    """Return the declaration of a public function; None: it is of no operation on arrays."""
+    declarations = OPERATIONS.values()
+    return next((each for each in declarations if each.function is operation), None)
 
 
 class BoundCall:
@@ -193,13 +188,11 @@ class _PlannedCall(BoundCall):
         super().__init__(operation, parameters, examples, views)
         placeholders = {name: Vary(example) for name, example in examples.items()}
         recorder = Recorder()
-        with suppress(Recorder):
-            operation(**{**parameters, **placeholders, "stream": recorder})
-        recorder.__traceback__ = None  # whose frames hold the examples, and the recorder itself
+        operation(**{**parameters, **placeholders, "stream": recorder})
         self._family, arrays, self._options, self._make = recorder.call
         self._streams = {
             name: None if name in examples else parameters.get(name)
-            for name in _STREAMS[: recorder.num_streams]
+            for name in STREAMS[: recorder.num_streams]
         }
         self._streams_vary = len(examples) > len(views)
 

@@ -152,12 +152,16 @@ def _slots_to_store(slots: Any, outside: Faults) -> Any:
 
 def _paged_attention(given: dict[str, Any], options: Any) -> dict[str, Faults]:
     out, lse_out = given.pop("out"), given.pop("lse_out", None)
-    given.pop("cu_query_lens", None)
-    given.setdefault("sinks", options.sink_keys)
+    sums, disordered = given.pop("cu_query_lens", None), []
+    if sums is not None and "query_lens" not in given:
+        counts = np.diff(sums)
+        disordered = [(int(i) + 1, int(sums[i + 1])) for i in np.flatnonzero(counts < 0)]
+        given["query_lens"] = np.maximum(counts, 0)
     want, lse, found = reference.paged_attention(
         **given, layout=options.layout, sm_scale=options.sm_scale, causal=options.causal,
-        window=options.window or None, logits_soft_cap=options.soft_cap or None,
-        interleaved=options.interleaved, rotary_start=options.rotary_start,
+        window=options.window or None, sink_tokens=options.sink_keys,
+        logits_soft_cap=options.soft_cap or None, interleaved=options.interleaved,
+        rotary_start=options.rotary_start,
     )  # fmt: skip
     rows = len(want)
     if (counts := given.get("query_lens")) is not None:
@@ -165,7 +169,7 @@ def _paged_attention(given: dict[str, Any], options: Any) -> dict[str, Faults]:
     _write(out, want[:rows], slice(rows))
     if lse_out is not None:
         lse_out[:rows] = lse[:rows]
-    return found
+    return {**found, "cu_query_lens": disordered}
 
 
 def _merge_states(given: dict[str, Any], lse_base: str) -> dict[str, Faults]:

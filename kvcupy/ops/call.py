@@ -53,11 +53,10 @@ from ..arrays import (
     ArrayView,
     address_of,
     four_bit_array,
-    is_four_bit,
+    four_bit_encoding,
     note_written,
     overlap,
     probe_arguments,
-    rotation_options,
     strides_of,
     taking,
     view,
@@ -68,6 +67,7 @@ from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..kernels import Specialisation
 from . import by_reference, checks
+from .spec import Argument, Declaration, Outputs
 
 Views = dict[str, ArrayView]
 """Arguments by name: those that are arrays."""
@@ -75,63 +75,23 @@ Views = dict[str, ArrayView]
 # --- Operations and their arguments ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Argument:
-    """An array argument of an operation.
-
-    Parameters
-    ----------
-    name : as in the public function, and in errors
-    output : it is written
-    words : it is read or written in whole words, so its alignment is part of the signature
-    number : it may be a number instead of an array
-    replaces : inputs whose memory an output may be, element for element: it is written in place
-    returned : an output that `Operation.run` returns; where None is passed, the plan allocates it
-    """
-
-    name: str
-    output: bool = False
-    words: bool = False
-    number: bool = False
-    replaces: tuple[str, ...] = ()
-    returned: bool = False
-
-
-class Recorder(BaseException):
-    """Passed as the stream of a call, takes what the call would run; `Operation.run` raises it."""
+class Recorder:
+    """Passed as the stream of a call, takes what it would run; nothing runs or is returned."""
 
     call: tuple[Operation, tuple[Any, ...], tuple[Any, ...], Callable[..., Any]]  # of `prepare`
     num_streams: int
 
 
-class Operation:
-    """The name of an operation and its array arguments.
+class Operation(Declaration):
+    """A declared operation, and the plan of its last call."""
 
-    Attributes
-    ----------
-    names : of the arguments, in the order of addresses and arrays wherever these are tuples
-    outputs : positions of those that are written
-    words : positions of those whose alignment is part of the signature
-    returned : takes the arrays, and returns what the public function does; None: it returns None
-    in_place : positions of outputs, and of inputs whose memory they may be
-    """
-
-    def __init__(self, name: str, *arguments: Argument) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.names = tuple([a.name for a in arguments])
-        self.outputs = tuple([i for i, a in enumerate(arguments) if a.output])
-        self.in_place = tuple(
-            [(i, self.names.index(name)) for i, a in enumerate(arguments) for name in a.replaces]
-        )
-        self.words = tuple([i for i, a in enumerate(arguments) if a.words])
-        returned = [i for i, a in enumerate(arguments) if a.returned]
-        self.returned = operator.itemgetter(*returned) if returned else None
+    def __init__(
+        self, name: str, *arguments: Argument, outputs_of: Outputs | None = None,
+        waits: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(name, *arguments, outputs_of=outputs_of, waits=waits)
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
-
-    def __str__(self) -> str:
-        return self.name
 
     def run(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any],
@@ -146,7 +106,7 @@ class Operation:
         """
         if stream is not None and type(stream) is Recorder:
             stream.call, stream.num_streams = (self, arrays, options, make), 1 + len(others)
-            raise stream
+            return None
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
             stream = plan.device.as_stream(stream, plan.library)
@@ -452,7 +412,7 @@ class Plan:
         if self.allocated:
             views = {**views, **self.allocated}
             self._allocators = [
-                (names.index(name), _allocator(v.shape, v.format, v, v.rotated_width, self.zeroed))
+                (names.index(name), _allocator(v.shape, _dtype_of(v), v, self.zeroed))
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
@@ -988,18 +948,7 @@ def format_name(dtype: Any, name: str = "dtype") -> str:
     ------
     TypeError, ValueError : it is not a dtype, or not a number format
     """
-    if isinstance(dtype, str) and dtype in formats.CACHE_FORMATS:
-        return dtype
-    known, text = ", ".join(formats.CACHE_FORMATS), str(dtype)
-    try:
-        format = formats.tag(text[6:] if text.startswith("torch.") else formats.numpy_dtype(dtype))
-    except TypeError:
-        raise TypeError(
-            f"{name}: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
-        ) from None
-    if format not in formats.FORMATS:
-        raise ValueError(f"{name}: expected one of {known}, got {dtype!r}")
-    return format
+    return formats.Encoding.of(dtype, name).format
 
 
 def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
@@ -1014,24 +963,27 @@ def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayVi
     )  # fmt: skip
 
 
+def _dtype_of(v: ArrayView) -> str | formats.Encoding:
+    return v.encoding if v.format in formats.FOUR_BIT else v.format
+
+
 def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) -> Any:
     """Return zeros on the device and of the library of `like`, for work on `stream`.
 
     In the format of `like` rows are rotated as its are.
     """
-    rotated_width = like.rotated_width if format == like.format else 0
-    return _allocator(shape, format, like, rotated_width, zeroed=True)(stream)
+    dtype = formats.rotated(format, like.rotated_width) if format == like.format else format
+    return _allocator(shape, dtype, like, zeroed=True)(stream)
 
 
 def _allocator(
-    shape: tuple[int, ...], format: str, like: ArrayView, rotated_width: int, zeroed: bool
+    shape: tuple[int, ...], dtype: str | formats.Encoding, like: ArrayView, zeroed: bool
 ) -> Callable[[Stream], Any]:
     """Return what allocates an array for a stream, on the device of `like` and of its library."""
     device = devices.get(like.device)
     if like.library != "torch":
-        options = rotation_options(rotated_width) if rotated_width else {}
-        return partial(device.allocate, shape, format, zeroed=zeroed, **options)
-    allocate = _torch_allocator(shape, format, device.torch_name, rotated_width, zeroed)
+        return partial(device.allocate, shape, dtype, zeroed=zeroed)
+    allocate = _torch_allocator(shape, dtype, device.torch_name, zeroed)
 
     def allocate_for(stream: Stream) -> Any:
         tensor = allocate()
@@ -1046,18 +998,18 @@ def _allocator(
 
 @lru_cache(maxsize=1024)
 def _torch_allocator(
-    shape: tuple[int, ...], format: str, device_name: str, rotated_width: int, zeroed: bool
+    shape: tuple[int, ...], dtype: str | formats.Encoding, device_name: str, zeroed: bool
 ) -> Callable[[], Any]:
     torch = sys.modules["torch"]
     make, device = torch.zeros if zeroed else torch.empty, torch.device(device_name)
-    if is_four_bit(format):
+    if encoding := four_bit_encoding(dtype):
 
         def allocate(shape: Any, dtype: Any) -> Any:
             return make(shape, dtype=torch.uint8, device=device)
 
-        return partial(four_bit_array, allocate, shape, format, **rotation_options(rotated_width))
-    dtype = getattr(torch, formats.numpy_dtype(format).name)
-    return partial(make, shape, dtype=dtype, device=device)
+        return partial(four_bit_array, allocate, shape, encoding)
+    own = getattr(torch, formats.numpy_dtype(dtype).name)
+    return partial(make, shape, dtype=own, device=device)
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

@@ -556,7 +556,7 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
     if whole.rotated_width not in (0, first):
         raise ValueError(
             f"cache: expected rows of which the latent's {first} elements are rotated "
-            f"(rotated_width={first}), got {describe(whole)}"
+            f"(hadamard_width={first}), got {describe(whole)}"
         )
     rotated = whole.rotated_width, 0
     for names, width in zip(all_names, rotated, strict=True):

@@ -13,11 +13,22 @@ from ..devices.protocol import Device
 from ..errors import CaptureError
 from ..kernels import Kernel, Specialisation
 from . import call, checks
-from .call import Argument, Launch, Operation, Plan, Views
+from .call import Launch, Operation, Plan, Views
+from .spec import Argument, Declaration
 
+_TABLE = (
+    Argument("block_table", "sequences max_pages", example=((3, 1), (0, 2))),
+    Argument("seq_lens", "sequences", example=(6, 3)),
+)
 _SLOT_MAPPING = Operation(
-    "slot_mapping", Argument("block_table"), Argument("seq_lens"), Argument("append_lens"),
-    Argument("out", output=True, returned=True),
+    "slot_mapping", *_TABLE, Argument("append_lens", "sequences", example=(3, 2)),
+    Argument("out", "slots", example=(0,) * 8, output=True, fresh=True, returned=True),
+    waits=True,
+)  # fmt: skip
+_PAGE_TABLE_CSR = Declaration("page_table_csr", *_TABLE, waits=True, num_returned=3)
+_FIND_DUPLICATE_SLOTS = Declaration(
+    "find_duplicate_slots", Argument("slot_mapping", "tokens", example=(4, 1, 4, -1, -1)),
+    waits=True, num_returned=1,
 )  # fmt: skip
 
 _PARAMS = np.dtype(
@@ -44,6 +55,7 @@ def specialisations() -> list[Specialisation]:
     return [kernel.specialise(lanes) for lanes, kernel in _KERNELS.items()]
 
 
+@_SLOT_MAPPING.public
 def slot_mapping(
     block_table: Any,
     seq_lens: Any,
@@ -103,6 +115,7 @@ def slot_mapping(
     return _SLOT_MAPPING.run(arrays, (page_size,), _plan, stream)
 
 
+@_PAGE_TABLE_CSR.public
 def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any, Any, Any]:
     """Return a page table in the form that FlashInfer takes: only the pages in use, end to end.
 
@@ -165,6 +178,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
     return indptr, indices, last_page_len
 
 
+@_FIND_DUPLICATE_SLOTS.public
 def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
     """Return the slots that occur more than once, sorted; negative ones do not count.
 

@@ -13,14 +13,34 @@ from ..devices.protocol import Device
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import call, checks
-from .call import Argument, Launch, Operation, Plan, Pointer, Views
+from .call import Launch, Operation, Plan, Pointer, Views
+from .spec import Argument
+
+_SHAPE, _SUMS = "tokens kv_heads head_dim", "tokens kv_heads"
+
+
+def _merged_like(
+    arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and format of the outputs that a merge allocates."""
+    out_a = arguments["out_a"]
+    shape = tuple(out_a.shape if "out_b" in arguments else out_a.shape[1:])
+    outputs = {"out": (shape, out_a.format), "lse_out": (shape[:2], "fp32")}
+    return {name: each for name, each in outputs.items() if name not in arguments}
+
 
 _MERGE_STATES = Operation(
     "merge_states",
-    Argument("out_a", words=True), Argument("out_b", words=True),
-    Argument("out", output=True, words=True, replaces=("out_a", "out_b"), returned=True),
-    Argument("lse_a"), Argument("lse_b"),
-    Argument("lse_out", output=True, replaces=("lse_a", "lse_b"), returned=True),
+    Argument("out_a", _SHAPE, words=True), Argument("out_b", _SHAPE, words=True, optional=True),
+    Argument(
+        "out", _SHAPE, output=True, fresh=True, words=True, replaces=("out_a", "out_b"),
+        returned=True,
+    ),
+    Argument("lse_a", _SUMS), Argument("lse_b", _SUMS, optional=True),
+    Argument(
+        "lse_out", _SUMS, output=True, fresh=True, replaces=("lse_a", "lse_b"), returned=True
+    ),
+    outputs_of=_merged_like,
 )  # fmt: skip
 
 _ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
@@ -60,6 +80,7 @@ def specialisations() -> list[Specialisation]:
     ]
 
 
+@_MERGE_STATES.public
 def merge_states(
     out_a: Any,
     lse_a: Any,
@@ -244,11 +265,10 @@ def _plan(arguments: Views, alignment: int, lse_base: Any) -> MergePlan:
         checks.require_arrays(arguments, ("out_b", "lse_b"))
     first = arguments["out_a"]
     shape = _shape_of_result(first, several=several)
-    allocated = {}
-    if "out" not in arguments:
-        allocated["out"] = call.to_allocate(first, shape, first.format)
-    if "lse_out" not in arguments:
-        allocated["lse_out"] = call.to_allocate(first, shape[:2], "fp32")
+    allocated = {
+        name: call.to_allocate(first, *output)
+        for name, output in _merged_like(arguments, {}).items()
+    }
     views = {**arguments, **allocated}
     checks.require_same_device(views)
     if lse_base not in ("e", "2"):

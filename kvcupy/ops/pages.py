@@ -12,12 +12,14 @@ from ..arrays import ArrayView, describe, first_overlap, view
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import call, checks
-from .call import Argument, Launch, Operation, Plan, Views, fields_of
+from .call import Launch, Operation, Plan, Views, fields_of
+from .spec import Argument
 from .store import copies
 
 _COPY_PAGES = Operation(
-    "copy_pages", Argument("cache", output=True, words=True), Argument("src_pages"),
-    Argument("dst_pages"),
+    "copy_pages",
+    Argument("cache", "all_pages page_size head_dim", output=True, words=True, several=True),
+    Argument("src_pages", "pairs", example=(0, 1)), Argument("dst_pages", "pairs", example=(3, 2)),
 )  # fmt: skip
 
 _PARAMS = np.dtype(
@@ -43,6 +45,7 @@ def specialisations() -> list[Specialisation]:
     return copies(COPY)
 
 
+@_COPY_PAGES.public
 def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None) -> None:
     """Copy pages onto other pages of the same array, all bytes, in one launch per array.
 

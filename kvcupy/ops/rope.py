@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,30 +15,49 @@ from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks
-from .call import Argument, Launch, Operation, Plan, StepOperation, Views, fields_of
+from .call import Launch, Operation, Plan, StepOperation, Views, fields_of
 from .checks import KVOperand, Rows
-from .store import CACHES, SCALE_CACHES, SCALES
+from .spec import Argument
+from .store import (
+    CACHES,
+    LATENTS,
+    ROPE_KEY,
+    SCALE_CACHES,
+    SCALES,
+    SLOT_MAPPING,
+    VALUE,
+)
 
 _QUERY = (
-    Argument("query", words=True),
-    Argument("query_out", output=True, words=True, replaces=("query",)),
-)
-_KEY = (
-    Argument("key", words=True),
-    Argument("key_out", output=True, words=True, replaces=("key",)),
-)
-_TABLE = Argument("rope_table", words=True)
-_NORMS = (Argument("query_norm", words=True), Argument("key_norm", words=True))
-_APPLY_ROPE = Operation("apply_rope", *_QUERY, *_KEY, _TABLE, *_NORMS, Argument("positions"))
+    Argument("query", "tokens heads head_dim", words=True, optional=True),
+    Argument(
+        "query_out", "tokens heads head_dim",
+        output=True, fresh=True, words=True, replaces=("query",),
+    ),
+)  # fmt: skip
+_KEY = Argument("key", "tokens kv_heads head_dim", words=True)
+_KEY_OUT = Argument(
+    "key_out", "tokens kv_heads head_dim", in_example=False,
+    output=True, fresh=True, words=True, replaces=("key",),
+)  # fmt: skip
+_TABLE = Argument("rope_table", "positions rotary_dim", words=True)
+_NORMS = (
+    Argument("query_norm", "head_dim", words=True), Argument("key_norm", "head_dim", words=True)
+)  # fmt: skip
+_POSITIONS = Argument("positions", "tokens", example=(15, 0, 7))
+_APPLY_ROPE = Operation("apply_rope", *_QUERY, _KEY, _KEY_OUT, _TABLE, *_NORMS, _POSITIONS)
 _ROPE_STORE_KV = Operation(
-    "rope_store_kv", *_QUERY, *_KEY, Argument("value", words=True), *CACHES, *SCALES,
-    *SCALE_CACHES, _TABLE, *_NORMS, Argument("positions"), Argument("slot_mapping"),
+    "rope_store_kv", *_QUERY, _KEY, replace(_KEY_OUT, written_if="write_key"), VALUE, *CACHES,
+    *SCALES, *SCALE_CACHES, _TABLE, *_NORMS, _POSITIONS, SLOT_MAPPING,
+)  # fmt: skip
+_ROPE_KEY_OUT = Argument(
+    "rope_key_out", output=True, fresh=True, words=True, replaces=("rope_key",),
+    written_if="write_key",
 )  # fmt: skip
 _ROPE_STORE_MLA = Operation(
-    "rope_store_mla", *_QUERY, Argument("rope_key", words=True),
-    Argument("rope_key_out", output=True, words=True, replaces=("rope_key",)),
-    Argument("latent", words=True), Argument("cache", output=True, words=True),
-    Argument("scale", number=True), _TABLE, Argument("positions"), Argument("slot_mapping"),
+    "rope_store_mla", *[replace(a, shape="tokens heads rope_dim") for a in _QUERY],
+    ROPE_KEY, _ROPE_KEY_OUT, *LATENTS, replace(_TABLE, shape="positions rope_dim"), _POSITIONS,
+    SLOT_MAPPING,
 )  # fmt: skip
 
 _POINTERS = (
@@ -98,6 +118,7 @@ def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Speci
     return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, flag)
 
 
+@_APPLY_ROPE.public
 def apply_rope(
     query: Any,
     key: Any,
@@ -167,6 +188,7 @@ def apply_rope(
     _APPLY_ROPE.run(arrays, options, _plan_rotation, stream)
 
 
+@_ROPE_STORE_KV.public
 def rope_store_kv(
     query: Any,
     key: Any,
@@ -254,6 +276,7 @@ def rope_store_kv(
         _ROPE_STORE_KV.run(arrays, (*options, True), _plan_store, stream, alt_stream)
 
 
+@_ROPE_STORE_MLA.public
 def rope_store_mla(
     query: Any,
     latent: Any,

@@ -3,41 +3,84 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .. import devices, faults
 from ..arrays import ArrayView, describe
-from ..formats import FORMATS, FOUR_BIT
+from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks
-from .call import Argument, Launch, Operation, Plan, Probed, StepOperation, Views
+from .call import Launch, Operation, Plan, Probed, StepOperation, Views
 from .checks import K, KVOperand, V
+from .spec import Argument, DType
 
+_KEY = Argument("key", "tokens kv_heads head_dim", words=True)
+VALUE = Argument("value", "tokens kv_heads v_head_dim", words=True)
 CACHES = (
-    Argument("k_cache", output=True, words=True),
-    Argument("v_cache", output=True, words=True),
+    Argument("k_cache", "pages page_size kv_heads head_dim", cache=True, output=True, words=True),
+    Argument("v_cache", "pages page_size kv_heads v_head_dim", cache=True, output=True, words=True),
 )
-SCALES = (Argument("k_scale", number=True), Argument("v_scale", number=True))
-SCALE_CACHES = (Argument("k_scale_cache", output=True), Argument("v_scale_cache", output=True))
+SCALES = (
+    Argument("k_scale", "kv_heads", number=True),
+    Argument("v_scale", "kv_heads", number=True, in_example=False),
+)
+SCALE_CACHES = (
+    Argument("k_scale_cache", "slots kv_heads", output=True, in_example=False),
+    Argument("v_scale_cache", "slots kv_heads", output=True),
+)
+SLOT_MAPPING = Argument("slot_mapping", "tokens", example=(5, -1, 0))
+ROPE_KEY = Argument("rope_key", "tokens rope_dim", words=True)
+LATENTS = (
+    Argument("latent", "tokens latent_dim", words=True),
+    Argument("cache", "pages page_size latent_width", cache=True, output=True, words=True),
+    Argument("scale", "one", number=True),
+)
 
-_STORE_KV = Operation(
-    "store_kv", Argument("key", words=True), Argument("value", words=True),
-    *CACHES, *SCALES, *SCALE_CACHES, Argument("slot_mapping"),
-)  # fmt: skip
-_STORE_MLA = Operation(
-    "store_mla", Argument("latent", words=True), Argument("rope_key", words=True),
-    Argument("cache", output=True, words=True), Argument("scale", number=True),
-    Argument("slot_mapping"),
-)  # fmt: skip
+_STORE_KV = Operation("store_kv", _KEY, VALUE, *CACHES, *SCALES, *SCALE_CACHES, SLOT_MAPPING)
+_STORE_MLA = Operation("store_mla", LATENTS[0], ROPE_KEY, *LATENTS[1:], SLOT_MAPPING)
+
+
+def only_read(*arguments: Argument) -> tuple[Argument, ...]:
+    """Return arguments of another operation as those of one that reads them."""
+    return tuple([replace(a, output=False) for a in arguments])
+
+
+def _rows_of_caches(
+    arguments: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and format of the rows that a gather allocates."""
+    rows: dict[str, tuple[tuple[int, ...], str]] = {}
+    for names, other in ((_K_OUT, "v_out"), (_V_OUT, "k_out")):
+        if names.rows in arguments:
+            continue
+        cache, slots = arguments[names.cache], arguments["slots"]
+        shape = tuple(cache.shape)
+        if len(shape) == 4:
+            row = shape[1 if options["layout"] == "HND" else 2], shape[3]
+        else:
+            row = shape[1:]
+        own = CACHE_FORMATS.get(cache.format)
+        default = "bf16" if own is None or own.quantised else own.name
+        given = arguments[other].format if other in arguments else default
+        rows[names.rows] = (slots.shape[0], *row), options["dtype"] or given
+    return rows
+
+
 _GATHER_KV = Operation(
     "gather_kv",
-    Argument("k_out", output=True, words=True, returned=True),
-    Argument("v_out", output=True, words=True, returned=True),
-    Argument("k_cache", words=True), Argument("v_cache", words=True), Argument("slots"), *SCALES,
-    Argument("k_scale_cache"), Argument("v_scale_cache"),
+    Argument(
+        "k_out", "tokens kv_heads head_dim", output=True, fresh=True, words=True, returned=True
+    ),
+    Argument(
+        "v_out", "tokens kv_heads v_head_dim", output=True, fresh=True, words=True, returned=True
+    ),
+    *only_read(*CACHES), replace(SLOT_MAPPING, name="slots"), *SCALES, *only_read(*SCALE_CACHES),
+    outputs_of=_rows_of_caches,
 )  # fmt: skip
 _K_OUT, _V_OUT = K._replace(rows="k_out"), V._replace(rows="v_out")
 
@@ -58,12 +101,16 @@ PARAMS = np.dtype(
 COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
 CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
 DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barriers=True)
-FOUR_BIT_STORE = Kernel("store.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True)
+FOUR_BIT_STORE = Kernel(
+    "store_four_bit.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True
+)
 GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
 # By the lanes of a warp: where there are several they exchange what was rotated.
 GATHER_FOUR_BIT = {
-    lanes: Kernel("gather.cu", "gather_four_bit", PARAMS, "CacheRowsParams", barriers=lanes > 1)
+    lanes: Kernel(
+        "gather_four_bit.cu", "gather_four_bit", PARAMS, "CacheRowsParams", barriers=lanes > 1
+    )
     for lanes in (32, 1)
 }
 
@@ -95,6 +142,7 @@ def copies(kernel: Kernel) -> list[Specialisation]:
     return [kernel.specialise(word) for word in WORDS]
 
 
+@_STORE_KV.public
 def store_kv(
     key: Any,
     value: Any,
@@ -161,6 +209,7 @@ def store_kv(
     _STORE_KV.run(arrays, (layout, skip_slot), _plan_store_kv, stream)
 
 
+@_STORE_MLA.public
 def store_mla(
     latent: Any,
     rope_key: Any,
@@ -207,6 +256,7 @@ def store_mla(
     _STORE_MLA.run(arrays, (skip_slot,), _plan_store_mla, stream)
 
 
+@_GATHER_KV.public
 def gather_kv(
     k_cache: Any,
     v_cache: Any,
@@ -219,7 +269,7 @@ def gather_kv(
     v_scale_cache: Any = None,
     k_out: Any = None,
     v_out: Any = None,
-    dtype: Any = None,
+    dtype: DType = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
     """Read the K and V rows of slots, dequantised if the format says so, in one launch.
@@ -343,22 +393,16 @@ def _plan_gather_kv(
 def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | None) -> Views:
     """Describe the outputs of a gather that the caller leaves to it."""
     checks.layout_name(layout)
-    num_tokens = checks.length_of(arguments["slots"], "slots")
-    allocated = {}
-    for names, other in ((_K_OUT, "v_out"), (_V_OUT, "k_out")):
-        if names.rows in arguments:
-            continue
+    checks.length_of(arguments["slots"], "slots")
+    for names in (_K_OUT, _V_OUT):
         cache = arguments[names.cache]
-        format = checks.number_format(cache, names.cache, four_bit=True)
-        default = "bf16" if format.quantised else format.name
-        target = dtype or (arguments[other].format if other in arguments else default)
-        if cache.ndim == 2:
-            shape = cache.shape[1:]
-        else:
-            own = checks.cache(cache, names.cache, layout, 3, written=False)
-            shape = (own.num_heads, own.width)
-        allocated[names.rows] = call.to_allocate(cache, (num_tokens, *shape), target)
-    return allocated
+        if names.rows not in arguments:
+            checks.number_format(cache, names.cache, four_bit=True)
+            if cache.ndim != 2:
+                checks.cache(cache, names.cache, layout, 3, written=False)
+    rows = _rows_of_caches(arguments, {"layout": layout, "dtype": dtype})
+    caches = {_K_OUT.rows: "k_cache", _V_OUT.rows: "v_cache"}
+    return {n: call.to_allocate(arguments[caches[n]], *rows[n]) for n in rows}
 
 
 # --- Plans ----------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class LayerPages:
     @property
     def described(self) -> str:
         """The encoding, for messages."""
-        own = [formats.encoding(self.format, width) for width in self.rotated_widths]
+        own = [formats.stored_as(self.format, width) for width in self.rotated_widths]
         return " and ".join(dict.fromkeys(own))
 
     @property

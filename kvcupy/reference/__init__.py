@@ -12,11 +12,9 @@ from .four_bit import (
     FOUR_BIT,
     FourBitRows,
     decode_codes,
-    decode_pairs,
     decode_scales,
     dequantise_rows,
     encode_codes,
-    encode_pairs,
     encode_scales,
     hadamard,
     quantise_rows,
@@ -45,8 +43,8 @@ from .transfer import transfer_pages
 
 __all__ = [
     "FORMAT_OF_DTYPE", "FOUR_BIT", "LIMIT", "FourBitRows", "apply_rope", "bits_of", "copy_pages",
-    "cos_sin", "decode", "decode_codes", "decode_pairs", "decode_scales", "dequantise_rows",
-    "divide", "dynamic_scales", "encode", "encode_codes", "encode_pairs", "encode_scales",
+    "cos_sin", "decode", "decode_codes", "decode_scales", "dequantise_rows",
+    "divide", "dynamic_scales", "encode", "encode_codes", "encode_scales",
     "fill_slot_mapping", "find_duplicate_slots", "format_of", "gather_kv", "hadamard",
     "merge_states", "num_slots", "page_table_csr", "paged_attention", "pair_axes",
     "position_faults", "quantise_rows", "rope_frequencies",

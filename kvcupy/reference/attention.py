@@ -145,7 +145,8 @@ def paged_attention(
     sm_scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
-    sinks: int | Array | None = None,
+    sink_tokens: int | None = None,
+    sinks: Array | None = None,
     logits_soft_cap: float | None = None,
     tree_mask: Array | None = None,
     k_scale: Scale = None,
@@ -181,9 +182,10 @@ def paged_attention(
         What ``q . k`` is multiplied by; None: ``1 / sqrt(D)``.
     causal, window, tree_mask
         See `sees`; `tree_mask` is bool ``(T, C)``.
+    sink_tokens
+        How many first keys stay visible past the window.
     sinks
-        An integer, how many first keys stay visible past the window; or ``(Hq,)``, a logit per
-        head that joins the denominator.
+        ``(Hq,)``, a logit per head that joins the denominator.
     logits_soft_cap
         Scores become ``cap * tanh(score / cap)``.
     k_scale, v_scale, k_scale_cache, v_scale_cache
@@ -215,10 +217,7 @@ def paged_attention(
     queries = decode(query, format_of(query))
     (rows, query_heads, width), max_pages = query.shape, block_table.shape[1]
     scaling = 1 / np.sqrt(width) if sm_scale is None else sm_scale
-    first_keys = sinks if isinstance(sinks, int) else 0
-    logits = None
-    if sinks is not None and not isinstance(sinks, int):
-        logits = sinks.astype(np.float64).reshape(heads, 1, -1)
+    logits = None if sinks is None else sinks.astype(np.float64).reshape(heads, 1, -1)
     appended = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
 
     out = np.zeros((rows, query_heads, v_cache.shape[-1]))
@@ -248,7 +247,7 @@ def paged_attention(
         tree_from = length - nodes
         positions = new_from + np.arange(tokens.stop - tokens.start)[:, None]
         visible = sees(
-            keys, positions, tree_from, causal=causal, window=window, first_keys=first_keys,
+            keys, positions, tree_from, causal=causal, window=window, first_keys=sink_tokens or 0,
             tree=None if tree_mask is None or not nodes else tree_mask[tokens],
         )  # fmt: skip
         if key_starts is not None:

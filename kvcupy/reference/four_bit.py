@@ -15,24 +15,6 @@ can give the same bits. For a group of a row, with `scale` that of the tensor or
 
 A code stands for float32(code * float32(group scale * scale)).
 
-With a zero point (`int4_zp`) codes are 0 to 15, and a group keeps a scale and a minimum, both fp16:
-the minimum is the value of code 0, as KIVI (arXiv 2402.02750) and q4_1 of llama.cpp have it.
-
-1. x as above; least and most: its smallest and largest element, within the finite float32
-2. low = float32(least / scale), at most 65504 in magnitude, zero without a sign; minimum = low
-   rounded down to fp16, so that no element is below it. Of normal groups of 32 about a bias of 1000
-   standard deviations rounding to nearest has 4 % less error; of 10000, 3.7 times the error, for
-   elements that are all below their minimum are lost
-3. span = float32(float32(most / scale) - minimum); quotient = float32(span / 15)
-4. group scale = quotient, at most 65504, rounded up to fp16, so that code 15 is not below the
-   largest element; 0 where the quotient is not above 0
-5. step = float32(group scale * scale), at least 2**-149; base = float32(minimum * scale)
-6. code = the nearest even integer to float32(float32(x - base) / step), within 0 to 15. Where the
-   difference is not above 0, or the group scale is 0, the code is 0
-
-A code stands for float32(float32(code * group scale + minimum) * scale); the product is exact. Zero
-is exact where it is the least element of its group.
-
 Rows may be rotated: their first elements, `rotated_width` of them, are multiplied by an orthonormal
 Hadamard matrix in blocks of the largest power of two that divides their number. Before step 1, NaN
 as 0 and magnitudes as at most 2**112, so that sums stay finite; and again, without those bounds,
@@ -68,11 +50,11 @@ class FourBitFormat:
     """How a four-bit format is stored."""
 
     code: str
-    """"e2m1", "int4": two's complement, or "uint4": 0 to 15 above a minimum."""
+    """"e2m1", or "int4": two's complement."""
     group: int
     """Elements that share a scale."""
     scale: str
-    """The format of group scales: "fp8_e4m3", "e8m0", "fp16", or "fp16x2": scale and minimum."""
+    """The format of group scales: "fp8_e4m3", "e8m0" or "fp16"."""
     scale_carrier: str
     """The dtype of their bits."""
     smallest_scale: float
@@ -80,7 +62,7 @@ class FourBitFormat:
     @property
     def limit(self) -> float:
         """The largest magnitude of a code."""
-        return {"e2m1": 6.0, "int4": 7.0, "uint4": 15.0}[self.code]
+        return {"e2m1": 6.0, "int4": 7.0}[self.code]
 
     @property
     def group_bytes(self) -> int:
@@ -94,9 +76,6 @@ FOUR_BIT = {
     "int4": FourBitFormat("int4", 32, "fp16", "uint16", 2.0**-24),
     "int4_g64": FourBitFormat("int4", 64, "fp16", "uint16", 2.0**-24),
     "int4_g128": FourBitFormat("int4", 128, "fp16", "uint16", 2.0**-24),
-    "int4_zp": FourBitFormat("uint4", 32, "fp16x2", "uint32", 2.0**-24),
-    "int4_zp_g64": FourBitFormat("uint4", 64, "fp16x2", "uint32", 2.0**-24),
-    "int4_zp_g128": FourBitFormat("uint4", 128, "fp16x2", "uint32", 2.0**-24),
 }
 
 
@@ -108,8 +87,7 @@ class FourBitRows:
     codes
         uint8 ``(..., D / 2)``, element 2i in the low nibble of byte i.
     scales
-        The bits of the group scales, ``(..., D / group)``: uint8, uint16 for fp16, or uint32 for
-        fp16 pairs, the scale in the lower half.
+        The bits of the group scales, ``(..., D / group)``: uint8, or uint16 for fp16.
     rotated_width
         The first elements of a row, which are stored rotated.
     scale_rule
@@ -176,12 +154,10 @@ def decode_codes(packed: Array, code: str) -> Float64:
     Parameters
     ----------
     code
-        ``"e2m1"``, ``"int4"`` or ``"uint4"``.
+        ``"e2m1"`` or ``"int4"``.
     """
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1)
     nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-    if code == "uint4":
-        return nibbles.astype(np.float64)
     if code == "int4":
         signed = nibbles.astype(np.int64)
         return np.where(signed > 7, signed - 16, signed).astype(np.float64)
@@ -198,8 +174,6 @@ def encode_codes(values: Array, code: str) -> Array:
     known = np.where(np.isnan(values), 0.0, np.asarray(values, np.float64))
     if code == "int4":
         nibbles = np.clip(np.rint(known), -7, 7).astype(np.int64) & 15
-    elif code == "uint4":
-        nibbles = np.clip(np.rint(known), 0, 15)
     else:
         nibbles = encode(known, "e2m1")
     nibbles = nibbles.astype(np.uint8)
@@ -235,43 +209,6 @@ def encode_scales(quotients: Array, are_zero: Array, fmt: str) -> Array:
     bits = encode(bounded, form.scale)  # the smallest positive value has the bits 1
     bits = np.where(are_zero, 0, np.maximum(bits, 1))
     return np.asarray(bits, form.scale_carrier)
-
-
-def decode_pairs(bits: Array) -> tuple[Float32, Float32]:
-    """Return the group scales and the minima of the bits of fp16 pairs, as float32."""
-    pairs = np.ascontiguousarray(bits)[..., None].view(np.uint16)
-    scale, minimum = decode(np.ascontiguousarray(np.moveaxis(pairs, -1, 0)), "fp16")
-    return scale.astype(np.float32), minimum.astype(np.float32)
-
-
-def encode_pairs(least: Array, most: Array, scales: Array) -> Array:
-    """Return the bits of fp16 pairs for groups between two float32 (steps 2 to 4)."""
-    low = np.asarray(least / scales, np.float32) + np.float32(0)
-    low = np.fmax(np.fmin(low, np.float32(65504)), np.float32(-65504))
-    minimum = low.astype(np.float16)
-    below = np.nextafter(minimum, np.float16(-np.inf))
-    minimum = np.where(minimum.astype(np.float32) > low, below, minimum)
-    span = np.asarray(np.asarray(most / scales, np.float32) - minimum, np.float32)
-    quotient = np.fmin(np.asarray(span / np.float32(15), np.float32), np.float32(65504))
-    own = quotient.astype(np.float16)
-    above = np.nextafter(own, np.float16(np.inf))
-    own = np.where(own.astype(np.float32) < quotient, above, own)
-    own = np.where(span / np.float32(15) > 0, own, np.float16(0))
-    pairs = np.stack([own, minimum], axis=-1).astype(np.float16)
-    return np.asarray(pairs.view(np.uint32)[..., 0], np.uint32)
-
-
-def _quantise_above_minimum(groups: Array, scale: Array) -> tuple[Array, Array]:
-    """Return the quotients that are rounded to codes, and the bits of fp16 pairs."""
-    largest = np.finfo(np.float32).max
-    least, most = (np.clip(f(groups, -1), -largest, largest) for f in (np.min, np.max))
-    bits = encode_pairs(least, most, scale)
-    own, minimum = decode_pairs(bits)
-    step = np.maximum(np.asarray(own * scale, np.float32), TINY)
-    base = np.asarray(minimum * scale, np.float32)
-    above = np.fmax(np.asarray(groups - base[..., None], np.float32), np.float32(0))
-    quotients = np.asarray(above / step[..., None], np.float32)
-    return np.where((own == 0)[..., None], np.float32(0), quotients), bits
 
 
 def _quantise_by_largest(
@@ -326,10 +263,7 @@ def quantise_rows(
             x = rotate_rows(x, target.rotated_width)
         groups = x.reshape(*x.shape[:-1], x.shape[-1] // form.group, form.group)
         scale = np.asarray(scales, np.float32)[..., None]
-        if form.code == "uint4":
-            quotients, bits = _quantise_above_minimum(groups, scale)
-        else:
-            quotients, bits = _quantise_by_largest(groups, scale, target.fmt, limit)
+        quotients, bits = _quantise_by_largest(groups, scale, target.fmt, limit)
         if target.scale_rule == "four_over_six":
             four, other = _quantise_by_largest(groups, scale, target.fmt, 4.0)
             errors = (
@@ -354,13 +288,6 @@ def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
     form = FOUR_BIT[rows.fmt]
     codes = decode_codes(rows.codes, form.code).astype(np.float32)
     with np.errstate(all="ignore"):
-        if form.code == "uint4":
-            own, minimum = (np.repeat(a, form.group, axis=-1) for a in decode_pairs(rows.scales))
-            values = np.asarray(np.asarray(codes * own, np.float32) + minimum, np.float32)
-            if scales is not None:
-                outer = np.asarray(scales, np.float32)[..., None]
-                values = np.asarray(values * outer, np.float32)
-            return rotate_rows(values, rows.rotated_width)
         step = decode_scales(rows.scales, rows.fmt)
         if scales is not None:
             step = np.asarray(step * np.asarray(scales, np.float32)[..., None], np.float32)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import reference
-from ..arrays import rotation_options, view_as
-from ..formats import FORMATS, FOUR_BIT
+from ..arrays import view_as
+from ..formats import FORMATS, FOUR_BIT, rotated
 
 Array = npt.NDArray[Any]
 Cut = Callable[[Any], Any]
@@ -203,7 +203,7 @@ def typed_view(
 ) -> Any:  # fmt: skip
     """View device bytes as `dtype`, cut to shape; those of a four-bit format are its rows."""
     if fmt in FOUR_BIT:
-        return view_as(cut(raw), fmt, **rotation_options(rotated_width), scale_rule=scale_rule)
+        return view_as(cut(raw), rotated(fmt, rotated_width, scale_rule))
     if device.kind == "cuda" and fmt.startswith("fp8"):
         return view_as(cut(raw), fmt)
     return cut(raw.view(dtype))

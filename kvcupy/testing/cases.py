@@ -456,7 +456,6 @@ def _pages_of(
 # Between which each byte of a group's scale is drawn, for scales of around a half.
 _SCALE_BYTES = {
     "fp8_e4m3": [(0x2C, 0x34)], "e8m0": [(124, 127)], "fp16": [(0, 256), (0x34, 0x38)],
-    "fp16x2": [(0, 256), (0x34, 0x38), (0, 256), (0xC0, 0xC4)],
 }  # fmt: skip
 
 
@@ -503,7 +502,7 @@ def _cache_of(
 @_case("paged_attention", "decode, window", compared="attention", seq_lens=(3, 37, 16),
        options={"window": 8})  # fmt: skip
 @_case("paged_attention", "decode, window and first keys", compared="attention",
-       seq_lens=(3, 37, 16), options={"window": 8, "sinks": 2})  # fmt: skip
+       seq_lens=(3, 37, 16), options={"window": 8, "sink_tokens": 2})  # fmt: skip
 @_case("paged_attention", "decode, learned sinks", compared="attention", seq_lens=(3, 37, 16),
        sinks=True)  # fmt: skip
 @_case("paged_attention", "decode, soft cap and scale", compared="attention", seq_lens=(3, 37, 16),

@@ -212,9 +212,9 @@ class Composition:
     def paged_attention(
         self, query: Any, k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any, *, out: Any,
         query_lens: Any = None, layout: str = "NHD", sm_scale: float | None = None,
-        causal: bool = True, window: int | None = None, sinks: Any = None,
-        logits_soft_cap: float | None = None, tree_mask: Any = None, k_scale: Any = None,
-        v_scale: Any = None, lse_out: Any = None,
+        causal: bool = True, window: int | None = None, sink_tokens: int | None = None,
+        sinks: Any = None, logits_soft_cap: float | None = None, tree_mask: Any = None,
+        k_scale: Any = None, v_scale: Any = None, lse_out: Any = None,
     ) -> None:  # fmt: skip
         """Gather the pages of each sequence, then softmax in float32."""
         start = 0
@@ -231,12 +231,12 @@ class Composition:
             scores = self.torch.einsum("qhd,khd->qhk", query[rows].float(), keys) * scaling
             if logits_soft_cap is not None:
                 scores = logits_soft_cap * self.torch.tanh(scores / logits_soft_cap)
-            visible = self._visible(length, count, causal, window, sinks, query.device)
+            visible = self._visible(length, count, causal, window, sink_tokens, query.device)
             if tree_mask is not None:
                 visible = self.torch.ones_like(visible)
                 visible[:, length - count :] = tree_mask[rows, :count]
             scores = scores.masked_fill(~visible[:, None], float("-inf"))
-            if sinks is not None and not isinstance(sinks, int):
+            if sinks is not None:
                 extra = sinks.expand(count, -1)[..., None]
                 weights = self.torch.cat((scores, extra), dim=-1).softmax(-1)[..., :-1]
             else:
@@ -253,14 +253,13 @@ class Composition:
         rows = bits[used].flatten(0, 1)[:length].view(cache.dtype).float()
         return rows if scale is None else rows * scale
 
-    def _visible(self, length: int, count: int, causal: bool, window: int | None, sinks: Any,
-                 device: Any) -> Any:  # fmt: skip
+    def _visible(self, length: int, count: int, causal: bool, window: int | None,
+                 sink_tokens: int | None, device: Any) -> Any:  # fmt: skip
         keys = self.torch.arange(length, device=device)[None]
         ends = self.torch.arange(length - count, length, device=device)[:, None]
         visible = keys <= ends if causal else self.torch.ones_like(keys <= ends)
         if window is not None:
-            inside = keys > ends - window
-            visible = visible & (inside | (keys < sinks) if isinstance(sinks, int) else inside)
+            visible = visible & ((keys > ends - window) | (keys < (sink_tokens or 0)))
         return visible
 
     def merge_states(self, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any,

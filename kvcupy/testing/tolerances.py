@@ -36,8 +36,7 @@ VALUE_ROUNDING = {
     fmt: 2.0**-11 if form.code != "e2m1" else 0.0 for fmt, form in reference.FOUR_BIT.items()
 }
 """Relative error of values that tensor cores take, half a unit of fp16: a code of int4 times its
-scale has 14 bits, and a minimum is added before the rounding. Products of the other formats with
-their scales are exact."""
+scale has 14 bits. Products of the other formats with their scales are exact."""
 TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
 """Units that a score loses per element where tensor cores, which truncate, sum its products."""
 

@@ -1,8 +1,8 @@
-"""Whether the kernels are right on the machine at hand: `kvcupy.verify`, and before a first use.
+"""Check the kernels on the machine at hand: `kvcupy.verify`, and before a kernel's first use.
 
-`verify` runs the conformance cases, and one for each kernel that they do not reach. `is_verified`
-runs the one case of a specialisation, which `cases.case_of` derives from its template arguments,
-and keeps the result beside the compiled kernels.
+`verify` runs the conformance cases, and one more for each kernel that these do not reach.
+`is_verified` runs the case that `cases.case_of` derives from a specialisation's template arguments,
+and stores the result beside the compiled kernels.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .implementations import load
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What came of `kvcupy.verify`.
+    """The result of `kvcupy.verify`.
 
     Attributes
     ----------
     device : the device's name
-    outcomes : of all cases, in order
-    seconds : how long it took, compilation included
+    outcomes : one for each case, in order
+    seconds : the total time, including compilation
     """
 
     device: str
@@ -52,7 +52,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every kernel did what its reference says."""
+        """Whether every kernel matches its reference."""
         return not self.failures
 
     @property
@@ -93,12 +93,12 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
     ------
     ValueError : a family has another name
     TypeError, ValueError, DeviceError : there is no such device
-    IndexFault : one that the device had recorded before
+    IndexFault : the device had recorded a fault before the call
 
     Notes
     -----
-    Kernels are compiled where they are not in the disk cache. The reference never stands in here:
-    a kernel that does not compile is a failure. Waits for all work on the device. Capture: illegal.
+    Kernels that are not in the disk cache are compiled. The reference never stands in here: a
+    kernel that does not compile is a failure. Waits for all work on the device. Capture: illegal.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
     implementation = load("kvcupy", target)
     implementation.functions = {**implementation.functions, **_FUNCTIONS}
     fallback, config.fallback = config.fallback, "error"
-    call.forget()  # plans in which a plainer kernel may serve
+    call.forget()  # plans may use a plainer kernel
     try:
         with call.unverified():
             outcomes = [
@@ -131,7 +131,7 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
 
 
 def _further_cases(arch: str) -> list[Case]:
-    """Return a case for each kernel that a GPU takes where it can, and format of an attention."""
+    """Return a case for each kernel that has a plainer one; of attention, for each format."""
     chosen: dict[tuple[str, ...], Case] = {}
     for specialisation in ops.specialisations():
         case = case_of(specialisation)
@@ -145,15 +145,15 @@ def _further_cases(arch: str) -> list[Case]:
 def _attend(
     query: Any, k_cache: Any, v_cache: Any, *, out: Any, layout: str = "NHD",
     sm_scale: float | None = None, causal: bool = True, window: int | None = None,
-    sinks: Any = None, logits_soft_cap: float | None = None, k_scale: Any = None,
-    v_scale: Any = None, lse_out: Any = None, stream: Any = None, **tables: Any,
+    sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+    k_scale: Any = None, v_scale: Any = None, lse_out: Any = None, stream: Any = None,
+    **tables: Any,
 ) -> None:  # fmt: skip
-    """Attend as `kv.paged_attention` does, and with keys that are rotated on their way."""
-    options = check_options(layout, sm_scale, causal, window, sinks, logits_soft_cap)
+    """Attend as `kv.paged_attention`, also with keys that are rotated on read."""
+    options = check_options(layout, sm_scale, causal, window, sink_tokens, logits_soft_cap)
     layer = LayerArrays(k_cache, v_cache, k_scale, v_scale)
-    learned = None if isinstance(sinks, int) else sinks
     StepAttention(**tables).run(
-        layer, query, out, options, lse_out=lse_out, sinks=learned, stream=stream
+        layer, query, out, options, lse_out=lse_out, sinks=sinks, stream=stream
     )
 
 
@@ -177,11 +177,11 @@ _lock = threading.Lock()
 
 
 def is_verified(device: Device, specialisation: Specialisation) -> bool | None:
-    """Return whether a kernel is right on a device; None while a capture prevents the check.
+    """Return whether a kernel matches its reference; None while a capture prevents the check.
 
-    A kernel that has no plainer one is taken to be. Others run the case of `case_of` once for each
-    processor, driver and program; the result is kept in the disk cache. A kernel that is not right,
-    or whose check failed or must wait, is logged once per process.
+    A kernel without a plainer one is not checked, and True is returned. Otherwise the case of
+    `case_of` runs once for each GPU model, driver and program, and the result is stored in the disk
+    cache. A kernel that is wrong, or whose check failed or was postponed, is logged once a process.
     """
     with _lock:
         verdicts = _verdicts.setdefault(device, {})
@@ -194,22 +194,22 @@ def is_verified(device: Device, specialisation: Specialisation) -> bool | None:
         if difference is None:
             if specialisation not in verdicts:
                 logger.warning(
-                    "%s has not been checked on %s, so that a plainer kernel is captured: make the "
-                    "call once before the capture", specialisation, device.name,
+                    "%s has not been checked on %s, so a plainer kernel is captured: make the call "
+                    "once before the capture", specialisation, device.name,
                 )  # fmt: skip
             return verdicts.setdefault(specialisation, None)
         verdict = verdicts[specialisation] = not difference
         if difference:
             logger.warning(
-                "%s is not used on %s (%s), where a plainer kernel serves in its place: %s. "
-                "Please report it with what `%s` writes",
+                "%s is not used on %s (%s), and a plainer kernel replaces it: %s. Please report "
+                "this with the output of `%s`",
                 specialisation, device.name, device.model, difference, _REPORT,
             )  # fmt: skip
     return verdict
 
 
 def _recorded_difference(device: Device, specialisation: Specialisation, case: Case) -> str | None:
-    """Return how a kernel differs from its reference, "" for not at all; None in a capture."""
+    """Return how a kernel differs from its reference, "" if it does not; None in a capture."""
     key = cache.key("verified", *device.fingerprint(specialisation))
     record = cache.load(key)
     if record is None and device.capturing:
@@ -220,10 +220,10 @@ def _recorded_difference(device: Device, specialisation: Specialisation, case: C
             if record is None:
                 try:
                     record = _difference(device, specialisation, case).encode()
-                except CaptureError:  # of a stream that the device does not know
+                except CaptureError:  # a stream that the device does not know of
                     return None
-                except Exception as error:  # whatever it is, the call itself can be served
-                    # No record: it may have been want of memory. The next process tries again.
+                except Exception as error:  # a plainer kernel can serve the call
+                    # Not stored: memory may have run out. The next process tries again.
                     text = "\n".join(str(error).splitlines()[:1])
                     return f"its check failed: {type(error).__name__}: {text}"
                 cache.store(key, record)
@@ -231,13 +231,13 @@ def _recorded_difference(device: Device, specialisation: Specialisation, case: C
 
 
 def _difference(device: Device, specialisation: Specialisation, case: Case) -> str:
-    """Run the case of a kernel, and return how it differs from its reference."""
+    """Run a kernel's case, and return how the result differs from the reference."""
     texts: list[str] = []
-    # A stream of its own waits for no work, and is in no capture. Of the host, this thread is.
+    # A new stream has no earlier work and is not captured. The host device uses this thread.
     stream = device.stream() if device.kind == "cuda" else device.as_stream(None)
 
     def run() -> None:
-        # Room for a rounding of weights: a kernel that is wrong is off by more, and a false alarm
+        # The tolerance allows for rounded weights: a wrong kernel is off by more, and a false alarm
         # would slow down every call.
         arguments = Arguments(device, seed=0, rounded_weights=True)
         made = case.build(arguments)
@@ -251,9 +251,9 @@ def _difference(device: Device, specialisation: Specialisation, case: Case) -> s
 
     with call.unverified() as taken:
         device.run(run, stream)
-    stream.synchronize()  # nothing of the check is left when the caller goes on
+    stream.synchronize()  # the check ends before the caller's work starts
     if specialisation not in taken:
-        raise KvcupyError("no case takes the kernel")
+        raise KvcupyError("the case does not run the kernel")
     return "; ".join(texts)
 
 
@@ -261,7 +261,7 @@ def _difference(device: Device, specialisation: Specialisation, case: Case) -> s
 
 
 def main(device_name: str | None = None, *, json_file: Path | None = None) -> int:
-    """Print whether the kernels are right on a device; return the exit status, 1 if not."""
+    """Print whether all kernels match on a device; return the exit status, 1 if one does not."""
     try:
         device = devices.get(device_name)
     except (ValueError, DeviceError) as error:

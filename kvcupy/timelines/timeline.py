@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from .. import observe
+from .. import observe, pictures
 from ..errors import file_path
 from .page import page
 
@@ -268,7 +268,7 @@ class Timeline:
         for span, label in zip(spans, labels, strict=True):
             ends = axes.transData.transform([(0, 0), (span.duration_us / scale, 0)])
             label.set_visible(bool(label.get_window_extent().width + 6 < ends[1][0] - ends[0][0]))
-        figure.savefig(path)
+        pictures.save(figure, path)
 
 
 def _lanes(spans: list[Span]) -> list[tuple[str, str]]:

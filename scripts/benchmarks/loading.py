@@ -93,38 +93,27 @@ def _child(where: str, expression: str, cache: Path) -> float:
     return float(json.loads(result.stdout)["ms"])
 
 
-def loading_rows(device: Any, *, quick: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure every kernel of `KERNELS` on `device` and, where NVRTC is found, for `sm_90`."""
-    rows, notes = [], []
-    for where in (device.name, ARCH):
-        for expression in KERNELS[: 1 if quick else None]:
-            try:
-                rows.append(measure(where, expression, 1 if quick else 3, 2))
-            except RuntimeError as error:  # no compiler, or no NVRTC
-                notes.append(f"not measured: {error}")
-                break
-    return rows, notes
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing to the common options."""
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    rows, notes = loading_rows(device, quick=options.quick)
+    """Measure every kernel of `KERNELS` on `device` and, where NVRTC is found, for `sm_90`."""
+    rows, notes = [], []
+    for where in (device.name, ARCH):
+        for expression in KERNELS[: 1 if options.quick else None]:
+            try:
+                rows.append(measure(where, expression, 1 if options.quick else 3, 2))
+            except RuntimeError as error:  # no compiler, or no NVRTC
+                notes.append(f"not measured: {error}")
+                break
     return {"rows": rows, "notes": notes}
 
 
 def render(report: dict[str, Any]) -> str:
-    tables = [loading_table(report["rows"])] if report["rows"] else []
-    return "\n".join(tables + report["notes"])
-
-
-def loading_table(rows: list[dict[str, Any]]) -> str:
-    """Return rows of `loading_rows` as a table."""
     columns = ("kernel", "where", "compile ms", "from disk ms")
-    cells = [(r["kernel"], r["where"], r["cold_ms"], r["warm_ms"]) for r in rows]
-    return format_table(columns, cells)
+    cells = [(r["kernel"], r["where"], r["cold_ms"], r["warm_ms"]) for r in report["rows"]]
+    return "\n".join([format_table(columns, cells), *report["notes"]])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,19 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import kvcupy as kv
+from kvcupy import pictures
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import named_stream
 from kvcupy.cache.pages import PageAllocator
 
-from .steps import SteppedCache
-
 CHUNK = 10_000  # blocks that are inserted at once
+FILLED = 1000  # sequences that are filled in one step
 CONTEXT = 96  # tokens of a sequence of the batch: whole pages, so that a fork copies none
 
 
@@ -36,6 +35,55 @@ def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
     work()
     return (time.perf_counter_ns() - start) / 1e3
+
+
+class SteppedCache:
+    """A cache with a batch of long sequences and many of one page beside them.
+
+    Heads are as small as possible: only the tables matter.
+    """
+
+    def __init__(self, device: Any, live: int, batch: int, context: int, page_size: int) -> None:
+        self.device, self.batch = device, [("batch", i) for i in range(batch)]
+        self.stream = named_stream(device, "compute")
+        pages = live + batch * (context // page_size + 1)
+        self.cache = kv.PagedKVCache(
+            num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=1, num_pages=pages,
+            page_size=page_size, dtype="bf16", device=device, copy_stream=device.stream(),
+            max_batch_tokens=max(FILLED * page_size, context),
+        )  # fmt: skip
+        others = list(range(live))
+        for first in range(0, live, FILLED):
+            self._fill(others[first : first + FILLED], page_size)
+        most = max(1, FILLED * page_size // context)
+        for start in range(0, batch, most):
+            names = self.batch[start : start + most]
+            self._fill(names, context)
+
+    def _fill(self, names: Sequence[Any], tokens: int) -> None:
+        for name in names:
+            self.cache.add_sequence(name)
+        with self.cache.forward(names, [tokens] * len(names)):
+            pass
+
+    def step_us(self, count: int | None = None) -> float:
+        """Append a token to the first `count` of the batch, or all, and return the time.
+
+        The step allocates slots and pages, packs the tables and enqueues their upload. There is no
+        model and no attention. The tokens are popped again.
+        """
+        cache, names = self.cache, self.batch[:count]
+
+        def step() -> None:
+            cache.begin_forward(names, [1] * len(names))
+            cache.slot_mapping(stream=self.stream)
+            cache.end_forward()
+
+        us = timed(step)
+        for name in names:
+            cache.pop_tokens(name, 1)
+        self.device.synchronize()  # the upload of the tables is not host work
+        return us
 
 
 class SequencesState:
@@ -51,7 +99,7 @@ class SequencesState:
         self.new = [("new", i) for i in range(largest)]
 
     def step(self, batch: int) -> float:
-        return sum(self.stepped.step_us(batch))
+        return self.stepped.step_us(batch)
 
     def add_and_remove(self, batch: int) -> float:
         def work() -> None:
@@ -210,8 +258,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    if options.plot and find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib")
     rounds = options.rounds or (8 if options.quick else 40)
     rows: list[dict[str, Any]] = []
     for name in options.only:
@@ -220,10 +266,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
         batches = options.batches or family.batches
         print(f"{name}: {', '.join(map(str, sizes))} ...", file=sys.stderr, flush=True)
         rows += measure(device, name, sizes, batches, rounds)
-    report = {"rows": rows}
-    if options.plot:
-        plot(report, options.plot)
-    return report
+    return {"rows": rows}
 
 
 def measure(
@@ -293,4 +336,4 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axes in panels[len(grouped) :]:
         axes.set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)

@@ -1,17 +1,30 @@
-"""Measure blocks put to and got from servers of this machine, beside sockets that move the same.
+"""Measure puts of blocks into a shared store, and gets.
 
-Blocks of 64 KiB, 1 MiB and 2 MiB, one or 32 in a call, in two pieces of memory each (K and V), all
-over loopback, from and to 64 MiB of memory. `socket` is another process that takes and sends as
-many blocks on request, as fast as Python's sockets do that. `backend` is what a `SharedStore` has
-below it, and `SharedStore` the whole, with checksums. `Mooncake` is its own batch calls, on
-registered memory: of the blocks alone, and in `Mooncake asked` after the call that asks which keys
-are known, without which a put does not tell. kvcupy's objects have a header of 256 bytes more. Each
+Blocks of 64 KiB, 1 MiB and 2 MiB, one or 32 in a call, in two pieces of memory each (K and V). Each
 round measures every candidate of a case, puts of new keys and then gets of the same; a row has the
-best and the median round. Every block that was got is compared once with what was put.
+best and the median round, and the share of a baseline that moves the same bytes without kvcupy.
+Every block that was got is compared once with what was put.
+
+In memory, from and to 128 MiB, which no processor's cache holds, and of 2 MiB also in 64 pieces:
+
+memcpy        NumPy, from pages to pages, in one thread
+checksum      of the pages alone, in one thread
+shm           kv.SharedStore, with as many threads as the report says. It is full, so that each put
+              evicts. "shm, 1 thread": in the caller's alone; "shm unverified, 1 thread": without
+              checksums too
+
+With `--servers`, over loopback, from and to 64 MiB:
+
+socket        another process that takes and sends as many blocks on request
+backend       the backend of a `SharedStore`; `SharedStore`: the whole, with checksums
+Mooncake      its own batch calls, on registered memory: of the blocks alone, and in `Mooncake
+              asked` after the call that asks which keys are known, without which a put does not
+              tell. kvcupy's objects have a header of 256 bytes more.
 
 A server that is not installed is left out: redis-server, and a wheel of Mooncake with libibverbs1.
 
-    python scripts/bench.py shared_servers --json build/bench_shared_servers.json
+    python scripts/bench.py shared --json build/bench_shared.json
+    python scripts/bench.py shared --servers --json build/bench_shared_servers.json
 """
 
 from __future__ import annotations
@@ -25,6 +38,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,34 +49,47 @@ from common.tests import use_tests
 import kvcupy as kv
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave
-from kvcupy.cache.shared import redis
-from kvcupy.cache.wire import WirePages
+from kvcupy.remote.stores import redis
+from kvcupy.remote.stores.shm import default_threads
+from kvcupy.remote.wire import DEFAULT_CHECKSUM, WirePages, checksum
 
-PAGE = {"page_size": 16, "num_kv_heads": 8, "head_dim": 128, "layout": "page_first_direct"}
+PAGE = {"page_size": 16, "num_kv_heads": 8, "head_dim": 128}
+LAYOUTS = ("page_first_direct", "layer_first")
 LAYER_BYTES = 2 * 16 * 8 * 128 * 2
 BLOCK_KIB = (64, 1024, 2048)
 BATCHES = (1, 32)
 SECONDS = 600.0  # of a call, at most
-CALL_BYTES = 64 << 20  # moved in a round, in calls of one batch each
+SERVER_BYTES, MEMORY_BYTES = 64 << 20, 128 << 20  # moved in a round, in calls of one batch each
 BASELINES = {
     "redis tcp backend": "socket tcp", "redis unix backend": "socket unix",
     "redis tcp SharedStore": "socket tcp", "redis unix SharedStore": "socket unix",
     "Mooncake asked": "Mooncake", "Mooncake backend": "Mooncake",
     "Mooncake SharedStore": "Mooncake",
+    "checksum": "memcpy", "shm": "memcpy", "shm, 1 thread": "memcpy",
+    "shm unverified, 1 thread": "memcpy",
 }  # fmt: skip
+
+MEMORY_STORES: dict[str, dict[str, Any]] = {
+    "shm": {},
+    "shm, 1 thread": {"threads": 1},
+    "shm unverified, 1 thread": {"threads": 1, "checksum": "none"},
+}
 
 Times = tuple[float, float]  # seconds of puts and of gets
 
 
 class Blocks:
-    """Pages to put, and pages to get into, of two pools: those of one call after the other."""
+    """Pages to put, and pages to get into, in two pools; each call takes the next ones."""
 
-    def __init__(self, block_kib: int, batch: int, round_bytes: int) -> None:
+    def __init__(
+        self, block_kib: int, batch: int, round_bytes: int, layout: str = LAYOUTS[0]
+    ) -> None:
         self.num_bytes, self.batch = block_kib << 10, batch
         count = max(batch, round_bytes // self.num_bytes)
         self.calls = [slice(i, i + batch) for i in range(0, count, batch)]
         layers = self.num_bytes // LAYER_BYTES
         shape = {**PAGE, "num_layers": layers, "device": "host", "placement": "pageable"}
+        shape["layout"] = layout
         self.source, self.target = kv.KVPool(count, **shape), kv.KVPool(count, **shape)
         words = np.random.default_rng(0).integers(0, 2**62, self.num_bytes // 8, np.int64)
         for page in range(count):
@@ -103,6 +130,49 @@ def timed(
     for names, pages in calls:
         get(names, pages)
     return between - start, time.perf_counter() - between
+
+
+# --- Memory ---
+
+
+def copy_round(blocks: Blocks) -> Callable[[], Times]:
+    """Return a measurement of a round of blocks that is copied twice."""
+    pairs = [
+        [
+            (np.frombuffer(b, np.uint8), np.frombuffer(a, np.uint8))
+            for a, b in zip(*pieces, strict=True)
+        ]
+        for pieces in zip(blocks.sent, blocks.received, strict=True)
+    ]
+
+    def copy(names: list[Any], pages: slice) -> None:
+        for block in pairs[pages]:
+            for target, source in block:
+                np.copyto(target, source)
+
+    return lambda: timed(blocks, copy, copy, lambda count: [])
+
+
+def checksum_round(blocks: Blocks) -> Callable[[], Times]:
+    """Return a measurement of a round of blocks whose checksums are calculated twice."""
+
+    def verify(names: list[Any], pages: slice) -> None:
+        for pieces in blocks.sent[pages]:
+            checksum(pieces)
+
+    return lambda: timed(blocks, verify, verify, lambda count: [])
+
+
+def memory_candidates(blocks: Blocks, stack: ExitStack) -> dict[str, Callable[[], Times]]:
+    """Return the measurements of a case in memory, by name."""
+    rounds = {"memcpy": copy_round(blocks), "checksum": checksum_round(blocks)}
+    capacity = len(blocks.sent) * (blocks.num_bytes + 4096) + 2**16
+    for name, options in MEMORY_STORES.items():
+        url = f"shm:kvcupy-bench-{os.getpid()}-{len(rounds)}"
+        rounds[name] = store_round(
+            url, blocks, stack, stays=True, capacity_bytes=capacity, **options
+        )
+    return rounds
 
 
 # --- Sockets ---
@@ -197,8 +267,13 @@ def backend_round(backend: Any, blocks: Blocks) -> Callable[[], Times]:
     return measure
 
 
-def store_round(url: str, blocks: Blocks, stack: ExitStack, **options: Any) -> Callable[[], Times]:
-    """Return what moves a round of blocks through a `SharedStore`."""
+def store_round(
+    url: str, blocks: Blocks, stack: ExitStack, *, stays: bool = False, **options: Any
+) -> Callable[[], Times]:
+    """Return what moves a round of blocks through a `SharedStore`.
+
+    `stays`: blocks stay until the end; the next round evicts them.
+    """
     stores = [
         stack.enter_context(
             kv.SharedStore.open(url, pool, deadline_s=SECONDS, tenant="store", **options)
@@ -214,9 +289,12 @@ def store_round(url: str, blocks: Blocks, stack: ExitStack, **options: Any) -> C
 
     def measure() -> Times:
         times = timed(blocks, put, get, hashes)
-        stores[0].remove()
+        if not stays:
+            stores[0].remove()
         return times
 
+    if stays:
+        stack.callback(stores[0].remove)
     return measure
 
 
@@ -276,7 +354,7 @@ def require(results: Sequence[Any], expected: Any) -> None:
 @contextmanager
 def servers(stack: ExitStack, folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the servers that can be started, by name."""
-    use_tests("cache", "interop")
+    use_tests("remote")
     import mooncake_servers
     import redis_server
 
@@ -294,7 +372,7 @@ def servers(stack: ExitStack, folder: Path, notes: list[str]) -> Iterator[dict[s
 
 
 def candidates(
-    blocks: Blocks, started: dict[str, Any], folder: Path, stack: ExitStack
+    blocks: Blocks, stack: ExitStack, started: dict[str, Any], folder: Path
 ) -> dict[str, Callable[[], Times]]:
     """Return what is measured of a case, by name."""
     rounds: dict[str, Callable[[], Times]] = {}
@@ -310,7 +388,7 @@ def candidates(
             rounds[f"redis {kind} backend"] = backend_round(backend, blocks)
             rounds[f"redis {kind} SharedStore"] = store_round(url, blocks, stack)
     if "mooncake" in started:
-        from kvcupy.interop import mooncake
+        from kvcupy.remote.stores import mooncake
 
         url = started["mooncake"].url
         rounds["Mooncake"] = mooncake_round(url, blocks, stack, asks=False)
@@ -326,22 +404,24 @@ def candidates(
 
 
 def case_rows(
-    block_kib: int, batch: int, started: dict[str, Any], folder: Path, *, quick: bool
-) -> list[dict[str, Any]]:
-    """Measure all candidates with blocks of a size, some in a call; return a row of each."""
-    num_bytes = CALL_BYTES >> 5 if quick else CALL_BYTES
-    blocks = Blocks(block_kib, batch, num_bytes)
+    blocks: Blocks, layout: str,
+    open_all: Callable[[Blocks, ExitStack], dict[str, Callable[[], Times]]], *, quick: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure all candidates with the blocks of a case; return a row of each."""
     with ExitStack() as stack:
-        measured = candidates(blocks, started, folder, stack)
+        measured = open_all(blocks, stack)
         for name, measure in measured.items():
             measure()
-            if "socket" not in name:
+            if "socket" not in name and name != "checksum":
                 blocks.check(name)
         samples = interleave(measured, 2 if quick else 9, seconds=0.0 if quick else 20.0)
     moved = blocks.num_bytes * len(blocks.sent)
     rows = []
     for name, times in samples.items():
-        row: dict[str, Any] = {"candidate": name, "block_kib": block_kib, "batch": batch}
+        row: dict[str, Any] = {
+            "candidate": name, "block_kib": blocks.num_bytes >> 10, "batch": blocks.batch,
+            "layout": layout,
+        }  # fmt: skip
         for call, seconds in zip(("put", "get"), zip(*times, strict=True), strict=True):
             row[f"{call}_gb_per_s"] = moved / min(seconds) / 1e9
             row[f"median_{call}_gb_per_s"] = moved / median(seconds) / 1e9
@@ -356,28 +436,40 @@ def case_rows(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing to the common options."""
+    parser.add_argument("--servers", action="store_true", help="servers, not memory")
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
     notes: list[str] = []
+    rows: list[dict[str, Any]] = []
+    num_bytes = SERVER_BYTES if options.servers else MEMORY_BYTES
+    sizes = BLOCK_KIB[:1] if options.quick else BLOCK_KIB
+    cases = [(size, LAYOUTS[0]) for size in sizes]
+    if not options.servers and not options.quick:
+        cases.append((BLOCK_KIB[-1], LAYOUTS[1]))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        with servers(stack, folder, notes) as started:
-            for block_kib in BLOCK_KIB[:1] if options.quick else BLOCK_KIB:
-                for batch in BATCHES[-1:] if options.quick else BATCHES:
-                    rows += case_rows(block_kib, batch, started, folder, quick=options.quick)
-    return {"rows": rows, "notes": notes}
+        open_all = memory_candidates
+        if options.servers:
+            started = stack.enter_context(servers(stack, Path(name), notes))
+            open_all = partial(candidates, started=started, folder=Path(name))
+        for block_kib, layout in cases:
+            for batch in BATCHES[-1:] if options.quick else BATCHES:
+                moved = num_bytes >> 5 if options.quick else num_bytes
+                blocks = Blocks(block_kib, batch, moved, layout)
+                rows += case_rows(blocks, layout, open_all, quick=options.quick)
+    report = {"rows": rows, "notes": notes}
+    if not options.servers:
+        report |= {"checksum": DEFAULT_CHECKSUM, "threads": default_threads()}
+    return report
 
 
 def render(report: dict[str, Any]) -> str:
     columns = ("blocks", "candidate", "put GB/s", "get GB/s", "put %", "get %", "of")
     cells = [
         (
-            f"{row['block_kib']} KiB x {row['batch']}", row["candidate"], row["put_gb_per_s"],
-            row["get_gb_per_s"], row.get("put_percent"), row.get("get_percent"),
-            BASELINES.get(row["candidate"], ""),
+            f"{row['block_kib']} KiB x {row['batch']}, {row['layout']}", row["candidate"],
+            row["put_gb_per_s"], row["get_gb_per_s"], row.get("put_percent"),
+            row.get("get_percent"), BASELINES.get(row["candidate"], ""),
         )
         for row in report["rows"]
     ]  # fmt: skip

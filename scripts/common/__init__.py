@@ -1,1 +1,1 @@
-"""What the scripts share: devices and timelines, traces, what a task lacks."""
+"""Devices, timelines, traces and requirements for all scripts."""

@@ -1,4 +1,4 @@
-"""What the scripts run work on, and the timelines that they save."""
+"""Devices that the scripts run on, and the timelines that they save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,20 @@ def device_for_products(name: str | None) -> Any:
 
     Raises
     ------
-    SystemExit
-        CuPy lacks cuBLAS; the message says how to install it.
+    SystemExit : as `chosen_device` and `require_products`
     """
     device = chosen_device(name)
+    require_products(device)
+    return device
+
+
+def require_products(device: Any) -> None:
+    """Check that a device can multiply matrices.
+
+    Raises
+    ------
+    SystemExit : CuPy lacks cuBLAS; the message says how to install it
+    """
     square = device.asarray(np.ones((8, 8), np.float32))
     try:
         square.dot(square)
@@ -48,7 +57,6 @@ def device_for_products(name: str | None) -> Any:
             f"{device.name}: this multiplies matrices, for which CuPy needs cuBLAS ({error}): "
             f"{install_cublas()}, or run it with --device host"
         ) from None
-    return device
 
 
 def log_compilation() -> None:
@@ -85,13 +93,6 @@ def run_named(
         lambda: observe.Operation(name, stream, reads, writes),
         lambda: device.run(function, stream),
     )
-
-
-def captured(stream: Any, work: Callable[[], object]) -> Callable[[], None]:
-    """Capture what `work` enqueues on `stream`; return its replay."""
-    with stream.capture() as graph:
-        work()
-    return partial(graph.launch, stream)
 
 
 def save_timeline(

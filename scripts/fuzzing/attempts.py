@@ -43,7 +43,7 @@ _meaning(
     """
     key value k_cache v_cache latent rope_key cache query rope_table query_out key_out query_norm
     key_norm k_out v_out out lse_out out_a lse_a out_b lse_b k_scale_cache v_scale_cache qkv array
-    arrays K V dst src example tree_mask k v rope reads writes x pointer
+    arrays dst src example tree_mask k v rope reads writes x pointer
 """,
 )
 _meaning(
@@ -55,15 +55,15 @@ _meaning(
 _meaning(
     values.listed,
     """
-    src_pages dst_pages pages device_pages host_pages hashes token_ids append_lengths leaves
+    src_pages dst_pages pages device_pages host_pages hashes token_ids append_lens leaves
     token_tree layers sections seqs shape strides replay families
 """,
 )
 _meaning(
     values.real,
     """
-    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks deadline_s shared_prefetch
-    lease_s timeout_s
+    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
+    lease_s deadline_s
 """,
 )
 _meaning(
@@ -73,7 +73,7 @@ _meaning(
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
     num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent num_past_pages
-    num_past_host_pages rotated_width
+    num_past_host_pages rotated_width sink_tokens
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
@@ -88,10 +88,10 @@ _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer inherit_window
+    barriers by_layer inherit_window return_lse
 """,
 )
-_meaning(values.dtype, "dtype host_dtype disk_dtype shared_dtype past")
+_meaning(values.dtype, "dtype past")
 _meaning(
     values.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )

@@ -16,29 +16,17 @@ from paged_snapshot import pages_of_pool
 import kvcupy as kv
 from kvcupy import __main__ as command
 from kvcupy import formats
+from kvcupy.ops.spec import OPERATIONS
 
 from .attempts import Case, Finding, origin
 
 Arguments = dict[str, Any]
 _SLOTTED = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "cache")
 
-# What may be written, by operation; caches only in the slots of `slot_mapping`.
-_WRITTEN = {
-    "store_kv": "k_cache v_cache k_scale_cache v_scale_cache",
-    "store_mla": "cache",
-    "apply_rope": "query key query_out key_out",
-    "rope_store_kv": "query key query_out k_cache v_cache k_scale_cache v_scale_cache",
-    "rope_store_mla": "query rope_key query_out cache",
-    "gather_kv": "k_out v_out",
-    "slot_mapping": "out",
-    "paged_attention": "out lse_out",
-    "merge_states": "out lse_out",
-}
-
 # Other valid values of options, drawn now and then.
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "skip_slot": (5, 0, 100), "interleaved": (True,), "write_key": (False,), "eps": (1e-5, 0.0),
-    "sm_scale": (0.5, -1.0, 0.0), "causal": (True,), "window": (3,), "sinks": (1,),
+    "sm_scale": (0.5, -1.0, 0.0), "causal": (True,), "window": (3,), "sink_tokens": (1,),
     "logits_soft_cap": (30.0,), "lse_base": ("2",), "dtype": ("fp32", np.float32),
 }  # fmt: skip
 
@@ -90,8 +78,8 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
     for key, choices in _OPTIONS.items():
         if key in parameters and case.chance(0.15):
             arguments[key] = case.rng.choice(choices)
-    if arguments.get("sinks") is not None and "window" not in arguments:
-        del arguments["sinks"]
+    if arguments.get("sink_tokens") is not None and "window" not in arguments:
+        del arguments["sink_tokens"]
     if "logits_soft_cap" in arguments and name != "paged_attention":
         del arguments["logits_soft_cap"]
     if name == "paged_attention" and case.chance(0.4):
@@ -150,20 +138,20 @@ def four_bit_arguments(case: Case, name: str) -> Arguments:
     group = formats.FOUR_BIT[fmt].group
     width, v_width = 2 * group, group
     hnd = "kv" in name and case.chance(0.3)
-    rotation = "hadamard" if "mla" not in name and case.chance(0.3) else None
+    hadamard = "mla" not in name and case.chance(0.3)
 
     def rows(*shape: int) -> np.ndarray[Any, Any]:
         return case.place(every_call.array(device, *shape))
 
     def cache(width: int, *heads: int) -> kv.ArrayView:
         shape = (2, *heads, 4) if hnd else (2, 4, *heads)
-        return four_bit_view(case, fmt, (*shape, width), rotation)
+        return four_bit_view(case, fmt, (*shape, width), hadamard)
 
     def numbers(*values: Any) -> np.ndarray[Any, Any]:
         return case.place(np.array(values, rng.choice([np.int32, np.int64])))
 
     if name == "copy_pages":
-        whole = four_bit_view(case, fmt, (4, 2, width), rotation)
+        whole = four_bit_view(case, fmt, (4, 2, width), hadamard)
         return {"cache": whole, "src_pages": numbers(0, 1), "dst_pages": numbers(3, 2)}
     slots: Arguments = {"slot_mapping": numbers(5, -1, 0)}
     rotated: Arguments = {
@@ -192,17 +180,17 @@ def four_bit_arguments(case: Case, name: str) -> Arguments:
 
 
 def four_bit_view(
-    case: Case, fmt: str, shape: tuple[int, ...], rotation: str | None = None
+    case: Case, fmt: str, shape: tuple[int, ...], hadamard: bool = False
 ) -> kv.ArrayView:
     """Return rows of a four-bit format in guarded memory, with their scales behind or apart."""
-    form = formats.FOUR_BIT[fmt]
+    form, encoding = formats.FOUR_BIT[fmt], kv.Encoding(fmt, hadamard=hadamard)
     *before, width = shape
     if case.chance(0.6):
         rows = case.place(np.zeros((*before, form.row_bytes(width)), np.uint8))
-        return kv.view_as(rows, fmt, rotation=rotation)
+        return kv.view_as(rows, encoding)
     codes = case.place(np.zeros((*before, width // 2), np.uint8))
     scales = case.place(np.zeros((*before, width // form.group), f"u{form.scale_bytes}"))
-    return kv.view_as(codes, fmt, scales=scales, rotation=rotation)
+    return kv.view_as(codes, encoding, scales=scales)
 
 
 def memory_of(value: Any) -> np.ndarray[Any, Any] | None:
@@ -236,13 +224,7 @@ def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
     if slots is not None and slots.itemsize in (4, 8):
         slots = np.unique(np.array(slots).view(f"i{slots.itemsize}"))
     parts = []
-    for key in _WRITTEN[name].split():
-        if key == "key" and arguments.get("write_key") is False:
-            continue
-        if key == "query" and arguments.get("query_out") is not None:
-            continue
-        if key == "key" and arguments.get("key_out") is not None:
-            continue
+    for key in OPERATIONS[name].written(arguments):
         for array in parts_of(arguments.get(key)):
             if key not in _SLOTTED or slots is None:
                 parts.append(array)
@@ -469,22 +451,26 @@ def array_view(case: Case) -> None:
                  described=kv.ArrayView.__getitem__, label="ArrayView[]")  # fmt: skip
     bits = array if case.chance(0.5) else array.view(case.rng.choice(["u4", "i4", "u2", "u1"]))
     formats = ["bf16", "fp16", "int8", "fp32", "fp8_e4m3", "x", None, 3, [], ""]
-    tagged = case.attempt(kv.view_as, {"array": bits, "format": case.rng.choice(formats)})
+    tagged = case.attempt(kv.view_as, {"array": bits, "dtype": case.rng.choice(formats)})
     rows = case.place(np.zeros((3, 146), np.uint8))
     scales = case.place(np.zeros((3, 32), np.uint8))
     own = [None, scales, scales[:, :8], scales[:, ::2], scales[0], array, 3, "x"]
-    formats_of_groups = ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128", "int4_zp"]
-    rules = ["absmax", "four_over_six", "six", None, 3]
-    rotations = ["hadamard", "hadamard", None, "givens", 3]
-    widths = [None, 0, 16, 64, 128, 24, -16, 2**70, "x"]
+    formats_of_groups = ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128"]
+    options = ["", "", "+hadamard", "+hadamard:64", "+four_over_six", "+hadamard:x", "+givens", "+"]
     chosen = case.attempt(kv.view_as, {
         "array": rows[:, : case.rng.choice([0, 16, 64, 68, 72, 136, 144, 146])],
-        "format": case.rng.choice([*formats_of_groups]),
+        "dtype": case.rng.choice(formats_of_groups) + case.rng.choice(options),
         "scales": case.rng.choice(own),
-        **({"scale_rule": case.rng.choice(rules)} if case.chance(0.3) else {}),
-        **({"rotation": case.rng.choice(rotations)} if case.chance(0.3) else {}),
-        **({"rotated_width": case.rng.choice(widths)} if case.chance(0.3) else {}),
     })  # fmt: skip
+    widths = [None, 0, 16, 64, 128, 24, -16, 2**70, "x"]
+    encoding = case.attempt(kv.Encoding, {
+        "format": case.rng.choice([*formats_of_groups, "bf16", 3]),
+        "hadamard": case.rng.choice([True, True, False, 1, None]),
+        "hadamard_width": case.rng.choice(widths),
+        "scale_rule": case.rng.choice(["absmax", "absmax", "four_over_six", "six", None, 3]),
+    }, names=["hadamard", "hadamard_width", "scale_rule", "format"])  # fmt: skip
+    if isinstance(encoding, kv.Encoding):
+        assert kv.Encoding.of(str(encoding)) == encoding
     if isinstance(chosen, kv.ArrayView):
         tagged = chosen if case.chance(0.5) else tagged
         case.attempt(lambda index: chosen[index], {"index": index}, names=["index", "shape"],

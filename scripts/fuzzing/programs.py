@@ -17,9 +17,9 @@ from every_call import array
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
-from kvcupy.cache.identity import PoolIdentity
-from kvcupy.cache.migration.protocol import Ticket
 from kvcupy.cache.tiered.leases import Lease
+from kvcupy.remote.identity import PoolIdentity
+from kvcupy.remote.migration.protocol import Ticket
 
 from . import values
 from .attempts import Case
@@ -29,12 +29,12 @@ Makers = Mapping[str, Callable[[], Arguments]]
 """Methods by name, and what makes arguments for each that may fit."""
 
 METHODS = {
-    "PageAllocator": "alloc free require_allocated busy allocated check_leaks wait_for_freed",
+    "PageAllocator": "alloc free allocated check_leaks",
     "Pool": "k v k_scale v_scale views layer_number note_written torch_k torch_v",
     "HostDevice": "empty zeros empty_pinned asarray to_numpy stream event synchronize copy",
     "HostStream": "wait synchronize record done call on_launch",
     "HostEvent": "done synchronize error elapsed_us",
-    "TransferEngine": "save load flush send",
+    "TransferEngine": "save load",
     "Transfer": "wait done synchronize wait_layer",
     "PageSender": "offer layer_done withdraw stats close",
     "PageReceiver": "inspect pull stats close",
@@ -42,7 +42,7 @@ METHODS = {
     "TieredCache": "match acquire prefetch insert evict stats flush take_host_pages clear close",
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
-    "SharedStore": "open exists put get stats remove close",
+    "SharedStore": "open match put get stats remove close",
     "PagedKVCache": """
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
@@ -130,26 +130,14 @@ def allocator(case: Case) -> None:
         return pages.num_free, pages.num_allocated, pages.allocated().tolist()
 
     drive(case, pages, methods("PageAllocator", {
-        "alloc": lambda: {"n": case.rng.randrange(4)}, "free": taken, "require_allocated": taken,
-        "busy": lambda: {**taken(), "transfer": Done()}, "allocated": dict, "check_leaks": dict,
-        "wait_for_freed": dict,
+        "alloc": lambda: {"n": case.rng.randrange(4)}, "free": taken, "allocated": dict,
+        "check_leaks": dict,
     }), state, steps=20)  # fmt: skip
     held = pages.allocated().tolist()
     pages.free(held)
-    pages.wait_for_freed()
     rest = pages.alloc(pages.num_pages)
     if sorted(rest.tolist()) != list(range(pages.num_pages)):
         raise AssertionError(f"PageAllocator: lost pages, has {sorted(rest.tolist())}")
-
-
-class Done:
-    """A transfer that is over."""
-
-    def done(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
 
 
 _SHAPE: Arguments = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4}
@@ -330,7 +318,7 @@ def engine(case: Case) -> None:
         }  # fmt: skip
 
     def state() -> Any:
-        engine.send()
+        engine._send()
         case.settle()
         return pool_bytes(on_device, on_host), on_device.allocator.num_free
 
@@ -432,36 +420,25 @@ def migration(case: Case) -> None:
 
 def tiered(case: Case) -> None:
     """Insert, acquire and evict blocks."""
-    formats = case.rng.choice([("fp16", "fp16")] * 2 + [("bf16", "nvfp4"), ("fp16", "int8")])
-    on_device = new_pool(5, dtype=formats[0], head_dim=16)
-    on_host = new_pool(
-        4, layout="page_first", placement="pinned", dtype=formats[1], head_dim=16,
-        scales=formats[1] == "int8",
-    )  # fmt: skip
+    dtype = case.rng.choice(["fp16", "fp16", "nvfp4", "int8"])
+    shape: Arguments = {"dtype": dtype, "head_dim": 16, "scales": dtype == "int8"}
+    on_device = new_pool(5, **shape)
+    on_host = new_pool(4, layout="page_first", placement="pinned", **shape)
     arguments: Arguments = {
         "device_pool": on_device, "host_pool": on_host,
         "policy": case.rng.choice(["lru", "lfu", "fifo"]),
         "write": case.rng.choice(["through", "back"]),
     }  # fmt: skip
-    if formats[0] != formats[1]:
-        arguments["host_dtype"] = formats[1]
-    stored_formats = [None, None, "bf16", "fp8_e4m3"] if formats[1] == "fp16" else [None]
     if case.chance(0.5):
-        arguments |= {
-            "disk": case.folder / "blocks", "disk_bytes": 1 << 16,
-            "disk_dtype": case.rng.choice(stored_formats),
-        }  # fmt: skip
+        arguments |= {"disk": case.folder / "blocks", "disk_bytes": 1 << 16}
     known, store = list(range(1, 9)), None
     if case.chance(0.4):
         known = [2**64 + number for number in known]
-        dtype, stored = case.rng.choice(stored_formats), on_host
-        if dtype not in (None, on_host.dtype):
-            stored = new_pool(2, placement="pinned", dtype=dtype, head_dim=16)
         store = kv.SharedStore.open(
-            "shm:blocks", stored, capacity_bytes=1 << 16, folder=case.folder
+            "shm:blocks", on_host, capacity_bytes=1 << 16, folder=case.folder
         )
         arguments |= {
-            "shared": store, "shared_dtype": dtype, "shared_prefetch": case.rng.choice([0.25, 1.0]),
+            "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
             "shared_write": case.rng.choice(["through", "back", "second_use"]),
         }  # fmt: skip
     cache = construct(case, kv.TieredCache, arguments, names=("host_pool", "device_pool"))
@@ -550,18 +527,20 @@ def paged(case: Case) -> None:
         arguments |= {"dtype": "nvfp4", "head_dim": 16}
     elif not latent and case.chance(0.4):
         past = case.rng.choice(["nvfp4"] + ["fp8_e4m3"] * (not quantised))
-        arguments |= {
-            "past": past, "recent": case.rng.randrange(7), "sinks": case.rng.randrange(6),
-            "num_past_pages": case.rng.choice([2, 8]), "head_dim": 16,
-        }  # fmt: skip
-    if "nvfp4" in (arguments["dtype"], arguments.get("past")) and case.chance(0.5):
-        arguments |= {"rotation": "hadamard", "scale_rule": "four_over_six"}
+        if past == "nvfp4" and case.chance(0.5):
+            past += "+hadamard+four_over_six"
+        arguments["head_dim"] = 16
+        arguments["demotion"] = kv.Demotion(
+            past, recent=case.rng.randrange(7), first=case.rng.randrange(6),
+            num_pages=case.rng.choice([2, 8]),
+        )  # fmt: skip
+    if arguments["dtype"] == "nvfp4" and case.chance(0.5):
+        arguments["dtype"] = "nvfp4+hadamard+four_over_six"
     if not latent and case.chance(0.3):
         table = kv.rope_table(64, arguments["head_dim"], device=case.device)
         arguments |= {"rope": table, "rope_mode": case.rng.choice(["normal", "inline"])}
     if latent:
-        del arguments["latent_dim"]
-        arguments |= {"latent_dim": 8, "head_dim": 12}
+        arguments |= {"latent_dim": 8, "rope_dim": 4}
     cache = construct(case, kv.PagedKVCache, arguments) if not latent else _latent(case, arguments)
     if cache is None or cache.pool.num_bytes > 1 << 22 or cache.pool.num_layers > 8:
         return
@@ -656,7 +635,7 @@ class Paged:
             names = [name for name in self.NAMES if name in cache] or [self.NAMES[0]]
             names = rng.sample(names, rng.randrange(1, len(names) + 1))
             counts = [rng.choice([1, 1, 2, 5]) for _ in names]
-            arguments: Arguments = {"seqs": names, "append_lengths": counts}
+            arguments: Arguments = {"seqs": names, "append_lens": counts}
             if rng.random() < 0.2:
                 arguments["token_tree"] = [
                     [rng.choice([-1, 0, i - 1]) if i else -1 for i in range(n)] for n in counts
@@ -679,13 +658,13 @@ class Paged:
             rows = (pool.num_layers, count, heads)
             return {
                 "seq": seq, "start": rng.randrange(length - count + 1),
-                "K": self.case.place(array(cache.device, *rows, width)),
-                "V": self.case.place(array(cache.device, *rows, v_width)),
+                "k": self.case.place(array(cache.device, *rows, width)),
+                "v": self.case.place(array(cache.device, *rows, v_width)),
             }  # fmt: skip
 
         def part() -> Arguments:
             whole = contents()
-            return {"seq": whole["seq"], "start": 0, "stop": whole["K"].shape[1]}
+            return {"seq": whole["seq"], "start": 0, "stop": whole["k"].shape[1]}
 
         seq = lambda: {"seq": self.present()}  # noqa: E731
         return methods("PagedKVCache", {
@@ -700,7 +679,7 @@ class Paged:
             "remove_sequence": seq, "sequence_length": seq, "offload": seq, "onboard": seq,
             "fork_sequence": lambda: {"parent": self.present(), "child": self.absent(), "at": 1},
             "pop_tokens": lambda: {**seq(), "n": rng.randrange(4)},
-            "enable_sliding_window": lambda: {**seq(), "window": 6, "sinks": 1},
+            "enable_sliding_window": lambda: {**seq(), "window": 5, "sink_tokens": 1},
             "get_kv": part, "set_kv": contents, "query_positions": dict, "slot_mapping": dict,
             "block_table": dict, "page_table_csr": dict, "clear": dict,
             "commit_token_tree": lambda: {
@@ -726,7 +705,7 @@ class Paged:
         case, cache = self.case, self.cache
         makers = self.makers()
         usual = ["add_sequence", "begin_forward", "attention", "attention", "end_forward"]
-        names = ("key", "value", "query", "K", "V", "sequence", "tokens", "pages")
+        names = ("key", "value", "query", "k", "v", "sequence", "tokens", "pages")
         for step in range(case.rng.randrange(4, 24)):
             name = usual[step % 5] if case.chance(0.6) else case.rng.choice(list(makers))
             arguments = makers[name]()
@@ -755,7 +734,7 @@ class Paged:
 
 # --- Shared stores --------------------------------------------------------------------------------
 
-SHARED_HASHES = kv.block_hashes(range(8), 1, bits=128)
+SHARED_HASHES = kv.block_hashes(range(8), 1)
 
 
 def block_keys(case: Case) -> None:
@@ -789,7 +768,7 @@ def shared(case: Case) -> None:
     def state() -> Any:
         names = ("stored", "known", "hits", "misses", "blocks", "evicted", "recovered")
         with kv.SharedStore.open(host_pool=pools[0], **opening) as reader:
-            there = [reader.exists([hash]) for hash in SHARED_HASHES]
+            there = [reader.match([hash]) for hash in SHARED_HASHES]
         return pool_bytes(*pools), there, [
             {name: store.stats()[name] for name in names} for store in stores
             if not store._closed
@@ -799,7 +778,7 @@ def shared(case: Case) -> None:
         store = case.rng.choice(stores)
         makers = methods("SharedStore", {
             "open": lambda store=store: {**opening, "host_pool": store.pool},
-            "exists": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
+            "match": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
             "put": lambda store=store: {**some(store), "deadline_s": 5.0},
             "get": lambda store=store: {**some(store), "deadline_s": 5.0},
             "stats": dict, "remove": dict, "close": dict,

@@ -143,7 +143,7 @@ class Operations:
         size, heads = self.size, self.size.kv_heads
         if size.head_dim % 32:  # rows are whole groups
             return
-        for fmt in ("nvfp4", "mxfp4", "int4", "int4_zp"):
+        for fmt in ("nvfp4", "mxfp4", "int4"):
             shape = (self.pages, PAGE_SIZE, heads, size.head_dim)
             caches = [self.device.zeros(shape, fmt) for _ in "kv"]
             key, value = self.rows(heads, heads)

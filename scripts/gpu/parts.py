@@ -204,13 +204,13 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_ops": (12, ()),
     "bench_calls": (1, ()),
     "bench_transfer": (10, ()),
-    "bench_steps": (2, ()),
+    "bench_loading": (1, ()),
     "bench_scale": (1, ()),
     "bench_frames": (0.5, ()),
     "bench_order": (0.5, ()),
     "bench_generate": (1, ("--dtype", "bfloat16")),
     "overlap_demo": (3, _PICTURES),
-    "offload_demo": (8, _PICTURES),
+    "overlap_demo_offload": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
     "shared_demo": (2, ()),
@@ -220,10 +220,10 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
 _OVERLAP = ("--tokens", "256", "--steps", "4", "--rounds", "5")
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_models": (1, ("--quick",)),
-    "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages", "views")),
+    "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages")),
     "bench_transfer": (1, ("--quick",)),
     "overlap_demo": (0.5, _OVERLAP),
-    "offload_demo": (0.5, ("--quick",)),
+    "overlap_demo_offload": (0.5, ("--quick",)),
 }
 _BENCHMARKS = {"full": _FULL, "quick": _QUICK, "smoke": {"overlap_demo": (0.5, _OVERLAP)}}
 
@@ -239,6 +239,9 @@ def _benchmarks(device: str, chosen: dict[str, tuple[float, tuple[str, ...]]]) -
         elif kind == "bench":
             program = (str(folder / "bench.py"), benchmark)
             module = folder / "benchmarks" / f"{benchmark}.py"
+        elif name == "overlap_demo_offload":
+            program = (str(folder / "overlap_demo.py"), "offload")
+            module = folder / "overlap" / "offload.py"
         else:
             module = folder / f"{name}.py"
             program = (str(module),)

@@ -1,1 +1,1 @@
-"""The workloads of `overlap_demo.py` and `offload_demo.py`."""
+"""The demos of `overlap_demo.py`: their workloads, and what they report."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcupy import pictures
+
 from .run import DIRECTIONS
 from .simulation import TIERS
 
@@ -111,4 +113,4 @@ def _plain(axes: Any) -> None:
 def _save(figure: Any, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)

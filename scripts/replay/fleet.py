@@ -5,8 +5,8 @@
     store      the blocks of all nodes, on a hash ring of its parts; least recently used leave first
 
 A request's leading blocks are found in the node's tiers, then in the store, as many of them as
-`TieredCache(shared_prefetch=)` lets through; the others are computed, and put. What is fetched
-becomes a block of the node like one that was computed. Requests come one after another, so that a
+`TieredCache(shared_prefetch=)` lets through; the others are computed, and put. A fetched block
+becomes a block of the node like a computed one. Requests come one after another, so that a
 block is in the store when the next one asks for it: a real store is never better.
 """
 
@@ -26,7 +26,7 @@ CROWDED = 1.5  # times the mean load, from which a node gets no request for its 
 
 @dataclass(frozen=True)
 class Fleet:
-    """What a trace is served with.
+    """A fleet of nodes, and its store.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Fleet:
 
 @dataclass
 class FleetResult:
-    """What has happened.
+    """The result of a simulation.
 
     Attributes
     ----------

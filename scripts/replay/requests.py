@@ -1,13 +1,19 @@
-"""The requests of a replay: those of a trace, or synthetic ones from a fixed seed."""
+"""The requests of a replay: from a trace, or synthetic with a fixed seed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count, islice
+import argparse
+import itertools
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common.workload import Request, read_trace
+
+from kvcupy.bench.frame import count
+from kvcupy.bench.models import MODELS
 
 BLOCK_TOKENS = 512  # input tokens per hash of a trace
 SYNTHETIC = 600  # requests, without a trace and a limit
@@ -34,6 +40,35 @@ def requests_of(trace: str | Path | None, limit: int | None, seed: int = 0) -> l
     return requests
 
 
+def add_trace_arguments(
+    parser: argparse.ArgumentParser, *, device_blocks: int, host_blocks: int, scaled: bool = True
+) -> None:
+    """Add the options that say which requests are served, and by tiers of which sizes.
+
+    `scaled`: whether pages have a model's shape, scaled down, or only its blocks' length.
+    """
+    add = parser.add_argument
+    add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
+    add("--limit", type=count, help="requests, at most")
+    add("--seed", type=int, default=0, help="of the made-up trace")
+    add("--device-blocks", type=count, default=device_blocks, help="of each process or node")
+    add("--host-blocks", type=count, default=host_blocks, help="of each process or node")
+    models = [name for name, model in MODELS.items() if not model.mla]
+    add("--model", choices=models, default="llama-3.1-8b", help="whose blocks are moved")
+    if scaled:
+        add("--scale", type=count, default=8, help="divides layers, tokens, heads and head_dim")
+
+
+def facts_of(requests: Sequence[Request], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the facts on the requests in a report."""
+    return {
+        "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
+        "requests": len(requests),
+        "blocks": sum(len(request.hash_ids) for request in requests),
+        "distinct_blocks": len({i for request in requests for i in request.hash_ids}),
+    }
+
+
 def conversations(seed: int = 0) -> Iterator[Request]:
     """Yield requests without end: rounds of conversations, and long prompts that never recur.
 
@@ -41,7 +76,7 @@ def conversations(seed: int = 0) -> Iterator[Request]:
     recent ones are likelier to continue. Equal seeds give equal requests.
     """
     rng = np.random.default_rng(seed)
-    fresh = count()
+    fresh = itertools.count()
 
     def new(blocks: float) -> tuple[int, ...]:
         return tuple(islice(fresh, max(1, round(blocks))))

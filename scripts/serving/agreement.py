@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+import kvcupy as kv
 from kvcupy.bench.report import format_table
 
 from .capacity import same_tokens
@@ -42,24 +43,16 @@ class Read:
 
 
 def parse_settings(plain: CacheSettings, name: str) -> CacheSettings:
-    """Return settings by name: FORMAT[:hadamard][:four_over_six][@RECENT], of old tokens.
+    """Return settings by name: ENCODING[@RECENT], of old tokens: "nvfp4+hadamard@64".
 
     A name that begins with "=" is the format of the whole cache.
     """
     if name.startswith("="):
-        return replace(
-            plain, dtype=name[1:], past=None, recent=None, sinks=0, rotation=None,
-            scale_rule="absmax",
-        )  # fmt: skip
-    words, _, recent = name.partition("@")
-    past, *options = words.split(":")
-    unknown = set(options) - {"hadamard", "four_over_six"}
-    if unknown:
-        raise ValueError(f"{name}: expected hadamard or four_over_six, got {sorted(unknown)}")
+        return replace(plain, dtype=name[1:], past=None, recent=None, sinks=0)
+    past, _, recent = name.partition("@")
     return replace(
-        plain, past=past, recent=int(recent) if recent else plain.recent,
-        rotation="hadamard" if "hadamard" in options else None,
-        scale_rule="four_over_six" if "four_over_six" in options else "absmax",
+        plain, past=str(kv.Encoding.of(past, "name")),
+        recent=int(recent) if recent else plain.recent,
     )  # fmt: skip
 
 
@@ -142,7 +135,7 @@ def render(report: Mapping[str, Any]) -> str:
             (name, row["page_bytes"],
              *(f"{row[part]['same_tokens'] / row[part]['tokens']:.2%} of {row[part]['tokens']}"
                for part in ("on_text", "forced", "own")),
-             f"{row['own']['same_requests']} of {len(row['own']['same_from_the_start'])}")
+             f"{row['own']['same_requests']} of {report['requests']}")
             for name, row in rows.items()
         ]  # fmt: skip
         columns = (f"{model} model", "bytes of a page", "same on the text", "same along bf16's",

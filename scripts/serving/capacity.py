@@ -42,7 +42,7 @@ def settings_of_equal_bytes(
     mixed = replace(settings, num_pages=own, num_past_pages=past)
     plain = replace(
         settings, num_pages=int(np.ceil(own + past / page_ratio)), past=None, recent=None, sinks=0,
-        num_past_pages=None, rotation=None, scale_rule="absmax",
+        num_past_pages=None,
     )  # fmt: skip
     return plain, mixed
 
@@ -159,17 +159,14 @@ def page_bytes(model: Llama, page_size: int, dtype: str | None) -> int:
     return pool.page_bytes
 
 
-def same_tokens(
-    first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]
-) -> dict[str, int | list[int]]:
-    """Count tokens and requests that are the same, and the tokens before the first other one."""
+def same_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Count tokens and requests, and those that are the same."""
     same = [[a == b for a, b in zip(one, other, strict=True)]
             for one, other in zip(first, second, strict=True)]  # fmt: skip
     return {
         "tokens": sum(map(len, same)),
         "same_tokens": sum(map(sum, same)),
         "same_requests": sum(map(all, same)),
-        "same_from_the_start": [row.index(False) if False in row else len(row) for row in same],
     }
 
 

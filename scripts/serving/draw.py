@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcupy import pictures
+
 COLOURS = {
     "embed": "#72A98F", "qkv": "#B6566B", "rope_store_kv": "#9C8AC2", "paged_attention": "#4C78A8",
     "mlp": "#D9C45F", "logits": "#8C7B68", "copy": "#E8A15A",
@@ -66,7 +68,7 @@ def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
     seen = dict.fromkeys(s.name if s.name in COLOURS else "other" for s in [*compute, *copies])
     keys = [Patch(color=COLOURS.get(name, OTHER), label=LEGEND.get(name, name)) for name in seen]
     figure.legend(handles=keys, loc="outside lower left", ncols=8, frameon=False)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
 def _moments(copies: Sequence[Any], apart_us: float) -> list[tuple[float, int, float]]:

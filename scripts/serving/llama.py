@@ -10,7 +10,7 @@ arrays.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from common.measure import run_named
 import kvcupy as kv
 from kvcupy import reference
 from kvcupy.formats import FORMATS
+
+Attend = Callable[[Any, Any, Any], Any]
+"""Takes queries, keys and values (T, heads, D) of a layer before RoPE; returns (T, q_heads, D)."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,9 @@ class Llama:
 
     # The passes.
 
-    def forward_plain(self, tokens: Any, *, cache_dtype: str = "fp32") -> Any:
+    def forward_plain(
+        self, tokens: Any, *, cache_dtype: str = "fp32", attend: Attend | None = None
+    ) -> Any:
         """Compute the logits of a whole sequence, without a cache.
 
         Parameters
@@ -167,6 +172,7 @@ class Llama:
         tokens : ids (T,)
         cache_dtype : the format that keys and values are rounded to, as in a cache; quantised
             formats with one scale per token and head
+        attend : rotates and attends instead
 
         Returns
         -------
@@ -178,6 +184,10 @@ class Llama:
         x = self.embed(ids)
         for layer in self.weights.layers:
             qkv = self.project(layer, x)
+            if attend is not None:
+                parts = np.split(qkv, (q_heads, q_heads + kv_heads), axis=1)
+                x = self.finish_layer(layer, x, attend(*parts))
+                continue
             rotated = rotate(qkv[:, : q_heads + kv_heads], self.rope[: len(x)])
             query, key = rotated[:, :q_heads], rounded(rotated[:, q_heads:], cache_dtype)
             value = rounded(qkv[:, q_heads + kv_heads :], cache_dtype)

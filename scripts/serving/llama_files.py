@@ -8,20 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantisation.llama import Llama as GgufLlama
 
 from .llama import Layer, LlamaConfig, Weights
 
 Array = np.ndarray[Any, Any]
 Read = Callable[[str], "Array | None"]  # returns a tensor by name, or None
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    "lm_head": "output",
-}  # fmt: skip
-
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ATTENTION, MLP = "self_attn", "mlp"
 
@@ -112,28 +103,6 @@ def load_weights(
         return tensor
 
     return assemble(device, config, read, dtype)
-
-
-def gguf_weights(
-    device: Any, model: GgufLlama, *, dtype: Any = np.float32
-) -> tuple[LlamaConfig, Weights]:
-    """Upload the tensors of a GGUF file; return what it says of the model, and them."""
-    tensors = model.weights
-    vocab, hidden = tensors["token_embd.weight"].shape
-    config = LlamaConfig(
-        vocab=vocab, hidden=hidden, intermediate=len(tensors["blk.0.ffn_gate.weight"]),
-        layers=model.layers, q_heads=model.heads, kv_heads=model.kv_heads, head_dim=model.width,
-        norm_eps=float(model.eps), rope_base=model.rope_base, tied="output.weight" not in tensors,
-    )  # fmt: skip
-
-    def read(name: str) -> Array | None:
-        own = name.removesuffix(".weight")
-        if not own.startswith("model.layers."):
-            return tensors.get(f"{GGUF_NAMES[own]}.weight")
-        number, part = own.removeprefix("model.layers.").split(".", 1)
-        return tensors.get(f"blk.{number}.{GGUF_NAMES[part]}.weight")
-
-    return config, assemble(device, config, read, dtype)
 
 
 def random_weights(

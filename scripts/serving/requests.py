@@ -11,7 +11,7 @@ import numpy as np
 from common.workload import read_trace
 
 BLOCK_TOKENS = 512  # input tokens per hash of a trace
-MOST_OUTPUT = 4  # times its median
+MAX_OUTPUT = 4  # times its median
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def synthetic_prompts(
         user = rng.integers(0, vocab, int(rng.lognormal(np.log(user_tokens), 0.6)) + 1)
         length = int(rng.lognormal(np.log(output_tokens), 0.5)) + 1
         tokens = np.concatenate([shared[rng.integers(systems)], user])
-        prompts.append(Prompt(number, now, tokens, min(length, MOST_OUTPUT * output_tokens)))
+        prompts.append(Prompt(number, now, tokens, min(length, MAX_OUTPUT * output_tokens)))
         now += rng.exponential(gap_ms)
     return prompts
 

@@ -34,8 +34,15 @@ class CacheSettings:
     recent: int | None = None
     sinks: int = 0
     num_past_pages: int | None = None
-    rotation: str | None = None
-    scale_rule: str = "absmax"
+
+    @property
+    def demotion(self) -> kv.Demotion | None:
+        """How old tokens are kept, in the encoding `past`; None: as others are."""
+        if self.past is None:
+            return None
+        return kv.Demotion(
+            self.past, recent=self.recent or 0, first=self.sinks, num_pages=self.num_past_pages
+        )
 
     def pages(self, tokens: int) -> int:
         """Return the pages of a sequence of so many tokens, in both formats together."""

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from kvcupy.bench.checks import WrongBytes
+
 IN_FLIGHT = 512  # transfers, batches or accesses that are remembered, at most
 
 
-class Broken(Exception):
+class Broken(WrongBytes):
     """Something is not as it must be; the message says what."""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcupy import pictures
+
 from .resources import Sample, line
 
 COLOURS = ("#1F6F8B", "#E2A33B", "#B4436C")
@@ -39,7 +41,7 @@ def draw(samples: Sequence[Sample], sizes: dict[str, int], path: Path, title: st
         _plain(axes)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    pictures.save(figure, path)
 
 
 def _plain(axes: Any) -> None:

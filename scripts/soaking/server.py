@@ -83,7 +83,7 @@ class Sequence:
     rows: list[int] = field(default_factory=list)
     nodes: list[tuple[int, int]] = field(default_factory=list)
     window: int = 0
-    sinks: int = 0
+    sink_tokens: int = 0
     offloaded: bool = False
     branched: bool = False
 
@@ -106,8 +106,9 @@ class Sequence:
         self.rows += map(row_of, chains)
 
     def slide(self) -> None:
-        if self.window and not self.nodes and (surplus := len(self.rows) - self.window) > 0:
-            del self.rows[self.sinks : self.sinks + surplus]
+        surplus = len(self.rows) - self.sink_tokens - self.window
+        if self.window and not self.nodes and surplus > 0:
+            del self.rows[self.sink_tokens : self.sink_tokens + surplus]
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from a root to this one."""
@@ -199,10 +200,11 @@ class Server:
         self.compute, self.other, self.copies = (device.stream() for _ in range(3))
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": variant.width}
         if variant.latent:
-            shape = {"num_kv_heads": 1, "head_dim": LATENT + ROPE, "latent_dim": LATENT}
+            shape = {"latent_dim": LATENT, "rope_dim": ROPE}
         if variant.past:
-            shape |= {"past": variant.past, "recent": RECENT, "sinks": SINKS,
-                      "num_past_pages": NUM_PAGES - num_pages(variant)}  # fmt: skip
+            shape["demotion"] = kv.Demotion(
+                variant.past, recent=RECENT, first=SINKS, num_pages=NUM_PAGES - num_pages(variant)
+            )
         self.cache = kv.PagedKVCache(
             num_layers=LAYERS, num_q_heads=Q_HEADS, num_pages=num_pages(variant), page_size=PAGE,
             dtype=variant.dtype, rope=self.table, rope_mode="inline" if variant.rope else "normal",
@@ -213,7 +215,7 @@ class Server:
             "dtype": variant.dtype, "layout": "page_first", "placement": "pinned", "device": device,
         }  # fmt: skip
         if variant.latent:
-            host_pool: Any = kv.MLAPool(HOST_PAGES, PAGE, LAYERS, LATENT + ROPE, **common)
+            host_pool: Any = kv.MLAPool(HOST_PAGES, PAGE, LAYERS, LATENT, ROPE, **common)
         else:
             scaled = bool(self.cache.pool.scale_parts)
             host_pool = kv.KVPool(
@@ -353,8 +355,8 @@ class Server:
         goal = len(prompt) + int(self.rng.integers(2, 26))
         sequence = Sequence(self._name(), prompt, len(prompt), goal, self._pick(KINDS))
         if sequence.kind == "window":
-            sequence.window = int(self.rng.integers(9, 24))
-            sequence.sinks = int(self.rng.integers(0, 6))
+            sequence.window = int(self.rng.integers(9, 18))
+            sequence.sink_tokens = int(self.rng.integers(0, 6))
         return sequence
 
     def _name(self) -> int:
@@ -379,7 +381,7 @@ class Server:
         require(not known or known < len(sequence.ids), f"{known} of all tokens are known")
         sequence.append(sequence.following(sequence.ids[:known]))
         if sequence.window:
-            self.cache.enable_sliding_window(sequence.name, sequence.window, sequence.sinks)
+            self.cache.enable_sliding_window(sequence.name, sequence.window, sequence.sink_tokens)
         self.running.append(sequence)
         self.counts["admitted"] += 1
         self.counts["prefix hits"] += known > 0

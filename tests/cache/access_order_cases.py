@@ -22,7 +22,7 @@ def slid_pages_wait_for_their_readers(world):
     """Likewise, when a window has left them."""
     cache = world.cache
     world.prefill("a", 9)
-    cache.enable_sliding_window("a", 3, 1)
+    cache.enable_sliding_window("a", 2, 1)
     world.settle()
     gate = world.gate("compute")
     world.step("a")

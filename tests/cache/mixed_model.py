@@ -32,15 +32,15 @@ def as_cached(
 
 
 class MixedModel(PagedModel):
-    """What a `PagedKVCache` with `past` does."""
+    """What a `PagedKVCache` with a demotion does."""
 
     def __init__(
-        self, *, past, recent, sinks=0, num_past_pages=None, num_pages, rotation=None,
+        self, *, past, recent, sinks=0, num_past_pages=None, num_pages, hadamard=False,
         scale_rule="absmax", **options
     ):  # fmt: skip
         super().__init__(num_pages=num_pages, **options)
         self.past, self.recent, self.sinks = past, recent, sinks
-        self.rotated = rotation is not None  # rows of the past
+        self.rotated = hadamard  # rows of the past
         self.scale_rule = scale_rule
         self.num_past_pages = num_past_pages or num_pages
         self.past_pages: dict[int, dict[int, Token]] = {}  # every page that was ever demoted
@@ -239,7 +239,7 @@ class MixedTwin(Twin):
 
     Model = MixedModel
 
-    def attend_layer(self, layer, *, window=None, sinks=None, **options):
+    def attend_layer(self, layer, *, window=None, sink_tokens=None, sinks=None, **options):
         """Attend, without those masks that a cache with `past` refuses."""
         if window is not None and window <= self.model.recent + 1:
             options["window"] = window

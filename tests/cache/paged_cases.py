@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import pytest
 from gather_cases import as_numpy
-from helpers import DTYPE, QUANTISED, Case, compare, from_values
+from helpers import DTYPE, QUANTISED, Case, compare, demoting, from_values
 from paged_model import Full, PagedModel, stored_errors
 
 import kvcupy as kv
@@ -50,7 +50,7 @@ class Twin:
             name: device.asarray(value) if isinstance(value, np.ndarray) else value
             for name, value in self.options.items()
         }
-        self.cache = kv.PagedKVCache(**on_device, device=device)
+        self.cache = kv.PagedKVCache(**demoting(on_device), device=device)
         cache_fmt = self.options["dtype"]
         self.fmt = fmt or ("bf16" if cache_fmt in QUANTISED else cache_fmt)
         self.rng = np.random.default_rng(seed)
@@ -104,8 +104,8 @@ class Twin:
         self.both("pop", name, count)
         self.check()
 
-    def slide(self, name, window, sinks=0):
-        self.both("enable_sliding_window", name, window, sinks)
+    def slide(self, name, window, sink_tokens=0):
+        self.both("enable_sliding_window", name, window, sink_tokens)
         self.check(contents=False)
 
     def commit(self, names, leaves):

@@ -37,7 +37,7 @@ class Sequence:
     places: list[tuple[int, int]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # of the nodes of its pending tree
     window: int | None = None
-    sinks: int = 0
+    sink_tokens: int = 0
     slid: bool = False  # whether a window has ever taken a token out
 
     @property
@@ -195,13 +195,14 @@ class PagedModel:
         left = len(sequence.tokens) - count
         sequence.tokens, sequence.places = sequence.tokens[:left], sequence.places[:left]
 
-    def enable_sliding_window(self, name, window, sinks=0) -> None:
-        self.sequences[name].window, self.sequences[name].sinks = window, sinks
+    def enable_sliding_window(self, name, window, sink_tokens=0) -> None:
+        sequence = self.sequences[name]
+        sequence.window, sequence.sink_tokens = window, sink_tokens
 
     def _slide(self, sequence: Sequence) -> None:
-        surplus = len(sequence.tokens) - (sequence.window or len(sequence.tokens))
-        if surplus > 0 and not sequence.parents:
-            gap = slice(sequence.sinks, sequence.sinks + surplus)
+        surplus = len(sequence.tokens) - sequence.sink_tokens - (sequence.window or 0)
+        if sequence.window and surplus > 0 and not sequence.parents:
+            gap = slice(sequence.sink_tokens, sequence.sink_tokens + surplus)
             del sequence.tokens[gap], sequence.places[gap]
             sequence.slid = True
 
@@ -329,7 +330,7 @@ class PagedModel:
         return np.concatenate([stored[..., :start].astype(np.float64), rotated], -1)
 
     def _attend(
-        self, layer, sequence, query, *, sm_scale=None, window=None, sinks=None,
+        self, layer, sequence, query, *, sm_scale=None, window=None, sink_tokens=0, sinks=None,
         logits_soft_cap=None,
     ):  # fmt: skip
         fmt = reference.format_of(query)
@@ -337,10 +338,9 @@ class PagedModel:
         keys = np.repeat(self.keys_of(layer, sequence), self.group, axis=1)
         stored = np.stack([t.v[layer] for t in sequence.tokens]).astype(np.float64)
         values = np.repeat(stored, self.group, axis=1)
-        first_keys = sinks if isinstance(sinks, int) else 0
-        learned = sinks if isinstance(sinks, np.ndarray) else None
+        learned = sinks
         first = len(sequence.tokens) - len(rows)
-        seen = np.stack([sequence.sees(first + i, window, first_keys) for i in range(len(rows))])
+        seen = np.stack([sequence.sees(first + i, window, sink_tokens) for i in range(len(rows))])
 
         scaling = 1 / np.sqrt(rows.shape[2]) if sm_scale is None else sm_scale
         scores = np.einsum("thd,nhd->htn", rows, keys) * scaling

@@ -11,7 +11,7 @@ from paged_cases import random_tree
 
 import kvcupy as kv
 
-MOST_TOKENS = 24  # of a step
+MAX_TOKENS = 24  # of a step
 
 
 class Program:
@@ -137,7 +137,7 @@ class Program:
     def slide(self):
         name = self.one()
         if name is not None and self.chance(0.5):
-            self.cache.enable_sliding_window(name, int(self.rng.integers(5, 30)), 2)
+            self.cache.enable_sliding_window(name, int(self.rng.integers(3, 28)), 2)
 
     def read(self):
         name = self.one()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from engine_cases import load_kernels
-from helpers import QUANTISED
+from helpers import QUANTISED, demoting
 from paged_cases import SMALL
 from paged_snapshot import pages_of_pool
 
@@ -12,16 +12,16 @@ import kvcupy as kv
 
 NUM_LAYERS, PAGE, VOCABULARY = 3, 4, 97
 BASE = {**SMALL, "num_layers": NUM_LAYERS, "page_size": PAGE, "num_pages": 12}
-MLA = {"latent_dim": 16, "head_dim": 24, "num_kv_heads": 1, "num_q_heads": 4}
+MLA = {"latent_dim": 16, "rope_dim": 8, "head_dim": 24, "num_kv_heads": 1, "num_q_heads": 4}
 FORMATS = {
     "fp32": {},
     "bf16": {"dtype": "bf16"},
     "fp8": {"dtype": "fp8_e4m3"},
     "mla": MLA,
     "mla bf16": {**MLA, "dtype": "bf16"},
-    "rotated": {"dtype": "nvfp4", "head_dim": 16, "rotation": "hadamard"},
-    "mla rotated": {**MLA, "dtype": "nvfp4", "head_dim": 48, "latent_dim": 32,
-                    "rotation": "hadamard"},
+    "rotated": {"dtype": "nvfp4+hadamard", "head_dim": 16},
+    "mla rotated": {**MLA, "dtype": "nvfp4+hadamard", "head_dim": 48, "latent_dim": 32,
+                    "rope_dim": 16},
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ class Prefixed:
     def __init__(self, device, *, tiered=True, host_pages=16, tiers=None, stream=None, **options):
         self.device, self.stream = device, stream
         options = {**BASE, **options}
-        self.cache = kv.PagedKVCache(device=device, **options)
+        self.cache = kv.PagedKVCache(device=device, **demoting(options))
         self.is_latent = "latent_dim" in options
         rows, width = options["num_kv_heads"], options["head_dim"]
         latent = options.get("latent_dim", width)
@@ -67,12 +67,9 @@ class Prefixed:
     def host_pool_of(self, num_pages, options):
         shape = [num_pages, options["page_size"], NUM_LAYERS]
         more = {"dtype": options["dtype"], "layout": "page_first", "placement": "pinned"}
-        if (rotation := options.get("rotation")) and "past" not in options:  # else it is the past's
-            more["rotation"] = rotation
-            if self.is_latent:
-                more["rotated_width"] = options["latent_dim"]
         if self.is_latent:
-            return kv.MLAPool(*shape, options["head_dim"], device=self.device, **more)
+            widths = options["latent_dim"], options["rope_dim"]
+            return kv.MLAPool(*shape, *widths, device=self.device, **more)
         if options["dtype"] in QUANTISED:
             more["scales"] = True
         heads = options["num_kv_heads"], options["head_dim"]

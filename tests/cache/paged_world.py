@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import numpy as np
 from engine_cases import PATIENCE_S, poll
+from helpers import demoting
 from paged_cases import SMALL
 from stream_cases import Gate, Log
 from table_cases import background
@@ -56,7 +57,7 @@ class World:
                 self.streams["copy"] = self.streams[copy]
             given = None if copy == "own" else self.streams["copy"]
         self.streams["inline"] = None
-        self.cache = kv.PagedKVCache(device=device, copy_stream=given, **options)
+        self.cache = kv.PagedKVCache(device=device, copy_stream=given, **demoting(options))
         self.layers = range(options["num_layers"])
         self._heads = [options[name] for name in ("num_q_heads", "num_kv_heads", "num_kv_heads")]
         self._width = options["head_dim"]

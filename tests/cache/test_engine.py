@@ -184,7 +184,7 @@ FLUSHES = {
     "synchronize": lambda t, world: t.synchronize(),
     "elapsed_us": lambda t, world: t.elapsed_us,
     "gb_per_s": lambda t, world: t.gb_per_s,
-    "flush": lambda t, world: world.engine.flush(),
+    "flush": lambda t, world: world.engine._flush(),
 }
 LOAD = [f"load {layer}" for layer in range(NUM_LAYERS)]
 
@@ -208,7 +208,7 @@ def test_queued_calls_go_out_as_one_per_direction(world, flush, asked):
         assert sorted(o.name for o in issued) == sorted([*LOAD, "save"])
         for transfer in transfers:
             transfer.synchronize()
-        engine.flush()
+        engine._flush()
         assert len(transfers_in(log, world.device)) == NUM_LAYERS + 1
     assert_moved(world.device_pool, on_device, [(1, 1), (2, 2), (3, 4)], on_host)
     assert_moved(world.host_pool, on_host, [(5, 9), (6, 10), (7, 11)], on_device)
@@ -238,8 +238,8 @@ def test_calls_after_a_flush_go_out_by_themselves(world):
 
 def test_a_flush_of_nothing(world):
     with observe.attached(Log()) as log:
-        world.engine.flush()
-        world.engine.flush()
+        world.engine._flush()
+        world.engine._flush()
     assert log.take() == []
 
 
@@ -270,7 +270,7 @@ def test_time_and_bandwidth(world):
 def test_the_time_is_that_of_the_transfer_and_not_of_what_it_waits_for(world):
     gate = Gate(world.compute)
     transfer = world.engine.save([1], [1], after=world.compute)
-    world.engine.flush()
+    world.engine._flush()
     threading.Timer(0.3, gate.open).start()
     assert transfer.elapsed_us < 0.25e6
 
@@ -317,7 +317,7 @@ def test_the_calling_thread_as_both_streams(device):
     world = World(device, load_stream=inline, save_stream=inline)
     saved = world.engine.save([1], [2])
     world.engine.load([2], [5])
-    world.engine.flush()
+    world.engine._flush()
     assert saved.done()
     assert np.array_equal(world.loaded(5), world.before[0][1])
 
@@ -339,7 +339,7 @@ def test_a_warm_load_takes_few_python_frames(device):
     for _ in range(3):
         engine.load([0, 1], [2, 3]).synchronize()
     load = own(frames_of(lambda: engine.load([0, 1], [2, 3])))
-    flush = own(frames_of(lambda: engine.flush()))
+    flush = own(frames_of(lambda: engine._flush()))
     assert 0 < len(load) <= 25 and len(load + flush) <= 149, (load, flush)
 
 
@@ -366,7 +366,7 @@ def test_layers_before_one_that_is_late_can_be_computed_on(world, held):
     """Each layer is in place after its own wait, while the later ones have not begun."""
     transfer = world.engine.load([4], [6], after=world.compute)
     with observe.attached(Held(f"load {held}")) as holder:
-        world.engine.flush()
+        world.engine._flush()
     seen, passed = [], []
     for layer in range(NUM_LAYERS):
         transfer.wait_layer(layer, world.compute)
@@ -435,7 +435,7 @@ def test_freed_pages_in_flight_are_not_allocated(world, kind, sent):
     else:
         transfer = engine.save(pages[world.device_pool], pages[world.host_pool])
     if sent:
-        engine.flush()
+        engine._flush()
     for pool, held in pages.items():
         pool.allocator.free(held)
         left = pool.num_pages - 3

@@ -60,7 +60,7 @@ def test_only_what_touches_the_same_pages_waits_for_work_in_flight(api, gpu):
     for pages, waits in (([1], [1]), 1), (([6], [1]), 2), (([1], [5]), 2):
         api.runtime.log.clear()
         engine.save(*pages)
-        engine.flush()
+        engine._flush()
         assert waits_of(api, engine.save_stream) == waits, pages
     gpu.synchronize()
     assert load.done()
@@ -99,7 +99,7 @@ def test_a_copy_that_fails(api, gpu):
     transfers = [engine.save([1], [1]), engine.load([2], [2])]
     api.runtime.fault = 700
     with pytest.raises(kv.DeviceError, match="load 2: 1 page, layer 0: "):
-        engine.flush()
+        engine._flush()
     api.runtime.fault = 0
     for transfer in transfers:
         with pytest.raises(kv.DeviceError, match=f"{transfer.kind} {transfer.number}: 1 page"):

@@ -97,7 +97,7 @@ def test_invalid_page_lists(world, kind, lists, error, said):
     with observe.attached(Log()) as log:
         with pytest.raises(error, match=f"^{said}"):
             getattr(world.engine, kind)(*lists, after=world.compute)
-        world.engine.flush()
+        world.engine._flush()
     assert log.take() == []
     assert_works(world)
 
@@ -170,7 +170,7 @@ def test_a_captured_stream_raises_and_nothing_is_queued(world):
         assert "queued" in repr(queued)
     with observe.attached(Log()) as log:
         queued.synchronize()
-        world.engine.flush()
+        world.engine._flush()
     assert [operation.name for operation in transfers_in(log, world.device)] == ["save"]
     assert_works(world)
 
@@ -183,7 +183,8 @@ def test_a_stream_of_the_user_that_is_captured(device):
     world.device_pool.allocator.free(pages)
     with stream.capture():
         for ask in (
-            queued.done, queued.synchronize, world.engine.flush, lambda: queued.wait(world.compute),
+            queued.done, queued.synchronize, world.engine._flush,
+            lambda: queued.wait(world.compute),
             lambda: world.engine.save([1], [1]), lambda: world.engine.load([1], [1]),
         ):  # fmt: skip
             with pytest.raises(kv.CaptureError, match="load_stream"):
@@ -210,7 +211,7 @@ def test_a_batch_that_cannot_be_issued(world, failing, ask):
     with observe.attached(Log(refuse=failing)):
         if ask == "flush":
             with pytest.raises(kv.DeviceError, match=f"{first[:-2]}, {second}3 pages{where}: Kv"):
-                engine.flush()
+                engine._flush()
         elif ask == "conflict":
             engine.save([1], [1])
         elif ask == "allocator":
@@ -228,7 +229,7 @@ def test_a_batch_that_cannot_be_issued(world, failing, ask):
     assert_failed(bad[0], world, kv.KvcupyError, said)
     assert_failed(bad[1], world, kv.KvcupyError, said.replace("1 page", "2 pages", 1))
     world.compute.synchronize()
-    world.engine.flush()
+    world.engine._flush()
     assert_works(world)
 
 
@@ -238,7 +239,7 @@ def test_the_source_is_intact_and_layers_before_the_failure_are_ordered(world):
     transfer = world.engine.load([1, 2], pages)
     world.device_pool.allocator.free(pages)
     with observe.attached(Log(refuse="load 2")), pytest.raises(kv.DeviceError, match="layer 2"):
-        world.engine.flush()
+        world.engine._flush()
     with pytest.raises(kv.DeviceError, match="layer 2"):
         transfer.done()
     assert world.device_pool.allocator.num_free == 6, "layers 0 and 1 are still being written"
@@ -272,7 +273,7 @@ def test_events_that_cannot_be_recorded(world, skip):
     world.device_pool.allocator.free(pages)
     gate = Gate(world.engine.load_stream)
     with observe.attached(RefusesRecords(world.engine.load_stream, skip)):
-        world.engine.send()
+        world.engine._send()
         assert world.device_pool.allocator.num_free == 7
     later = world.engine.save([3], [1])
     later.done()
@@ -305,7 +306,7 @@ def test_a_failed_batch_keeps_nothing_alive(device):
     world = World(device)
     transfer = world.engine.load([1], [1])
     with observe.attached(Log(refuse="load 1")):
-        world.engine.send()
+        world.engine._send()
     with pytest.raises(kv.DeviceError) as caught:
         transfer.synchronize()
     traceback.clear_frames(caught.tb)
@@ -331,11 +332,11 @@ def test_work_behind_a_failure_raises_for_every_transfer(host_world, kind, elsew
     stream.call(boom)
     pages = world.device_pool.allocator.alloc(2)
     first, second = (call([i], [i]) for i in pages)
-    engine.flush()
+    engine._flush()
     third = call([3], [3])
-    engine.flush()
+    engine._flush()
     other = (engine.save if kind == "load" else engine.load)([6], [6])
-    engine.flush()
+    engine._flush()
     gate.open()
     if elsewhere == "allocator":
         world.device_pool.allocator.free(pages)
@@ -364,7 +365,7 @@ def test_whatever_is_asked_first_finds_out(host_world, kind, ask):
     world = host_world
     world.streams[kind].call(boom)
     transfer = getattr(world.engine, kind)([1], [1])
-    world.engine.flush()
+    world.engine._flush()
     world.streams[kind].call(lambda: None)
     assert poll(transfer._batch.done, PATIENCE_S)
     with pytest.raises(kv.DeviceError, match=SAID):
@@ -384,7 +385,7 @@ def test_a_failure_of_the_compute_stream_before_the_fence(host_world, kind, sent
     transfer = getattr(world.engine, kind)([1], [2], after=world.compute)
     world.compute.record()
     if sent:
-        world.engine.flush()
+        world.engine._flush()
     gate.open()
     if surfaced:
         with pytest.raises(kv.DeviceError):
@@ -431,7 +432,7 @@ def test_the_calling_thread_that_waits_gets_the_failure(host_world):
     gate = Gate(world.engine.load_stream)
     world.engine.load_stream.call(boom)
     transfer = world.engine.load([1], [1])
-    world.engine.flush()
+    world.engine._flush()
     threading.Timer(0.05, gate.open).start()
     with pytest.raises(kv.DeviceError, match=rf"load 1: 1 page: {SAID}"):
         transfer.wait_layer(0)
@@ -452,7 +453,7 @@ def test_the_layer_that_failed_on_the_stream_is_named(host_world):
     gates = []
     transfer = world.engine.load([1], [1])
     with observe.attached(Fails()):
-        world.engine.flush()
+        world.engine._flush()
     transfer.wait_layer(0, world.compute)
     world.compute.synchronize()
     gates[0].open()
@@ -467,7 +468,7 @@ def test_a_failure_that_is_never_observed_does_not_stop_later_transfers(host_wor
     world = host_world
     world.engine.save_stream.call(boom)
     forgotten = world.engine.save([1], [1])
-    world.engine.flush()
+    world.engine._flush()
     assert poll(forgotten._batch.done, PATIENCE_S)
     world.engine.save([2], [2]).synchronize()
     assert np.array_equal(world.saved(2), world.before[0][2])
@@ -482,10 +483,10 @@ def test_on_a_stream_of_the_user_a_failure_stays_for_its_owner(device):
     world = World(device, save_stream=stream)
     stream.call(boom)
     first = world.engine.save([1], [1])
-    world.engine.flush()
+    world.engine._flush()
     assert poll(first._batch.done, PATIENCE_S)
     second = world.engine.save([2], [2])
-    world.engine.flush()
+    world.engine._flush()
     with pytest.raises(kv.DeviceError, match="no such luck"):
         stream.synchronize()
     for transfer in (first, second):
@@ -502,7 +503,7 @@ def test_a_failure_that_a_handle_raises_has_surfaced(device, ask):
     world = World(device, save_stream=stream)
     stream.call(boom)
     first = world.engine.save([1], [1])
-    world.engine.flush()
+    world.engine._flush()
     assert poll(first._batch.done, PATIENCE_S)
     with pytest.raises(kv.DeviceError, match=SAID):
         ASKED[ask](first, world)

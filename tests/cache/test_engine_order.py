@@ -280,7 +280,7 @@ def test_calls_that_touch_the_same_pages_keep_their_order(device, first, second,
             else:
                 model[HOST][pages[1]] = model[DEVICE][pages[0]]
             if sent:
-                world.engine.flush()
+                world.engine._flush()
         transfers[1].done()
         time.sleep(0.01)
         gate.open()
@@ -304,7 +304,7 @@ def test_the_last_of_several_calls_on_one_page_wins(device, streams):
     world.engine.save([2], [4], after=after)
     world.engine.load([4], [5], after=after)
     world.engine.save([5], [4], after=after)
-    world.engine.flush()
+    world.engine._flush()
     gate.open()
     device.synchronize()
     for bits in (world.loaded(2), world.saved(4), world.loaded(5)):
@@ -389,12 +389,12 @@ class Program:
         elif verb == "late":
             world.streams[argument].call(lambda: time.sleep(0.003))
         elif verb == "flush":
-            world.engine.flush()
+            world.engine._flush()
         elif self.all_calls:
             getattr(self.all_calls[argument % len(self.all_calls)], verb)()
 
     def check(self):
-        self.world.engine.flush()
+        self.world.engine._flush()
         self.world.device.synchronize()
         for number, seen, expected in self.reads:
             assert np.array_equal(seen(), expected), f"the read of step {number}"
@@ -427,7 +427,7 @@ def test_threads_that_touch_the_same_pages_see_whole_pages(device):
         thread.start()
     for thread in threads:
         thread.join(60)
-    world.engine.flush()
+    world.engine._flush()
     device.synchronize()
     sources = [world.before[HOST][page].tobytes() for page in (1, 2)]
     for bits in (world.loaded(0), world.saved(5), world.saved(6)):
@@ -454,7 +454,7 @@ def test_a_call_that_comes_while_another_thread_sends_is_behind_it(device):
     world = World(device)
     load = world.engine.load([5], [3])
     with observe.attached(Halts("load 1")) as halts:
-        sender = threading.Thread(target=world.engine.flush)
+        sender = threading.Thread(target=world.engine._flush)
         sender.start()
         assert halts.reached.wait(PATIENCE_S)
         saver = threading.Thread(target=lambda: world.engine.save([3], [7]).synchronize())

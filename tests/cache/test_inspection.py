@@ -74,14 +74,14 @@ def test_saved_sequence(tmp_path, capsys):
         device="host",
     )  # fmt: skip
     cache.add_sequence("a")
-    cache.enable_sliding_window("a", 12, 2)
+    cache.enable_sliding_window("a", 10, 2)
     with cache.forward(["a"], [5]):
         for layer in range(2):
             cache.attention(layer, *(np.ones((5, heads, 8), np.float32) for heads in (4, 2, 2)))
     cache.save_sequence("a", path)
     assert main(["inspect", str(path)]) == 0
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for line in ("dtype fp8_e4m3", "length 5", "window 12", "sinks 2", "rope mode none"):
+    for line in ("dtype fp8_e4m3", "length 5", "window 10", "sink tokens 2", "rope mode none"):
         assert line in shown
     for tensor in ("k fp8_e4m3 (2, 5, 2, 8)", "k_scale fp32 (2, 5, 2)"):
         assert any(line.endswith(tensor) for line in shown)

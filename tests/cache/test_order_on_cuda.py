@@ -2,22 +2,19 @@
 
 Each order is asked of it that is asked of the host device, and each control, in which a wait is
 left out, must go wrong there too. Outputs of captured steps, which a GPU allocates in another way,
-are compared there as well.
+are compared there as well, and many threads share two caches.
 """
 
 from __future__ import annotations
-
-import zlib
 
 import pytest
 import test_access
 import test_engine_order
 import test_paged_graphs
 import test_tables
-from devices.fake_cuda.kernels import open_device
+import test_tiered_shared
+from devices.fake_cuda.kernels import device_of_test
 from helpers import again
-
-from kvcupy.ops import call as op_call
 
 pytestmark = pytest.mark.again
 
@@ -33,15 +30,11 @@ globals().update(
     | again(test_engine_order, *ORDERS)
     | again(test_paged_graphs, "test_a_graph_writes_the_outputs_that_its_capture_allocated")
     | again(test_tables, *ORDERS, *GROWTH)
+    | again(test_tiered_shared, "test_many_threads_of_two_caches")
 )
 
 
 @pytest.fixture
 def device(request):
-    seed = zlib.crc32(request.node.nodeid.encode()) ^ request.config.option.strict_seed
-    with pytest.MonkeyPatch.context() as patch:
-        device = open_device(patch, seed)
+    with device_of_test(request) as device:
         yield device
-        device.synchronize()
-        assert device.context.api.machine.deadlocks == []
-    op_call.forget()

@@ -239,7 +239,7 @@ def test_numbers_and_lists_of_numpy(device):
     twin.model.commit([1, 0], [2, -1])
     twin.both("fork", 1, 2, np.int64(3))
     twin.both("pop", np.int64(0), np.int32(2))
-    twin.slide(2, np.int64(4), np.int32(1))
+    twin.slide(2, np.int64(3), np.int32(1))
     twin.check()
     twin.step([0, 1, 2], [2, 1, 3])
 
@@ -386,7 +386,7 @@ def test_defaults(device):
     )
     assert (cache.pool.page_size, cache.pool.dtype, cache.pool.num_pages) == (16, "bf16", 600)
     cache.add_sequence(0)
-    with pytest.raises(ValueError, match="append_lengths"):
+    with pytest.raises(ValueError, match="append_lens"):
         cache.begin_forward([0], [8193])
     cache.begin_forward([0], [8192])
     cache.end_forward()

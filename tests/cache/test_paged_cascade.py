@@ -45,7 +45,7 @@ def test_families(device, fmt, rope_mode, cascade):
 @pytest.mark.covering
 @pytest.mark.parametrize("cascade", CASCADES)
 @pytest.mark.parametrize("masks", [
-    {"window": 5}, {"window": 30}, {"window": 6, "sinks": 3}, {"sinks": LEARNED},
+    {"window": 5}, {"window": 30}, {"window": 6, "sink_tokens": 3}, {"sinks": LEARNED},
     {"window": 9, "sinks": LEARNED, "logits_soft_cap": 3.0}, {"sm_scale": 0.8},
 ])  # fmt: skip
 def test_masks(device, masks, cascade):
@@ -71,7 +71,7 @@ def test_windows_of_sequences(device, cascade):
     twin.prefill("a", 24)
     for name in "bcd":
         twin.fork("a", name)
-    twin.slide("b", 20, 4)
+    twin.slide("b", 16, 4)
     twin.slide("c", 20, 0)
     for _ in range(8):
         twin.step("abcd", [1, 2, 2, 1], contents=False)

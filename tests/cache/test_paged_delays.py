@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from paged_cases import rope_of
-from paged_program import MOST_TOKENS, Program
+from paged_program import MAX_TOKENS, Program
 from paged_world import check
 
 from kvcupy.cache.paged.moves import AccessOrder
 
-ROOM = {"steps": 150, "tokens": MOST_TOKENS, "num_pages": 16}
+ROOM = {"steps": 150, "tokens": MAX_TOKENS, "num_pages": 16}
 CASES = {
     "one slot": {"slots_in_flight": 1},
     "two slots": {},

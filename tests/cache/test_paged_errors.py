@@ -31,7 +31,7 @@ def crowd(device, **options):
     twin.prefill("tree", 5)
     twin.step(["tree"], [7], [BINARY])
     twin.add("slid", "empty")
-    twin.slide("slid", 6, 1)
+    twin.slide("slid", 5, 1)
     twin.step(["slid"], [15])
     return twin
 
@@ -67,9 +67,9 @@ def goes_on(twin):
 # --- Refused calls: what is wrong, the call, the error, what the message names ---
 
 
-def begin(seqs, append_lengths, *tree):
+def begin(seqs, append_lens, *tree):
     options = {"token_tree": tree[0]} if tree else {}
-    return lambda c: c.begin_forward(seqs, append_lengths, **options)
+    return lambda c: c.begin_forward(seqs, append_lens, **options)
 
 
 # fmt: off
@@ -77,16 +77,16 @@ BEGINS = [
     ("begin unknown", begin(["a", "who"], [1, 1]), kv.UnknownSequence, "who"),
     ("begin unknown first", begin(["who", "a"], [1, 1]), kv.UnknownSequence, "who"),
     ("twice", begin(["a", "b", "a"], [1, 2, 3]), ValueError, "seqs"),
-    ("none", begin([], []), ValueError, "seqs|append_lengths"),
-    ("fewer lengths", begin(["a", "b"], [1]), ValueError, "append_lengths|seqs"),
-    ("more lengths", begin(["a"], [1, 1]), ValueError, "append_lengths|seqs"),
-    ("zero", begin(["a", "b"], [3, 0]), ValueError, "append_lengths"),
-    ("negative", begin(["a", "b"], [3, -1]), ValueError, "append_lengths"),
-    ("fractional", begin(["a"], [1.5]), BOTH, "append_lengths"),
-    ("bool", begin(["a"], [True]), BOTH, "append_lengths"),
-    ("text", begin(["a"], ["1"]), BOTH, "append_lengths"),
-    ("too many", begin(["a", "b"], [20, 21]), ValueError, "append_lengths"),
-    ("too many alone", begin(["a"], [41]), ValueError, "append_lengths"),
+    ("none", begin([], []), ValueError, "seqs|append_lens"),
+    ("fewer lengths", begin(["a", "b"], [1]), ValueError, "append_lens|seqs"),
+    ("more lengths", begin(["a"], [1, 1]), ValueError, "append_lens|seqs"),
+    ("zero", begin(["a", "b"], [3, 0]), ValueError, "append_lens"),
+    ("negative", begin(["a", "b"], [3, -1]), ValueError, "append_lens"),
+    ("fractional", begin(["a"], [1.5]), BOTH, "append_lens"),
+    ("bool", begin(["a"], [True]), BOTH, "append_lens"),
+    ("text", begin(["a"], ["1"]), BOTH, "append_lens"),
+    ("too many", begin(["a", "b"], [20, 21]), ValueError, "append_lens"),
+    ("too many alone", begin(["a"], [41]), ValueError, "append_lens"),
     ("tree pending", begin(["a", "tree"], [1, 1]), ValueError, "token_tree"),
     ("entry missing", begin(["a", "tree"], [1, 1], [[-1], None]), ValueError, "token_tree"),
     ("fewer entries", begin(["a", "b"], [1, 1], [[-1]]), ValueError, "token_tree"),
@@ -131,11 +131,11 @@ SEQUENCES = [
     ("pop a fraction", lambda c: c.pop_tokens("a", 1.0), TypeError, "n"),
     ("pop past a slid start", lambda c: c.pop_tokens("slid", 7), ValueError, "n"),
     ("pop of a tree", lambda c: c.pop_tokens("tree", 1), ValueError, "seq"),
-    ("window 0", lambda c: c.enable_sliding_window("a", 0), ValueError, "window|sinks"),
-    ("sinks below 0", lambda c: c.enable_sliding_window("a", 4, -1), ValueError, "sinks"),
-    ("sinks of all", lambda c: c.enable_sliding_window("a", 4, 4), ValueError, "sinks"),
+    ("window 0", lambda c: c.enable_sliding_window("a", 0), ValueError, "window"),
+    ("sinks below 0", lambda c: c.enable_sliding_window("a", 4, -1), ValueError, "sink_tokens"),
+    ("only sinks", lambda c: c.enable_sliding_window("a", 0, 4), ValueError, "window"),
     ("window a fraction", lambda c: c.enable_sliding_window("a", 4.5), TypeError, "window"),
-    ("other sinks", lambda c: c.enable_sliding_window("slid", 6, 2), ValueError, "sinks"),
+    ("other sinks", lambda c: c.enable_sliding_window("slid", 4, 2), ValueError, "sink_tokens"),
     ("get backwards", lambda c: c.get_kv("a", 5, 3), ValueError, "start|stop"),
     ("get below 0", lambda c: c.get_kv("a", -1, 3), ValueError, "start"),
     ("get from a fraction", lambda c: c.get_kv("a", 1.0, 3), TypeError, "start"),
@@ -256,16 +256,16 @@ GOOD = rows(2, 2, 2, 8)
 # fmt: off
 SETS = [
     (-1, GOOD, GOOD, ValueError, "start"),
-    (11, GOOD, GOOD, ValueError, "start|K"),
-    (13, rows(2, 0, 2, 8), rows(2, 0, 2, 8), ValueError, "start|K"),
+    (11, GOOD, GOOD, ValueError, "start|k"),
+    (13, rows(2, 0, 2, 8), rows(2, 0, 2, 8), ValueError, "start|k"),
     (1.0, GOOD, GOOD, TypeError, "start"),
-    (0, rows(3, 2, 2, 8), GOOD, ValueError, "K"),
-    (0, rows(2, 2, 3, 8), GOOD, ValueError, "K"),
-    (0, rows(2, 2, 2, 9), GOOD, ValueError, "K"),
-    (0, GOOD, rows(2, 2, 2, 9), ValueError, "V"),
-    (0, GOOD, rows(2, 3, 2, 8), ValueError, "V|K"),
-    (0, rows(2, 2, 16), rows(2, 2, 16), ValueError, "K"),
-    (0, rows(2, 2, 2, 8, dtype=np.int64), rows(2, 2, 2, 8, dtype=np.int64), TypeError, "K"),
+    (0, rows(3, 2, 2, 8), GOOD, ValueError, "k"),
+    (0, rows(2, 2, 3, 8), GOOD, ValueError, "k"),
+    (0, rows(2, 2, 2, 9), GOOD, ValueError, "k"),
+    (0, GOOD, rows(2, 2, 2, 9), ValueError, "v"),
+    (0, GOOD, rows(2, 3, 2, 8), ValueError, "v|k"),
+    (0, rows(2, 2, 16), rows(2, 2, 16), ValueError, "k"),
+    (0, rows(2, 2, 2, 8, dtype=np.int64), rows(2, 2, 2, 8, dtype=np.int64), TypeError, "k"),
     *((3, *pair, error, name)
       for bad, error in [
         (None, TypeError),
@@ -274,7 +274,7 @@ SETS = [
         (rows(2, 2, 2, 8, dtype=np.float64), TypeError),
         (gaps, ValueError),
         (elsewhere, ValueError),
-    ] for name, pair in [("K", (bad, GOOD)), ("V", (GOOD, bad))]),
+    ] for name, pair in [("k", (bad, GOOD)), ("v", (GOOD, bad))]),
 ]
 # fmt: on
 

@@ -122,10 +122,10 @@ def commit(world, _):
 # fmt: off
 ERRORS = [
     ("launch, no step", launch, kv.KvcupyError, "outside of a step"),
-    ("launch, many", launch_in_a_step("abc", [1] * 3), ValueError, "append_lengths.*at most 2"),
-    ("launch, prefill", launch_in_a_step("a", [2]), ValueError, "append_lengths.*got 2 for 1"),
+    ("launch, many", launch_in_a_step("abc", [1] * 3), ValueError, "append_lens.*at most 2"),
+    ("launch, prefill", launch_in_a_step("a", [2]), ValueError, "append_lens.*got 2 for 1"),
     ("launch, tree", launch_in_a_step("a", [1], token_tree=[[-1]]), ValueError,
-     "append_lengths.*one token"),
+     "append_lens.*one token"),
     ("launch, long", launch_in_a_step("al", [1, 1]), ValueError, "seqs.*max_seq_len.*got 5"),
     ("launch, captured", launch_in_another_capture, kv.CaptureError, "part of another"),
     ("launch, failed", launch_a_capture_that_failed, kv.CaptureError, "did not end well"),
@@ -198,7 +198,7 @@ def test_a_refused_launch_puts_nothing_on_a_stream(device):
     world.prefill("a", 3, "b", 3)
     world.step("ab")
     with observe.attached(Log()) as log:
-        with pytest.raises(ValueError, match="append_lengths"):
+        with pytest.raises(ValueError, match="append_lens"):
             launch_in_a_step("ab", [1, 1])(world, decoder)
         with pytest.raises(kv.KvcupyError, match="outside of a step"):
             launch(world, decoder)

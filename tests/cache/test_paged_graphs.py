@@ -12,7 +12,7 @@ import pytest
 from engine_cases import poll
 from paged_cases import rope_of
 from paged_decoder import Decoder
-from paged_program import MOST_TOKENS, Program
+from paged_program import MAX_TOKENS, Program
 from paged_world import HOLD_S, World, check
 from table_cases import background
 
@@ -63,7 +63,7 @@ def generate(world, decoders):
     cache.remove_sequence("a")
     world.step("ed", [3, 2])
     decode("ce", 3)
-    cache.enable_sliding_window("c", 7, 2)
+    cache.enable_sliding_window("c", 5, 2)
     cache.enable_sliding_window("d", 9, 0)
     decode("cd", 8)
     decode("c", 3, "other")
@@ -142,7 +142,7 @@ def test_late_streams_change_nothing(device, mode, seed):
         decoders = {n: Decoder(world, n, pieces=n == 2) for n in (1, 2, 4)}
         return Program(world, 100 + seed, decoders).run(150)
 
-    options = {**PLAIN, "steps": 160, "tokens": MOST_TOKENS, "num_pages": 16}
+    options = {**PLAIN, "steps": 160, "tokens": MAX_TOKENS, "num_pages": 16}
     check(device, program, seed=seed, slots_in_flight=1 + seed, **options, **rope(device, mode))
 
 

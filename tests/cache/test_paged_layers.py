@@ -42,7 +42,7 @@ def packed(x):
 LAYERS = [
     ({}, {}, {}),
     ({}, {}, {"window": 2}),
-    ({}, {}, {"window": 2, "sinks": 1}),
+    ({}, {}, {"window": 2, "sink_tokens": 1}),
     ({}, {}, {"sm_scale": 0.3}),
     ({}, {}, {"logits_soft_cap": 0.5}),
     ({}, {}, {"sinks": "logits"}),

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from line_process import poll
 from mixed_model import MixedTwin
 from paged_cases import rope_of
-from test_paged_stateful import DATA, MOST_TOKENS, NUM_PAGES, SETTINGS, PagedCacheMachine
+from test_paged_stateful import DATA, MAX_TOKENS, NUM_PAGES, SETTINGS, PagedCacheMachine
 
 import kvcupy as kv
 from kvcupy.cache.pool import pool_like
@@ -31,20 +31,20 @@ class MixedMachine(PagedCacheMachine):
         recent=st.integers(0, 9),
         sinks=st.integers(0, 5),
         num_past_pages=st.sampled_from([2, 6, 20]),
-        rotation=st.sampled_from([None, "hadamard"]),
+        hadamard=st.booleans(),
     )
-    def make(self, seed, page_size, mode, dtype, past, recent, sinks, num_past_pages, rotation):
+    def make(self, seed, page_size, mode, dtype, past, recent, sinks, num_past_pages, hadamard):
         if past != "nvfp4":
-            rotation = None
-        elif rotation is not None:
+            hadamard = False
+        elif hadamard:
             mode = "none"  # a key cannot be rotated by its position after it is stored
         elif mode == "normal":
             mode = "inline"  # a rotated key that is a unit off may be a whole step off
         self.twin = MixedTwin(
             self.device, seed=seed, page_size=page_size, num_pages=NUM_PAGES, dtype=dtype,
-            rope=rope_of(8, 2 * NUM_PAGES * 4), rope_mode=mode, max_batch_tokens=MOST_TOKENS,
+            rope=rope_of(8, 2 * NUM_PAGES * 4), rope_mode=mode, max_batch_tokens=MAX_TOKENS,
             head_dim=16 if past == "nvfp4" else 8, past=past, recent=recent,
-            sinks=sinks, num_past_pages=num_past_pages, rotation=rotation,
+            sinks=sinks, num_past_pages=num_past_pages, hadamard=hadamard,
         )  # fmt: skip
         self.open = []
         cache = self.twin.cache

@@ -14,7 +14,9 @@ from kvcupy import reference
 from kvcupy.testing.arrays import assert_near
 
 R, P = 16, 8
-LATENT = {"latent_dim": R, "head_dim": R + P, "num_kv_heads": 1, "num_q_heads": 6}
+LATENT = {
+    "latent_dim": R, "rope_dim": P, "head_dim": R + P, "num_kv_heads": 1, "num_q_heads": 6
+}  # fmt: skip
 
 
 class LatentTwin(Twin):
@@ -127,9 +129,9 @@ def test_trees(device, mode):
 def test_windows(device, mode):
     twin = LatentTwin(device, seed=3, rope=rope_of(P), rope_mode=mode)
     twin.add("a", "b")
-    twin.slide("a", 8, 2)
+    twin.slide("a", 6, 2)
     for lens in ([6, 13], [5, 1], [1, 4], [3, 1]):
-        twin.step("ab", lens, window=6, sinks=1)
+        twin.step("ab", lens, window=6, sink_tokens=1)
     twin.fork("a", "c", 5)
     twin.step("cab", [1, 1, 1], sinks=np.float32([1, -1, 0, 2, 0.5, 3]))
 
@@ -214,9 +216,10 @@ def test_latents_need_a_cache_of_latents(device):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("num_kv_heads", {"num_kv_heads": 2}), ("latent_dim|head_dim", {"head_dim": R}),
-     ("latent_dim|head_dim", {"head_dim": R - 1}), ("rope", {"rope": rope_of(P + 2)}),
-     ("v_head_dim", {"v_head_dim": 8}), ("latent_dim", {"latent_dim": 0})],
+    [("num_kv_heads", {"num_kv_heads": 2}), ("head_dim", {"head_dim": R}),
+     ("rope_dim", {"rope_dim": None}), ("rope_dim", {"rope_dim": 0}),
+     ("rope", {"rope": rope_of(P + 2)}), ("v_head_dim", {"v_head_dim": 8}),
+     ("latent_dim", {"latent_dim": 0})],
 )  # fmt: skip
 def test_options(device, name, options):
     with pytest.raises((TypeError, ValueError), match=rf"\b({name})\b"):

@@ -34,7 +34,7 @@ def step(model, rng, names, lens, trees=None, **options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"window": 4}, {"window": 5, "sinks": 2}, {"logits_soft_cap": 3.0}, {"sm_scale": 0.7},
+    {}, {"window": 4}, {"window": 5, "sink_tokens": 2}, {"logits_soft_cap": 3.0}, {"sm_scale": 0.7},
     {"sinks": np.float32([0.5, -1, 2, 0]), "window": 3},
 ])  # fmt: skip
 @pytest.mark.parametrize("trees", [False, True])
@@ -136,7 +136,7 @@ def test_sliding_by_hand():
     """Pages of 4, the first 1 and the last 5 of up to 6 tokens remain."""
     model, rng = model_of(num_layers=1), np.random.default_rng(4)
     model.add("a")
-    model.enable_sliding_window("a", 6, 1)
+    model.enable_sliding_window("a", 5, 1)
     step(model, rng, "a", [6])
     first = list(model.sequences["a"].tokens)
     step(model, rng, "a", [4])

@@ -95,7 +95,7 @@ def test_slid_windows(device, count):
     one, plain = Prefixed(device), Prefixed(device, tiered=False)
     for world in (one, plain):
         world.cache.add_sequence("s")
-        world.cache.enable_sliding_window("s", 9, 2)
+        world.cache.enable_sliding_window("s", 7, 2)
         world.step("s", tokens_of(3, 9 + count))
     one.cache.offload("s")
     one.cache.onboard("s")

@@ -126,7 +126,7 @@ def test_bookkeeping_never_waits(device):
         gates = [world.gate(name) for name in ("compute", "other", "copy")]
         world.step("a", [5], trees=[page_order_cases.TREE])
         cache.commit_token_tree(["a"], [4])
-        cache.enable_sliding_window("b", 5, 1)
+        cache.enable_sliding_window("b", 4, 1)
         world.step("b", on="other")
         cache.fork_sequence("a", "c", 9)
         cache.fork_sequence("b", "d")

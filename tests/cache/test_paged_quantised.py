@@ -102,7 +102,7 @@ def test_trees_and_windows(device, fmt):
     """Compaction and sliding move scales along with rows."""
     twin = Twin(device, seed=6, dtype=fmt)
     twin.add("a", "b")
-    twin.slide("b", 6, 1)
+    twin.slide("b", 5, 1)
     twin.step("ab", [6, 9])
     twin.step("ab", [7, 7], [BINARY, BINARY])
     twin.commit("ba", [6, 4])

@@ -132,7 +132,7 @@ def test_the_last_position_of_a_table(device, mode):
         twin.step("a", [1])
         return
     for names, lens in ((["a"], [1]), (["b", "a"], [1, 1]), (["b"], [10])):
-        with pytest.raises(ValueError, match=r"\bappend_lengths\b"):
+        with pytest.raises(ValueError, match=r"\bappend_lens\b"):
             twin.cache.begin_forward(names, lens)
         twin.check()
     twin.step("b", [9])
@@ -144,7 +144,7 @@ def test_a_tree_deeper_than_a_table(device):
     twin.prefill("a", 10)
     twin.step("a", [5], [[-1, -1, 0, 0, 1]])
     twin.commit("a", [-1])
-    with pytest.raises(ValueError, match=r"\b(append_lengths|token_tree)\b"):
+    with pytest.raises(ValueError, match=r"\b(append_lens|token_tree)\b"):
         twin.cache.begin_forward(["a"], [3], token_tree=[[-1, 0, 1]])
     twin.check()
     twin.step("a", [2])
@@ -155,7 +155,7 @@ def test_slid_sequences(device, mode):
     """Inline, keys are rotated by their new positions; in normal mode they stay as written."""
     twin = Twin(device, seed=9, rope=rope_of(8), rope_mode=mode)
     twin.add("a", "b")
-    twin.slide("a", 9, 2)
+    twin.slide("a", 7, 2)
     twin.slide("b", 8)
     twin.step("ab", [6, 13])
     for _ in range(12):
@@ -166,7 +166,7 @@ def test_a_window_may_outlast_the_table(device):
     """Positions are those in the cache, so a slid sequence decodes for as long as it likes."""
     twin = Twin(device, seed=10, rope=rope_of(8, positions=10), rope_mode="inline")
     twin.add("a")
-    twin.slide("a", 8, 1)
+    twin.slide("a", 7, 1)
     twin.step("a", [10])
     for _ in range(20):
         twin.step("a", [2])

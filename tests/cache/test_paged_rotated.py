@@ -17,8 +17,6 @@ from test_four_bit_pages import (
 import kvcupy as kv
 from kvcupy.reference.attention import rotate_keys
 
-ROTATED = {"rotation": "hadamard"}
-
 
 def step(cache, rng, seqs, counts, fmt, **options):
     """Attend in both layers over what `get_kv` gives, and compare."""
@@ -47,7 +45,7 @@ def step(cache, rng, seqs, counts, fmt, **options):
 @pytest.mark.parametrize("fmt", ["nvfp4", full_only("mxfp4"), full_only("int4"), "int4_g128"])
 def test_attention(device, fmt, query_fmt):
     """Prefill, a fork within a page, a prefix that several share, and decode."""
-    cache, rng = new_cache(device, fmt, cascade=True, **ROTATED), np.random.default_rng(3)
+    cache, rng = new_cache(device, f"{fmt}+hadamard", cascade=True), np.random.default_rng(3)
     cache.add_sequence(0)
     step(cache, rng, [0], [9], query_fmt)
     cache.fork_sequence(0, 1, at=6)
@@ -60,7 +58,7 @@ def test_attention(device, fmt, query_fmt):
 @pytest.mark.parametrize("fmt", ["nvfp4", full_only("int4_g128")])
 def test_contents_forks_and_files(device, fmt, latent_dim, tmp_path):
     file = tmp_path / "sequence.safetensors"
-    check_contents_forks_and_files(device, fmt, latent_dim, file, **ROTATED)
+    check_contents_forks_and_files(device, f"{fmt}+hadamard", latent_dim, file)
     with pytest.raises(ValueError, match="hadamard"):
         new_cache(device, fmt, latent_dim).load_sequence(0, file)
 
@@ -70,7 +68,7 @@ def test_latents(device, mode):
     """The latent alone is rotated: keys of the rope part may still be raw."""
     latent_dim, rng = 4 * WIDTH, np.random.default_rng(5)
     table = None if mode == "none" else kv.rope_table(64, 2 * WIDTH, device=device)
-    cache = new_cache(device, "nvfp4", latent_dim, rope=table, rope_mode=mode, **ROTATED)
+    cache = new_cache(device, "nvfp4+hadamard", latent_dim, rope=table, rope_mode=mode)
     cache.add_sequence(0)
     for count in (6, 1):
         query, latent, key = (
@@ -98,8 +96,15 @@ def test_latents(device, mode):
 def test_rope_in_attention_is_refused(device):
     """Keys would be rotated by their positions after they were stored rotated."""
     table = kv.rope_table(64, WIDTH, device=device)
-    for options in ({"dtype": "nvfp4"}, {"dtype": "bf16", "past": "nvfp4", "recent": 4}):
-        fmt = options.pop("dtype")
+    inline = {"rope": table, "rope_mode": "inline"}
+    for refused, allowed in (
+        (("nvfp4+hadamard", None), ("nvfp4", None)),
+        (("bf16", "nvfp4+hadamard"), ("bf16", "nvfp4")),
+    ):
         with pytest.raises(ValueError, match=r'^rope_mode: expected "normal" or "none"'):
-            new_cache(device, fmt, rope=table, rope_mode="inline", **options, **ROTATED)
-        new_cache(device, fmt, rope=table, rope_mode="inline", **options)
+            new_cache(device, refused[0], **inline, **demoted_to(refused[1]))
+        new_cache(device, allowed[0], **inline, **demoted_to(allowed[1]))
+
+
+def demoted_to(encoding):
+    return {"demotion": kv.Demotion(encoding, recent=4)} if encoding else {}

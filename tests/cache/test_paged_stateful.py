@@ -35,13 +35,16 @@ SETTINGS = settings(
     print_blob=True, report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
-NUM_PAGES, MOST_TOKENS = 20, 16
+NUM_PAGES, MAX_TOKENS = 20, 16
 SAVES = importlib.util.find_spec("safetensors") is not None
 
 DATA = st.data()
 MASKS = st.sampled_from(
-    [{}, {}, {"window": 3}, {"window": 6, "sinks": 2}, {"logits_soft_cap": 4.0}, {"sm_scale": 0.8}]
-)
+    [
+        {}, {}, {"window": 3}, {"window": 6, "sink_tokens": 2}, {"logits_soft_cap": 4.0},
+        {"sm_scale": 0.8},
+    ]
+)  # fmt: skip
 
 
 class PagedCacheMachine(RuleBasedStateMachine):
@@ -63,7 +66,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
         self.twin = Twin(
             self.device, seed=seed, page_size=page_size, num_pages=NUM_PAGES, dtype=dtype,
             rope=rope_of(8, 2 * NUM_PAGES * 4), rope_mode=mode, cascade=cascade,
-            max_batch_tokens=MOST_TOKENS,
+            max_batch_tokens=MAX_TOKENS,
         )  # fmt: skip
         self.open = []
 
@@ -123,9 +126,9 @@ class PagedCacheMachine(RuleBasedStateMachine):
     def slide(self, data):
         name = self.one(data, tree=False)
         sequence = self.sequences[name]
-        sinks = sequence.sinks if sequence.slid else self.draw(data, st.integers(0, 4), "sinks")
-        window = self.draw(data, st.integers(sinks + 1, 9), "window")
-        self.twin.slide(name, window, sinks)
+        kept = self.draw(data, st.integers(0, 4), "sink_tokens")
+        kept = sequence.sink_tokens if sequence.slid else kept
+        self.twin.slide(name, self.draw(data, st.integers(1, 9 - kept), "window"), kept)
 
     @precondition(lambda self: self.free(tree=False))
     @rule(data=DATA)
@@ -174,7 +177,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
         """Append to some sequences, with trees or without; take it back, or leave it open."""
         names = self.draw(data, st.lists(st.sampled_from(self.free()), min_size=1, unique=True,
                                          max_size=4), "seqs")  # fmt: skip
-        most = MOST_TOKENS // len(names)
+        most = MAX_TOKENS // len(names)
         lens = [self.draw(data, st.integers(1, most), "length") for _ in names]
         trees = [self.tree(data, self.sequences[n], c) for n, c in zip(names, lens, strict=True)]
         trees = trees if any(trees) else None
@@ -240,14 +243,14 @@ class PagedCacheMachine(RuleBasedStateMachine):
             "unknown": lambda c: c.begin_forward([name, 0], [1, 1]),
             "twice": lambda c: c.begin_forward([name, name], [1, 1]),
             "zero": lambda c: c.begin_forward([name], [0]),
-            "much": lambda c: c.begin_forward([name], [MOST_TOKENS + 1]),
+            "much": lambda c: c.begin_forward([name], [MAX_TOKENS + 1]),
             "tree": lambda c: c.begin_forward([name], [2], token_tree=[[-1, length + 1]]),
             "fork": lambda c: c.fork_sequence(name, name),
             "fork far": lambda c: c.fork_sequence(name, 0, length + 1),
             "pop": lambda c: c.pop_tokens(name, length + 1),
             "leaf": lambda c: c.commit_token_tree([name], [length + 1]),
             "get": lambda c: c.get_kv(name, 0, length + 1),
-            "window": lambda c: c.enable_sliding_window(name, 2, 2),
+            "window": lambda c: c.enable_sliding_window(name, 0, 2),
         }
         call = self.draw(data, st.sampled_from([*calls]), "call")
         before = snapshot(self.twin.cache, [*self.sequences])

@@ -207,7 +207,7 @@ def changed_by_fork(one, name):
 
 
 def changed_by_window(one, name):
-    one.cache.enable_sliding_window(name, 7, 3)
+    one.cache.enable_sliding_window(name, 4, 3)
     for token in tokens_of(9, 6):
         one.step(name, [token])
 
@@ -263,7 +263,7 @@ def test_slid_by_whole_pages(device, sinks, steps):
     """Where no evicted span is left, pages have still moved to the front."""
     one = make(device)
     one.prefill("s", PROMPT[:12])
-    one.cache.enable_sliding_window("s", 10, sinks)
+    one.cache.enable_sliding_window("s", 10 - sinks, sinks)
     one.step("s", tokens_of(9, steps))
     one.cache.remove_sequence("s")
     count, bits = one.known(PROMPT)
@@ -280,7 +280,7 @@ def test_the_window_over_reused_blocks(device):
     plain.cache.add_sequence("s")
     plain.step("s", PROMPT[:12])
     for world in (one, plain):
-        world.cache.enable_sliding_window("s", 7, 2)
+        world.cache.enable_sliding_window("s", 5, 2)
     for token in tokens_of(9, 9):
         same_outputs(one.step("s", [token]), plain.step("s", [token]))
         assert one.bits("s") == plain.bits("s")

@@ -71,7 +71,7 @@ def test_pages_that_become_free_while_room_is_made(device, blocks, looks):
         one.settle()
     allocator = one.cache.pool.allocator
     pages = allocator.alloc(6 - blocks)
-    allocator.busy(pages, Ending())
+    allocator._mark_busy(pages, Ending())
     allocator.free(pages)
     one.cache.add_sequence("s")
     one.step("s", tokens_of(6, 5 * PAGE))
@@ -156,7 +156,7 @@ def test_pages_that_become_free_meanwhile_are_not_evicted(device):
     w = Prefixed(device)
     allocator = w.cache.pool.allocator
     pages = allocator.alloc(allocator.num_pages)
-    allocator.busy(pages[:3], OverWhenAskedAgain())
+    allocator._mark_busy(pages[:3], OverWhenAskedAgain())
     allocator.free(pages[:3])
     w.prefill("a", tokens_of(1, 5))
     allocator.free(pages[3:])

@@ -242,7 +242,7 @@ def test_pages_of_an_offloaded_sequence_are_read_before_others_write(
     one.settle()
     gate = Gate(one.tiers.engine.save_stream)
     if dropped:
-        monkeypatch.setattr(PageAllocator, "busy", lambda *_: None)
+        monkeypatch.setattr(PageAllocator, "_mark_busy", lambda *_: None)
     one.cache.offload("s")
 
     def step():

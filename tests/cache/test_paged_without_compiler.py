@@ -50,7 +50,7 @@ def everything(device, **options):
         twin.step("ab", [1, 1])
         twin.step("c", [7], [BINARY])
         twin.commit("c", [5])
-        twin.slide("b", 5, 1)
+        twin.slide("b", 4, 1)
         twin.step("bc", [2, 1])
         twin.set_kv("b", 1, 3)
 

@@ -262,7 +262,7 @@ def deferring(count=8, freed=(2, 3), **how):
     """An allocator whose pages are all out but those freed while a transfer touches them."""
     pages, transfer = kv.PageAllocator(count), FakeTransfer(**how)
     pages.alloc(count)
-    pages.busy(freed, transfer)
+    pages._mark_busy(freed, transfer)
     pages.free(freed)
     return pages, transfer
 
@@ -270,15 +270,15 @@ def deferring(count=8, freed=(2, 3), **how):
 def test_pages_that_an_unbounded_transfer_holds_back_are_not_waited_for():
     pages, bounded, unbounded = kv.PageAllocator(8), FakeTransfer(), UnboundedTransfer()
     pages.alloc(8)
-    pages.busy([0, 1, 2], unbounded)
-    pages.busy([2, 3, 4], bounded)  # page 2 by both
+    pages._mark_busy([0, 1, 2], unbounded)
+    pages._mark_busy([2, 3, 4], bounded)  # page 2 by both
     pages.free([1, 2, 3, 5])
     assert (pages.num_free, pages.num_available, pages.num_allocated) == (1, 2, 4)
     with pytest.raises(kv.CacheFull, match=r"expected at most 2, which"):
         pages.alloc(3)
     assert bounded.waited == 0
     assert pages.alloc(2).tolist() == [3, 5] and bounded.waited == 1
-    pages.wait_for_freed()  # there is nothing to wait for
+    pages._wait_for_freed()  # there is nothing to wait for
     assert (pages.num_free, pages.num_available) == (0, 0)
     pages.free([0])
     unbounded.finished = True
@@ -289,7 +289,7 @@ def test_pages_that_an_unbounded_transfer_holds_back_are_not_waited_for():
 def test_an_unbounded_transfer_that_is_done_by_now_holds_nothing_back():
     pages, unbounded = kv.PageAllocator(4), UnboundedTransfer()
     pages.alloc(4)
-    pages.busy([0, 1], unbounded)
+    pages._mark_busy([0, 1], unbounded)
     pages.free([0, 1])
     unbounded.finished = True
     assert pages.alloc(2).tolist() == [0, 1]
@@ -315,7 +315,7 @@ def test_a_page_that_waits_is_not_out():
 def test_alloc_polls_before_it_waits():
     pages, slow = deferring()
     quick = FakeTransfer()
-    pages.busy([5], quick)
+    pages._mark_busy([5], quick)
     pages.free([5])
     quick.finished = True
     assert pages.alloc(1).tolist() == [5]
@@ -327,7 +327,7 @@ def test_alloc_waits_for_what_it_needs_oldest_first():
     pages.alloc(8)
     transfers = [FakeTransfer() for _ in range(4)]
     for transfer, touched in zip(transfers, ([0], [1, 2], [3, 4], [5]), strict=True):
-        pages.busy(touched, transfer)
+        pages._mark_busy(touched, transfer)
     pages.free([1, 2, 3, 4, 5])
     assert pages.alloc(3).tolist() == [3, 4, 1]
     assert [t.waited for t in transfers] == [0, 1, 1, 0]
@@ -337,7 +337,7 @@ def test_alloc_waits_for_nothing_while_pages_are_free():
     pages = kv.PageAllocator(8)
     pages.alloc(4)
     transfer = FakeTransfer()
-    pages.busy([0], transfer)
+    pages._mark_busy([0], transfer)
     pages.free([0])
     assert pages.alloc(4).tolist() == [4, 5, 6, 7] and transfer.waited == 0
     assert pages.alloc(1).tolist() == [0] and transfer.waited == 1
@@ -353,7 +353,7 @@ def test_alloc_waits_for_nothing_when_even_that_would_not_do():
 def test_every_transfer_that_touches_a_page_holds_it():
     pages, first = deferring()
     second = FakeTransfer()
-    pages.busy([3], second)
+    pages._mark_busy([3], second)
     first.finished = True
     assert pages.num_free == 1
     second.finished = True
@@ -365,8 +365,8 @@ def test_pages_freed_by_one_poll_come_back_ascending():
     pages = kv.PageAllocator(8)
     pages.alloc(8)
     transfers = [FakeTransfer() for _ in range(2)]
-    pages.busy([6, 1], transfers[0])
-    pages.busy([2, 5], transfers[1])
+    pages._mark_busy([6, 1], transfers[0])
+    pages._mark_busy([2, 5], transfers[1])
     pages.free([1, 2, 5, 6])
     for transfer in transfers:
         transfer.finished = True
@@ -376,7 +376,7 @@ def test_pages_freed_by_one_poll_come_back_ascending():
 def test_only_pages_that_were_freed_become_free():
     pages, transfer = kv.PageAllocator(4), FakeTransfer()
     pages.alloc(4)
-    pages.busy([0, 1, 2], transfer)
+    pages._mark_busy([0, 1, 2], transfer)
     pages.free([1])
     transfer.finished = True
     assert pages.num_free == 1 and pages.allocated().tolist() == [0, 2, 3]
@@ -387,8 +387,8 @@ def test_only_pages_that_were_freed_become_free():
 def test_a_transfer_may_name_a_page_twice_and_pages_that_are_none():
     pages, transfer = kv.PageAllocator(4), FakeTransfer()
     pages.alloc(4)
-    pages.busy([2, -1, 2, 4, 2**40], transfer)
-    pages.busy(np.array([-5, 9], np.int32), FakeTransfer())
+    pages._mark_busy([2, -1, 2, 4, 2**40], transfer)
+    pages._mark_busy(np.array([-5, 9], np.int32), FakeTransfer())
     pages.free([2, 3])
     assert pages.num_free == 1
     transfer.finished = True
@@ -398,7 +398,7 @@ def test_a_transfer_may_name_a_page_twice_and_pages_that_are_none():
 def test_a_transfer_may_touch_any_page():
     pages, transfer = kv.PageAllocator(4), FakeTransfer()
     pages.alloc(4)
-    pages.busy(None, transfer)
+    pages._mark_busy(None, transfer)
     pages.free([2, 3])
     assert pages.num_free == 0
     transfer.finished = True
@@ -409,7 +409,7 @@ def test_nothing_is_asked_while_no_page_waits():
     """Asking a transfer sends queued ones out, one by one instead of together."""
     pages, transfer = kv.PageAllocator(8), FakeTransfer()
     pages.alloc(4)
-    pages.busy([0, 1], transfer)
+    pages._mark_busy([0, 1], transfer)
     pages.free([2])
     assert pages.num_free == 5 and pages.alloc(5).size == 5
     assert transfer.asked == transfer.waited == 0
@@ -422,7 +422,7 @@ def test_finished_transfers_do_not_accumulate():
     for _ in range(1000):
         transfer = FakeTransfer(finished=True)
         alive.add(transfer)
-        pages.busy(mine, transfer)
+        pages._mark_busy(mine, transfer)
     del transfer
     gc.collect()
     assert len(alive) < 200
@@ -450,7 +450,7 @@ def test_many_unfinished_transfers_are_not_asked_at_every_call():
     pages = kv.PageAllocator(8)
     transfers = [FakeTransfer() for _ in range(1000)]
     for transfer in transfers:
-        pages.busy([0], transfer)
+        pages._mark_busy([0], transfer)
     assert sum(t.asked for t in transfers) < 3000
 
 
@@ -460,7 +460,8 @@ def test_no_lock_is_held_while_a_transfer_is_asked_or_waited_for():
 
     def elsewhere():
         calls = threading.Thread(
-            target=lambda: (pages.num_allocated, pages.busy([0], FakeTransfer(True))), daemon=True
+            target=lambda: (pages.num_allocated, pages._mark_busy([0], FakeTransfer(True))),
+            daemon=True,
         )
         calls.start()
         calls.join(10)
@@ -468,13 +469,13 @@ def test_no_lock_is_held_while_a_transfer_is_asked_or_waited_for():
 
     pages.alloc(200)
     transfer = FakeTransfer(watch=elsewhere)
-    pages.busy([3], transfer)
+    pages._mark_busy([3], transfer)
     pages.free([3])
     assert pages.num_free == 0
     assert pages.alloc(1).tolist() == [3] and transfer.waited == 1
     crowd = [FakeTransfer(watch=elsewhere) for _ in range(70)]
     for one in crowd:
-        pages.busy([1], one)
+        pages._mark_busy([1], one)
     assert any(one.asked for one in crowd)
 
 
@@ -523,13 +524,13 @@ def test_an_interrupted_wait_leaves_the_pages_busy():
 @pytest.mark.parametrize("given", [None, 3, object()])
 def test_busy_needs_a_completion(given):
     with pytest.raises(TypeError, match=r"^transfer: expected"):
-        kv.PageAllocator(2).busy([0], given)
+        kv.PageAllocator(2)._mark_busy([0], given)
 
 
 @pytest.mark.parametrize(("error", "given"), [(ValueError, [0, 0.5]), (TypeError, 3)])
 def test_invalid_busy_pages(error, given):
     with pytest.raises(error, match=r"^pages: expected"):
-        kv.PageAllocator(2).busy(given, FakeTransfer())
+        kv.PageAllocator(2)._mark_busy(given, FakeTransfer())
 
 
 # --- Threads ---
@@ -571,7 +572,7 @@ def test_what_threads_share_is_touched_with_the_lock_held():
         setattr(pages, what, guarded)
     transfer = FakeTransfer()
     pages.alloc(8)
-    pages.busy([1, 2], transfer)
+    pages._mark_busy([1, 2], transfer)
     pages.free([0, 1, 2])
     pages.alloc(3)
     pages.free([3])
@@ -619,7 +620,7 @@ def test_threads_share_an_allocator_with_transfers_that_finish_at_any_time():
                 if (owners[got] != 1).any():
                     wrong.append(got)
                 transfer = FakeTransfer(finished=bool(rng.integers(2)))
-                pages.busy(got[::2], transfer)
+                pages._mark_busy(got[::2], transfer)
                 owners[got] -= 1
                 pages.free(got)
                 transfer.finished = transfer.finished or bool(rng.integers(2))
@@ -700,7 +701,7 @@ class Model(RuleBasedStateMachine):
     def busy(self, data, finished):
         touched = data.draw(st.lists(st.sampled_from([-1, self.count, *sorted(self.out)])))
         transfer = FakeTransfer(finished)
-        self.pages.busy(touched, transfer)
+        self.pages._mark_busy(touched, transfer)
         self.flights.append((transfer, set(touched)))
 
     @precondition(lambda self: self.flights)

@@ -396,16 +396,15 @@ def test_representations(device):
 def test_signatures():
     """Those of API.md, with scales at the end."""
     names = ["num_pages", "page_size", "num_layers"]
-    rest = ["dtype", "layout", "placement", "device", "scales", "rotation"]
-    rule = ["scale_rule"]
+    rest = ["dtype", "layout", "placement", "device", "scales"]
     expected = {
-        kv.KVPool: [*names, "num_kv_heads", "head_dim", "v_head_dim", *rest, *rule],
-        kv.MLAPool: [*names, "latent_dim", *rest, "rotated_width", *rule],
+        kv.KVPool: [*names, "num_kv_heads", "head_dim", "v_head_dim", *rest],
+        kv.MLAPool: [*names, "latent_dim", "rope_dim", *rest],
     }
     for pool, parameters in expected.items():
         signature = inspect.signature(pool).parameters
         assert list(signature) == parameters
-        first = 5 if pool is kv.KVPool else 4
+        first = 5
         for i, parameter in enumerate(signature.values()):
             assert (parameter.kind is parameter.KEYWORD_ONLY) == (i >= first)
 

@@ -10,24 +10,21 @@ from test_four_bit_pages import HEADS, LAYERS, LAYOUTS, PAGE, WIDTH, contents, f
 
 import kvcupy as kv
 from kvcupy import arrays
-from kvcupy.cache.identity import BlockKeys, PoolIdentity
 from kvcupy.cache.inspection import inspect
-
-HADAMARD = {"rotation": "hadamard"}
-
+from kvcupy.remote.identity import BlockKeys, PoolIdentity
 
 # Views ---------------------------------------------------------------------------------------
 
 
 def test_views_keep_their_rotation(device):
-    v = device.zeros((4, PAGE, HEADS, 192), "nvfp4", **HADAMARD)
+    v = device.zeros((4, PAGE, HEADS, 192), "nvfp4+hadamard")
     moved = arrays.transposed(v, (1, 0, 2, 3))
     flat = arrays.reshaped(v, (4 * PAGE, HEADS, 192), v.strides[1:])
-    apart = kv.view_as(v.codes, "nvfp4", scales=v.scales, **HADAMARD)
-    again = kv.view_as(v, "nvfp4", **HADAMARD)
+    apart = kv.view_as(v.codes, "nvfp4+hadamard", scales=v.scales)
+    again = kv.view_as(v, "nvfp4+hadamard")
     views = (v, v[1:, 0], v[0, ..., None, :], moved, flat, v.without_owner(), again, apart)
     for view in (*views, arrays.transposed(apart, (1, 0, 2, 3)), apart[2]):
-        assert (view.rotation, view.rotated_width) == ("hadamard", 192), view
+        assert view.encoding == kv.Encoding("nvfp4", hadamard=True), view
     assert v[..., 64:128].rotated_width == 64  # a block of its own
     assert arrays.describe(v) == f"(4, {PAGE}, {HEADS}, 192) nvfp4, rotated"
     for cut in (slice(0, 128), slice(32, 96), slice(16, 192)):
@@ -36,7 +33,7 @@ def test_views_keep_their_rotation(device):
 
 
 def test_a_part_of_rows_is_rotated(device):
-    v = device.zeros((4, PAGE, 576), "nvfp4", **HADAMARD, rotated_width=512)
+    v = device.zeros((4, PAGE, 576), "nvfp4+hadamard:512")
     assert [v[..., cut].rotated_width for cut in (
         slice(None), slice(0, 512), slice(512, 576), slice(528, 560), slice(0, 528),
     )] == [512, 512, 0, 0, 512]  # fmt: skip
@@ -47,33 +44,34 @@ def test_a_part_of_rows_is_rotated(device):
 def test_what_cannot_be_rotated_is_refused(device):
     raw = np.zeros((4, 72), np.uint8)
     for name, call in {
-        "rotation: expected None for bf16": lambda: kv.view_as(
-            np.zeros((4, 8), np.uint16), "bf16", **HADAMARD
+        "dtype: hadamard: expected False for bf16": lambda: kv.view_as(
+            np.zeros((4, 8), np.uint16), "bf16+hadamard"
         ),
-        "rotation: expected None for fp16": lambda: device.zeros((4, 64), np.float16, **HADAMARD),
-        "rotation: expected None or 'hadamard'": lambda: kv.view_as(raw, "nvfp4", rotation="dct"),
-        "rotated_width: expected None": lambda: kv.view_as(raw, "nvfp4", rotated_width=64),
-        "rotated_width: expected whole groups of 16, at most 128": lambda: kv.view_as(
-            raw, "nvfp4", **HADAMARD, rotated_width=24
+        "dtype: hadamard: expected False for fp16": lambda: device.zeros((4, 64), "fp16+hadamard"),
+        "dtype: expected an encoding": lambda: kv.view_as(raw, "nvfp4+dct"),
+        "hadamard_width: expected None": lambda: kv.Encoding("nvfp4", hadamard_width=64),
+        "dtype: hadamard_width: expected whole groups of 16": lambda: kv.view_as(
+            raw, "nvfp4+hadamard:24"
         ),
-        "rotation: expected blocks of at most 512": lambda: device.zeros(
-            (4, 1024), "int4", **HADAMARD
+        "hadamard_width: expected at most 128": lambda: kv.view_as(raw, "nvfp4+hadamard:256"),
+        "hadamard: expected blocks of at most 512": lambda: device.zeros(
+            (4, 1024), "int4+hadamard"
         ),
         "array: expected bytes, or rows with 128": lambda: kv.view_as(
-            kv.view_as(raw, "nvfp4"), "nvfp4", **HADAMARD
+            kv.view_as(raw, "nvfp4"), "nvfp4+hadamard"
         ),
     }.items():
         with pytest.raises(ValueError, match=f"^{name}"):
             call()
-    with pytest.raises(TypeError, match="rotated_width"):
-        kv.view_as(raw, "nvfp4", **HADAMARD, rotated_width=64.0)
+    with pytest.raises(TypeError, match="hadamard_width"):
+        kv.Encoding("nvfp4", hadamard=True, hadamard_width=64.0)
 
 
 def test_copies_tell_rotations_apart(device):
-    v, other = (device.zeros((4, 64), "nvfp4", rotation=r) for r in ("hadamard", None))
+    v, other = (device.zeros((4, 64), e) for e in ("nvfp4+hadamard", "nvfp4"))
     with pytest.raises(ValueError, match=r"dst: expected .*rotated"):
         device.copy(other, v)
-    device.copy(device.zeros((4, 64), "nvfp4", **HADAMARD), v)
+    device.copy(device.zeros((4, 64), "nvfp4+hadamard"), v)
 
 
 # Pools ---------------------------------------------------------------------------------------
@@ -82,31 +80,30 @@ def test_copies_tell_rotations_apart(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pools(device, layout):
     for placement in ("device", "pinned", "pageable"):
-        pool = new_pool(device, "int4", layout=layout, placement=placement, **HADAMARD)
-        assert (pool.rotation, pool.encoding) == ("hadamard", f"int4+hadamard:{WIDTH}")
-        assert pool.k(1).rotation == pool.views(0)[1].rotation == "hadamard"
+        pool = new_pool(device, "int4+hadamard", layout=layout, placement=placement)
+        assert (str(pool.encoding), pool.stored_as) == ("int4+hadamard", f"int4+hadamard:{WIDTH}")
+        assert pool.k(1).encoding == pool.views(0)[1].encoding == pool.encoding
         assert "int4 rotated" in repr(pool)
     latent = kv.MLAPool(
-        6, PAGE, LAYERS, 576, dtype="nvfp4", device=device, layout=layout, **HADAMARD,
-        rotated_width=512,
-    )  # fmt: skip
-    assert (latent.k(0).rotated_width, latent.encoding) == (512, "nvfp4+hadamard:512")
+        6, PAGE, LAYERS, 512, 64, dtype="nvfp4+hadamard", device=device, layout=layout
+    )
+    assert (latent.k(0).rotated_width, str(latent.encoding)) == (512, "nvfp4+hadamard:512")
 
 
 def test_wrapped_pools_take_the_rotation_of_their_arrays(device):
-    def layers(rotation):
-        return [device.zeros((6, PAGE, 1, WIDTH), "nvfp4", rotation=rotation) for _ in range(3)]
+    def layers(encoding):
+        return [device.zeros((6, PAGE, 1, WIDTH), encoding) for _ in range(3)]
 
-    pool = kv.KVPool.wrap(layers("hadamard"), layers(None))
-    assert (pool.k(2).rotation, pool.v(2).rotation) == ("hadamard", None)
-    assert pool.encoding == f"nvfp4+hadamard:{WIDTH},nvfp4"
+    pool = kv.KVPool.wrap(layers("nvfp4+hadamard"), layers("nvfp4"))
+    assert [str(part(2).encoding) for part in (pool.k, pool.v)] == ["nvfp4+hadamard", "nvfp4"]
+    assert pool.stored_as == f"nvfp4+hadamard:{WIDTH},nvfp4"
     with pytest.raises(ValueError, match=r"k\[1\]: expected 128 rotated elements"):
-        kv.KVPool.wrap([*layers("hadamard")[:1], *layers(None)[1:]], layers(None))
+        kv.KVPool.wrap([*layers("nvfp4+hadamard")[:1], *layers("nvfp4")[1:]], layers("nvfp4"))
 
 
 def test_identities(device):
-    plain, rotated = new_pool(device, "nvfp4"), new_pool(device, "nvfp4", **HADAMARD)
-    hashes = kv.block_hashes(range(8), 2, bits=128)
+    plain, rotated = new_pool(device, "nvfp4"), new_pool(device, "nvfp4+hadamard")
+    hashes = kv.block_hashes(range(8), 2)
     ours, others = (BlockKeys(pool).keys(hashes) for pool in (plain, rotated))
     assert not {*ours} & {*others}
     difference = PoolIdentity.of(plain).difference(PoolIdentity.of(rotated))
@@ -114,11 +111,11 @@ def test_identities(device):
 
 
 def test_a_disk_of_rotated_blocks(device, tmp_path):
-    def pools(**rotation):
-        pool = new_pool(device, "nvfp4", **rotation)
-        return pool, new_pool(device, "nvfp4", 4, placement="pinned", **rotation)
+    def pools(encoding):
+        pool = new_pool(device, encoding)
+        return pool, new_pool(device, encoding, 4, placement="pinned")
 
-    pool, host = pools(**HADAMARD)
+    pool, host = pools("nvfp4+hadamard")
     fill(pool)
     before = contents(pool)
     options = {"disk": tmp_path / "blocks.kv", "disk_bytes": 2**20}
@@ -134,9 +131,9 @@ def test_a_disk_of_rotated_blocks(device, tmp_path):
         lease.release()
     assert "nvfp4+hadamard:128" in inspect(tmp_path / "blocks.kv")["formats"]
     with pytest.raises(ValueError, match="disk"):
-        kv.TieredCache(*pools(), **options)
+        kv.TieredCache(*pools("nvfp4"), **options)
     with pytest.raises(ValueError, match=r"^host_pool: expected nvfp4\+hadamard:128"):
-        kv.TieredCache(pool, pools()[1])
+        kv.TieredCache(pool, pools("nvfp4")[1])
 
 
 # Caches --------------------------------------------------------------------------------------
@@ -162,9 +159,10 @@ def error_of(got, want):
 
 def test_a_cache_and_its_file(device, tmp_path):
     cache, other, plain = (
-        new_cache(device, dtype="int4_g128", rotation=r) for r in ("hadamard", "hadamard", None)
+        new_cache(device, dtype=dtype)
+        for dtype in ("int4_g128+hadamard", "int4_g128+hadamard", "int4_g128")
     )
-    assert cache.pool.rotation == "hadamard"
+    assert str(cache.pool.encoding) == "int4_g128+hadamard"
     want, errors = rows(device, 9), []
     for each in (cache, plain):
         each.add_sequence("a")
@@ -184,7 +182,10 @@ def test_a_cache_and_its_file(device, tmp_path):
 
 
 def test_a_cache_of_latents(device):
-    cache = new_cache(device, latent_dim=512, head_dim=576, num_kv_heads=1, **HADAMARD)
+    cache = kv.PagedKVCache(
+        num_layers=2, num_q_heads=4, num_pages=12, page_size=PAGE, device=device,
+        dtype="nvfp4+hadamard", latent_dim=512, rope_dim=64,
+    )  # fmt: skip
     assert cache.pool.parts[0].rotated_width == 512
     latent, rope_key = rows(device, 5, 512, 1)[:, :, 0], rows(device, 5, 64, 1)[:, :, 0]
     cache.add_sequence("a")
@@ -196,8 +197,10 @@ def test_a_cache_of_latents(device):
 
 
 def test_rotation_is_of_the_past(device):
-    cache = new_cache(device, dtype="bf16", past="int4", recent=4, **HADAMARD)
-    assert (cache.pool.rotation, cache.past_pool.rotation) == (None, "hadamard")
+    cache = new_cache(device, dtype="bf16", demotion=kv.Demotion("int4+hadamard", recent=4))
+    assert [str(pool.encoding) for pool in (cache.pool, cache.past_pool)] == [
+        "bf16", "int4+hadamard"
+    ]  # fmt: skip
     cache.add_sequence("a")
     want = rows(device, 16)
     with cache.forward(["a"], [16]):
@@ -210,13 +213,15 @@ def test_rotation_is_of_the_past(device):
 
 
 def test_what_is_not_four_bits_is_refused(device):
-    with pytest.raises(ValueError, match=r"^rotation: expected None for bf16"):
-        new_cache(device, dtype="bf16", **HADAMARD)
-    with pytest.raises(ValueError, match=r"^rotation: expected None for fp8_e4m3"):
-        new_cache(device, dtype="bf16", past="fp8_e4m3", recent=4, **HADAMARD)
+    with pytest.raises(ValueError, match=r"^dtype: hadamard: expected False for bf16"):
+        new_cache(device, dtype="bf16+hadamard")
+    with pytest.raises(ValueError, match=r"^encoding: hadamard: expected False for fp8_e4m3"):
+        kv.Demotion("fp8_e4m3+hadamard", recent=4)
     pool = kv.KVPool(12, PAGE, 2, HEADS, WIDTH, dtype="nvfp4", device=device)
-    with pytest.raises(ValueError, match=r"^rotation: expected None as in pool, got 'hadamard'"):
-        kv.PagedKVCache(num_q_heads=4, pool=pool, **HADAMARD)
+    with pytest.raises(
+        ValueError, match=r"^dtype: expected nvfp4 as in pool, got 'nvfp4\+hadamard"
+    ):
+        kv.PagedKVCache(num_q_heads=4, pool=pool, dtype="nvfp4+hadamard")
 
 
 # Between processes ---------------------------------------------------------------------------
@@ -224,9 +229,10 @@ def test_what_is_not_four_bits_is_refused(device):
 
 @pytest.mark.parametrize("which", ["k", "v", "a part of k"])
 def test_wrapped_pools_of_which_one_part_is_rotated_are_staged(device, which):
-    options = {"k": (HADAMARD, {}), "v": ({}, HADAMARD)}.get(
-        which, ({**HADAMARD, "rotated_width": WIDTH // 2}, {})
-    )
+    encodings = {
+        "k": ("nvfp4+hadamard", "nvfp4"), "v": ("nvfp4", "nvfp4+hadamard"),
+        "a part of k": (f"nvfp4+hadamard:{WIDTH // 2}", "nvfp4"),
+    }[which]  # fmt: skip
 
     def wrapped(filled):
         shape = (8, LAYERS, PAGE, HEADS, WIDTH)
@@ -234,8 +240,8 @@ def test_wrapped_pools_of_which_one_part_is_rotated_are_staged(device, which):
         if filled:
             fill(kv.KVPool.wrap(*plain, layout="page_first_direct", device=device), 5)
         parts = [
-            kv.view_as(part.packed, "nvfp4", **own)
-            for part, own in zip(plain, options, strict=True)
+            kv.view_as(part.packed, encoding)
+            for part, encoding in zip(plain, encodings, strict=True)
         ]
         return kv.KVPool.wrap(*parts, layout="page_first_direct", device=device)
 
@@ -244,6 +250,6 @@ def test_wrapped_pools_of_which_one_part_is_rotated_are_staged(device, which):
         kv.PageSender(one, staging_pages=4) as sender,
         kv.PageReceiver(two, staging_pages=4) as receiver,
     ):
-        assert sender._staging.pool.encoding == one.encoding
+        assert sender._staging.pool.stored_as == one.stored_as
         receiver.pull(sender.offer(one.allocator.alloc(3)), [5, 1, 2]).synchronize()
     np.testing.assert_array_equal(contents(two)[:, :, [5, 1, 2]], contents(one)[:, :, :3])

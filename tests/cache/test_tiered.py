@@ -28,13 +28,13 @@ def blocks(device):
 
 def test_a_block_comes_back_as_it_was(blocks):
     assert blocks.insert([A, B]) == []
-    assert blocks.cache.match([A, B, C]) == (2, 2, 2)
+    assert blocks.cache.match([A, B, C]) == (2, 2, 2, 2)
     blocks.cache.evict(2)
     blocks.settle()
     assert blocks.device_pool.allocator.num_free == 4
-    assert blocks.cache.match([A, B, C]) == (0, 2, 2)
+    assert blocks.cache.match([A, B, C]) == (0, 2, 2, 2)
     blocks.use([A, B, C], known=2)
-    assert blocks.cache.match([A, B, C]) == (2, 2, 2)
+    assert blocks.cache.match([A, B, C]) == (2, 2, 2, 2)
 
 
 @pytest.mark.parametrize("host_layout", LAYOUTS)
@@ -53,10 +53,10 @@ def test_any_host_pool(device, host_layout, placement):
 def test_only_leading_blocks_count(blocks):
     blocks.insert([A, B, C, D])
     blocks.cache.evict(1)
-    assert blocks.cache.match([A, B, C, D]) == (3, 4, 4), "the leaf has gone first"
-    assert blocks.cache.match([E, A, B]) == (0, 0, 0)
-    assert blocks.cache.match([A, E, B]) == (1, 1, 1)
-    assert blocks.cache.match([]) == (0, 0, 0)
+    assert blocks.cache.match([A, B, C, D]) == (3, 4, 4, 4), "the leaf has gone first"
+    assert blocks.cache.match([E, A, B]) == (0, 0, 0, 0)
+    assert blocks.cache.match([A, E, B]) == (1, 1, 1, 1)
+    assert blocks.cache.match([]) == (0, 0, 0, 0)
     assert blocks.use([A, E, B]) == 1
 
 
@@ -75,7 +75,7 @@ def test_blocks_above_a_gap_of_the_device_are_not_loaded_again(blocks):
     blocks.use([A])
     blocks.use([C])
     blocks.cache.evict(1)
-    assert blocks.cache.match([A, B, C]) == (1, 3, 3)
+    assert blocks.cache.match([A, B, C]) == (1, 3, 3, 3)
     blocks.settle()
     moved = blocks.cache.stats()["load_bytes"]
     blocks.use([A, B, C], known=3)
@@ -257,7 +257,7 @@ def test_a_block_that_only_the_host_has_takes_the_page(blocks):
 
 def test_hashes_with_a_sign(blocks):
     blocks.insert([2**64 - 1, 5])
-    assert blocks.cache.match(np.array([-1, 5])) == (2, 2, 2)
+    assert blocks.cache.match(np.array([-1, 5])) == (2, 2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_clear_forgets_all(blocks):
     delay(blocks.engine.load_stream)
     blocks.cache.acquire([A, B, C]).release()
     blocks.cache.clear()
-    assert blocks.cache.match([A]) == (0, 0, 0)
+    assert blocks.cache.match([A]) == (0, 0, 0, 0)
     blocks.insert([A, B])
     blocks.use([A, B], known=2)
     blocks.assert_no_leak()

@@ -55,7 +55,7 @@ def test_a_block_comes_back_from_disk(device, path, write, layout):
     blocks = Blocks(device, pools=pools, disk=path, disk_bytes=ROOM, write=write)
     write_down(blocks, [A, B, C, D])
     assert blocks.blocks() == (set(), {C, D}, {A, B})
-    assert blocks.cache.match([A, B, C, D]) == (0, 0, 4)
+    assert blocks.cache.match([A, B, C, D]) == (0, 0, 4, 4)
     blocks.use([A, B], known=2)
     assert blocks.blocks() == ({A, B}, {A, B}, {A, B, C, D})
     blocks.use([C, D], known=2)
@@ -77,7 +77,7 @@ def test_hashes_of_128_bits_go_through_all_tiers_and_outlive_the_process(device,
     blocks.cache.close()
     blocks = Blocks(device, pools=pools, disk=path, disk_bytes=ROOM)
     for some in (hashes[:4], hashes[4:]):
-        assert blocks.cache.match(some) == (0, 0, len(some))
+        assert blocks.cache.match(some) == (0, 0, len(some), len(some))
         blocks.use(some, known=len(some))
     blocks.cache.close()
 
@@ -86,7 +86,7 @@ def test_one_load_for_blocks_of_all_tiers(device, path, monkeypatch):
     blocks = Blocks(device, 4, 4, disk=path, disk_bytes=ROOM)
     write_down(blocks, [A, B, C, D, E, F])
     blocks.insert([C])
-    assert blocks.cache.match([C, E, A, B, H]) == (1, 2, 4)
+    assert blocks.cache.match([C, E, A, B, H]) == (1, 2, 4, 4)
     calls, genuine = [], blocks.engine.load
     monkeypatch.setattr(
         blocks.engine, "load", lambda *a, **o: calls.append(len(a[0])) or genuine(*a, **o)
@@ -149,7 +149,7 @@ def test_a_small_host_tier_passes_on_what_it_cannot_keep(device, path, write):
     hashes = list(range(100, 106))
     blocks.insert(hashes)
     blocks.cache.evict(6)
-    assert blocks.cache.match(hashes) == (0, 2, 6) or blocks.cache.match(hashes)[2] == 6
+    assert blocks.cache.match(hashes) == (0, 2, 6, 6) or blocks.cache.match(hashes)[2] == 6
     for i in (0, 2, 4):
         blocks.use(hashes[i : i + 2], known=2)
     others = list(range(200, 206))
@@ -303,7 +303,7 @@ def test_a_damaged_block_is_unknown_from_then_on(device, path, bad):
     write_down(blocks, [A, B, C, D, E, F], 3)
     blocks.insert([H])
     damage(path, blocks, (A, B, C)[bad])
-    assert blocks.cache.match([A, B, C]) == (0, 0, 3)
+    assert blocks.cache.match([A, B, C]) == (0, 0, 3, 3)
     with blocks.cache.acquire([A, B, C]) as lease:
         lease.wait()
         blocks.assert_holds(lease, [A, B, C][:bad])
@@ -371,7 +371,7 @@ def test_what_was_flushed_is_known_to_the_next_cache(device, path):
     assert blocks.blocks()[2] == {A, B, C, D}
     blocks.cache.close()
     again = Blocks(device, 4, 8, disk=path, disk_bytes=ROOM)
-    assert again.cache.match([A, B, C, D]) == (0, 0, 4)
+    assert again.cache.match([A, B, C, D]) == (0, 0, 4, 4)
     assert again.cache.stats()["disk_blocks"] == 4
     again.use([A, B, C, D], known=4)
     again.cache.close()
@@ -422,7 +422,7 @@ def test_back_writes_nothing_that_has_not_left_the_host(device, path):
     write_down(blocks, [A, B, C, D])
     blocks.cache.close()
     again = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
-    assert again.cache.match([A, B, C]) == (0, 0, 2)
+    assert again.cache.match([A, B, C]) == (0, 0, 2, 2)
     again.use([A, B], known=2)
 
 
@@ -430,7 +430,7 @@ def test_clear_empties_the_file(device, path):
     blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
     write_down(blocks, [A, B, C, D])
     blocks.cache.clear()
-    assert blocks.cache.match([A]) == (0, 0, 0)
+    assert blocks.cache.match([A]) == (0, 0, 0, 0)
     blocks.insert([E])
     blocks.cache.close()
     again = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)

@@ -177,7 +177,7 @@ def test_a_host_pool_that_others_use_too(device):
     blocks.insert([A, B])
     assert blocks.blocks()[1] == {A}
     blocks.cache.evict(2)
-    assert blocks.cache.match([A, B]) == (0, 1, 1)
+    assert blocks.cache.match([A, B]) == (0, 1, 1, 1)
     blocks.host_pool.allocator.free(taken)
     blocks.assert_no_leak()
 
@@ -195,7 +195,7 @@ def test_pages_of_the_host_that_are_late_are_waited_for(device):
         tiers.host.give_back([copy.page for copy in copies])
     gate.open()
     in_time(lambda: blocks.cache.evict(2))
-    assert blocks.cache.match([A, B]) == (0, 2, 2)
+    assert blocks.cache.match([A, B]) == (0, 2, 2, 2)
     blocks.use([A, B], known=2)
 
 
@@ -287,7 +287,7 @@ def test_a_page_that_becomes_free_in_the_middle_of_a_call(device, monkeypatch, t
         blocks.use([A], known=1)
     else:
         blocks.cache.evict(1)
-        assert blocks.cache.match([A]) == (0, 1, 1)
+        assert blocks.cache.match([A]) == (0, 1, 1, 1)
     assert looks
 
 

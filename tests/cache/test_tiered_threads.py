@@ -15,7 +15,7 @@ from tiered_cases import Blocks, in_time
 import kvcupy as kv
 
 SECONDS = 1.0 if helpers.full else 0.4  # hundreds of requests
-LEAST_ROUNDS = 6  # of each thread, however long they take
+MIN_ROUNDS = 6  # of each thread, however long they take
 
 
 @pytest.mark.parametrize("with_disk", [False, True], ids=["two tiers", "three tiers"])
@@ -41,7 +41,7 @@ def test_many_threads(device, tmp_path, write, with_disk):
     def serve(seed):
         rng, stream, rounds = random.Random(seed), device.stream(), 0
         try:
-            while rounds < LEAST_ROUNDS or time.monotonic() < until:
+            while rounds < MIN_ROUNDS or time.monotonic() < until:
                 user = rng.randrange(8)
                 hashes = [1000 + user // 4, *(100 * user + i for i in range(rng.randrange(1, 5)))]
                 try:

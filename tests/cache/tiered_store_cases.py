@@ -7,12 +7,8 @@ from collections import Counter
 from contextlib import contextmanager
 
 import numpy as np
-from engine_cases import PATIENCE_S, parts_of, poll, pool_of
+from engine_cases import PATIENCE_S, parts_of, poll
 from tiered_cases import Blocks
-
-import kvcupy as kv
-from kvcupy.cache.pool import pool_like
-from kvcupy.cache.wire import WirePages
 
 BASE = 10**20  # hashes of 128 bits
 
@@ -47,7 +43,7 @@ class MemoryStore:
     calls : (name, hashes) of each call
     fail : by the name of a call, what it raises instead
     answer : by the name of a call, what it returns instead, without doing anything
-    lacking : hashes that `get` does not deliver, though `exists` knows them
+    lacking : hashes that `get` does not deliver, though `match` knows them
     capacity : blocks
     """
 
@@ -61,8 +57,8 @@ class MemoryStore:
         """The same blocks for another pool."""
         return type(self)(pool, self.blocks, self.capacity)
 
-    def exists(self, hashes):
-        with self._calling("exists", hashes) as answer:
+    def match(self, hashes):
+        with self._calling("match", hashes) as answer:
             if answer is not None:
                 return answer[0]
             return next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
@@ -108,7 +104,7 @@ class MemoryStore:
         """They are nobody else's during the call."""
         pages = [int(page) for page in pages]
         assert len(set(pages)) == len(pages)
-        self.pool.allocator.require_allocated(pages)
+        self.pool.allocator._require_allocated(pages)
 
     def _put(self, hash, page):
         if hash in self.blocks:
@@ -129,47 +125,15 @@ class MemoryStore:
         return True
 
 
-class WireStore(MemoryStore):
-    """A store of blocks as bytes, for pools of any format."""
-
-    def _put(self, hash, page):
-        if hash in self.blocks:
-            return "known"
-        if len(self.blocks) >= self.capacity:
-            return "full"
-        pages = WirePages(self.pool)
-        block = bytearray(pages.block_bytes)
-        pages.read_into(page, block)
-        self.blocks[hash] = bytes(block)
-        return "stored"
-
-    def _get(self, hash, page):
-        content, pages = self.blocks.get(hash), WirePages(self.pool)
-        is_missing = content is None or hash in self.lacking
-        pages.write_from(page, b"M" * pages.block_bytes if is_missing else content)
-        return not is_missing
-
-
-_CODES = {
-    "nvfp4": (6, [0, 0.5, 1, 1.5, 2, 3, 4, 6]),
-    "fp8_e4m3": (448, [0, 1, 3, 8, 15, 26, 120, 224, 448]),
-}
-"""Numbers that a format has where the first is in each group of 16, so that its scale is 1."""
-
-
 class SharedBlocks(Blocks):
-    """`Blocks` with a shared store, by default one of its own.
+    """`Blocks` with a shared store, by default a new one."""
 
-    `stored_pool` makes the pool of the store from the host pool; None: it is that.
-    """
-
-    def __init__(self, device, on_device=4, on_host=8, *, store=None, stored_pool=None, **options):
+    def __init__(self, device, on_device=4, on_host=8, *, store=None, **options):
         pools = options.pop("pools", None)
         if pools is None:
             plain = Blocks(device, on_device, on_host, host=options.pop("host", None))
             pools = plain.device_pool, plain.host_pool
-        stored = pools[1] if stored_pool is None else stored_pool(pools[1])
-        self.store = MemoryStore(stored) if store is None else store.of(stored)
+        self.store = MemoryStore(pools[1]) if store is None else store.of(pools[1])
         options = {"shared_prefetch": 1.0, **options}
         super().__init__(device, pools=pools, shared=self.store, **options)
 
@@ -204,63 +168,3 @@ class SharedBlocks(Blocks):
     def assert_no_leak(self):
         self.idle()
         super().assert_no_leak()
-
-
-class ExactBlocks(SharedBlocks):
-    """Blocks whose values survive that disk and store keep them in narrower formats.
-
-    `below` is a format in which they are exact, as well as in bf16; `disk_dtype` and `shared_dtype`
-    are one of these, or None.
-    """
-
-    def __init__(
-        self, device, on_device=4, on_host=8, *, below, store, pools=None, shared_dtype=None,
-        **options,
-    ):  # fmt: skip
-        self._below = below
-        if pools is None:
-            pools = tuple(
-                pool_of(device, count, head_dim=16, v_head_dim=16, **where)
-                for count, where in ((on_device, {}), (on_host, {"placement": "pinned"}))
-            )
-        self._formats = {"disk": options.get("disk_dtype"), "store": shared_dtype}
-        self._known = {}
-        super().__init__(
-            device, pools=pools, store=store, shared_dtype=shared_dtype,
-            stored_pool=None if shared_dtype is None else
-            lambda pool: pool_like(pool, 3, dtype=shared_dtype), **options,
-        )  # fmt: skip
-
-    def values(self, hash):
-        rng, (largest, numbers) = np.random.default_rng(hash), _CODES[self._below]
-        values = []
-        for part in parts_of(self.device_pool):
-            codes = rng.choice(numbers, part.shape[1:]) * rng.choice([-1, 1], part.shape[1:])
-            codes[..., ::16] = largest
-            values.append(codes.astype(np.float16))
-        return values
-
-    def stored(self, hash):
-        return self._block(hash, self._formats["store"] or self.host_pool.dtype)
-
-    def first_bytes_on_disk(self, hash):
-        return self._block(hash, self._formats["disk"] or self.host_pool.dtype)[:16]
-
-    def _block(self, hash, dtype):
-        """The block of a hash in a format, in the order of the wire."""
-        if (hash, dtype) not in self._known:
-            exact, narrow = (
-                pool_like(self.host_pool, 1, dtype=d) for d in (self.host_pool.dtype, dtype)
-            )
-            for part, values in zip(parts_of(exact), self.values(hash), strict=True):
-                part[0] = values
-            pages = WirePages(exact)
-            if dtype != exact.dtype:
-                stream = self.device.stream()  # others may be about to raise a failure of theirs
-                kv.transfer_pages(exact, narrow, [0], [0], convert=True, stream=stream)
-                stream.synchronize()
-                pages = WirePages(narrow)
-            block = bytearray(pages.block_bytes)
-            pages.read_into(0, block)
-            self._known[hash, dtype] = bytes(block)
-        return self._known[hash, dtype]

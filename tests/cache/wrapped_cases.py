@@ -153,7 +153,9 @@ def like(wrapped, num_pages, **options):
     pool = wrapped.pool
     sizes = (num_pages, pool.page_size, pool.num_layers)
     if isinstance(pool, kv.MLAPool):
-        return kv.MLAPool(*sizes, pool.latent_dim, dtype=pool.dtype, device="host", **options)
+        return kv.MLAPool(
+            *sizes, pool.latent_dim, pool.rope_dim, dtype=pool.dtype, device="host", **options
+        )
     return kv.KVPool(
         *sizes, pool.num_kv_heads, pool.head_dim, v_head_dim=pool.v_head_dim, dtype=pool.dtype,
         device="host", **options,

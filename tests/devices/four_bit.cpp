@@ -39,36 +39,6 @@ void encode(const T* numbers, const float* steps, u32* codes, long count) {
   }
 }
 
-// Scales and minima of groups between two numbers, and codes above them.
-void encode_between(const float* least, const float* most, const float* outer, u32* bits,
-                    long count) {
-  for (long i = 0; i < count; ++i) {
-    bits[i] = encode_scale_and_minimum({most[i], -least[i]}, outer[i]);
-  }
-}
-
-template <typename T>
-void encode_rows(const T* numbers, const float* outer, u32* bits, u32* codes, long count) {
-  for (long i = 0; i < count; ++i) {
-    Pack<T, kCodesPerThread> pack;
-    for (int j = 0; j < kCodesPerThread; ++j) pack.values[j] = numbers[kCodesPerThread * i + j];
-    const auto range = range_without_nan<uint4x2>(pack);
-    bits[i] = encode_range<uint4x2>(range, outer[i]);
-    const SixteenCodes result = encode_in_range<uint4x2>(pack, range, bits[i], outer[i]);
-    codes[2 * i] = result.words[0];
-    codes[2 * i + 1] = result.words[1];
-  }
-}
-
-// All codes of a group by its bits and the outer scale.
-void decode_groups(const u32* bits, const float* outer, float* numbers, long count) {
-  for (long i = 0; i < count; ++i) {
-    const auto step = group_step<uint4x2>(bits[i], outer[i]);
-    decode_codes<uint4x2>(0x76543210, step).store(reinterpret_cast<char*>(numbers + 16 * i));
-    decode_codes<uint4x2>(0xfedcba98, step).store(reinterpret_cast<char*>(numbers + 16 * i + 8));
-  }
-}
-
 #define EXPORT __attribute__((visibility("default")))
 #define FORMAT(name, TFormat)                                                                   \
   EXPORT void decode_##name(const u32* codes, float* numbers, float* bfloats, long count) {     \
@@ -92,23 +62,4 @@ extern "C" {
 FORMAT(nvfp4, nvfp4)
 FORMAT(mxfp4, mxfp4)
 FORMAT(int4, int4x2)
-EXPORT void decode_int4_zp(const u32* codes, float* numbers, float* bfloats, long count) {
-  decode<uint4x2>(codes, numbers, bfloats, count);
-}
-EXPORT void encode_between_int4_zp(const float* least, const float* most, const float* outer,
-                                   u32* bits, long count) {
-  encode_between(least, most, outer, bits, count);
-}
-EXPORT void encode_rows_fp32(const float* numbers, const float* outer, u32* bits, u32* codes,
-                             long count) {
-  encode_rows(numbers, outer, bits, codes, count);
-}
-EXPORT void encode_rows_fp16(const half* numbers, const float* outer, u32* bits, u32* codes,
-                             long count) {
-  encode_rows(numbers, outer, bits, codes, count);
-}
-EXPORT void decode_groups_int4_zp(const u32* bits, const float* outer, float* numbers,
-                                  long count) {
-  decode_groups(bits, outer, numbers, count);
-}
 }

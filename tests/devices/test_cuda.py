@@ -295,6 +295,44 @@ def test_streams_have_priorities_and_names_that_can_be_set(device):
     assert device.stream().name != device.stream().name
 
 
+def test_a_stream_that_was_lent_serves_again(device):
+    """With its priority, and to the order checker as another one."""
+    streams = [device.stream(), device.stream(priority=-1), device.stream()]
+    pointers = [stream.pointer for stream in streams]
+    for stream in streams[:2]:
+        stream.lend()
+    identity = streams[0].identity
+    del stream, streams
+    gc.collect()
+    assert device.stream(priority=-2).pointer == pointers[2], "the others are not destroyed"
+    again = [device.stream(priority) for priority in (-1, 0)]
+    assert [(stream.pointer, stream.priority) for stream in again] == [
+        (pointers[1], -1), (pointers[0], 0),
+    ]  # fmt: skip
+    assert again[1].identity != identity
+    new = device.stream()
+    del again
+    gc.collect()
+    assert {device.stream().pointer, device.stream(-1).pointer} == set(pointers[:2])
+    assert new.pointer not in pointers[:2]
+
+
+def test_a_stream_that_was_dropped_in_a_capture_serves_again_after_it(api, device):
+    """Of another library, which goes on as it was."""
+    dropped, event = device.stream(), api.runtime.eventCreateWithFlags(2)
+    dropped.lend()
+    pointer = dropped.pointer
+    with captured_by_another(api) as foreign:
+        for first, second in ((foreign.ptr, pointer), (pointer, foreign.ptr)):
+            api.runtime.eventRecord(event, first)
+            api.runtime.streamWaitEvent(second, event)
+        del dropped
+        gc.collect()
+        other = device.stream()
+        assert other.pointer != pointer and not other.capturing
+    assert device.stream().pointer == pointer
+
+
 # --- Events ---
 
 

@@ -160,7 +160,7 @@ def test_two_different_streams_are_refused_and_nothing_is_moved(api, gpu, torch)
     for call in (engine.save, engine.load):
         with pytest.raises(ValueError, match=f"^after: {message}"):
             call([1], [2])
-    engine.flush()
+    engine._flush()
     assert api.runtime.log == []
     kv.transfer_pages(src, dst, [1], [2], method="copy", stream=ours)
     assert streams_of_copies(api) == {ours.pointer}

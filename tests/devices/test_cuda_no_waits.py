@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from contextlib import suppress
 from functools import partial
 
 import every_call
@@ -74,8 +73,7 @@ def operation_of(name):
 def without_outputs(name, arguments):
     """Return the arguments without the outputs that the call allocates where they are None."""
     recorder = op_call.Recorder()
-    with suppress(op_call.Recorder):
-        operation_of(name)(**arguments, stream=recorder)
+    operation_of(name)(**arguments, stream=recorder)
     returned = {a.name for a in recorder.call[0].arguments if a.returned}
     return {n: value for n, value in arguments.items() if n not in returned}
 

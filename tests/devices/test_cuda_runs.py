@@ -355,6 +355,21 @@ def test_what_is_not_found_is_none(api):
     assert cuda_api.find_batch(NEW, BatchDriver(names=())) is None
 
 
+@pytest.mark.parametrize("library", ["without copies", "LibCuda"])
+def test_a_batch_that_is_not_made_has_a_status(api, library):
+    """Of a driver without copies; and on a stream that was destroyed."""
+    driver = BatchDriver() if library == "without copies" else api.library
+    copy = cuda_api.find_batch(NEW, driver)
+    stream = api.cupy.cuda.Stream()
+    pointer = stream.ptr
+    del stream
+    api.runtime.memGetInfo()  # gives the thread a context
+    word, attributes = (ctypes.c_uint64 * 1)(), (ctypes.c_uint64 * 3)()
+    at = ctypes.addressof
+    status = copy(at(word), at(word), at(word), 1, at(attributes), at(word), 1, at(word), pointer)
+    assert status == (801 if library == "without copies" else 400)
+
+
 def test_the_structs_are_laid_out_as_in_the_header():
     attributes = cuda_api.CopyAttributes
     assert ctypes.sizeof(attributes) == 24

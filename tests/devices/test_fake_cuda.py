@@ -235,6 +235,13 @@ def test_bfloat16_needs_a_numpy_that_cupy_takes_it_from(api):
         api.cupy.zeros((2,), ml_dtypes.bfloat16)
 
 
+def test_views_know_the_array_that_they_are_of(api):
+    array = api.cupy.empty((4, 2), np.float32)
+    assert array.base is None
+    for part in (array[1:], array[1:][:1], array.view(np.int32), array.reshape(-1)):
+        assert part.base is array
+
+
 # --- Devices and handles ---
 
 
@@ -267,6 +274,15 @@ def test_a_destroyed_stream_does_its_work_and_the_next_one_has_its_handle(api):
     assert not copy.copied
     api.runtime.eventSynchronize(event)
     assert copy.copied
+
+
+def test_an_event_is_no_stream(api):
+    on = stream(api)
+    handle = on.ptr
+    del on
+    event = api.runtime.eventCreateWithFlags(2)
+    assert event == handle
+    assert refusal(api.runtime.eventRecord, event, handle) == 400
 
 
 @pytest.mark.parametrize("what", ["stream", "graph", "memory", "pinned memory"])

@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 from kvcupy import sources
-from kvcupy.compile_check import ARCHS
 from kvcupy.devices import cache, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
 from kvcupy.ops.store import COPY
+from kvcupy.precompile import ARCHS
 
 PARAMS = np.dtype(
     [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)],

@@ -21,12 +21,10 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import every_call
-import ml_dtypes
 import numpy as np
 
 import kvcupy as kv
 from kvcupy import calibrate
-from kvcupy.cache.pool import pool_like
 from kvcupy.cache.tiered.disk import DiskTier
 from kvcupy.devices import cache as kernel_cache
 
@@ -403,7 +401,7 @@ class Engine(Program):
 
         def load() -> None:
             transfers = [self.engine.load([6], [4]), self.engine.load([7], [5])]
-            self.engine.flush()
+            self.engine._flush()
             for layer in range(LAYERS):
                 transfers[0].wait_layer(layer, self.compute)
                 self.device.copy(self.copies[layer], self.near.k(layer)[4], stream=self.compute)
@@ -631,7 +629,7 @@ class Paged(Program):
             ("end", end),
             ("forward", tree),
             ("commit", commit),
-            ("window", lambda: cache.enable_sliding_window("b", 5, 1)),
+            ("window", lambda: cache.enable_sliding_window("b", 4, 1)),
             ("forward", step("b", 2)),
             ("get_kv", get),
             ("set_kv", set_),
@@ -656,7 +654,7 @@ class Paged(Program):
             pages[name] = (
                 sequence.committed if writes else sequence.length,
                 None if writes else (sequence.pages.tolist(), list(sequence.parents)),
-                sequence.evicted, list(sequence.hashes), sequence.window, sequence.sinks,
+                sequence.evicted, list(sequence.hashes), sequence.window, sequence.sink_tokens,
                 None if sequence.offloaded is None else sequence.offloaded.pages.tolist(),
             )  # fmt: skip
         running = cache._steps.running
@@ -687,7 +685,7 @@ class Paged(Program):
             positions = positions[: sequence.committed]
         if step == "set_kv" and name == "fork":
             positions = positions[(positions < 2) | (positions >= 5)]
-        places = positions + np.where(positions < sequence.sinks, 0, sequence.evicted)
+        places = positions + np.where(positions < sequence.sink_tokens, 0, sequence.evicted)
         slots = sequence.slots(places, PAGE)
         parts = [side(layer) for side in (cache.pool.k, cache.pool.v) for layer in range(LAYERS)]
         arrays = [np.asarray(device.to_numpy(part)) for part in parts]
@@ -802,7 +800,7 @@ class PagedPast(Paged):
             ("get_kv", get), ("set_kv", set_),
             ("save", lambda: cache.save_sequence("b", path)),
             ("load", lambda: cache.load_sequence("d", path)),
-            ("window", lambda: cache.enable_sliding_window("d", 6, 1)),
+            ("window", lambda: cache.enable_sliding_window("d", 5, 1)),
             *stepped("bd", 1, 3),
             ("remove", lambda: cache.remove_sequence("c")),
             *stepped("ab", 5, 1),
@@ -835,7 +833,7 @@ class PagedPast(Paged):
         positions = np.arange(sequence.length - fresh.get(name, 0))
         if step == "set_kv" and name == "b":
             positions = positions[(positions < 6) | (positions >= 11)]
-        places = positions + np.where(positions < sequence.sinks, 0, sequence.evicted)
+        places = positions + np.where(positions < sequence.sink_tokens, 0, sequence.evicted)
         slots = sequence.slots(places, PAGE)
         seen = []
         for pool, first in ((cache.pool, 0), (cache.past_pool, cache.pool.num_pages * PAGE)):
@@ -922,7 +920,6 @@ class Tiered(Program):
     """
 
     write = "through"
-    below: str | None = None  # the format of lower tiers
     first = 1000  # hash
     kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
 
@@ -934,22 +931,14 @@ class Tiered(Program):
         self.compute = device.stream()
         rng = np.random.default_rng(4)
         self.stock = rng.standard_normal((8, 2 * LAYERS, PAGE, HEADS, WIDTH)).astype(np.float32)
-        if self.below is not None:  # in which the blocks are exact
-            self.stock = self.stock.astype(ml_dtypes.bfloat16).astype(np.float32)
         self.blocks = [[device.asarray(part) for part in block] for block in self.stock]
         self.tiers: Any = None
-        if self.below is not None:
-            # The stand-in for CUDA has no array expressions that convert: load the kernels.
-            narrow = pool_like(self.far, 1, dtype=self.below)
-            kv.transfer_pages(self.far, narrow, [0], [0], convert=True)
-            kv.transfer_pages(narrow, self.far, [0], [0], convert=True)
         device.synchronize()
 
     def open(self) -> None:
         self.tiers = kv.TieredCache(
-            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write,
-            disk_dtype=self.below,
-        )  # fmt: skip
+            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write
+        )
 
     def insert(self, *blocks: int) -> None:
         """Insert blocks that are not on the device; a stream writes them meanwhile."""
@@ -1077,12 +1066,6 @@ class TieredBack(Tiered):
     kept = ()
 
 
-class TieredNarrow(Tiered):
-    """The file has blocks in another format."""
-
-    below = "bf16"
-
-
 def finish_store_work(tiers: Any) -> None:
     """Let the thread of a shared store do all that is queued, and that can be done by now."""
     worker = tiers._store
@@ -1101,17 +1084,12 @@ class TieredShared(Tiered):
     def __init__(self, device: Any, folder: Path) -> None:
         super().__init__(device, folder)
         self.stored: dict[int, list[Any]] = {}
-        self.pool = self.far
-        if self.below is not None:
-            self.pool = pool_of(device, 2, dtype=self.below, placement="pinned")
 
     def open(self) -> None:
-        self.tiers = kv.TieredCache(
-            self.near, self.far, shared=self, shared_prefetch=1.0, shared_dtype=self.below
-        )
+        self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
         self.tiers._store._thread = threading.current_thread()  # so that none is started
 
-    def exists(self, hashes: list[int]) -> int:
+    def match(self, hashes: list[int]) -> int:
         return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
 
     def put(self, hashes: list[int], pages: list[int]) -> list[str]:
@@ -1126,7 +1104,7 @@ class TieredShared(Tiered):
         return [True] * len(hashes)
 
     def far_parts(self) -> list[Any]:
-        return [s(layer) for s in (self.pool.k, self.pool.v) for layer in range(LAYERS)]
+        return [s(layer) for s in (self.far.k, self.far.v) for layer in range(LAYERS)]
 
     def insert(self, *blocks: int) -> None:
         super().insert(*blocks)
@@ -1146,17 +1124,6 @@ class TieredShared(Tiered):
             self.tiers.close(deadline_s=0)
         self.tiers = None
         self.stored.clear()
-
-    def leaks(self) -> list[str]:
-        allocator = self.pool.allocator
-        held = [] if allocator.num_free == allocator.num_pages else ["pages of the store's pool"]
-        return [*super().leaks(), *held]
-
-
-class TieredSharedNarrow(TieredShared):
-    """The store has blocks in another format, in a pool of its own."""
-
-    below = "bf16"
 
 
 class PagedTiers(Paged):
@@ -1264,8 +1231,8 @@ class SteppingAside(Program):
         super().__init__(device, folder)
         self.cache = kv.PagedKVCache(
             num_layers=LAYERS, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH,
-            num_pages=8, page_size=PAGE, dtype="fp32", past="fp8_e4m3", recent=3,
-            num_past_pages=6, device=device,
+            num_pages=8, page_size=PAGE, dtype="fp32", device=device,
+            demotion=kv.Demotion("fp8_e4m3", recent=3, num_pages=6),
         )  # fmt: skip
         self.host = pool_of(device, 8, layout="page_first", placement="pinned")
         self.tiers = kv.TieredCache(self.cache.pool, self.host)
@@ -1483,7 +1450,7 @@ class PagedShared(PagedExchange, PagedTiers):
 
     def __init__(self, device: Any, folder: Path) -> None:
         super().__init__(device, folder)
-        self.hashes = kv.block_hashes(range(8), PAGE, bits=128)
+        self.hashes = kv.block_hashes(range(8), PAGE)
 
     def steps(self) -> list[Step]:
         cache = self.cache
@@ -1538,7 +1505,7 @@ class PagedShared(PagedExchange, PagedTiers):
         self.idle()
         self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
         super().reset()
-        self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64, bits=128)
+        self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64)
 
     def losses(self) -> list[str]:
         return [] if self.tiers.stats()["shared_hits"] else ["nothing came from the store"]
@@ -1767,7 +1734,7 @@ class Shared(Program):
         super().__init__(device, folder)
         self.pools = [kv.KVPool(8, PAGE, LAYERS, HEADS, WIDTH, device="host") for _ in range(2)]
         self.stores: list[kv.SharedStore | None] = [None, None]
-        self.hashes = kv.block_hashes(range(8), 1, bits=128)
+        self.hashes = kv.block_hashes(range(8), 1)
         for page in range(8):
             for part in self.pools[0].parts:
                 kv.arrays.array_at(
@@ -1811,7 +1778,7 @@ class Shared(Program):
         """Return the files there are, and the blocks, but for those that the step puts."""
         there = [path.name for path in self.folder.glob("*kvcupy-faults*")]
         reader = self.stores[1]
-        return there, None if reader is None or step == "put" else reader.exists(self.hashes)
+        return there, None if reader is None or step == "put" else reader.match(self.hashes)
 
     def result(self) -> dict[str, Any]:
         return dict(self.results)

@@ -18,6 +18,7 @@ import pytest
 
 import kvcupy as kv
 from kvcupy.interop import xla_ffi
+from kvcupy.ops.spec import OPERATIONS
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ def test_errors_of_a_call_reach_the_caller(jax, kvj, monkeypatch):
 
     _, call = refused(kvj, jax)
     call()
-    monkeypatch.setitem(kvj._OPERATIONS, "store_kv", fail)
+    monkeypatch.setattr(OPERATIONS["store_kv"], "function", fail)
     with pytest.raises(Exception, match="DeviceError: out of luck"):
         refused(kvj, jax)[1]()[0].block_until_ready()
 

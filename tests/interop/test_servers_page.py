@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from mooncake_servers import needs_mooncake
 from mooncake_servers import servers_in as mooncake_in
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "cache"))
 
 from redis_server import needs_redis  # noqa: E402
 from redis_server import servers_in as redis_in  # noqa: E402

@@ -221,20 +221,13 @@ def test_rope_with_a_cache_agrees_with_the_stand_in(place):
 
 # --- Transfers ------------------------------------------------------------------------------------
 
-LAYERS, ITEM, PAGE = 3, 24, 4
+LAYERS, ITEM = 3, 24
 SRC, DST = [7, 2, 11, 3], [0, 9, 8, 5]
-PAGES = [*range(8, 12), *range(0, 4)], [*range(4, 8), *range(12, 16)]  # slots of whole pages
 
 
 def layers_of(slots, place, seed):
     """Return memory of K and V, (2, layers, slots, item)."""
     return random_bytes(2, LAYERS, slots, ITEM, place=place, seed=seed)
-
-
-def addresses(layers):
-    return torch.tensor(
-        [layer.data_ptr() for layer in layers], dtype=torch.uint64, device=layers.device
-    )
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
@@ -255,105 +248,19 @@ def test_rows_of_a_layer(place, mla, index_dtype):
 
 
 @pytest.mark.parametrize("mla", [False, True])
-def test_rows_of_all_layers(place, mla):
-    src, dst = layers_of(12, place, 1), layers_of(10, place, 2)
-    expected = dst.clone()
-    for part in range(1 if mla else 2):
-        expected[part, :, DST] = src[part][:, SRC]
-    indices = ints(SRC, place), ints(DST, place)
-    src_tables, dst_tables = ([addresses(part) for part in x] for x in (src, dst))
-    if mla:
-        sglang.transfer_kv_all_layer_mla(src_tables[0], dst_tables[0], *indices, ITEM, LAYERS)
-    else:
-        sglang.transfer_kv_all_layer(
-            src_tables[0], dst_tables[0], src_tables[1], dst_tables[1], *indices, ITEM, LAYERS
-        )
-    assert torch.equal(dst, expected)
-
-
-@pytest.mark.parametrize("mla", [False, True])
 def test_page_first_memory_has_the_layers_of_a_token_together(place, mla):
-    by_layer = layers_of(12, place, 1)
-    by_token = random_bytes(2, 10, LAYERS, ITEM, place=place, seed=2)
-    before = by_token.clone()
-    expected = by_token.clone()
+    by_token = random_bytes(2, 12, LAYERS, ITEM, place=place, seed=2)
+    layer = layers_of(10, place, 1)[:, 1].clone()
+    expected = layer.clone()
     for part in range(1 if mla else 2):
-        expected[part, DST] = by_layer[part][:, SRC].transpose(0, 1)
-    tables = [addresses(part) for part in by_layer]
+        expected[part, DST] = by_token[part, SRC, 1]
     indices, row = (ints(SRC, place), ints(DST, place)), LAYERS * ITEM
     if mla:
-        sglang.transfer_kv_all_layer_mla_lf_pf(tables[0], by_token[0], *indices, ITEM, row, LAYERS)
-    else:
-        sglang.transfer_kv_all_layer_lf_pf(
-            tables[0], by_token[0], tables[1], by_token[1], *indices, ITEM, row, LAYERS
-        )
-    assert torch.equal(by_token, expected)
-    # And one layer back, from where it was.
-    layer = by_layer[:, 1].clone()
-    expected = layer.clone()
-    for part in range(1 if mla else 2):
-        expected[part, SRC] = before[part, DST, 1]
-    if mla:
-        sglang.transfer_kv_per_layer_mla_pf_lf(before[0], layer[0], *indices[::-1], 1, ITEM, row)
+        sglang.transfer_kv_per_layer_mla_pf_lf(by_token[0], layer[0], *indices, 1, ITEM, row)
     else:
         sglang.transfer_kv_per_layer_pf_lf(
-            before[0], layer[0], before[1], layer[1], *indices[::-1], 1, ITEM, row
+            by_token[0], layer[0], by_token[1], layer[1], *indices, 1, ITEM, row
         )
-    assert torch.equal(layer, expected)
-
-
-def test_page_head_memory_has_the_tokens_and_layers_of_a_head_together(place):
-    heads = 2
-    by_layer = layers_of(12, place, 1)
-    by_head = random_bytes(2, 4, heads, PAGE, LAYERS, ITEM // heads, place=place, seed=2)
-    before, expected = by_head.clone(), by_head.clone()
-    for s, d in zip(*PAGES, strict=True):
-        row = by_layer[:, :, s].unflatten(-1, (heads, -1))  # K and V, layers, heads, width
-        expected[:, d // PAGE, :, d % PAGE] = row.transpose(1, 2)
-    indices = [ints(x, place) for x in PAGES]
-    tables = [addresses(part) for part in by_layer]
-    geometry = ITEM, LAYERS * ITEM
-    sglang.transfer_kv_all_layer_lf_ph(
-        tables[0], by_head[0], tables[1], by_head[1], *indices, *geometry, LAYERS, PAGE, heads
-    )
-    assert torch.equal(by_head, expected)
-    layer = by_layer[:, 2].clone()
-    expected = layer.clone()
-    for s, d in zip(*PAGES, strict=True):
-        expected[:, s] = before[:, d // PAGE, :, d % PAGE, 2].flatten(1)
-    sglang.transfer_kv_per_layer_ph_lf(
-        before[0], layer[0], before[1], layer[1], *indices[::-1], 2, *geometry, PAGE, heads
-    )
-    assert torch.equal(layer, expected)
-
-
-def test_direct_copies_take_lists(place):
-    """K and V may differ in width."""
-    src = [*layers_of(12, place, 1)[0], *random_bytes(LAYERS, 12, 8, place=place, seed=5)]
-    dst = [torch.zeros_like(x) for x in (torch.cat((y, y)) for y in src)]
-    expected = [x.clone() for x in dst]
-    for x, y in zip(expected, src, strict=True):
-        x[PAGES[1]] = y[PAGES[0]]
-    sglang.transfer_kv_direct(src, dst, *(ints(x, place) for x in PAGES), PAGE)
-    assert all(torch.equal(x, y) for x, y in zip(dst, expected, strict=True))
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_page_first_direct_memory_has_the_pages_of_layers_together(place, parts):
-    by_layer = layers_of(12, place, 1)[:parts]
-    by_page = random_bytes(parts, 4, LAYERS, PAGE, 2, ITEM // 2, place=place, seed=2)
-    before, expected = by_page.clone(), by_page.clone()
-    for s, d in zip(*PAGES, strict=True):
-        expected[:, d // PAGE, :, d % PAGE] = by_layer[:, :, s].unflatten(-1, (2, -1))
-    indices = [ints(x, place) for x in PAGES]
-    sources = [layer for part in by_layer for layer in part]
-    sglang.transfer_kv_all_layer_direct_lf_pf(sources, list(by_page), *indices, PAGE)
-    assert torch.equal(by_page, expected)
-    layer = by_layer[:, 1].clone()
-    expected = layer.clone()
-    for s, d in zip(*PAGES, strict=True):
-        expected[:, s] = before[:, d // PAGE, 1, d % PAGE].flatten(1)
-    sglang.transfer_kv_per_layer_direct_pf_lf(list(before), list(layer), *indices[::-1], 1, PAGE)
     assert torch.equal(layer, expected)
 
 
@@ -369,8 +276,6 @@ def test_no_rows_move_nothing(place):
     src, dst = layers_of(2, place, 1)[:, 0], layers_of(2, place, 2)[:, 0]
     before = dst.clone()
     sglang.transfer_kv_per_layer(src[0], dst[0], src[1], dst[1], *[ints([], place)] * 2, ITEM)
-    tables = [addresses(x[None]) for x in (src[0], dst[0], src[1], dst[1])]
-    sglang.transfer_kv_all_layer(*tables, *[ints([], place)] * 2, ITEM, 1)
     assert torch.equal(dst, before)
 
 
@@ -439,9 +344,7 @@ def test_transfers_name_the_argument(place):
     before = dst.clone()
     row = ints([1], place)
     per_layer = sglang.transfer_kv_per_layer_mla
-    layers = list(src), list(dst)
     pages = ints([0, 1, 2, 3], place)
-    direct = random_bytes(2, LAYERS, PAGE, ITEM, place=place)
     for error, name, call in (
         (ValueError, "src", lambda: per_layer(src[0].T, dst[0], row, row, ITEM)),
         (TypeError, "dst", lambda: per_layer(src[0], None, row, row, ITEM)),
@@ -450,25 +353,6 @@ def test_transfers_name_the_argument(place):
         (TypeError, "src_indices", lambda: per_layer(src[0], dst[0], row.float(), row, ITEM)),
         (ValueError, "layer_id", lambda: sglang.transfer_kv_per_layer_mla_pf_lf(
             src[0], dst[0], row, row, 2, ITEM, 2 * ITEM)),
-        (ValueError, "src_layers", lambda: sglang.transfer_kv_all_layer_mla(
-            addresses(src), addresses(dst), row, row, ITEM, 3)),
-        (TypeError, "src_layers", lambda: sglang.transfer_kv_all_layer_mla(
-            addresses(src).float(), addresses(dst), row, row, ITEM, 2)),
-        (ValueError, "src_indices", lambda: sglang.transfer_kv_per_layer_direct_pf_lf(
-            [direct], [dst[0]], pages + 1, pages, 0, PAGE)),
-        (ValueError, "dst_indices", lambda: sglang.transfer_kv_per_layer_direct_pf_lf(
-            [direct], [dst[0]], pages, pages.flip(0), 0, PAGE)),
-        (ValueError, r"src_ptrs\[0\]", lambda: sglang.transfer_kv_per_layer_direct_pf_lf(
-            [direct], [dst[0]], pages, pages, 0, 2)),
-        (ValueError, "dst_ptrs", lambda: sglang.transfer_kv_per_layer_direct_pf_lf(
-            [direct], [dst[0], dst[1]], pages, pages, 0, PAGE)),
-        (ValueError, "src_ptrs", lambda: sglang.transfer_kv_all_layer_direct_lf_pf(
-            [src[0]], [direct], pages, pages, PAGE)),
-        (ValueError, "page_size", lambda: sglang.transfer_kv_direct(*layers, row, row, 2)),
-        (ValueError, "dst_layers", lambda: sglang.transfer_kv_direct(
-            layers[0], layers[1][:1], row, row, 1)),
-        (ValueError, "item_size", lambda: sglang.transfer_kv_per_layer_ph_lf(
-            src[0], dst[0], src[1], dst[1], pages, pages, 0, ITEM, ITEM, PAGE, 5)),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{name}: "):
             call()
@@ -502,7 +386,8 @@ def test_states_merge(place, name, in_place):
 @pytest.mark.parametrize(
     "name",
     ["concat_mla_k", "fused_fp8_qkv_kv_cache", "set_kv_buffer_prefix_valid",
-     "transfer_hicache_one_layer", "transfer_hicache_all_layer"],
+     "transfer_hicache_one_layer", "transfer_hicache_all_layer", "transfer_kv_all_layer",
+     "transfer_kv_direct"],
 )  # fmt: skip
 def test_what_is_not_offered_says_why(name):
     with pytest.raises(NotImplementedError, match=f"^{name}: .{{20}}"):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import subprocess
 import sys
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from devices.fake_cuda import FakeApi
 
 import kvcupy as kv
-from kvcupy.ops import bind
+from kvcupy import devices
+from kvcupy.cuda_api import StreamAddress
+from kvcupy.devices.cuda import CudaDevice
+from kvcupy.ops.spec import OPERATIONS
 
 torch = pytest.importorskip("torch")
 
@@ -29,7 +35,8 @@ from torch_calls import (  # noqa: E402
 )
 
 import kvcupy.interop.torch as kvt  # noqa: E402
-from kvcupy.interop.torch_operators import KERNELS, OPERATORS, TABLE  # noqa: E402
+from kvcupy.interop import torch_operators  # noqa: E402
+from kvcupy.interop.torch_operators import KERNELS, OPERATORS  # noqa: E402
 
 DYNAMIC = ("slot_mapping", "page_table_csr", "find_duplicate_slots")  # whose results' lengths are
 NO_BACKWARD = "kvcupy has no backward: call this under torch.no_grad()"
@@ -64,11 +71,10 @@ def torch_device(device):
 
 def test_functions_are_kvcupys():
     """The same names, arguments and defaults; `format` comes on top."""
-    operations = {f.__name__ for f in (*bind._PLANNED, *bind._UNPLANNED)}
-    missing = {"transfer_pages", "rotate_query"}
-    assert operations - missing == {row.name for row in TABLE}
-    assert operations - missing == set(kvt.__all__) - {"as_tensor", "rope_table"}
-    for name in operations - missing | {"rope_table"}:
+    operations = OPERATIONS.keys() - {"transfer_pages"}
+    assert operations == {each.declaration.name for each in OPERATORS}
+    assert operations == set(kvt.__all__) - {"as_tensor", "rope_table"}
+    for name in operations | {"rope_table"}:
         own, theirs = (inspect.signature(getattr(m, name)).parameters for m in (kv, kvt))
         extra = {"format"} if "format" in theirs else set()
         assert list(own) == [n for n in theirs if n not in extra], name
@@ -80,7 +86,7 @@ def test_functions_are_kvcupys():
 def test_schemas_have_the_operations_defaults():
     """A dispatcher leaves out what equals the default."""
     for each in OPERATORS:
-        parameters = inspect.signature(getattr(kv, each.row.name)).parameters
+        parameters = inspect.signature(getattr(kv, each.declaration.name)).parameters
         for argument in operator(each.name)._schema.arguments:
             if argument.has_default_value() and argument.name in parameters:
                 default = parameters[argument.name].default
@@ -306,13 +312,13 @@ def test_scales_are_numbers_or_tensors(device, scale, compile_):
     assert_bits(store(compile_(kvt.store_kv)), want, "compiled")
 
 
-@pytest.mark.parametrize("sinks", [2, "tensor"])
-def test_sinks_are_a_count_or_logits(calls, sinks):
+def test_sinks_are_logits_and_sink_tokens_a_count(calls):
     call = copied(calls["paged_attention"])
-    if sinks == "tensor":
-        sinks = torch.randn(4, device=call["query"].device)
-    want = kv.paged_attention(**call, window=1, sinks=sinks)
-    assert_bits(kvt.paged_attention(**call, window=1, sinks=sinks), want, "out")
+    for kept in ({"sink_tokens": 2}, {"sinks": torch.randn(4, device=call["query"].device)}):
+        want = kv.paged_attention(**call, window=1, **kept, return_lse=True)
+        got = kvt.paged_attention(**call, window=1, **kept, return_lse=True)
+        for x, y, name in zip(got, want, ("out", "lse"), strict=True):
+            assert_bits(x, y, name)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
@@ -614,14 +620,18 @@ def test_streams_of_kvcupy(calls, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_operators_run_on_the_current_stream(calls, name):
+def test_operators_run_on_the_current_stream(calls, name, monkeypatch):
     """That of torch, in its captures too: none is passed on, and kvcupy asks for it."""
     (found,) = (each for each in OPERATORS if each.name == name)
     passed = []
-    row = replace(found.row, function=lambda **values: passed.append(values))
-    replace(found, row=row).kernel(*operands(name, copied(calls[name]))[0])
+    declaration = copy(found.declaration)
+    declaration.function = lambda **values: passed.append(values)
+    monkeypatch.setattr(torch_operators, "_FUNCTIONS", {})
+    replace(found, declaration=declaration).kernel(*operands(name, copied(calls[name]))[0])
     assert not {"stream", "alt_stream"} & passed[0].keys()
-    assert passed[0].keys() <= inspect.signature(getattr(kv, found.row.name)).parameters.keys()
+    assert (
+        passed[0].keys() <= inspect.signature(getattr(kv, found.declaration.name)).parameters.keys()
+    )
 
 
 @pytest.mark.races
@@ -660,24 +670,57 @@ def test_tensors_are_recorded_on_the_streams(monkeypatch):
     class TorchStream:
         pass
 
-    recorded, external = [], []
+    recorded, external, lent = [], [], []
     monkeypatch.setattr(torch.cuda, "Stream", TorchStream)
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda *of: external.append(of) or ("external", of[0])
     )
-    own_stream = SimpleNamespace(pointer=77)
-    gpu = SimpleNamespace(as_stream=lambda stream: own_stream)
+    own_stream, torchs = SimpleNamespace(pointer=77), TorchStream()
+    own_stream.lend, torchs.lend = (lambda: lent.append(77)), (lambda: lent.append(torchs))
+    gpu = SimpleNamespace(as_stream=lambda stream: stream)
     monkeypatch.setattr(kvt, "devices", SimpleNamespace(get={"cuda:1": gpu}.__getitem__))
     key, cache, out, result = (torch.zeros(1).as_subclass(OnGpu) for _ in range(4))
     monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: (result, None))
-    torchs = TorchStream()
     got = kvt._on_streams(
         "store", (key, None, torch.zeros(1), [cache], 5), {"out": out},
         {"stream": own_stream, "alt_stream": torchs},
     )  # fmt: skip
     assert got == (result, None) and external == [(77, key.device)] * 4
+    assert lent == [77, torchs] * 4
     expected = [(x, s) for x in (key, cache, out, result) for s in (("external", 77), torchs)]
     assert [(id(x), s) for x, s in recorded] == [(id(x), s) for x, s in expected]
+
+
+@pytest.mark.parametrize("whose", ["kvcupy", "cupy", "protocol"])
+def test_a_tensor_may_be_freed_long_after_the_stream_that_it_was_recorded_on(monkeypatch, whose):
+    """torch records an event on the stream then, by its address."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = SimpleNamespace(index=0)
+
+        def record_stream(self, stream):
+            recorded.append(stream.cuda_stream)
+
+    api, recorded = FakeApi(), []
+    gpu = CudaDevice(0, api)
+    monkeypatch.setitem(devices._devices, "cuda:0", gpu)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda pointer, _: SimpleNamespace(cuda_stream=pointer)
+    )
+    monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: None)
+    stream = gpu.stream() if whose == "kvcupy" else api.cupy.cuda.Stream(non_blocking=True)
+    if whose == "protocol":
+        stream = StreamAddress(stream.ptr, stream)
+    tensor = torch.zeros(1).as_subclass(OnGpu)
+    kvt._on_streams("store", (tensor,), {}, {"stream": stream})
+    del stream
+    gc.collect()
+    (pointer,) = recorded
+    event = api.runtime.eventCreateWithFlags(2)
+    api.runtime.eventRecord(event, pointer)
+    assert api.runtime.eventQuery(event) == 600
+    api.runtime.eventSynchronize(event)
 
 
 # --- Pools and other memory ---

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import every_call
-import numpy as np
 import torch
 
 import kvcupy.interop.torch as kvt
-from kvcupy.interop.torch_operators import OPERATORS
+from kvcupy.interop.torch_operators import OPERATORS, Operator
 
 Call = dict[str, Any]
 
@@ -32,40 +31,24 @@ def zeros(call: Call, **like: str) -> Call:
 
 def make_calls(device: Any) -> dict[str, Call]:
     """Return a call of the public function that comes to each operator, by the operator's name."""
-    full = {name: tensors(make(device)) for name, make in every_call.CALLS.items()}
-    rope, fused = (without(full[n], "query_out") for n in ("apply_rope", "rope_store_kv"))
-    mla, keep = full["rope_store_mla"], {"write_key": False}
-    by_name = {
-        **full,
-        "apply_rope": rope,
-        "apply_rope_query_out": zeros(rope, query_out="query"),
-        "apply_rope_key_out": zeros(rope, key_out="key"),
-        "apply_rope_query_out_key_out": zeros(rope, query_out="query", key_out="key"),
-        "rope_store_kv": fused,
-        "rope_store_kv_keep_key": fused | keep,
-        "rope_store_kv_query_out": zeros(fused, query_out="query"),
-        "rope_store_kv_query_out_keep_key": zeros(fused, query_out="query") | keep,
-        "rope_store_mla_keep_key": mla | keep,
-        "rope_store_mla_query_out": zeros(mla, query_out="query"),
-        "rope_store_mla_query_out_keep_key": zeros(mla, query_out="query") | keep,
-        "page_table_csr": without(full["slot_mapping"], "append_lens", "out"),
-        "find_duplicate_slots": {
-            "slot_mapping": kvt.as_tensor(device.asarray(np.array([4, 1, 4, -1, -1])))
-        },
-    }
-    for name, outputs in (
-        ("gather_kv", ("k_out", "v_out")), ("paged_attention", ("out", "lse_out")),
-        ("merge_states", ("out", "lse_out")), ("slot_mapping", ("out",)),
-    ):  # fmt: skip
-        by_name[f"{name}_out"] = by_name[name]
-        by_name[name] = without(by_name[name], *outputs)
-    return {name: copied(by_name[name]) for name in NAMES}
+    return {each.name: copied(call_of(each, device)) for each in OPERATORS}
+
+
+def call_of(operator: Operator, device: Any) -> Call:
+    declaration = operator.declaration
+    call = tensors(every_call.example(declaration, device))
+    replaced = declaration.replaced
+    left_out = {a.name for a in (*declaration.caller_outputs, *replaced.values())}
+    call = without(call, *left_out - set(operator.outputs)) | operator.constants
+    return zeros(call, **{
+        output.name: name for name, output in replaced.items() if output.name in operator.outputs
+    })  # fmt: skip
 
 
 def function_of(name: str) -> str:
     """Return the name of the public function that an operator belongs to."""
     (operator,) = (each for each in OPERATORS if each.name == name)
-    return operator.row.name
+    return operator.declaration.name
 
 
 def copied(call: Call) -> Call:

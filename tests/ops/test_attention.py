@@ -212,6 +212,25 @@ def test_the_result_is_out(device):
     assert as_numpy(device, got, "fp32").dtype == np.float32
 
 
+@pytest.mark.parametrize("new", [None, [2, 1, 3]])
+def test_the_log_sum_exp_is_returned(device, new):
+    """It is allocated unless it is passed; rows of no sequence are zero in it."""
+    case = AttentionCase(device, 31)
+    args = case.arguments([6, 1, 9], new, fmt="bf16", padding=2 if new else 0)
+    out, lse = case.results(args)
+    case.attend(args, out, lse)
+    call = {name: case.to_pass(value) for name, value in args.items()}
+    rows = 6 if new else 3
+    for passed in ({}, {"out": out.array, "lse_out": lse.array}):
+        bound = kv.bind(kv.paged_attention, **call, **passed, return_lse=True)
+        for got in (kv.paged_attention(**call, **passed, return_lse=True), bound()):
+            assert not passed or (got[0] is out.array and got[1] is lse.array)
+            for array, want, fmt in zip(got, (out, lse), ("bf16", "fp32"), strict=True):
+                values, expected = (as_numpy(device, a, fmt) for a in (array, want.array))
+                assert values[:rows].tobytes() == expected[:rows].tobytes()
+                assert passed or not values[rows:].any()
+
+
 def test_nothing_to_do(device):
     """No sequences, no rows, no table, no pages."""
     case = AttentionCase(device, 13)
@@ -400,7 +419,7 @@ def test_any_call(device, call):
     if sinks == "learned":
         options["sinks"] = case.sinks(call["heads"][0])
     elif sinks != "no" and options["window"] is not None:
-        options["sinks"] = sinks
+        options["sink_tokens"] = sinks
     tree, query_lens = call.pop("tree"), call.get("query_lens")
     if tree and query_lens and sum(query_lens):
         rows = sum(query_lens) + call["padding"]

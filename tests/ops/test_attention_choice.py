@@ -85,7 +85,7 @@ def test_heads_run_fastest_in_decode(watch, dtype):
 
 
 def test_a_window_leaves_nothing_to_split(watch):
-    assert names(launched(watch(), window=100, sinks=4)) == ["attention_decode_mma"]
+    assert names(launched(watch(), window=100, sink_tokens=4)) == ["attention_decode_mma"]
 
 
 def test_splits_follow_the_number_of_sms(watch):
@@ -214,7 +214,7 @@ def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_zp"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
 @pytest.mark.parametrize("more", [{}, {"new": 16}, table_of(128), table_of(64, start=32)], ids=str)
 def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
     assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
@@ -250,9 +250,9 @@ class GPU:
         self.arch, self.shared_bytes = arch, most_bytes or shared_bytes(arch)
 
 
-def cache_of(fmt, width, pages=2, page_size=4, heads=1, **rotation):
+def cache_of(fmt, width, pages=2, page_size=4, heads=1, encoding=""):
     if fmt in FOUR_BIT:
-        return HostDevice().zeros((pages, page_size, heads, width), fmt, **rotation)
+        return HostDevice().zeros((pages, page_size, heads, width), fmt + encoding)
     return np.zeros((pages, page_size, heads, width), DTYPE[fmt])
 
 
@@ -262,12 +262,12 @@ def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
     return attention_kernels.choose_tiling(device, call, alignment).specialisation
 
 
-def call_of(formats, widths, heads, *, ragged=False, rotates=False, **rotation):
+def call_of(formats, widths, heads, *, ragged=False, rotates=False, encoding=""):
     arrays = {
         "query": np.zeros((heads, heads, widths[0]), DTYPE[formats[0]]),
         "out": np.zeros((heads, heads, widths[1]), DTYPE[formats[0]]),
-        "k_cache": cache_of(formats[1], widths[0], **rotation),
-        "v_cache": cache_of(formats[-1], widths[1], **rotation),
+        "k_cache": cache_of(formats[1], widths[0], encoding=encoding),
+        "v_cache": cache_of(formats[-1], widths[1], encoding=encoding),
         "block_table": np.zeros((1 if ragged else heads, 2), np.int32),
         "seq_lens": np.zeros(1 if ragged else heads, np.int32),
     }
@@ -289,9 +289,9 @@ def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
         v_width = 128 if width == 192 else min(width, 256)
         plain, rotated = (
             attention_kernels.choose_tiling(
-                GPU(arch), call_of(("bf16", fmt), (width, v_width), 8, **rotation), 256
+                GPU(arch), call_of(("bf16", fmt), (width, v_width), 8, encoding=encoding), 256
             )
-            for rotation in ({}, {"rotation": "hadamard"})
+            for encoding in ("", "+hadamard")
         )
         assert rotated.smem_bytes <= SHARED_BYTES[arch]
         if (arch, width) == ("sm_86", 256) and fmt.startswith("int4"):
@@ -328,7 +328,7 @@ def test_splits_of_wide_rows_are_all_resident():
 def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     """What no call takes need not be compiled; what a call takes must have been checked."""
     plain = ("fp32", "fp16", "bf16")
-    quantised = ("fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_zp")
+    quantised = ("fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4")
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
         for formats in [

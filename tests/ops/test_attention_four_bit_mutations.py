@@ -14,13 +14,6 @@ from kvcupy import reference
 def vary_scales(case, arg, low=-3, high=4):
     """Multiply each group by a power of two of its own, but those that are poison."""
     rows = arg.view
-    if rows.fmt in ("int4_zp", "int4_zp_g64"):
-        pairs = np.ascontiguousarray(rows.scales)[..., None].view(np.float16)
-        powers = np.exp2(case.rng.integers(low, high, (*rows.scales.shape, 1)))
-        scaled = (pairs * powers).astype(np.float16).view(np.uint32)[..., 0]
-        rows.scales[...] = np.where(np.isnan(pairs[..., 0]), rows.scales, scaled)
-        arg.buffer.restore()
-        return
     values = reference.decode_scales(rows.scales, rows.fmt)
     powers = np.exp2(case.rng.integers(low, high, values.shape))
     bits = reference.encode_scales(
@@ -32,12 +25,12 @@ def vary_scales(case, arg, low=-3, high=4):
 
 def check_decode(
     device, cache_fmt="nvfp4", fmt="bf16", widths=(128, 64), rope=False, stored_rotated=False,
-    heads=(8, 2), **options,
+    **options,
 ):  # fmt: skip
     """Two tiles of a warp; groups of very different sizes; a scale per head."""
     case = AttentionCase(device, 70)
     args = case.arguments(
-        [300, 0, 37], fmt=fmt, cache_fmt=cache_fmt, heads=heads, widths=widths, page_size=16,
+        [300, 0, 37], fmt=fmt, cache_fmt=cache_fmt, heads=(8, 2), widths=widths, page_size=16,
         scales=("per head", "float"), loud=0.3,
     )  # fmt: skip
     for name in ("k_cache", "v_cache"):
@@ -60,31 +53,6 @@ def check_int4(device):
 
 def check_int4_g64(device):
     return check_decode(device, "int4_g64", widths=(128, 128))
-
-
-def check_zp(device):
-    """All rows of a tile."""
-    return check_decode(device, "int4_zp", widths=(128, 64), heads=(32, 2))
-
-
-def check_zp_g64(device):
-    return check_decode(device, "int4_zp_g64", widths=(128, 128))
-
-
-def check_rotated_zp(device):
-    return check_decode(device, "int4_zp", widths=(128, 128), rope=True)
-
-
-def check_large_zp(device):
-    """Values past the largest of fp16 by their scale, and then by their minimum."""
-    for values in ((5000, 0), (1000, 60000)):
-        case = AttentionCase(device, 72)
-        args = case.arguments([200], fmt="bf16", cache_fmt="int4_zp", heads=(4, 1),
-                              widths=(128, 64), page_size=16, loud=0.3)  # fmt: skip
-        page = args["block_table"].view[0, 9]
-        args["v_cache"].view.scales[page] = np.float16(values).view(np.uint32)[0]
-        args["v_cache"].buffer.restore()
-        case.attend(args, *case.results(args, fmt="fp32"))
 
 
 def check_plain(device):
@@ -143,11 +111,6 @@ def check_stored_rotated_loud(device, cache_fmt="nvfp4"):
     args = rotated(args)
     case.attend(args, *case.results(args, fmt="fp32"))
     return case
-
-
-def check_stored_rotated_loud_zp(device):
-    """And minima, which meet both halves of a query too."""
-    return check_stored_rotated_loud(device, "int4_zp")
 
 
 def check_plain_stored_rotated(device):
@@ -228,29 +191,9 @@ MUTATIONS = {
     "the scale of a head forgotten on the plain path": Mutation(
         "decode_codes<T>(codes, group_step<T>(scale_bits, scale))",
         "decode_codes<T>(codes, group_step<T>(scale_bits, 1.0f))", check_plain, ROWS),
-    "minima without queries": Mutation(
-        "s[n][j] = fmaf(sums[j], own.y, s[n][j]);", "s[n][j] += own.y;", check_zp, TILES),
-    "queries of the other rows": Mutation(
-        "fmaf(sums[2 + j], own.y", "fmaf(sums[j], own.y", check_zp, TILES),
-    "half of the queries of a chunk": Mutation(
-        "mma_m16n8k16<half>(sums, a[1], kOnes, kOnes);", "", check_zp, TILES),
-    "minima of the group of the first chunk": Mutation(
-        "&table.chunk_pairs[chunk][lane % 4 * 8 + n * 2]",
-        "&table.chunk_pairs[0][lane % 4 * 8 + n * 2]", check_zp_g64, TILES),
-    "minima of values that are scales": Mutation(
-        "pairs.values[2 * h + 1], 0x7632", "pairs.values[2 * h + 1], 0x5410", check_zp, TILES),
-    "minima of two's complement": Mutation("0xd400d400", "0xd480d480", check_zp, TILES),
-    "pairs used before they are there": Mutation(
+    "scales of values used before they are there": Mutation(
         "prepare_value_scales<TCache, kWidthV>(table, stage, p.v, units, o); __syncwarp();",
-        "prepare_value_scales<TCache, kWidthV>(table, stage, p.v, units, o);", check_zp, KERNEL),
-    "rotated keys without their minimum": Mutation(
-        "x[i][4 + j] += minima[i];", "", check_rotated_zp, TILES),
-    "rotated keys relative to their scale alone": Mutation(
-        "if constexpr (kHasMinimum<TCache>) minima[i] *= inverse;", "", check_rotated_zp, TILES),
-    "large values by scales alone": Mutation(
-        "(scale & 0x7fff) > 0x6800 ||", "", check_large_zp, TILES),
-    "large values by minima alone": Mutation(
-        "|| (scale >> 16 & 0x7fff) > 0x7800", "", check_large_zp, TILES),
+        "prepare_value_scales<TCache, kWidthV>(table, stage, p.v, units, o);", check_int4, KERNEL),
     "the other nibble of a partner": Mutation(
         "codes >> i % 2 * 4 & 15", "codes >> (i + 1) % 2 * 4 & 15", check_plain_rotated, ROWS),
     "queries not rotated": Mutation(
@@ -260,9 +203,6 @@ MUTATIONS = {
     "rotated queries of 11 bits": Mutation(
         "} else if (p.k.group_scales.rotation_shift) {", "} else if (false) {",
         check_stored_rotated_loud, KERNEL),
-    "minima without the rests of queries": Mutation(
-        "mma_m16n8k16<half>(sums, rests[1], kOnes, kOnes);", "",
-        check_stored_rotated_loud_zp, TILES),
     "rests of queries that nobody brings": Mutation(
         "rests.store(rest);", "", check_stored_rotated_narrow, KERNEL),
     "rests over queries that others read": Mutation(
@@ -297,17 +237,16 @@ MUTATIONS = {
 USUAL = (
     "odd codes that are even ones", "values not rescaled when a group's scale rises",
     "the scale of the next group on the plain path", "queries not rotated",
-    "values as they are stored", "minima without queries",
+    "values as they are stored", "the scale of the key before",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "check",
     [check_decode, check_mxfp4, check_int4, check_int4_g64, check_plain, check_plain_rotated,
-     check_rotated, check_rotated_int4, check_interleaved, check_large_values, check_zp,
-     check_zp_g64, check_rotated_zp, check_large_zp,
+     check_rotated, check_rotated_int4, check_interleaved, check_large_values,
      check_stored_rotated, check_stored_rotated_wide, check_stored_rotated_narrow,
-     check_stored_rotated_loud, check_stored_rotated_loud_zp, check_plain_stored_rotated,
+     check_stored_rotated_loud, check_plain_stored_rotated,
      check_stored_rotated_latents,
      check_plain_stored_rotated_latents],
     ids=lambda check: check.__name__,

@@ -58,7 +58,7 @@ def check_many_rows(device, fmt="fp32"):
         [150, 90, 41, 3], [70, 33, 41, 0], fmt=fmt, heads=(6, 2), widths=(80, 64), page_size=16
     )
     case.attend(args)
-    case.attend(args, window=19, sinks=5)
+    case.attend(args, window=19, sink_tokens=5)
     return case
 
 

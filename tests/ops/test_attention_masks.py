@@ -33,33 +33,33 @@ def test_window(device, fmt, new, window):
 
 @pytest.mark.covering
 @both
-@pytest.mark.parametrize("sinks", [1, 3, 4, 5, 100])
+@pytest.mark.parametrize("sink_tokens", [1, 3, 4, 5, 100])
 @pytest.mark.parametrize("window", [1, 6, 25])
-def test_first_keys_stay_visible(device, new, window, sinks):
+def test_first_keys_stay_visible(device, new, window, sink_tokens):
     """Each key counts once, also where the first ones are within the window."""
     for fmt in ("fp32", "bf16"):
-        case = AttentionCase(device, (window, sinks))
-        case.attend(case.arguments(LENS, new, fmt=fmt), window=window, sinks=sinks)
+        case = AttentionCase(device, (window, sink_tokens))
+        case.attend(case.arguments(LENS, new, fmt=fmt), window=window, sink_tokens=sink_tokens)
 
 
 def test_first_keys_mean_nothing_without_a_window(device):
     """As in a model whose layers share the number, and only some of which have a window."""
     case = AttentionCase(device, 21)
-    case.attend(case.arguments(LENS, NEW), sinks=2)
+    case.attend(case.arguments(LENS, NEW), sink_tokens=2)
 
 
-@pytest.mark.parametrize("sinks", [None, 2])
-def test_window_without_causality(device, sinks):
+@pytest.mark.parametrize("sink_tokens", [None, 2])
+def test_window_without_causality(device, sink_tokens):
     """A lower bound, and no upper one."""
     for fmt, window in itertools.product(("fp32", "bf16"), (1, 3, 12)):
         case = AttentionCase(device, window)
         args = case.arguments(LENS, NEW, fmt=fmt)
-        case.attend(args, causal=False, window=window, sinks=sinks)
+        case.attend(args, causal=False, window=window, sink_tokens=sink_tokens)
 
 
-@pytest.mark.parametrize("sinks", [None, 3])
+@pytest.mark.parametrize("sink_tokens", [None, 3])
 @pytest.mark.parametrize("new", [None, [2, 1, 7]])
-def test_what_has_left_the_window_is_not_read(device, new, sinks):
+def test_what_has_left_the_window_is_not_read(device, new, sink_tokens):
     """Keys that no query sees may be NaN, and entries of their pages garbage."""
     window, lens = 6, [40, 9, 31]
     gone = [n - (1 if new is None else new[b]) - window + 1 for b, n in enumerate(lens)]
@@ -67,25 +67,27 @@ def test_what_has_left_the_window_is_not_read(device, new, sinks):
         case = AttentionCase(device, 1)
         args = case.arguments(lens, new, fmt=fmt)
         for b, count in enumerate(gone):
-            for key in range(sinks or 0, count):
+            for key in range(sink_tokens or 0, count):
                 page = int(args["block_table"].view[b, key // 4])
                 for name in ("k_cache", "v_cache"):
                     args[name].view[page, key % 4] = np.nan
         for name in ("k_cache", "v_cache"):
             args[name].buffer.restore()
-        case.attend(args, window=window, sinks=sinks)
+        case.attend(args, window=window, sink_tokens=sink_tokens)
         for unused in (-1, 2147480000):
             table = args["block_table"].view.copy()
             for b, count in enumerate(gone):
-                table[b, -(-(sinks or 0) // 4) : max(count, 0) // 4] = unused
-            case.attend({**args, "block_table": case.table(table)}, window=window, sinks=sinks)
+                table[b, -(-(sink_tokens or 0) // 4) : max(count, 0) // 4] = unused
+            case.attend(
+                {**args, "block_table": case.table(table)}, window=window, sink_tokens=sink_tokens
+            )
 
 
 def test_long_window(device):
     """It starts in the middle of a long context."""
     case = AttentionCase(device, 2)
     args = case.arguments([1500, 700], heads=(2, 1), page_size=16)
-    for options in ({"window": 513}, {"window": 100, "sinks": 70}):
+    for options in ({"window": 513}, {"window": 100, "sink_tokens": 70}):
         case.attend(args, **options)
 
 
@@ -176,11 +178,11 @@ def test_a_chain_is_causal(device):
 # All at once ---------------------------------------------------------------------------------
 
 EVERYTHING = [
-    {"tree": tree, "window": window, "sinks": sinks, "logits_soft_cap": cap}
-    for tree, window, sinks, cap in itertools.product(
+    {"tree": tree, "window": window, "kept": kept, "logits_soft_cap": cap}
+    for tree, window, kept, cap in itertools.product(
         (False, True), (None, 4), ("none", "first", "learned"), (None, 8.0)
     )
-    if window or sinks != "first"
+    if window or kept != "first"
 ]
 
 
@@ -192,8 +194,9 @@ def test_combinations(device, options):
         chosen = dict(options)
         if chosen.pop("tree"):
             chosen["tree_mask"] = case.tree(NEW, sum(NEW) + 2, 13)
-        sinks = {"none": None, "first": 2, "learned": case.sinks(4)}[chosen.pop("sinks")]
-        case.attend(args, **chosen, sinks=sinks)
+        kept = chosen.pop("kept")
+        chosen |= {"first": {"sink_tokens": 2}, "learned": {"sinks": case.sinks(4)}}.get(kept, {})
+        case.attend(args, **chosen)
 
 
 # torch ---------------------------------------------------------------------------------------

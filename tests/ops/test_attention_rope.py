@@ -98,7 +98,7 @@ def test_quantised_caches(device, cached, k_scale, v_scale, shape):
             device, 17, shape, "bf16", cache_fmt=cached, scales=(k_scale, v_scale), heads=(6, 3),
             evicted=True, starts=True, trees=True, rope=rope, page_size=3,
         )  # fmt: skip
-        case.attend(args, window=9, sinks=3)
+        case.attend(args, window=9, sink_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_bytes_on_tensor_cores(device, cached, width, rope):
             device, 19, shape, "fp16", cache_fmt=cached, scales=("dynamic", "per head"),
             heads=(6, 2), widths=(width, 32), evicted=True, starts=True, trees=True, rope=rope,
         )  # fmt: skip
-        case.attend(args, window=9, sinks=3)
+        case.attend(args, window=9, sink_tokens=3)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -104,11 +104,11 @@ def test_masks(device, fmt, new):
         lens, new, fmt="fp16", cache_fmt=fmt, widths=(128, 128), heads=(6, 2), page_size=16,
         padding=2 if new else 0, scales=("per head", "float"),
     ))  # fmt: skip
-    case.attend(args, window=17, sinks=5)
+    case.attend(args, window=17, sink_tokens=5)
     case.attend(args, sinks=case.sinks(6), logits_soft_cap=6.0)
     if new:
         case.attend(args, causal=False)
-        case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sinks=2)
+        case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sink_tokens=2)
 
 
 def test_splits(device):
@@ -207,7 +207,7 @@ def test_infinite_and_missing_numbers_stay_in_their_rows(device):
 
 
 def test_a_cache_without_pages(device):
-    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4", rotation="hadamard")
+    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4+hadamard")
     case = AttentionCase(device, 14)
     query = case.queries("bf16", 2, 4, 128).array
     table, lens = (device.asarray(np.array(x, np.int32)) for x in ([[-1, -1], [-1, -1]], [5, 7]))

@@ -104,10 +104,10 @@ def test_a_latent_that_its_cache_does_not_rotate_is_refused(device):
     latent, rope_key = place_rows(case, "bf16", (6, 512)), place_rows(case, "bf16", (6, 64))
     cache = case.output("nvfp4", (12, 576)).rotated()
     call = lambda: kv.store_mla(latent.array, rope_key.array, cache.array, np.arange(6))  # noqa: E731
-    refused(case, call, ValueError, "cache: .*rotated_width=512")
+    refused(case, call, ValueError, "cache: .*hadamard_width=512")
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4_zp"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
 def test_rows_of_which_a_part_is_rotated_are_stored_in_parts(device, fmt):
     """A call rotates whole rows; columns of such a cache are rotated whole or not at all."""
     case = RopeCase(device, 16)
@@ -168,7 +168,6 @@ def test_rope_store_mla(device):
 # Transfers -----------------------------------------------------------------------------------
 
 SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
-HADAMARD = {"rotation": "hadamard"}
 
 
 def pools(case, src, dst, widths=(128, 256), **geometry):
@@ -180,7 +179,7 @@ def pools(case, src, dst, widths=(128, 256), **geometry):
     return [
         case.pool(
             layout, fmt, widths=widths, scales=fmt in ("fp8_e4m3", "int8"),
-            **(HADAMARD if rotated else {}), **geometry,
+            encoding="+hadamard" if rotated else "", **geometry,
         )
         for layout, (fmt, rotated) in zip(("layer_first", "page_first"), (src, dst), strict=True)
     ]  # fmt: skip
@@ -223,7 +222,7 @@ def test_transfers_of_latents(device, narrows):
     options = {"latent": 576, "pages": 4, "page_size": 3, "layers": 2, "content": content(case)}
     both = [
         case.pool("layer_first", "fp16", **options),
-        case.pool("page_first", "nvfp4", **options, **HADAMARD, rotated_width=512),
+        case.pool("page_first", "nvfp4", **options, encoding="+hadamard:512"),
     ]
     case.transfer(*(both if narrows else both[::-1]), SRC, DST, convert=True)
 
@@ -244,7 +243,7 @@ def test_pools_that_rotate_otherwise_are_told_apart(device):
 
 
 def test_copies_of_pages(device):
-    pool = kv.KVPool(4, 3, 2, 2, 128, dtype="int4", device=device, rotation="hadamard")
+    pool = kv.KVPool(4, 3, 2, 2, 128, dtype="int4+hadamard", device=device)
     rows = device.asarray(np.random.default_rng(0).standard_normal((3, 2, 128)).astype(np.float32))
     kv.store_kv(rows, rows, pool.k(0), pool.v(0), device.asarray(np.arange(3)))
     kv.copy_pages(pool, *(device.asarray(np.array([page])) for page in (0, 2)))
@@ -262,16 +261,16 @@ def test_plans_tell_rotated_rows_apart(device):
     rows = device.asarray(rng.standard_normal((4, 2, 64)).astype(np.float32))
     slots = device.asarray(np.arange(4))
     stored = {}
-    for rotation in (None, "hadamard", None, "hadamard"):
+    for encoding in ("nvfp4", "nvfp4+hadamard") * 2:
         raw = device.zeros((4, 2, 36), np.uint8)
-        cache = kv.view_as(raw, "nvfp4", rotation=rotation)
-        other = kv.view_as(device.zeros((4, 2, 36), np.uint8), "nvfp4", rotation=rotation)
+        cache = kv.view_as(raw, encoding)
+        other = kv.view_as(device.zeros((4, 2, 36), np.uint8), encoding)
         kv.store_kv(rows, rows, cache, other, slots)
         got = device.to_numpy(raw).tobytes()
-        assert stored.setdefault(rotation, got) == got
+        assert stored.setdefault(encoding, got) == got
         back, _ = kv.gather_kv(cache, other, slots, dtype="fp32")
         np.testing.assert_allclose(device.to_numpy(back), device.to_numpy(rows), atol=0.5)
-    assert stored[None] != stored["hadamard"]
+    assert stored["nvfp4"] != stored["nvfp4+hadamard"]
 
 
 @pytest.mark.parametrize("fmt", ["int4_g64", "mxfp4", "nvfp4"])
@@ -281,20 +280,21 @@ def test_an_outlier_costs_less(device, fmt):
     rows = rng.standard_normal((64, 2, 128)).astype(np.float32)
     rows[:, :, 5] *= 20
     errors = {}
-    for rotation in (None, "hadamard"):
-        caches = [device.zeros((64, 2, 128), fmt, rotation=rotation) for _ in "kv"]
+    for encoding in (fmt, f"{fmt}+hadamard"):
+        caches = [device.zeros((64, 2, 128), encoding) for _ in "kv"]
         slots = device.asarray(np.arange(64))
         kv.store_kv(device.asarray(rows), device.asarray(rows), *caches, slots)
         back = device.to_numpy(kv.gather_kv(*caches, slots, dtype="fp32")[0])
-        errors[rotation] = np.linalg.norm(back - rows) / np.linalg.norm(rows)
-    assert errors["hadamard"] < 0.2
-    assert fmt == "nvfp4" or errors["hadamard"] < errors[None]
+        errors[encoding] = np.linalg.norm(back - rows) / np.linalg.norm(rows)
+    plain, rotated = errors.values()
+    assert rotated < 0.2
+    assert fmt == "nvfp4" or rotated < plain
 
 
 def test_special_values(device):
     rows = np.ones((1, 1, 64), np.float32)
     rows[0, 0, 3] = np.nan
-    cache, other = (device.zeros((1, 1, 64), "int4", rotation="hadamard") for _ in "kv")
+    cache, other = (device.zeros((1, 1, 64), "int4+hadamard") for _ in "kv")
     slots = device.asarray(np.arange(1))
 
     def stored(rows):
@@ -315,13 +315,11 @@ def test_special_values(device):
 
 
 @pytest.mark.parametrize("make", ["empty", "zeros", "empty_pinned"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", np.float32])
-def test_what_only_four_bits_have_is_refused(device, make, dtype):
-    for name, value in (
-        ("rotation", "hadamard"), ("rotated_width", 64), ("scale_rule", "four_over_six"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{name}: expected"):
-            getattr(device, make)((2, 64), dtype, **{name: value})
+@pytest.mark.parametrize("format", ["bf16", "fp8_e4m3", "fp32"])
+def test_what_only_four_bits_have_is_refused(device, make, format):
+    for option, name in (("hadamard", "hadamard"), ("four_over_six", "scale_rule")):
+        with pytest.raises(ValueError, match=f"^dtype: {name}: expected"):
+            getattr(device, make)((2, 64), f"{format}+{option}")
 
 
 def test_rows_of_another_rotation_are_refused(device):
@@ -334,4 +332,4 @@ def test_rows_of_another_rotation_are_refused(device):
     }.items():
         refused(case, call, ValueError, f"{name}: expected rows rotated like")
     k, _ = kv.gather_kv(cache.array, case.output("nvfp4", (8, 2, 64)).array, slots, dtype="nvfp4")
-    assert (k.format, k.rotation) == ("nvfp4", "hadamard")
+    assert str(k.encoding) == "nvfp4+hadamard"

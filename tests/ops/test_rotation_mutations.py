@@ -57,13 +57,13 @@ def check_between(device):
 def check_latents(device):
     case = TransferCase(device, 5)
     options = {"pages": 4, "page_size": 3, "layers": 2, "latent": 192}
-    rotated = {"rotation": "hadamard", "rotated_width": 128}
-    both = [case.pool(fmt="fp16", **options), case.pool(fmt="nvfp4", **options, **rotated)]
+    target = case.pool(fmt="nvfp4", **options, encoding="+hadamard:128")
+    both = [case.pool(fmt="fp16", **options), target]
     case.transfer(*both, [1, 2, 0], [3, 0, 1], convert=True)
 
 
 HEADER, STORE, GATHER, ROPE, TRANSFER = (
-    "four_bit.cuh", "store.cu", "gather.cu", "rope.cu", "transfer.cu"
+    "four_bit.cuh", "store_four_bit.cu", "gather_four_bit.cu", "rope.cu", "transfer.cu"
 )  # fmt: skip
 
 MUTATIONS = {

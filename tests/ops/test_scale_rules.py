@@ -16,7 +16,7 @@ from transfer_cases import TransferCase
 import kvcupy as kv
 from kvcupy import reference
 
-RULE = {"scale_rule": "four_over_six"}
+RULE = "+four_over_six"
 
 
 def ruled(argument):
@@ -73,13 +73,13 @@ def test_latents(device):
 @pytest.mark.parametrize("method", ["kernel", "staged"])
 @pytest.mark.parametrize("source", ["bf16", full_only("int8"), full_only("int4")])
 def test_transfers(device, source, method):
-    for rotation in (None, "hadamard"):
+    for rotation in ("", "+hadamard"):
         case = TransferCase(device, 5)
         geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
         near = case.pool(
             "layer_first", source, scales=source == "int8", content=content(case), **geometry
         )
-        far = case.pool("page_first", "nvfp4", rotation=rotation, **RULE, **geometry)
+        far = case.pool("page_first", "nvfp4", encoding=rotation + RULE, **geometry)
         case.transfer(near, far, [1, -1, 2, 0], [3, 0, 0, 1], method=method, convert=True)
 
 
@@ -87,7 +87,7 @@ def test_transfers_by_threads_alone(users_device):
     case = TransferCase(users_device, 6)
     geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
     near = case.pool("layer_first", "fp16", content=content(case), **geometry)
-    far = case.pool("page_first", "nvfp4", **RULE, **geometry)
+    far = case.pool("page_first", "nvfp4", encoding=RULE, **geometry)
     case.transfer(near, far, [1, 2], [3, 0], convert=True)
 
 
@@ -127,15 +127,20 @@ def test_ties_and_special_groups_take_six():
 
 
 def test_views_and_arrays_keep_the_rule(device):
-    cache = device.zeros((4, 3, 2, 64), "nvfp4", **RULE)
+    cache = device.zeros((4, 3, 2, 64), "nvfp4" + RULE)
     assert cache.scale_rule == "four_over_six"
-    for part in (cache[1], cache[..., :32], cache.without_owner(), kv.view_as(cache, "nvfp4")):
+    for part in (
+        cache[1],
+        cache[..., :32],
+        cache.without_owner(),
+        kv.view_as(cache, "nvfp4" + RULE),
+    ):
         assert part.scale_rule == "four_over_six"
-    assert kv.view_as(cache, "nvfp4", scale_rule="absmax").scale_rule == "absmax"
+    assert kv.view_as(cache, "nvfp4").scale_rule == "absmax"
     assert device.empty((4, 64), "nvfp4").scale_rule == "absmax"
-    assert device.empty_pinned((4, 64), "nvfp4", **RULE).scale_rule == "four_over_six"
+    assert device.empty_pinned((4, 64), "nvfp4" + RULE).scale_rule == "four_over_six"
     codes, scales = np.zeros((4, 32), np.uint8), np.zeros((4, 4), np.uint8)
-    apart = kv.view_as(codes, "nvfp4", scales=scales, **RULE)
+    apart = kv.view_as(codes, "nvfp4" + RULE, scales=scales)
     assert apart[1:].scale_rule == "four_over_six"
 
 
@@ -145,8 +150,8 @@ def test_plans_tell_the_rules_apart(device):
     rows, slots = device.asarray(rows), device.asarray(np.arange(4))
     raws = [device.zeros((4, 2, 36), np.uint8) for _ in "kv"]
     stored = []
-    for rule in ("absmax", "four_over_six") * 2:
-        caches = [kv.view_as(raw, "nvfp4", scale_rule=rule) for raw in raws]
+    for encoding in ("nvfp4", "nvfp4" + RULE) * 2:
+        caches = [kv.view_as(raw, encoding) for raw in raws]
         kv.store_kv(rows, rows, *caches, slots)
         stored.append(device.to_numpy(raws[0]).tobytes())
     assert stored[:2] == stored[2:]
@@ -155,24 +160,22 @@ def test_plans_tell_the_rules_apart(device):
 
 def test_pools_and_caches_say_it(device):
     """Their bytes are of one format: pages are exchanged, and identities are the same."""
-    pools = [
-        kv.KVPool(4, 4, 2, 2, 64, dtype="nvfp4", device=device, **options) for options in ({}, RULE)
-    ]
-    assert [pool.scale_rule for pool in pools] == ["absmax", "four_over_six"]
+    pools = [kv.KVPool(4, 4, 2, 2, 64, dtype="nvfp4" + rule, device=device) for rule in ("", RULE)]
+    assert [pool.encoding.scale_rule for pool in pools] == ["absmax", "four_over_six"]
     assert {pool.k(1).scale_rule for pool in pools} == {"absmax", "four_over_six"}
-    assert pools[0].encoding == pools[1].encoding
+    assert pools[0].stored_as == pools[1].stored_as
     kv.transfer_pages(pools[1], pools[0], [0], [1])
     k, v = ([pool.k(layer) for layer in range(2)] for pool in pools)
     with pytest.raises(ValueError, match=r"v.*: expected scale_rule absmax"):
         kv.KVPool.wrap(k, v)
-    latents = kv.MLAPool(4, 4, 2, 64, dtype="nvfp4", device=device, **RULE)
+    latents = kv.MLAPool(4, 4, 2, 64, dtype="nvfp4" + RULE, device=device)
     assert latents.k(0).scale_rule == "four_over_six"
     sizes = {"num_layers": 1, "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64}
-    cache = kv.PagedKVCache(**sizes, num_pages=4, dtype="nvfp4", device=device, **RULE)
-    assert cache.pool.scale_rule == "four_over_six"
-    mixed = {"past": "nvfp4", "recent": 8, "dtype": "fp16"}
-    cache = kv.PagedKVCache(**sizes, num_pages=4, device=device, **mixed, **RULE)
-    assert (cache.pool.scale_rule, cache.past_pool.scale_rule) == ("absmax", "four_over_six")
+    cache = kv.PagedKVCache(**sizes, num_pages=4, dtype="nvfp4" + RULE, device=device)
+    assert cache.pool.encoding.scale_rule == "four_over_six"
+    mixed = {"demotion": kv.Demotion("nvfp4" + RULE, recent=8), "dtype": "fp16"}
+    cache = kv.PagedKVCache(**sizes, num_pages=4, device=device, **mixed)
+    assert [str(p.encoding) for p in (cache.pool, cache.past_pool)] == ["fp16", "nvfp4" + RULE]
 
 
 def test_a_cache_writes_by_the_rule(device):
@@ -185,8 +188,9 @@ def test_a_cache_writes_by_the_rule(device):
     reference.quantise_rows(rows[1].astype(np.float32), want, np.ones((12, 2), np.float32))
     values = reference.dequantise_rows(want).astype(ml_dtypes.bfloat16)
     sizes = {"num_layers": 1, "num_q_heads": 2, "num_kv_heads": 2, "head_dim": 64, "page_size": 4}
-    for options, first in (({"dtype": "nvfp4"}, 12), ({"past": "nvfp4", "recent": 4}, 8)):
-        cache = kv.PagedKVCache(**sizes, num_pages=6, device=device, **options, **RULE)
+    past = {"demotion": kv.Demotion("nvfp4" + RULE, recent=4)}
+    for options, first in (({"dtype": "nvfp4" + RULE}, 12), (past, 8)):
+        cache = kv.PagedKVCache(**sizes, num_pages=6, device=device, **options)
         cache.add_sequence("a")
         with cache.forward(["a"], [12]):
             cache.attention(0, *(device.asarray(part) for part in rows))
@@ -197,25 +201,21 @@ def test_a_cache_writes_by_the_rule(device):
 
 
 REFUSED = {
-    "an unknown rule": (lambda: kv.view_as(np.zeros((2, 36), np.uint8), "nvfp4", scale_rule="6"),
+    "an unknown rule": (lambda: kv.Encoding("nvfp4", scale_rule="6"),
                         "scale_rule: expected 'absmax' or 'four_over_six', got '6'"),
-    "another format": (lambda: kv.device("host").zeros((2, 64), "int4", **RULE),
+    "another format": (lambda: kv.device("host").zeros((2, 64), "int4" + RULE),
                        "scale_rule: expected 'absmax' for int4"),
-    "no groups": (lambda: kv.device("host").zeros((2, 64), "bf16", **RULE),
+    "no groups": (lambda: kv.device("host").zeros((2, 64), "bf16" + RULE),
                   "scale_rule: expected 'absmax' for bf16"),
-    "a tag of no groups": (lambda: kv.view_as(np.zeros((2, 64), np.uint8), "fp8_e4m3", **RULE),
+    "a tag of no groups": (lambda: kv.view_as(np.zeros((2, 64), np.uint8), "fp8_e4m3" + RULE),
                            "scale_rule: expected 'absmax' for fp8_e4m3"),
-    "a pool": (lambda: kv.KVPool(2, 2, 1, 1, 64, dtype="mxfp4", device="host", **RULE),
+    "a pool": (lambda: kv.KVPool(2, 2, 1, 1, 64, dtype="mxfp4" + RULE, device="host"),
                "scale_rule: expected 'absmax' for mxfp4"),
-    "a cache of 16 bits": (
-        lambda: kv.PagedKVCache(num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=64,
-                                num_pages=2, device="host", **RULE),
-        "scale_rule: expected 'absmax' for bf16"),
-    "a pool of its own": (
+    "another pool": (
         lambda: kv.PagedKVCache(
-            num_q_heads=1, device="host", **RULE,
+            num_q_heads=1, device="host", dtype="nvfp4" + RULE,
             pool=kv.KVPool(2, 2, 1, 1, 64, dtype="nvfp4", device="host")),
-        "scale_rule: expected 'absmax' as in pool"),
+        "dtype: expected nvfp4 as in pool"),
 }  # fmt: skip
 
 

@@ -244,7 +244,7 @@ def test_a_quarter_of_the_bytes_crosses_the_link(device, packed, monkeypatch):
     assert sizes == [2 * far.pool.page_bytes, far.pool.page_bytes]
     ratio = formats.bytes_per_element(packed) / 2
     assert far.pool.page_bytes == ratio * near.pool.page_bytes
-    assert 1 / 4 < ratio < (1 / 3 if packed == "int4_zp" else 2 / 7)
+    assert 1 / 4 < ratio < 2 / 7
 
 
 @pytest.mark.parametrize("packed", KINDS)

@@ -253,22 +253,3 @@ def test_pools_in_host_memory_convert(picky, source, target, pair):
             for d, p in ((picky, there), (kv.device("host"), expected))
         )
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
-
-
-@pytest.mark.parametrize("placement", ["pinned", "pageable"])
-def test_blocks_are_narrowed_on_the_way_to_the_disk(picky, tmp_path, placement):
-    near, far = pool(picky, "device", dtype="bf16"), pool(picky, placement, dtype="bf16")
-    tiers = kv.TieredCache(near, far, disk=tmp_path / "kv", disk_bytes=2**18, disk_dtype="fp16")
-    pages, hashes = near.allocator.alloc(4), kv.block_hashes(range(16), 4)
-    near.k(1)[...] = np.random.default_rng(2).standard_normal(near.k(1).shape)
-    expected = near.k(1)[pages].astype(np.float16).astype(near.k(1).dtype)
-    tiers.insert(hashes, pages)
-    tiers.flush()
-    tiers.evict(4)
-    far.allocator.free(tiers.take_host_pages(12))
-    with tiers.acquire(hashes) as lease:
-        lease.wait()
-        picky.synchronize()
-        got = near.k(1)[lease.pages]
-        np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
-    tiers.close()

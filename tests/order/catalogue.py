@@ -228,8 +228,8 @@ def sites_of(file: str, *names: str) -> tuple[Edge, ...]:
 
 
 ENGINE, PAGES = "cache/engine.py", "cache/pages.py"
-TIERED, TIERS, LEASES, STORE_TIER, CONVERSION = (
-    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier", "conversion")
+TIERED, TIERS, LEASES, STORE_TIER = (
+    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
 )
 TABLES, MOVES, STEP = (f"cache/paged/{name}.py" for name in ("tables", "moves", "step"))
 
@@ -241,7 +241,7 @@ _AFTER = sites_of(
 _JOINED = "Batch.join: (self.stream if self.end is None else self.end).synchronize()"
 _END = "TransferQueue._close: self.stream.record(self._device.event(timing=True))"
 _OTHER = "TransferQueue._issue: stream.wait(other.stream if earlier.end is None else earlier.end)"
-_HELD = "TransferEngine._submit: self.device_pool.allocator.busy(device_list, batch)"
+_HELD = "TransferEngine._submit: self.device_pool.allocator._mark_busy(device_list, batch)"
 _IS_OVER = "Batch.done: (self.stream if self.end is None else self.end).done()"
 _WRITTEN = sites_of(
     PAGES, "StreamCompletion.__init__: stream.record()", "StreamCompletion.done: self._event.done()"
@@ -280,7 +280,7 @@ PROTOCOLS = [
         protocols.pages_freed_in_flight, name="pages freed in flight",
         edges=_AFTER + sites_of(
             ENGINE, _HELD, _IS_OVER, _JOINED, _END, "Batch.synchronize: self.join()",
-            "TransferEngine._submit: self.host_pool.allocator.busy(host_list, batch)",
+            "TransferEngine._submit: self.host_pool.allocator._mark_busy(host_list, batch)",
         ) + sites_of(PAGES, "PageAllocator._wait: transfer.synchronize()",
                      "_is_done: transfer.done()"),
     ),
@@ -291,7 +291,8 @@ PROTOCOLS = [
             "PageAllocator._wait: transfer.synchronize()",
         ) + sites_of(
             TIERED,
-            "_hold: tiers.device.pool.allocator.busy([copy.page for copy in inserted], written)",
+            "_hold: tiers.device.pool.allocator._mark_busy("
+            "[copy.page for copy in inserted], written)",
         ),
     ),
     Protocol.of(
@@ -340,12 +341,6 @@ PROTOCOLS = [
     Protocol.of(
         protocols.tiered_disk, protocols.tiered_disk_write_through, name="tiers, disk",
         edges=_WRITTEN + sites_of(ENGINE, _HELD, _IS_OVER, _JOINED, _END) + sites_of(
-            TIERS, "BlockCompletion.done: completion.done()",
-        ),
-    ),
-    Protocol.of(
-        protocols.tiered_disk_narrowed, name="tiers, disk in another format",
-        edges=sites_of(CONVERSION, "Conversion._move: self._stream.synchronize()") + sites_of(
             TIERS, "BlockCompletion.done: completion.done()",
         ),
     ),
@@ -477,20 +472,20 @@ NOT_NEEDED = {
             "TransferQueue._issue: stream.record(self._device.event(timing=True))": _TIMING,
             "TransferQueue._reap: batch.join()": _FAILURES,
         },
-        "cache/migration/layers.py": {
+        "remote/migration/layers.py": {
             "Staging.borrowed: self._freed.wait(min(_WAIT_S, max(0.0, deadline - "
             "time.monotonic())))": _THREADS,
             "Staging.load: stream.synchronize()": _SOCKETS,
             "Staging.save: stream.synchronize()": _SOCKETS,
         },
-        "cache/migration/receiver.py": {
-            "Landing.synchronize: self._over.wait(None if timeout_s is None else "
-            "max(0.0, timeout_s))": _THREADS,
+        "remote/migration/receiver.py": {
+            "Landing.synchronize: self._over.wait(None if deadline_s is None else "
+            "max(0.0, deadline_s))": _THREADS,
             "Landing.wait: self.synchronize()": _THREADS,
             "Landing.wait_layer: self.synchronize()": _THREADS,
             "PageReceiver._run: pull._landing.synchronize()": _THREADS,
             "_Workers.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
-            "PageReceiver.pull: self._pool.allocator.busy(ordered, pull._landing)": _SOCKETS,
+            "PageReceiver.pull: self._pool.allocator._mark_busy(ordered, pull._landing)": _SOCKETS,
             "Pull._event_of: self._after.wait(self._stream)":
                 "for checkers alone: the pull's threads wait for it by themselves",
             "Pull._event_of: stream.record()": _SOCKETS,
@@ -502,16 +497,16 @@ NOT_NEEDED = {
             "Pull.done: self._landing.done()": _THREADS,
             "Pull.synchronize: self._landing.synchronize()": _THREADS,
         },
-        "cache/migration/sender.py": {
+        "remote/migration/sender.py": {
             "PageSender._is_ready: completion.done()": _SOCKETS,
             "PageSender._written_by: completion.done()":
                 "spares announcing what is over to the allocator",
-            "PageSender._written_by: self._pool.allocator.busy(pages, completion)": _SOCKETS,
+            "PageSender._written_by: self._pool.allocator._mark_busy(pages, completion)": _SOCKETS,
             "PageSender.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
         },
         PAGES: {"StreamCompletion.failure: self._relay.synchronize()": _FAILURES},
         "cache/paged/cache.py": {
-            "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lengths, token_tree)":
+            "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end()": _ANOTHER,
             "PagedKVCache.fork_sequence: self._steps.fork(source, child, int(at), inherit_window)":
@@ -563,13 +558,12 @@ NOT_NEEDED = {
             "CompletionQueue.settle: queue[0].done()": _STATISTICS,
             "SharedTiers.attempt: wait()": _ASKS_AGAIN,
         },
-        "cache/shared/shm.py": {
+        "remote/stores/shm.py": {
             "ShmBackend._parts: block.begin()": "begins a checksum, not a copy",
             "_Helpers.each: job.wait()": _THREADS,
         },
-        "cache/shared/store.py": {
-            "SharedStore._hold_back: self._backend.busy(keys)": _ANOTHER,
-            "SharedStore._hold_back: self.pool.allocator.busy(pages, completion)": _NO_STREAM,
+        "remote/stores/store.py": {
+            "SharedStore._hold_back: self.pool.allocator._mark_busy(pages, completion)": _NO_STREAM,
         },
         "ops/call.py": {
             "_allocator.allocate_for: stream.wait(current)": _TORCH_FILLS,

@@ -169,7 +169,7 @@ def save_and_load_the_same_pages(device):
     for loaded, saved in ((([5], [4]), ([4], [0])), (([3], [5]), ([1], [3]))):
         engine.load(*loaded, after=w.compute)
         engine.save(*saved, after=w.compute)
-    engine.flush()
+    engine._flush()
     device.synchronize()
     for page in range(6):
         w.read(page)
@@ -183,17 +183,17 @@ def batches_that_are_over_are_forgotten(device):
     streams = {"load_stream": device.stream(), "save_stream": device.stream()}
     engine = kv.TransferEngine(w.pool, w.host, **streams)  # which waits for none of its own
     engine.save([0], [1], after=w.compute)
-    engine.flush()
+    engine._flush()
     engine.save([1], [2], after=w.compute)
-    engine.flush()  # which asks for the first
+    engine._flush()  # which asks for the first
     engine.load([1], [3], after=w.compute)
     engine.load([2], [4], after=w.compute)
-    engine.flush()
+    engine._flush()
     engine.load([0], [5], after=w.compute)
-    engine.flush()
+    engine._flush()
     engine.save([4], [5], after=w.compute)
     engine.save([3], [4], after=w.compute)
-    engine.flush()
+    engine._flush()
     device.synchronize()
     for page in range(6):
         w.read(page)
@@ -214,7 +214,7 @@ def pages_freed_in_flight(device):
     w.write(page, other)
     host = w.host.allocator.alloc(4)
     load = engine.load(host[2:3], [page], after=other)
-    engine.flush()
+    engine._flush()
     w.host.allocator.free(host[2:3])
     w.fill(w.host.allocator.alloc(1)[0])
     load.wait(other)
@@ -369,33 +369,17 @@ def tiered_disk_write_through(device):
         return w.results()
 
 
-def tiered_disk_narrowed(device):
-    """Blocks that are converted on their way to a file, and back."""
-    with tempfile.TemporaryDirectory() as folder:
-        w = Tiers(
-            device, 2, 2, write="back", disk=Path(folder) / "blocks", disk_bytes=1 << 16,
-            disk_dtype="bf16",
-        )  # fmt: skip
-        w.insert(1, 2)
-        w.cache.evict(2)
-        w.insert(3, 4)
-        w.cache.evict(2)
-        w.use(1)
-        w.use(3, stream=device.stream())
-        return w.results()
-
-
 class SharedTiers(Tiers):
     """Over a shared store, whose thread takes its steps when the program says so."""
 
     def __init__(self, device, *sizes, **options):
         self.stored = {}
-        store = SimpleNamespace(exists=self.exists, put=self.put, get=self.get)
+        store = SimpleNamespace(match=self.match, put=self.put, get=self.get)
         super().__init__(device, *sizes, shared=store, **options)
         self.worker = self.cache._store
         self.worker._thread = threading.current_thread()  # so that none is started
 
-    def exists(self, hashes):
+    def match(self, hashes):
         return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
 
     def put(self, hashes, pages):

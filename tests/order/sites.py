@@ -32,7 +32,7 @@ from kvcupy.devices import cuda_streams, host_streams
 from kvcupy.order.explore import SimulatedStream
 
 PACKAGE = Path(kv.__file__).parent
-WITHIN = ("arrays.py", "cache/", "ops/", "scratch.py", "streams.py")
+WITHIN = ("arrays.py", "cache/", "ops/", "remote/", "scratch.py", "streams.py")
 """What issues work for users. The rest observes, measures, or is a device."""
 
 _COMPLETION = ("wait", "wait_layer", "synchronize", "done")
@@ -52,7 +52,7 @@ PRIMITIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AccessOrder, ("begin", "end")),
     (Step, ("wait_layer",)),
     (DeviceBuffer, ("read_by", "wait_for_readers")),
-    (PageAllocator, ("busy",)),
+    (PageAllocator, ("_mark_busy",)),
 )
 NAMES = frozenset(name for _, names in PRIMITIVES for name in names)
 

@@ -13,12 +13,13 @@ import pytest
 from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_cases import Gate
+from stream_cases import PATIENCE_S, Gate
 
 import kvcupy as kv
 from kvcupy import observe
 from kvcupy.arrays import array_at, view
 from kvcupy.ops import attention
+from kvcupy.order import checker as order_checker
 
 
 class World:
@@ -307,7 +308,7 @@ def test_layers_and_pages_of_a_pool(device, layout):
         gather(0, device.asarray(np.array([10, 11])), b)
         assert checker.reports == []
         kv.store_kv(rows, rows, pool.k(1), pool.v(1), page_3, stream=b)
-        kv.copy_pages(pool, np.array([3]), np.array([4]), stream=b)
+        kv.copy_pages(pool, device.asarray(np.array([3])), device.asarray(np.array([4])), stream=b)
         assert checker.reports == []
         gather(1, device.asarray(np.array([10, 3])), b)
     (report,) = checker.reports
@@ -359,9 +360,10 @@ def test_keys_behind_an_evicted_span(device):
 @pytest.mark.parametrize(("page", "kind"), [(1, "WAR"), (2, "WAW"), (3, None)])
 def test_pages_that_are_copied(device, page, kind):
     cache, row = device.zeros((4, 8), "fp16"), device.zeros(8, "fp16")
+    source, target = (device.asarray(np.array([number])) for number in (1, 2))
     main, other = device.stream(), device.stream()
     with kv.order_checker("record") as checker:
-        kv.copy_pages(cache, np.array([1]), np.array([2]), stream=main)
+        kv.copy_pages(cache, source, target, stream=main)
         device.copy(cache[page], row, stream=other)
     device.synchronize()
     assert kinds(checker) == [kind] * (kind is not None)
@@ -412,10 +414,12 @@ def stored_by_tables(device, slots, stream, upload):
 
 
 @pytest.mark.parametrize("slot", [5, 6])
-def test_tables_that_are_being_copied(device, monkeypatch, slot):
+def test_tables_that_are_being_copied(device, slot):
     """They are followed through the copy: nothing waits."""
     a, b, upload = (device.stream() for _ in range(3))
     device.caches = [device.zeros((8, 2, 8), "fp16") for _ in "kv"]
+    stored_by_tables(device, [0, 5, 0, 0], a, upload)  # loads the kernel
+    device.synchronize()
     gate = Gate(upload)
     with kv.order_checker("record") as checker:
         stored_by_tables(device, [0, 5, 0, 0], a, upload)
@@ -428,15 +432,15 @@ def test_tables_that_are_being_copied(device, monkeypatch, slot):
 
 
 @pytest.mark.parametrize("page", [1, 2])
-def test_slots_that_a_kernel_computes(device, page):
+def test_slots_that_a_kernel_computes(device, monkeypatch, page):
+    monkeypatch.setattr(order_checker, "_WAIT_S", PATIENCE_S)
     caches = [device.zeros((4, 4, 2, 8), "fp16") for _ in "kv"]
     rows, a, b = device.zeros((2, 2, 8), "fp16"), device.stream(), device.stream()
     with kv.order_checker("record") as checker:
         for stream, pages in ((a, [1]), (b, [page])):
             table, slots = device.asarray(np.array([pages])), device.zeros(2, "int64")
             lengths = device.asarray(np.array([3])), device.asarray(np.array([2]))
-            with_slots = kv.ops.indexing.slot_mapping
-            with_slots(table, *lengths, 4, out=slots)
+            kv.slot_mapping(table, *lengths, 4, out=slots, stream=stream)
             kv.store_kv(rows, rows, *caches, slots, stream=stream)
     device.synchronize()
     assert kinds(checker) == ["WAW"] * (page == 1)
@@ -448,6 +452,8 @@ def test_slots_that_cannot_be_known_in_time(device):
     caches = [device.zeros((8, 2, 8), "fp16") for _ in "kv"]
     rows, slots = device.zeros((1, 2, 8), "fp16"), device.zeros(1, "int64")
     a, b, producer = (device.stream() for _ in range(3))
+    kv.store_kv(rows, rows, *caches, slots)  # loads the kernel
+    device.synchronize()
     gate = Gate(producer)
     with kv.order_checker("record") as checker:
         with kv.declare(writes=slots, stream=producer):
@@ -673,7 +679,7 @@ def test_a_launch_has_the_slots_of_its_time(device, slot):
             kv.store_kv(rows, rows, *caches, slots, stream=main)
         kv.store_kv(rows, rows, *caches, device.asarray(np.array([3])), stream=other)
         slots[...] = slot
-        device.synchronize() if device.kind == "cuda" else None
+        device.as_stream(None).synchronize()  # not of `other`
         graph.launch(main)
     device.synchronize()
     assert kinds(checker) == ["WAW"] * (slot == 3)
@@ -775,7 +781,7 @@ def test_a_checker_keeps_nothing_alive(world):
 
     with kv.order_checker():
         array = np.zeros((8, 4), np.float32).view(Owner)
-        slots = np.arange(1).view(Owner)
+        slots = world.device.asarray(np.arange(1))
         known = [weakref.ref(array), weakref.ref(slots), weakref.ref(world.copy)]
         stream = world.copy
         world.device.copy(world.x, array, stream=stream)

@@ -17,71 +17,82 @@ from migration_cases import (
     filled,
     is_poisoned,
     pair,
-    parts_of,
     poison,
     pool_of,
 )
-from stream_cases import Gate
+from stream_cases import Gate, run_ahead
 
 import kvcupy as kv
 
-SENDER, RECEIVER = "cache/migration/sender.py PageSender.", "cache/migration/receiver.py "
+SENDER, RECEIVER = "remote/migration/sender.py PageSender.", "remote/migration/receiver.py "
 LAYERS = range(3)
 
 
-def host_stream():
-    return kv.device("host").stream()
+def pools(device):
+    """Return a pool that is filled and one that is not, in host memory."""
+    return filled(device=device), pool_of(device=device)
 
 
-def sent_when_written():
-    source = pool_of()
-    with pair(source) as (sender, receiver, _, target):
-        writer = host_stream()
+def copied(pool, device, stream=None, **options):
+    """Return another pool with the same bytes, in host memory unless `placement` says otherwise.
+
+    With a stream they are copied in its order, else at once.
+    """
+    other = pool_of(device=device, **options)
+    for to, of in zip(other.parts, pool.parts, strict=True):
+        device.copy(to, of, stream=stream)
+    if stream is None:
+        device.synchronize()
+    return other
+
+
+def sent_when_written(device, is_control):
+    source = pool_of(device=device)
+    with pair(source, pool_of(device=device)) as (sender, receiver, _, target):
+        writer = device.stream()
         gate = Gate(writer)
         writer.call(lambda: fill(source))
         pull = receiver.pull(sender.offer(source.allocator.alloc(2), after=writer), [3, 2])
         eventually(lambda: pull.done() or sender.stats()["pulls"])
-        time.sleep(0.02)
-        gate.open()
+        run_ahead([gate], pull, is_control=is_control)
         pull.synchronize()
         writer.synchronize()
         assert_pulled(target, [3, 2], [0, 1])
 
 
-def read_when_arrived():
-    with pair() as (sender, receiver, source, target):
-        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+def read_when_arrived(device, is_control):
+    with pair(*pools(device)) as (sender, receiver, source, target):
+        offered = source.allocator.alloc(2)
+        ticket = sender.offer(offered, by_layer=True)
         pull = receiver.pull(ticket, [3, 2])
-        reader, seen = host_stream(), []
+        reader = device.stream()
         pull.wait(reader)
-        reader.call(lambda: seen.append([array[[3, 2]].copy() for _, _, array in parts_of(target)]))
-        time.sleep(0.02)
+        seen = copied(target, device, reader)
+        run_ahead([], reader, is_control=is_control)
         for layer in LAYERS:
             sender.layer_done(ticket, layer)
         pull.synchronize()
         reader.synchronize()
-        expected = [array[[3, 2]] for _, _, array in parts_of(target)]
-        assert all((a == b).all() for a, b in zip(seen[0], expected, strict=True))
+        assert_pulled(seen, [3, 2], offered)
 
 
-def overwritten_when_used():
-    with pair() as (sender, receiver, source, target):
+def overwritten_when_used(device, is_control):
+    with pair(*pools(device)) as (sender, receiver, source, target):
         poison(target, range(12))
-        user, seen = host_stream(), []
+        user, seen = device.stream(), []
         gate = Gate(user)
         user.call(lambda: seen.append(is_poisoned(target, [0, 1])))
         pull = receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1], after=user)
         eventually(lambda: sender.stats()["sent_bytes"] or sender.stats()["pulls"])
-        time.sleep(0.02)
-        gate.open()
+        run_ahead([gate], pull, is_control=is_control)
         pull.synchronize()
         user.synchronize()
         assert seen == [True]
 
 
-def freed_when_written():
-    with pair() as (sender, _, source, _):
-        writer = host_stream()
+def freed_when_written(device, is_control):
+    with pair(*pools(device)) as (sender, _, source, _):
+        writer = device.stream()
         gate = Gate(writer)
         ticket = sender.offer(source.allocator.alloc(2), after=writer)
         sender.withdraw(ticket)
@@ -92,8 +103,8 @@ def freed_when_written():
         assert source.allocator.num_free == 12
 
 
-def freed_when_nothing_lands():
-    with pair() as (sender, receiver, source, target):
+def freed_when_nothing_lands(device, is_control):
+    with pair(*pools(device)) as (sender, receiver, source, target):
         ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
         pages = target.allocator.alloc(2)
         pull = receiver.pull(ticket, pages)
@@ -118,39 +129,39 @@ class Late:
 
 
 def staged(side):
-    def program():
-        pools = filled(placement="device"), pool_of(placement="device")
-        with pair(*pools, **{side: {"staging_pages": 2}}) as (sender, receiver, source, target):
+    def program(device, is_control):
+        on_device = [copied(pool, device, placement="device") for pool in pools(device)]
+        with pair(*on_device, **{side: {"staging_pages": 2}}) as (sender, receiver, source, target):
             staging = (sender if side == "sender" else receiver)._staging
             staging._save = [Late(each) for each in staging._save]
             staging._load = [Late(each) for each in staging._load]
             offered = source.allocator.alloc(5)
             receiver.pull(sender.offer(offered), [4, 1, 9, 8, 0]).synchronize()
-            assert_pulled(target, [4, 1, 9, 8, 0], offered)
+            assert_pulled(copied(target, device), [4, 1, 9, 8, 0], offered)
 
     return program
 
 
 CONTROLS = {
     SENDER + "_is_ready: completion.done()": sent_when_written,
-    SENDER + "_written_by: self._pool.allocator.busy(pages, completion)": freed_when_written,
+    SENDER + "_written_by: self._pool.allocator._mark_busy(pages, completion)": freed_when_written,
     RECEIVER + "Pull._wait: waiting.wait(event)": read_when_arrived,
     RECEIVER + "Pull._event_of: stream.record()": read_when_arrived,
     RECEIVER + "Pull._is_used: self._after.done()": overwritten_when_used,
-    RECEIVER + "PageReceiver.pull: self._pool.allocator.busy(ordered, pull._landing)":
+    RECEIVER + "PageReceiver.pull: self._pool.allocator._mark_busy(ordered, pull._landing)":
         freed_when_nothing_lands,
-    "cache/migration/layers.py Staging.save: stream.synchronize()": staged("sender"),
-    "cache/migration/layers.py Staging.load: stream.synchronize()": staged("receiver"),
+    "remote/migration/layers.py Staging.save: stream.synchronize()": staged("sender"),
+    "remote/migration/layers.py Staging.load: stream.synchronize()": staged("receiver"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("site", CONTROLS)
 @pytest.mark.usefixtures("lenient_host")
-def test_each_wait_is_needed(site):
+def test_each_wait_is_needed(device, site):
     program = CONTROLS[site]
     with sites.watched() as seen:
-        program()
+        program(device, is_control=False)
     assert seen[site]
     with sites.watched(leave_out=site), pytest.raises((AssertionError, kv.KvcupyError)):
-        program()
-    kv.device("host").synchronize()
+        program(device, is_control=True)
+    device.synchronize()

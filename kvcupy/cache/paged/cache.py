@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,25 +15,28 @@ from ...arrays import address_of, describe, view
 from ...config import cache_logger
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
-from ...formats import FORMATS
+from ...formats import FORMATS, Encoding
 from ...ops import call, checks
 from ...ops.attention import check_query
-from ...ops.call import format_name
-from ..identity import hash_list
+from ..hashes import hash_list
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from ..tiered.cache import TieredCache
 from .contents import Contents
-from .exchange import Exports, SequencePull, decode_state, encode_state
+from .exchange import (
+    Exports,
+    PullProtocol,
+    ReceiverProtocol,
+    SenderProtocol,
+    SequencePull,
+    decode_state,
+    encode_state,
+)
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
-from .past import Past, past_pool_of
+from .past import Demotion, Past, past_pool_of
 from .sequences import CachedSequence, Sequences
 from .step import Step, Steps, require_on_device
 from .tables import StepTables, Tables, block_table
-
-if TYPE_CHECKING:
-    from ..migration.receiver import PageReceiver, Pull
-    from ..migration.sender import PageSender
 
 _PAGE_SIZE, _DTYPE = 16, "bf16"  # defaults
 _NO_STEP = "no step is running: call begin_forward first"
@@ -48,9 +51,10 @@ class PagedKVCache(ProcessLocal):
         num_q_heads is needed; the others, where they are not left at their defaults, must agree
         with it
     v_head_dim : the width of V; None is that of K
-    latent_dim : for multi-head latent attention: a token has a row of head_dim elements, the latent
-        and then the rope part, and num_kv_heads is 1. See `attention_mla`
-    dtype : format of the cache, by name or as a dtype
+    latent_dim, rope_dim : for multi-head latent attention, instead of num_kv_heads and head_dim: a
+        token has one row, the latent and then the rope part. See `attention_mla`
+    dtype : encoding of the cache: an Encoding or its string, or a dtype. Of latents the rope part
+        is never rotated
     k_scale, v_scale : static scales of a quantised cache: a number, or float32 (H,), (L, 1) or
         (L, H). Without any it has one scale per token and head (with latent_dim: scale 1)
     rope : float32 (max_positions, rotary_dim) on the device, from `rope_table`; None: no rotation
@@ -68,16 +72,8 @@ class PagedKVCache(ProcessLocal):
         (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so that other users
         may allocate some of them
     slots_in_flight : steps whose tables may be uploading or in use at once
-    past : a format narrower than dtype, in which old tokens are kept; None: all are kept in dtype.
-        See the notes on precision
-    recent, sinks : with past, tokens of a sequence that stay in dtype: at least the last `recent`
-        before each step, and the first `sinks`
-    num_past_pages : with past, pages for old tokens; None: as many as num_pages
-    rotation : "hadamard": rows of the pool whose format has four bits, `past` or else `dtype`, are
-        stored rotated, as in `kvcupy.view_as`; of latents without the rope part. None: they are
-        not. With `pool` it is the pool's own
-    scale_rule : how groups of that pool get their scales where rows are written, as in
-        `kvcupy.view_as`: "absmax", or of nvfp4 "four_over_six". With `pool` it is the pool's own
+    demotion : a `Demotion`: how old tokens are kept in a narrower encoding; None: all are kept in
+        dtype. See the notes on precision
 
     Attributes
     ----------
@@ -100,17 +96,17 @@ class PagedKVCache(ProcessLocal):
     its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
 
-    Precision: with `past`, the end of a step demotes each page of its sequences that holds none of
-    their first `sinks` and none of their last `recent` committed tokens: it is converted on the
-    copy stream, behind all work on it so far, and is free. Where the past
-    has no free page, it stays as it is until the end of a later step. A page that several sequences
+    Precision: with `demotion`, the end of a step demotes each page of its sequences that holds none
+    of their first `first` and none of their last `recent` committed tokens: it is converted on the
+    copy stream, behind all work on it so far, and is free. Where no page for old tokens is free, it
+    stays in dtype until the end of a later step. A page that several sequences
     share is converted once: each moves to the demoted page when it leaves its own window, and the
     last frees the other. A token that is demoted stays so, also if tokens behind it are popped;
     appending to a demoted page, or forking within it, converts it back to dtype with the values
     that are left. Scales are one per token and head, or those of groups. Attention reads each
-    format by a launch of its own and merges them. Not with `past`: latent_dim, k_scale and v_scale,
-    cascade=True, a `window` of attention longer than recent + 1 or with first keys, and page tables
-    for other libraries. `offload` and `export_sequence` move demoted pages as they are.
+    format by a launch of its own and merges them. Not with `demotion`: latent_dim, k_scale and
+    v_scale, cascade=True, a `window` of attention longer than recent + 1 or with first keys, and
+    page tables for other libraries. `offload` and `export_sequence` move demoted pages as they are.
 
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
@@ -138,19 +134,24 @@ class PagedKVCache(ProcessLocal):
         dtype: Any = _DTYPE, rope: Any = None, interleaved: bool = False, rope_mode: str = "normal",
         max_batch_tokens: int = 8192, device: Any = None, copy_stream: Any = None,
         slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
+        rope_dim: int | None = None,
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
         cascade: bool | None = None, pool: Pool | None = None,
-        past: Any = None, recent: int | None = None, sinks: int = 0,
-        num_past_pages: int | None = None, rotation: str | None = None,
-        scale_rule: str = "absmax",
+        demotion: Demotion | None = None,
     ) -> None:  # fmt: skip
+        if isinstance(pool, MLAPool) and latent_dim is None and pool.rope_dim:
+            latent_dim = pool.latent_dim
+        if isinstance(pool, MLAPool) and latent_dim is not None and rope_dim is None:
+            rope_dim = pool.head_dim - positive_int(latent_dim, "latent_dim")
+            if rope_dim < 1:
+                raise ValueError(
+                    f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}"
+                )
         pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
-            v_head_dim=v_head_dim, latent_dim=latent_dim,
+            v_head_dim=v_head_dim, latent_dim=latent_dim, rope_dim=rope_dim,
             has_static_scales=k_scale is not None or v_scale is not None,
-            rotation=rotation if past is None else None,
-            scale_rule=scale_rule if past is None else "absmax",
         )  # fmt: skip
         rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
@@ -158,15 +159,13 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
-        self.past_pool = past_pool_of(
-            pool, past, recent, sinks, num_past_pages, rotation, scale_rule
-        )
+        self.past_pool = past_pool_of(pool, demotion)
         num_all_pages = pool.num_pages
         if self.past_pool is not None:
             if cascade:
-                raise ValueError("cascade: expected None or False with past, got True")
+                raise ValueError("cascade: expected None or False with demotion, got True")
             if k_scale is not None or v_scale is not None:
-                raise ValueError("k_scale, v_scale: expected None with past")
+                raise ValueError("k_scale, v_scale: expected None with demotion")
             cascade = False
             num_all_pages += self.past_pool.num_pages
         max_tokens = rotary.max_positions or num_all_pages * pool.page_size
@@ -178,7 +177,8 @@ class PagedKVCache(ProcessLocal):
         self._is_latent = latent_dim is not None
         self._rope_mode = rotary.mode
         self._warned = False
-        kept, past_layers = (int(recent or 0), int(sinks)), None
+        kept = (0, 0) if demotion is None else (demotion.recent, demotion.first)
+        past_layers = None
         if self.past_pool is not None:
             past_layers = Layers(self.past_pool, self._num_q_heads, rotary, [])
         self._layers = Layers(
@@ -223,7 +223,7 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_past_pages(self) -> int:
-        """Pages for old tokens that are not allocated; 0 without `past`."""
+        """Pages for old tokens that are not allocated; 0 without `demotion`."""
         if self.past_pool is None:
             return 0
         self._exports.reclaim()
@@ -297,7 +297,7 @@ class PagedKVCache(ProcessLocal):
         parent, child : a cached sequence, and a new one
         at : how many tokens, 0 to the parent's length; None: all
         inherit_window : whether the child gets the parent's sliding window. False: it has none,
-            and `at` is at most the parent's sinks, because the tokens behind them may be evicted
+            and `at` is at most the parent's sink_tokens, because those behind may be evicted
 
         Raises
         ------
@@ -320,10 +320,10 @@ class PagedKVCache(ProcessLocal):
         checks.require_int(at, "at")
         if not 0 <= at <= source.length:
             raise ValueError(f"at: expected 0 to {source.length}, got {at}")
-        if not inherit_window and source.window and at > source.sinks:
+        if not inherit_window and source.window and at > source.sink_tokens:
             raise ValueError(
-                f"at: expected at most the {source.sinks} sinks of the parent's sliding window "
-                f"with inherit_window=False, got {at}"
+                f"at: expected at most the {source.sink_tokens} sink_tokens of the parent's "
+                f"sliding window with inherit_window=False, got {at}"
             )
         self._steps.fork(source, child, int(at), inherit_window)
 
@@ -352,18 +352,19 @@ class PagedKVCache(ProcessLocal):
         """
         return self._sequences.find(seq).length
 
-    def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
+    def enable_sliding_window(self, seq: Hashable, window: int, sink_tokens: int = 0) -> None:
         """After each step, keep only the first tokens of a sequence and the last.
 
         Parameters
         ----------
-        window : tokens that remain: the first `sinks`, and the last `window - sinks`
-        sinks : 0 to window - 1
+        window : how many of the last tokens remain
+        sink_tokens : how many of the first tokens remain too
 
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        TypeError, ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        TypeError, ValueError : an argument does not fit, or tokens were evicted behind another
+            number of sink_tokens
         KvcupyError : it belongs to the running step
 
         Notes
@@ -375,12 +376,14 @@ class PagedKVCache(ProcessLocal):
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         positive_int(window, "window")
-        checks.require_int(sinks, "sinks")
-        if not 0 <= sinks < window:
-            raise ValueError(f"sinks: expected 0 to {window - 1}, got {sinks}")
-        if sequence.evicted and sinks != sequence.sinks:
-            raise ValueError(f"sinks: expected {sequence.sinks} as before, got {sinks}")
-        sequence.window, sequence.sinks = int(window), int(sinks)
+        checks.require_int(sink_tokens, "sink_tokens")
+        if not 0 <= sink_tokens < 2**31:
+            raise ValueError(f"sink_tokens: expected 0 to 2**31 - 1, got {sink_tokens}")
+        if sequence.evicted and sink_tokens != sequence.sink_tokens:
+            raise ValueError(
+                f"sink_tokens: expected {sequence.sink_tokens} as before, got {sink_tokens}"
+            )
+        sequence.window, sequence.sink_tokens = int(window), int(sink_tokens)
         if self._rope_mode == "normal" and not self._warned:
             self._warned = True
             cache_logger.warning(
@@ -395,13 +398,13 @@ class PagedKVCache(ProcessLocal):
 
     # --- Steps ---
 
-    def begin_forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> None:
+    def begin_forward(self, seqs: Any, append_lens: Any, *, token_tree: Any = None) -> None:
         """Begin a step that appends tokens to sequences: lengths grow, pages are allocated.
 
         Parameters
         ----------
         seqs : sequences, each once; rows of the step come in this order
-        append_lengths : new tokens of each, at least 1, together at most max_batch_tokens
+        append_lens : new tokens of each, at least 1, together at most max_batch_tokens
         token_tree : for each sequence the parents of its new tokens, which are nodes of a tree,
             numbered on from those not yet committed; -1: a root, which follows the last committed
             token. None in place of a list: plain tokens, one after another
@@ -420,7 +423,7 @@ class PagedKVCache(ProcessLocal):
         Stream: host work, but for partial pages that are shared: they are copied on the copy
         stream. Host work grows with the batch, not with the number of sequences in the cache.
         """
-        self._steps.begin(seqs, append_lengths, token_tree)
+        self._steps.begin(seqs, append_lens, token_tree)
 
     def end_forward(self) -> None:
         """End the step; windows slide.
@@ -434,9 +437,9 @@ class PagedKVCache(ProcessLocal):
         self._steps.end()
 
     @contextmanager
-    def forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> Iterator[None]:
+    def forward(self, seqs: Any, append_lens: Any, *, token_tree: Any = None) -> Iterator[None]:
         """Begin a step and end it with the block; an exception takes its tokens back."""
-        self.begin_forward(seqs, append_lengths, token_tree=token_tree)
+        self.begin_forward(seqs, append_lens, token_tree=token_tree)
         try:
             yield
         except BaseException:
@@ -470,7 +473,8 @@ class PagedKVCache(ProcessLocal):
     def attention(
         self, layer: int, query: Any, key: Any, value: Any, *,
         out: Any = None, sm_scale: float | None = None, window: int | None = None,
-        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+        sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """Write K and V of the step's tokens in one layer, and attend with their queries.
 
@@ -481,7 +485,8 @@ class PagedKVCache(ProcessLocal):
             T' may be more than their number: rows past the tokens are ignored
         key, value : (T', H, D), (T', H, Dv)
         out : (T', Hq, Dv), written in place; None: allocated, zero past the tokens
-        sm_scale, window, sinks, logits_soft_cap : of this layer, as in `paged_attention`
+        sm_scale, window, sink_tokens, sinks, logits_soft_cap : of this layer, as in
+            `paged_attention`
         stream : the compute stream; None: the current one of the query's library
 
         Returns
@@ -508,20 +513,23 @@ class PagedKVCache(ProcessLocal):
         if self._is_latent:
             raise KvcupyError("this cache holds latents: call attention_mla")
         return self._attend(
-            layer, query, key, value, out, sm_scale, window, sinks, logits_soft_cap, stream
-        )
+            layer, query, key, value, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap,
+            stream,
+        )  # fmt: skip
 
     def attention_qkv(
         self, layer: int, qkv: Any, *,
         out: Any = None, sm_scale: float | None = None, window: int | None = None,
-        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+        sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """Do as `attention` does, with query, key and value in one array.
 
         Parameters
         ----------
         qkv : (T', Hq + 2 H, D): query heads, then those of K, then of V
-        layer, out, sm_scale, window, sinks, logits_soft_cap, stream : as in `attention`
+        layer, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap, stream : as in
+            `attention`
         """
         rows, width = view(qkv, "qkv"), self._layers.width
         heads = self._num_q_heads + 2 * self.pool.num_kv_heads
@@ -537,14 +545,15 @@ class PagedKVCache(ProcessLocal):
         ends = self._num_q_heads, self._num_q_heads + self.pool.num_kv_heads
         return self.attention(
             layer, rows[:, : ends[0]], rows[:, ends[0] : ends[1]], rows[:, ends[1] :],
-            out=out, sm_scale=sm_scale, window=window, sinks=sinks,
+            out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens, sinks=sinks,
             logits_soft_cap=logits_soft_cap, stream=stream,
         )  # fmt: skip
 
     def attention_mla(
         self, layer: int, query: Any, latent: Any, rope_key: Any, *,
-        sm_scale: float, out: Any = None, window: int | None = None, sinks: Any = None,
-        logits_soft_cap: float | None = None, stream: Any = None,
+        sm_scale: float, out: Any = None, window: int | None = None,
+        sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
+        stream: Any = None,
     ) -> Any:  # fmt: skip
         """Do as `attention` does, for multi-head latent attention.
 
@@ -554,19 +563,19 @@ class PagedKVCache(ProcessLocal):
         latent, rope_key : (T', R), (T', P)
         sm_scale : what scores are multiplied by; it depends on the widths before absorption
         out : (T', Hq, R)
-        layer, window, sinks, logits_soft_cap, stream : as in `attention`
+        layer, window, sink_tokens, sinks, logits_soft_cap, stream : as in `attention`
         """
         if not self._is_latent:
             raise KvcupyError("this cache holds K and V: call attention")
         parts = view(latent, "latent"), view(rope_key, "rope_key")
         self._layers.check_latent(*parts, self._running()[0].num_tokens)
         return self._attend(
-            layer, query, *parts, out, sm_scale, window, sinks, logits_soft_cap, stream
+            layer, query, *parts, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap, stream
         )
 
     def _attend(
         self, layer: Any, query: Any, key: Any, value: Any, out: Any,
-        sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
+        sm_scale: Any, window: Any, sink_tokens: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
     ) -> Any:  # fmt: skip
         step, tables = self._steps.running, self._steps.tables
         if step is None or tables is None:
@@ -575,8 +584,9 @@ class PagedKVCache(ProcessLocal):
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         layers = self._layers
         rows, options, arrays, pointers, kind = layers.check(
-            query, key, value, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
-        )
+            query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
+            logits_soft_cap,
+        )  # fmt: skip
         own = self.device.as_stream(stream, rows.library)
         if out is None:
             shape = (*rows.shape[:2], layers.v_width)
@@ -625,11 +635,11 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has a `past`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
 
         Notes
         -----
-        A sequence whose window has slid has unused slots between its sinks and what follows.
+        A sequence whose window has slid has unused slots between its sink tokens and what follows.
         """
         self._require_one_pool("block_table")
         return self.device.carrier(block_table(self._tables(stream)))
@@ -645,7 +655,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has a `past`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
         """
         self._require_one_pool("page_table_csr")
         self._running()
@@ -688,13 +698,13 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
         return self._contents.read(sequence, start, stop, dtype, stream)
 
-    def set_kv(self, seq: Hashable, start: int, K: Any, V: Any, *, stream: Any = None) -> None:
+    def set_kv(self, seq: Hashable, start: int, k: Any, v: Any, *, stream: Any = None) -> None:
         """Overwrite K and V of tokens of a sequence; other sequences that share them keep theirs.
 
         Parameters
         ----------
         start : position of the first; n of them must be cached
-        K, V : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
+        k, v : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
             quantised if the cache is
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -716,7 +726,7 @@ class PagedKVCache(ProcessLocal):
         sequence = self._on_device(seq)
         self._steps.require_outside(seq)
         checks.require_int(start, "start")
-        key, value = self._contents.check(K, V)
+        key, value = self._contents.check(k, v)
         stop = start + key.shape[1]
         if not 0 <= start <= stop <= sequence.length:
             raise ValueError(
@@ -745,8 +755,8 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: waits for all steps so far. Capture: illegal. With `past` demoted tokens are written
-        as `get_kv` gives them; loading the file demotes them again.
+        Stream: waits for all steps so far. Capture: illegal. Demoted tokens are written as
+        `get_kv` gives them; loading the file demotes them again.
         """
         self._contents.save(self._settled(seq), path)
 
@@ -768,7 +778,7 @@ class PagedKVCache(ProcessLocal):
         try:
             reserved = self._sequences.reserve([sequence], [saved.length])
             self._sequences.grow([sequence], [saved.length], reserved)
-            sequence.window, sequence.sinks = saved.window, saved.sinks
+            sequence.window, sequence.sink_tokens = saved.window, saved.sink_tokens
             self._contents.restore(sequence, saved)
             self._steps.demote([sequence])
         except BaseException:
@@ -787,9 +797,9 @@ class PagedKVCache(ProcessLocal):
         ----------
         tiers : a TieredCache whose `device_pool` is the `pool` of this cache. A tiered cache
             belongs to one paged cache
-        num_past_host_pages : with `past`, pages in host memory for demoted pages of offloaded
+        num_past_host_pages : with `demotion`, pages in host memory for demoted pages of offloaded
             sequences; None: as many as in `past_pool`. They are allocated when the first is
-            offloaded. Where the host pool of `tiers` has the format of `past`, its pages are used
+            offloaded
 
         Raises
         ------
@@ -845,8 +855,8 @@ class PagedKVCache(ProcessLocal):
     # --- Other caches ---
 
     def export_sequence(
-        self, seq: Hashable, sender: PageSender, *,
-        lease_s: float = 30.0, past_sender: PageSender | None = None,
+        self, seq: Hashable, sender: SenderProtocol, *,
+        lease_s: float = 30.0, past_sender: SenderProtocol | None = None,
     ) -> bytes:  # fmt: skip
         """Offer a sequence to a cache of another process, with its window and its hashes.
 
@@ -906,9 +916,9 @@ class PagedKVCache(ProcessLocal):
         return export.ticket
 
     def import_sequence(
-        self, seq: Hashable, ticket: bytes, receiver: PageReceiver, *,
-        deadline_s: float = 30.0, past_receiver: PageReceiver | None = None,
-    ) -> Pull | SequencePull:  # fmt: skip
+        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, *,
+        deadline_s: float = 30.0, past_receiver: ReceiverProtocol | None = None,
+    ) -> PullProtocol | SequencePull:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
 
         Parameters
@@ -950,7 +960,7 @@ class PagedKVCache(ProcessLocal):
         state, num_pages, demoted = decode_state(
             offered.attachment, self._exchanged(), self.pool.page_size, self._exchanged_past()
         )
-        pulled: list[tuple[PageReceiver, bytes, int]] = []  # with the number of pages
+        pulled: list[tuple[ReceiverProtocol, bytes, int]] = []  # with the number of pages
         if demoted is None:
             pulled.append((receiver, ticket, num_pages))
         elif past_receiver is None:
@@ -968,7 +978,7 @@ class PagedKVCache(ProcessLocal):
         start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
         pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
         combined = self._sequences.combine(pages, past_pages, start)
-        pulls: list[Pull] = []
+        pulls: list[PullProtocol] = []
         try:
             after = self._steps.access.copy_stream_behind_all()
             for by, named, _ in pulled:
@@ -989,7 +999,7 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
         if sequence.length == 0:
             raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
-        if self._steps.is_running(seq) and 0 < sequence.window < sequence.length:
+        if self._steps.is_running(seq) and sequence.num_beyond_window:
             raise ValueError(
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )
@@ -1004,7 +1014,7 @@ class PagedKVCache(ProcessLocal):
         past = self._past
         if past is None:
             return None
-        kept = {"past": past.pool.encoding, "recent": past.recent, "sinks": past.sinks}
+        kept = {"past": past.pool.stored_as, "recent": past.recent, "sinks": past.sinks}
         return {name: str(value) for name, value in kept.items()}
 
     def _check_past(self, end: Any, name: str, kind: str) -> None:
@@ -1058,13 +1068,19 @@ def _sequence_samples(cache: PagedKVCache) -> Iterator[tuple[str, metrics.Labels
 def _pool_of(
     pool: Pool | None, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any,
     num_pages: int | None, page_size: int, dtype: Any, device: Any, v_head_dim: int | None,
-    latent_dim: int | None, has_static_scales: bool, rotation: Any, scale_rule: Any,
+    latent_dim: int | None, rope_dim: int | None, has_static_scales: bool,
 ) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
-        positive_int(latent_dim, "latent_dim")
+        row = positive_int(latent_dim, "latent_dim") + positive_int(rope_dim, "rope_dim")
         if v_head_dim is not None:
             raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
+        for name, value, own in (("num_kv_heads", num_kv_heads, 1), ("head_dim", head_dim, row)):
+            if value is not None and positive_int(value, name) != own:
+                raise ValueError(f"{name}: expected None or {own} with latent_dim, got {value}")
+        head_dim = row
+    elif rope_dim is not None:
+        raise ValueError(f"rope_dim: expected None without latent_dim, got {rope_dim}")
     if pool is not None:
         counts = {
             "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
@@ -1074,29 +1090,19 @@ def _pool_of(
         _require_pool(
             pool, counts, None if dtype is _DTYPE else dtype, device, latent_dim, has_static_scales
         )
-        if rotation is not None and rotation != pool.rotation:
-            raise ValueError(f"rotation: expected {pool.rotation!r} as in pool, got {rotation!r}")
-        if scale_rule != "absmax" and scale_rule != pool.scale_rule:
-            rule = pool.scale_rule
-            raise ValueError(f"scale_rule: expected {rule!r} as in pool, got {scale_rule!r}")
         return pool
     shared: dict[str, Any] = {
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
-        "dtype": dtype, "device": device, "rotation": rotation, "scale_rule": scale_rule,
+        "dtype": dtype, "device": device,
     }  # fmt: skip
     if latent_dim is None:
-        own = FORMATS.get(format_name(dtype))  # groups of a four-bit format have scales anyway
-        dynamic = own is not None and own.quantised and not has_static_scales
+        format = FORMATS.get(Encoding.of(dtype).format)  # groups of four bits have scales anyway
+        dynamic = format is not None and format.quantised and not has_static_scales
         return KVPool(  # raises for None, by the argument's name
             **shared, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
             scales=dynamic,
         )  # fmt: skip
-    if positive_int(num_kv_heads, "num_kv_heads") != 1:
-        raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
-    if latent_dim >= positive_int(head_dim, "head_dim"):
-        raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
-    rotated_width = None if rotation is None else latent_dim
-    return MLAPool(**shared, latent_dim=head_dim, rotated_width=rotated_width)
+    return MLAPool(**shared, latent_dim=latent_dim, rope_dim=head_dim - latent_dim)
 
 
 def _require_pool(
@@ -1113,13 +1119,14 @@ def _require_pool(
     for name, value in counts.items():
         if value is not None and positive_int(value, name) != getattr(pool, name):
             raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
-    if dtype is not None and format_name(dtype) != pool.dtype:
-        raise ValueError(f"dtype: expected {pool.dtype} as in pool, got {dtype!r}")
+    own = pool.encoding
+    if dtype is not None and Encoding.of(dtype) not in (own, Encoding(own.format)):
+        raise ValueError(f"dtype: expected {pool.encoding} as in pool, got {dtype!r}")
     if device is not None and devices.get(device) is not pool.device:
         raise ValueError(f"device: expected {pool.device.name} as in pool, got {device!r}")
     if pool.placement != "device":
         raise ValueError(f"pool: expected pages on the device, got {pool}")
-    if latent_dim is not None and latent_dim >= pool.head_dim:
-        raise ValueError(f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}")
+    if isinstance(pool, MLAPool) and pool.rope_dim and latent_dim != pool.latent_dim:
+        raise ValueError(f"latent_dim: expected {pool.latent_dim} as in pool, got {latent_dim}")
     if has_static_scales and pool.scale_parts:
         raise ValueError(f"k_scale, v_scale: expected None with the scales of {pool}")

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from ... import formats
-from ...arrays import ArrayView, columns, describe, rotation_options, view, view_as
+from ...arrays import ArrayView, columns, describe, view, view_as
 from ...devices.protocol import Stream
 from ...errors import file_path
-from ...formats import FOUR_BIT, numpy_dtype
+from ...formats import FOUR_BIT, numpy_dtype, rotated
 from ...ops import call, checks
 from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv
@@ -44,7 +44,7 @@ _TAGS = {
     "I8": "int8",
 }  # fmt: skip
 
-_OWN = ("length", "window", "sinks")  # metadata that may differ from sequence to sequence
+_OWN = ("length", "window", "sink_tokens")  # metadata that may differ from sequence to sequence
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SavedSequence:
 
     length: int
     window: int
-    sinks: int
+    sink_tokens: int
     tensors: Mapping[str, Tensor]
 
 
@@ -108,8 +108,8 @@ class Contents:
 
     def check(self, key: Any, value: Any) -> tuple[ArrayView, ArrayView]:
         """Raise if `write` cannot write K and V; return both as views."""
-        views = view(key, "K"), view(value, "V")
-        for rows, name, part in zip(views, "KV", self._bits[0], strict=True):
+        views = view(key, "k"), view(value, "v")
+        for rows, name, part in zip(views, "kv", self._bits[0], strict=True):
             checks.number_format(rows, name)
             row = part.shape[3:] if self._is_latent else part.shape[2:]
             count = views[0].shape[1] if views[0].ndim > 1 else 0
@@ -206,7 +206,7 @@ class Contents:
         tensors, metadata = read_file(path)
         check_metadata(metadata, self.fields())
         try:
-            length, window, sinks = (int(metadata[name]) for name in _OWN)
+            length, window, sink_tokens = (int(metadata[name]) for name in _OWN)
         except (KeyError, ValueError):
             raise ValueError(
                 f"path: expected a saved sequence, got {path} without {_OWN}"
@@ -215,11 +215,12 @@ class Contents:
         got = {name: (format, tuple(shape)) for name, (format, shape, _) in tensors.items()}
         if length < 0 or got != expected:
             raise ValueError(f"path: expected {path} to hold {expected}, got {got}")
-        if window and not 0 <= sinks < window:
+        if window < 0 or sink_tokens < 0:
             raise ValueError(
-                f"path: expected sinks below window in {path}, got {sinks} and {window}"
+                f"path: expected counts of window and sink_tokens in {path}, got {window} and "
+                f"{sink_tokens}"
             )
-        return SavedSequence(length, window, sinks, tensors)
+        return SavedSequence(length, window, sink_tokens, tensors)
 
     def restore(self, sequence: CachedSequence, saved: SavedSequence) -> None:
         """Write what a file holds to the slots of a sequence, which is complete at return."""
@@ -235,7 +236,7 @@ class Contents:
                     rows.append(uploaded)
                 if caches[0][0].scales is not None:
                     rows = [
-                        view_as(own, v.format, **rotation_options(v.rotated_width))
+                        view_as(own, rotated(v.format, v.rotated_width))
                         for own, v in zip(rows, caches[0], strict=True)
                     ]
                 for layer, (k, v) in enumerate(caches):
@@ -264,7 +265,7 @@ class Contents:
         return {
             "num_layers": str(pool.num_layers), "num_kv_heads": str(pool.num_kv_heads),
             "head_dim": str(pool.head_dim), "v_head_dim": str(self._bits[0][1].shape[3]),
-            "dtype": pool.encoding, "static_scales": digest.hexdigest(),
+            "dtype": pool.stored_as, "static_scales": digest.hexdigest(),
             "rope_mode": self._layers.rope.mode,
         }  # fmt: skip
 

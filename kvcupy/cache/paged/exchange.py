@@ -16,21 +16,48 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ...devices.protocol import Stream
 from ...errors import TransferError
-from ..identity import hash_list
+from ..hashes import hash_list
 from ..pool import Pool
 from .moves import PageAccess, Tiers
 from .sequences import CachedSequence, Ints, Sequences
 
-if TYPE_CHECKING:
-    from ..migration.receiver import Pull
-    from ..migration.sender import PageSender
+
+class SenderProtocol(Protocol):
+    """What exports need of a `PageSender`."""
+
+    def offer(self, pages: Any, **options: Any) -> bytes: ...
+    def layer_done(self, ticket: bytes, layer: int, stream: Any) -> None: ...
+    def withdraw(self, ticket: bytes) -> None: ...
+
+
+class PullProtocol(Protocol):
+    """What imports need of a `Pull`."""
+
+    num_pages: int
+    num_bytes: int
+
+    @property
+    def failure(self) -> TransferError | None: ...
+    def done(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def wait_layer(self, layer: int, stream: Any = None) -> None: ...
+    def cancel(self) -> None: ...
+
+
+class ReceiverProtocol(Protocol):
+    """What imports need of a `PageReceiver`."""
+
+    def inspect(self, ticket: Any) -> Any: ...
+    def pull(self, ticket: Any, pages: Any, *, deadline_s: float, after: Any) -> PullProtocol: ...
+
 
 _KIND, _VERSION = "kvcupy sequence", 1
-_NUMBERS = ("length", "evicted", "window", "sinks", "num_pages")
+_NUMBERS = ("length", "evicted", "window", "sink_tokens", "num_pages")
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
 
@@ -133,11 +160,9 @@ def decode_state(
         if type(number) is not int or not 0 <= number < _MAX_NUMBER:
             raise ValueError(f"ticket: expected {name} to be a count, got {number!r}")
     length, evicted = numbers["length"], numbers["evicted"]
-    window, sinks = numbers["window"], numbers["sinks"]
-    if window and sinks >= window:
-        raise ValueError(f"ticket: expected sinks below window {window}, got {sinks}")
+    window, sink_tokens = numbers["window"], numbers["sink_tokens"]
     # A page that holds evicted places alone is released, so that less than two are left.
-    if evicted and not (window and sinks <= length and evicted < 2 * page_size):
+    if evicted and not (window and sink_tokens <= length and evicted < 2 * page_size):
         raise ValueError(f"ticket: expected no evicted span of {evicted} in {numbers}")
     if length == 0 or numbers["num_pages"] != -(-(length + evicted) // page_size):
         raise ValueError(
@@ -145,7 +170,7 @@ def decode_state(
         )
     sequence = CachedSequence()
     sequence.length, sequence.evicted = length, evicted
-    sequence.window, sequence.sinks = window, sinks
+    sequence.window, sequence.sink_tokens = window, sink_tokens
     sequence.hashes = _hashes(described["hashes"], length // page_size)
     demoted = None
     if "demoted" in described:
@@ -200,8 +225,8 @@ class Export:
     """
 
     def __init__(
-        self, sender: PageSender, ticket: bytes, num_layers: int,
-        demoted: tuple[PageSender, bytes] | None = None,
+        self, sender: SenderProtocol, ticket: bytes, num_layers: int,
+        demoted: tuple[SenderProtocol, bytes] | None = None,
     ) -> None:  # fmt: skip
         self.ticket = ticket
         self._sender = sender
@@ -251,7 +276,7 @@ class Exports:
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
     def start(
-        self, sequence: CachedSequence, sender: PageSender, past_sender: PageSender | None,
+        self, sequence: CachedSequence, sender: SenderProtocol, past_sender: SenderProtocol | None,
         describe: Callable[[DemotedPages | None], bytes], past_fields: Mapping[str, str], *,
         by_layer: bool, lease_s: float,
     ) -> Export:  # fmt: skip
@@ -268,7 +293,7 @@ class Exports:
         self._sequences.reclaim = self._reclaim
         held = _Held(self._sequences.hold(sequence))
 
-        def offer(by: PageSender, numbers: Ints, attachment: bytes, **how: Any) -> bytes:
+        def offer(by: SenderProtocol, numbers: Ints, attachment: bytes, **how: Any) -> bytes:
             ticket = by.offer(
                 numbers, lease_s=lease_s, release=partial(_let_go, self._ended, held),
                 attachment=attachment, **how,
@@ -330,7 +355,7 @@ class SequencePull:
     failure : TransferError, why one has failed, or None. Neither waits nor raises
     """
 
-    def __init__(self, pulls: tuple[Pull, Pull]) -> None:
+    def __init__(self, pulls: tuple[PullProtocol, PullProtocol]) -> None:
         self._pulls = pulls
         self.num_pages = sum(pull.num_pages for pull in pulls)
         self.num_bytes = sum(pull.num_bytes for pull in pulls)

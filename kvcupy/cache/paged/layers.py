@@ -203,19 +203,17 @@ class Layers:
 
     def check(
         self, query: Any, key: Any, value: Any, out: Any, num_tokens: int,
-        sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any,
+        sm_scale: Any, window: Any, sink_tokens: Any, sinks: Any, logits_soft_cap: Any,
     ) -> tuple[ArrayView, AttentionOptions, tuple[Any, ...], tuple[int, ...], object]:  # fmt: skip
         """Raise what attention would raise, before anything is written.
 
         Returns
         -------
         a description of the query, which keeps nothing alive (arrays of equal descriptions are
-        checked once); the options of attention; the rows: query, key, value, out, and `sinks` if
-        they are learned logits, else None; their addresses; and their kind, which is one object for
-        all rows of equal descriptions
+        checked once); the options of attention; the rows: query, key, value, out and sinks; their
+        addresses; and their kind, which is one object for all rows of equal descriptions
         """
-        logits = sinks if sinks is not None and checks.is_array(sinks) else None
-        arrays = query, key, value, out, logits
+        arrays = query, key, value, out, sinks
         try:
             pointers, kind = probe_arguments(arrays)
         except TypeError:
@@ -233,27 +231,30 @@ class Layers:
         last_kind, tokens, scale, width, first_keys, cap, rows, options = self._last
         if (
             kind is last_kind and num_tokens == tokens and sm_scale is scale and window is width
-            and sinks is first_keys and logits_soft_cap is cap and addresses in self._allowed
+            and sinks is None and sink_tokens is first_keys and logits_soft_cap is cap
+            and addresses in self._allowed
         ):  # fmt: skip
             return rows, options, arrays, pointers, kind
         rows = self._checked.get((num_tokens, kind))
         if rows is None:
-            rows = self._check_rows(query, out, logits, num_tokens)
+            rows = self._check_rows(query, out, sinks, num_tokens)
             if len(self._checked) == _MAX_CHECKED:
                 self._checked.clear()
             self._checked[num_tokens, kind] = rows
         if addresses not in self._allowed:
-            self._check_addresses(view(query, "query"), out, logits)
+            self._check_addresses(view(query, "query"), out, sinks)
             if len(self._allowed) == _MAX_CHECKED:
                 self._allowed.clear()
             self._allowed.add(addresses)
         options = check_options(
-            "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
+            "NHD", sm_scale, True, window, sink_tokens, logits_soft_cap, *self._rotation
         )
         if self._past is not None and options.window:
             self._check_window(options)
-        if logits is None:
-            self._last = kind, num_tokens, sm_scale, window, sinks, logits_soft_cap, rows, options
+        if sinks is None:
+            self._last = (
+                kind, num_tokens, sm_scale, window, sink_tokens, logits_soft_cap, rows, options
+            )  # fmt: skip
         return rows, options, arrays, pointers, kind
 
     def _check_window(self, options: AttentionOptions) -> None:
@@ -265,11 +266,11 @@ class Layers:
             )
         if options.sink_keys:
             raise ValueError(
-                "sinks: expected no first keys beside a window in a cache with past, "
+                "sink_tokens: expected none beside a window in a cache with past, "
                 f"got {options.sink_keys}"
             )
 
-    def _check_rows(self, query: Any, out: Any, logits: Any, num_tokens: int) -> ArrayView:
+    def _check_rows(self, query: Any, out: Any, sinks: Any, num_tokens: int) -> ArrayView:
         rows = view(query, "query")
         check_query(rows)
         self._require_rows(rows, "query", num_tokens, self.width)
@@ -282,21 +283,19 @@ class Layers:
                 raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(written)}")
             checks.require_contiguous(written, "out")
             checks.require_output(written, "out")
-        if logits is not None:
-            v = view(logits, "sinks")
+        if sinks is not None:
+            v = view(sinks, "sinks")
             if v.format != "fp32" or v.shape != (self._num_q_heads,):
-                raise ValueError(
-                    f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(v)}"
-                )
+                raise ValueError(f"sinks: expected fp32 ({self._num_q_heads},), got {describe(v)}")
             self._require_here(v, "sinks")
         return rows.without_owner()
 
-    def _check_addresses(self, query: ArrayView, out: Any, logits: Any) -> None:
+    def _check_addresses(self, query: ArrayView, out: Any, sinks: Any) -> None:
         """Raise if attention could not read or write here, which it says after keys are stored."""
         written = None if out is None else view(out, "out")
-        sinks = None if logits is None else view(logits, "sinks")
-        checks.require_aligned([("query", query), ("out", written), ("sinks", sinks)])
-        inputs: list[tuple[str, Any]] = [("sinks", sinks)]
+        logits = None if sinks is None else view(sinks, "sinks")
+        checks.require_aligned([("query", query), ("out", written), ("sinks", logits)])
+        inputs: list[tuple[str, Any]] = [("sinks", logits)]
         old = [] if self._past is None else self._past.caches
         inputs += [(name, v) for cache in (*self.caches, *old) for name, v in cache.items()]
         if self.rope.mode == "none":  # else attention reads a rotated copy

@@ -342,11 +342,6 @@ class Tiers:
             count = positive_int(num_past_host_pages, "num_past_host_pages")
             if self._past_pool is None:
                 raise ValueError(f"num_past_host_pages: expected None without past, got {count}")
-            if self._shares_host_pool(tiers):
-                raise ValueError(
-                    "num_past_host_pages: expected None where the host pool has the format of "
-                    f"past, got {count}"
-                )
             self._num_past_host_pages = count
         self.tiered = tiers
         # Not a method: in a cycle, all pools would stay until Python looks for those.
@@ -371,17 +366,17 @@ class Tiers:
         stream = self._access.copy_stream
         engines = [tiers.engine]
         if len(past_pages):
-            engines.append(self._engine_of_past(tiers))
+            engines.append(self._engine_of_past())
         host_pages, past_host_pages = self._take_host_pages(tiers, len(pages), len(past_pages))
         past = None
         try:
             with self._access.on(stream, sequence):
                 pass  # the saves wait for what the copy stream waits for
             save = tiers.engine.save(pages, host_pages, after=stream)
-            tiers.engine.flush()
+            tiers.engine._flush()
             if len(past_pages):
                 past_save = engines[1].save(past_pages, past_host_pages, after=stream)
-                engines[1].flush()
+                engines[1]._flush()
                 past = OffloadedPages(past_host_pages, past_save, engines[1].host_pool.allocator)
         except BaseException:
             tiers.host_pool.allocator.free(host_pages)
@@ -412,28 +407,24 @@ class Tiers:
         try:
             stream = self._access.copy_stream_behind_all()
             loads = [tiers.engine.load(host.pages, pages, after=stream)]
-            tiers.engine.flush()
+            tiers.engine._flush()
             if past is not None:
-                engine = self._engine_of_past(tiers)
+                engine = self._engine_of_past()
                 loads.append(engine.load(past.pages, past_pages, after=stream))
-                engine.flush()
+                engine._flush()
         except BaseException:
             self._sequences.free(combined)
             raise
         self._sequences.onboard(sequence, combined, loads)
         host.free()
 
-    def _engine_of_past(self, tiers: TieredCache) -> TransferEngine:
-        """Return what moves demoted pages, as they are, to host memory and back.
-
-        To the host pool if that has their format, else to a pool that is made now.
-        """
+    def _engine_of_past(self) -> TransferEngine:
+        """Return the engine between the pool of demoted pages and its host pool, made once."""
         if self._past_engine is None:
-            past_pool, host_pool = self._past_pool, tiers.host_pool
+            past_pool = self._past_pool
             assert past_pool is not None
-            if not self._shares_host_pool(tiers):
-                count = self._num_past_host_pages or past_pool.num_pages
-                host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
+            count = self._num_past_host_pages or past_pool.num_pages
+            host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
             self._past_engine = TransferEngine(past_pool, host_pool)
         return self._past_engine
 
@@ -441,23 +432,16 @@ class Tiers:
         self, tiers: TieredCache, count: int, past_count: int
     ) -> tuple[Ints, Ints]:
         """Take pages in host memory for pages of both formats, all or none."""
-        if not past_count or self._shares_host_pool(tiers):
-            taken: Ints = tiers.take_host_pages(count + past_count)
-            return taken[:count], taken[count:]
-        past_allocator = self._engine_of_past(tiers).host_pool.allocator
+        if not past_count:
+            taken: Ints = tiers.take_host_pages(count)
+            return taken, taken[:0]
+        past_allocator = self._engine_of_past().host_pool.allocator
         past_pages = past_allocator.alloc(past_count)
         try:
             return tiers.take_host_pages(count), past_pages
         except BaseException:
             past_allocator.free(past_pages)
             raise
-
-    def _shares_host_pool(self, tiers: TieredCache) -> bool:
-        """Return whether the host pool has the format of demoted pages."""
-        past, host = self._past_pool, tiers.host_pool
-        if past is None or host.encoding != past.encoding:
-            return False
-        return bool(host.scale_parts) == bool(past.scale_parts)
 
     def publish(self, sequence: CachedSequence) -> set[int]:
         """Give the tiered cache a sequence's own full pages with hashes; return those it took."""

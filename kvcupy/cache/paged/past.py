@@ -9,21 +9,61 @@ so far, and freed. Where tokens are appended to a demoted page, it is converted 
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 
 from ... import metrics
 from ...devices.protocol import Stream
-from ...formats import CACHE_FORMATS, FORMATS, bytes_per_element
+from ...formats import CACHE_FORMATS, FORMATS, Encoding, bytes_per_element
 from ...ops import checks
-from ...ops.call import format_name
 from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv
 from ..pool import KVPool, Pool, positive_int
 from .layers import Layers, borrow
 from .moves import PageMover
 from .sequences import Ints
+
+
+@dataclass(frozen=True)
+class Demotion:
+    """How a `PagedKVCache` keeps old tokens: in a narrower encoding, in pages of another pool.
+
+    Parameters
+    ----------
+    encoding : an Encoding or its string, narrower than the cache's dtype
+    recent : tokens of a sequence that stay in the cache's dtype: at least the last `recent` before
+        each step
+    first : tokens that stay there too: the first of a sequence
+    num_pages : pages for old tokens; None: as many as the cache has
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+
+    Examples
+    --------
+    >>> Demotion("nvfp4+hadamard", recent=64, first=4).encoding.format
+    'nvfp4'
+    """
+
+    encoding: Encoding
+    _: KW_ONLY
+    recent: int
+    first: int = 0
+    num_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "encoding", Encoding.of(self.encoding, "encoding"))
+        for name in ("recent", "first"):
+            value = getattr(self, name)
+            checks.require_int(value, name)
+            if value < 0:
+                raise ValueError(f"{name}: expected at least 0, got {value}")
+            object.__setattr__(self, name, int(value))
+        if self.num_pages is not None:
+            object.__setattr__(self, "num_pages", positive_int(self.num_pages, "num_pages"))
 
 
 class Past:
@@ -101,39 +141,21 @@ def wide_format(pool: Pool) -> str:
     return "bf16" if CACHE_FORMATS[pool.dtype].quantised else pool.dtype
 
 
-def past_pool_of(
-    pool: Pool,
-    past: Any,
-    recent: Any,
-    sinks: Any,
-    num_past_pages: Any,
-    rotation: Any,
-    scale_rule: Any,
-) -> KVPool | None:
+def past_pool_of(pool: Pool, demotion: Demotion | None) -> KVPool | None:
     """Return a pool for the old tokens of a cache, or None if it has none; check the arguments."""
-    checks.require_int(sinks, "sinks")
-    if past is None:
-        for name, value in (
-            ("recent", recent), ("sinks", sinks if sinks else None),
-            ("num_past_pages", num_past_pages),
-        ):  # fmt: skip
-            if value is not None:
-                raise ValueError(f"{name}: expected None without past, got {value!r}")
+    if demotion is None:
         return None
+    if not isinstance(demotion, Demotion):
+        raise TypeError(f"demotion: expected a Demotion, got {demotion!r}")
     if not isinstance(pool, KVPool):
-        raise ValueError("past: expected None with latent_dim, got a format")
-    format = format_name(past, "past")
+        raise ValueError(f"demotion: expected None with latent_dim, got {demotion}")
+    format = demotion.encoding.format
     if bytes_per_element(format) >= bytes_per_element(pool.dtype):
-        raise ValueError(f"past: expected a format narrower than {pool.dtype}, got {format}")
-    for name, value in (("recent", recent), ("sinks", sinks)):
-        checks.require_int(value, name)
-        if value < 0:
-            raise ValueError(f"{name}: expected at least 0, got {value}")
+        raise ValueError(f"demotion: expected a format narrower than {pool.dtype}, got {format}")
     own = FORMATS.get(format)  # groups of a four-bit format have scales anyway
     return KVPool(
-        positive_int(pool.num_pages if num_past_pages is None else num_past_pages,
-                     "num_past_pages"),
+        pool.num_pages if demotion.num_pages is None else demotion.num_pages,
         pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
-        v_head_dim=pool.v_head_dim, dtype=format, scales=own is not None and own.quantised,
-        device=pool.device, rotation=rotation, scale_rule=scale_rule,
+        v_head_dim=pool.v_head_dim, dtype=demotion.encoding,
+        scales=own is not None and own.quantised, device=pool.device,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 A token has a *position*, counted in what is cached, and a *place*, which says where its row lies:
 `pages[place // page_size]`, offset `place % page_size`. They differ where a sliding window has
-evicted tokens behind the sinks: the evicted places lie between, until they fill pages that can be
-freed.
+evicted tokens behind the sink tokens: the evicted places lie between, until they fill pages that
+can be freed.
 
 Where old tokens are kept in a narrower format, their pages are of a second pool. They are numbered
 on from those of the first, so that a list of pages names both.
@@ -34,8 +34,8 @@ class CachedSequence:
     Attributes
     ----------
     length : tokens cached, those of a pending tree included
-    evicted : places between the sinks and the token after them that hold no token
-    window, sinks : of a sliding window; window 0: none
+    evicted : places between the sink tokens and the token after them that hold no token
+    window, sink_tokens : the last and the first tokens that a sliding window keeps; window 0: none
     parents : of the nodes of the tree that is not committed yet, which are its last tokens
     hashes : by which a tiered cache knows its first full pages, or will know them
     loads : of transfers, leases and copies that bring some of its pages
@@ -44,11 +44,11 @@ class CachedSequence:
 
     __slots__ = (
         "_pages", "evicted", "hashes", "length", "loads", "num_pages", "offloaded", "parents",
-        "sinks", "window",
+        "sink_tokens", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.length = self.evicted = self.window = self.sinks = self.num_pages = 0
+        self.length = self.evicted = self.window = self.sink_tokens = self.num_pages = 0
         self.parents: list[int] = []
         self.hashes: list[int] = []
         self.loads: list[Completion] = []
@@ -86,7 +86,7 @@ class CachedSequence:
         positions = np.arange(start, stop, dtype=np.int64)
         if not self.evicted:
             return positions
-        return positions + np.where(positions < self.sinks, 0, self.evicted)
+        return positions + np.where(positions < self.sink_tokens, 0, self.evicted)
 
     def slots(self, places: Ints, page_size: int) -> Ints:
         """Return the slots of places, int64."""
@@ -95,9 +95,15 @@ class CachedSequence:
         slots += places % page_size
         return slots
 
+    @property
+    def num_beyond_window(self) -> int:
+        """How many tokens the sliding window evicts at the end of a step."""
+        beyond = self.length - self.sink_tokens - self.window
+        return beyond if self.window and beyond > 0 else 0
+
     def evicted_before(self, length: int) -> int:
         """Return how many evicted places lie before the end if it had `length` tokens."""
-        return self.evicted if length > self.sinks else 0
+        return self.evicted if length > self.sink_tokens else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,16 +347,16 @@ class Sequences:
 
     def slide(self, sequence: CachedSequence) -> None:
         """Evict the tokens that have left a sequence's window, and the pages that only they had."""
-        beyond = sequence.length - sequence.window
-        if not sequence.window or beyond <= 0:
+        beyond = sequence.num_beyond_window
+        if not beyond:
             return
-        size = self._page_size
+        size, kept = self._page_size, sequence.sink_tokens
         sequence.length -= beyond
         sequence.evicted += beyond
-        del sequence.hashes[sequence.sinks // size :]  # they do not describe what follows a gap
+        del sequence.hashes[kept // size :]  # they do not describe what follows a gap
         self.total_length -= beyond
-        first = -(-sequence.sinks // size)  # the first page that begins within the evicted span
-        last = (sequence.sinks + sequence.evicted) // size
+        first = -(-kept // size)  # the first page that begins within the evicted span
+        last = (kept + sequence.evicted) // size
         if last > first:
             dropped = sequence.pages[first:last].copy()
             rest = sequence.pages[last:].copy()
@@ -374,7 +380,7 @@ class Sequences:
         sequence = self.add(child)
         sequence.length, sequence.evicted = at, evicted
         if inherit_window:
-            sequence.window, sequence.sinks = parent.window, parent.sinks
+            sequence.window, sequence.sink_tokens = parent.window, parent.sink_tokens
         sequence.hashes = parent.hashes[: at // self._page_size]
         sequence.loads = list(parent.loads)
         sequence.extend(parent.pages[:full])

@@ -170,7 +170,7 @@ class Step:
     def captured_shapes(self) -> Shapes:
         """Return shape and format of the arrays that a captured step like this one reads."""
         if not self.is_decode:
-            raise CaptureError("append_lengths: expected one token per sequence in a captured step")
+            raise CaptureError("append_lens: expected one token per sequence in a captured step")
         count = len(self.counts)
         names = ["positions", "seq_lens", "evicted_starts", "evicted_lens"]
         rows = count
@@ -190,7 +190,7 @@ class Step:
         count = len(self.counts)
         if not self.is_decode or count > max_count:
             raise ValueError(
-                f"append_lengths: expected one token each for at most {max_count} sequences, as in "
+                f"append_lens: expected one token each for at most {max_count} sequences, as in "
                 f"the captured step, got {self.num_tokens} for {count}"
             )
         if self.num_pages > max_pages:
@@ -235,7 +235,7 @@ class Step:
             positions = np.arange(num_tokens) + (tables["seq_lens"] - counts - first_rows)[rows]
         places = positions
         if any(evicted):
-            tables["evicted_starts"] = np.array([s.sinks for s in sequences], np.int32)
+            tables["evicted_starts"] = np.array([s.sink_tokens for s in sequences], np.int32)
             tables["evicted_lens"] = np.array(evicted, np.int32)
             places = positions + tables["evicted_lens"][rows]
         slots = table[rows, places // self.page_size].astype(np.int64)
@@ -260,9 +260,9 @@ class Step:
         starts = demoted.argmax(axis=1)
         places = np.stack([starts, starts + demoted.sum(axis=1)]) * self.page_size
         if any(s.evicted for s in self.sequences):
-            sinks = np.array([s.sinks for s in self.sequences])
+            kept = np.array([s.sink_tokens for s in self.sequences])
             evicted = np.array([s.evicted for s in self.sequences])
-            places = np.where(places <= sinks, places, np.maximum(places - evicted, sinks))
+            places = np.where(places <= kept, places, np.maximum(places - evicted, kept))
         names = "past_starts", "past_stops"
         return dict(zip(names, places.astype(np.int32), strict=True))
 
@@ -344,12 +344,12 @@ class Steps:
 
     # --- Steps ---
 
-    def begin(self, seqs: Any, append_lengths: Any, token_tree: Any) -> None:
+    def begin(self, seqs: Any, append_lens: Any, token_tree: Any) -> None:
         """Append tokens to sequences; all or nothing."""
         if self.running is not None:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
         self._begun_s = perf_counter() if metrics.enabled else None
-        names, counts, entries = _check_batch(seqs, append_lengths, token_tree)
+        names, counts, entries = _check_batch(seqs, append_lens, token_tree)
         sequences = self._sequences.find_all(names, "seqs")
         nodes = self._check(names, sequences, counts, entries)
         reserved = self._sequences.reserve(sequences, counts)
@@ -603,19 +603,19 @@ class Steps:
         """Raise unless each sequence can get its tokens; return the parents of new nodes."""
         if set(map(type, counts)) != {int} or min(counts) < 1:
             for i, (name, n) in enumerate(zip(names, counts, strict=True)):
-                checks.require_int(n, "append_lengths")
+                checks.require_int(n, "append_lens")
                 if n < 1:
-                    raise ValueError(f"append_lengths: expected at least 1 for {name!r}, got {n}")
+                    raise ValueError(f"append_lens: expected at least 1 for {name!r}, got {n}")
                 counts[i] = int(n)
         if sum(counts) > self._max_batch_tokens:
             num_slots = self._pool.num_pages * self._pool.page_size
             if num_slots <= self._max_batch_tokens:
                 raise CacheFull(
-                    f"append_lengths: {sum(counts)} tokens, and all {self._pool.num_pages} pages "
+                    f"append_lens: {sum(counts)} tokens, and all {self._pool.num_pages} pages "
                     f"(num_pages) hold {num_slots}"
                 )
             raise ValueError(
-                f"append_lengths: expected at most {self._max_batch_tokens} tokens per step "
+                f"append_lens: expected at most {self._max_batch_tokens} tokens per step "
                 f"(max_batch_tokens), got {sum(counts)}"
             )
         max_positions = self._layers.rope.max_positions
@@ -633,7 +633,7 @@ class Steps:
                 )
             if max_positions is not None and end > max_positions:
                 raise ValueError(
-                    f"append_lengths: expected {name!r} to stay within the {max_positions} "
+                    f"append_lens: expected {name!r} to stay within the {max_positions} "
                     f"positions of rope, got {end}"
                 )
         return nodes
@@ -673,10 +673,10 @@ def _add_load(sequence: CachedSequence, copied: Completion) -> None:
 
 
 def _check_batch(
-    seqs: Any, append_lengths: Any, token_tree: Any, name: str = "append_lengths"
+    seqs: Any, append_lens: Any, token_tree: Any, name: str = "append_lens"
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the arguments of a step as lists of equal length; `name` is that of the second."""
-    names, counts = _as_list(seqs, "seqs"), _as_list(append_lengths, name)
+    names, counts = _as_list(seqs, "seqs"), _as_list(append_lens, name)
     if not names:
         raise ValueError("seqs: expected at least one sequence, got none")
     if len(counts) != len(names):
@@ -712,7 +712,7 @@ def find_cascade(
     for sequence, shared in zip(sequences, is_shared, strict=True):
         pages = sequence.pages
         if sequence.evicted:
-            pages = pages[: sequence.sinks // page_size]
+            pages = pages[: sequence.sink_tokens // page_size]
         if shared and groups:
             prefix, count = groups[-1]
             common = _num_common(prefix, pages)

@@ -42,7 +42,7 @@ Where there is a pool of old tokens, the columns of its pages follow.
 """
 
 _ALIGNMENT = 16  # bytes; what the widest load of a kernel asks for
-_LEAST_BYTES = 4096
+_MIN_BYTES = 4096
 _MAX_SPARE_EVENTS = 8  # that device memory keeps for later readers
 
 
@@ -496,4 +496,4 @@ class CapturedTables:
 
 def _rounded(num_bytes: int) -> int:
     """Return the bytes of a buffer that need not grow for every step that is a little longer."""
-    return max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+    return max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import metrics
-from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
+from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
-from ...ops.call import format_name
+from ...streams import stream_after
 from ..engine import TransferEngine
-from ..identity import hash_list
+from ..hashes import hash_list
 from ..pages import Pages, StreamCompletion, page_array
 from . import policies
 from .disk import DiskBlocks
@@ -41,7 +41,7 @@ class TieredCache(ProcessLocal):
     write : when a block is copied to the next tier. "through": to host memory when it is inserted,
         as far as pages can be freed there, and to disk when it is flushed or evicted from host
         memory. "back": when it is evicted
-    shared : a `SharedStore` of the host pool, or None; or whatever has its `exists`, `put` and
+    shared : a `SharedStore` of the host pool, or None; or anything that has its `match`, `put` and
         `get`, which threads may call. The caches of other processes on the same store find the
         blocks of this one, and it theirs. Closing the cache does not close the store
     shared_write : when a block is put into the store, unless that knows it. "through": when it is
@@ -49,14 +49,6 @@ class TieredCache(ProcessLocal):
         device nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : the share of the host pool's pages that blocks from the store may take while
         they are on their way, or have arrived and wait for the rest of their prefix
-    host_dtype : the number format of `host_pool`, where it is another than that of `device_pool`:
-        blocks are converted on their way down and back, as by `transfer_pages(convert=True)`
-    disk_dtype : the number format of blocks on disk, not wider than that of `host_pool`; None: the
-        same. They pass through up to 64 pages of pinned memory; those of 8 bits get scales, one per
-        token and head
-    shared_dtype : the number format of the blocks of `shared`, not wider than that of `host_pool`;
-        None: the same. If it is another, `shared` is a store of a pool of its own, of that format
-        and in host memory, through whose pages blocks pass: as many at a time as are free there
 
     Attributes
     ----------
@@ -71,10 +63,6 @@ class TieredCache(ProcessLocal):
     -----
     Blocks: the tiers are inclusive: a block that is loaded stays in the lower tiers too, until it
     is evicted there. No block is lost while the tiers below have space.
-
-    Formats: a block that comes back has the values that the formats below kept. fp32, fp16, bf16,
-    fp8 and int8 convert into one another and from and to four-bit formats, which do not convert
-    into one another. A block that was on disk in a format narrower than the store's is not put.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages, which only work before its `after` may still read. Pages of a released lease must
@@ -100,7 +88,7 @@ class TieredCache(ProcessLocal):
     []
     >>> cache.evict(2)
     >>> cache.match([0xA, 0xB, 0xC])
-    Match(device=0, host=2, disk=2)
+    Match(device=0, host=2, disk=2, shared=2)
     >>> with cache.acquire([0xA, 0xB, 0xC]) as lease:
     ...     lease.wait_layer(0)
     ...     float(pools[0].k(0)[lease.pages[1], 0, 0, 0]), lease.num_blocks
@@ -111,7 +99,6 @@ class TieredCache(ProcessLocal):
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
-        host_dtype: Any = None, disk_dtype: Any = None, shared_dtype: Any = None,
     ) -> None:  # fmt: skip
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
@@ -120,27 +107,18 @@ class TieredCache(ProcessLocal):
             raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
         if disk is None and disk_bytes:
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
-        for name, dtype, tier in (
-            ("disk", disk_dtype, disk), ("shared", shared_dtype, shared)
-        ):  # fmt: skip
-            if dtype is not None and tier is None:
-                raise ValueError(f"{name}_dtype: expected None without {name}, got {dtype!r}")
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
-        self.engine = TransferEngine(device_pool, host_pool, convert=host_dtype is not None)
-        if host_dtype is not None and format_name(host_dtype, "host_dtype") != host_pool.dtype:
-            raise ValueError(
-                f"host_dtype: expected {host_pool.dtype} like host_pool, got {host_dtype!r}"
-            )
+        self.engine = TransferEngine(device_pool, host_pool)
         self.device_pool, self.host_pool = device_pool, host_pool
         store = None
         if shared is not None:
-            store = StoreTier(shared, host_pool, shared_write, shared_prefetch, shared_dtype)
+            store = StoreTier(shared, host_pool, shared_write, shared_prefetch)
         self._store = store
         blocks = None
         if disk is not None:
-            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2], disk_dtype)
+            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
         parts = Tiers(self.engine, device, host, blocks, store)
@@ -188,7 +166,7 @@ class TieredCache(ProcessLocal):
                     i += 1
                 counts.append(i)
             if self._store is None:
-                return Match._make(counts)
+                return Match(counts[0], counts[1], counts[2], counts[2])
             missing = list(dict.fromkeys([hash for hash in keys[i:] if hash not in tiers]))
         stored = self._store.count_known(missing)
         shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
@@ -226,7 +204,7 @@ class TieredCache(ProcessLocal):
         ----------
         hashes : as in `match`
         after : the compute stream that has read the pages of evicted blocks for the last time;
-            None: the current one
+            None: the current one; False: no work has
         wait : for blocks that only the shared store has. "complete" and "timeout": until all that
             it has of the prefix have arrived in host memory, or the deadline. "best_effort": not at
             all; what has arrived is taken. What is late is missing, and goes on arriving for others
@@ -320,7 +298,8 @@ class TieredCache(ProcessLocal):
         hashes : as in `match`; the blocks before them need not be known
         pages : list or integer array (n,) of pages that were allocated from the device pool, each
             once
-        after : the compute stream that has written them; None: the current one
+        after : the compute stream that has written them; None: the current one; False: there is
+            nothing to wait for
 
         Returns
         -------
@@ -445,7 +424,7 @@ class TieredCache(ProcessLocal):
         shared = self._shared
         with shared.opened() as tiers:
             saves = tiers.in_flight.saves()
-        self.engine.send()
+        self.engine._send()
         for completion in saves:
             completion.synchronize()
         if self._store is not None:
@@ -556,10 +535,7 @@ class TieredCache(ProcessLocal):
 
     def _stream(self, after: Any) -> Stream:
         """Return the argument `after` as a stream that is not being captured."""
-        stream = self.engine.device.as_stream(after, name="after")
-        if stream.capturing:
-            raise CaptureError("after: blocks cannot be moved as part of a capture")
-        return stream
+        return stream_after(self.engine.device, after, "a move of blocks")
 
 
 def _final_samples(
@@ -577,7 +553,7 @@ def _insert(
     ValueError unless pages are allocated, listed once each, and not the cache's already.
     """
     device = tiers.device
-    ordered = device.pool.allocator.require_allocated(pages)
+    ordered = device.pool.allocator._require_allocated(pages)
     if len(owned := ordered[device.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
     written = StreamCompletion(stream)
@@ -610,7 +586,7 @@ def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None
     completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
     for copy in inserted:
         copy.filled_by = completion
-    tiers.device.pool.allocator.busy([copy.page for copy in inserted], written)
+    tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
 
 
 def _write(

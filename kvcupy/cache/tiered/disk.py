@@ -22,12 +22,11 @@ import numpy as np
 from ... import observe
 from ...arrays import ArrayView, array_at, bytes_of
 from ...config import cache_logger
-from ...errors import KvcupyError, ProcessLocal, file_path
-from ...formats import encoding
+from ...errors import ProcessLocal, file_path
+from ...formats import stored_as
 from ...observe import Access
 from ...ops import checks
 from . import disk_format
-from .conversion import staged_conversion
 from .disk_format import Layout, Record
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ Parts = list[memoryview]  # one page as bytes
 _Job = tuple[Any, ...]
 _Result = TypeVar("_Result")
 
-_MOST_PARTS = 1024  # memory areas that one call to the system takes
+_MAX_PARTS = 1024  # memory areas that one call to the system takes
 
 
 class DiskBlocks:
@@ -53,27 +52,19 @@ class DiskBlocks:
     Parameters
     ----------
     pool : of the host
-    dtype : format of the blocks in the file; None: the pool's
 
     Attributes
     ----------
     slots : by hash
     num_slots, page_bytes : as of `DiskTier`
-    format : of the blocks in the file
     read_bytes, read_s, written_bytes, write_s : moved so far, and how long that took
     errors : writes that failed, and blocks that were damaged
     """
 
-    def __init__(
-        self, path: Any, num_bytes: int, pool: Pool, order: Policy, dtype: Any = None
-    ) -> None:
+    def __init__(self, path: Any, num_bytes: int, pool: Pool, order: Policy) -> None:
         if any(part.device != "host" for part in (*pool.parts, *pool.scale_parts)):
             raise ValueError("host_pool: expected memory of the host where there is a disk")
-        self._conversion = None if dtype is None else staged_conversion(pool, dtype)
-        if self._conversion is not None:
-            pool = self._conversion.staged_pool
-        self._pool = pool  # whose pages are written and read
-        self.format = pool.dtype
+        self._pool = pool
         self._pieces = [_pieces(bytes_of(part)) for part in (*pool.parts, *pool.scale_parts)]
         Layout.fit(num_bytes, pool.page_bytes, "disk_bytes")  # an error names the user's argument
         self._file = DiskTier(path, num_bytes, pool.page_bytes, _identity(pool))
@@ -148,7 +139,7 @@ class DiskBlocks:
         """
         started = time.perf_counter()
         whole = self._read(hashes, pages)
-        bad = [hash for hash, good in zip(hashes, whole, strict=True) if good is False]
+        bad = [hash for hash, good in zip(hashes, whole, strict=True) if not good]
         if bad:
             self.errors += len(bad)
             cache_logger.warning("%d blocks on disk are damaged, and forgotten", len(bad))
@@ -186,52 +177,14 @@ class DiskBlocks:
         self, slots: Sequence[int], hashes: Sequence[int], pages: Sequence[int]
     ) -> list[OSError | None]:
         """Write host pages to slots; return the error of each block, or None."""
-        conversion = self._conversion
-        if conversion is None:
-            return self._write_pages(slots, hashes, pages)
-        results: list[OSError | None] = []
-        for chunk in self._chunks(len(pages)):
-            staged = range(len(slots[chunk]))
-            try:
-                conversion.down(pages[chunk], staged)
-            except (KvcupyError, MemoryError) as cause:
-                error = OSError(errno.EIO, f"blocks could not be converted: {cause}")
-                error.__cause__ = cause
-                results += [error] * len(staged)
-            else:
-                results += self._write_pages(slots[chunk], hashes[chunk], staged)
-        return results
-
-    def _write_pages(
-        self, slots: Sequence[int], hashes: Sequence[int], pages: Sequence[int]
-    ) -> list[OSError | None]:
         self._announce("write to disk", pages, is_read=True)
         return self._file.write_many([
             (slot, hash, self._memory(page))
             for slot, hash, page in zip(slots, hashes, pages, strict=True)
         ])  # fmt: skip
 
-    def _read(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool | None]:
-        """Read blocks into host pages; return whether each is whole, None: it did not get there."""
-        conversion = self._conversion
-        if conversion is None:
-            return [*self._read_pages(hashes, pages)]
-        results: list[bool | None] = []
-        for chunk in self._chunks(len(pages)):
-            staged = range(len(pages[chunk]))
-            whole = self._read_pages(hashes[chunk], staged)
-            there = [n for n in staged if whole[n]]
-            arrived = True
-            try:
-                conversion.up(there, [pages[chunk][n] for n in there])
-            except (KvcupyError, MemoryError) as error:
-                arrived = False
-                self.errors += len(there)
-                cache_logger.warning("%d blocks could not be converted: %s", len(there), error)
-            results += [False if not good else True if arrived else None for good in whole]
-        return results
-
-    def _read_pages(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]:
+    def _read(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]:
+        """Read blocks into host pages; return whether each is whole."""
         self._announce("read from disk", pages, is_read=False)
         whole = self._file.read_many([
             (self.slots[hash], hash, self._memory(page))
@@ -239,12 +192,6 @@ class DiskBlocks:
         ])  # fmt: skip
         self._pool.note_written()
         return whole
-
-    def _chunks(self, count: int) -> Iterator[slice]:
-        """Divide blocks into as many as there are staged pages."""
-        size = self._pool.num_pages
-        for start in range(0, count, size):
-            yield slice(start, start + size)
 
     def _announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
         """Announce to order checkers that the processor reads pages, or writes them."""
@@ -294,7 +241,7 @@ def _identity(pool: Pool) -> dict[str, str]:
         **axes,
         "pool": type(pool).__name__,
         "layout": pool.layout,
-        "formats": ", ".join(encoding(part.format, part.rotated_width) for part in parts),
+        "formats": ", ".join(stored_as(part.format, part.rotated_width) for part in parts),
         "shapes": ", ".join("x".join(map(str, part.shape[1:])) for part in parts),
         "page_bytes": str(pool.page_bytes),
     }
@@ -718,7 +665,7 @@ def _allocate(descriptor: int, num_bytes: int) -> None:
 def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
     """Write parts from an offset of a file on; OSError unless all could be written."""
     while parts:
-        done = os.pwritev(descriptor, parts[:_MOST_PARTS], offset)
+        done = os.pwritev(descriptor, parts[:_MAX_PARTS], offset)
         if not done:
             raise OSError(errno.EIO, "nothing was written")
         parts, offset = _after(parts, done), offset + done
@@ -727,7 +674,7 @@ def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
 def _read_all(descriptor: int, parts: list[memoryview], offset: int) -> bool:
     """Fill parts from an offset of a file on; False if the file ends before."""
     while parts:
-        done = os.preadv(descriptor, parts[:_MOST_PARTS], offset)
+        done = os.preadv(descriptor, parts[:_MAX_PARTS], offset)
         if not done:
             return False
         parts, offset = _after(parts, done), offset + done

@@ -17,46 +17,27 @@ if TYPE_CHECKING:
     from ..pages import Pages
 
 
-class _LocalMatch(NamedTuple):
-    device: int
-    host: int
-    disk: int
-
-
-class Match(_LocalMatch):
-    """How many leading blocks of a prefix are known.
-
-    It unpacks to the first three, and equals such a tuple.
+class Match(NamedTuple):
+    """How many leading blocks of a prefix are known, each count including those before it.
 
     Attributes
     ----------
     device : on the device
     host : on the device or in host memory
     disk : in any tier of this cache
-    shared : in any tier, or in the shared store
+    shared : in any tier, or in the shared store; without a store as `disk`
 
     Examples
     --------
-    >>> device, host, disk = match = Match(1, 2, 2, shared=5)
-    >>> match, match.shared - disk
-    (Match(device=1, host=2, disk=2, shared=5), 3)
+    >>> match = Match(1, 2, 2, 5)
+    >>> match.shared - match.disk
+    3
     """
 
-    _shared: int | None = None  # where there is a store
-
-    def __new__(cls, device: int, host: int, disk: int, shared: int | None = None) -> Match:
-        match = super().__new__(cls, device, host, disk)
-        if shared is not None:
-            match._shared = shared
-        return match
-
-    def __repr__(self) -> str:
-        local = super().__repr__()
-        return local if self._shared is None else f"{local[:-1]}, shared={self._shared})"
-
-    @property
-    def shared(self) -> int:
-        return self.disk if self._shared is None else self._shared
+    device: int
+    host: int
+    disk: int
+    shared: int
 
 
 class Lease(ProcessLocal):
@@ -304,11 +285,7 @@ def _read(tiers: Tiers, plan: AcquirePlan, pages: list[int]) -> dict[int, Copy]:
     if not plan.reads or tiers.disk is None:
         return {}
     whole = tiers.disk.read(plan.reads, pages[: len(plan.reads)])
-    copies = {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
-    if tiers.disk_narrows:
-        for copy in copies.values():
-            copy.note_narrowed()
-    return copies
+    return {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
 
 
 def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, Copy]:
@@ -324,5 +301,4 @@ def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int
     tiers.in_flight.add(completion)
     for copy, source in zip(loaded, sources, strict=True):
         copy.filled_by = copy.used_by = source.used_by = completion
-        copy.narrowed = source.narrowed
     return {copy.hash: copy for copy in loaded}

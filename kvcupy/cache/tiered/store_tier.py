@@ -28,7 +28,6 @@ import numpy as np
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError
 from ...ops import checks
-from .conversion import converted_store
 from .tiers import Copy, SharedTiers, Tiers
 
 WRITES = ("through", "back", "second_use")
@@ -48,12 +47,10 @@ class Store(Protocol):
 
     `put` sends what the store does not know. A call may raise, which counts as no answer. When
     `get` has returned or raised, nothing writes the pages any more, or the allocator of the host
-    pool knows that they are `busy`. A store that has an attribute `deadline_s`, the seconds that a
-    call may take, takes an argument of that name in `put` and `get`; a cache with `shared_dtype`
-    passes what is left, where it makes several calls of one.
+    pool holds them back (`PageAllocator._mark_busy`).
     """
 
-    def exists(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
+    def match(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
     def put(self, hashes: Sequence[int], pages: Sequence[int]) -> list[str]: ...
     def get(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]: ...
 
@@ -135,15 +132,10 @@ class StoreTier:
     pool : of the host
     write : "through", "back" or "second_use"
     share : of the pool's pages, which blocks on their way here may take
-    dtype : format of the store's blocks, if it is another than the pool's; None: it is not
-
-    Attributes
-    ----------
-    format : of the store's blocks
     """
 
-    def __init__(self, store: Any, pool: Any, write: Any, share: Any, dtype: Any = None) -> None:
-        for name in ("exists", "put", "get"):
+    def __init__(self, store: Any, pool: Any, write: Any, share: Any) -> None:
+        for name in ("match", "put", "get"):
             if not callable(getattr(store, name, None)):
                 raise TypeError(f"shared: expected a store with {name}(), got {store!r}")
         if not isinstance(write, str) or write not in WRITES:
@@ -151,17 +143,18 @@ class StoreTier:
         checks.require_number(share, "shared_prefetch")
         if not 0 < share <= 1:
             raise ValueError(f"shared_prefetch: expected more than 0, up to 1, got {share}")
-        self.store, stored_pool = converted_store(store, pool, dtype)
-        self.format = stored_pool.dtype
+        own = getattr(store, "pool", None)
+        if own is not None and own is not pool:
+            raise ValueError("shared: expected a store of host_pool, got one of another pool")
+        self.store = store
         self.write = write
         self.counts = StoreCounts()
         self.pending: dict[int, Fetch] = {}  # hashes that are asked of the store, or will be
         self.max_pages = max(1, int(share * pool.num_pages))
         self._pool = pool
-        self._block_bytes = stored_pool.page_bytes
+        self._block_bytes = pool.page_bytes
         blocks = max(1, _PIECE_BYTES // pool.page_bytes)
-        most = min(max(1, pool.num_pages // 8), stored_pool.num_pages)
-        self._piece = min(_MAX_PIECE_BLOCKS, blocks, most)
+        self._piece = min(_MAX_PIECE_BLOCKS, blocks, max(1, pool.num_pages // 8))
         self._fetches: list[Fetch] = []
         self._arrivals: list[Arrivals] = []
         self._puts: OrderedDict[int, None] = OrderedDict()  # hashes of the host tier
@@ -365,7 +358,7 @@ class StoreTier:
         """Ask the store how many leading blocks it has; 0 if it fails."""
         if not hashes:
             return 0
-        known: Any = self._ask(lambda: self.store.exists(list(hashes)))
+        known: Any = self._ask(lambda: self.store.match(list(hashes)))
         return known if isinstance(known, int) and 0 <= known <= len(hashes) else 0
 
     def wait_for_call(self) -> None:

@@ -22,7 +22,6 @@ import numpy as np
 
 from ... import metrics
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
-from ...formats import bytes_per_element
 from ..engine import Transfer, TransferEngine
 from ..pages import Pages, StreamCompletion
 from .disk import DiskBlocks
@@ -48,11 +47,10 @@ class Copy:
         acquire since it came from there; it is not evicted meanwhile
     stored : whether a shared store has it, or has failed to take it; None: it was not asked
     fetched : whether it came from a shared store, and was not acquired since
-    narrowed : whether it was on disk in a narrower format than the store's, which is not to have it
     """
 
     __slots__ = (
-        "fetched", "filled_by", "hash", "held", "narrowed", "page", "pins", "stored", "used_by",
+        "fetched", "filled_by", "hash", "held", "page", "pins", "stored", "used_by",
     )  # fmt: skip
 
     def __init__(self, hash: int, page: int, filled_by: BlockCompletion | None = None) -> None:
@@ -63,11 +61,7 @@ class Copy:
         self.used_by = filled_by
         self.held = 0
         self.stored: bool | None = None
-        self.fetched = self.narrowed = False
-
-    def note_narrowed(self) -> None:
-        """Note that it has been narrowed: a shared store is not asked to take it."""
-        self.narrowed, self.stored = True, False
+        self.fetched = False
 
     @property
     def arriving(self) -> BlockCompletion | None:
@@ -372,8 +366,6 @@ class Below(Protocol):
     All but `wait_for_call` is called with the lock of the cache.
     """
 
-    format: str
-
     def require_own_process(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def note_saved(self, copies: Collection[Copy]) -> None: ...
@@ -406,10 +398,6 @@ class Tiers:
     """The tiers, what is in flight between them, and eviction.
 
     The caller holds the lock of the cache. Methods called `plan` change nothing.
-
-    Attributes
-    ----------
-    disk_narrows : whether the disk has blocks in a narrower format than the shared store
     """
 
     def __init__(
@@ -424,9 +412,6 @@ class Tiers:
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # each block once for every lease
-        self.disk_narrows = disk is not None and store is not None and (
-            bytes_per_element(disk.format) < bytes_per_element(store.format)
-        )  # fmt: skip
 
     def __contains__(self, hash: int) -> bool:
         return hash in self.device.copies or hash in self.host.copies or self.on_disk(hash)
@@ -508,7 +493,7 @@ class Tiers:
             if allocator.num_free > num_free:
                 raise Blocked
             oldest = self.in_flight.oldest()
-            raise Blocked(allocator.wait_for_freed if oldest is None else oldest.synchronize)
+            raise Blocked(allocator._wait_for_freed if oldest is None else oldest.synchronize)
 
     def require_arrived(self, copies: Iterable[Copy]) -> None:
         """Raise Blocked if pages do not have their blocks yet."""
@@ -647,10 +632,8 @@ class Tiers:
         sources = [copy.arriving for copy in copies]
         saved = [Copy(c.hash, page) for c, page in zip(copies, pages.tolist(), strict=True)]
         completion = self.in_flight.add(BlockCompletion("save", transfer, saved, sources))
-        for copy, source in zip(saved, copies, strict=True):
+        for copy in saved:
             copy.filled_by = copy.used_by = completion
-            if source.narrowed:
-                copy.note_narrowed()
         if self.store is not None:
             self.store.note_saved(saved)
         return {copy.hash: copy for copy in saved}
@@ -726,5 +709,5 @@ class SharedTiers:
             if wait is not None:
                 with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
                     wait()
-        self.engine.send()
+        self.engine._send()
         return result

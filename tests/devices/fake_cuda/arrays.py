@@ -112,7 +112,7 @@ def array_class(api):
             if memptr is None:
                 size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
                 memptr = MemoryPointer(api.pool.malloc(size), 0)
-            self.data = memptr
+            self.data, self.base = memptr, None
             self._bytes = array_at(memptr.mem, memptr.ptr, shape, dtype, strides)
 
         shape = property(lambda self: self._bytes.shape)
@@ -126,6 +126,7 @@ def array_class(api):
         def _as(self, part):
             result = object.__new__(ndarray)
             result._bytes = part
+            result.base = self if self.base is None else self.base
             offset = part.__array_interface__["data"][0] - self.data.mem.ptr
             result.data = MemoryPointer(self.data.mem, offset)
             return result

@@ -7,13 +7,14 @@ import functools
 
 from kvcupy.cuda_api import BATCH_TYPE
 
-from .statuses import IMPLICIT, UNSUPPORTED, CudaError
+from .statuses import IMPLICIT, NOT_SUPPORTED, UNSUPPORTED, CudaError
 
 _NONE, _ACTIVE, _INVALIDATED = 0, 1, 2
 
 
 class BatchDriver:
-    """libcuda.so.1 as far as batched copies go. The function that it gives out is called through C.
+    """libcuda.so.1 as far as batched copies go, none of which it makes: `LibCuda` does. The
+    function that it gives out is called through C.
 
     `calls` has every call: (dst, src, sizes), the attributes as the header lays them out, the
     indices from which they hold, and the stream.
@@ -48,7 +49,7 @@ class BatchDriver:
         return self.status or self._put_copies(list(zip(*runs, strict=True)), stream)
 
     def _put_copies(self, runs, stream):
-        raise NotImplementedError
+        return NOT_SUPPORTED  # C would take an exception for success
 
 
 class LibCuda(BatchDriver):
@@ -106,10 +107,13 @@ class LibCuda(BatchDriver):
         return self._put(stream, lambda: None, lambda: word.value == value.value)
 
     def _put_copies(self, runs, stream):
-        where = self._machine.stream(stream or 0)
-        if self._machine.is_legacy(where) or where in self._machine.capturing:
-            return UNSUPPORTED
-        return self._answer(lambda: self._runtime._put_copies(stream, runs))
+        def put():
+            where = self._machine.stream(stream or 0)
+            if self._machine.is_legacy(where) or where in self._machine.capturing:
+                return UNSUPPORTED
+            return self._runtime._put_copies(stream, runs)
+
+        return self._answer(put)
 
     def _word(self, address):
         assert self._runtime._is_pinned(address.value), "a word that the GPU cannot reach"

@@ -90,6 +90,7 @@ class Machine:
         self.chance = None
         self.thread = _Thread()
         self.device_of = {}  # explicit stream or event -> device
+        self.events = set()
         self.blocking = set()  # streams that synchronise with the legacy one
         self.held = set()
         self.capturing = {}
@@ -114,7 +115,7 @@ class Machine:
             return ("legacy", device) if device else 0
         if handle == 2:
             return ("thread", device, threading.get_ident())
-        if handle not in self.device_of:
+        if handle not in self.device_of or handle in self.events:
             raise CudaError(INVALID_HANDLE)
         return handle
 

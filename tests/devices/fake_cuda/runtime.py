@@ -121,6 +121,7 @@ class Runtime:
         self._machine.enter()
         self._machine.require_safe()  # as for streams
         event = self._machine.new_handle()
+        self._machine.events.add(event)
         self.events[event] = Event(self.current)
         self.log.append(("create event", flags))
         return event

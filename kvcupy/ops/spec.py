@@ -1,0 +1,181 @@
+"""What each operation is, declared once: its arguments, which of them it writes, what it returns.
+
+A family's module declares an operation and decorates the public function with it:
+
+    _STORE_KV = Operation("store_kv", Argument("key", "T H D"), ...)
+
+    @_STORE_KV.public
+    def store_kv(key, ...): ...
+
+The declaration and the function's signature are what the rest is made from: `bind`, the operators
+for torch with their schemas and fakes, the functions for JAX, and in tests one valid call of each
+operation (`tests/every_call.py`) with what it may write.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array argument of an operation.
+
+    Parameters
+    ----------
+    name : as in the public function, and in errors
+    shape : its dimensions, for an example, by names that `tests/every_call.py` gives sizes
+    example : values of an example, where not any will do: indices, say. None: drawn from a seed
+    in_example : whether an example has the argument
+    cache : it holds K and V in any cache format; bytes may be tagged with theirs
+    output : it is written
+    fresh : an output whose contents before the call do not matter to the operation
+    words : it is read or written in whole words, so its alignment is part of the signature
+    number : it may be a number instead of an array
+    optional : it may be None although it has no default
+    several : it may be a sequence of arrays
+    replaces : inputs whose memory an output may be, element for element: it is written in place
+    written_if : the option without which the input that it replaces is only read
+    returned : an output that `Operation.run` returns; where None is passed, the plan allocates it
+    returned_if : the option with which the function returns it too
+    """
+
+    name: str
+    shape: str = ""
+    example: tuple[Any, ...] | None = None
+    in_example: bool = True
+    cache: bool = False
+    output: bool = False
+    fresh: bool = False
+    words: bool = False
+    number: bool = False
+    optional: bool = False
+    several: bool = False
+    replaces: tuple[str, ...] = ()
+    written_if: str = ""
+    returned: bool = False
+    returned_if: str = ""
+
+
+class Described(Protocol):
+    """What decides the outputs of a call: a view, or a stand-in for a traced array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def format(self) -> str: ...
+
+
+Outputs = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, tuple[tuple[int, ...], str]]]
+"""From arguments, which are `Described`, and options of a valid call to shape and format of each
+output that it would allocate."""
+
+
+class Declaration:
+    """The name of an operation and its array arguments.
+
+    Parameters
+    ----------
+    name, arguments : of the operation
+    outputs_of : shapes and formats of what a call allocates; None: nothing, or it depends on values
+    waits : whether a call that is to allocate its outputs waits for values of its arguments
+    num_returned : how many arrays the function returns; None: as many as are `returned`
+
+    Attributes
+    ----------
+    names : of the arguments, in the order of addresses and arrays wherever these are tuples
+    outputs : positions of those that are written
+    words : positions of those whose alignment is part of the signature
+    returned : takes the arrays, and returns what the public function does; None: it returns None
+    in_place : positions of outputs, and of inputs whose memory they may be
+    function : the public function
+    """
+
+    function: Callable[..., Any]
+
+    def __init__(
+        self, name: str, *arguments: Argument, outputs_of: Outputs | None = None,
+        waits: bool = False, num_returned: int | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.arguments = arguments
+        self.outputs_of, self.waits = outputs_of, waits
+        self.names = tuple([a.name for a in arguments])
+        self.outputs = tuple([i for i, a in enumerate(arguments) if a.output])
+        self.in_place = tuple(
+            [(i, self.names.index(name)) for i, a in enumerate(arguments) for name in a.replaces]
+        )
+        self.words = tuple([i for i, a in enumerate(arguments) if a.words])
+        returned = [i for i, a in enumerate(arguments) if a.returned]
+        self.returned = operator.itemgetter(*returned) if returned else None
+        self.num_returned = len(returned) if num_returned is None else num_returned
+
+    def __str__(self) -> str:
+        return self.name
+
+    def public(self, function: _F) -> _F:
+        """Make a function the public one of this operation, which `OPERATIONS` then has."""
+        self.function = function
+        OPERATIONS[self.name] = self
+        return function
+
+    @cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the public function by name."""
+        return inspect.signature(self.function).parameters
+
+    @cached_property
+    def public_arguments(self) -> Mapping[str, Argument]:
+        """The array arguments of the public function by name, in its order."""
+        by_name = {a.name: a for a in self.arguments}
+        return {name: by_name[name] for name in self.parameters if name in by_name}
+
+    def is_required(self, name: str) -> bool:
+        """Return whether each call needs an argument, and not None."""
+        no_default = self.parameters[name].default is inspect.Parameter.empty
+        return no_default and not self.public_arguments[name].optional
+
+    @cached_property
+    def caller_outputs(self) -> tuple[Argument, ...]:
+        """The outputs that a call allocates or leaves out where the caller passes none."""
+        instead = self.replaced.values()
+        return tuple([a for a in self.public_arguments.values() if a.fresh and a not in instead])
+
+    @cached_property
+    def replaced(self) -> Mapping[str, Argument]:
+        """By input, the output that the operation writes instead of it, or to its memory."""
+        return {name: a for a in self.arguments if not a.returned for name in a.replaces}
+
+    def written(self, values: Mapping[str, Any]) -> Iterator[str]:
+        """Return the names of the arguments that a call writes."""
+        for argument in self.arguments:
+            if not argument.output:
+                continue
+            if argument.returned or not argument.replaces or values.get(argument.name) is not None:
+                yield argument.name
+            elif values.get(argument.written_if, True) is not False:
+                yield from argument.replaces
+
+    @cached_property
+    def documentation(self) -> str:
+        """The docstring of the public function without its examples."""
+        text = inspect.getdoc(self.function) or ""
+        return text.partition("\nExamples\n--------\n")[0].rstrip()
+
+
+OPERATIONS: dict[str, Declaration] = {}
+"""The operations on arrays by name."""
+
+DType: TypeAlias = Any
+"""Annotates a parameter that names a number format, or is a dtype of any library."""
+
+STREAMS = ("stream", "alt_stream")
+"""Parameters that are streams."""

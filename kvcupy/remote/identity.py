@@ -1,0 +1,222 @@
+"""What identifies a block beyond one process: its hash and the pool whose bytes it has, as a key.
+
+All of it is the same in every process and on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+from ..cache.hashes import hash_list
+from ..cache.pool import MLAPool, Pool
+from ..ops import checks
+
+DIGEST_BYTES = 16
+KEY_BYTES = 32
+
+_VERSION = 1  # of the order of bytes and of what an identity has
+_MAX_ENCODED_BYTES = 4095
+_WORD_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class PoolIdentity:
+    """What the bytes of a page mean. Pools with equal identities exchange them as they are.
+
+    Attributes
+    ----------
+    kind : "kv" or "mla"
+    format : name of the number format, and which elements of a row are stored rotated
+    page_size, num_layers, head_dim, v_head_dim : as of the pool
+    head_start, num_kv_heads : which of the model's heads the pool holds: the first, and how many
+    total_kv_heads : of the model
+    scales : whether a float32 scale for each token and head goes with K and V
+    wire : order of the bytes of a page as they are exchanged, that of a layout:
+        "page_first_direct", which pools of all layouts but one read and write, or "page_head"
+    version : of that order, and of these attributes
+    model : what else distinguishes K and V of the same tokens: weights, adapter, rotary settings
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> pool = kv.KVPool(4, 16, 2, 8, 128, device="host")
+    >>> one = PoolIdentity.of(pool, head_start=8, total_kv_heads=16, model="m")
+    >>> one.difference(PoolIdentity.of(pool, total_kv_heads=16, model="m"))
+    'head_start: expected 8, got 0'
+    """
+
+    kind: str
+    format: str
+    page_size: int
+    num_layers: int
+    head_start: int
+    num_kv_heads: int
+    total_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scales: bool
+    wire: str
+    version: int
+    model: str
+
+    @classmethod
+    def of(
+        cls, pool: Any, *, head_start: int = 0, total_kv_heads: int | None = None, model: str = ""
+    ) -> PoolIdentity:
+        """Return the identity of a pool.
+
+        Parameters
+        ----------
+        pool : a KVPool or an MLAPool
+        head_start, total_kv_heads : where the pool's heads are among those of the model, if it is
+            one of several that share them; None is the number of heads of the pool
+        model : as the attribute, at most some 3000 bytes
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit
+        """
+        if not isinstance(pool, Pool):
+            raise TypeError(f"pool: expected a KVPool or an MLAPool, got {type(pool).__name__}")
+        checks.require_int(head_start, "head_start")
+        heads = pool.num_kv_heads
+        if total_kv_heads is None:
+            total_kv_heads = heads
+        checks.require_int(total_kv_heads, "total_kv_heads")
+        if not 0 <= head_start <= total_kv_heads - heads:
+            raise ValueError(
+                f"head_start: expected the first of {heads} of {total_kv_heads} heads "
+                f"(total_kv_heads), got {head_start}"
+            )
+        if not isinstance(model, str):
+            raise TypeError(f"model: expected a str, got {type(model).__name__}")
+        identity = cls(
+            kind="mla" if isinstance(pool, MLAPool) else "kv", format=pool.stored_as,
+            page_size=pool.page_size, num_layers=pool.num_layers, head_start=int(head_start),
+            num_kv_heads=heads, total_kv_heads=int(total_kv_heads), head_dim=pool.head_dim,
+            v_head_dim=pool.v_head_dim, scales=bool(pool.scale_parts),
+            wire="page_head" if pool.layout == "page_head" else "page_first_direct",
+            version=_VERSION, model=model,
+        )  # fmt: skip
+        if len(identity.encoded()) > _MAX_ENCODED_BYTES:
+            raise ValueError(
+                f"model: expected less than 4 KiB of JSON, got {len(model)} characters"
+            )
+        return identity
+
+    @classmethod
+    def decoded(cls, encoded: bytes) -> PoolIdentity:
+        """Return the identity that another process has encoded; ValueError if it is none."""
+        try:
+            if len(encoded) > _MAX_ENCODED_BYTES:
+                raise ValueError("it is too long")
+            values = json.loads(encoded)
+            if not isinstance(values, dict):
+                raise ValueError("it is not an object")
+            # Annotations are text here: "int", "str", "bool".
+            if {name: type(value).__name__ for name, value in values.items()} != {
+                field.name: field.type for field in fields(cls)
+            }:
+                raise ValueError("its fields differ")
+            return cls(**values)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"identity: expected that of a pool, got another: {error}") from None
+
+    def encoded(self) -> bytes:
+        """Return it as JSON: sorted names, no spaces, ASCII, less than 4 KiB."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that differ between identities: BLAKE2b of `encoded`."""
+        return blake2b(self.encoded(), digest_size=DIGEST_BYTES).digest()
+
+    def difference(self, other: PoolIdentity) -> str:
+        """Say which field differs first and how, "" if none does; `other` is what came."""
+        for field in fields(self):
+            expected, got = getattr(self, field.name), getattr(other, field.name)
+            if expected != got:
+                return f"{field.name}: expected {expected}, got {got}"
+        return ""
+
+
+# --- Keys ---
+
+
+class BlockKeys:
+    """Makes the names under which processes share blocks.
+
+    Parameters
+    ----------
+    identity : a PoolIdentity (`kvcupy.remote.identity.PoolIdentity.of`), or a pool that has all
+        heads of its model
+    tenant : text or bytes. Tenants cannot name each other's blocks, nor find out which there are,
+        as long as this is secret
+
+    Attributes
+    ----------
+    identity
+    namespace : 16 bytes, the same for all keys of a tenant, and different for each tenant
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+
+    Notes
+    -----
+    A key is BLAKE2b of 32 bytes over the digest of the identity and the hash (128 bits, little
+    endian), keyed with BLAKE2b of the tenant.
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> keys = BlockKeys(kv.KVPool(4, 16, 2, 8, 128, device="host"), tenant="a")
+    >>> [key.hex()[:8] for key in keys.keys(kv.block_hashes(range(32), 16))]
+    ['2576f6f1', '3ab7e63e']
+    """
+
+    def __init__(self, identity: Any, tenant: str | bytes = "") -> None:
+        if isinstance(tenant, str):
+            secret = tenant.encode("utf-8", "surrogatepass")
+        elif isinstance(tenant, bytes):
+            secret = tenant
+        else:
+            raise TypeError(f"tenant: expected a str or bytes, got {type(tenant).__name__}")
+        if not isinstance(identity, PoolIdentity):
+            if not isinstance(identity, Pool):
+                kind = type(identity).__name__
+                raise TypeError(f"identity: expected a PoolIdentity or a pool, got {kind}")
+            identity = PoolIdentity.of(identity)
+        self.identity: PoolIdentity = identity
+        secret_key = blake2b(secret).digest()
+        self.namespace = blake2b(digest_size=DIGEST_BYTES, key=secret_key).digest()
+        self._start = blake2b(identity.digest(), digest_size=KEY_BYTES, key=secret_key)
+
+    def __repr__(self) -> str:
+        return f"<BlockKeys of {self.identity}>"  # without the tenant, which may be secret
+
+    def keys(self, hashes: Iterable[int]) -> list[bytes]:
+        """Return the keys of blocks, 32 bytes each.
+
+        Parameters
+        ----------
+        hashes : of `block_hashes`, or another's that fill 128 bits
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` are not such numbers, such as hashes of 64 bits
+        """
+        keys = []
+        for hash in hash_list(hashes):
+            if hash <= _WORD_MASK:
+                raise ValueError(
+                    "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128), which "
+                    f"processes can share, got one of 64: {hash}"
+                )
+            key = self._start.copy()
+            key.update(hash.to_bytes(16, "little"))
+            keys.append(key.digest())
+        return keys

@@ -1,0 +1,739 @@
+"""What sender and receiver say to each other: addresses, tickets, the handshake, messages.
+
+    receiver                                             sender
+    hello: version, nonce, digest of the pool   ---->
+                                                <----    hello: nonce, its id, HMAC of both hellos
+    HMAC of both hellos                         ---->
+    PULL offer, generation, heads               ---->
+                                                <----    GRANT lease, bytes per layer   or   REFUSED
+    START, if PULL said that it would follow    ---->
+            ... layers, as the engine moves them; RENEW from the receiver at any time ...
+    DONE                                        ---->
+                                                <----    CONFIRMED
+
+The HMACs are keyed with the secret, and so are those of every message behind them, which count
+messages too: nothing can be forged, replayed or left out. Sizes are bounded before anything is
+allocated, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import select
+import socket
+import ssl
+import struct
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ...errors import TransferError
+from ..identity import PoolIdentity
+from ..wire import HASHERS
+
+VERSION = 3
+
+# Kinds of messages.
+PULL, GRANT, REFUSED, RENEW, DONE, CONFIRMED = 1, 2, 3, 4, 5, 6
+LAYER, CHECKSUM, READ = 7, 8, 9  # of engines
+START = 10
+NAMES = {
+    PULL: "PULL", GRANT: "GRANT", REFUSED: "REFUSED", RENEW: "RENEW", DONE: "DONE",
+    CONFIRMED: "CONFIRMED", LAYER: "LAYER", CHECKSUM: "CHECKSUM", READ: "READ", START: "START",
+}  # fmt: skip
+
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_TICKET_BYTES = 8 << 20
+MAX_ATTACHMENT_BYTES = 1 << 20
+MAX_PAGES = 1 << 18  # of an offer
+HANDSHAKE_S = 5.0
+MIN_SECRET_BYTES = 16
+
+_HEAD = struct.Struct(">BI")  # kind, bytes of the payload
+_MAC_BYTES = 16
+_MIN_PAYLOAD_BYTES = 48  # shorter ones are filled up, so that one call receives most messages
+MIN_MESSAGE_BYTES = _HEAD.size + _MIN_PAYLOAD_BYTES + _MAC_BYTES
+_LAST_S = 0.1  # for the rest of a message, when the connection has ended
+_MAX_BUFFERS = 512  # memory areas that one call to the system takes
+
+
+# --- Addresses ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a sender listens: "unix:PATH" or "tcp:HOST:PORT".
+
+    >>> Address.parse("tcp:[::1]:80", "listen")
+    Address(path='', host='::1', port=80)
+    """
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: Any, name: str) -> Address:
+        """Return an argument as an Address; TypeError or ValueError, which name it."""
+        expected = f'{name}: expected "unix:PATH" or "tcp:HOST:PORT", got {text!r}'
+        if not isinstance(text, str):
+            raise TypeError(expected)
+        if not text.isprintable():
+            raise ValueError(expected)
+        scheme, _, rest = text.partition(":")
+        if scheme == "unix" and rest:
+            num_bytes = len(os.fsencode(rest))
+            if num_bytes > 107:
+                raise ValueError(f"{name}: expected a path of at most 107 bytes, got {num_bytes}")
+            return cls(path=rest)
+        host, _, port = rest.rpartition(":")
+        if scheme != "tcp" or not host or not (port.isascii() and port.isdigit()):
+            raise ValueError(expected)
+        if int(port) > 65535:
+            raise ValueError(f"{name}: expected a port of at most 65535, got {port}")
+        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp:{host}:{self.port}"
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether only processes of this machine can connect."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def is_wildcard(self) -> bool:
+        with suppress(ValueError):
+            return bool(self.host) and ipaddress.ip_address(self.host).is_unspecified
+        return False
+
+    def connect(self, deadline_s: float) -> socket.socket:
+        if not self.path:
+            connection = socket.create_connection((self.host, self.port), deadline_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(deadline_s)
+            connection.connect(self.path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def listen(self) -> tuple[socket.socket, Address]:
+        """Return a listening socket, and the address with the port that it has got.
+
+        Raises
+        ------
+        OSError : the address is in use; or a file of that name exists, and is no socket
+        """
+        if not self.path:
+            server = socket.create_server(
+                (self.host, self.port),
+                family=socket.AF_INET6 if ":" in self.host else socket.AF_INET,
+            )
+            return server, Address(host=self.host, port=server.getsockname()[1])
+        path = Path(self.path)
+        if path.is_socket():
+            self._remove_stale(path)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # Under a private name until its mode is set: nobody else connects in between.
+            private = f"{self.path}.{os.getpid():x}"
+            bound = private if len(os.fsencode(private)) <= 107 else self.path
+            server.bind(bound)
+            Path(bound).chmod(0o600)
+            server.listen()
+            if bound != self.path:
+                try:
+                    os.link(bound, self.path)  # which raises where the name is taken
+                finally:
+                    Path(bound).unlink()
+        except BaseException:
+            server.close()
+            raise
+        return server, self
+
+    def _remove_stale(self, path: Path) -> None:
+        """Remove a socket on which nobody listens any more; OSError if somebody does."""
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            probe.settimeout(1.0)
+            probe.connect(self.path)
+        except ConnectionRefusedError:
+            with suppress(FileNotFoundError):
+                path.unlink()
+            return
+        except (FileNotFoundError, TimeoutError, BlockingIOError):
+            return  # it has gone; or binding says that it is in use
+        finally:
+            probe.close()
+        raise FileExistsError(f"listen: another sender listens on {self}")
+
+
+# --- Secrets --------------------------------------------------------------------------------------
+
+
+def checked_secret(secret: Any) -> bytes:
+    """Return the argument `secret` as bytes, empty for None; TypeError or ValueError."""
+    if secret is None:
+        return b""
+    if not isinstance(secret, (bytes, bytearray)):
+        raise TypeError(f"secret: expected bytes, got {type(secret).__name__}")
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"secret: expected at least {MIN_SECRET_BYTES} bytes, such as of secrets.token_bytes, "
+            f"got {len(secret)}"
+        )
+    return bytes(secret)
+
+
+def checked_tls(tls: Any) -> ssl.SSLContext | None:
+    """Return the argument `tls`; TypeError unless it is a context or None."""
+    if tls is not None and not isinstance(tls, ssl.SSLContext):
+        raise TypeError(f"tls: expected an ssl.SSLContext, got {type(tls).__name__}")
+    return tls
+
+
+def _hmac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
+    keyed = hmac.new(secret, purpose, hashlib.sha256)
+    for part in parts:
+        keyed.update(len(part).to_bytes(4, "big") + part)
+    return keyed.digest()
+
+
+# --- Tickets --------------------------------------------------------------------------------------
+
+
+@lru_cache(16)
+def _ticket_key(secret: bytes) -> bytes:
+    return _hmac(secret, b"kvcupy tickets")
+
+
+def _ticket_mac(secret: bytes, body: bytes) -> bytes:
+    """Return the code of a ticket. Keyed BLAKE2b touches much less memory than HMAC of OpenSSL,
+    which otherwise takes longer than all else that a pull does with a ticket."""
+    return hashlib.blake2b(body, key=_ticket_key(secret), digest_size=32).digest()
+
+
+_encoded = lru_cache(64)(PoolIdentity.encoded)
+_decoded = lru_cache(64)(PoolIdentity.decoded)
+_TICKET = struct.Struct(">4sBBQQ16s16s16sQIHHBBII")
+_TICKET_MAGIC = b"KVPT"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What `PageSender.offer` hands out, as `PageReceiver.inspect` reads it.
+
+    Attributes
+    ----------
+    num_pages : of the offer
+    num_pulls : that complete the offer
+    lease_s : of the offer, when it was made. Seconds, not a time: clocks of machines differ
+    hashes : of the blocks in the pages, or empty
+    attachment : bytes that the sender's user has added
+    identity : of the sender's pool: its geometry, and the range of heads that it holds
+    address : where the sender listens
+    number, generation, token, sender_id, engine : by which the sender knows the offer again
+    """
+
+    number: int
+    generation: int
+    token: bytes
+    sender_id: bytes
+    digest: bytes
+    lease_s: float
+    num_pages: int
+    num_pulls: int
+    address: str
+    engine: str
+    identity: PoolIdentity
+    hashes: tuple[int, ...] = ()
+    attachment: bytes = b""
+
+    def is_alike(self, other: Ticket) -> bool:
+        """Return whether another ticket is of the same pool and engine."""
+        return (
+            self.identity is other.identity  # which are kept, and so are the same where equal
+            and self.digest == other.digest
+            and self.engine == other.engine
+            and self.address == other.address
+        )
+
+    def encoded(self, secret: bytes) -> bytes:
+        address, identity = self.address.encode(), _encoded(self.identity)
+        engine = self.engine.encode()
+        wide = any(h >> 64 for h in self.hashes)
+        hash_bytes = (16 if wide else 8) if self.hashes else 0
+        head = _TICKET.pack(
+            _TICKET_MAGIC, VERSION, hash_bytes, self.number, self.generation, self.token,
+            self.sender_id, self.digest, round(self.lease_s * 1e3), self.num_pages,
+            len(address), len(identity), len(engine), 0, self.num_pulls, len(self.attachment),
+        )  # fmt: skip
+        hashes = b"".join(h.to_bytes(hash_bytes, "big") for h in self.hashes)
+        body = b"".join((head, address, identity, engine, hashes, self.attachment))
+        return body + _ticket_mac(secret, body)
+
+    @classmethod
+    def decoded(cls, data: Any, secret: bytes) -> Ticket:
+        """Read a ticket; TransferError unless it is whole, and made with the same secret."""
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"ticket: expected bytes, got {type(data).__name__}")
+        whole = bytes(data[:MAX_TICKET_BYTES])
+        body, mac = whole[:-32], whole[-32:]
+        if len(data) > MAX_TICKET_BYTES or len(body) < _TICKET.size or body[:4] != _TICKET_MAGIC:
+            raise TransferError("ticket: expected what PageSender.offer returns", "ticket")
+        if body[4] != VERSION:
+            raise TransferError(f"ticket: expected version {VERSION}, got {body[4]}", "version")
+        if not hmac.compare_digest(mac, _ticket_mac(secret, body)):
+            raise TransferError("ticket: it is damaged, or the sender has another secret", "secret")
+        # From here on it is what a sender has written.
+        (_, _, hash_bytes, number, generation, token, sender_id, digest, lease_ms, num_pages,
+         address_bytes, identity_bytes, engine_bytes, _, num_pulls, attachment_bytes,
+        ) = _TICKET.unpack_from(body)  # fmt: skip
+        sizes = (address_bytes, identity_bytes, engine_bytes, hash_bytes * num_pages)
+        if (
+            num_pages > MAX_PAGES
+            or hash_bytes not in (0, 8, 16)
+            or len(body) != _TICKET.size + sum(sizes) + attachment_bytes
+        ):
+            raise TransferError("ticket: its parts do not add up", "ticket")
+        parts, start = [], _TICKET.size
+        for size in (*sizes, attachment_bytes):
+            parts.append(body[start : start + size])
+            start += size
+        hashes = parts[3]
+        try:
+            identity = _decoded(parts[1])
+            address, engine = parts[0].decode(), parts[2].decode()
+        except (ValueError, TypeError) as error:
+            raise TransferError(f"ticket: {error}", "ticket") from error
+        return cls(
+            number, generation, token, sender_id, digest, lease_ms / 1e3, num_pages, num_pulls,
+            address, engine, identity,
+            tuple(
+                int.from_bytes(hashes[i : i + hash_bytes], "big")
+                for i in range(0, len(hashes), hash_bytes or 1)
+            ),
+            parts[4],
+        )  # fmt: skip
+
+
+# --- Checksums ------------------------------------------------------------------------------------
+
+
+_ALGORITHMS = {
+    number: HASHERS[name] for number, name in ((1, "xxh3_64"), (2, "sum64")) if name in HASHERS
+}
+"""The checksums that there are here, by their numbers in a hello; the best come first."""
+_SUPPORTED = sum(1 << number for number in _ALGORITHMS)
+BEST_ALGORITHM = next(iter(_ALGORITHMS))
+
+
+def new_checksum(algorithm: int, key: bytes, *names: int) -> Any:
+    """Return a new checksum of data that numbers name."""
+    checksum = _ALGORITHMS[algorithm]()
+    checksum.update(key + struct.pack(f">{len(names)}Q", *names))
+    return checksum
+
+
+def offer_key(secret: bytes, token: bytes) -> bytes:
+    """Return the key of checksums of an offer's pages, for all who have its ticket."""
+    key = _ticket_key(secret)
+    return hashlib.blake2b(token, key=key, digest_size=32, person=b"kvcupy pages").digest()
+
+
+# --- Messages on a connection ---------------------------------------------------------------------
+
+
+class Lost(Exception):
+    """The connection has ended, or what came is no message of this protocol."""
+
+
+class Channel:
+    """A connection behind its handshake: messages, and the bytes of pages.
+
+    One thread uses it; `abort` may be called by any. Every call has a deadline, a value of
+    `time.monotonic`: `TimeoutError` when that has passed.
+    """
+
+    def __init__(
+        self, connection: socket.socket, send_key: bytes, receive_key: bytes, data_key: bytes,
+        algorithm: int, peer: bytes,
+    ) -> None:  # fmt: skip
+        self.peer = peer
+        self._socket = connection
+        self._keys = {True: send_key, False: receive_key}
+        self._counts = {True: 0, False: 0}
+        self._data_key = data_key
+        self.algorithm = algorithm  # of checksums
+        self._is_tls = isinstance(connection, ssl.SSLSocket)
+        self._timeout_s = 0.0  # that the system keeps
+        self._unsent: list[memoryview] = []  # messages that go along with what is sent next
+        self.num_bytes = 0  # of pages, sent and received
+        self.confirming = False  # whether the sender has yet to say CONFIRMED
+        self.moving = False  # whether who ends an offer must abort this, for it may be blocked
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+    # --- Messages ---
+
+    def send(self, kind: int, payload: bytes, deadline: float, *, more: bool = False) -> None:
+        """Send a message; with `more` along with what is sent next."""
+        self._unsent.append(self._message(kind, payload))
+        if not more:
+            self.flush(deadline)
+
+    def flush(self, deadline: float) -> None:
+        """Send what `send` has kept back."""
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            self._move(unsent, sum(map(len, unsent)), deadline, is_sent=True)
+
+    def _message(self, kind: int, payload: bytes) -> memoryview:
+        body = _HEAD.pack(kind, len(payload)) + payload.ljust(_MIN_PAYLOAD_BYTES, b"\0")
+        return memoryview(body + self._mac(True, body))
+
+    def receive(self, deadline: float, *kinds: int) -> tuple[int, bytes]:
+        """Return kind and payload of the next message.
+
+        Raises
+        ------
+        TransferError : the peer has refused; it says why
+        Lost : it is of none of `kinds`, damaged, or none comes any more
+        """
+        least = bytearray(MIN_MESSAGE_BYTES)
+        self._move([memoryview(least)], MIN_MESSAGE_BYTES, deadline, is_sent=False)
+        return self.received(least, deadline, *kinds)
+
+    def received(self, first: bytearray, deadline: float, *kinds: int) -> tuple[int, bytes]:
+        """Return kind and payload of a message of which the first bytes have come, as `receive`."""
+        kind, length = _HEAD.unpack_from(first)
+        if length > MAX_MESSAGE_BYTES or kind not in NAMES:
+            raise Lost("what came is not a message")
+        if length > _MIN_PAYLOAD_BYTES:
+            rest = bytearray(length - _MIN_PAYLOAD_BYTES)
+            self._move([memoryview(rest)], len(rest), deadline, is_sent=False)
+            first = first + rest
+        body = bytes(first[:-_MAC_BYTES])
+        if not hmac.compare_digest(first[-_MAC_BYTES:], self._mac(False, body)):
+            raise Lost("a message was changed on its way")
+        payload = body[_HEAD.size : _HEAD.size + length]
+        if kind == REFUSED:
+            reason, _, message = payload.decode("utf-8", "replace").partition("\n")
+            raise TransferError(message, reason)
+        if kinds and kind not in kinds:
+            expected = " or ".join(NAMES[k] for k in kinds)
+            raise Lost(f"expected {expected}, got {NAMES[kind]}")
+        return kind, payload
+
+    def refuse(self, reason: str, message: str, deadline: float) -> None:
+        """Say why there is nothing, or nothing more."""
+        self.send(REFUSED, f"{reason}\n{message[:4000]}".encode(), deadline)
+
+    def readable(self, deadline_s: float) -> bool:
+        """Wait until something has come, which may be the end of the connection."""
+        if self._is_tls and self._socket.pending():  # type: ignore[attr-defined]
+            return True
+        return any_readable([self._socket], deadline_s)
+
+    def has_ended(self) -> bool:
+        """Return whether the peer has ended the connection, also behind what is not read yet."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, getattr(select, "POLLRDHUP", 0))  # only Linux has it
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
+
+    def _mac(self, is_sent: bool, body: bytes) -> bytes:
+        number = self._counts[is_sent]
+        self._counts[is_sent] = number + 1
+        return hashlib.blake2b(
+            number.to_bytes(8, "big") + body, key=self._keys[is_sent], digest_size=_MAC_BYTES
+        ).digest()
+
+    # --- Pages ---
+
+    def checksum(self, *names: int) -> Any:
+        """Return a new checksum of this connection, of data that numbers name."""
+        return new_checksum(self.algorithm, self._data_key, *names)
+
+    def send_data(
+        self, views: list[memoryview], num_bytes: int, deadline: float,
+        end: tuple[int, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        """Send memory as it is, all of it, behind the messages that `send` has kept back.
+
+        `end` is kind and payload of a message that goes along with the last bytes.
+        """
+        total = num_bytes
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            total += sum(map(len, unsent))
+            views = unsent + views
+        if end is not None:
+            message = self._message(*end)
+            total += len(message)
+            views = [*views, message]
+        self._move(views, total, deadline, is_sent=True)
+        self.num_bytes += num_bytes
+
+    def receive_data(
+        self, views: list[memoryview], num_bytes: int, deadline: float,
+        end: bytearray | None = None,
+    ) -> None:  # fmt: skip
+        """Fill memory with what comes, and then `end` with the first bytes of a message."""
+        if end is None:
+            self._move(views, num_bytes, deadline, is_sent=False)
+        else:
+            self._move([*views, memoryview(end)], num_bytes + len(end), deadline, is_sent=False)
+        self.num_bytes += num_bytes
+
+    def _move(
+        self, views: list[memoryview], num_bytes: int, deadline: float, *, is_sent: bool
+    ) -> None:
+        """Send memory, or fill it: all of `views`, which have so many bytes."""
+        connection = self._socket
+        try:
+            if not self._is_tls:
+                move = connection.sendmsg if is_sent else self._fill
+                self._move_all(views, num_bytes, move, deadline)
+                return
+            for view in views:
+                set_timeout(connection, deadline)
+                if is_sent:
+                    connection.sendall(view)
+                    continue
+                rest = view
+                while rest.nbytes:
+                    set_timeout(connection, deadline)
+                    rest = rest[_some(connection.recv_into(rest)) :]
+        except (TimeoutError, BlockingIOError):
+            raise TimeoutError("timed out") from None
+        except (OSError, ValueError) as error:
+            if is_sent:
+                self._raise_refusal()
+            raise Lost(f"the connection has ended: {error}") from error
+
+    def _raise_refusal(self) -> None:
+        """Raise why the peer has ended the connection, if it has said so."""
+        with suppress(Lost, TimeoutError):
+            while self.readable(0):
+                self.receive(time.monotonic() + _LAST_S)
+
+    def _move_all(
+        self, views: list[memoryview], left: int, move: Callable[[list[memoryview]], int],
+        deadline: float,
+    ) -> None:  # fmt: skip
+        """Call `move` with views, and again with what it has left of them, until nothing is."""
+        rest = views
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if not 0 < self._timeout_s <= 1.05 * remaining_s:  # which spares most calls
+                set_timeout(self._socket, deadline)
+                self._timeout_s = remaining_s
+            try:
+                moved = move(rest if len(rest) <= _MAX_BUFFERS else rest[:_MAX_BUFFERS])
+            except BlockingIOError:  # a timeout that was set for an earlier deadline
+                if time.monotonic() >= deadline:
+                    raise
+                self._timeout_s = 0.0
+                continue
+            left -= moved
+            if left == 0:
+                return
+            first = 0
+            while moved >= rest[first].nbytes:
+                moved -= rest[first].nbytes
+                first += 1
+            rest = rest[first:]
+            rest[0] = rest[0][moved:]
+
+    def _fill(self, views: list[memoryview]) -> int:
+        return _some(self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
+
+    # --- Ending it ---
+
+    def abort(self) -> None:
+        """Let a thread that waits for the peer fail at once. Any thread may call this."""
+        with suppress(OSError):  # else a peer that is blocked in a send may not hear of it for long
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+        shut_down(self._socket)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
+
+closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Senders and receivers, whose sockets a forked process must not keep open."""
+
+
+def _close_in_child() -> None:
+    for owner in list(closed_in_children):
+        owner._close_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def any_readable(sockets: Sequence[socket.socket], deadline_s: float) -> bool:
+    """Wait until something has come on one of them, or one was closed."""
+    poll = select.poll()
+    try:
+        if 0 < deadline_s < 1e-3 and max(each.fileno() for each in sockets) < 1024:
+            return bool(select.select(sockets, (), (), deadline_s)[0])  # poll waits for whole ms
+        for each in sockets:
+            poll.register(each, select.POLLIN)
+        return bool(poll.poll(max(0.0, deadline_s) * 1e3))
+    except (OSError, ValueError):
+        return True
+
+
+def set_timeout(connection: socket.socket, deadline: float) -> None:
+    """Let calls of a connection last until a deadline at most; TimeoutError if it has passed.
+
+    The system keeps the time, so that one call can move as much as there is room for.
+    """
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError("timed out")
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(remaining_s)
+        return
+    connection.settimeout(None)
+    timeval = struct.pack("@ll", *divmod(int(remaining_s * 1e6) + 1, 1_000_000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection that another thread may be using.
+
+    `SSLSocket.shutdown` would first take the encryption away, and that thread would go on without.
+    """
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Return so many bytes; Lost or TimeoutError if they do not come."""
+    data = bytearray(count)
+    rest = memoryview(data)
+    try:
+        while rest.nbytes:
+            set_timeout(connection, deadline)
+            rest = rest[_some(connection.recv_into(rest)) :]
+    except (TimeoutError, BlockingIOError):
+        raise TimeoutError("timed out") from None
+    except (OSError, ValueError) as error:
+        raise Lost(f"the connection has ended: {error}") from error
+    return bytes(data)
+
+
+def _some(count: int) -> int:
+    if count == 0:
+        raise Lost("the connection has ended")
+    return count
+
+
+# --- The handshake --------------------------------------------------------------------------------
+
+_CLIENT_HELLO = struct.Struct(">4sHBB32s16s")
+_SERVER_HELLO = struct.Struct(">4sHBB32s16s16s")
+_MAGIC = b"KVPM"
+
+
+def as_receiver(
+    connection: socket.socket, secret: bytes, digest: bytes, deadline: float
+) -> tuple[Channel, bytes]:
+    """Shake hands with a sender; return the channel, and the digest of its pool.
+
+    Raises
+    ------
+    TransferError : it has another secret or version
+    Lost, TimeoutError : it does not answer as a sender would
+    """
+    hello = _CLIENT_HELLO.pack(_MAGIC, VERSION, bool(secret), _SUPPORTED, os.urandom(32), digest)
+    set_timeout(connection, deadline)
+    try:
+        connection.sendall(hello)
+    except (OSError, ValueError) as error:
+        raise Lost(f"the connection has ended: {error}") from error
+    answer = receive_exactly(connection, _SERVER_HELLO.size, deadline)
+    magic, version, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
+    if magic != _MAGIC:
+        raise Lost("who listens there is not a PageSender")
+    if version != VERSION:
+        raise TransferError(f"the sender has version {version}, this receiver {VERSION}", "version")
+    mac = receive_exactly(connection, 32, deadline)
+    if has_secret != bool(secret) or not hmac.compare_digest(
+        mac, _hmac(secret, b"kvcupy sender", hello, answer)
+    ):
+        raise TransferError("secret: the sender has another secret, or none", "secret")
+    if algorithm not in _ALGORITHMS:
+        raise Lost("the sender chose a checksum that this receiver lacks")
+    try:
+        connection.sendall(_hmac(secret, b"kvcupy receiver", hello, answer))
+    except (OSError, ValueError) as error:
+        raise Lost(f"the connection has ended: {error}") from error
+    to_sender, to_receiver, data = _session_keys(secret, hello, answer)
+    return Channel(connection, to_sender, to_receiver, data, algorithm, sender_id), its_digest
+
+
+def as_sender(
+    connection: socket.socket, secret: bytes, digest: bytes, sender_id: bytes, deadline: float
+) -> tuple[Channel, bytes]:
+    """Shake hands with a receiver; return the channel, and the digest of its pool.
+
+    Raises
+    ------
+    Lost, TimeoutError : it is no receiver, or one with another secret or version
+    """
+    hello = receive_exactly(connection, _CLIENT_HELLO.size, deadline)
+    magic, version, _, supported, _, its_digest = _CLIENT_HELLO.unpack(hello)
+    if magic != _MAGIC:
+        raise Lost("what came is not from a PageReceiver")
+    algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 2)
+    answer = _SERVER_HELLO.pack(
+        _MAGIC, VERSION, bool(secret), algorithm, os.urandom(32), sender_id, digest
+    )
+    set_timeout(connection, deadline)
+    try:
+        connection.sendall(answer + _hmac(secret, b"kvcupy sender", hello, answer))
+    except (OSError, ValueError) as error:
+        raise Lost(f"the connection has ended: {error}") from error
+    if version != VERSION:
+        raise Lost(f"the receiver has version {version}")
+    proof = receive_exactly(connection, 32, deadline)
+    if not hmac.compare_digest(proof, _hmac(secret, b"kvcupy receiver", hello, answer)):
+        raise Lost("the receiver has another secret, or none")
+    to_sender, to_receiver, data = _session_keys(secret, hello, answer)
+    return Channel(connection, to_receiver, to_sender, data, algorithm, b""), its_digest
+
+
+def _session_keys(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, bytes, bytes]:
+    to_sender = _hmac(secret, b"kvcupy messages to the sender", hello, answer)
+    to_receiver = _hmac(secret, b"kvcupy messages to the receiver", hello, answer)
+    return to_sender, to_receiver, _hmac(secret, b"kvcupy data", hello, answer)

@@ -1,0 +1,909 @@
+"""The receiver: fetches pages that another process offers, layer by layer."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ... import metrics, observe
+from ...cache.pages import Pages, StreamCompletion, page_array, waiting_stream
+from ...cache.pool import Pool, positive_int
+from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal, TransferError
+from ...observe import Operation
+from ...streams import stream_after
+from . import engine_for, protocol
+from .engines import PullTask
+from .layers import PageBytes
+from .protocol import CONFIRMED, DONE, GRANT, PULL, START, Address, Channel, Lost, Ticket
+from .sender import (
+    GRANT_HEAD,
+    PULL_HEAD,
+    accesses,
+    common_digest,
+    identity_of,
+    positive_seconds,
+    staging_of,
+)
+
+if TYPE_CHECKING:
+    from ...devices.protocol import Event, Stream
+
+_IDLE_S = 10.0  # that a thread waits for the next pull
+_MAX_IDLE = 4  # connections kept per sender
+_MAX_PLANNED = 64  # senders of which the tickets are known to fit
+_CONFIRM_S = 1.0
+_CLOSE_S = 5.0
+_QUIET_POLL_S = 0.02
+
+
+class PageReceiver(ProcessLocal):
+    """Fetches pages that a `PageSender` of another process, or of this one, offers.
+
+    Parameters
+    ----------
+    pool : KVPool or MLAPool, with the sender's format, page size, layers and widths. The layout may
+        be another, and so may the heads
+    secret : bytes, the sender's
+    engine : "socket", or "nixl"; the sender's
+    heads : (first, total) of the model's heads, where the pool holds only some; None: it has all
+    model : as the sender says
+    tls : ssl.SSLContext for clients; None: the sender must not use TLS
+    staging_pages : as in `PageSender`
+    max_pulls : that run at a time; more are refused
+    max_quarantined_pages : beyond which pulls are refused; None: half of the pool
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+    ImportError : the engine needs a package that is missing
+
+    Notes
+    -----
+    Capture: not legal; a pull is outside of every capture. Lifetime: each pull has a daemon thread
+    for each of its tickets, and over "nixl" up to four threads verify what comes; connections are
+    kept for the next pull until `close`. Threads may share a receiver. `PageSender` has an example,
+    and says what is authenticated.
+    """
+
+    def __init__(
+        self, pool: Any, *, secret: bytes | None = None, engine: str = "socket",
+        heads: tuple[int, int] | None = None, model: str = "", tls: Any = None,
+        staging_pages: int | None = None, max_pulls: int = 64,
+        max_quarantined_pages: int | None = None,
+    ) -> None:  # fmt: skip
+        self._identity = identity_of(pool, heads, model)
+        self._digest = common_digest(self._identity)
+        self._pool: Pool = pool
+        self._secret = protocol.checked_secret(secret)
+        self._tls = protocol.checked_tls(tls)
+        self._max_pulls = positive_int(max_pulls, "max_pulls")
+        if max_quarantined_pages is None:
+            max_quarantined_pages = max(1, pool.num_pages // 2)
+        self._max_quarantined = positive_int(max_quarantined_pages, "max_quarantined_pages")
+        self._staging = staging_of(pool, staging_pages)
+        self._engine = engine_for(engine, pool)
+        self._page_bytes: dict[range, PageBytes] = {}
+        # By sender and address: a ticket that was checked, and what follows from it for all others.
+        self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
+        self._lock = threading.Lock()  # guards all of the below
+        self._pulls: set[Pull] = set()  # whose pages may be written
+        self._workers = _Workers()
+        self._idle: dict[tuple[str, bytes], list[Channel]] = {}
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+        self._pid = os.getpid()
+        protocol.closed_in_children.add(self)
+        metrics.follow(self, _samples, partial(_totals, self._counts))
+
+    def __repr__(self) -> str:
+        return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
+
+    @property
+    def pool(self) -> Pool:
+        """The pool whose pages it moves."""
+        return self._pool
+
+    def __enter__(self) -> PageReceiver:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def inspect(self, ticket: bytes) -> Ticket:
+        """Read a ticket: `num_pages`, `hashes` and `attachment`, among others.
+
+        Parameters
+        ----------
+        ticket : of `PageSender.offer`
+
+        Raises
+        ------
+        TypeError : `ticket` is not bytes
+        TransferError : it is not whole, or made with another secret
+
+        Notes
+        -----
+        Nothing is sent: whether the offer still stands shows when it is pulled.
+        """
+        return Ticket.decoded(ticket, self._secret)
+
+    def pull(self, ticket: Any, pages: Any, *, deadline_s: float = 30.0, after: Any = None) -> Pull:
+        """Fetch what a ticket offers into pages of the pool, in the background.
+
+        Parameters
+        ----------
+        ticket : of `PageSender.offer`; or a list of them, of senders that each hold some of the
+            heads, which together must be those of this pool, each once
+        pages : int32 or int64 (N,) of the host, or a list of ints: pages of the pool, as many as
+            are offered, each once, where they go, in order. They stay the caller's; those freed
+            meanwhile become free when nothing can land in them any more. Over "nixl" that may be
+            never, while a sender is stopped: `alloc` does not wait for these
+        deadline_s : seconds until which all of it has to be there
+        after : stream that uses the pages for the last time: Stream, or a CuPy or torch stream;
+            nothing is written before it has passed what it holds now. None: the current one; False:
+            no work uses them
+
+        Returns
+        -------
+        Pull : to wait for the layers
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit
+        CacheFull : too many pulls run, or pages are in quarantine
+        TransferError : the ticket is damaged, or of another secret; the pools differ; or the sender
+            is on another machine, and there is neither a secret nor TLS. Nothing was moved
+        CaptureError : `after` is being captured
+        KvcupyError : the receiver is closed
+
+        Notes
+        -----
+        The call waits for nothing. Bytes: the pages once, of the heads that this pool has.
+        """
+        self._require_own_process()
+        several = isinstance(ticket, (list, tuple))
+        tickets = [Ticket.decoded(each, self._secret) for each in (ticket if several else [ticket])]
+        ordered = self._checked_pages(pages, tickets)
+        seconds = positive_seconds(deadline_s, "deadline_s")
+        parts = self._plan(tickets)
+        completion = None if after is False else self._used_by(after)
+        pull = Pull(self, parts, ordered, time.monotonic() + seconds, completion)
+        with self._lock:
+            self._require_open()
+            quarantined = self._quarantined()
+            if quarantined >= self._max_quarantined:
+                raise CacheFull(
+                    f"pages: expected less than {self._max_quarantined} in quarantine, "
+                    f"got {quarantined}"
+                )
+            if len(self._pulls) >= self._max_pulls:
+                raise CacheFull(f"max_pulls: expected at most {self._max_pulls} pulls at a time")
+            self._pulls.add(pull)
+        asked: list[tuple[Channel, bool] | None] = []
+        try:
+            for ticket_of_part, _, heads in parts:
+                asked.append(self._ask_early(pull, ticket_of_part, heads))
+            self._pool.allocator._mark_busy(ordered, pull._landing)
+            pull._prepare()
+        except BaseException:
+            for channel, _ in filter(None, asked):
+                channel.close()
+            pull._fail(TransferError("the pull could not be started", "lost"))
+            pull._settle()
+            raise
+        pull._start(asked)
+        return pull
+
+    def stats(self) -> dict[str, int]:
+        """Return counts.
+
+        Returns
+        -------
+        dict : "pulls" and "connections" (kept for later pulls) now; "quarantined_pages" now, of
+            pulls that have failed while something may still land in them; "completed", "failed"
+            and "cancelled" pulls, and "received_bytes", so far
+        """
+        with self._lock:
+            return {
+                "pulls": len(self._pulls),
+                "quarantined_pages": self._quarantined(),
+                "connections": sum(map(len, self._idle.values())),
+                **{name: self._counts[name] for name in _COUNTS},
+            }
+
+    def close(self, deadline_s: float = _CLOSE_S) -> None:
+        """Cancel all pulls, and wait until nothing can land in their pages, and senders know.
+
+        Parameters
+        ----------
+        deadline_s : the longest this waits. Pages into which something may land beyond that stay
+            in quarantine
+        """
+        if os.getpid() != self._pid:
+            return
+        deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
+        with self._lock:
+            first, self._closed = not self._closed, True
+            pulls, idle, self._idle = list(self._pulls), self._idle, {}
+        for pull in pulls:
+            pull._fail(TransferError("the receiver was closed", "closed"))
+        for channel in chain.from_iterable(idle.values()):
+            _close_confirmed(channel, min(deadline, time.monotonic() + _CONFIRM_S))
+        self._workers.close(deadline)  # also those that tell the sender that they are done
+        if first:
+            self._engine.close(deadline)
+
+    def _close_in_child(self) -> None:
+        """Close the connections that a forked process has inherited."""
+        self._lock = threading.Lock()  # a thread that is not here may have held it
+        self._workers = _Workers()
+        for channel in chain.from_iterable(self._idle.values()):
+            channel.close()
+        for pull in self._pulls:
+            pull._close_in_child()
+
+    # --- Arguments ---
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise KvcupyError(f"PageReceiver: it belongs to process {self._pid}, which forked this")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise KvcupyError("PageReceiver: it is closed")
+
+    def _used_by(self, stream: Any) -> StreamCompletion:
+        return StreamCompletion(stream_after(self._pool.device, stream, "a pull"))
+
+    def _checked_pages(self, pages: Any, tickets: Sequence[Ticket]) -> Pages:
+        listed = page_array(pages)
+        numbers = listed.tolist()
+        most = self._pool.num_pages - 1
+        outside = [number for number in numbers if not 0 <= number <= most]
+        if outside:
+            raise ValueError(f"pages: expected 0 to {most}, got {outside[0]}")
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("pages: expected each page once")
+        is_own = listed is not pages and listed.dtype == np.int64
+        ordered: Pages = listed if is_own else np.array(listed, np.int64)
+        if not tickets:
+            raise ValueError("ticket: expected at least one")
+        for ticket in tickets:
+            if ticket.num_pages != len(ordered):
+                raise ValueError(
+                    f"pages: expected {ticket.num_pages}, as many as are offered, "
+                    f"got {len(ordered)}"
+                )
+        return ordered
+
+    def _plan(self, tickets: Sequence[Ticket]) -> list[tuple[Ticket, Address, range]]:
+        """Return for each ticket where its sender is, and which heads of the model come from it."""
+        key = tickets[0].sender_id, tickets[0].address
+        known = self._planned.get(key) if len(tickets) == 1 else None
+        if known is not None and known[0].is_alike(tickets[0]):
+            return [(tickets[0], *known[1:])]
+        parts = []
+        covered: list[int] = []
+        own = range(
+            self._identity.head_start, self._identity.head_start + self._identity.num_kv_heads
+        )
+        for ticket in tickets:
+            theirs = ticket.identity
+            if ticket.digest != self._digest or common_digest(theirs) != self._digest:
+                raise TransferError(
+                    f"the pools differ: {_difference(self._identity, theirs)}", "identity"
+                )
+            if ticket.engine != self._engine.name:
+                raise TransferError(
+                    f"engine: the sender's is {ticket.engine!r}, this one's {self._engine.name!r}",
+                    "identity",
+                )  # fmt: skip
+            try:
+                address = Address.parse(ticket.address, "ticket")
+            except ValueError as error:
+                raise TransferError(str(error), "ticket") from None
+            if not (address.is_local or self._secret or self._tls):
+                raise TransferError(
+                    f"secret: expected one, or tls, to fetch pages from {address}", "secret"
+                )
+            heads = range(
+                max(own.start, theirs.head_start),
+                min(own.stop, theirs.head_start + theirs.num_kv_heads),
+            )
+            parts.append((ticket, address, heads))
+            covered += heads
+        if sorted(covered) != list(own):
+            raise TransferError(
+                f"heads: expected {own.start} to {own.stop - 1}, each once, got "
+                f"{sorted(covered) or 'none'}", "identity",
+            )  # fmt: skip
+        if len(parts) == 1:
+            if len(self._planned) >= _MAX_PLANNED:
+                self._planned.clear()
+            self._planned[key] = parts[0]
+        return parts
+
+    # --- Connections ---
+
+    def _connect(self, ticket: Ticket, address: Address, deadline: float) -> Channel:
+        """Return a connection to a ticket's sender behind its handshake."""
+        until = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
+        try:
+            channel, digest = self._shake_hands(address, until)
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+            raise Lost(f"no sender has answered within {protocol.HANDSHAKE_S:g} s") from None
+        if channel.peer != ticket.sender_id:
+            channel.close()
+            raise TransferError(
+                f"the sender that made the ticket no longer listens on {address}", "lost"
+            )
+        if digest != self._digest:
+            channel.close()
+            raise TransferError("the pools differ", "identity")
+        return channel
+
+    def _shake_hands(self, address: Address, deadline: float) -> tuple[Channel, bytes]:
+        connection = address.connect(max(0.001, deadline - time.monotonic()))
+        try:
+            if self._tls is not None:
+                protocol.set_timeout(connection, deadline)
+                connection = self._tls.wrap_socket(connection, server_hostname=address.host or None)
+            return protocol.as_receiver(connection, self._secret, self._digest, deadline)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _borrow(self, ticket: Ticket) -> Channel | None:
+        """Return a connection that an earlier pull has left, if there is one."""
+        key = ticket.address, ticket.sender_id
+        while True:
+            with self._lock:
+                idle = self._idle.get(key)
+                if not idle:
+                    self._idle.pop(key, None)
+                    return None
+                channel = idle.pop()
+            if _is_idle(channel):
+                return channel
+            channel.close()
+
+    def _give_back(self, ticket: Ticket, channel: Channel) -> None:
+        with self._lock:
+            for key, channels in list(self._idle.items()):  # of senders that are gone
+                ended = [each for each in channels if not _is_idle(each)]
+                for each in ended:
+                    channels.remove(each)
+                    each.close()
+                if not channels:
+                    del self._idle[key]
+            idle = self._idle.setdefault((ticket.address, ticket.sender_id), [])
+            if not self._closed and len(idle) < _MAX_IDLE:
+                idle.append(channel)
+                return
+        _close_confirmed(channel, time.monotonic() + _CONFIRM_S)
+
+    # --- One part of a pull, in a thread of its own ---
+
+    def _ask(
+        self, pull: Pull, ticket: Ticket, heads: range, channel: Channel, deadline: float
+    ) -> bool:
+        """Ask a sender for pages; return whether it is to wait for START before it sends any."""
+        run_pages = len(pull._pages)
+        if self._staging is not None and self._engine.staged:
+            run_pages = min(run_pages, self._staging.share)
+        waits = pull._is_used()
+        request = PULL_HEAD.pack(
+            ticket.number, ticket.generation, ticket.token, heads.start, len(heads), run_pages,
+            waits,
+        )  # fmt: skip
+        channel.send(PULL, request + self._engine.describe(), deadline)
+        return waits
+
+    def _ask_early(self, pull: Pull, ticket: Ticket, heads: range) -> tuple[Channel, bool] | None:
+        """Ask over a connection that an earlier pull has left, so that the sender is at work while
+        a thread wakes up here; None if there is none."""
+        while (channel := self._borrow(ticket)) is not None:
+            try:
+                return channel, self._ask(pull, ticket, heads, channel, pull._deadline)
+            except (Lost, TimeoutError, TransferError):  # of the pull before, whose offer is over
+                channel.close()  # by the sender, to which it was idle
+        return None
+
+    def _run(
+        self, pull: Pull, ticket: Ticket, address: Address, heads: range,
+        asked: tuple[Channel, bool] | None,
+    ) -> None:  # fmt: skip
+        """Fetch one part of a pull, and settle it whatever happens."""
+        task = None
+        try:
+            channel, granted, waits = self._granted(pull, ticket, address, heads, asked)
+            before = channel.num_bytes
+            try:
+                task = self._task(pull, ticket, channel, heads, granted)
+                if waits:
+                    pull._wait_for_users(task)
+                    channel.send(START, b"", pull._deadline)
+                self._engine.pull(task)
+            except BaseException:
+                channel.close()
+                raise
+            finally:
+                with self._lock:
+                    self._counts["received_bytes"] += channel.num_bytes - before
+        except BaseException as error:
+            pull._fail(_as_transfer_error(error, str(address)))
+            while task is not None and not self._engine.quiet(task):
+                time.sleep(_QUIET_POLL_S)
+            pull._part_ended()
+            return
+        pull._part_ended()
+        pull._landing.synchronize()  # for the other parts
+        if pull.failure is not None:
+            channel.close()
+            return
+        try:  # a sender that does not hear it waits for its lease
+            channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
+        except (Lost, TimeoutError, TransferError):  # or its offer is over, which does not matter
+            channel.close()
+        else:
+            channel.confirming = True
+            self._give_back(ticket, channel)
+
+    def _granted(
+        self, pull: Pull, ticket: Ticket, address: Address, heads: range,
+        asked: tuple[Channel, bool] | None,
+    ) -> tuple[Channel, bytes, bool]:  # fmt: skip
+        """Return the connection, what the sender grants, and whether it waits for START."""
+        while True:
+            channel = self._connect(ticket, address, pull._deadline) if asked is None else asked[0]
+            try:
+                pull._uses(channel)
+                if asked is None:
+                    waits = self._ask(pull, ticket, heads, channel, pull._deadline)
+                else:
+                    waits = asked[1]
+                if channel.confirming:
+                    channel.receive(pull._deadline, CONFIRMED)
+                    channel.confirming = False
+                _, granted = channel.receive(pull._deadline, GRANT)
+            except BaseException as error:
+                channel.close()
+                is_over = isinstance(error, Lost) or channel.confirming
+                if isinstance(error, (Lost, TransferError)) and is_over and asked:
+                    pull._check()
+                    asked = None  # the sender had closed it, being idle
+                    continue
+                raise
+            return channel, granted, waits
+
+    def _task(
+        self, pull: Pull, ticket: Ticket, channel: Channel, heads: range, granted: bytes
+    ) -> PullTask:
+        start = self._identity.head_start
+        local = range(heads.start - start, heads.stop - start)
+        staging = self._staging if self._engine.staged else None
+        with self._lock:
+            if local not in self._page_bytes:
+                of = self._pool if staging is None else staging.pool
+                self._page_bytes[local] = PageBytes(of, local)
+            page_bytes = self._page_bytes[local]
+        if len(granted) < GRANT_HEAD.size:
+            raise Lost("a grant was cut off")
+        lease_ms, run_pages, *sizes = GRANT_HEAD.unpack_from(granted)
+        most = len(pull._pages) if staging is None else staging.share
+        expected = [len(pull._pages), self._pool.num_layers, page_bytes.page_bytes]
+        if sizes != expected or not 1 <= run_pages <= most:
+            raise Lost("the sender grants other pages than those of the ticket")
+        stream: list[Any] = []
+
+        def own_stream() -> Any:
+            if not stream:
+                stream.append(self._pool.device.stream())
+            return stream[0]
+
+        return PullTask(
+            channel, self._pool, pull._pages, local, number=ticket.number,
+            generation=ticket.generation, key=protocol.offer_key(self._secret, ticket.token),
+            peer=granted[GRANT_HEAD.size :], lease_s=max(0.01, lease_ms / 1e3),
+            deadline=pull._deadline, run_pages=run_pages,
+            page_bytes=page_bytes, staging=staging, stream=own_stream, check=pull._check,
+            arrived=pull._part_arrived,
+        )  # fmt: skip
+
+    def _quarantined(self) -> int:
+        return sum(len(pull._pages) for pull in self._pulls if pull.failure is not None)
+
+    def _settled(self, pull: Pull) -> None:
+        """Note that the threads of a pull are through with its pages."""
+        failure = pull.failure
+        with self._lock:
+            self._pulls.discard(pull)
+            if failure is None:
+                self._counts["completed"] += 1
+            else:
+                is_cancelled = failure.reason in ("cancelled", "closed")
+                self._counts["cancelled" if is_cancelled else "failed"] += 1
+
+
+_COUNTS = ("completed", "failed", "cancelled", "received_bytes")
+
+
+class _Workers:
+    """Daemon threads, which wait for more to do for a while: starting one takes its time."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._num_idle = 0
+        self._closed = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Let a thread call a function; RuntimeError if none can be started."""
+        with self._changed:
+            if len(self._jobs) >= self._num_idle:
+                thread = threading.Thread(target=self._work, name="kvcupy pull", daemon=True)
+                thread.start()
+                self._threads.add(thread)
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def close(self, deadline: float) -> None:
+        """Let the threads end when they have nothing to do, and wait for that."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._num_idle += 1
+                self._changed.wait_for(lambda: self._jobs or self._closed, _IDLE_S)
+                self._num_idle -= 1
+                if not self._jobs:
+                    self._threads.discard(threading.current_thread())
+                    return
+                job = self._jobs.popleft()
+            job()
+            del job  # and with it the pull
+
+
+class Landing:
+    """Whether something can land in the pages of a pull: the `Completion` that allocators get."""
+
+    failure: BaseException | None = None  # the handle of the user has it
+
+    def __init__(self, *, unbounded: bool = False) -> None:
+        self.unbounded = unbounded  # a peer that has stopped may go on at any time, or never
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def synchronize(self, deadline_s: float | None = None) -> None:
+        self._over.wait(None if deadline_s is None else max(0.0, deadline_s))
+
+    def wait(self, stream: Any = None) -> None:
+        self.synchronize()
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        self.synchronize()
+
+
+class Pull(ProcessLocal):
+    """Pages on their way, as `PageReceiver.pull` returns it: a `Completion`.
+
+    Attributes
+    ----------
+    num_pages : that come
+    num_bytes : of them all, in the heads of this pool
+    hashes, attachment : of the ticket; of the first, if there are several
+    failure : TransferError, why it has failed, or None. Neither waits nor raises
+
+    Notes
+    -----
+    A pull that has failed leaves the contents of its pages undefined. It has failed, too, if it was
+    cancelled, or came late.
+    """
+
+    _instead = "pull in each process"
+
+    def __init__(
+        self, receiver: PageReceiver, parts: Sequence[tuple[Ticket, Address, range]], pages: Pages,
+        deadline: float, after: StreamCompletion | None,
+    ) -> None:  # fmt: skip
+        pool = receiver._pool
+        self._pages, self._deadline = pages, deadline
+        self.num_pages = len(pages)
+        self.num_bytes = len(pages) * pool.page_bytes
+        self.hashes, self.attachment = parts[0][0].hashes, parts[0][0].attachment
+        self.failure: TransferError | None = None
+        self._landing = Landing(unbounded=not receiver._engine.bounded)
+        self._receiver, self._pool, self._parts = receiver, pool, parts
+        self._after = after
+        self._is_staged = receiver._staging is not None and receiver._engine.staged
+        self._changed = threading.Condition()
+        self._channels: list[Channel] = []
+        self._missing = [len(parts)] * pool.num_layers  # parts, of each layer
+        self._num_arrived = 0  # layers
+        self._num_running = len(parts)
+        # For streams that wait: made when one does.
+        self._stream: Stream | None = None
+        self._events: list[Event] = []
+
+    def __repr__(self) -> str:
+        state = f"{self._num_arrived} of {self._pool.num_layers} layers"
+        return f"<Pull of {self.num_pages} pages, {'failed' if self.failure else state}>"
+
+    # --- For users ---
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        """Let later work of a stream wait until one layer is there, and verified.
+
+        Parameters
+        ----------
+        layer : 0 to num_layers - 1
+        stream : Stream, or a CuPy or torch stream; None: the current one. The host does not block,
+            except where the stream is the calling thread itself, and where pages come by way of
+            staging pages
+
+        Raises
+        ------
+        TypeError, ValueError : `layer` is out of range, or `stream` is not a stream
+        CaptureError : the stream is being captured
+        TransferError : the pull has failed. If it fails later, work of the stream on the host
+            device fails with it; on a GPU it goes on, and finds the pages undefined: look at
+            `failure` before its results are used
+
+        Notes
+        -----
+        On a GPU streams that wait for layers which are not there yet do so by `Stream.call`, one
+        after the other. Behind staging pages a GPU copies each layer, which is enqueued when the
+        layer has come: there is no event of it before, and streams that share its hardware queue
+        with one that waits by `Stream.call` would hold it up. So there the host waits.
+        """
+        self._wait(self._pool.layer_number(layer), stream)
+
+    def wait(self, stream: Any = None) -> None:
+        """Let later work of a stream wait for all of it; otherwise like `wait_layer`.
+
+        Raises
+        ------
+        TypeError, ValueError, CaptureError, TransferError : as in `wait_layer`
+        """
+        self._wait(self._pool.num_layers - 1, stream)
+
+    def done(self) -> bool:
+        """Return whether all of it is there; does not wait.
+
+        Raises
+        ------
+        TransferError : the pull has failed
+        """
+        self._raise_failure()
+        return self._landing.done()
+
+    def synchronize(self) -> None:
+        """Wait until all of it is there, or it has failed and nothing can land any more.
+
+        Raises
+        ------
+        TransferError : the pull has failed
+        """
+        self._landing.synchronize()
+        self._raise_failure()
+
+    def cancel(self) -> None:
+        """Give the rest up. Without effect where all of it is there, or it has failed.
+
+        Notes
+        -----
+        Returns at once. What comes of the pages is in quarantine until nothing can land in them:
+        `synchronize` waits for that, and pages that are freed become free then.
+        """
+        self._fail(TransferError("the pull was cancelled", "cancelled"))
+
+    # --- Waiting ---
+
+    def _wait(self, layer: int, stream: Any) -> None:
+        waiting = waiting_stream(self._pool.device, stream, "a pull")
+        self._raise_failure()
+        if self._is_staged:  # a stream that waited might hold up the copy that it waits for
+            self._await_layer(layer)
+            return
+        if self._num_arrived > layer and not observe.order_observers:
+            return
+        event = self._event_of(layer)
+        try:
+            waiting.wait(event)
+        except DeviceError:
+            self._raise_failure()
+            raise
+        if self._num_arrived <= layer:
+            self._raise_failure()
+
+    def _event_of(self, layer: int) -> Event:
+        """Return an event behind the arrival of a layer."""
+        with self._changed:
+            self._raise_failure()
+            if self._stream is None:
+                self._stream = self._pool.device.stream()
+                self._stream.name = "pull"
+                if self._after is not None and observe.order_observers:
+                    self._after.wait(self._stream)  # the pull's threads wait for it by themselves
+            stream = self._stream
+            while len(self._events) <= layer:
+                number = len(self._events)
+                observe.issue(
+                    partial(self._operation, number, stream),
+                    partial(stream.call, partial(self._await_layer, number)),
+                )
+                self._events.append(stream.record())
+            return self._events[layer]
+
+    def _operation(self, layer: int, stream: Any) -> Operation:
+        return Operation(
+            f"pull {layer}", stream, (), tuple(accesses(self._pool, self._pages, layer))
+        )
+
+    def _await_layer(self, layer: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_arrived > layer or self.failure is not None)
+            if self._num_arrived <= layer:
+                self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if (failure := self.failure) is not None:
+            raise TransferError(str(failure), failure.reason) from failure
+
+    # --- For the receiver, and its threads ---
+
+    def _prepare(self) -> None:
+        if observe.order_observers and not self._is_staged:  # else when somebody waits
+            self._event_of(self._pool.num_layers - 1)
+
+    def _start(self, asked: Sequence[tuple[Channel, bool] | None]) -> None:
+        for part, early in zip(self._parts, asked, strict=True):
+            try:
+                self._receiver._workers.run(partial(self._receiver._run, self, *part, early))
+            except RuntimeError as error:
+                self._fail(TransferError(f"no thread for the pull: {error}", "lost"))
+                self._part_ended()
+
+    def _uses(self, channel: Channel) -> None:
+        """Note a connection, which ends if the pull fails."""
+        with self._changed:
+            self._channels.append(channel)
+        self._check()
+
+    def _is_used(self) -> bool:
+        """Return whether a stream may still use the pages."""
+        return self._after is not None and not self._after.done()
+
+    def _wait_for_users(self, task: PullTask) -> None:
+        """Wait until the pages are not used any more."""
+        while self._is_used():
+            self._check()
+            task.renew_if_due()
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("timed out")
+            time.sleep(0.0005)
+
+    def _check(self) -> None:
+        self._raise_failure()
+
+    def _part_arrived(self, layer: int) -> None:
+        """Note that a part of a layer is in its pages."""
+        with self._changed:
+            self._missing[layer] -= 1
+            while self._num_arrived < len(self._missing) and not self._missing[self._num_arrived]:
+                self._num_arrived += 1
+            self._changed.notify_all()
+
+    def _fail(self, failure: TransferError) -> None:
+        """Let the pull fail, unless it has, or all of it is there."""
+        with self._changed:
+            if self.failure is not None or self._num_arrived == self._pool.num_layers:
+                return
+            self.failure = failure
+            channels = list(self._channels)
+            self._changed.notify_all()
+        for channel in channels:
+            channel.abort()
+
+    def _part_ended(self) -> None:
+        """Note that a thread is through with the pages."""
+        with self._changed:
+            self._num_running -= 1
+            if self._num_running:
+                return
+            self._channels = []
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note that nothing lands in the pages any more."""
+        try:
+            if self.failure is None:
+                self._pool.note_written()
+                if observe.order_observers and self._stream is not None:
+                    self._stream.synchronize()  # tells them that the host is behind it
+            elif self._stream is not None:  # it is no one else's, and this handle has the failure
+                with suppress(DeviceError):
+                    self._stream.synchronize()
+                self._stream, self._events = None, []
+        finally:
+            self._receiver._settled(self)
+            self._landing.end()
+
+    def _close_in_child(self) -> None:
+        """Fail in a forked process, in which no thread goes on with it."""
+        self._changed = threading.Condition()  # a thread that is not here may have held it
+        self._landing = Landing()
+        self._landing.end()
+        self.failure = TransferError("the pull belongs to the process that forked this", "lost")
+        for channel in self._channels:
+            channel.close()
+
+
+def _is_idle(channel: Channel) -> bool:
+    """Return whether a connection that is kept has not ended, as far as is known. Does not wait.
+
+    What its sender says of the last pull is left to the next one: reading it could take a while.
+    """
+    return not channel.has_ended() and (channel.confirming or not channel.readable(0))
+
+
+def _close_confirmed(channel: Channel, deadline: float) -> None:
+    """Close a connection once its sender has heard that the last pull is done."""
+    if channel.confirming:
+        with suppress(Lost, TimeoutError, TransferError):
+            channel.receive(deadline, CONFIRMED)
+    channel.close()
+
+
+def _as_transfer_error(error: BaseException, where: str) -> TransferError:
+    """Return what the failure of a thread means to a user."""
+    if isinstance(error, TransferError):
+        return error
+    if isinstance(error, TimeoutError):
+        failure = TransferError(f"{where}: the deadline has passed", "late")
+    else:
+        failure = TransferError(f"{where}: {error or type(error).__name__}", "lost")
+    failure.__cause__ = error
+    return failure
+
+
+def _difference(own: Any, theirs: Any) -> str:
+    """Name the first thing in which two pools differ that must share it."""
+    common = {"head_start": 0, "num_kv_heads": 0, "wire": ""}
+    return str(replace(own, **common).difference(replace(theirs, **common)))
+
+
+def _samples(receiver: PageReceiver) -> Iterator[tuple[str, metrics.Labels, float]]:
+    stats = receiver.stats()
+    yield from _totals(stats)
+    yield "kvcupy_migration_quarantined_pages", (), stats["quarantined_pages"]
+
+
+def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+    for name in ("completed", "failed", "cancelled"):
+        yield "kvcupy_migration_pulls_total", (("outcome", name),), counts[name]
+    yield "kvcupy_migration_bytes_total", (("direction", "received"),), counts["received_bytes"]

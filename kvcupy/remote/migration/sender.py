@@ -1,0 +1,883 @@
+"""The sender: pages that other processes may fetch, and how long."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import metrics, observe
+from ...cache.hashes import hash_list
+from ...cache.pages import Pages, StreamCompletion, page_array
+from ...cache.pool import Pool, positive_int
+from ...config import cache_logger
+from ...errors import CaptureError, KvcupyError, ProcessLocal, TransferError
+from ...observe import Access
+from ...ops import checks
+from ...streams import stream_after
+from ..identity import PoolIdentity
+from . import engine_for, protocol
+from .engines import Offered, Service
+from .layers import PageBytes, Staging, staging_for
+from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
+
+# Number, generation, token; heads: first, count; pages per run; whether START follows.
+PULL_HEAD = struct.Struct(">QQ16sIIII")
+GRANT_HEAD = struct.Struct(">QIIIQ")  # ms of lease, pages per run, pages, layers, bytes of each
+
+_IDLE_S = 60.0  # that a connection is kept without a pull
+_MAX_HANDSHAKES = 16  # at a time
+_MAX_PULLS = 1 << 20  # of an offer
+_MAX_ENDED_OFFERS = 1024  # offers of which it is remembered why they ended
+_BUFFER_BYTES = 1 << 20  # that a Unix socket takes, so that both ends work at a time
+_CLOSE_S = 5.0
+_GRACE_S = 0.05  # after which a connection is aborted that is blocked when its offer ends
+_LOOK_S = 3600.0  # at most, between looks at leases
+
+
+@dataclass(eq=False)
+class _Offer:
+    """Pages that are offered, until they are free again."""
+
+    number: int
+    generation: int  # another one when the offer is over
+    token: bytes
+    pages: Pages
+    lease_s: float
+    num_pulls: int
+    release: Callable[[Any], object]
+    written: list[StreamCompletion | None]  # what writes each layer; None: not announced yet
+    expires: float = 0.0  # a value of time.monotonic
+    ticket: bytes = b""  # as it was handed out
+    completed: int = 0  # pulls
+    channels: set[Channel] = field(default_factory=set)  # of pulls that are being served
+    num_readers: int = 0  # threads of the engine that read the pages beside those
+    ended: str = ""  # why
+    is_released: bool = False
+    offered: Offered = field(init=False)  # as the engine sees it, until then
+
+
+class PageSender(ProcessLocal):
+    """Offers pages of a pool to other processes, which fetch them with a `PageReceiver`.
+
+    Parameters
+    ----------
+    pool : KVPool or MLAPool
+    listen : "tcp:HOST:PORT", where port 0 is a free one, or "unix:PATH", a socket that this makes
+        for its user alone
+    secret : bytes, at least 16, that receivers must have too. Needed, or `tls`, for any address
+        that is not loopback or a Unix socket
+    engine : what moves the bytes: "socket", or "nixl"
+    heads : (first, total) of the model's heads, where the pool holds only some; None: it has all
+    model : what else K and V depend on, such as weights and adapter; receivers must say the same
+    tls : ssl.SSLContext for servers, with a certificate; None: nothing is encrypted
+    staging_pages : pinned pages through which pages pass that the host cannot address, of which a
+        pull has a quarter at most; None: as many as needed, up to 64, where it cannot
+    advertise : address that tickets name instead of `listen`, such as of this machine where that
+        is "tcp:0.0.0.0:PORT"
+    max_connections : that are served at a time; when there are so many, the one that has waited
+        longest for its next pull is closed for a new one, and others are dropped
+
+    Attributes
+    ----------
+    address : where it listens, with the port
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+    OSError : it cannot listen there
+    KvcupyError : no thread can be started
+    ImportError : the engine needs a package that is missing
+
+    Notes
+    -----
+    Stream: pages are read once `after` has passed what it held, by a thread of the sender. Capture:
+    not legal. Bytes: each page once per pull, and over "nixl" once per offer, for its checksums.
+    Lifetime: a daemon thread, and one per connection, until `close`; over "nixl" another one, which
+    reads pages as soon as they are written. Threads may share a sender.
+    Security: with a secret, both ends prove that they have it, and messages are authenticated; page
+    data is checked against a keyed checksum, which a fault of the network does not survive, but is
+    no cryptographic code; nothing is encrypted. `tls` gives both. See docs/migration.md.
+    Source: vLLM `NixlConnector` (leases renewed by the receiver), SGLang disaggregation.
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> pools = [kv.KVPool(8, 16, 2, 4, 64, dtype="fp16", device="host") for _ in range(2)]
+    >>> pools[0].k(1)[...] = 3
+    >>> with kv.PageSender(pools[0]) as sender, kv.PageReceiver(pools[1]) as receiver:
+    ...     ticket = sender.offer(pools[0].allocator.alloc(2))
+    ...     pages = pools[1].allocator.alloc(receiver.inspect(ticket).num_pages)
+    ...     receiver.pull(ticket, pages).synchronize()
+    >>> float(pools[1].k(1)[pages[1], 0, 0, 0])
+    3.0
+    """
+
+    def __init__(
+        self, pool: Any, *, listen: str = "tcp:127.0.0.1:0", secret: bytes | None = None,
+        engine: str = "socket", heads: tuple[int, int] | None = None, model: str = "",
+        tls: Any = None, staging_pages: int | None = None, advertise: str | None = None,
+        max_connections: int = 64,
+    ) -> None:  # fmt: skip
+        self._identity = identity_of(pool, heads, model)
+        self._digest = common_digest(self._identity)
+        self._pool: Pool = pool
+        self._secret = protocol.checked_secret(secret)
+        self._tls = protocol.checked_tls(tls)
+        self._max_connections = positive_int(max_connections, "max_connections")
+        address = Address.parse(listen, "listen")
+        if not (address.is_local or self._secret or self._tls):
+            raise ValueError(
+                f"secret: expected one, or tls, to listen on {address}, which is not loopback"
+            )
+        advertised = None if advertise is None else Address.parse(advertise, "advertise")
+        if advertised is None and address.is_wildcard:
+            raise ValueError(f"advertise: expected the address of this machine, for {address}")
+        self._staging = staging_of(pool, staging_pages)
+        self._engine = engine_for(engine, pool)
+        self._id = secrets.token_bytes(16)
+        self._page_bytes: dict[range, PageBytes] = {}
+        self._changed = threading.Condition()  # guards all of the below
+        self._offers: dict[int, _Offer] = {}  # open, by number
+        self._unreleased: set[_Offer] = set()  # over or not
+        self._by_ticket: dict[bytes, _Offer] = {}  # of those; spares reading a ticket per layer
+        self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that this frees
+        self._ended: OrderedDict[int, str] = OrderedDict()  # why, by number
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._idle: dict[socket.socket, None] = {}  # of those, which wait for a pull, oldest first
+        self._evicted: set[socket.socket] = set()  # of those, which end to make place
+        self._num_handshakes = 0
+        self._next = 1
+        self._to_abort: list[tuple[float, _Offer, Channel]] = []  # when, if it is still blocked
+        self._wakes_at = 0.0  # when the thread that ends leases looks again, by time.monotonic
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+        self._pid = os.getpid()
+        self._server, listening = address.listen()
+        self.address = str(listening)
+        self._advertised = self.address if advertised is None else str(advertised)
+        self._unlink = None
+        if address.path:
+            self._unlink = weakref.finalize(self, _unlink, address.path, _inode(address.path))
+        self._server.setblocking(False)
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        protocol.closed_in_children.add(self)
+        self._keeper = threading.Thread(target=self._keep, name="kvcupy page sender", daemon=True)
+        try:
+            self._keeper.start()
+        except RuntimeError as error:
+            for each in (self._server, self._wake, self._woken):
+                each.close()
+            if self._unlink is not None:
+                self._unlink()
+            raise KvcupyError(f"PageSender: no thread that listens: {error}") from error
+        metrics.follow(self, _samples, partial(_totals, self._counts))
+
+    def __repr__(self) -> str:
+        return f"<PageSender at {self.address}, {len(self._offers)} offers>"
+
+    @property
+    def pool(self) -> Pool:
+        """The pool whose pages it moves."""
+        return self._pool
+
+    def __enter__(self) -> PageSender:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- Offers ---
+
+    def offer(
+        self, pages: Any, *, hashes: Any = None, after: Any = None, lease_s: float = 30.0,
+        by_layer: bool = False, pulls: int = 1, attachment: bytes = b"",
+        release: Callable[[Any], object] | None = None,
+    ) -> bytes:  # fmt: skip
+        """Offer pages, which belong to the sender from now on, until it has freed them.
+
+        Parameters
+        ----------
+        pages : int32 or int64 (N,) of the host, or a list of ints, at least one: allocated pages of
+            the pool, each once and not offered already, in the order in which a receiver gets them
+        hashes : of the blocks in the pages, for the receiver to see; None: none
+        after : the stream that writes the pages: Stream, or a CuPy or torch stream; None: the one
+            that is current in CuPy or torch; False: they are written. A layer is sent when it has
+            passed what it holds now
+        lease_s : seconds after which the offer is over, unless a receiver is at it
+        by_layer : layers are sent one by one as `layer_done` announces them; `after` is not used
+        pulls : that complete the offer: several, where several receivers each fetch all of it or
+            some of its heads
+        attachment : up to 1 MiB that receivers read with the ticket
+        release : called once with the pages when the offer is over, by some thread, in place of the
+            pool's `allocator.free`. The pages may then be in several offers
+
+        Returns
+        -------
+        bytes : the ticket, for `PageReceiver.pull`. Who has it can fetch the pages, given the
+            secret; it is authenticated, not encrypted
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit, or a page is not allocated
+        CaptureError : `after` is being captured
+        KvcupyError : the sender is closed
+
+        Notes
+        -----
+        The pages are freed exactly once, to `pool.allocator`: when `pulls` receivers are done, when
+        the lease is over, when `withdraw` takes the offer back, when the work that writes them has
+        failed, or when the sender closes; never while a page is being read, nor, unless the sender
+        closes, before all layers were announced. Lease and pages are the sender's affair alone: a
+        receiver that hangs or dies keeps nothing.
+        """
+        self._require_own_process()
+        ordered = self._checked_pages(pages)
+        lease = positive_seconds(lease_s, "lease_s")
+        pulls = positive_int(pulls, "pulls")
+        if pulls > _MAX_PULLS:
+            raise ValueError(f"pulls: expected at most {_MAX_PULLS}, got {pulls}")
+        by_layer = checks.flag(by_layer, "by_layer")
+        numbers = () if hashes is None else tuple(hash_list(hashes))
+        if numbers and len(numbers) != len(ordered):
+            raise ValueError(
+                f"hashes: expected one for each page, {len(ordered)}, got {len(numbers)}"
+            )
+        if not isinstance(attachment, (bytes, bytearray)):
+            raise TypeError(f"attachment: expected bytes, got {type(attachment).__name__}")
+        if len(attachment) > protocol.MAX_ATTACHMENT_BYTES:
+            raise ValueError(f"attachment: expected at most 1 MiB, got {len(attachment)} bytes")
+        if release is not None and not callable(release):
+            raise TypeError(f"release: expected a function, got {release!r}")
+        written: list[StreamCompletion | None] = [None] * self._pool.num_layers
+        if not by_layer:
+            queue = stream_after(self._pool.device, after, "an offer")
+            completion = self._written_by(queue, ordered, "after")
+            written = [completion] * self._pool.num_layers
+        with self._changed:
+            self._require_open()
+            if release is None:
+                if self._owned[ordered].any():
+                    twice = ordered[self._owned[ordered]][0]
+                    raise ValueError(f"pages: expected pages that are not offered, got {twice}")
+                self._owned[ordered] = True
+            offer = _Offer(
+                self._next, secrets.randbits(63), secrets.token_bytes(16), ordered, lease, pulls,
+                release or self._free, written, time.monotonic() + lease,
+            )  # fmt: skip
+            offer.offered = offered = self._offered(offer)
+            self._next += 1
+            self._offers[offer.number] = offer
+            self._unreleased.add(offer)
+            is_earliest = offer.expires < self._wakes_at
+        if is_earliest:
+            self._notify()
+        self._engine.offered(offered)
+        ticket = Ticket(
+            offer.number, offer.generation, offer.token, self._id, self._digest, lease,
+            len(ordered), pulls, self._advertised, self._engine.name, self._identity, numbers,
+            bytes(attachment),
+        ).encoded(self._secret)  # fmt: skip
+        with self._changed:
+            if not offer.is_released:
+                offer.ticket = ticket
+                self._by_ticket[ticket] = offer
+        return ticket
+
+    def layer_done(self, ticket: bytes, layer: int, stream: Any = None) -> None:
+        """Announce that a layer of an offer by layers is written by what a stream holds now.
+
+        Parameters
+        ----------
+        ticket : of `offer` with `by_layer`
+        layer : 0 to num_layers - 1, each once, in any order; they are sent in theirs
+        stream : that writes the layer: Stream, or a CuPy or torch stream; None: the current one
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit, or the layer was announced before
+        TransferError : `ticket` is not of this sender
+        CaptureError : the stream is being captured
+
+        Notes
+        -----
+        Also legal when the offer is over; its pages are freed once all layers are announced.
+        """
+        number = self._pool.layer_number(layer)
+        offer = self._offer_of(ticket)
+        if offer is None:
+            return
+        with self._changed:
+            if offer.is_released:  # the sender has closed meanwhile
+                return
+            if offer.written[number] is not None:
+                raise ValueError(f"layer: expected one that is not done yet, got {number}")
+        completion = self._written_by(stream, offer.pages, "stream")
+        with self._changed:
+            if not offer.is_released:
+                offer.written[number] = completion
+        self._settle(offer)
+
+    def withdraw(self, ticket: bytes) -> bool:
+        """Take an offer back, also from receivers that are at it; return whether it was still open.
+
+        Raises
+        ------
+        TypeError : `ticket` is not bytes
+        TransferError : `ticket` is not of this sender
+        """
+        offer = self._offer_of(ticket)
+        if offer is None or offer.ended:
+            return False
+        return self._end(offer, "withdrawn")
+
+    def stats(self) -> dict[str, int]:
+        """Return counts: what is open now, and what has been.
+
+        Returns
+        -------
+        dict : "offers", "offered_pages" (not free yet), "pulls" and "connections" now; "completed",
+            "expired", "withdrawn", "failed" and "closed" offers, "lost_pulls", "refused_pulls",
+            "dropped_connections" (that were no receiver's, or too many) and "sent_bytes" so far
+        """
+        with self._changed:
+            now = {
+                "offers": len(self._offers),
+                "offered_pages": sum(len(offer.pages) for offer in self._unreleased),
+                "pulls": sum(len(offer.channels) for offer in self._unreleased),
+                "connections": len(self._connections) - len(self._evicted),
+            }
+            return now | {name: self._counts[name] for name in _COUNTS}
+
+    def close(self, deadline_s: float = _CLOSE_S) -> None:
+        """End all offers and connections, free the pages, and wait for the threads.
+
+        Parameters
+        ----------
+        deadline_s : the longest this waits; threads that have not ended by then still will
+        """
+        if os.getpid() != self._pid:
+            return
+        deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
+        with self._changed:
+            first, self._closed = not self._closed, True
+            offers = list(self._unreleased)
+            connections = dict(self._connections)
+        if first:
+            for offer in offers:
+                self._end(offer, "closed")
+                self._settle(offer)
+            self._notify()
+            for connection in connections:
+                protocol.shut_down(connection)
+        for thread in (self._keeper, *connections.values()):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if first:
+            self._engine.close(deadline)
+            if self._unlink is not None:
+                self._unlink()
+
+    def _close_in_child(self) -> None:
+        """Close what a forked process has inherited, and leave the offers to their owner."""
+        self._changed = threading.Condition()  # a thread that is not here may have held it
+        if self._unlink is not None:
+            self._unlink.detach()
+        for inherited in (self._server, self._wake, self._woken, *self._connections):
+            with suppress(OSError):
+                os.close(inherited.detach())
+
+    # --- With or without the lock ---
+
+    def _checked_pages(self, pages: Any) -> Pages:
+        self._pool.allocator._require_allocated(pages)
+        ordered = checked_page_list(pages)
+        if not 1 <= len(ordered) <= protocol.MAX_PAGES:
+            raise ValueError(f"pages: expected 1 to {protocol.MAX_PAGES}, got {len(ordered)}")
+        return ordered
+
+    def _written_by(self, stream: Any, pages: Pages, name: str) -> StreamCompletion:
+        queue = self._pool.device.as_stream(stream, name=name)
+        if queue.capturing:
+            raise CaptureError(f"{name}: what a captured stream writes cannot be offered")
+        completion = StreamCompletion(queue)
+        if not completion.done():
+            self._pool.allocator._mark_busy(pages, completion)
+        return completion
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise KvcupyError(f"PageSender: it belongs to process {self._pid}, which forked this")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise KvcupyError("PageSender: it is closed")
+
+    def _offer_of(self, ticket: Any) -> _Offer | None:
+        """Return the offer of a ticket, or None if nothing of it is left."""
+        self._require_own_process()
+        if type(ticket) is bytes:
+            with self._changed:
+                if (offer := self._by_ticket.get(ticket)) is not None:
+                    return offer
+        decoded = Ticket.decoded(ticket, self._secret)
+        if decoded.sender_id != self._id:
+            raise TransferError("ticket: expected one of this sender", "ticket")
+        with self._changed:
+            return next((o for o in self._unreleased if o.number == decoded.number), None)
+
+    def _end(self, offer: _Offer, reason: str) -> bool:
+        """End an offer, once; its pages are freed when nothing touches them."""
+        with self._changed:
+            if offer.ended:
+                return False
+            offer.ended = reason
+            offer.generation += 1
+            self._counts[reason] += 1
+            del self._offers[offer.number]
+            self._ended[offer.number] = reason
+            while len(self._ended) > _MAX_ENDED_OFFERS:
+                self._ended.popitem(last=False)
+            abort_at = time.monotonic() + _GRACE_S
+            moving = [(abort_at, offer, each) for each in offer.channels if each.moving]
+            self._to_abort += moving  # the others find out before they move anything
+        if moving:
+            self._notify()
+        self._settle(offer)
+        return True
+
+    def _abort_blocked(self, now: float) -> float:
+        """Abort connections of offers that are over; return seconds until the next is due."""
+        with self._changed:
+            self._to_abort = [each for each in self._to_abort if each[2] in each[1].channels]
+            due = [channel for at, _, channel in self._to_abort if at <= now and channel.moving]
+            ends = [at - now for at, _, _ in self._to_abort if at > now]
+        for channel in due:
+            channel.abort()
+        return min(ends, default=_LOOK_S)
+
+    def _settle(self, offer: _Offer) -> None:
+        """Free the pages of an offer if it is over and nothing reads or writes them, once."""
+        with self._changed:
+            unwritten = None in offer.written and not self._closed
+            is_read = offer.channels or offer.num_readers
+            if not offer.ended or is_read or unwritten or offer.is_released:
+                return
+            offer.is_released = True
+            offer.written = []
+            offer.offered.prepared.clear()  # both refer to what has them, and so to the pool
+            del offer.offered
+            self._unreleased.discard(offer)
+            self._by_ticket.pop(offer.ticket, None)
+        try:
+            offer.release(offer.pages)
+        except Exception as error:
+            cache_logger.exception("the pages of an offer could not be released: %s", error)
+
+    def _free(self, pages: Pages) -> None:
+        with self._changed:
+            self._owned[pages] = False
+        self._pool.allocator.free(pages)
+
+    def _notify(self) -> None:
+        with suppress(OSError):
+            self._wake.send(b"\0", socket.MSG_DONTWAIT)
+
+    # --- The thread that listens, and ends leases ---
+
+    def _keep(self) -> None:
+        while not self._closed:
+            now = time.monotonic()
+            with self._changed:
+                self._wakes_at = math.inf  # others notify from now on
+                offers = list(self._offers.values())
+            for offer in offers:
+                if offer.expires <= now:
+                    self._end(offer, "expired")
+            ends = [offer.expires - now for offer in offers if not offer.ended]
+            ends.append(self._abort_blocked(now))
+            with self._changed:
+                self._wakes_at = now + min(ends)
+            poll_s = self._engine.poll_s
+            if poll_s is not None:
+                try:
+                    self._engine.poll()
+                except Exception as error:  # of one peer: this thread is needed for all others
+                    cache_logger.warning("%s could not make progress: %s", self, error)
+                ends.append(poll_s)
+            if protocol.any_readable((self._server, self._woken), min(ends)):
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                self._accept()
+        self._server.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if not self._closed:  # such as no file descriptor left: others will become free
+                cache_logger.warning("a connection could not be accepted: %s", error)
+                time.sleep(0.05)
+            return
+        with self._changed:
+            is_crowded = self._num_handshakes >= _MAX_HANDSHAKES
+            if self._closed or is_crowded or not self._make_place():
+                self._counts["dropped_connections"] += 1
+                connection.close()
+                return
+            thread = threading.Thread(
+                target=self._converse, args=(connection,), name="kvcupy pages", daemon=True
+            )
+            self._connections[connection] = thread
+            self._num_handshakes += 1
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be started
+            cache_logger.warning("a connection could not be served: %s", error)
+            self._dropped(connection)
+
+    def _make_place(self) -> bool:
+        """Return whether there is place for a connection, if need be that of an idle one."""
+        if len(self._connections) - len(self._evicted) < self._max_connections:
+            return True
+        oldest = next(iter(self._idle), None)
+        if oldest is None:
+            return False
+        del self._idle[oldest]
+        self._evicted.add(oldest)
+        protocol.shut_down(oldest)  # its receiver asks again over another one
+        return True
+
+    def _dropped(self, connection: socket.socket) -> None:
+        connection.close()
+        with self._changed:
+            self._num_handshakes -= 1
+            self._connections.pop(connection, None)
+            self._counts["dropped_connections"] += 1
+
+    # --- A thread for each connection ---
+
+    def _converse(self, connection: socket.socket) -> None:
+        deadline = time.monotonic() + protocol.HANDSHAKE_S
+        accepted = connection
+        try:
+            connection.setblocking(True)
+            if connection.family == socket.AF_UNIX:  # as TCP does by itself
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            else:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                protocol.set_timeout(connection, deadline)
+                connection = self._tls.wrap_socket(connection, server_side=True)
+                with self._changed:
+                    self._connections[connection] = self._connections.pop(accepted)
+            channel, digest = protocol.as_sender(
+                connection, self._secret, self._digest, self._id, deadline
+            )
+        except (Lost, OSError, ValueError, KeyError) as error:
+            cache_logger.info("a connection to %s was dropped: %s", self.address, error)
+            with self._changed:
+                self._connections.pop(accepted, None)
+            self._dropped(connection)
+            return
+        with self._changed:
+            self._num_handshakes -= 1
+        try:
+            while not self._closed and self._is_asked(channel, connection):
+                _, request = channel.receive(time.monotonic() + protocol.HANDSHAKE_S, PULL)
+                if not self._serve(channel, digest, request):
+                    break
+        except (Lost, TimeoutError, TransferError):
+            pass  # the receiver has gone
+        finally:
+            channel.close()
+            with self._changed:
+                self._connections.pop(connection, None)
+                self._evicted.discard(connection)
+
+    def _is_asked(self, channel: Channel, connection: socket.socket) -> bool:
+        """Wait for the next request; return whether something has come that is to be served."""
+        if channel.readable(0):
+            return True
+        with self._changed:
+            self._idle[connection] = None
+        is_asked = channel.readable(_IDLE_S)
+        with self._changed:
+            self._idle.pop(connection, None)
+            return is_asked and connection not in self._evicted
+
+    def _serve(self, channel: Channel, digest: bytes, request: bytes) -> bool:
+        """Serve one pull; return whether the connection can be used for another."""
+        if not hmac.compare_digest(digest, self._digest):
+            return self._refuse(channel, "identity", "the pools differ")
+        if len(request) < PULL_HEAD.size:
+            raise Lost("a request was cut off")
+        number, generation, token, first, count, run_pages, waits = PULL_HEAD.unpack_from(request)
+        start = first - self._identity.head_start
+        heads = range(start, start + count)
+        if not (start >= 0 and count and heads.stop <= self._pool.num_kv_heads and run_pages):
+            return self._refuse(channel, "identity", "the sender's pool lacks these heads")
+        offer, refusal = self._claim(channel, number, generation, token)
+        if offer is None:
+            return self._refuse(channel, *refusal)
+        try:
+            peer = request[PULL_HEAD.size :]
+            self._move(channel, offer, heads, run_pages, peer, waits=bool(waits))
+        except TransferError as error:
+            self._leave(channel, offer, "refused_pulls")
+            with suppress(Lost, TimeoutError):
+                channel.refuse(error.reason, str(error), time.monotonic() + 1)
+            return False
+        except (Lost, TimeoutError) as error:
+            cache_logger.info("a pull from %s was not completed: %s", self.address, error)
+            self._leave(channel, offer, "lost_pulls")
+            return False
+        except BaseException as error:
+            cache_logger.exception("a pull from %s has failed: %s", self.address, error)
+            self._leave(channel, offer, "lost_pulls")
+            return False
+        with suppress(Lost, TimeoutError):
+            channel.send(CONFIRMED, b"", time.monotonic() + 1)
+            return True
+        return False
+
+    def _claim(
+        self, channel: Channel, number: int, generation: int, token: bytes
+    ) -> tuple[_Offer | None, tuple[str, str]]:
+        """Return the offer that a pull names, or why there is none."""
+        with self._changed:
+            offer = self._offers.get(number)
+            if offer is None:
+                reason = self._ended.get(number, "ticket")
+                if reason in ("completed", "failed"):
+                    reason = "taken" if reason == "completed" else reason
+                message = "there is no such offer" if reason == "ticket" else f"the offer: {reason}"
+                return None, (reason, message)
+            known = offer.generation == generation and hmac.compare_digest(offer.token, token)
+            if not known:
+                return None, ("ticket", "there is no such offer")
+            if offer.completed + len(offer.channels) >= offer.num_pulls:
+                return None, ("taken", f"the offer: {offer.num_pulls} pulls, and no more")
+            offer.channels.add(channel)
+            offer.expires = max(offer.expires, time.monotonic() + offer.lease_s)
+        return offer, ("", "")
+
+    def _move(
+        self, channel: Channel, offer: _Offer, heads: range, run_pages: int, peer: bytes, *,
+        waits: bool,
+    ) -> None:  # fmt: skip
+        staging = self._staging if self._engine.staged else None
+        page_bytes = self._bytes_of(heads)
+        run_pages = min(run_pages, len(offer.pages) if staging is None else staging.share)
+        stream: list[Any] = []
+
+        def own_stream() -> Any:
+            if not stream:
+                stream.append(self._pool.device.stream())
+            return stream[0]
+
+        service = Service(
+            channel, offer.offered, heads, peer=peer, lease_s=offer.lease_s, run_pages=run_pages,
+            page_bytes=page_bytes, staging=staging, stream=own_stream,
+            renew=partial(self._renew, offer),
+        )  # fmt: skip
+        grant = GRANT_HEAD.pack(
+            round(offer.lease_s * 1e3), run_pages, len(offer.pages), self._pool.num_layers,
+            page_bytes.page_bytes,
+        )  # fmt: skip
+        grant += self._engine.describe()
+        channel.send(GRANT, grant, service.deadline(), more=True)  # along with layers
+        before = channel.num_bytes
+        try:
+            if waits:
+                service.wait_start()
+            self._engine.serve(service)
+            channel.moving = True  # so that it is not waited for when the offer is over
+            self._check(offer)
+            while channel.receive(service.deadline(), DONE, RENEW)[0] != DONE:
+                self._renew(offer)
+            self._check(offer)
+        finally:
+            with self._changed:
+                self._counts["sent_bytes"] += channel.num_bytes - before
+                channel.moving = False
+        self._leave(channel, offer)
+
+    def _leave(self, channel: Channel, offer: _Offer, lost: str = "") -> None:
+        """Note that a pull is over, and end the offer if it was the last."""
+        with self._changed:
+            offer.channels.discard(channel)
+            if lost:
+                self._counts[lost] += 1
+            else:
+                offer.completed += 1
+            is_last = offer.completed >= offer.num_pulls
+        if is_last:
+            self._end(offer, "completed")
+        self._settle(offer)
+        if self._engine.poll_s is not None:
+            self._notify()
+
+    def _refuse(self, channel: Channel, reason: str, message: str) -> bool:
+        with self._changed:
+            self._counts["refused_pulls"] += 1
+        channel.refuse(reason, message, time.monotonic() + protocol.HANDSHAKE_S)
+        return True
+
+    def _bytes_of(self, heads: range) -> PageBytes:
+        """Return the pages, or the staging pages, as bytes of some heads."""
+        if heads not in self._page_bytes:
+            staging = self._staging if self._engine.staged else None
+            of = self._pool if staging is None else staging.pool
+            self._page_bytes[heads] = PageBytes(of, heads)
+        return self._page_bytes[heads]
+
+    def _offered(self, offer: _Offer) -> Offered:
+        return Offered(
+            self._pool, offer.pages, number=offer.number, generation=offer.generation,
+            key=protocol.offer_key(self._secret, offer.token), check=partial(self._check, offer),
+            is_ready=partial(self._is_ready, offer), reading=partial(self._reading, offer),
+        )  # fmt: skip
+
+    @contextmanager
+    def _reading(self, offer: _Offer) -> Iterator[None]:
+        """Keep the pages of an offer for a thread of the engine; TransferError if it is over."""
+        with self._changed:
+            self._check(offer)
+            offer.num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                offer.num_readers -= 1
+            self._settle(offer)
+
+    def _check(self, offer: _Offer) -> None:
+        if offer.ended:
+            raise TransferError(f"the offer: {offer.ended}", offer.ended)
+
+    def _renew(self, offer: _Offer) -> None:
+        offer.expires = time.monotonic() + offer.lease_s
+
+    def _is_ready(self, offer: _Offer, layer: int) -> bool:
+        completion = offer.written[layer]
+        if completion is None:
+            return False
+        try:
+            is_done, failure = completion.done(), completion.failure
+        except Exception as error:
+            is_done, failure = True, error
+        if failure is not None:
+            self._end(offer, "failed")
+            raise TransferError(f"layer {layer} was never written: {failure}", "failed")
+        if is_done and observe.order_observers and self._staging is None:
+            observe.touched_by_host("send pages", accesses(self._pool, offer.pages, layer))
+        return is_done
+
+
+_COUNTS = (
+    "completed", "expired", "withdrawn", "failed", "closed", "lost_pulls", "refused_pulls",
+    "dropped_connections", "sent_bytes",
+)  # fmt: skip
+
+
+def _samples(sender: PageSender) -> Iterator[tuple[str, metrics.Labels, float]]:
+    stats = sender.stats()
+    yield from _totals(stats)
+    yield "kvcupy_migration_offered_pages", (), stats["offered_pages"]
+
+
+def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+    for name in ("completed", "expired", "withdrawn", "failed", "closed"):
+        yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]
+    yield "kvcupy_migration_bytes_total", (("direction", "sent"),), counts["sent_bytes"]
+
+
+def _inode(path: str) -> int:
+    return Path(path).stat().st_ino
+
+
+def _unlink(path: str, inode: int) -> None:
+    """Remove a socket, unless another has taken its name since."""
+    with suppress(OSError):
+        if _inode(path) == inode:
+            Path(path).unlink()
+
+
+# --- Arguments, also of receivers -----------------------------------------------------------------
+
+
+def identity_of(pool: Any, heads: Any, model: Any) -> PoolIdentity:
+    """Return the identity of a pool by the arguments of a sender or receiver."""
+    if heads is None:
+        return PoolIdentity.of(pool, model=model)
+    if not (isinstance(heads, tuple) and len(heads) == 2):
+        raise TypeError(f"heads: expected (first, total), got {heads!r}")
+    for number in heads:
+        checks.require_int(number, "heads")
+    first, total = map(int, heads)
+    try:
+        return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
+    except ValueError as error:
+        raise ValueError(f"heads: {error}") from None
+
+
+@lru_cache(64)
+def common_digest(identity: PoolIdentity) -> bytes:
+    """Return a digest of what the pools of sender and receiver must share: all but which heads they
+    hold, and their layouts."""
+    return replace(
+        identity, head_start=0, num_kv_heads=identity.total_kv_heads, wire="page_first_direct"
+    ).digest()
+
+
+def staging_of(pool: Pool, staging_pages: Any) -> Staging | None:
+    """Return the staging that the argument `staging_pages` asks for, or that a pool needs."""
+    if staging_pages is not None:
+        staging_pages = positive_int(staging_pages, "staging_pages")
+    return staging_for(pool, staging_pages)
+
+
+def checked_page_list(pages: Any) -> Pages:
+    """Return pages that an allocator has accepted, in their order."""
+    listed: Pages = np.ascontiguousarray(page_array(pages), np.int64).copy()
+    return listed
+
+
+def positive_seconds(value: Any, name: str) -> float:
+    """Return an argument in seconds as a float; TypeError or ValueError."""
+    checks.require_number(value, name)
+    if not 0 < value <= _MAX_SECONDS:
+        raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
+    return float(value)
+
+
+_MAX_SECONDS = 1e6
+
+
+def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:
+    """Describe a layer of some pages to observers."""
+    return [
+        Access(part[page, layer - group.layers.start], name="pages")
+        for group in pool.groups if layer in group.layers
+        for part in (*group.parts, *group.scale_parts)
+        for page in pages.tolist()
+    ]  # fmt: skip

@@ -1,0 +1,687 @@
+"""Blocks that processes share, by content: in memory of this machine, or on a server."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from ... import metrics
+from ...cache.pages import page_array
+from ...cache.pool import Pool
+from ...config import cache_logger
+from ...errors import KvcupyError, ProcessLocal
+from ...ops import checks
+from ..identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
+from ..wire import DEFAULT_CHECKSUM, HASHERS, WirePages
+from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
+
+_Result = TypeVar("_Result")
+
+# Modules of this package by the scheme of a URL, imported when a store is opened.
+_BACKENDS = {
+    "shm": "shm", "redis": "redis", "rediss": "redis", "unix": "redis",
+    "redis+cluster": "redis", "rediss+cluster": "redis", "redis+sentinel": "redis",
+    "rediss+sentinel": "redis", "mooncake": "mooncake",
+}  # fmt: skip
+_HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
+_MAGIC, _VERSION = b"kvsb", 1
+_ALGORITHMS = {"none": 0, "xxh3_64": 1, "sum64": 2}
+_ALGORITHM_NAMES = {code: name for name, code in _ALGORITHMS.items()}
+
+_SCRATCH_BYTES = 2**24  # of pages that are gathered before they are sent
+_KEYS_PER_QUERY = 1024
+_LOST_IN_A_ROW, _SKIPPED_S = 3, 10.0
+_BAD_S, _MAX_BAD = 10.0, 2**16  # how long, and how many keys that failed are not asked for again
+
+
+class SharedStore(ProcessLocal):
+    """Keeps pages of a host pool by the hashes of their blocks, where other processes find them.
+
+    Made by `SharedStore.open`. A block is there whole or not at all; the first that is stored under
+    a hash stays, until the store evicts it. Processes find each other's blocks if their pools have
+    the same identity (format, page size, layers, heads, widths, `model`) and `tenant`; layouts may
+    differ, except that "page_head" pools share among themselves.
+
+    Attributes
+    ----------
+    pool : the host pool
+    identity : its PoolIdentity, part of every key
+    deadline_s : seconds that a call may take, unless it says otherwise
+
+    Notes
+    -----
+    Failure: a store that is lost, late, full or damaged is an outcome and a counter, never an
+    exception. What arrives is verified; a block that is not what was stored is a miss, and dropped.
+    After 3 calls in a row that were lost or late, the store is left alone for 10 s: nothing is
+    found and puts fail. Calls that had less than half of the store's deadline do not count. Blocks
+    that could not be fetched are not asked for again for 10 s.
+
+    Stream: calls are the processor's. Pages that are put must be complete, and those that are got
+    into must not be in use, before the call; both are free for other uses when it returns, unless
+    that failed over an engine that may still access them (Mooncake): free such pages to
+    `pool.allocator`, which holds them back until that is over, and write nothing there before.
+
+    Capture: legal; nothing is put on a stream. Bytes: those of the pages, once each way. Pools
+    whose pages lie in small pieces (`WirePages.is_direct`) copy them once more.
+
+    Threads may share a store. It belongs to the process that opened it.
+
+    Source: the semantics of a put (write-once, visible when whole) are those of kvcache-ai/Mooncake
+    `mooncake-store`.
+    """
+
+    _instead = "open one in each process"
+
+    def __init__(
+        self, backend: Backend, pages: WirePages, keys: BlockKeys, *,
+        deadline_s: float, algorithm: str, retries: int,
+    ) -> None:  # fmt: skip
+        self.pool, self.identity = pages.pool, keys.identity
+        self._backend, self._pages, self._keys = backend, pages, keys
+        self._digest = keys.identity.digest()
+        self._deadline_s, self._algorithm, self._retries = deadline_s, algorithm, retries
+        self._pid = os.getpid()
+        self._changed = threading.Condition()  # guards what follows
+        self._num_users = 0  # calls that use the backend now
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._times_s = {"put": 0.0, "get": 0.0}
+        # Keys that failed, and until when they are not asked for.
+        self._bad: dict[bytes, float] = {}
+        self._lost_in_a_row, self._skipped_until = 0, -math.inf
+        self._scratch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+        counts, times_s = self._counts, self._times_s
+        metrics.follow(
+            self, lambda store: _samples(store._counts, store._times_s),
+            lambda: _samples(counts, times_s),
+        )  # fmt: skip
+
+    @classmethod
+    def open(
+        cls, url: str, host_pool: Any, *,
+        capacity_bytes: int | None = None, tenant: str | bytes = "", head_start: int = 0,
+        total_kv_heads: int | None = None, model: str = "", deadline_s: float = 5.0,
+        checksum: str | None = None, retries: int = 1, **options: Any,
+    ) -> SharedStore:  # fmt: skip
+        """Open a store.
+
+        Parameters
+        ----------
+        url : "shm:NAME", memory of this machine that processes of this user share; "redis://...",
+            "rediss://...", "unix:///path", a Redis or Valkey server; "redis+cluster://...",
+            "redis+sentinel://...", several of them; "mooncake://host:port"; or a scheme that
+            another package registers, by an entry point `kvcupy.store_backends`
+        host_pool : a KVPool or an MLAPool in host memory: of the host device, or "pinned" or
+            "pageable"
+        capacity_bytes : of the memory. "shm:": needed by the first process; others need the same,
+            or None. All blocks of a name have the same length: pools with other pages need others
+        tenant : text or bytes. Tenants find none of each other's blocks
+        head_start, total_kv_heads, model : as for `PoolIdentity.of`. Give `model` what tells apart
+            models whose pools look alike: weights, adapter, rotary settings
+        deadline_s : seconds that a call may take, this one included, unless it says otherwise
+        checksum : that blocks are stored with: "xxh3_64" (`kvcupy[shared]`), "sum64", or "none",
+            which reads blocks without verifying their bytes; None: the first that there is
+        retries : of a call that has lost the server, within its deadline
+        options : of the backend. "shm:": `folder` of the file, "/dev/shm"; `threads` that copy the
+            blocks of one call, the caller's included, up to 4 by default. Redis: `ttl_s`,
+            `max_connections` and the options of redis-py's connections; Mooncake: `segment_bytes`,
+            `host`, `protocol`, `devices`; see docs/shared_store_servers.md
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit
+        ImportError : a package is missing; the message says which
+        ConnectionError, FileNotFoundError, OSError : there is no such store, or the memory cannot
+            be had
+
+        Examples
+        --------
+        >>> import os, kvcupy as kv
+        >>> shape = dict(page_size=16, num_layers=2, num_kv_heads=8, head_dim=128, device="host")
+        >>> one, other = kv.KVPool(4, **shape), kv.KVPool(4, **shape, layout="page_first_direct")
+        >>> one.k(1)[0, 5] = 7
+        >>> hashes = kv.block_hashes(range(48), 16)
+        >>> url = f"shm:doctest-{os.getpid()}"
+        >>> with kv.SharedStore.open(url, one, capacity_bytes=2**21) as store:
+        ...     store.put(hashes[:2], [0, 1])
+        ...     with kv.SharedStore.open(url, other) as again:
+        ...         again.match(hashes), again.get(hashes, [3, 2, 1])
+        ...     store.remove()
+        ['stored', 'stored']
+        (2, [True, True, False])
+        >>> float(other.k(1)[3, 5, 0, 0])
+        7.0
+        """
+        if not isinstance(url, str):
+            raise TypeError(f"url: expected a str, got {type(url).__name__}")
+        scheme = url.partition(":")[0]
+        registered = entry_points(group="kvcupy.store_backends")
+        if scheme not in {*_BACKENDS, *registered.names}:
+            known = ", ".join((*_BACKENDS, *sorted(registered.names)))
+            raise ValueError(f"url: expected one that starts with one of {known}, got {scheme!r}")
+        if not isinstance(host_pool, Pool):
+            kind = type(host_pool).__name__
+            raise TypeError(f"host_pool: expected a KVPool or an MLAPool, got {kind}")
+        identity = PoolIdentity.of(
+            host_pool, head_start=head_start, total_kv_heads=total_kv_heads, model=model
+        )
+        keys = BlockKeys(identity, tenant)
+        pages = WirePages(host_pool)
+        seconds = _seconds(deadline_s)
+        algorithm = DEFAULT_CHECKSUM if checksum is None else checksum
+        there = ("none", *HASHERS)
+        if algorithm not in there:
+            raise ValueError(f"checksum: expected one of {', '.join(there)}, got {checksum!r}")
+        checks.require_int(retries, "retries")
+        if not 0 <= retries <= 100:
+            raise ValueError(f"retries: expected 0 to 100, got {retries}")
+        try:
+            if scheme in _BACKENDS:
+                open_backend = import_module(f".{_BACKENDS[scheme]}", __package__).open_backend
+            else:
+                open_backend = registered[scheme].load()
+            backend = open_backend(
+                url, pages, namespace=keys.namespace, capacity_bytes=capacity_bytes,
+                deadline=time.monotonic() + seconds, **options,
+            )  # fmt: skip
+        except BackendLost as error:
+            failure = PermissionError if error.refused else ConnectionError
+            raise failure(f"url: {error}") from error
+        return cls(
+            backend, pages, keys, deadline_s=seconds, algorithm=algorithm, retries=int(retries)
+        )
+
+    def __repr__(self) -> str:
+        return f"<SharedStore over {self._backend!r}>"
+
+    def __enter__(self) -> SharedStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def deadline_s(self) -> float:
+        return self._deadline_s
+
+    # --- Blocks ---
+
+    def match(self, hashes: Any) -> int:
+        """Return how many leading blocks the store has.
+
+        Parameters
+        ----------
+        hashes : list of ints of 128 bits (`block_hashes`), from the first block of a
+            prefix on
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` are not such numbers
+        KvcupyError : the store is closed, or was opened by another process
+        """
+        keys = self._keys.keys(hashes)
+        with self._using():
+            deadline = time.monotonic() + self._deadline_s
+            for start in range(0, len(keys), _KEYS_PER_QUERY):
+                if start and time.monotonic() >= deadline:
+                    return start
+                asked = keys[start : start + _KEYS_PER_QUERY]
+                known = self._known(asked, deadline)
+                if not all(known):
+                    return start + known.index(False)
+            return len(keys)
+
+    def put(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[str]:
+        """Store blocks that the store does not have.
+
+        Parameters
+        ----------
+        hashes : list of ints of 128 bits
+        pages : list or integer array, the page of each block
+        deadline_s : seconds, for this call. What is late is "failed"
+
+        Returns
+        -------
+        for each block "stored"; "known", the store has it; "full", it has no space that it could
+        free; or "failed", it is lost or late. A block that is "failed" may have been stored
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit; nothing was stored
+        KvcupyError : the store is closed, or was opened by another process
+        """
+        keys = self._keys.keys(hashes)
+        numbers = self._page_list(pages, len(keys))
+        seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
+        with self._using(), self._timed("put"):
+            deadline = time.monotonic() + seconds
+            if self._backend.put_asks_first and self._pages.is_direct:
+                known = [False] * len(keys)
+            else:
+                known = self._known(keys, deadline) if keys else []
+            outcomes = [KNOWN if there else FAILED for there in known]
+            missing = [i for i, there in enumerate(known) if not there]
+            self._pages.announce("put shared", [numbers[i] for i in missing], is_read=True)
+            for chunk in _chunks(missing, self._blocks_at_once()):
+                if time.monotonic() >= deadline:
+                    break
+                with self._blocks([numbers[i] for i in chunk], gather=True) as blocks:
+                    asked = [keys[i] for i in chunk]
+                    headers = _Headers(self, asked, blocks)
+                    try:
+                        results, _ = self._call(
+                            self._backend.put, asked, blocks, headers, deadline=deadline
+                        )
+                    except BaseException:
+                        self._hold_back(asked, [numbers[i] for i in chunk], blocks)
+                        raise
+                    for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
+                        outcomes[i] = outcome
+                    failed = [i for i in chunk if outcomes[i] == FAILED]
+                    self._hold_back([keys[i] for i in failed], [numbers[i] for i in failed], blocks)
+            self._count_put(keys, outcomes)
+        return outcomes
+
+    def get(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[bool]:
+        """Read blocks into pages.
+
+        Parameters
+        ----------
+        hashes : list of ints of 128 bits
+        pages : list or integer array, the page that each block goes to, each once
+        deadline_s : seconds, for this call. What is late is a miss
+
+        Returns
+        -------
+        for each block whether its page has it. The contents of the other pages are undefined
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit; nothing was read
+        KvcupyError : the store is closed, or was opened by another process
+        """
+        keys = self._keys.keys(hashes)
+        numbers = self._page_list(pages, len(keys))
+        if len(set(numbers)) < len(numbers):
+            raise ValueError("pages: expected each page once, got one twice")
+        seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
+        with self._using(), self._timed("get"):
+            deadline = time.monotonic() + seconds
+            there = [False] * len(keys)
+            asked = [i for i, bad in enumerate(self._are_bad(keys)) if not bad]
+            self._pages.announce("get shared", [numbers[i] for i in asked], is_read=False)
+            at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
+            for chunk in _chunks(asked, at_once):
+                if time.monotonic() >= deadline:
+                    self._count("late", sum(i >= chunk[0] for i in asked))
+                    break
+                arrived = self._get_some(
+                    [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
+                )
+                for i, whole in zip(chunk, arrived, strict=True):
+                    there[i] = whole
+            if asked:
+                self.pool.note_written()
+            hits = sum(there)
+            self._count("hits", hits)
+            self._count("misses", len(keys) - hits)
+            self._count("get_bytes", hits * self._pages.block_bytes)
+        return there
+
+    def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
+        """Read blocks of one call to the backend; return which are there and as they were put."""
+        backend = self._backend
+        with self._blocks(pages, gather=False) as blocks:
+            try:
+                headers, lost = self._call(backend.get, keys, blocks, deadline=deadline)
+            except BaseException:  # such as KeyboardInterrupt
+                self._hold_back(keys, pages, blocks)
+                raise
+            headers = headers or [None] * len(keys)
+            failed = []
+            if lost:  # else the others are not there, or were not asked for
+                failed = [k for k, header in zip(keys, headers, strict=True) if header is None]
+            verdicts = [
+                None if header is None else self._verify(header, key, block)
+                for header, key, block in zip(headers, keys, blocks, strict=True)
+            ]
+            if not self._pages.is_direct:
+                for page, block, verdict in zip(pages, blocks, verdicts, strict=True):
+                    if verdict:
+                        self._pages.write_from(page, block[0])
+            missing = [i for i, header in enumerate(headers) if header is None]
+            self._hold_back([keys[i] for i in missing], [pages[i] for i in missing], blocks)
+        damaged = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is False]
+        if damaged:
+            self._count("damaged", len(damaged))
+            cache_logger.warning("%d blocks of %r are damaged, and dropped", len(damaged), backend)
+            self._call(backend.discard, damaged, deadline=deadline)
+        self._note_bad(damaged + failed)
+        return [verdict is True for verdict in verdicts]
+
+    def _hold_back(
+        self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[SummedBlock]
+    ) -> None:
+        """Keep memory that an engine may still access from being used for something else."""
+        if keys and (completion := self._backend.busy(keys)) is not None:
+            if self._pages.is_direct:
+                self.pool.allocator._mark_busy(pages, completion)
+            else:
+                blocks.clear()
+
+    # --- The rest ---
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts of this process since the store was opened, and what the backend knows.
+
+        Raises
+        ------
+        KvcupyError : the store is closed, or was opened by another process
+
+        Notes
+        -----
+        Blocks: `stored`, `known`, `full` and `failed` of puts; `hits` and `misses` of gets, and of
+        the misses those that were `damaged` (not what was stored), `unverified` (their checksum
+        cannot be calculated here) or `late`. `put_bytes`, `get_bytes`, `put_s` and `get_s`. Calls
+        that have `lost` the server, that were late (`slow`), and that were `skipped` since such
+        calls had come in a row.
+        """
+        names = (
+            "stored", "known", "full", "failed", "hits", "misses", "damaged", "unverified", "late",
+            "put_bytes", "get_bytes", "lost", "slow", "skipped",
+        )  # fmt: skip
+        with self._using():
+            with self._changed:
+                counts: dict[str, Any] = {name: self._counts[name] for name in names}
+                counts |= {f"{call}_s": seconds for call, seconds in self._times_s.items()}
+            return {**counts, **self._backend.stats()}
+
+    def close(self) -> None:
+        """Close the store after the calls of other threads; its blocks stay. Repeated calls do
+        nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.wait_for(lambda: not self._num_users)
+        self._backend.close()
+
+    def remove(self) -> None:
+        """Remove what is stored: the embedded store's memory, or this tenant's blocks on a server.
+
+        Memory ("shm:") loses its name at once, so that the next process to open it makes another.
+        Those that have it open go on with it, and it is given back when all of them have closed it.
+
+        Raises
+        ------
+        OSError : that failed; ConnectionError if the server is lost
+        KvcupyError : the store is closed, or was opened by another process
+        """
+        with self._using():
+            try:
+                self._backend.remove(time.monotonic() + self._deadline_s)
+            except BackendLost as error:
+                raise ConnectionError(f"remove: {error}") from error
+
+    # --- Headers and verification ---
+
+    def _header(self, key: bytes, block: SummedBlock) -> bytes:
+        algorithm = self._algorithm
+        total = 0 if algorithm == "none" else block.checksum(algorithm)
+        return _HEADER.pack(
+            _MAGIC, _VERSION, _ALGORITHMS[algorithm], 0, self._pages.block_bytes, total,
+            self._digest, key,
+        )  # fmt: skip
+
+    def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
+        """Return whether a block is what was put; None if that cannot be said."""
+        if len(header) != _HEADER.size:
+            return False
+        magic, version, code, _, num_bytes, total, digest, of_key = _HEADER.unpack(header)
+        expected = (_MAGIC, self._pages.block_bytes, self._digest, key)
+        if (magic, num_bytes, digest, of_key) != expected:
+            return False
+        algorithm = _ALGORITHM_NAMES.get(code)
+        if version != _VERSION or algorithm is None:  # of a later kvcupy
+            algorithm = "unknown"
+        if algorithm == "none" and self._algorithm == "none":
+            return True
+        if algorithm not in HASHERS:
+            self._count("unverified", 1)
+            return None
+        return self._algorithm == "none" or block.checksum(algorithm) == total
+
+    # --- Memory ---
+
+    def _blocks_at_once(self) -> int:
+        """Return of how many blocks the memory is handed to a backend together."""
+        if self._pages.is_direct:
+            return _KEYS_PER_QUERY
+        return max(1, _SCRATCH_BYTES // self._pages.block_bytes)
+
+    @contextmanager
+    def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[SummedBlock]]:
+        """Give the memory of pages in wire order: their own, or a buffer, which is `gather`ed.
+
+        Who clears the list keeps the buffer from being used again.
+        """
+        if self._pages.is_direct:
+            yield [SummedBlock(self._pages.pieces(page), self._algorithm) for page in pages]
+            return
+        num_bytes = self._pages.block_bytes
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = np.empty(self._blocks_at_once() * num_bytes, np.uint8)
+        blocks: list[SummedBlock] = []
+        for n, page in enumerate(pages):
+            piece = scratch[n * num_bytes : (n + 1) * num_bytes].data
+            if gather:
+                self._pages.read_into(page, piece)
+            blocks.append(SummedBlock([piece], self._algorithm))
+        yield blocks
+        if blocks:
+            self._scratch.append(scratch)
+
+    def _page_list(self, pages: Any, count: int) -> list[int]:
+        numbers = [int(page) for page in page_array(pages)]
+        if len(numbers) != count:
+            raise ValueError(f"pages: expected {count}, one for each hash, got {len(numbers)}")
+        for page in numbers:
+            if not 0 <= page < self.pool.num_pages:
+                raise ValueError(f"pages: expected 0 to {self.pool.num_pages - 1}, got {page}")
+        return numbers
+
+    # --- Calls to the backend ---
+
+    def _known(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Return which blocks the store has, except those that could not be fetched just now."""
+        known, _ = self._call(self._backend.exists, keys, deadline=deadline)
+        if known is None:
+            return [False] * len(keys)
+        return [there and not bad for there, bad in zip(known, self._are_bad(keys), strict=True)]
+
+    def _call(
+        self, function: Callable[..., _Result], *arguments: Any, deadline: float
+    ) -> tuple[_Result | None, bool]:
+        """Call a method of the backend, unless it was lost too often just now.
+
+        Returns
+        -------
+        what it returns, as far as that is known, else None; and whether the backend was lost, for
+        another reason than that the caller was in a hurry
+        """
+        started = time.monotonic()
+        with self._changed:
+            if started < self._skipped_until:
+                self._counts["skipped"] += 1
+                return None, False
+        result: Any = None
+        failure: Exception | None = None
+        for _ in range(1 + self._retries):
+            try:
+                result = function(*arguments, deadline)
+            except (BackendLost, OSError) as error:
+                failure = error
+                self._count("lost", 1)
+                results = getattr(error, "results", ())
+                result = list(results) or None
+                if not getattr(error, "repeatable", True) or time.monotonic() >= deadline:
+                    break
+            else:
+                failure = None
+                break
+        now = time.monotonic()
+        late = now - started >= self._deadline_s
+        # That a caller had little time, or little of it left, is not the server's fault.
+        hurried = now >= deadline and deadline - started < self._deadline_s / 2
+        lost = failure is not None and not hurried
+        with self._changed:
+            if not lost and not late:
+                if failure is None:
+                    self._lost_in_a_row = 0
+                return cast("_Result | None", result), False
+            if failure is None:
+                self._counts["slow"] += 1
+            self._lost_in_a_row += 1
+            skips = self._lost_in_a_row >= _LOST_IN_A_ROW
+            if skips:
+                self._skipped_until = now + _SKIPPED_S
+        if skips:
+            cache_logger.warning(
+                "%r is not asked for %g s: %s", self._backend, _SKIPPED_S, failure or "it is late"
+            )
+        return cast("_Result | None", result), lost
+
+    def _are_bad(self, keys: Sequence[bytes]) -> list[bool]:
+        if not self._bad:
+            return [False] * len(keys)
+        now = time.monotonic()
+        with self._changed:
+            return [self._bad.get(key, now) > now for key in keys]
+
+    def _note_bad(self, keys: Sequence[bytes]) -> None:
+        if not keys:
+            return
+        until = time.monotonic() + _BAD_S
+        with self._changed:
+            for key in keys:
+                self._bad.pop(key, None)  # the oldest come first
+                self._bad[key] = until
+            while len(self._bad) > _MAX_BAD:
+                del self._bad[next(iter(self._bad))]
+
+    def _count(self, name: str, amount: int) -> None:
+        with self._changed:
+            self._counts[name] += amount
+
+    def _count_put(self, keys: Sequence[bytes], outcomes: Sequence[str]) -> None:
+        with self._changed:
+            self._counts.update(outcomes)
+            self._counts["put_bytes"] += outcomes.count(STORED) * self._pages.block_bytes
+            if self._bad:
+                for key, outcome in zip(keys, outcomes, strict=True):
+                    if outcome == STORED:
+                        self._bad.pop(key, None)
+
+    @contextmanager
+    def _timed(self, call: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._times_s[call] += time.perf_counter() - started
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keep the backend from being closed.
+
+        KvcupyError if it is, or belongs to another process.
+        """
+        if os.getpid() != self._pid:
+            raise KvcupyError(
+                f"store: expected the process that opened it ({self._pid}), got {os.getpid()}; "
+                f"{self._instead}"
+            )
+        with self._changed:
+            if self._closed:
+                raise KvcupyError("store: expected an open store, got a closed one")
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_users -= 1
+                self._changed.notify_all()
+
+
+class _Headers(Sequence[bytes]):
+    """Headers of blocks, each calculated when it is first asked for."""
+
+    def __init__(
+        self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[SummedBlock]
+    ) -> None:
+        self._store, self._keys, self._blocks = store, keys, blocks
+        self._headers: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[n] for n in range(*i.indices(len(self)))]
+        n = range(len(self))[i]
+        if n not in self._headers:
+            self._headers[n] = self._store._header(self._keys[n], self._blocks[n])
+        return self._headers[n]
+
+
+def _chunks(numbers: list[int], count: int) -> Iterator[list[int]]:
+    for start in range(0, len(numbers), count):
+        yield numbers[start : start + count]
+
+
+def _seconds(deadline_s: Any) -> float:
+    is_number = isinstance(deadline_s, (int, float, np.integer, np.floating))
+    if not is_number or isinstance(deadline_s, bool):
+        raise TypeError(f"deadline_s: expected seconds, got {deadline_s!r}")
+    if not 0 <= deadline_s < 10**9:
+        raise ValueError(f"deadline_s: expected 0 to 1e9 seconds, got {deadline_s!r}")
+    return float(deadline_s)
+
+
+def _samples(
+    counts: Counter[str], times_s: dict[str, float]
+) -> list[tuple[str, metrics.Labels, float]]:
+    samples: list[tuple[str, metrics.Labels, float]] = []
+    for call, outcomes in (
+        ("put", ("stored", "known", "full", "failed")), ("get", ("hits", "misses")),
+    ):  # fmt: skip
+        of_call = ("call", call)
+        samples += [
+            ("kvcupy_shared_blocks_total", (of_call, ("outcome", name)), counts[name])
+            for name in outcomes
+        ]
+        samples.append(("kvcupy_shared_bytes_total", (of_call,), counts[f"{call}_bytes"]))
+        samples.append(("kvcupy_shared_seconds_total", (of_call,), times_s[call]))
+    samples.append(("kvcupy_shared_damaged_blocks_total", (), counts["damaged"]))
+    samples += [
+        ("kvcupy_shared_lost_calls_total", (("reason", name),), counts[name])
+        for name in ("lost", "skipped", "slow")
+    ]
+    return samples

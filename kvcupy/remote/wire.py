@@ -1,0 +1,354 @@
+"""Pages of a pool as bytes, in the order in which processes exchange them, and their checksum.
+
+    page_first_direct   K of all layers | V of all layers | scales of K | scales of V
+                        (layers, page_size, heads, width) each; what a page has in that layout.
+                        Rows of four-bit formats are codes and group scales, as in a pool
+    page_head           the same parts, (heads, page_size, layers, width) each
+
+MLA has one part, and one of scales. The pools of all layouts but "page_head" use the first order,
+so that they exchange pages whatever their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .. import observe
+from ..arrays import ArrayView, array_at, bytes_of
+from ..cache.pool import Pool
+from ..observe import Access
+
+try:
+    import xxhash
+except ImportError:  # of the extra "shared"
+    xxhash = None  # type: ignore[assignment]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_MIN_PIECE_BYTES = 4096  # on average, of a page that is not gathered into one piece first
+_AXES = {"page_first_direct": (1, 2, 3), "page_head": (3, 2, 1)}  # of (pages, L, S, H, width)
+
+
+class _Run(NamedTuple):
+    """Contiguous bytes of each page."""
+
+    offset: int  # in the block
+    num_bytes: int
+    span: memoryview  # of the array that has them
+    start: int  # in the span, of page 0
+    page_stride: int
+    pointer: int  # of page 0
+
+    def of(self, page: int) -> memoryview:
+        start = self.start + page * self.page_stride
+        return self.span[start : start + self.num_bytes]
+
+
+class WirePages:
+    """The pages of a pool in host memory as blocks of bytes in wire order.
+
+    Parameters
+    ----------
+    pool : a KVPool or an MLAPool, of the host device or with placement "pinned" or "pageable"
+    wire : "page_first_direct" or "page_head"; None: that of the pool's `PoolIdentity`
+
+    Attributes
+    ----------
+    pool, wire
+    block_bytes : of a page
+    layer_bytes : of a page in one layer, of all parts
+    num_pieces : contiguous pieces of memory that a page consists of in that order
+    is_direct : whether `pieces`, `layer_pieces` and `addresses` can be used: pieces are at least
+        4 KiB on average, or there is one for each part. Else pages go through a buffer, with
+        `read_into` and `write_from`, which can always be used
+
+    Raises
+    ------
+    ValueError : the pool is in the memory of a GPU, or there is no such order
+
+    Notes
+    -----
+    The memory of the pool is used where it lies; memoryviews keep it alive. Page numbers are not
+    checked. Ordering with work on streams is up to the caller.
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> shape = dict(page_size=16, num_layers=2, num_kv_heads=8, head_dim=128, device="host")
+    >>> one, other = kv.KVPool(4, **shape), kv.KVPool(4, **shape, layout="page_first")
+    >>> one.k(1)[3, 5, 0, 0] = 7
+    >>> source, target = WirePages(one), WirePages(other)
+    >>> source.num_pieces, source.is_direct, target.num_pieces, target.is_direct
+    (4, True, 64, False)
+    >>> target.write_from(0, b"".join(source.pieces(3)))
+    >>> float(other.k(1)[0, 5, 0, 0])
+    7.0
+    """
+
+    def __init__(self, pool: Pool, wire: str | None = None) -> None:
+        if wire is None:
+            wire = "page_head" if pool.layout == "page_head" else "page_first_direct"
+        if wire not in _AXES:
+            raise ValueError(f"wire: expected one of {', '.join(_AXES)}, got {wire!r}")
+        if any(part.device != "host" for part in (*pool.parts, *pool.scale_parts)):
+            raise ValueError(
+                f"host_pool: expected memory of the host, got a pool with placement "
+                f"{pool.placement} on {pool.device.name}"
+            )
+        self.pool, self.wire = pool, wire
+        by_group = [
+            (group.layers, [*map(bytes_of, group.parts), *group.scale_parts])
+            for group in pool.groups
+        ]
+        self._planes: list[_Plane] = []
+        offset = 0
+        for number in range(len(by_group[0][1])):
+            parts = [(layers, parts[number]) for layers, parts in by_group]
+            self._planes.append(_Plane(parts, offset, pool.num_layers, wire))
+            offset += self._planes[-1].num_bytes
+        self.block_bytes = offset
+        self.layer_bytes = offset // pool.num_layers
+        self._runs = [run for plane in self._planes for run in plane.runs]
+        self.num_pieces = len(self._runs)
+        in_order = wire == "page_first_direct" or len(pool.groups) == 1
+        self.is_direct = in_order and (
+            self.num_pieces == len(self._planes)
+            or self.num_pieces * _MIN_PIECE_BYTES <= self.block_bytes
+        )
+        self._layers: dict[int, list[_Run]] = {}
+
+    def pieces(self, page: int) -> list[memoryview]:
+        """Return the bytes of a page in wire order, in contiguous pieces.
+
+        Raises
+        ------
+        ValueError : not `is_direct`
+        """
+        self._require_direct()
+        return [run.of(page) for run in self._runs]
+
+    def addresses(self, page: int) -> tuple[list[int], list[int]]:
+        """Return the addresses of `pieces`, and how many bytes each has."""
+        self._require_direct()
+        pointers = [run.pointer + page * run.page_stride for run in self._runs]
+        return pointers, [run.num_bytes for run in self._runs]
+
+    def layer_spans(self, layer: int) -> list[tuple[int, int]]:
+        """Return where the bytes of a layer are in a block: offset and length, part by part.
+
+        Raises
+        ------
+        ValueError : the order is "page_head", in which layers alternate
+        """
+        if self.wire == "page_head":
+            raise ValueError('wire: expected "page_first_direct" to exchange layers, got page_head')
+        return [
+            (plane.offset + layer * plane.layer_bytes, plane.layer_bytes) for plane in self._planes
+        ]
+
+    def layer_pieces(self, page: int, layer: int) -> list[tuple[int, memoryview]]:
+        """Return the bytes of one layer of a page: offset in the block and memory, in order.
+
+        Raises
+        ------
+        ValueError : not `is_direct`, or the order is "page_head"
+        """
+        self._require_direct()
+        runs = self._layers.get(layer)
+        if runs is None:
+            spans = self.layer_spans(layer)
+            runs = [
+                clipped
+                for plane, (offset, length) in zip(self._planes, spans, strict=True)
+                for run in plane.runs
+                if (clipped := _clip(run, offset, offset + length)) is not None
+            ]
+            self._layers[layer] = runs
+        return [(run.offset, run.of(page)) for run in runs]
+
+    def read_into(self, page: int, buffer: Any) -> None:
+        """Copy a page into a writable buffer of `block_bytes`, in wire order."""
+        block = _as_bytes(buffer, self.block_bytes)
+        for plane in self._planes:
+            for in_block, in_pool in plane.halves(block, page):
+                in_block[...] = in_pool
+
+    def write_from(self, page: int, buffer: Any) -> None:
+        """Copy a block of `block_bytes`, in wire order, into a page."""
+        block = _as_bytes(buffer, self.block_bytes)
+        for plane in self._planes:
+            for in_block, in_pool in plane.halves(block, page):
+                in_pool[...] = in_block
+
+    def announce(self, operation: str, pages: Iterable[int], *, is_read: bool) -> None:
+        """Announce to order checkers that the processor reads pages, or writes them."""
+        if observe.order_observers:
+            parts = (*self.pool.parts, *self.pool.scale_parts)
+            accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
+            reads, writes = (accesses, []) if is_read else ([], accesses)
+            observe.touched_by_host(operation, reads, writes)
+
+    def _require_direct(self) -> None:
+        if not self.is_direct:
+            raise ValueError(
+                f"pool: expected pieces of at least {_MIN_PIECE_BYTES} bytes, got "
+                f"{self.num_pieces} in a page of {self.block_bytes} (see WirePages.is_direct)"
+            )
+
+
+class _Plane:
+    """K, or V, or scales of either, of all layers: one part of a block."""
+
+    def __init__(
+        self, parts: Sequence[tuple[range, ArrayView]], offset: int, num_layers: int, wire: str
+    ) -> None:
+        shape = parts[0][1].shape
+        self._axes = _AXES[wire]
+        self._arrays = []
+        self.offset = offset
+        row_bytes = shape[-1] * parts[0][1].itemsize
+        sizes = {1: num_layers, 2: shape[2], 3: shape[3]}
+        self._shape = (*(sizes[axis] for axis in self._axes), row_bytes)  # in wire order
+        self.layer_bytes = shape[2] * shape[3] * row_bytes
+        self.num_bytes = num_layers * self.layer_bytes
+        self.runs: list[_Run] = []
+        for layers, part in parts:
+            strides = (*part.strides[:-1], 1)
+            self._arrays.append((
+                layers,
+                array_at(
+                    part.owner, part.pointer, (*part.shape[:-1], row_bytes), np.dtype(np.uint8),
+                    strides,
+                ),
+            ))  # fmt: skip
+            first = offset + layers.start * self.layer_bytes
+            self.runs += _runs(part, self._axes, row_bytes, first)
+
+    def halves(self, block: Bytes, page: int) -> Iterable[tuple[Bytes, Bytes]]:
+        """Return what corresponds in a block and in a page, for each group of layers."""
+        plane = block[self.offset : self.offset + self.num_bytes].reshape(self._shape)
+        by_layer = plane.transpose(*(self._axes.index(axis) for axis in (1, 2, 3)), 3)
+        for layers, array in self._arrays:
+            yield by_layer[layers.start : layers.stop], array[page]
+
+
+def _runs(part: ArrayView, axes: Sequence[int], row_bytes: int, offset: int) -> list[_Run]:
+    """Return the runs of a part, in the order of some of its axes."""
+    outer, num_bytes = list(axes), row_bytes
+    while outer and (part.shape[outer[-1]] == 1 or part.strides[outer[-1]] == num_bytes):
+        num_bytes *= part.shape[outer.pop()]
+    steps = [[i * part.strides[axis] for i in range(part.shape[axis])] for axis in outer]
+    starts = [sum(combination) for combination in itertools.product(*steps)]
+    page_stride = part.strides[0]
+    last_page = (part.shape[0] - 1) * page_stride
+    low = min(starts) + min(0, last_page)
+    span_bytes = max(starts) + max(0, last_page) + num_bytes - low
+    span = array_at(part.owner, part.pointer + low, (span_bytes,), np.dtype(np.uint8)).data
+    return [
+        _Run(offset + n * num_bytes, num_bytes, span, at - low, page_stride, part.pointer + at)
+        for n, at in enumerate(starts)
+    ]
+
+
+def _clip(run: _Run, start: int, stop: int) -> _Run | None:
+    """Return what a run has of a range of the block, if anything."""
+    first, last = max(run.offset, start), min(run.offset + run.num_bytes, stop)
+    if first >= last:
+        return None
+    skipped = first - run.offset
+    return run._replace(
+        offset=first, num_bytes=last - first, start=run.start + skipped,
+        pointer=run.pointer + skipped,
+    )  # fmt: skip
+
+
+def _as_bytes(buffer: Any, num_bytes: int) -> Bytes:
+    block: Bytes = np.frombuffer(buffer, np.uint8)
+    if block.size != num_bytes:
+        raise ValueError(f"buffer: expected {num_bytes} bytes, got {block.size}")
+    return block
+
+
+# --- Checksums ---
+
+
+class Hasher(Protocol):
+    """A checksum of the bytes that it has been updated with, however they are divided."""
+
+    def update(self, data: Any, /) -> None: ...
+    def intdigest(self) -> int: ...
+
+
+_BLOCK_BYTES = 4096
+# Each word of 4096 bytes has its own odd weight: every change of a single word is detected.
+_WEIGHTS = np.frombuffer(
+    hashlib.shake_256(b"kvcupy wire, weights of 4096 bytes").digest(_BLOCK_BYTES), "<u8"
+).astype(np.uint64) | np.uint64(1)
+
+
+class WeightedSums:
+    """The checksum "sum64", where there is no xxhash: BLAKE2b over a sum for each 4096 bytes.
+
+    A sum is that of words times weights, modulo 2**64.
+    """
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=8)
+        self._tail = b""
+        self._num_bytes = 0
+
+    def update(self, data: Any, /) -> None:
+        view = memoryview(data).cast("B")
+        self._num_bytes += len(view)
+        if self._tail:
+            taken = _BLOCK_BYTES - len(self._tail)
+            self._tail += bytes(view[:taken])
+            view = view[taken:]
+            if len(self._tail) < _BLOCK_BYTES:
+                return
+            self._add(memoryview(self._tail))
+        whole = len(view) // _BLOCK_BYTES * _BLOCK_BYTES
+        if whole:
+            self._add(view[:whole])
+        self._tail = bytes(view[whole:])
+
+    def intdigest(self) -> int:
+        digest = self._digest.copy()
+        digest.update(self._tail + struct.pack("<Q", self._num_bytes))
+        return int.from_bytes(digest.digest(), "little")
+
+    def _add(self, blocks: memoryview) -> None:
+        words = np.frombuffer(blocks, "<u8").reshape(-1, _BLOCK_BYTES // 8)
+        self._digest.update(np.dot(words, _WEIGHTS).astype("<u8", copy=False))
+
+
+HASHERS: dict[str, type[Hasher]] = {"sum64": WeightedSums}
+"""By name of the algorithm, those that there are here."""
+if xxhash is not None:
+    HASHERS["xxh3_64"] = xxhash.xxh3_64
+
+DEFAULT_CHECKSUM = "xxh3_64" if xxhash is not None else "sum64"
+
+
+def checksum(buffers: Iterable[Any], algorithm: str = DEFAULT_CHECKSUM) -> int:
+    """Return a checksum of 64 bits of contents in order; how they are divided makes no difference.
+
+    Parameters
+    ----------
+    buffers : contiguous buffers
+    algorithm : of `HASHERS`: "xxh3_64" (the package xxhash, in the extra "shared") is faster than
+        memory is copied; "sum64" is always there
+
+    >>> checksum([b"12", b"345"], "sum64") == checksum([b"12345"], "sum64")
+    True
+    """
+    hasher = HASHERS[algorithm]()
+    for buffer in buffers:
+        hasher.update(buffer)
+    return hasher.intdigest()

@@ -1,1 +1,0 @@
-"""What binds a kernel on a GPU, read from its machine code."""

@@ -1,0 +1,1 @@
+"""Bounds on the speed of kernels, read from their machine code."""

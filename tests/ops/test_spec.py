@@ -1,0 +1,111 @@
+"""What is made from the declaration of an operation: operators, fakes, functions, examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import every_call
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy.ops import spec
+from kvcupy.ops.call import Operation
+from kvcupy.ops.spec import Argument
+
+
+@pytest.fixture
+def append(monkeypatch):
+    """A new operation: rows appended behind those that sequences have, and how many there were."""
+    monkeypatch.setattr(spec, "OPERATIONS", dict(spec.OPERATIONS))
+    declaration = Operation(
+        "append_rows", Argument("rows", "tokens kv_heads head_dim"),
+        Argument("cache", "pages page_size kv_heads head_dim", cache=True, output=True),
+        Argument("slots", "tokens", example=(5, -1, 0)), Argument("scale", "one", number=True),
+        Argument("count", "tokens", output=True, fresh=True, returned=True),
+        outputs_of=lambda arguments, options: {"count": (arguments["slots"].shape, "int64")},
+    )  # fmt: skip
+
+    @declaration.public
+    def append_rows(
+        rows: Any, cache: Any, slots: Any, *, scale: Any = None, skip: int | None = None,
+        count: Any = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Append rows.
+
+        Examples
+        --------
+        >>> 1 / 0
+        """
+
+    return declaration
+
+
+def test_an_operation_is_known_by_its_declaration(append):
+    assert spec.OPERATIONS["append_rows"] is append
+    assert list(append.public_arguments) == ["rows", "cache", "slots", "scale", "count"]
+    assert [a.name for a in append.caller_outputs] == ["count"]
+    assert append.documentation == "Append rows."
+    assert list(append.written({"rows": 1, "cache": 2})) == ["cache", "count"]
+
+
+def test_an_example_has_the_shapes_that_are_declared(append, device):
+    call = every_call.example(append, device)
+    shapes = {name: x.shape for name, x in call.items()}
+    assert shapes == {
+        "rows": (3, 2, 8), "cache": (2, 4, 2, 8), "slots": (3,), "scale": (1,), "count": (3,)
+    }  # fmt: skip
+    assert device.to_numpy(call["slots"]).tolist() == [5, -1, 0]
+
+
+def test_operators_of_torch(append):
+    pytest.importorskip("torch")
+    from kvcupy.interop.torch_operators import operators
+
+    arguments = (
+        "Tensor rows, Tensor(a!) cache, Tensor slots, Tensor? scale=None, "
+        "float? scale_number=None, int? skip=None, str? format=None"
+    )
+    assert {each.name: each.schema for each in operators(append)} == {
+        "append_rows": f"({arguments}) -> (Tensor)",
+        "append_rows_out": f"({arguments}, *, Tensor(b!) count) -> ()",
+    }
+
+
+def test_new_outputs_have_the_declared_shapes(append):
+    torch = pytest.importorskip("torch")
+    from kvcupy.interop.torch_operators import new_outputs
+
+    values = {"rows": torch.zeros(3, 2, 8), "slots": torch.zeros(3, dtype=torch.int64)}
+    (count,) = new_outputs(append, values).values()
+    assert (count.shape, count.dtype) == ((3,), torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("values", "written"),
+    [
+        ({}, {"query", "key", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache"}),
+        (
+            {"query_out": 1, "write_key": False},
+            {"query_out", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache"},
+        ),
+    ],
+)
+def test_what_a_call_writes(values, written):
+    assert set(spec.OPERATIONS["rope_store_kv"].written(values)) == written
+
+
+def test_every_example_is_a_valid_call(device):
+    for name, make in every_call.CALLS.items():
+        getattr(kv, name)(**make(device))
+    kv.check_faults(device)
+
+
+def test_every_public_parameter_is_an_argument_an_option_or_a_stream():
+    """A parameter that is an array has a declared argument; options have other annotations."""
+    for declaration in spec.OPERATIONS.values():
+        for name, parameter in declaration.parameters.items():
+            if name not in declaration.public_arguments and name not in spec.STREAMS:
+                assert parameter.annotation != "Any", (declaration.name, name)
+        values = every_call.example(declaration, kv.device("host"))
+        assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in values.values())

@@ -1,0 +1,1315 @@
+"""`PageSender` and `PageReceiver`: what moves, when, and who has the pages afterwards."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import full_only, without_collection
+from line_process import poll
+from migration_cases import (
+    HEADS,
+    PATIENCE_S,
+    SECRET,
+    assert_pulled,
+    eventually,
+    fill,
+    filled,
+    is_poisoned,
+    keep_leases,
+    pair,
+    parts_of,
+    poison,
+    pool_of,
+    reason_of,
+)
+from stream_cases import Gate
+from tiered_cases import in_time
+
+import kvcupy as kv
+from kvcupy.remote.migration import engines, protocol
+from kvcupy.remote.migration import receiver as receivers
+
+LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
+LAYERS = range(3)
+
+
+@pytest.mark.parametrize("theirs", LAYOUTS)
+@pytest.mark.parametrize("own", LAYOUTS)
+@pytest.mark.covering
+def test_layouts_may_differ(own, theirs):
+    with pair(filled(layout=theirs), pool_of(layout=own)) as (sender, receiver, source, target):
+        offered = source.allocator.alloc(7)[[5, 0, 1, 2, 6, 4, 3]]
+        ticket = sender.offer(offered)
+        pages = [3, 4, 5, 11, 0, 2, 1]
+        poison(target, range(12))
+        pull = receiver.pull(ticket, pages)
+        pull.synchronize()
+        assert pull.done()
+        assert pull.num_bytes == 7 * target.page_bytes
+        assert_pulled(target, pages, offered)
+        assert is_poisoned(target, [6, 7, 8, 9, 10])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "mla"}, {"kind": "mla", "dtype": "fp8_e4m3", "scales": True},
+     {"dtype": "int8", "scales": True}, {"dtype": "bf16", "v_head_dim": 16},
+     {"placement": "device"}, {"placement": "pageable"}],
+    ids=str,
+)  # fmt: skip
+def test_kinds_of_pools(options):
+    with pair(filled(**options), pool_of(**options)) as (sender, receiver, source, target):
+        offered = source.allocator.alloc(3)
+        receiver.pull(sender.offer(offered), [9, 8, 2]).synchronize()
+        assert_pulled(target, [9, 8, 2], offered)
+
+
+def test_wrapped_arrays():
+    """HND, and K and V in one array per layer: nothing lies as on the wire."""
+
+    def wrapped():
+        arrays = [np.zeros((12, 2, HEADS, 4, 16), np.float16) for _ in LAYERS]
+        by_slot = [a.transpose(0, 1, 3, 2, 4) for a in arrays]
+        return kv.KVPool.wrap([a[:, 0] for a in by_slot], [a[:, 1] for a in by_slot], device="host")
+
+    source = wrapped()
+    fill(source)
+    with pair(source, pool_of(v_head_dim=16)) as (sender, receiver, _, target):
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [1, 0]).synchronize()
+        assert_pulled(target, [1, 0], [0, 1])
+    target = wrapped()
+    with pair(filled(v_head_dim=16), target) as (sender, receiver, source, _):
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [1, 0]).synchronize()
+        assert_pulled(target, [1, 0], [0, 1])
+
+
+@pytest.mark.parametrize("staged", [1, 3, 12])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+@pytest.mark.covering
+def test_staging(side, staged):
+    """As for a pool of a GPU: pages pass through pinned ones, of which there may be few."""
+    options = {side: {"staging_pages": staged}}
+    pools = filled(placement="device"), pool_of(placement="device", layout="page_head")
+    with pair(*pools, **options) as (sender, receiver, source, target):
+        offered = source.allocator.alloc(5)
+        receiver.pull(sender.offer(offered), [4, 1, 9, 8, 0]).synchronize()
+        assert_pulled(target, [4, 1, 9, 8, 0], offered)
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_slow_pull_leaves_others_staging_pages(side, monkeypatch):
+    """One hangs in the middle of a layer, with staging pages of its own; another comes through."""
+    name = {"sender": "send_data", "receiver": "receive_data"}[side]
+    method, first, opened = getattr(protocol.Channel, name), [], threading.Event()
+
+    def moving(channel, *arguments):
+        first.append(channel)
+        if channel is first[0]:
+            assert opened.wait(PATIENCE_S)
+        method(channel, *arguments)
+
+    monkeypatch.setattr(protocol.Channel, name, moving)
+    with pair(**{side: {"staging_pages": 4}}) as (sender, receiver, source, target):
+        tickets = [sender.offer(source.allocator.alloc(5)) for _ in range(2)]
+        slow = receiver.pull(tickets[0], range(5))
+        eventually(lambda: first)
+        receiver.pull(tickets[1], range(5, 10)).synchronize()
+        assert_pulled(target, range(5, 10), range(5, 10))
+        assert not slow.done()
+        opened.set()
+        slow.synchronize()
+        assert_pulled(target, range(5), range(5))
+
+
+# --- Heads ---
+
+
+def test_two_senders_to_four_receivers():
+    """Tensor parallelism 2 to 4: each receiver has half of the heads of one sender."""
+    halves, quarters = [range(0, 2), range(2, 4)], [range(i, i + 1) for i in range(4)]
+    sources = [filled(heads) for heads in halves]
+    targets = [pool_of(heads) for heads in quarters]
+    senders = [
+        kv.PageSender(pool, heads=(heads.start, HEADS))
+        for pool, heads in zip(sources, halves, strict=True)
+    ]
+    tickets = [
+        sender.offer(pool.allocator.alloc(4), pulls=2)
+        for sender, pool in zip(senders, sources, strict=True)
+    ]
+    for i, target in enumerate(targets):
+        with kv.PageReceiver(target, heads=(i, HEADS)) as receiver:
+            pull = receiver.pull(tickets[i // 2], [7, 3, 2, 9])
+            pull.synchronize()
+            assert pull.num_bytes == 4 * target.page_bytes
+        assert_pulled(target, [7, 3, 2, 9], range(4), quarters[i])
+        # The pages are free when the last of two pulls is through.
+        expected = 12 if i % 2 else 8
+        eventually(lambda pool=sources[i // 2], n=expected: pool.allocator.num_free == n)
+    for sender in senders:
+        sender.close()
+
+
+def test_four_senders_to_one_receiver():
+    """Tensor parallelism 4 to 1: one pull has a ticket of each sender."""
+    sources = [filled(range(i, i + 1)) for i in range(4)]
+    senders = [kv.PageSender(pool, heads=(i, HEADS)) for i, pool in enumerate(sources)]
+    tickets = [s.offer(p.allocator.alloc(3)) for s, p in zip(senders, sources, strict=True)]
+    target = pool_of()
+    with kv.PageReceiver(target) as receiver:
+        for several, message in [
+            (tickets[:3], r"expected 0 to 3, each once, got \[0, 1, 2\]"),
+            ([*tickets, tickets[2]], r"got \[0, 1, 2, 2, 3\]"),
+        ]:
+            with pytest.raises(kv.TransferError, match=message) as caught:
+                receiver.pull(several, [1, 2, 3])
+            assert caught.value.reason == "identity"
+        receiver.pull(tickets[::-1], [5, 6, 2]).synchronize()
+        assert_pulled(target, [5, 6, 2], range(3))
+    for sender, source in zip(senders, sources, strict=True):
+        sender.close()
+        source.allocator.check_leaks()
+
+
+def test_a_part_that_fails_fails_the_pull():
+    sources = [filled(range(i, i + 2)) for i in (0, 2)]
+    senders = [kv.PageSender(pool, heads=(2 * i, HEADS)) for i, pool in enumerate(sources)]
+    tickets = [
+        s.offer(p.allocator.alloc(3), by_layer=True) for s, p in zip(senders, sources, strict=True)
+    ]
+    target = pool_of()
+    with kv.PageReceiver(target) as receiver:
+        pull = receiver.pull(tickets, [1, 2, 3])
+        senders[0].layer_done(tickets[0], 0)
+        senders[1].layer_done(tickets[1], 0)
+        pull.wait_layer(0)
+        senders[1].withdraw(tickets[1])
+        assert reason_of(pull) == "withdrawn"
+        assert receiver.stats()["quarantined_pages"] == 0
+    for sender in senders:
+        sender.close()
+    for pool in sources:
+        pool.allocator.check_leaks()
+
+
+# --- Layers and streams ---
+
+
+def test_layers_are_sent_as_they_are_done():
+    with pair() as (sender, receiver, source, target):
+        offered = source.allocator.alloc(4)
+        ticket = sender.offer(offered, by_layer=True)
+        poison(target, range(12))
+        pull = receiver.pull(ticket, [0, 1, 2, 3])
+        sender.layer_done(ticket, 1)  # not the first: it waits for that
+        assert not pull.done()
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(1)
+        assert_pulled(target, range(4), offered, layers=[0, 1])
+        with pytest.raises(ValueError, match="layer: expected one that is not done"):
+            sender.layer_done(ticket, 0)
+        assert all((array[:4] == 0xA5).all() for _, layer, array in parts_of(target) if layer == 2)
+        sender.layer_done(ticket, 2)
+        pull.synchronize()
+        assert_pulled(target, range(4), offered)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"), [(3, [(0, 1), (1, 2)]), (1, [(0, 1), (1, 1), (2, 1)])]
+)
+def test_small_layers_that_are_ready_go_together(num_layers, expected, monkeypatch):
+    """Up to some bytes, and without a layer waiting for one that is not ready."""
+    sent = []
+    message = protocol.Channel._message
+
+    def recorded(channel, kind, payload):
+        if kind == protocol.LAYER:
+            sent.append(struct.unpack_from(">II", payload))
+        if kind == protocol.CHECKSUM and len(payload) > 16:  # it announces those that follow
+            sent.append(struct.unpack_from(">II", payload, 16))
+        return message(channel, kind, payload)
+
+    monkeypatch.setattr(protocol.Channel, "_message", recorded)
+    with pair() as (sender, receiver, source, target):
+        layer_bytes = 4 * source.page_bytes // source.num_layers
+        monkeypatch.setattr(engines, "_TOGETHER_BYTES", num_layers * layer_bytes)
+        offered = source.allocator.alloc(4)
+        ticket = sender.offer(offered, by_layer=True)
+        pull = receiver.pull(ticket, [0, 1, 2, 3])
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(0)  # which is here although others that would go with it are not written
+        sender.layer_done(ticket, 2)
+        sender.layer_done(ticket, 1)
+        pull.synchronize()
+        assert_pulled(target, range(4), offered)
+    assert sent == expected
+
+
+def test_layers_that_are_ready_need_no_message_of_their_own(monkeypatch):
+    """A pull of several groups of layers is answered by one grant, and as many checksums."""
+    messages, message = [], protocol.Channel._message
+
+    def recorded(channel, kind, payload):
+        messages.append(protocol.NAMES[kind])
+        return message(channel, kind, payload)
+
+    monkeypatch.setattr(protocol.Channel, "_message", recorded)
+    monkeypatch.setattr(engines, "_TOGETHER_BYTES", 1)
+    with pair() as (sender, receiver, source, target):
+        receiver.pull(sender.offer(source.allocator.alloc(4)), range(4)).synchronize()
+        assert_pulled(target, range(4), range(4))
+        eventually(lambda: source.allocator.num_free == 12)
+        eventually(lambda: len(messages) == 8)
+    assert sorted(messages) == sorted(
+        ["PULL", "GRANT", "LAYER", "CHECKSUM", "CHECKSUM", "CHECKSUM", "DONE", "CONFIRMED"]
+    )
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_sender_that_announces_other_layers_is_left(count, monkeypatch):
+    """More than there are, fewer than their bytes, or none."""
+    layers = engines._LAYER
+    forged = SimpleNamespace(
+        pack=lambda first, _, num_bytes: layers.pack(first, count, num_bytes),
+        unpack=layers.unpack, size=layers.size,
+    )  # fmt: skip
+    monkeypatch.setattr(engines, "_LAYER", forged)
+    with pair() as (sender, receiver, source, target):
+        poison(target, range(12))
+        pull = receiver.pull(sender.offer(source.allocator.alloc(4)), [0, 1, 2, 3])
+        assert reason_of(pull) == "lost"
+        assert is_poisoned(target, range(12))
+
+
+def test_a_layer_waits_for_the_stream_that_writes_it():
+    """Control: without the wait for `after` the poison would arrive."""
+    source = pool_of()
+    poison(source, range(12), 0x5A)
+    with pair(source) as (sender, receiver, _, target):
+        writer = kv.device("host").stream()
+        gate = Gate(writer)
+        writer.call(lambda: fill(source))
+        pull = receiver.pull(sender.offer(source.allocator.alloc(4), after=writer), [3, 2, 1, 0])
+        eventually(lambda: sender.stats()["pulls"] == 1)
+        time.sleep(0.02)
+        assert not pull.done()
+        gate.open()
+        pull.synchronize()
+        assert_pulled(target, [3, 2, 1, 0], range(4))
+
+
+def test_a_stream_waits_for_a_layer():
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        pull = receiver.pull(ticket, [5, 6])
+        stream, seen = kv.device("host").stream(), []
+        for layer in LAYERS:
+            pull.wait_layer(layer, stream)  # does not block
+            stream.call(lambda layer=layer: seen.append(
+                [a[[5, 6]].copy() for _, n, a in parts_of(target) if n == layer]
+            ))  # fmt: skip
+        assert seen == []
+        for layer in LAYERS:
+            assert len(seen) <= layer
+            sender.layer_done(ticket, layer)
+            eventually(lambda layer=layer: len(seen) == layer + 1)
+        stream.synchronize()
+        for layer in LAYERS:
+            expected = [a[[5, 6]] for _, n, a in parts_of(target) if n == layer]
+            assert all((a == b).all() for a, b in zip(seen[layer], expected, strict=True))
+        assert_pulled(target, [5, 6], [0, 1])
+
+
+def test_a_stream_that_waits_fails_with_the_pull():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        pull = receiver.pull(ticket, [5, 6])
+        stream, seen = kv.device("host").stream(), []
+        pull.wait(stream)
+        stream.call(lambda: seen.append(1))
+        pull.cancel()
+        with pytest.raises(kv.DeviceError, match="cancelled"):
+            stream.synchronize()
+        assert seen == []
+        assert reason_of(pull) == "cancelled"
+        for wait in (pull.wait, lambda: pull.wait_layer(0), pull.done, lambda: pull.wait(stream)):
+            with pytest.raises(kv.TransferError, match="cancelled"):
+                wait()
+        sender.withdraw(ticket)
+        eventually(lambda: sender.stats()["pulls"] == 0)
+        for layer in LAYERS:  # pages are not free while something may write them
+            assert source.allocator.num_free == 10
+            sender.layer_done(ticket, layer)
+
+
+def test_pages_are_not_overwritten_while_a_stream_uses_them():
+    with pair() as (sender, receiver, source, target):
+        poison(target, range(12))
+        user, seen = kv.device("host").stream(), []
+        gate = Gate(user)
+        user.call(lambda: seen.append(is_poisoned(target, [0, 1])))
+        pull = receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1], after=user)
+        eventually(lambda: sender.stats()["pulls"] == 1)
+        time.sleep(0.02)
+        gate.open()
+        pull.synchronize()
+        assert seen == [True]
+
+
+LARGE = {"head_dim": 512, "v_head_dim": 512, "page_size": 64, "num_layers": 1}
+
+
+@pytest.mark.parametrize("options", [full_only({}), LARGE], ids=["small", "large"])
+def test_who_waits_for_a_stream_renews_the_lease(options):
+    """Also where there is more to send than sockets take: nothing is sent before it can land."""
+    with pair(filled(**options), pool_of(**options)) as (sender, receiver, source, target):
+        user = kv.device("host").stream()
+        gate = Gate(user)
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=0.6)
+        offer = keep_leases(sender)
+        end = offer.expires
+        pull = receiver.pull(ticket, range(12), after=user)
+        eventually(lambda: offer.expires > end + 0.8)
+        assert sender.stats()["sent_bytes"] == 0
+        gate.open()
+        pull.synchronize()
+        assert_pulled(target, range(12), range(12))
+        eventually(lambda: sender.stats()["completed"] == 1)
+
+
+def test_a_lease_ends_while_a_stream_uses_the_pages(monkeypatch):
+    """The receiver does not renew it: pages are back, once, before the stream is through."""
+    monkeypatch.setattr(engines.PullTask, "renew_if_due", lambda task: None)
+    released = []
+    with pair(filled(**LARGE), pool_of(**LARGE)) as (sender, receiver, source, target):
+        poison(target, range(12))
+        user = kv.device("host").stream()
+        gate = Gate(user)
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=0.1, release=released.append)
+        pull = receiver.pull(ticket, range(12), after=user)
+        eventually(lambda: released)
+        assert sender.stats()["expired"] == 1
+        gate.open()
+        assert reason_of(pull) == "expired"
+        assert is_poisoned(target, range(12))
+        assert len(released) == 1
+        source.allocator.free(released[0])
+
+
+def test_an_offer_that_ends_does_not_wait_for_a_stopped_receiver(monkeypatch):
+    """Nor where only the end of a layer is not taken any more."""
+    send_data, blocked = protocol.Channel.send_data, threading.Event()
+
+    def blocking(channel, views, num_bytes, deadline, end=None):
+        send_data(channel, views, num_bytes, deadline)
+        if end is not None:  # as if there were no room for it
+            blocked.set()
+            channel.receive(deadline, protocol.REFUSED)
+
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True, lease_s=1000)
+        sender.layer_done(ticket, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(protocol.Channel, "send_data", blocking)
+            pull = receiver.pull(ticket, [0, 1], deadline_s=1000)
+            assert blocked.wait(PATIENCE_S)
+            for layer in (1, 2):
+                sender.layer_done(ticket, layer)
+            sender.withdraw(ticket)
+            eventually(lambda: source.allocator.num_free == 12)
+        pull.cancel()
+
+
+def test_work_that_fails_ends_the_offer():
+    with pair() as (sender, receiver, source, _):
+        writer = kv.device("host").stream()
+        writer.call(lambda: 1 / 0)
+        ticket = sender.offer(source.allocator.alloc(2), after=writer)
+        assert reason_of(receiver.pull(ticket, [0, 1])) == "failed"
+        eventually(lambda: source.allocator.num_free == 12)
+        assert reason_of(receiver.pull(ticket, [0, 1])) == "failed"
+        with pytest.raises(kv.DeviceError, match="division"):
+            writer.synchronize()
+
+
+@pytest.mark.races("without")
+@pytest.mark.parametrize("waits", [True, False], ids=["with", "without"])
+def test_order_is_checked(waits):
+    """A stream that writes to a page must wait for the pull; the wait is the edge."""
+    with (
+        kv.order_checker(action="record") as checker,
+        pair() as (sender, receiver, source, target),
+    ):
+        ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
+        pull = receiver.pull(ticket, [2])
+        stream = kv.device("host").stream()
+        key, value = (np.zeros((1, HEADS, width), np.float16) for width in (16, 24))
+        if waits:
+            pull.wait_layer(0, stream)
+        kv.store_kv(key, value, target.k(0), target.v(0), np.array([8]), stream=stream)
+        if not waits:  # else what has come could be written over before its checksum is compared
+            stream.synchronize()
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        pull.synchronize()
+        stream.synchronize()
+    assert bool(checker.reports) is not waits
+
+
+# --- Leases and endings ---
+
+
+def test_a_lease_ends():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=0.05)
+        eventually(lambda: source.allocator.num_free == 12)
+        assert reason_of(receiver.pull(ticket, [0, 1, 2])) == "expired"
+        assert sender.stats()["expired"] == 1
+        assert sender.withdraw(ticket) is False
+
+
+def test_a_pull_renews_the_lease():
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=0.6, by_layer=True)
+        offer = keep_leases(sender)
+        end = offer.expires
+        pull = receiver.pull(ticket, [0, 1, 2])
+        eventually(lambda: offer.expires > end + 0.6)  # twice, after a third of the lease each
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        pull.synchronize()
+        assert_pulled(target, range(3), range(3))
+
+
+def test_what_a_receiver_takes_renews_the_lease(monkeypatch):
+    """After each part of a layer, long before the receiver itself would."""
+    send, ends = protocol.Channel.send_data, []
+
+    def sending(channel, *arguments):
+        ends.append(offer.expires)
+        send(channel, *arguments)
+
+    monkeypatch.setattr(protocol.Channel, "send_data", sending)
+    with pair(filled(**LARGE), pool_of(**LARGE)) as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=600)
+        (offer,) = sender._offers.values()
+        receiver.pull(ticket, range(12)).synchronize()
+        assert_pulled(target, range(12), range(12))
+    assert len(ends) > 2 and all(end < later for end, later in itertools.pairwise(ends))
+
+
+def test_a_receiver_that_is_silent_loses_the_lease(monkeypatch):
+    """Control of the renewal above: without it the lease ends under the pull."""
+    from kvcupy.remote.migration.engines import PullTask
+
+    monkeypatch.setattr(PullTask, "renew_if_due", lambda task: time.sleep(0.01))
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=0.15, by_layer=True)
+        pull = receiver.pull(ticket, [0, 1, 2])
+        assert reason_of(pull) == "expired"
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+
+
+@pytest.mark.parametrize("said", ["RENEW, REFUSED", "RENEW", ""])
+def test_why_a_peer_has_ended_the_connection(said):
+    """Who sends and cannot hears what it said last."""
+    ends = socket.socketpair()
+    keys = [b"a" * 32, b"b" * 32]
+    one, other = (
+        protocol.Channel(end, *order, b"data", protocol.BEST_ALGORITHM, b"")
+        for end, order in zip(ends, (keys, keys[::-1]), strict=True)
+    )
+    for name in filter(None, said.split(", ")):
+        if name == "REFUSED":
+            other.refuse("expired", "the offer: expired", time.monotonic() + 5)
+        else:
+            other.send(protocol.RENEW, b"", time.monotonic() + 5)
+    other.close()
+    expected = kv.TransferError if "REFUSED" in said else protocol.Lost
+    with pytest.raises(expected, match="expired" if "REFUSED" in said else "ended"):
+        for _ in range(3):
+            one.send(protocol.DONE, b"", time.monotonic() + 5)
+
+
+def test_a_refusal_of_the_pull_before(monkeypatch):
+    """All had come when its offer was taken back: the next pull takes another connection."""
+    serve = engines.SocketEngine.serve
+
+    def serve_and_withdraw(engine, service):
+        serve(engine, service)
+        monkeypatch.setattr(engines.SocketEngine, "serve", serve)
+        sender.withdraw(tickets[0])
+
+    monkeypatch.setattr(engines.SocketEngine, "serve", serve_and_withdraw)
+    monkeypatch.setattr(protocol.Channel, "has_ended", lambda channel: False)
+    with pair() as (sender, receiver, source, target):
+        pages = [source.allocator.alloc(2) for _ in range(2)]
+        tickets = [sender.offer(each) for each in pages]
+        receiver.pull(tickets[0], [0, 1]).synchronize()
+        eventually(lambda: sender.stats()["refused_pulls"] == 1 and receiver.stats()["connections"])
+        eventually(lambda: sender.stats()["connections"] == 0)
+        receiver.pull(tickets[1], [2, 3]).synchronize()
+        assert_pulled(target, [2, 3], pages[1])
+        eventually(lambda: sender.stats()["completed"] == 1)
+        assert sender.stats()["withdrawn"] == 1
+
+
+def test_a_refusal_behind_the_last_layer(monkeypatch):
+    """The receiver has all of it, and cannot say so: the pull is done, and no thread is lost."""
+    send = protocol.Channel.send
+
+    def refused(channel, kind, *arguments, **options):
+        if kind == protocol.DONE:
+            raise kv.TransferError("the offer: expired", "expired")
+        send(channel, kind, *arguments, **options)
+
+    with pair() as (sender, receiver, source, target):
+        monkeypatch.setattr(protocol.Channel, "send", refused)
+        offered = source.allocator.alloc(2)
+        receiver.pull(sender.offer(offered), [0, 1]).synchronize()
+        assert_pulled(target, [0, 1], offered)
+        (thread,) = receiver._workers._threads
+        eventually(lambda: receiver._workers._num_idle == 1)
+        assert thread.is_alive() and receiver.stats()["connections"] == 0
+
+
+def test_pages_that_an_engine_reads_ahead_are_freed_behind_it():
+    """A thread of the engine reads them when the offer is taken back; and reads none after that."""
+    with pair() as (sender, _, source, _):
+        free = source.allocator.num_free
+        ticket = sender.offer(source.allocator.alloc(3))
+        (offer,) = sender._offers.values()
+        offered = offer.offered
+        with offered.reading(), offered.reading():
+            assert sender.withdraw(ticket)
+            assert source.allocator.num_free == free - 3
+            assert sender.stats()["offered_pages"] == 3
+            with pytest.raises(kv.TransferError, match="withdrawn"):
+                offered.check()
+        assert source.allocator.num_free == free and sender.stats()["offered_pages"] == 0
+        with pytest.raises(kv.TransferError, match="withdrawn"), offered.reading():
+            raise AssertionError("the pages are others'")
+        assert source.allocator.num_free == free
+
+
+def test_pools_are_not_kept_by_offers_that_are_over():
+    """Not until garbage is collected, either: their memory is large."""
+    with without_collection():
+        with pair() as (sender, receiver, source, target):
+            receiver.pull(sender.offer(source.allocator.alloc(3)), [0, 1, 2]).synchronize()
+            sender.withdraw(sender.offer(source.allocator.alloc(1)))
+            sender.offer(source.allocator.alloc(1))
+        pools = [weakref.ref(pool) for pool in (source, target)]
+        del sender, receiver, source, target
+        assert poll(lambda: not any(pool() for pool in pools))
+
+
+def test_withdrawn():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(3))
+        assert sender.withdraw(ticket) is True
+        assert source.allocator.num_free == 12
+        assert sender.withdraw(ticket) is False
+        assert reason_of(receiver.pull(ticket, [0, 1, 2])) == "withdrawn"
+
+
+def test_an_offer_is_fetched_once():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        first = receiver.pull(ticket, [0, 1])
+        eventually(lambda: sender.stats()["pulls"] == 1)
+        assert reason_of(receiver.pull(ticket, [2, 3])) == "taken"
+        first.cancel()  # gives its place back
+        assert reason_of(first) == "cancelled"
+        eventually(lambda: sender.stats()["pulls"] == 0)
+        second = receiver.pull(ticket, [2, 3])
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        second.synchronize()
+        eventually(lambda: source.allocator.num_free == 12)
+        assert reason_of(receiver.pull(ticket, [4, 5])) == "taken"
+
+
+def test_release_instead_of_free():
+    released = []
+    with pair() as (sender, receiver, source, _):
+        offered = source.allocator.alloc(2)
+        ticket = sender.offer(offered, release=lambda pages: released.append(pages.tolist()))
+        receiver.pull(ticket, [0, 1]).synchronize()
+        eventually(lambda: released)
+        sender.close()
+        assert released == [offered.tolist()]
+        assert source.allocator.num_free == 10
+        source.allocator.free(offered)
+
+
+@pytest.mark.parametrize("which", ["sender", "receiver"])
+def test_closing_in_the_middle(which):
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        pages = target.allocator.alloc(2)
+        pull = receiver.pull(ticket, pages)
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(0)
+        (sender if which == "sender" else receiver).close()
+        assert reason_of(pull) in ("closed", "lost")
+        target.allocator.free(pages)
+        assert target.allocator.num_free == 12
+        if which == "sender":
+            assert source.allocator.num_free == 12
+            with pytest.raises(kv.KvcupyError, match="PageSender: it is closed"):
+                sender.offer(source.allocator.alloc(1))
+            source.allocator.free([source.allocator.allocated()[0]])
+        else:
+            with pytest.raises(kv.KvcupyError, match="PageReceiver: it is closed"):
+                receiver.pull(ticket, [0, 1])
+        for layer in (1, 2):
+            sender.layer_done(ticket, layer)
+
+
+def test_cancelled_pages_stay_until_nothing_can_land(monkeypatch):
+    """A stuck engine keeps pages in quarantine, and too many of them refuse new pulls."""
+    from kvcupy.remote.migration.engines import SocketEngine
+
+    quiet = threading.Event()
+    monkeypatch.setattr(SocketEngine, "quiet", lambda engine, task: quiet.is_set())
+    with pair(receiver={"max_quarantined_pages": 3}) as (sender, receiver, source, target):
+        tickets = [sender.offer(source.allocator.alloc(3), by_layer=True) for _ in range(2)]
+        pages = target.allocator.alloc(3)
+        pull = receiver.pull(tickets[0], pages)
+        sender.layer_done(tickets[0], 0)
+        pull.wait_layer(0)
+        pull.cancel()
+        target.allocator.free(pages)
+        assert receiver.stats()["quarantined_pages"] == 3
+        assert target.allocator.num_free == 9
+        with pytest.raises(kv.CacheFull, match="in quarantine"):
+            receiver.pull(tickets[1], [6, 7, 8])
+        quiet.set()
+        assert reason_of(pull) == "cancelled"
+        assert receiver.stats()["quarantined_pages"] == 0
+        assert target.allocator.num_free == 12
+        for ticket in tickets:
+            sender.withdraw(ticket)
+            for layer in LAYERS:
+                if ticket != tickets[0] or layer:
+                    sender.layer_done(ticket, layer)
+
+
+@pytest.mark.parametrize("is_bounded", [True, False], ids=["bounded", "unbounded"])
+def test_pages_that_an_engine_may_never_let_go_are_not_waited_for(monkeypatch, is_bounded):
+    """Those of the others are: they are back as soon as the engine has stopped."""
+    quiet, asked = threading.Event(), threading.Event()
+
+    def is_quiet(engine, task):
+        asked.set()
+        return quiet.is_set()
+
+    monkeypatch.setattr(engines.SocketEngine, "quiet", is_quiet)
+    monkeypatch.setattr(engines.SocketEngine, "bounded", is_bounded)
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(3), by_layer=True)
+        allocator = target.allocator
+        pages = allocator.alloc(3)
+        pull = receiver.pull(ticket, pages)
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(0)
+        pull.cancel()
+        assert asked.wait(PATIENCE_S)
+        allocator.free(pages)
+        assert allocator.num_available == (12 if is_bounded else 9)
+        assert len(in_time(lambda: allocator.alloc(9))) == 9
+        waiting = threading.Thread(target=lambda: allocator.alloc(3), daemon=True)
+        if is_bounded:
+            waiting.start()
+            time.sleep(0.05)
+            assert waiting.is_alive()
+        else:
+            with pytest.raises(kv.CacheFull):
+                in_time(lambda: allocator.alloc(1))
+            in_time(allocator._wait_for_freed)
+        quiet.set()
+        assert reason_of(pull) == "cancelled"
+        if is_bounded:
+            waiting.join(PATIENCE_S)
+        else:
+            allocator.alloc(3)
+        assert allocator.num_allocated == 12
+        allocator.free(range(12))
+        sender.withdraw(ticket)
+        for layer in LAYERS[1:]:
+            sender.layer_done(ticket, layer)
+
+
+# --- Tickets and arguments ---
+
+
+def test_a_ticket_says_what_is_offered():
+    with pair(secret=SECRET) as (sender, receiver, source, _):
+        hashes = kv.block_hashes(range(12), 4)
+        ticket = sender.offer(
+            source.allocator.alloc(3), hashes=hashes, attachment=b"more", lease_s=7
+        )
+        read = receiver.inspect(ticket)
+        assert (read.num_pages, read.hashes, read.attachment) == (3, tuple(hashes), b"more")
+        assert (read.lease_s, read.num_pulls, read.address) == (7.0, 1, sender.address)
+        short = receiver.inspect(sender.offer(source.allocator.alloc(2), hashes=[1, 2]))
+        assert short.hashes == (1, 2)
+        pull = receiver.pull(ticket, [0, 1, 2])
+        assert (pull.hashes, pull.attachment) == (tuple(hashes), b"more")
+        pull.synchronize()
+
+
+def test_damaged_tickets():
+    with pair(secret=SECRET) as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(1), hashes=[5], attachment=b"x")
+        for i in range(0, len(ticket), 3):
+            damaged = bytearray(ticket)
+            damaged[i] ^= 1 + i % 255
+            with pytest.raises(kv.TransferError):
+                receiver.inspect(damaged)
+        for cut in (ticket[:-1], ticket + b"\0", ticket[:40], b"", os.urandom(500)):
+            with pytest.raises(kv.TransferError):
+                receiver.inspect(cut)
+        with pytest.raises(TypeError, match="ticket: expected bytes, got str"):
+            receiver.inspect("ticket")
+        with pytest.raises(kv.TransferError, match="another secret") as caught:
+            kv.PageReceiver(pool_of(), secret=b"0123456789abcdef").inspect(ticket)
+        assert caught.value.reason == "secret"
+        other = kv.PageSender(pool_of(), secret=SECRET)
+        with pytest.raises(kv.TransferError, match="of this sender"):
+            other.withdraw(ticket)
+        other.close()
+
+
+def test_tickets_whose_parts_do_not_add_up():
+    """They are authentic, but of a sender that is broken."""
+    from dataclasses import replace
+
+    with pair() as (sender, receiver, source, _):
+        ticket = receiver.inspect(sender.offer(source.allocator.alloc(2)))
+        for broken in (
+            replace(ticket, num_pages=protocol.MAX_PAGES + 1), replace(ticket, address="ftp:x"),
+            replace(ticket, hashes=(1, 2, 3)),
+        ):  # fmt: skip
+            with pytest.raises((kv.TransferError, ValueError)):
+                receiver.pull(broken.encoded(b""), [0, 1])
+        eventually(lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [({"page_size": 8}, "page_size: expected 8, got 4"), ({"num_layers": 2}, "num_layers"),
+     ({"dtype": "bf16"}, "format"), ({"v_head_dim": 16}, "v_head_dim"),
+     ({"kind": "mla"}, "kind: expected mla, got kv")],
+    ids=str,
+)  # fmt: skip
+def test_pools_that_differ(options, difference):
+    with pair(receiver_pool=pool_of(**options)) as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        poison(target, range(12))
+        with pytest.raises(kv.TransferError, match=difference) as caught:
+            receiver.pull(ticket, [0, 1])
+        assert caught.value.reason == "identity"
+        assert sender.stats()["connections"] == 0
+        assert is_poisoned(target, range(12))
+
+
+def test_models_that_differ():
+    with pair(sender={"model": "a"}, receiver={"model": "b"}) as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(1))
+        with pytest.raises(kv.TransferError, match="model: expected b, got a"):
+            receiver.pull(ticket, [0])
+
+
+def test_arguments_of_offer():
+    with pair() as (sender, _, source, _):
+        pages = source.allocator.alloc(2)
+        for error, message, arguments in [
+            (ValueError, "pages", {"pages": [7]}), (ValueError, "pages", {"pages": []}),
+            (ValueError, "pages", {"pages": [0, 0]}), (TypeError, "pages", {"pages": 1}),
+            (ValueError, "hashes", {"hashes": [1]}), (TypeError, "hashes", {"hashes": ["a", "b"]}),
+            (ValueError, "lease_s", {"lease_s": 0}), (TypeError, "lease_s", {"lease_s": "1"}),
+            (ValueError, "lease_s", {"lease_s": float("nan")}), (ValueError, "pulls", {"pulls": 0}),
+            (TypeError, "attachment", {"attachment": "x"}), (TypeError, "release", {"release": 1}),
+            (TypeError, "after", {"after": "stream"}),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=rf"^{message}: "):
+                sender.offer(**{"pages": pages, **arguments})
+        assert sender.stats()["offers"] == 0
+        ticket = sender.offer(pages)
+        with pytest.raises(ValueError, match=r"^pages: expected pages that are not offered, got 0"):
+            sender.offer(pages[:1])
+        sender.withdraw(ticket)
+        pages = source.allocator.alloc(2)
+        shared = [sender.offer(pages, release=lambda pages: None) for _ in range(2)]
+        assert all(map(sender.withdraw, shared))
+        source.allocator.free(pages)
+
+
+def test_arguments_of_pull():
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        for error, message, arguments in [
+            (ValueError, "pages", {"pages": [0]}), (ValueError, "pages", {"pages": [0, 12]}),
+            (ValueError, "pages", {"pages": [-1, 0]}), (ValueError, "pages", {"pages": [3, 3]}),
+            (TypeError, "pages", {"pages": None}), (ValueError, "ticket", {"ticket": []}),
+            (ValueError, "deadline_s", {"deadline_s": -1}),
+            (TypeError, "deadline_s", {"deadline_s": None}), (TypeError, "after", {"after": 1}),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=rf"^{message}: "):
+                receiver.pull(**{"ticket": ticket, "pages": [0, 1], **arguments})
+        assert receiver.stats()["pulls"] == 0
+        pull = receiver.pull(ticket, [0, 1])
+        for layer in (3, -1):
+            with pytest.raises(ValueError, match="layer: expected 0 to 2"):
+                pull.wait_layer(layer)
+        pull.synchronize()
+        pull.cancel()  # too late to have an effect
+        assert pull.done() and target.allocator.num_free == 12
+
+
+def test_arguments_of_both(tmp_path):
+    pool = pool_of()
+    for error, message, arguments in [
+        (TypeError, "pool", {"pool": 3}), (TypeError, "secret", {"secret": "text"}),
+        (ValueError, "secret: expected at least 16 bytes", {"secret": b"short"}),
+        (ValueError, "engine", {"engine": "pigeon"}), (TypeError, "engine", {"engine": None}),
+        (TypeError, "heads", {"heads": 3}), (ValueError, "heads", {"heads": (1, 4)}),
+        (TypeError, "model", {"model": b"x"}), (TypeError, "tls", {"tls": True}),
+        (ValueError, "staging_pages", {"staging_pages": 0}),
+    ]:  # fmt: skip
+        for kind in (kv.PageSender, kv.PageReceiver):
+            with pytest.raises(error, match=rf"^{message}"):
+                kind(**{"pool": pool, **arguments})
+    for error, message, listen in [
+        (TypeError, "listen", 80), (ValueError, "listen", "tcp:nowhere"),
+        (ValueError, "listen", "tcp:127.0.0.1:70000"), (ValueError, "listen", "unix:"),
+        (ValueError, "listen: expected a path of at most 107 bytes", "unix:" + "x" * 108),
+        (ValueError, "secret: expected one, or tls", "tcp:0.0.0.0:0"),
+        (ValueError, "secret: expected one, or tls", "tcp:192.0.2.1:0"),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=rf"^{message}"):
+            kv.PageSender(pool, listen=listen)
+    with pytest.raises(ValueError, match=r"^advertise: expected the address of this machine"):
+        kv.PageSender(pool, listen="tcp:0.0.0.0:0", secret=SECRET)
+    with pytest.raises(ValueError, match=r"^max_pulls: "):
+        kv.PageReceiver(pool, max_pulls=0)
+
+
+def test_full_duplicates_are_harmless(tmp_path):
+    """Many pulls at a time, over connections that are used again."""
+    with pair(receiver={"max_pulls": 4}) as (sender, receiver, source, _):
+        for _ in range(3):
+            tickets = [sender.offer(source.allocator.alloc(2)) for _ in range(4)]
+            pulls = [receiver.pull(ticket, [2 * i, 2 * i + 1]) for i, ticket in enumerate(tickets)]
+            for pull in pulls:
+                pull.synchronize()
+            assert sender.stats()["connections"] <= 4
+            eventually(lambda: source.allocator.num_free == 12)
+
+
+@pytest.mark.parametrize("name", ["kvcupy pull", "kvcupy pages", "kvcupy page sender"])
+def test_no_thread(name, monkeypatch, tmp_path):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if name == "kvcupy page sender":
+        with monkeypatch.context() as patch, pytest.raises(kv.KvcupyError, match="no thread"):
+            patch.setattr(threading.Thread, "start", refused)
+            kv.PageSender(pool_of(), listen=f"unix:{tmp_path}/pages")
+        assert not list(tmp_path.iterdir())
+        return
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        pages = target.allocator.alloc(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            assert reason_of(receiver.pull(ticket, pages)) == "lost"
+        receiver.pull(ticket, pages).synchronize()
+        assert_pulled(target, pages, [0, 1])
+        target.allocator.free(pages)
+        assert target.allocator.num_free == 12
+
+
+@pytest.mark.parametrize("call", ["accept", "sendmsg", "recvmsg_into"])
+def test_calls_of_the_system_that_fail(call, monkeypatch):
+    """Each call in turn; what is tried again then comes through."""
+    method = getattr(socket.socket, call)
+    for number in range(1, 12):
+        calls = []
+
+        def failing(connection, *arguments, calls=calls, number=number):
+            calls.append(call)
+            if len(calls) == number:
+                raise OSError(errno.ECONNABORTED, "failed")
+            return method(connection, *arguments)
+
+        with pair() as (sender, receiver, source, target):
+            ticket = sender.offer(source.allocator.alloc(2), lease_s=5, pulls=2)
+            with monkeypatch.context() as patch:
+                patch.setattr(socket.socket, call, failing)
+                first = receiver.pull(ticket, [0, 1])
+                eventually(first._landing.done)
+            try:
+                first.synchronize()
+                assert_pulled(target, [0, 1], [0, 1])
+            except kv.TransferError as error:
+                assert error.reason == "lost"
+            eventually(lambda sender=sender: sender.stats()["pulls"] == 0)
+            receiver.pull(ticket, [3, 4]).synchronize()
+            assert_pulled(target, [3, 4], [0, 1])
+            sender.withdraw(ticket)
+        if len(calls) < number:
+            break
+
+
+@pytest.mark.parametrize("count", [1, full_only(2)])
+def test_metrics(count):
+    labels = {"outcome": "completed"}
+    before = [
+        kv.metrics.value("kvcupy_migration_pulls_total", **labels),
+        kv.metrics.value("kvcupy_migration_offers_total", **labels),
+        kv.metrics.value("kvcupy_migration_bytes_total", direction="sent"),
+    ]
+    with pair() as (sender, receiver, source, target):
+        for _ in range(count):
+            receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
+        eventually(lambda: sender.stats()["completed"] == count)
+        after = [
+            kv.metrics.value("kvcupy_migration_pulls_total", **labels),
+            kv.metrics.value("kvcupy_migration_offers_total", **labels),
+            kv.metrics.value("kvcupy_migration_bytes_total", direction="sent"),
+        ]
+        expected = [count, count, 2 * count * target.page_bytes]
+        assert [b - a for a, b in zip(before, after, strict=True)] == expected
+
+
+def test_metrics_of_senders_and_receivers_that_are_gone():
+    """Totals never go down, which a scraper would take for a restart."""
+
+    def totals():
+        return [
+            kv.metrics.value("kvcupy_migration_pulls_total", outcome="completed"),
+            kv.metrics.value("kvcupy_migration_offers_total", outcome="completed"),
+            kv.metrics.value("kvcupy_migration_bytes_total", direction="sent"),
+            kv.metrics.value("kvcupy_migration_bytes_total", direction="received"),
+        ]
+
+    gc.collect()
+    before = totals()
+    source, target = filled(), pool_of()
+    with kv.PageSender(source) as sender, kv.PageReceiver(target) as receiver:
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
+        eventually(lambda: source.allocator.num_free == 12)
+    num_bytes = 2 * target.page_bytes
+    del sender, receiver
+    gc.collect()
+    moved = [b - a for a, b in zip(before, totals(), strict=True)]
+    assert moved == [1, 1, num_bytes, num_bytes]
+
+
+def test_an_idle_connection_makes_place():
+    """A sender closes the one that has waited longest; its receiver asks over another then."""
+    pools = [pool_of() for _ in range(3)]
+    with pair(sender={"max_connections": 2}) as (sender, receiver, source, _):
+        others = [kv.PageReceiver(pool) for pool in pools]
+        for each in (receiver, *others, receiver, others[0]):
+            pages = source.allocator.alloc(2)
+            each.pull(sender.offer(pages), [3, 4]).synchronize()
+            assert_pulled(each.pool, [3, 4], pages)
+            eventually(lambda: source.allocator.num_free == 12)
+            eventually(lambda: len(sender._idle) == min(2, sender.stats()["connections"]))
+        stats = sender.stats()
+        assert (stats["connections"], stats["dropped_connections"]) == (2, 0)
+        eventually(lambda: len(sender._connections) == 2)
+        # Those that are at work stay.
+        tickets = [sender.offer(source.allocator.alloc(1), by_layer=True) for _ in range(3)]
+        pulls = [each.pull(t, [5]) for each, t in zip(others[:2], tickets, strict=False)]
+        eventually(lambda: sender.stats()["pulls"] == 2)
+        assert reason_of(others[2].pull(tickets[2], [5])) == "lost"
+        assert sender.stats()["dropped_connections"] >= 1
+        for ticket in tickets:
+            for layer in LAYERS:
+                sender.layer_done(ticket, layer)
+        for pull in pulls:
+            pull.synchronize()
+        sender.withdraw(tickets[2])
+        for each in others:
+            each.close()
+
+
+def test_a_connection_is_used_again_before_it_is_confirmed(monkeypatch):
+    """The sender takes its time to say that it has heard; what it says then is read in turn."""
+    send, heard = protocol.Channel.send, threading.Event()
+
+    def sending(channel, kind, *arguments, **options):
+        if kind == protocol.CONFIRMED:
+            assert heard.wait(PATIENCE_S)
+        send(channel, kind, *arguments, **options)
+
+    monkeypatch.setattr(protocol.Channel, "send", sending)
+    connected, connect = [], protocol.Address.connect
+    monkeypatch.setattr(
+        protocol.Address, "connect", lambda *a: connected.append(a) or connect(*a)
+    )  # fmt: skip
+    with pair() as (sender, receiver, source, target):
+        pages = [source.allocator.alloc(2) for _ in range(2)]
+        receiver.pull(sender.offer(pages[0]), [0, 1]).synchronize()
+        eventually(lambda: receiver.stats()["connections"] == 1)
+        second = receiver.pull(sender.offer(pages[1]), [2, 3])
+        assert receiver.stats()["connections"] == 0
+        heard.set()
+        second.synchronize()
+        assert_pulled(target, range(4), [*pages[0], *pages[1]])
+        assert len(connected) == 1
+
+
+def test_nobody_waits_for_a_sender_that_stops_while_it_confirms(monkeypatch):
+    """Half of what it says has come: neither other pulls wait for the rest, nor who asks it."""
+    send, opened, halves = protocol.Channel.send, threading.Event(), []
+
+    def sending(channel, kind, payload, deadline, **options):
+        if kind != protocol.CONFIRMED or channel._socket.getsockname()[1] != stopped_port:
+            send(channel, kind, payload, deadline, **options)
+            return
+        message = channel._message(kind, payload)
+        channel._socket.sendall(message[:10])
+        halves.append(channel)
+        assert opened.wait(PATIENCE_S)
+        channel._socket.sendall(message[10:])
+
+    monkeypatch.setattr(protocol.Channel, "send", sending)
+    monkeypatch.setattr(receivers, "_CONFIRM_S", 10.0 * PATIENCE_S)
+    with pair() as (sender, receiver, source, target), kv.PageSender(filled()) as other:
+        stopped_port = int(sender.address.rpartition(":")[2])
+        pages = [
+            source.allocator.alloc(2),
+            other.pool.allocator.alloc(1),
+            source.allocator.alloc(2),
+        ]
+        first, ticket, second = (
+            each.offer(numbers, pulls=2)
+            for each, numbers in zip((sender, other, sender), pages, strict=True)
+        )
+        try:
+            receiver.pull(first, [0, 1]).synchronize()
+            eventually(lambda: halves)
+            eventually(lambda: receiver.stats()["connections"] == 1)
+            for _ in range(2):
+                in_time(lambda: receiver.pull(ticket, [2]).synchronize())
+                eventually(lambda: in_time(receiver.stats)["connections"] == 2)
+            pull = in_time(lambda: receiver.pull(second, [3, 4]))
+            assert in_time(receiver.stats)["connections"] == 1, "it is used again"
+        finally:
+            opened.set()
+        pull.synchronize()
+        assert_pulled(target, range(5), np.concatenate(pages))
+
+
+def test_an_offer_that_ends_before_a_pull_is_confirmed(monkeypatch):
+    """The refusal is of the pull before, which has its pages: the next one connects anew."""
+    told = []
+    receive = protocol.Channel.receive
+
+    def receiving(channel, deadline, *kinds):
+        received = receive(channel, deadline, *kinds)
+        if received[0] == protocol.DONE and not told:
+            told.append(channel)
+            raise kv.TransferError("the offer: expired", "expired")
+        return received
+
+    monkeypatch.setattr(protocol.Channel, "receive", receiving)
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        receiver.pull(ticket, [0, 1]).synchronize()
+        eventually(lambda: sender.stats()["refused_pulls"] == 1)
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [2, 3]).synchronize()
+        assert_pulled(target, range(4), range(4))
+        sender.withdraw(ticket)
+
+
+def test_a_ticket_is_read_once(monkeypatch):
+    """Not for each layer that is announced: it may hold the hashes of all pages."""
+    read, decoded = [], protocol.Ticket.decoded
+
+    def counting(data, secret):
+        read.append(data)
+        return decoded(data, secret)
+
+    monkeypatch.setattr(protocol.Ticket, "decoded", counting)
+    with pair(secret=SECRET) as (sender, _, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), hashes=[1, 2], by_layer=True)
+        copied = bytes(bytearray(ticket))
+        for layer in LAYERS:
+            sender.layer_done(copied if layer == 1 else ticket, layer)
+        assert read == []
+        with pytest.raises(kv.TransferError, match="another secret"):
+            sender.withdraw(ticket[:-1] + bytes([ticket[-1] ^ 1]))
+        assert sender.withdraw(bytearray(ticket))
+        assert len(read) == 2 and sender._by_ticket == {}
+        assert sender.withdraw(ticket) is False
+
+
+def test_connections_to_senders_that_are_gone_are_closed():
+    """A receiver outlives many senders, each with an identity of its own."""
+    with pair() as (sender, receiver, source, _):
+        for _ in range(3):
+            pool = filled()
+            with kv.PageSender(pool) as short:
+                receiver.pull(short.offer(pool.allocator.alloc(1)), [0]).synchronize()
+                eventually(lambda pool=pool: pool.allocator.num_free == 12)
+                eventually(lambda: receiver.stats()["connections"] >= 1)
+        receiver.pull(sender.offer(source.allocator.alloc(1)), [0]).synchronize()
+        eventually(lambda: receiver.stats()["connections"] == 1)
+
+
+def test_a_pull_that_cannot_start_is_over():
+    """Such as where the order checker raises: it counts no longer, and holds no pages."""
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        pages = target.allocator.alloc(2)
+        writer = kv.device("host").stream()
+        with kv.order_checker(action="raise"):
+            values = np.ones((1, HEADS, 16), np.float16), np.ones((1, HEADS, 24), np.float16)
+            slots = np.array([int(pages[0]) * 4], np.int64)
+            kv.store_kv(*values, target.k(0), target.v(0), slots, stream=writer)
+            with pytest.raises(kv.OrderError):
+                receiver.pull(ticket, pages)
+            writer.synchronize()
+        stats = receiver.stats()
+        assert (stats["pulls"], stats["quarantined_pages"], stats["failed"]) == (0, 0, 1)
+        target.allocator.free(pages)
+        assert target.allocator.num_free == 12
+        receiver.pull(ticket, [0, 1]).synchronize()
+
+
+def test_an_engine_that_fails_to_poll(monkeypatch):
+    """The thread that listens goes on, and ends leases."""
+    with pair() as (sender, receiver, source, _):
+        polls = []
+
+        def poll():
+            polls.append(None)
+            raise OSError("a peer has disconnected")
+
+        monkeypatch.setattr(sender._engine, "poll", poll)
+        monkeypatch.setattr(sender._engine, "poll_s", 0.01)
+        sender._notify()
+        eventually(lambda: len(polls) > 1)
+        sender.offer(source.allocator.alloc(1), lease_s=0.02)
+        eventually(lambda: sender.stats()["expired"] == 1)
+        receiver.pull(sender.offer(source.allocator.alloc(1)), [0]).synchronize()
+
+
+def test_layers_are_announced_while_the_sender_closes(monkeypatch):
+    """What is written is announced after all pages were freed: legal, without effect."""
+    with pair() as (_, _, source, _):
+        for when in ("_offer_of", "_written_by"):
+            with kv.PageSender(source) as closing:
+                ticket = closing.offer(source.allocator.alloc(2), by_layer=True)
+                method = getattr(closing, when)
+
+                def then_close(*arguments, method=method, closing=closing):
+                    found = method(*arguments)
+                    closing.close()
+                    return found
+
+                monkeypatch.setattr(closing, when, then_close)
+                closing.layer_done(ticket, 0)
+                assert source.allocator.num_free == 12
+
+
+# No staging pages are free -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def staged(device):
+    pools = [
+        kv.KVPool(8, 4, 2, 2, 16, dtype="fp16", placement="pinned", device=device) for _ in range(2)
+    ]
+    with (
+        kv.PageSender(pools[0], staging_pages=4) as sender,
+        kv.PageReceiver(pools[1], staging_pages=4) as receiver,
+    ):
+        yield sender, receiver
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_who_waits_for_staging_gives_up_at_once(side, staged):
+    sender, receiver = staged
+    staging = (sender if side == "sender" else receiver)._staging.pool.allocator
+    held = staging.alloc(4)  # as by pulls whose peers are slow
+    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=600)
+    pull = receiver.pull(ticket, [0, 1], deadline_s=600)
+    assert poll(lambda: sender.stats()["pulls"])
+    if side == "sender":
+        assert sender.withdraw(ticket)
+        assert poll(lambda: not sender.stats()["offered_pages"])
+    else:
+        pull.cancel()
+        assert poll(lambda: not receiver.stats()["pulls"])
+    with pytest.raises(kv.TransferError):
+        pull.synchronize()
+    staging.free(held)
+
+
+def test_a_pull_that_waits_for_staging_keeps_its_lease(staged):
+    sender, receiver = staged
+    staging = receiver._staging
+    held = staging.pool.allocator.alloc(4)
+    ticket = sender.offer(sender.pool.allocator.alloc(2), lease_s=0.6)
+    offer = keep_leases(sender)
+    pull = receiver.pull(ticket, [0, 1], deadline_s=600)
+    assert poll(lambda: offer.channels)
+    first = offer.expires
+    assert poll(lambda: offer.expires > first or offer.ended) and not offer.ended
+    staging.pool.allocator.free(held)
+    pull.synchronize()
+
+
+def test_an_offer_that_waits_for_staging_keeps_its_lease(device):
+    """Longer than that: the receiver renews it, which is in the middle of a layer by then."""
+    pools = [pool_of(placement="pinned") for _ in range(2)]
+    fill(pools[0])
+    with pair(*pools, sender={"staging_pages": 4}) as (sender, receiver, source, target):
+        staging = sender._staging
+        ticket = sender.offer(source.allocator.alloc(4), lease_s=0.6)
+        offer = keep_leases(sender)
+        held = staging.pool.allocator.alloc(4)
+        began = offer.expires
+        pull = receiver.pull(ticket, [3, 2, 1, 0], deadline_s=600)
+        assert poll(lambda: offer.expires > began + 0.8 or offer.ended)
+        assert not offer.ended and pull.failure is None
+        staging.pool.allocator.free(held)
+        pull.synchronize()
+        assert_pulled(target, [3, 2, 1, 0], range(4))
+        assert poll(lambda: sender.stats()["completed"] == 1)
+
+
+def test_an_offer_that_waits_for_staging_expire_leases(device, monkeypatch):
+    """Control of the above: the receiver does not renew it."""
+    monkeypatch.setattr(engines.PullTask, "renew_if_due", lambda task: None)
+    with pair(sender={"staging_pages": 4}) as (sender, receiver, source, _):
+        held = sender._staging.pool.allocator.alloc(4)
+        ticket = sender.offer(source.allocator.alloc(4), lease_s=0.1)
+        assert reason_of(receiver.pull(ticket, range(4), deadline_s=600)) in ("expired", "lost")
+        assert poll(lambda: source.allocator.num_free == 12)
+        assert sender.stats()["expired"] == 1
+        sender._staging.pool.allocator.free(held)

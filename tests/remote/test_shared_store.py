@@ -1,0 +1,843 @@
+"""kv.SharedStore over memory of this machine: what several of its users see of each other."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import random
+import threading
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+from shared_cases import Writer, block_hashes, bytes_of, fill, holds, new_pool
+
+import kvcupy as kv
+from kvcupy.remote.stores import shm
+from kvcupy.remote.stores.shm import Layout
+
+PAGE_BYTES = new_pool(1).page_bytes
+
+
+def num_descriptors():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def capacity(num_blocks):
+    return Layout(PAGE_BYTES, num_blocks).num_bytes
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """Opens users of one store."""
+    users = []
+
+    def opened(num_blocks=16, **options):
+        size = None if num_blocks is None else capacity(num_blocks)
+        users.append(Writer("shm:test", capacity_bytes=size, folder=tmp_path, **options))
+        return users[-1]
+
+    yield opened
+    for user in users:
+        user.store.close()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "kvcupy-test"
+
+
+# --- What is there ---
+
+
+def test_blocks_of_one_are_found_by_another(shared):
+    one, other = shared(), shared(None)
+    hashes = block_hashes(5)
+    assert one.put(*hashes[:3]) == ["stored"] * 3
+    assert other.store.match(hashes) == one.store.match(hashes) == 3
+    assert other.get(*hashes) == [True, True, True, False, False]
+    assert other.store.match(hashes[3:]) == other.store.match([]) == 0
+
+
+def test_the_first_that_is_stored_stays(shared):
+    one, other = shared(), shared()
+    hashes = block_hashes(2)
+    assert one.put(*hashes) == ["stored", "stored"]
+    assert other.store.put(hashes, [6, 7]) == ["known", "known"], "of pages with other contents"
+    assert one.get(*hashes) == other.get(*hashes) == [True, True]
+    assert one.put(*hashes[:1], *block_hashes(1, 9), *hashes[:1]) == ["known", "stored", "known"]
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_layouts_share_blocks(shared, layout):
+    one, other = shared(layout=layout), shared()
+    hashes = block_hashes(4)
+    assert one.put(*hashes) == ["stored"] * 4
+    assert other.get(*hashes) == [True] * 4
+    more = block_hashes(3, 50)
+    assert other.put(*more) == ["stored"] * 3
+    assert one.get(*more, *block_hashes(1, 90), *hashes[:2]) == [True] * 3 + [False] + [True] * 2
+
+
+def test_pools_that_differ_and_tenants_share_nothing(shared):
+    hashes = block_hashes(3)
+    users = [
+        shared(), shared(tenant="a"), shared(tenant="b"), shared(model="m"),
+        shared(layout="page_head"), shared(total_kv_heads=4),
+        shared(total_kv_heads=4, head_start=2),
+    ]  # fmt: skip
+    for i, user in enumerate(users):
+        assert [u.store.match(hashes[:1]) for u in users] == [1] * i + [0] * (len(users) - i)
+        assert user.put(hashes[0]) == ["stored"]
+    assert shared(tenant="a").get(*hashes) == [True, False, False]
+    assert users[0].store.stats()["blocks"] == len(users)
+
+
+def test_pages_other_than_those_asked_for_are_left_as_they_were(shared):
+    one, other = shared(), shared()
+    hashes = block_hashes(2)
+    one.put(*hashes)
+    fill(other.pool, range(8), block_hashes(8, 100))
+    before = [bytes_of(other.pool, page) for page in range(8)]
+    assert other.store.get(hashes, [5, 2]) == [True, True]
+    assert [page for page in range(8) if bytes_of(other.pool, page) != before[page]] == [2, 5]
+    assert holds(other.pool, 5, hashes[0]) and holds(other.pool, 2, hashes[1])
+
+
+def test_blocks_outlive_their_writers_until_they_are_removed(shared, path):
+    hashes = block_hashes(2)
+    with shared() as one:
+        one.put(*hashes)
+    with pytest.raises(kv.KvcupyError, match=r"^store: expected an open store"):
+        one.store.match(hashes)
+    other = shared(None)
+    assert other.get(*hashes) == [True, True]
+    other.store.remove()
+    other.store.remove()
+    assert not path.exists()
+    assert other.get(*hashes) == [True, True], "who has it open goes on with it"
+    fresh = shared()
+    assert fresh.store.match(hashes) == 0
+    other.store.remove()
+    assert path.exists(), "it belongs to others now"
+    assert not [p for p in path.parent.iterdir() if p != path], "nothing else is left"
+
+
+def test_it_is_private(shared, path):
+    shared()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+# --- Space ---
+
+
+def test_when_it_is_full_blocks_go_that_were_not_used(shared):
+    user = shared(6)
+    hashes = block_hashes(12)
+    assert user.put(*hashes[:6]) == ["stored"] * 6
+    assert user.get(hashes[0], hashes[3]) == [True, True]
+    assert user.store.stats()["evicted"] == 0
+    assert user.put(*hashes[6:10]) == ["stored"] * 4
+    stats = user.store.stats()
+    assert (stats["blocks"], stats["capacity_blocks"], stats["evicted"]) == (6, 6, 4)
+    there = [user.store.match([h]) for h in hashes]
+    assert there == [1, 0, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0]
+
+
+def test_blocks_of_one_call_do_not_evict_each_other(shared):
+    user = shared(4)
+    old, hashes = block_hashes(2, 100), block_hashes(6)
+    user.put(*old)
+    assert user.put(*hashes) == ["stored"] * 4 + ["full"] * 2
+    assert user.store.match(hashes) == 4
+    assert user.store.stats()["full"] == 2
+
+
+def test_it_takes_no_more_than_its_capacity_and_only_what_it_uses(shared, path):
+    user = shared(64)
+    assert path.stat().st_size == capacity(64)
+    empty = user.store.stats()["bytes"]
+    user.put(*block_hashes(8))
+    used = user.store.stats()["bytes"] - empty
+    assert 8 * PAGE_BYTES <= used < 24 * PAGE_BYTES, "with what the file system needs"
+    for first in range(0, 200, 8):
+        assert user.put(*block_hashes(8, first)) != ["full"] * 8
+    assert path.stat().st_size == capacity(64)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 17])
+def test_every_key_is_found_however_many_come_and_go(shared, num_blocks):
+    """The model: what was put last, and is still there, is right; the index finds all of it."""
+    one, other = shared(num_blocks), shared(num_blocks)
+    hashes = block_hashes(60)
+    for step in range(150):
+        user = (one, other)[step % 2]
+        user.put(hashes[step * 7 % 60])
+        if step % 5 == 0:
+            user.get(hashes[step * 11 % 60])
+    known = [h for h in hashes if one.store.match([h])]
+    assert len(known) == one.store.stats()["blocks"] == num_blocks
+    assert all(all(other.get(h)) for h in known)
+
+
+def test_capacity_is_the_first_users(shared):
+    shared(16)
+    shared(None)
+    shared(16)
+    with pytest.raises(ValueError, match=r"^capacity_bytes: expected that of .*16 blocks"):
+        shared(15)
+
+
+def test_pools_with_pages_of_another_length_need_another_name(shared, tmp_path):
+    shared(16)
+    with pytest.raises(ValueError, match=r"^host_pool: expected pages of 4096 .*got 8192; use"):
+        shared(16, width=128)
+    with Writer("shm:other", capacity_bytes=2**20, folder=tmp_path, width=128) as other:
+        assert other.put(*block_hashes(1)) == ["stored"]
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 0, 4096, Layout(4096, 1).num_bytes - 1, 2**62])
+def test_capacities_that_are_refused(num_bytes, tmp_path):
+    with pytest.raises(ValueError, match=r"^capacity_bytes: expected at least"):
+        Writer("shm:test", capacity_bytes=num_bytes, folder=tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_layouts_fit():
+    for num_bytes in range(Layout(5000, 1).num_bytes, 300_000, 997):
+        layout = Layout.fit(num_bytes, 5000)
+        assert layout.num_bytes <= num_bytes < Layout(5000, layout.num_slots + 1).num_bytes
+        assert layout.num_buckets >= 2 * layout.num_slots
+        assert layout.records_at >= 4096 + 8 * layout.num_buckets
+
+
+# --- Files that are not as they should be ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"", "which starts b''"),
+        (lambda data: b"a" * 10_000, "which starts b'aaaaaaaa'"),
+        (lambda data: data[:10], "a damaged one"),
+        (lambda data: data[:-1], "expected a file of"),
+        (lambda data: data + b"\0", "expected a file of"),
+        (lambda data: data[:9] + b"\1" + data[10:], "a damaged one"),
+        (lambda data: data[:20] + b"\1" + data[21:], "a damaged one"),
+    ],
+)
+def test_foreign_and_truncated_files_are_refused_and_left_alone(shared, path, change, message):
+    shared().store.close()
+    changed = change(path.read_bytes())
+    path.write_bytes(changed)
+    for num_blocks in (16, None):
+        with pytest.raises(
+            ValueError, match=f"^url: .*{message}.*kvcupy-test|^url: .*kvcupy-test.*{message}"
+        ):
+            shared(num_blocks)
+    assert path.read_bytes() == changed
+
+
+def test_other_versions_are_refused(shared, path, monkeypatch):
+    monkeypatch.setattr(shm, "VERSION", 2)
+    shared().store.close()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"^url: expected version 1 of the file, got 2"):
+        shared()
+
+
+def test_what_is_no_file_is_refused(shared, path):
+    path.mkdir()
+    with pytest.raises(OSError, match="kvcupy-test"):
+        shared()
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"^url: expected a regular file"):
+        shared()
+    path.unlink()
+    target = path.with_name("elsewhere")
+    target.write_bytes(b"")
+    path.symlink_to(target)
+    with pytest.raises(OSError, match="kvcupy-test") as caught:
+        shared()
+    assert caught.value.errno == errno.ELOOP
+    assert target.read_bytes() == b""
+
+
+def test_files_of_other_users_are_refused(shared, monkeypatch):
+    shared()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ValueError, match=r"^url: expected a store of user"):
+        shared()
+
+
+def test_a_file_that_is_truncated_while_it_is_open_is_lost(shared, path):
+    user, hashes = shared(), block_hashes(2)
+    user.put(*hashes)
+    with path.open("r+b") as file:
+        file.truncate(capacity(16) - PAGE_BYTES)
+    assert user.get(*hashes) == [False, False]
+    assert user.put(*block_hashes(1, 9)) == ["failed"]
+    assert user.store.match(hashes) == 0
+    assert user.store.stats()["lost"] > 0
+
+
+def test_no_byte_that_changes_makes_a_wrong_block(shared, path):
+    """Whatever is flipped, no get is wrong, and the store goes on."""
+    user, hashes = shared(4), block_hashes(6)
+    layout = Layout(PAGE_BYTES, 4)
+    places = [
+        *range(2048, 2048 + 64), *range(4096, 4096 + 8 * layout.num_buckets, 3),
+        *range(layout.records_at, layout.records_at + 4 * shm.RECORD_BYTES, 5),
+        *range(layout.payloads_at, layout.num_bytes, 509),
+    ]  # fmt: skip
+    served = 0
+    for n, place in enumerate(places):
+        user.put(*hashes[n % 3 :][:3])
+        with path.open("r+b") as file:
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ (1 << n % 8)]))
+        served += sum(user.get(*hashes))  # asserts that they are right
+        user.store._bad.clear()
+    assert served > len(places)
+    assert user.store.stats()["damaged"] > 20
+    fresh = shared(4)
+    assert fresh.put(*block_hashes(4, 1000)) == ["stored"] * 4
+    assert fresh.get(*block_hashes(4, 1000)) == [True] * 4
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 8])
+def test_no_damage_makes_a_wrong_block_or_an_error(tmp_path, num_blocks):
+    """Many bytes at random moments, most of them in what says where blocks are."""
+    layout = Layout(PAGE_BYTES, num_blocks)
+    bookkeeping = [
+        *range(2048, 2048 + 64), *range(4096, 4096 + 8 * layout.num_buckets),
+        *range(layout.records_at, layout.records_at + shm.RECORD_BYTES * num_blocks),
+    ]  # fmt: skip
+    hashes = block_hashes(20)
+    for seed in range(helpers.examples(60)):
+        rng = random.Random(f"damage {num_blocks} {seed}")
+        url, options = f"shm:{seed}", {"capacity_bytes": layout.num_bytes, "folder": tmp_path}
+        with Writer(url, **options) as one, Writer(url, **options) as other:
+            memory = one.store._backend._bytes
+            for _ in range(60):
+                user, some = rng.choice([one, other]), rng.sample(hashes, rng.choice([1, 2, 3]))
+                if rng.random() < 0.5:
+                    assert "failed" not in user.put(*some), seed
+                else:
+                    user.get(*some)  # asserts that they are right
+                user.store._bad.clear()
+                for _ in range(rng.choice([0, 0, 1, 4, 64])):
+                    place = rng.choice(bookkeeping)
+                    if rng.random() < 0.2:
+                        place = rng.randrange(layout.payloads_at, layout.num_bytes)
+                    memory[place] = rng.choice(
+                        [0, 255, memory[place] ^ 1 << rng.randrange(8), rng.randrange(256)]
+                    )
+
+
+class Raw:
+    """The numbers of a file, as a user of it has them."""
+
+    def __init__(self, user):
+        self.backend = user.store._backend
+        self.header, self.records = self.backend._words, self.backend._records
+
+    def word(self, slot, word):
+        return self.records[slot * shm._RECORD_WORDS + word]
+
+    def write(self, slot, word, value):
+        self.records[slot * shm._RECORD_WORDS + word] = value
+
+
+def all_there(user, hashes):
+    """All that is found can be read, is right, and is what the store counts."""
+    known = [h for h in hashes if user.store.match([h])]
+    assert all(all(user.get(h)) for h in known)
+    assert len(known) == user.store.stats()["blocks"]
+    return len(known)
+
+
+def test_a_slot_that_is_being_written_is_missed_and_given_up_by_the_next_writer(shared):
+    user, hashes = shared(4, checksum="none"), block_hashes(3)
+    user.put(*hashes[:2])
+    raw = Raw(user)
+    slot = raw.backend._find(user.store._keys.keys(hashes)[0])
+    raw.write(slot, shm._GENERATION, raw.word(slot, shm._GENERATION) + 1)
+    assert user.get(*hashes[:2]) == [False, True]
+    assert [user.store.match([h]) for h in hashes] == [0, 1, 0]
+    assert user.put(hashes[0]) == ["stored"]
+    assert user.get(*hashes[:2]) == [True, True] and all_there(user, hashes) == 2
+
+
+def test_blocks_of_another_length_are_missed(shared):
+    user, [block_hash] = shared(), block_hashes(1)
+    user.put(block_hash)
+    backend, [key] = user.store._backend, user.store._keys.keys([block_hash])
+    for num_bytes in (0, PAGE_BYTES - 1, PAGE_BYTES + 1):
+        into = bytearray(num_bytes)
+        assert backend.get([key], [[memoryview(into)]], time.monotonic() + 60) == [None]
+        assert into == bytes(num_bytes), "nothing is written"
+    [header] = backend.get([key], [[memoryview(bytearray(PAGE_BYTES))]], time.monotonic() + 60)
+    assert header is not None
+    too_long = [memoryview(bytes(4097))]
+    assert backend.put([b"k" * 32], [too_long], [header], time.monotonic() + 60) == ["full"]
+
+
+@pytest.mark.parametrize("word", ["_LENGTH", "_HEADER_LENGTH"])
+@pytest.mark.parametrize("value", [0, 17, 2**40])
+def test_a_block_that_no_get_can_have_is_not_known(shared, word, value):
+    """Else it could be neither read nor stored again for as long as it is asked for."""
+    one, other = shared(4), shared(4)
+    hashes = block_hashes(3)
+    one.put(*hashes[:2])
+    raw = Raw(one)
+    if (word, value) == ("_HEADER_LENGTH", 17):
+        value = shm.MAX_HEADER_BYTES + 1
+    raw.write(raw.backend._find(one.store._keys.keys(hashes)[0]), getattr(shm, word), value)
+    assert one.get(*hashes[:2]) == [False, True]
+    assert [other.store.match([h]) for h in hashes] == [0, 1, 0]
+    assert other.put(*hashes) == ["stored", "known", "stored"]
+    assert one.get(*hashes) == [True] * 3 and all_there(one, hashes) == 3
+
+
+def test_numbers_that_were_damaged_are_counted_again(shared):
+    user, hashes = shared(6), block_hashes(12)
+    user.put(*hashes[:4])
+    raw = Raw(user)
+    raw.header[shm._HIGH_WATER] = 1  # slots above are in use
+    assert user.put(hashes[4]) == ["stored"] and all_there(user, hashes) == 5
+    raw.header[shm._FREE] = 2  # that slot is in use too
+    assert user.put(hashes[5]) == ["stored"] and all_there(user, hashes) == 6
+    raw.header[shm._FREE] = 2**40
+    assert user.put(hashes[6]) == ["stored"] and all_there(user, hashes) == 6
+    raw.header[shm._NUM_BLOCKS] = 0
+    assert user.put(hashes[7]) == ["stored"], "in the place of another"
+    raw.header[shm._DIRTY] = 1
+    assert user.put(hashes[8]) == ["stored"] and all_there(user, hashes) == 6
+    buckets = raw.backend._buckets
+    for i in range(len(buckets)):
+        buckets[i] = 0  # nothing is found, and no victim is where it should be
+    assert {*user.put(*hashes[:3])} <= {"stored", "known"} and all_there(user, hashes) >= 3
+    assert user.store.stats()["recovered"] >= 4
+
+
+def test_the_generation_of_a_free_slot_may_be_damaged(shared):
+    user, [block_hash] = shared(), block_hashes(1)
+    Raw(user).write(0, shm._GENERATION, 2**40 + 1)
+    assert user.put(block_hash) == ["stored"]
+    assert user.get(block_hash) == [True]
+
+
+def test_of_two_copies_of_a_block_one_is_kept(shared):
+    user, hashes = shared(6), block_hashes(4)
+    user.put(*hashes[:2])
+    raw = Raw(user)
+    bucket = raw.backend._bucket(user.store._keys.keys(hashes)[0])
+    raw.backend._buckets[bucket] ^= 1 << 40  # it is not found, and stored again
+    assert user.put(hashes[0]) == ["stored"]
+    raw.header[shm._DIRTY] = 1
+    assert user.put(hashes[2]) == ["stored"]
+    assert all_there(user, hashes) == 3
+    assert user.put(*block_hashes(3, 50)) == ["stored"] * 3
+    assert user.store.stats()["evicted"] == 0, "the other copy's slot is free"
+
+
+def test_the_slot_of_a_dropped_block_is_used_next(shared, path):
+    user, hashes = shared(3), block_hashes(4)
+    user.put(*hashes[:3])
+    slot = Raw(user).backend._find(user.store._keys.keys(hashes)[1])
+    with path.open("r+b") as file:
+        file.seek(Layout(PAGE_BYTES, 3).payload_at(slot))
+        file.write(b"damaged")
+    assert user.get(*hashes[:3]) == [True, False, True]
+    assert user.put(hashes[3]) == ["stored"]
+    assert user.get(hashes[0], hashes[2], hashes[3]) == [True] * 3, "nothing had to go"
+    stats = user.store.stats()
+    assert (stats["evicted"], stats["recovered"], stats["blocks"]) == (0, 0, 3)
+
+
+def test_a_damaged_block_is_dropped_and_can_be_stored_again(shared, path):
+    one, other = shared(), shared()
+    hashes = block_hashes(2)
+    one.put(*hashes)
+    place = Layout(PAGE_BYTES, 16).payload_at(0) + 1000
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"damaged")
+    assert one.get(*hashes) == [False, True]
+    assert other.store.match(hashes) == 0 and other.store.stats()["blocks"] == 1
+    assert one.store.stats()["damaged"] == 1
+    assert one.put(hashes[0]) == ["stored"]
+    assert one.get(*hashes) == other.get(*hashes) == [True, True]
+
+
+def test_control_without_checksums_a_damaged_block_is_served(shared, path):
+    user, [block_hash] = shared(checksum="none"), block_hashes(1)
+    user.put(block_hash)
+    with path.open("r+b") as file:
+        file.seek(Layout(PAGE_BYTES, 16).payload_at(0) + 1000)
+        file.write(b"damaged")
+    assert user.store.get([block_hash], [0]) == [True]
+    assert not holds(user.pool, 0, block_hash)
+    verifying = shared()
+    assert verifying.get(block_hash) == [False], "it cannot be verified"
+    assert verifying.store.stats()["unverified"] == 1
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_64", "sum64"])
+def test_checksums_of_others_are_verified_if_they_can_be(shared, algorithm, monkeypatch):
+    from kvcupy.remote.stores import store
+
+    one, other = shared(checksum=algorithm), shared()
+    hashes = block_hashes(2)
+    one.put(*hashes)
+    assert other.get(*hashes) == [True, True]
+    monkeypatch.setattr(store, "HASHERS", {})
+    assert other.get(*hashes) == [False, False]
+    assert other.store.stats()["unverified"] == 2
+    monkeypatch.undo()
+    assert other.get(*hashes) == [True, True], "they are not dropped"
+
+
+# --- Failures of the system ---
+
+
+def failing(monkeypatch, name, code, *, only=None):
+    real = getattr(os, name, None)
+
+    def fail(*arguments, **options):
+        if only is None or only(*arguments):
+            raise OSError(code, os.strerror(code))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize("name", ["ftruncate", "posix_fallocate", "pwrite", "link", "open"])
+def test_a_store_that_cannot_be_made_leaves_nothing(shared, path, monkeypatch, name):
+    descriptors = num_descriptors()
+    failing(monkeypatch, name, errno.ENOSPC)
+    with pytest.raises(OSError, match="kvcupy-test") as caught:
+        shared()
+    assert caught.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert not [*path.parent.iterdir()]
+    assert num_descriptors() == descriptors
+    assert shared().put(*block_hashes(2)) == ["stored", "stored"]
+
+
+def test_a_store_that_cannot_be_mapped_stays_as_it_was(shared, path, monkeypatch):
+    one = shared()
+    one.put(*block_hashes(2))
+    before = path.read_bytes()
+    descriptors = num_descriptors()
+
+    def fail(*arguments):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(shm.mmap, "mmap", fail)
+    with pytest.raises(OSError, match="kvcupy-test"):
+        shared()
+    assert num_descriptors() == descriptors
+    assert path.read_bytes() == before
+
+
+def test_memory_that_runs_out_is_full_or_makes_room(shared, monkeypatch):
+    user, hashes = shared(), block_hashes(6)
+    with monkeypatch.context() as patched:
+        failing(patched, "posix_fallocate", errno.ENOSPC)
+        assert user.put(*hashes[:2]) == ["full", "full"]
+    assert user.put(*hashes[:2]) == ["stored", "stored"]
+    failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
+    assert user.put(*hashes[2:5]) == ["stored", "stored", "full"], "instead of the first two"
+    assert [user.store.match([h]) for h in hashes] == [0, 0, 1, 1, 0, 0]
+    assert user.get(*hashes[2:4]) == [True, True]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EIO])
+def test_a_lock_that_fails_is_a_lost_store(shared, monkeypatch, code):
+    user, hashes = shared(), block_hashes(3)
+    user.put(*hashes[:1])
+
+    def fail(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shm.fcntl, "flock", fail)
+        assert user.put(*hashes) == ["known", "failed", "failed"]
+        assert user.get(*hashes) == [True, False, False], "readers need no lock"
+        assert user.store.stats()["lost"] == 2, "the call, and once more"
+        with pytest.raises(OSError, match=r"^remove: .*locked"):
+            user.store.remove()
+    assert user.put(*hashes) == ["known", "stored", "stored"]
+
+
+def test_an_interrupted_put_leaves_whole_blocks(shared, monkeypatch):
+    one, other = shared(4), shared(4)
+    hashes = block_hashes(9, 5000)
+    steps = ["chosen", "erased", "marked", "odd", "piece", "described", "even", "inserted", "clean"]
+    for n, step in enumerate(steps):
+        one.put(*block_hashes(4, 100 * n))
+
+        def interrupt(backend, at, step=step):
+            if at == step:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shm.ShmBackend, "_at", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                one.put(hashes[n])
+        for user in (one, other):
+            user.get(hashes[n], *block_hashes(4, 100 * n))  # asserts that they are right
+        assert other.put(*block_hashes(2, 100 * n + 50)) == ["stored"] * 2, step
+        there = [h for h in (*hashes, *block_hashes(1000)) if other.store.match([h])]
+        assert len(there) == one.store.stats()["blocks"] <= 4, step
+    assert one.store.stats()["recovered"] == len(steps) - 1, "all but the last were in the middle"
+
+
+def test_a_repair_that_is_interrupted_is_made_again_and_its_store_can_be_closed(
+    shared, monkeypatch
+):
+    user, hashes = shared(), block_hashes(3)
+    user.put(*hashes[:2])
+    Raw(user).header[shm._DIRTY] = 1
+    descriptors = num_descriptors()
+
+    def interrupt(backend, step):
+        if step == "rebuilt":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shm.ShmBackend, "_at", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            user.put(hashes[2])
+    user.store.close()  # while the traceback has arrays over its memory
+    assert caught.tb is not None and num_descriptors() < descriptors
+    other = shared()
+    assert other.put(hashes[2]) == ["stored"] and other.get(*hashes) == [True] * 3
+    assert other.store.stats()["recovered"] == 2
+
+
+def test_a_system_without_what_it_needs_is_named(shared, monkeypatch):
+    monkeypatch.setattr(shm, "fcntl", None)
+    with pytest.raises(OSError, match=r"url: expected a system with flock"):
+        shared()
+
+
+def test_a_block_that_is_replaced_while_it_is_read_is_missed(shared, monkeypatch):
+    """By the generation alone: there are no checksums."""
+    one, other = shared(2, checksum="none"), shared(2, checksum="none")
+    hashes = block_hashes(8)
+    one.put(*hashes[:2])
+    replaced = []
+
+    def replace(backend, step):
+        if step == "copying" and backend is one.store._backend and not replaced:
+            replaced.append(other.put(*hashes[2:4]))
+
+    monkeypatch.setattr(shm.ShmBackend, "_at", replace)
+    assert one.get(hashes[0]) == [False]
+    assert replaced == [["stored", "stored"]]
+    assert one.store.stats()["torn"] == 1
+    assert one.get(*hashes[2:4]) == [True, True]
+
+
+# --- Arguments, and the rules of other objects of a process ---
+
+
+@pytest.mark.parametrize(
+    "url", ["shm:", "shm:a/b", "shm:..", "shm:.a", "shm:-a", "shm:a b", "shm:\0", "shm://a",
+            "shm:\u00e9", "shm:a\n", "shm:" + "a" * 101],
+)  # fmt: skip
+def test_names_that_are_refused(url, tmp_path):
+    with pytest.raises(ValueError, match=r"^url: expected shm:NAME"):
+        Writer(url, capacity_bytes=2**20, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"url": 5}, TypeError, "url: expected a str"),
+        ({"url": "http://a"}, ValueError, "url: expected one that starts with one of shm, redis"),
+        ({"url": ""}, ValueError, "url: expected one"),
+        ({"host_pool": None}, TypeError, "host_pool: expected a KVPool"),
+        ({"capacity_bytes": "1"}, TypeError, "capacity_bytes: expected an int"),
+        ({"tenant": 5}, TypeError, "tenant: expected"),
+        ({"head_start": 1}, ValueError, "head_start: expected"),
+        ({"model": 5}, TypeError, "model: expected"),
+        ({"deadline_s": "1"}, TypeError, "deadline_s: expected seconds"),
+        ({"deadline_s": None}, TypeError, "deadline_s: expected seconds"),
+        ({"deadline_s": -1}, ValueError, "deadline_s: expected 0"),
+        ({"deadline_s": float("nan")}, ValueError, "deadline_s: expected 0"),
+        ({"checksum": "md5"}, ValueError, "checksum: expected one of none, "),
+        ({"checksum": []}, ValueError, "checksum: expected one of none, "),
+        ({"retries": -1}, ValueError, "retries: expected 0 to 100"),
+        ({"retries": 1.0}, TypeError, "retries: expected an int"),
+        ({"folder": 5}, TypeError, "folder: expected"),
+    ],
+)
+def test_arguments_of_open(options, error, message, tmp_path):
+    arguments = {
+        "url": "shm:test", "host_pool": new_pool(), "capacity_bytes": 2**20, "folder": tmp_path,
+    } | options  # fmt: skip
+    with pytest.raises(error, match=f"^{message}"):
+        kv.SharedStore.open(arguments.pop("url"), arguments.pop("host_pool"), **arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_store_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="capacity_bytes: expected a size"):
+        Writer("shm:test", folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match="no-folder"):
+        Writer("shm:test", capacity_bytes=2**20, folder=tmp_path / "no-folder")
+
+
+CALLS = [
+    ("match", (5,), TypeError, "hashes: expected"),
+    ("match", ([5],), ValueError, "hashes: expected hashes of 128 bits"),
+    ("put", ([2**127], [0, 1]), ValueError, "pages: expected 1, one for each hash, got 2"),
+    ("put", ([2**127], [8]), ValueError, "pages: expected 0 to 7, got 8"),
+    ("put", ([2**127], [-1]), ValueError, "pages: expected 0 to 7, got -1"),
+    ("put", ([2**127], [0.5]), ValueError, "pages: expected integers"),
+    ("put", ([2**127], 0), TypeError, "pages: expected a list"),
+    ("get", ([2**127, 2**126], [3, 3]), ValueError, "pages: expected each page once"),
+    ("get", ([2**127], [2**70]), ValueError, "pages: expected 0 to 7, got"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "error", "message"), CALLS)
+def test_arguments_of_calls(shared, name, arguments, error, message):
+    user = shared()
+    with pytest.raises(error, match=f"^{message}"):
+        getattr(user.store, name)(*arguments)
+    for call in (user.store.get, user.store.put):
+        with pytest.raises(TypeError, match=r"^deadline_s: expected seconds"):
+            call([2**127], [0], deadline_s="x")
+    assert user.store.stats()["blocks"] == 0
+
+
+def test_memory_of_a_gpu_is_refused(shared):
+    pool = new_pool()
+    pool.parts = tuple(part.without_owner() for part in pool.parts)
+    for part in pool.parts:
+        part.device = "cuda:0"
+    with pytest.raises(ValueError, match=r"^host_pool: expected memory of the host"):
+        kv.SharedStore.open("shm:test", pool, capacity_bytes=2**20)
+
+
+def test_it_belongs_to_its_process(shared):
+    store = shared().store
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="SharedStore: it cannot be pickled"):
+            attempt(store)
+
+
+def test_closing_waits_for_calls_in_flight(shared, monkeypatch):
+    user, hashes = shared(), block_hashes(2)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def pause(backend, step):
+        if step == "piece":
+            inside.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(shm.ShmBackend, "_at", pause)
+    outcomes = []
+    putting = threading.Thread(target=lambda: outcomes.append(user.put(hashes[0])))
+    closing = threading.Thread(target=user.store.close)
+    putting.start()
+    assert inside.wait(60)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    with pytest.raises(kv.KvcupyError, match=r"^store: expected an open store"):
+        user.store.get(hashes, [0, 1])
+    go_on.set()
+    putting.join(60)
+    closing.join(60)
+    assert outcomes == [["stored"]] and not closing.is_alive()
+    assert shared(None).get(hashes[0]) == [True]
+
+
+def test_threads_share_a_store(shared):
+    user = shared(8, num_pages=64)
+    hashes = block_hashes(24)
+    fill(user.pool, range(24), hashes)
+    errors, hits = [], []
+
+    def work(n):
+        for i in range(40):
+            k = (5 * i + 7 * n) % 24
+            user.store.put([hashes[k]], [k])
+            page = 32 + n
+            if user.store.get([hashes[k]], [page])[0]:
+                hits.append(k)
+                if not holds(user.pool, page, hashes[k]):
+                    errors.append(k)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors and len(hits) > 40
+    assert user.store.stats()["blocks"] == 8 and user.store.stats()["recovered"] == 0
+
+
+def test_descriptors_and_memory_are_given_back(shared, path):
+    def usage():
+        maps = Path("/proc/self/maps").read_text().count("kvcupy-test")
+        return num_descriptors(), maps
+
+    before = usage()
+    for _ in range(3):
+        user = shared()
+        user.put(*block_hashes(3))
+        user.store.close()
+        user.store.close()
+    assert usage() == before
+    forgotten = Writer("shm:test", folder=path.parent)
+    del forgotten
+    assert usage() == before
+
+
+def test_stats_and_metrics(shared):
+    labels = {"call": "put", "outcome": "stored"}
+    before = kv.metrics.value("kvcupy_shared_blocks_total", **labels)
+    user, hashes = shared(4), block_hashes(3)
+    user.put(*hashes)
+    user.put(*hashes)
+    user.get(*hashes, *block_hashes(1, 9))
+    stats = user.store.stats()
+    assert (stats["stored"], stats["known"], stats["hits"], stats["misses"]) == (3, 3, 3, 1)
+    assert stats["put_bytes"] == stats["get_bytes"] == 3 * PAGE_BYTES
+    assert stats["put_s"] > 0 and stats["get_s"] > 0
+    for name in ("full", "failed", "damaged", "unverified", "late", "lost", "slow", "skipped"):
+        assert stats[name] == 0
+    assert kv.metrics.value("kvcupy_shared_blocks_total", **labels) == before + 3
+    assert kv.metrics.value("kvcupy_shared_bytes_total", call="get") >= 3 * PAGE_BYTES
+    user.store.close()
+    del user
+    assert kv.metrics.value("kvcupy_shared_blocks_total", **labels) >= before + 3
+
+
+def test_the_order_checker_is_told_of_pages(shared):
+    user, hashes = shared(), block_hashes(2)
+    user.put(*hashes)
+    with kv.order_checker(action="record") as checker:
+        user.get(*hashes)
+        stream = kv.device("host").stream()
+        with kv.declare(reads=[user.pool.k(0)], stream=stream):
+            pass
+        assert not checker.reports
+        with kv.declare(writes=[user.pool.k(0)], stream=stream):
+            pass
+        user.store.get(hashes, [0, 1])
+        [report, *_] = checker.reports
+        assert "get shared" in str(report)
