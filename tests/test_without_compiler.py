@@ -94,8 +94,12 @@ globals().update(
     | again(test_four_bit, "test_every_format_as_users_run_it")
     | again(test_copy_pages)
     | again(test_indexing)
-    # Only kernels read the sums of query lengths.
-    | again(test_attention_paged, "test_sums_of_query_lens_that_are_none")
+    # Of kernels alone: where wrong sums of query lengths lead, and how many launches they save.
+    | again(
+        test_attention_paged,
+        "test_sums_of_query_lens_that_are_none",
+        "test_cumulative_lengths_alone",
+    )
     | again(test_attention_streams)
     | again(test_merge)
     | again(test_transfer)
@@ -135,6 +139,14 @@ def test_one_warning_an_operation(fresh, caplog, operation):
     (message,) = [r.getMessage() for r in caplog.records if r.name == "kvcupy"]
     assert message.startswith(f"{operation} runs in NumPy, slowly, because ")
     assert "no C++ compiler was found" in message
+
+
+def test_cumulative_lengths_are_those_of_counts(fresh):
+    arrays = test_attention_paged.ragged_arrays(np.random.default_rng(6))
+    *others, counts = arrays
+    want = kv.paged_attention(*others, query_lens=counts)
+    got = kv.paged_attention(*others, cu_query_lens=np.append(0, np.cumsum(counts)).astype("int32"))
+    np.testing.assert_array_equal(got, want)
 
 
 def bytes_of(call):

@@ -972,7 +972,9 @@ def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) 
 
     In the format of `like` rows are rotated as its are.
     """
-    dtype = formats.rotated(format, like.rotated_width) if format == like.format else format
+    dtype: str | formats.Encoding = format
+    if like.rotated_width and format == like.format:
+        dtype = formats.rotated(format, like.rotated_width)
     return _allocator(shape, dtype, like, zeroed=True)(stream)
 
 

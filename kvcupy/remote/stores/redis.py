@@ -287,9 +287,11 @@ class RedisBackend(ProcessLocal):
             pipeline.execute_command(*command)
         replies: list[Any] = pipeline.execute(raise_on_error=False)
         for reply in replies:
-            if isinstance(reply, exceptions.MovedError) or str(reply).startswith("MOVED "):
-                raise BackendLost(f"redis {self._address}: it is of a cluster, redis+cluster://...")
             if isinstance(reply, Exception) and not _concerns_one_key(reply):
+                if isinstance(reply, exceptions.MovedError) or str(reply).startswith("MOVED "):
+                    raise BackendLost(
+                        f"redis {self._address}: it is of a cluster, redis+cluster://..."
+                    )
                 raise reply
         return replies
 
