@@ -27,11 +27,11 @@ from replay.fleet import ROUTES, WRITES, Fleet, FleetResult, simulate_fleet
 from replay.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
 from replay.simulation import TIERS, Sizes
 
-from kvcupy import pictures
 from kvcupy.bench import frame
 from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import format_table
+from kvcupy.timelines import pictures
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NODES = (1, 4, 16, 64, 256, 1000)

@@ -43,9 +43,9 @@ from serving.gguf import GgufFile, find_model, python_topics
 from serving.llama import Llama
 
 import kvcupy as kv
-from kvcupy import pictures
 from kvcupy.bench import frame
 from kvcupy.bench.report import format_table
+from kvcupy.timelines import pictures
 
 FORMATS = (
     "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",

@@ -25,13 +25,14 @@ from typing import Any, cast
 from machine_code.bounds import ROWS, Entry, disassembler, examine
 from machine_code.chips import CHIPS, DEFAULT_ARCHS, RATES
 
-from kvcupy import pictures, sources
+from kvcupy import sources
 from kvcupy.bench.frame import count
 from kvcupy.bench.report import require_matplotlib, write_json
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.precompile import require_archs
 from kvcupy.progress import INTERRUPTED, Progress, available_cpus, run
+from kvcupy.timelines import pictures
 
 WHAT = (
     "A bound from the machine code, not a measurement: the share of a chip's memory bandwidth (of "

@@ -42,11 +42,11 @@ from replay.settings import Settings, scaled_shape
 from replay.simulation import Sizes
 
 import kvcupy as kv
-from kvcupy import pictures
 from kvcupy.bench import frame
 from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import format_table
+from kvcupy.timelines import pictures
 
 TIERS = ("device", "host", "shared")
 SLOT_BYTES = 4096  # room for the header of a block, at most

@@ -641,8 +641,8 @@ def test_view_as_keeps_what_the_array_is(torch):
         (np.float16, "bf16", TypeError, "array: expected integers that hold bf16 bits, got fp16"),
         (np.float32, "fp8_e5m2", TypeError, "got fp32"),
         (np.bool_, "int8", TypeError, "got bool"),
-        (np.uint16, "float99", ValueError, "format: expected one of fp32, .*got 'float99'"),
-        (np.uint16, None, ValueError, "format"),
+        (np.uint16, "float99", ValueError, "dtype: expected one of fp32, .*got 'float99'"),
+        (np.uint16, None, ValueError, "dtype"),
         (object, "bf16", TypeError, "array"),
     ],
 )

@@ -200,7 +200,7 @@ REFUSED = {
                        "scales: .*contiguous"),
     "scales of fp8": (lambda: kv.view_as(np.zeros((3, 4), np.uint8), "fp8_e4m3", scales=1),
                       "scales: expected None"),
-    "an unknown format": (lambda: kv.view_as(packed(3), "fp4"), "format: .*nvfp4"),
+    "an unknown format": (lambda: kv.view_as(packed(3), "fp4"), "dtype: .*nvfp4"),
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from .. import pictures
 from ..extras import install
+from ..timelines import pictures
 
 _PACKAGES = (
     "kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "torch", "flashinfer-python",

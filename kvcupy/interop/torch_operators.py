@@ -201,6 +201,9 @@ def _require_no_gradient(x: Any, name: str) -> None:
 
 def _tagged(cache: Any, format: str, name: str) -> Any:
     """Return bytes as a cache of a format; of a tensor that is one already, the tensor."""
+    if format not in formats.CACHE_FORMATS:
+        known = ", ".join(formats.CACHE_FORMATS)
+        raise ValueError(f"format: expected one of {known}, got {format!r}")
     if cache.dtype == torch.uint8:
         return view_as(cache, format)
     if _format_of(cache.dtype) != format:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from .. import observe, pictures
+from .. import observe
 from ..errors import file_path
+from . import pictures
 from .page import page
 
 if TYPE_CHECKING:

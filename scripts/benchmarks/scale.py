@@ -20,10 +20,10 @@ from statistics import median
 from typing import Any
 
 import kvcupy as kv
-from kvcupy import pictures
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import named_stream
 from kvcupy.cache.pages import PageAllocator
+from kvcupy.timelines import pictures
 
 CHUNK = 10_000  # blocks that are inserted at once
 FILLED = 1000  # sequences that are filled in one step

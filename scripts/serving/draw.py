@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcupy import pictures
+from kvcupy.timelines import pictures
 
 COLOURS = {
     "embed": "#72A98F", "qkv": "#B6566B", "rope_store_kv": "#9C8AC2", "paged_attention": "#4C78A8",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcupy import pictures
+from kvcupy.timelines import pictures
 
 from .resources import Sample, line
 

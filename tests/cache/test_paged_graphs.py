@@ -111,8 +111,8 @@ FORMATS = {
     "past": {"past": "fp8_e4m3", "recent": 3},
     "past, window": {"past": "fp8_e4m3", "recent": 3, "masks": {"window": 4}},
     "past, sinks": {"past": "int8", "recent": 3, "sinks": 2, "rope_mode": "inline"},
-    "rotated": {"dtype": "nvfp4", "head_dim": 16, "rotation": "hadamard"},
-    "rotated past": {"past": "nvfp4", "recent": 3, "head_dim": 16, "rotation": "hadamard"},
+    "rotated": {"dtype": "nvfp4+hadamard", "head_dim": 16},
+    "rotated past": {"past": "nvfp4", "recent": 3, "head_dim": 16, "hadamard": True},
 }
 
 

@@ -81,7 +81,7 @@ def test_keys_that_are_cached_rotated(device, past, sinks):
 def test_formats(device, dtype, past, width):
     """Whatever attention reads may be the past of whatever is wider."""
     if (dtype, past) == ("fp8_e4m3", "fp8_e5m2"):
-        with pytest.raises(ValueError, match="past: expected a format narrower than fp8_e4m3"):
+        with pytest.raises(ValueError, match="demotion: expected a format narrower than fp8_e4m3"):
             MixedTwin(device, **{**MIXED, "dtype": dtype, "past": past})
         return
     twin = MixedTwin(device, **{**MIXED, "dtype": dtype, "past": past, "head_dim": width})

@@ -102,7 +102,7 @@ def test_bits(device, past, sinks):
     assert_empty(one)
 
 
-ROTATED = {"past": "nvfp4", "rotation": "hadamard", "scale_rule": "four_over_six"}
+ROTATED = {"past": "nvfp4", "hadamard": True, "scale_rule": "four_over_six"}
 
 
 def test_rotated_pages_come_back_as_they_were(device):
@@ -660,7 +660,7 @@ def test_a_ticket_with_too_few_pages_is_refused_without_past(device):
 
 
 def test_pages_that_are_rotated_otherwise_are_refused(device):
-    with Pair(device, **ROTATED, other={"rotation": None}) as pair:
+    with Pair(device, **ROTATED, other={"hadamard": False}) as pair:
         begin(pair.one)
         with pytest.raises(ValueError, match=r"ticket: .*past nvfp4, got nvfp4\+hadamard:16"):
             pair.receive(pair.export())

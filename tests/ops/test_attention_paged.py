@@ -69,7 +69,7 @@ def test_cumulative_lengths_alone(device, monkeypatch):
     want = kv.paged_attention(*arrays, query_lens=new)
     by_counts = len(launched)
     got = kv.paged_attention(*arrays, cu_query_lens=device.asarray(sums))
-    assert len(launched) == 2 * by_counts - 1
+    assert len(launched) == max(0, 2 * by_counts - 1)  # no launch without a compiler
     np.testing.assert_array_equal(device.to_numpy(got), device.to_numpy(want))
     with pytest.raises(ValueError, match=r"^query_lens: expected None with cu_query_lens"):
         kv.paged_attention(*arrays, query_lens=new, cu_query_lens=device.asarray(sums))

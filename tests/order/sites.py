@@ -34,6 +34,8 @@ from kvcupy.order.explore import SimulatedStream
 PACKAGE = Path(kv.__file__).parent
 WITHIN = ("arrays.py", "cache/", "ops/", "remote/", "scratch.py", "streams.py")
 """What issues work for users. The rest observes, measures, or is a device."""
+WHEELS = ("remote/migration/nixl", "remote/stores/mooncake")
+"""What waits for other projects' engines, not for streams."""
 
 _COMPLETION = ("wait", "wait_layer", "synchronize", "done")
 _STREAM = ("wait", "record", "synchronize", "done")
@@ -55,6 +57,11 @@ PRIMITIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (PageAllocator, ("_mark_busy",)),
 )
 NAMES = frozenset(name for _, names in PRIMITIVES for name in names)
+
+
+def _is_within(path: Path) -> bool:
+    name = path.relative_to(PACKAGE).as_posix()
+    return name.startswith(WITHIN) and not name.startswith(WHEELS)
 
 
 @cache
@@ -84,7 +91,7 @@ def site_at(filename: str, line: int, name: str) -> str | None:
     path = Path(filename)
     if not path.is_relative_to(PACKAGE):
         return None
-    if not path.relative_to(PACKAGE).as_posix().startswith(WITHIN):
+    if not _is_within(path):
         return None
     around = [
         (own == name, call.lineno - call.end_lineno, where, call)
@@ -100,7 +107,7 @@ def sites_in_source() -> set[str]:
     return {
         _text(path, where, call)
         for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).as_posix().startswith(WITHIN)
+        if _is_within(path)
         for where, name, call in _calls(path)
         if name in NAMES and isinstance(call.func, ast.Attribute)
         and not isinstance(call.func.value, ast.Constant)  # ", ".join(...)

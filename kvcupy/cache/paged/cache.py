@@ -1071,6 +1071,8 @@ def _pool_of(
     latent_dim: int | None, rope_dim: int | None, has_static_scales: bool,
 ) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
+    if pool is not None:
+        _require_kind(pool, latent_dim)
     if latent_dim is not None:
         row = positive_int(latent_dim, "latent_dim") + positive_int(rope_dim, "rope_dim")
         if v_head_dim is not None:
@@ -1105,17 +1107,21 @@ def _pool_of(
     return MLAPool(**shared, latent_dim=latent_dim, rope_dim=head_dim - latent_dim)
 
 
-def _require_pool(
-    pool: Any, counts: dict[str, int | None], dtype: Any, device: Any, latent_dim: int | None,
-    has_static_scales: bool,
-) -> None:  # fmt: skip
-    """Raise if the other arguments contradict a pool, or attention cannot read its pages."""
+def _require_kind(pool: Any, latent_dim: int | None) -> None:
+    """Raise TypeError unless a pool is of K and V, or of latents, as the other arguments say."""
     expected = KVPool if latent_dim is None else MLAPool
     if not isinstance(pool, expected):
         beside = "without" if latent_dim is None else "with"
         raise TypeError(
             f"pool: expected a {expected.__name__} {beside} latent_dim, got {type(pool).__name__}"
         )
+
+
+def _require_pool(
+    pool: Any, counts: dict[str, int | None], dtype: Any, device: Any, latent_dim: int | None,
+    has_static_scales: bool,
+) -> None:  # fmt: skip
+    """Raise if the other arguments contradict a pool, or attention cannot read its pages."""
     for name, value in counts.items():
         if value is not None and positive_int(value, name) != getattr(pool, name):
             raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
