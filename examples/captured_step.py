@@ -1,4 +1,4 @@
-"""Capture a decode step once, and replay it for other tokens and other lengths."""
+"""Capture a decode step once, and replay it with other tokens and lengths."""
 
 import kvcupy as kv
 
@@ -21,7 +21,7 @@ with cache.forward(["a", "b"], [1, 1]), stream.capture() as graph:
     step()
 with cache.forward(["a", "b"], [1, 1]):
     graph.launch(stream)
-with cache.forward(["b"], [1]):  # fewer sequences: the graph follows the step that was begun
+with cache.forward(["b"], [1]):  # fewer sequences than captured
     graph.launch(stream)
 stream.synchronize()
 print({name: cache.sequence_length(name) for name in "ab"})  # {'a': 2, 'b': 3}

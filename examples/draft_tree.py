@@ -1,4 +1,4 @@
-"""Verify a tree of draft tokens in one step, and keep the path that was accepted."""
+"""Verify a tree of draft tokens in one step, and keep the accepted path."""
 
 import kvcupy as kv
 
@@ -15,7 +15,7 @@ def forward(count: int, tree: list[int] | None = None) -> None:
 
 cache.add_sequence("answer")
 forward(20)
-#    0       two continuations of node 0, and one that goes on from node 1
+#    0       two continuations of node 0, and one continuation of node 1
 #   / \
 #  1   2
 #  |

@@ -1,4 +1,4 @@
-"""Two streams, one page, no order: the order checker names the wait that is missing."""
+"""Two streams use one page without order: the order checker names the missing wait."""
 
 import numpy as np
 

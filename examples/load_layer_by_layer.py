@@ -1,4 +1,4 @@
-"""Bring pages back from host memory: the attention of each layer waits for its own part alone."""
+"""Load pages from host memory; the attention of each layer waits only for its own layer."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ main = device.stream()
 
 pages, stored = pool.allocator.alloc(8), on_host.allocator.alloc(8)
 engine.save(pages, stored, after=main)
-pool.allocator.free(pages)  # others get them only when the save has read them
+pool.allocator.free(pages)  # allocated again only when the save has read them
 fresh = pool.allocator.alloc(8)
 
 load = engine.load(stored, fresh, after=main)

@@ -1,4 +1,4 @@
-"""Answer a prompt whose beginning was computed before: only the rest is new."""
+"""Answer a prompt with a cached prefix: only the rest is computed."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""An 8-bit cache with a scale per token and head: half of the memory, and what it costs."""
+"""An 8-bit cache with a scale per token and head: half the memory, and its error."""
 
 import numpy as np
 

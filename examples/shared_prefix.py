@@ -1,15 +1,15 @@
-"""Compute a prompt's blocks once, for all processes of this machine, and those started later."""
+"""Compute a prompt's blocks once for all processes of this machine, including later ones."""
 
 import os
 
 import kvcupy as kv
 
-name = f"shm:example-{os.getpid()}"  # processes that share use one name
+name = f"shm:example-{os.getpid()}"  # all processes pass the same name
 hashes = kv.block_hashes(range(160), 16)  # of the prompt, 16 tokens a block
 
 
 def process(number):
-    """Do what each process does; here one after the other."""
+    """Run the work of one process; here one after the other."""
     pool = kv.KVPool(64, 16, 4, 8, 128, layout="page_first_direct", placement="pinned")
     pages = pool.allocator.alloc(len(hashes))
     with kv.SharedStore.open(name, pool, capacity_bytes=2**26) as store:
@@ -20,7 +20,7 @@ def process(number):
             pool.k(layer)[pages[known:]] = 1
         print("put:", store.put(hashes[known:], pages[known:]))
         if number == 1:
-            store.remove()  # else they stay until the machine restarts
+            store.remove()  # otherwise the blocks stay until the machine restarts
 
 
 process(0)

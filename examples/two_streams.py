@@ -1,4 +1,4 @@
-"""Load pages on a copy stream while the main stream computes; an event orders what must be."""
+"""Load pages on a copy stream while the main stream computes; events order the two."""
 
 import sys
 
@@ -12,14 +12,14 @@ on_host = kv.KVPool(256, 16, 8, 8, 128, layout="page_first", placement="pinned",
 pages = np.arange(128)
 main, copy = device.stream(), device.stream()
 rows = device.zeros((2048, 8, 128), "bf16")
-slots = device.asarray(np.arange(2048) + 128 * 16)  # other pages than those that are loaded
+slots = device.asarray(np.arange(2048) + 128 * 16)  # not the pages that are loaded
 
 with kv.timeline() as timeline:
-    kv.fork(main, copy)  # copy begins after what main has been given so far
+    kv.fork(main, copy)  # copy waits for all work queued on main so far
     kv.transfer_pages(on_host, pool, pages, pages, stream=copy)
     for layer in range(8):
         kv.store_kv(rows, rows, pool.k(layer), pool.v(layer), slots, stream=main)
-    kv.join(main, copy)  # main goes on when copy is done
+    kv.join(main, copy)  # main waits for all work queued on copy
     main.synchronize()
 
 for span in timeline.spans:

@@ -17,7 +17,7 @@ from redis_server import servers_in as redis_in  # noqa: E402
 
 PAGE = (ROOT / "docs" / "shared_store_servers.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL))
+COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", "")
 
 
 def words_of(start):

@@ -326,8 +326,9 @@ def test_ci_runs_the_readmes_commands_first_and_without_its_own_environment(sand
     ("call", "step"),
     [
         ("overlap_demo.py", "bash scripts/demo.sh"), ("--dist worksteal", "bash scripts/test.sh"),
-        ("--remaining", "tests with torch"), ("ruff format", "ruff format"), ("mypy", "mypy"),
-        ("mkdocs build", "docs"), ("check.py --record", "compile with NVRTC"),
+        ("--remaining", "tests with torch"), ("ruff format", "ruff format"),
+        ("check_prose", "prose"), ("mypy", "mypy"), ("mkdocs build", "docs"),
+        ("check.py --record", "compile with NVRTC"),
         ("check.py --sample", "compile with NVRTC 13"), ("roofline", "roofline"),
     ],
 )  # fmt: skip
