@@ -744,7 +744,7 @@ class PagedPast(Paged):
     """Old tokens in four bits: demoted, shared, converted back, written and evicted."""
 
     options: ClassVar[dict[str, Any]] = {
-        "past": "nvfp4", "recent": 4, "sinks": 1, "num_past_pages": 16, "head_dim": 2 * WIDTH,
+        "demotion": kv.Demotion("nvfp4", recent=4, first=1, num_pages=16), "head_dim": 2 * WIDTH,
     }  # fmt: skip
 
     def __init__(self, device: Any, folder: Path) -> None:
