@@ -303,7 +303,7 @@ def test_no_byte_that_changes_makes_a_wrong_block(shared, path):
             file.seek(place)
             file.write(bytes([byte ^ (1 << n % 8)]))
         served += sum(user.get(*hashes))  # asserts that they are right
-        user.store._bad.clear()
+        user.store._retry_at.clear()
     assert served > len(places)
     assert user.store.stats()["damaged"] > 20
     fresh = shared(4)
@@ -331,7 +331,7 @@ def test_no_damage_makes_a_wrong_block_or_an_error(tmp_path, num_blocks):
                     assert "failed" not in user.put(*some), seed
                 else:
                     user.get(*some)  # asserts that they are right
-                user.store._bad.clear()
+                user.store._retry_at.clear()
                 for _ in range(rng.choice([0, 0, 1, 4, 64])):
                     place = rng.choice(bookkeeping)
                     if rng.random() < 0.2:
