@@ -77,8 +77,7 @@ class SharedStore(ProcessLocal):
 
     Threads may share a store. It belongs to the process that opened it.
 
-    Source: the semantics of a put (write-once, visible when whole) are those of kvcache-ai/Mooncake
-    `mooncake-store`.
+    Source: puts are write-once and visible when whole, as in kvcache-ai/Mooncake `mooncake-store`.
     """
 
     _instead = "open one in each process"
