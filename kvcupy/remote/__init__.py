@@ -1,1 +1,1 @@
-"""What leaves the process: shared stores, migration, the identity and wire format of pages."""
+"""Pages across processes: shared stores, migration, pool identities and the wire format."""

@@ -1,6 +1,6 @@
-"""What identifies a block beyond one process: its hash and the pool whose bytes it has, as a key.
+"""Names for blocks outside one process: a pool's identity, and keys made of it and block hashes.
 
-All of it is the same in every process and on every machine.
+Identities, digests and keys are the same in every process and on every machine.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ..ops import checks
 DIGEST_BYTES = 16
 KEY_BYTES = 32
 
-_VERSION = 1  # of the order of bytes and of what an identity has
+_VERSION = 1  # of the wire order and of the fields of PoolIdentity
 _MAX_ENCODED_BYTES = 4095
 _WORD_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class PoolIdentity:
-    """What the bytes of a page mean. Pools with equal identities exchange them as they are.
+    """The meaning of a page's bytes. Pools with equal identities exchange pages without conversion.
 
     Attributes
     ----------
     kind : "kv" or "mla"
     format : name of the number format, and which elements of a row are stored rotated
-    page_size, num_layers, head_dim, v_head_dim : as of the pool
-    head_start, num_kv_heads : which of the model's heads the pool holds: the first, and how many
-    total_kv_heads : of the model
-    scales : whether a float32 scale for each token and head goes with K and V
-    wire : order of the bytes of a page as they are exchanged, that of a layout:
-        "page_first_direct", which pools of all layouts but one read and write, or "page_head"
-    version : of that order, and of these attributes
-    model : what else distinguishes K and V of the same tokens: weights, adapter, rotary settings
+    page_size, num_layers, head_dim, v_head_dim : same as the pool's
+    head_start, num_kv_heads : first head of the model in the pool, and number of heads in the pool
+    total_kv_heads : number of heads of the model
+    scales : whether K and V have a float32 scale per token and head
+    wire : byte order of an exchanged page: "page_head" for pools of that layout,
+        "page_first_direct" for all others
+    version : of the wire order and of these attributes
+    model : distinguishes models whose pools look alike: weights, adapter, rotary settings
 
     Examples
     --------
@@ -67,18 +67,19 @@ class PoolIdentity:
     def of(
         cls, pool: Any, *, head_start: int = 0, total_kv_heads: int | None = None, model: str = ""
     ) -> PoolIdentity:
-        """Return the identity of a pool.
+        """Identify a pool.
 
         Parameters
         ----------
         pool : a KVPool or an MLAPool
-        head_start, total_kv_heads : where the pool's heads are among those of the model, if it is
-            one of several that share them; None is the number of heads of the pool
-        model : as the attribute, at most some 3000 bytes
+        head_start, total_kv_heads : the pool's first head and the number of heads of the model, if
+            several pools share the model's heads. `total_kv_heads` defaults to the pool's heads
+        model : as the attribute, at most about 3000 bytes
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit
+        TypeError : an argument has the wrong type
+        ValueError : the pool's heads exceed `total_kv_heads`, or `model` is too long
         """
         if not isinstance(pool, Pool):
             raise TypeError(f"pool: expected a KVPool or an MLAPool, got {type(pool).__name__}")
@@ -110,32 +111,34 @@ class PoolIdentity:
 
     @classmethod
     def decoded(cls, encoded: bytes) -> PoolIdentity:
-        """Return the identity that another process has encoded; ValueError if it is none."""
+        """Decode an identity of another process; raise ValueError if it is malformed."""
         try:
             if len(encoded) > _MAX_ENCODED_BYTES:
-                raise ValueError("it is too long")
+                raise ValueError("too long")
             values = json.loads(encoded)
             if not isinstance(values, dict):
-                raise ValueError("it is not an object")
-            # Annotations are text here: "int", "str", "bool".
+                raise ValueError("not a JSON object")
+            # Annotations are strings in this module: "int", "str", "bool".
             if {name: type(value).__name__ for name, value in values.items()} != {
                 field.name: field.type for field in fields(cls)
             }:
-                raise ValueError("its fields differ")
+                raise ValueError("other fields")
             return cls(**values)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"identity: expected that of a pool, got another: {error}") from None
+            raise ValueError(
+                f"identity: expected an encoded PoolIdentity, got invalid data: {error}"
+            ) from None
 
     def encoded(self) -> bytes:
-        """Return it as JSON: sorted names, no spaces, ASCII, less than 4 KiB."""
+        """Encode as JSON: sorted names, no spaces, ASCII, less than 4 KiB."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> bytes:
-        """Return 16 bytes that differ between identities: BLAKE2b of `encoded`."""
+        """Hash `encoded` with BLAKE2b, to 16 bytes."""
         return blake2b(self.encoded(), digest_size=DIGEST_BYTES).digest()
 
     def difference(self, other: PoolIdentity) -> str:
-        """Say which field differs first and how, "" if none does; `other` is what came."""
+        """Describe the first field that differs from `other`, the received one; "" if equal."""
         for field in fields(self):
             expected, got = getattr(self, field.name), getattr(other, field.name)
             if expected != got:
@@ -147,14 +150,14 @@ class PoolIdentity:
 
 
 class BlockKeys:
-    """Makes the names under which processes share blocks.
+    """Makes the keys under which processes share blocks.
 
     Parameters
     ----------
-    identity : a PoolIdentity (`kvcupy.remote.identity.PoolIdentity.of`), or a pool that has all
+    identity : a PoolIdentity (`kvcupy.remote.identity.PoolIdentity.of`), or a pool that holds all
         heads of its model
-    tenant : text or bytes. Tenants cannot name each other's blocks, nor find out which there are,
-        as long as this is secret
+    tenant : str or bytes. While it is secret, other tenants can neither name this tenant's blocks
+        nor test whether they exist
 
     Attributes
     ----------
@@ -163,7 +166,7 @@ class BlockKeys:
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit
+    TypeError : `tenant` is neither str nor bytes, or `identity` neither an identity nor a pool
 
     Notes
     -----
@@ -196,18 +199,18 @@ class BlockKeys:
         self._start = blake2b(identity.digest(), digest_size=KEY_BYTES, key=secret_key)
 
     def __repr__(self) -> str:
-        return f"<BlockKeys of {self.identity}>"  # without the tenant, which may be secret
+        return f"<BlockKeys of {self.identity}>"  # omits the tenant, which may be secret
 
     def keys(self, hashes: Iterable[int]) -> list[bytes]:
         """Return the keys of blocks, 32 bytes each.
 
         Parameters
         ----------
-        hashes : of `block_hashes`, or another's that fill 128 bits
+        hashes : 128-bit ints, from `block_hashes` or another hash function
 
         Raises
         ------
-        TypeError, ValueError : `hashes` are not such numbers, such as hashes of 64 bits
+        TypeError, ValueError : `hashes` has other values, such as 64-bit hashes
         """
         keys = []
         for hash in hash_list(hashes):

@@ -1,12 +1,12 @@
-"""Pages of a pool as bytes, in the order in which processes exchange them, and their checksum.
+"""Wire format of a page, the byte order in which processes exchange pages, and block checksums.
 
     page_first_direct   K of all layers | V of all layers | scales of K | scales of V
-                        (layers, page_size, heads, width) each; what a page has in that layout.
+                        (layers, page_size, heads, width) each, same as a page in that layout.
                         Rows of four-bit formats are codes and group scales, as in a pool
     page_head           the same parts, (heads, page_size, layers, width) each
 
-MLA has one part, and one of scales. The pools of all layouts but "page_head" use the first order,
-so that they exchange pages whatever their own.
+MLA has one part of rows and one part of scales. Pools of all layouts except "page_head" use the
+first order, so they can exchange pages with each other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..observe import Access
 
 try:
     import xxhash
-except ImportError:  # of the extra "shared"
+except ImportError:  # optional: the extra "shared"
     xxhash = None  # type: ignore[assignment]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_MIN_PIECE_BYTES = 4096  # on average, of a page that is not gathered into one piece first
+_MIN_PIECE_BYTES = 4096  # average below which a page is first gathered into one buffer
 _AXES = {"page_first_direct": (1, 2, 3), "page_head": (3, 2, 1)}  # of (pages, L, S, H, width)
 
 
@@ -40,10 +40,10 @@ class _Run(NamedTuple):
 
     offset: int  # in the block
     num_bytes: int
-    span: memoryview  # of the array that has them
-    start: int  # in the span, of page 0
+    span: memoryview  # array that contains the run in all pages
+    start: int  # offset in the span, for page 0
     page_stride: int
-    pointer: int  # of page 0
+    pointer: int  # address of the run in page 0
 
     def of(self, page: int) -> memoryview:
         start = self.start + page * self.page_stride
@@ -56,26 +56,26 @@ class WirePages:
     Parameters
     ----------
     pool : a KVPool or an MLAPool, of the host device or with placement "pinned" or "pageable"
-    wire : "page_first_direct" or "page_head"; None: that of the pool's `PoolIdentity`
+    wire : "page_first_direct" or "page_head"; None uses `PoolIdentity.wire` of the pool
 
     Attributes
     ----------
     pool, wire
-    block_bytes : of a page
-    layer_bytes : of a page in one layer, of all parts
-    num_pieces : contiguous pieces of memory that a page consists of in that order
-    is_direct : whether `pieces`, `layer_pieces` and `addresses` can be used: pieces are at least
-        4 KiB on average, or there is one for each part. Else pages go through a buffer, with
-        `read_into` and `write_from`, which can always be used
+    block_bytes : bytes per page
+    layer_bytes : bytes per page and layer, over all parts
+    num_pieces : number of contiguous pieces of a page in wire order
+    is_direct : whether `pieces`, `layer_pieces` and `addresses` may be called: pieces are at least
+        4 KiB on average, or each part is one piece. `read_into` and `write_from`, which copy
+        through a buffer, always work
 
     Raises
     ------
-    ValueError : the pool is in the memory of a GPU, or there is no such order
+    ValueError : the pool is in GPU memory, or `wire` is unknown
 
     Notes
     -----
-    The memory of the pool is used where it lies; memoryviews keep it alive. Page numbers are not
-    checked. Ordering with work on streams is up to the caller.
+    Views refer to the pool's memory and keep it alive. Page numbers are not checked. The caller
+    orders these accesses with work on streams.
 
     Examples
     --------
@@ -134,17 +134,17 @@ class WirePages:
         return [run.of(page) for run in self._runs]
 
     def addresses(self, page: int) -> tuple[list[int], list[int]]:
-        """Return the addresses of `pieces`, and how many bytes each has."""
+        """Return the address and the number of bytes of each of `pieces`."""
         self._require_direct()
         pointers = [run.pointer + page * run.page_stride for run in self._runs]
         return pointers, [run.num_bytes for run in self._runs]
 
     def layer_spans(self, layer: int) -> list[tuple[int, int]]:
-        """Return where the bytes of a layer are in a block: offset and length, part by part.
+        """Return the (offset, length) of a layer in a block, for each part.
 
         Raises
         ------
-        ValueError : the order is "page_head", in which layers alternate
+        ValueError : the order is "page_head", which interleaves layers
         """
         if self.wire == "page_head":
             raise ValueError('wire: expected "page_first_direct" to exchange layers, got page_head')
@@ -153,7 +153,7 @@ class WirePages:
         ]
 
     def layer_pieces(self, page: int, layer: int) -> list[tuple[int, memoryview]]:
-        """Return the bytes of one layer of a page: offset in the block and memory, in order.
+        """Return one layer of a page, in wire order, as (offset in the block, memory) pairs.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class WirePages:
                 in_pool[...] = in_block
 
     def announce(self, operation: str, pages: Iterable[int], *, is_read: bool) -> None:
-        """Announce to order checkers that the processor reads pages, or writes them."""
+        """Notify order checkers that the CPU reads or writes pages."""
         if observe.order_observers:
             parts = (*self.pool.parts, *self.pool.scale_parts)
             accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
@@ -203,7 +203,7 @@ class WirePages:
 
 
 class _Plane:
-    """K, or V, or scales of either, of all layers: one part of a block."""
+    """One part of a block: K, V, or the scales of either, of all layers."""
 
     def __init__(
         self, parts: Sequence[tuple[range, ArrayView]], offset: int, num_layers: int, wire: str
@@ -231,7 +231,7 @@ class _Plane:
             self.runs += _runs(part, self._axes, row_bytes, first)
 
     def halves(self, block: Bytes, page: int) -> Iterable[tuple[Bytes, Bytes]]:
-        """Return what corresponds in a block and in a page, for each group of layers."""
+        """Yield matching views of a block and of a page, for each group of layers."""
         plane = block[self.offset : self.offset + self.num_bytes].reshape(self._shape)
         by_layer = plane.transpose(*(self._axes.index(axis) for axis in (1, 2, 3)), 3)
         for layers, array in self._arrays:
@@ -239,7 +239,7 @@ class _Plane:
 
 
 def _runs(part: ArrayView, axes: Sequence[int], row_bytes: int, offset: int) -> list[_Run]:
-    """Return the runs of a part, in the order of some of its axes."""
+    """Split a part into contiguous runs, ordered by `axes`."""
     outer, num_bytes = list(axes), row_bytes
     while outer and (part.shape[outer[-1]] == 1 or part.strides[outer[-1]] == num_bytes):
         num_bytes *= part.shape[outer.pop()]
@@ -257,7 +257,7 @@ def _runs(part: ArrayView, axes: Sequence[int], row_bytes: int, offset: int) -> 
 
 
 def _clip(run: _Run, start: int, stop: int) -> _Run | None:
-    """Return what a run has of a range of the block, if anything."""
+    """Restrict a run to a range of the block; None if they do not overlap."""
     first, last = max(run.offset, start), min(run.offset + run.num_bytes, stop)
     if first >= last:
         return None
@@ -279,23 +279,23 @@ def _as_bytes(buffer: Any, num_bytes: int) -> Bytes:
 
 
 class Hasher(Protocol):
-    """A checksum of the bytes that it has been updated with, however they are divided."""
+    """A checksum that does not depend on how the bytes are split across updates."""
 
     def update(self, data: Any, /) -> None: ...
     def intdigest(self) -> int: ...
 
 
 _BLOCK_BYTES = 4096
-# Each word of 4096 bytes has its own odd weight: every change of a single word is detected.
+# Each word of a 4096-byte group has an odd weight, so every change of a single word is detected.
 _WEIGHTS = np.frombuffer(
     hashlib.shake_256(b"kvcupy wire, weights of 4096 bytes").digest(_BLOCK_BYTES), "<u8"
 ).astype(np.uint64) | np.uint64(1)
 
 
 class WeightedSums:
-    """The checksum "sum64", where there is no xxhash: BLAKE2b over a sum for each 4096 bytes.
+    """The checksum "sum64", the fallback without xxhash: BLAKE2b over one sum per 4096 bytes.
 
-    A sum is that of words times weights, modulo 2**64.
+    Each sum is the dot product of 64-bit words and weights, modulo 2**64.
     """
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ class WeightedSums:
 
 
 HASHERS: dict[str, type[Hasher]] = {"sum64": WeightedSums}
-"""By name of the algorithm, those that there are here."""
+"""Available checksum algorithms, by name."""
 if xxhash is not None:
     HASHERS["xxh3_64"] = xxhash.xxh3_64
 
@@ -337,13 +337,13 @@ DEFAULT_CHECKSUM = "xxh3_64" if xxhash is not None else "sum64"
 
 
 def checksum(buffers: Iterable[Any], algorithm: str = DEFAULT_CHECKSUM) -> int:
-    """Return a checksum of 64 bits of contents in order; how they are divided makes no difference.
+    """Compute a 64-bit checksum of the concatenated buffers.
 
     Parameters
     ----------
     buffers : contiguous buffers
-    algorithm : of `HASHERS`: "xxh3_64" (the package xxhash, in the extra "shared") is faster than
-        memory is copied; "sum64" is always there
+    algorithm : a key of `HASHERS`: "xxh3_64" (package xxhash, in the extra "shared") is faster
+        than a memory copy; "sum64" is always available
 
     >>> checksum([b"12", b"345"], "sum64") == checksum([b"12345"], "sum64")
     True

@@ -389,13 +389,13 @@ def test_pages_in_which_bytes_may_still_land_are_used_for_nothing(device, monkey
 
 
 def test_a_call_that_does_not_end_makes_the_cache_full(device, monkeypatch):
-    monkeypatch.setattr(store_tier, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
     blocks = SharedBlocks(device, 4, 4)
     blocks.publish(A)
     gate = Held(blocks.store, "get")
     blocks.cache.prefetch(names(A))
     assert gate.entered.wait(PATIENCE_S)
-    with pytest.raises(kv.CacheFull, match=r"room for 4|does not end"):
+    with pytest.raises(kv.CacheFull, match=r"room for 4|does not return"):
         in_time(lambda: blocks.cache.take_host_pages(4))
     gate.open()
     blocks.idle()
@@ -510,7 +510,7 @@ def test_back_puts_what_leaves(device, write):
 
 @pytest.mark.parametrize("how", ["raises", "full", "hangs"])
 def test_back_with_a_store_that_takes_nothing(device, how, monkeypatch):
-    monkeypatch.setattr(store_tier, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
     blocks = SharedBlocks(device, 4, 4, shared_write="back", write="back")
     gate = None
     if how == "raises":
@@ -846,7 +846,7 @@ def test_a_forked_child_is_refused(blocks):
     finally:
         process.kill()
         process.join(PATIENCE_S)
-    assert set(said) == {"shared: the cache is of another process; make one in each process"}
+    assert set(said) == {"shared: the cache belongs to another process; make one in each process"}
     blocks.use(names(A), known=1)
 
 

@@ -473,7 +473,7 @@ NOT_NEEDED = {
             "TransferQueue._reap: batch.join()": _FAILURES,
         },
         "remote/migration/layers.py": {
-            "Staging.borrowed: self._freed.wait(min(_WAIT_S, max(0.0, deadline - "
+            "Staging.borrowed: self._freed.wait(min(_STAGING_POLL_S, max(0.0, deadline - "
             "time.monotonic())))": _THREADS,
             "Staging.load: stream.synchronize()": _SOCKETS,
             "Staging.save: stream.synchronize()": _SOCKETS,
@@ -543,7 +543,7 @@ NOT_NEEDED = {
             "TieredCache.flush: completion.synchronize()": _ASKS_AGAIN,
         },
         STORE_TIER: {
-            "StoreTier._wait_for_put: over.wait(0.0 if stuck else _PATIENCE_S)": _THREADS,
+            "StoreTier._wait_for_put: over.wait(0.0 if stuck else _STORE_TIMEOUT_S)": _THREADS,
             "StoreTier.drain: self._moved.wait(min(pause, max(0.0, deadline - time.monotonic())))":
                 _THREADS,
             "StoreTier.stop: thread.join(join_s)": _THREADS,

@@ -182,7 +182,7 @@ class User:
 
 def work(folder, pool, seed, step, counts, options):
     """Use a store until it comes to a step, or for ever."""
-    shm._MIN_HELPED_BYTES = 0  # two threads copy the two blocks
+    shm._MIN_THREADED_BYTES = 0  # two threads copy the two blocks
     user, rng = User(folder, pool, {**options, "threads": 2}), random.Random(seed)
     if step is not None:
         at_step(step, rng.randrange(1, 6), kill_self)

@@ -17,7 +17,7 @@ HASHES = block_hashes(48)
 
 
 def use(url, seed, seconds):
-    store._SKIPPED_S = store._BAD_S = 0.02  # a server that was lost is asked again soon
+    store._SKIP_S = store._NEGATIVE_CACHE_TTL_S = 0.02  # a server that was lost is asked again soon
     order = random.Random(seed)
     hits = 0
     with Writer(

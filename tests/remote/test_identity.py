@@ -105,7 +105,7 @@ def encoded(**changes):
     ids=range(14),
 )  # fmt: skip
 def test_what_is_no_identity_is_refused(foreign):
-    with pytest.raises(ValueError, match=r"^identity: expected that of a pool"):
+    with pytest.raises(ValueError, match=r"^identity: expected an encoded PoolIdentity"):
         PoolIdentity.decoded(foreign)
 
 

@@ -243,7 +243,7 @@ def test_small_layers_that_are_ready_go_together(num_layers, expected, monkeypat
     monkeypatch.setattr(protocol.Channel, "_message", recorded)
     with pair() as (sender, receiver, source, target):
         layer_bytes = 4 * source.page_bytes // source.num_layers
-        monkeypatch.setattr(engines, "_TOGETHER_BYTES", num_layers * layer_bytes)
+        monkeypatch.setattr(engines, "_MAX_GROUP_BYTES", num_layers * layer_bytes)
         offered = source.allocator.alloc(4)
         ticket = sender.offer(offered, by_layer=True)
         pull = receiver.pull(ticket, [0, 1, 2, 3])
@@ -265,7 +265,7 @@ def test_layers_that_are_ready_need_no_message_of_their_own(monkeypatch):
         return message(channel, kind, payload)
 
     monkeypatch.setattr(protocol.Channel, "_message", recorded)
-    monkeypatch.setattr(engines, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(engines, "_MAX_GROUP_BYTES", 1)
     with pair() as (sender, receiver, source, target):
         receiver.pull(sender.offer(source.allocator.alloc(4)), range(4)).synchronize()
         assert_pulled(target, range(4), range(4))
@@ -669,11 +669,11 @@ def test_closing_in_the_middle(which):
         assert target.allocator.num_free == 12
         if which == "sender":
             assert source.allocator.num_free == 12
-            with pytest.raises(kv.KvcupyError, match="PageSender: it is closed"):
+            with pytest.raises(kv.KvcupyError, match="PageSender: closed"):
                 sender.offer(source.allocator.alloc(1))
             source.allocator.free([source.allocator.allocated()[0]])
         else:
-            with pytest.raises(kv.KvcupyError, match="PageReceiver: it is closed"):
+            with pytest.raises(kv.KvcupyError, match="PageReceiver: closed"):
                 receiver.pull(ticket, [0, 1])
         for layer in (1, 2):
             sender.layer_done(ticket, layer)
@@ -931,7 +931,10 @@ def test_no_thread(name, monkeypatch, tmp_path):
         start(thread)
 
     if name == "kvcupy page sender":
-        with monkeypatch.context() as patch, pytest.raises(kv.KvcupyError, match="no thread"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(kv.KvcupyError, match="cannot start a thread"),
+        ):
             patch.setattr(threading.Thread, "start", refused)
             kv.PageSender(pool_of(), listen=f"unix:{tmp_path}/pages")
         assert not list(tmp_path.iterdir())
@@ -1096,7 +1099,7 @@ def test_nobody_waits_for_a_sender_that_stops_while_it_confirms(monkeypatch):
         channel._socket.sendall(message[10:])
 
     monkeypatch.setattr(protocol.Channel, "send", sending)
-    monkeypatch.setattr(receivers, "_CONFIRM_S", 10.0 * PATIENCE_S)
+    monkeypatch.setattr(receivers, "_CONFIRM_TIMEOUT_S", 10.0 * PATIENCE_S)
     with pair() as (sender, receiver, source, target), kv.PageSender(filled()) as other:
         stopped_port = int(sender.address.rpartition(":")[2])
         pages = [

@@ -612,7 +612,7 @@ def test_checksums_are_ahead_of_pulls(layout):
 
 def test_the_sender_helps_reads_while_checksums_are_calculated(monkeypatch):
     """By the thread that serves the pull, or by another one."""
-    monkeypatch.setattr(nixl, "_HASHED_BYTES", 1000)
+    monkeypatch.setattr(nixl, "_HASH_CHUNK_BYTES", 1000)
     pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
     group = nixl._LayerGroup(
         FakeOffer(pool, [0, 2, 4]), nixl_agents.BlockAddresses(pool), range(2), BEST_ALGORITHM
@@ -669,8 +669,8 @@ def test_pages_are_released_by_the_thread_that_reads_ahead():
 
 
 def test_looks_whether_layers_are_ready_become_rarer(monkeypatch):
-    monkeypatch.setattr(nixl, "_LOOK_AHEAD_S", 1e-3)
-    monkeypatch.setattr(nixl, "_MAX_LOOK_AHEAD_S", 64e-3)
+    monkeypatch.setattr(nixl, "_READY_POLL_S", 1e-3)
+    monkeypatch.setattr(nixl, "_MAX_READY_POLL_S", 64e-3)
     pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
     blocks, ahead = nixl_agents.BlockAddresses(pool), nixl._ChecksumWorker()
     pauses_s, wait = [], ahead._changed.wait
@@ -794,11 +794,11 @@ def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(m
     dead = nixl_agents.Process(me.boot, me.namespace, me.pid, me.started + 1)
     agent = FakeAgent("PROC")
     reading = begun_reading(agent, dead)
-    time.sleep(nixl_agents._LOOK_S)
+    time.sleep(nixl_agents._LIVENESS_INTERVAL_S)
     assert not reading.done() and not reading.done()
-    monkeypatch.setattr(nixl_agents, "_GRACE_S", -1.0)
+    monkeypatch.setattr(nixl_agents, "_DRAIN_AFTER_DEATH_S", -1.0)
     assert not reading.done()  # it does not look all the time
-    time.sleep(nixl_agents._LOOK_S)
+    time.sleep(nixl_agents._LIVENESS_INTERVAL_S)
     assert reading.done() and "dead" in str(reading.failure)
 
 
@@ -834,7 +834,7 @@ def test_idle_peers_stay_connected(count, monkeypatch):
     for i in range(count):
         agent.add_peer(str(i).encode())
         agent.release_peer(str(i).encode(), failed=False)
-    assert Fake.forgotten == list(range(max(0, count - nixl_agents._MAX_PEERS)))
+    assert Fake.forgotten == list(range(max(0, count - nixl_agents._MAX_IDLE_PEERS)))
 
 
 class FakeNixl:

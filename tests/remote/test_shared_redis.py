@@ -322,7 +322,7 @@ class TestLost:
             lambda end: put_before(backend, end),
         ):
             start = time.monotonic()
-            with pytest.raises(BackendLost, match="did not answer in time"):
+            with pytest.raises(BackendLost, match="no answer in time"):
                 call(time.monotonic() + 0.3)
             assert time.monotonic() - start < 20
         server.go_on()
@@ -565,10 +565,10 @@ class TestNonsense:
         assert time.monotonic() - start < 20  # it would take 180 s
 
     def test_a_reply_without_end_is_given_up(self, impostor, monkeypatch):
-        monkeypatch.setattr(redis, "_SPARE_REPLY_BYTES", 1 << 20)
+        monkeypatch.setattr(redis, "_MAX_EXTRA_REPLY_BYTES", 1 << 20)
         backend = open_backend(f"unix://{impostor.path}", connect=False)
         impostor.reply, memory = b"$%d\r\n" % (1 << 40) + b"x" * (8 << 20), Memory(1)
-        with pytest.raises(BackendLost, match="more than it was asked for"):
+        with pytest.raises(BackendLost, match="longer than requested"):
             backend.get(KEYS[:1], memory.blocks, soon())
 
     @pytest.mark.parametrize("page", [

@@ -97,7 +97,7 @@ def test_damaged_blocks_are_misses(redis_server, name):
 
 
 def test_a_damaged_block_is_stored_again(redis_server, monkeypatch):
-    monkeypatch.setattr(shared_store, "_BAD_S", 0.0)
+    monkeypatch.setattr(shared_store, "_NEGATIVE_CACHE_TTL_S", 0.0)
     with Writer(redis_server().url) as user:
         user.put(*HASHES)
         DAMAGES["a byte of the payload"](user, key_of(user, HASHES[3]))
@@ -118,7 +118,7 @@ def test_a_lost_server_is_left_alone_for_a_while(redis_server, monkeypatch):
         assert user.store.match(HASHES) == 0
         assert stats_of(user, "skipped") > (0,)
         monkeypatch.setattr(user.store, "_skipped_until", 0.0)
-        monkeypatch.setattr(user.store, "_bad", {})
+        monkeypatch.setattr(user.store, "_retry_at", {})
         assert user.put(*HASHES) == ["stored"] * 6
         assert user.get(*HASHES) == [True] * 6
 

@@ -250,9 +250,9 @@ def test_blocks_that_were_not_asked_for_are_there_when_the_store_is(store, shelf
 
 
 def test_the_keys_that_failed_are_bounded(store, monkeypatch):
-    monkeypatch.setattr(store_module, "_MAX_BAD", 5)
-    store._note_bad([bytes([n]) for n in range(9)])
-    assert [*store._bad] == [bytes([n]) for n in range(4, 9)]
+    monkeypatch.setattr(store_module, "_NEGATIVE_CACHE_SIZE", 5)
+    store._note_failed([bytes([n]) for n in range(9)])
+    assert [*store._retry_at] == [bytes([n]) for n in range(4, 9)]
 
 
 def test_misses_are_not_failures(store, shelf):
@@ -359,7 +359,7 @@ def test_a_caller_with_little_time_does_not_close_the_store_to_others(store, she
     put(store, 2)
     shelf.takes_s = 1.0
     for _ in range(4):
-        shelf.failures = [BackendLost("it did not answer in time")]
+        shelf.failures = [BackendLost("no answer in time")]
         assert store.get(HASHES[:1], [1], deadline_s=0.5) == [False]
     assert store.stats()["lost"] == 4
     shelf.takes_s = 0.0

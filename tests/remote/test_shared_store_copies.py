@@ -25,7 +25,7 @@ BLOCKS = 8
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
     """Open stores of blocks of 256 KiB, on which helpers work whatever there is to copy."""
-    monkeypatch.setattr(shm, "_MIN_HELPED_BYTES", 0)
+    monkeypatch.setattr(shm, "_MIN_THREADED_BYTES", 0)
     users = []
 
     def open_one(num_blocks=2 * BLOCKS, folder=tmp_path, **options):
@@ -99,7 +99,7 @@ def test_small_calls_and_small_pieces_are_the_callers(opened, monkeypatch, tmp_p
     with Writer("shm:small", capacity_bytes=2**20, folder=tmp_path, threads=4) as small:
         small.put(*hashes)
         assert small.get(*hashes) == [True] * BLOCKS
-    monkeypatch.setattr(shm, "_MIN_HELPED_BYTES", 2**30)
+    monkeypatch.setattr(shm, "_MIN_THREADED_BYTES", 2**30)
     user = opened(threads=4)
     user.put(*hashes)
     assert user.get(*hashes) == [True] * BLOCKS

@@ -1,4 +1,4 @@
-"""A cache of blocks by content hash, on the device, in host memory and on disk."""
+"""TieredCache: blocks by content hash, on the device, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from ..pages import Pages, StreamCompletion, page_array
 from . import policies
 from .disk import DiskBlocks
 from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire
-from .store_tier import JOIN_S, Arrivals, StoreTier
+from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
 from .tiers import BlockCompletion, Copy, Counts, PageTier, SharedTiers, Tiers, counted
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
 
-_PIECE_BYTES = 2**26  # written under one hold of the lock
+_MAX_LOCKED_WRITE_BYTES = 2**26
 _WAITS = ("complete", "best_effort", "timeout")
 
 
 class TieredCache(ProcessLocal):
-    """Keeps blocks, each a page of every layer, by hashes that identify a prefix up to its end.
+    """Caches blocks by hash. A block is a page of every layer; its hash identifies a prefix.
 
     Parameters
     ----------
-    device_pool, host_pool : pools as for `TransferEngine`. They may have other users too
-    disk : path of a file, or None. An existing file is opened with the blocks that it has
+    device_pool, host_pool : pools as for `TransferEngine`. Other users may share them
+    disk : path of a file, or None. An existing file is opened with its blocks
     disk_bytes : size of the file
-    policy : which block of a tier is evicted first: "lru", "fifo", "lfu", "2q" (scan resistant), or
-        a class, of which each tier gets an instance (`policies.Policy` says its methods)
-    write : when a block is copied to the next tier. "through": to host memory when it is inserted,
-        as far as pages can be freed there, and to disk when it is flushed or evicted from host
-        memory. "back": when it is evicted
-    shared : a `SharedStore` of the host pool, or None; or anything that has its `match`, `put` and
-        `get`, which threads may call. The caches of other processes on the same store find the
-        blocks of this one, and it theirs. Closing the cache does not close the store
-    shared_write : when a block is put into the store, unless that knows it. "through": when it is
-        whole in host memory. "back": before it is evicted from host memory, while neither the
-        device nor the store has it. "second_use": when it is acquired for the second time
-    shared_prefetch : the share of the host pool's pages that blocks from the store may take while
-        they are on their way, or have arrived and wait for the rest of their prefix
+    policy : eviction order of a tier: "lru", "fifo", "lfu", "2q" (scan resistant), or a class with
+        the methods of `policies.Policy`, instantiated once per tier
+    write : when to copy a block to the next tier. "through": to host memory on insertion, as far as
+        pages can be freed there, and to disk on flush or eviction from host memory. "back": on
+        eviction
+    shared : a `SharedStore` of the host pool, an object with thread-safe methods `match`, `put` and
+        `get`, or None. Caches of other processes on the same store share their blocks with this
+        one. Closing the cache does not close the store
+    shared_write : when to put a block into the store, unless the store has it. "through": once it
+        is complete in host memory. "back": before eviction from host memory, if neither the device
+        nor the store has it. "second_use": when it is acquired for the second time
+    shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
+        in flight, or that have arrived and wait for the rest of their prefix
 
     Attributes
     ----------
@@ -57,24 +57,24 @@ class TieredCache(ProcessLocal):
 
     Raises
     ------
-    TypeError, ValueError, OSError : an argument does not fit, or the file cannot be opened
+    TypeError, ValueError, OSError : an argument is invalid, or the file cannot be opened
 
     Notes
     -----
-    Blocks: the tiers are inclusive: a block that is loaded stays in the lower tiers too, until it
-    is evicted there. No block is lost while the tiers below have space.
+    Blocks: the tiers are inclusive: a loaded block stays in the lower tiers until its eviction
+    there. No block is lost while lower tiers have space.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
-    evicted pages, which only work before its `after` may still read. Pages of a released lease must
-    not be read any more.
+    evicted pages; only work enqueued before its `after` may still read them. Do not read the pages
+    of a released lease.
 
-    Failure: a transfer that fails loses the copies that it was to make, and nothing else. A shared
-    store that fails, is late or lost makes blocks missing, and is counted; no call raises for it.
+    Failure: a failed transfer loses only its destination copies. If a shared store fails or is
+    late, blocks are missing and the failure is counted, but no call raises.
 
-    Threads may share a cache. One lock is held for bookkeeping and while blocks are written to disk
-    or read from it, but not while a transfer or a shared store is waited for. With a store the
-    cache has a thread of its own, which ends when the cache is closed or gone; a forked child has
-    to make another cache. Capture: not legal for `acquire` and `insert`.
+    Threads may share a cache. A lock is held for bookkeeping and during disk reads and writes, but
+    not while waiting for a transfer or a shared store. With a store the cache has a thread, which
+    ends when the cache is closed or garbage collected; a forked child must make another cache.
+    Capture: illegal for `acquire` and `insert`.
 
     Examples
     --------
@@ -138,20 +138,20 @@ class TieredCache(ProcessLocal):
     # --- Looking blocks up ---
 
     def match(self, hashes: Any) -> Match:
-        """Return how many leading blocks are on the device, in host memory too, and in any tier.
+        """Count the leading blocks on the device, on device or host, and in any tier.
 
         Parameters
         ----------
-        hashes : list or array of ints of 64 or 128 bits, from the first block of a prefix on
+        hashes : list or array of 64-bit or 128-bit ints, starting at the first block of a prefix
 
         Raises
         ------
-        TypeError, ValueError : `hashes` are not such numbers
+        TypeError, ValueError : `hashes` has other values
         KvcupyError : the cache is closed
 
         Notes
         -----
-        A shared store is asked once, for all blocks that no tier has. This waits for the answer.
+        Queries a shared store once, for all blocks that no tier has, and waits for the answer.
         """
         keys = self._hashes(hashes)
         with self._shared.opened() as tiers:
@@ -173,21 +173,21 @@ class TieredCache(ProcessLocal):
         return Match(counts[0], counts[1], counts[2], shared)
 
     def prefetch(self, hashes: Any) -> None:
-        """Start to bring the leading blocks that only the shared store has to host memory.
+        """Start fetching leading blocks that only the shared store has to host memory.
 
         Parameters
         ----------
-        hashes : as in `match`, such as those of a request that waits for its turn
+        hashes : as in `match`, for example of a queued request
 
         Raises
         ------
-        TypeError, ValueError : `hashes` are not such numbers
+        TypeError, ValueError : `hashes` has other values
         KvcupyError : the cache is closed
 
         Notes
         -----
-        Nothing is waited for; without a shared store this does nothing. What arrives is evicted
-        like any other block, to be acquired or not.
+        Does not block; without a shared store it does nothing. Prefetched blocks may be evicted
+        like any other block before they are acquired.
         """
         keys = self._hashes(hashes)
         with self._shared.opened() as tiers:
@@ -198,42 +198,43 @@ class TieredCache(ProcessLocal):
         self, hashes: Any, *,
         after: Any = None, wait: str = "complete", deadline_s: float | None = None,
     ) -> Lease:  # fmt: skip
-        """Pin the leading blocks that are cached, and start to load those not on the device.
+        """Pin the leading cached blocks, and start loading blocks that are not on the device.
 
         Parameters
         ----------
         hashes : as in `match`
-        after : the compute stream that has read the pages of evicted blocks for the last time;
-            None: the current one; False: no work has
-        wait : for blocks that only the shared store has. "complete" and "timeout": until all that
-            it has of the prefix have arrived in host memory, or the deadline. "best_effort": not at
-            all; what has arrived is taken. What is late is missing, and goes on arriving for others
-        deadline_s : seconds from the call; None: with "complete" 30, and with "timeout" 1, and 0.25
-            for every 1,024 tokens that are missing
+        after : compute stream with the last reads of evicted pages; None for the current stream;
+            False if no work reads them
+        wait : how to wait for blocks that only the shared store has. "complete" and "timeout":
+            until all blocks of the prefix in the store have arrived in host memory, or the
+            deadline. "best_effort": do not wait. Late blocks count as misses but stay in flight
+        deadline_s : seconds from the call. None: 30 for "complete"; for "timeout", 1 plus 0.25 per
+            1,024 missing tokens
 
         Returns
         -------
-        Lease : empty if none is cached
+        Lease : empty if no block is cached
 
         Raises
         ------
-        TypeError, ValueError, CaptureError : an argument does not fit
+        TypeError, ValueError : an argument is invalid
+        CaptureError : `after` is being captured
         KvcupyError : the cache is closed
-        CacheFull : too few pages are free or can be evicted; nothing has changed, but that blocks
-            of the shared store may have arrived in host memory. Blocks from disk pass through pages
-            of the host pool, which has to have enough for all of them at once
+        CacheFull : too few pages are free or can be evicted. Nothing has changed, except that
+            blocks of the shared store may have arrived in host memory. Blocks from disk pass
+            through the host pool, which must have pages for all of them at once
 
         Notes
         -----
-        All blocks are loaded together, layer by layer. Blocks on disk are read during the call; one
-        that is damaged there is forgotten, and the lease ends before it. Where there are too few
-        pages for blocks from the shared store too, those are missing.
+        All blocks are loaded together, layer by layer. Blocks on disk are read during the call; a
+        damaged block is forgotten, and the lease ends before it. If pages do not suffice for blocks
+        from the shared store, these blocks are missing.
 
-        Source: the ways to wait and the deadline of "timeout" are those of sgl-project/sglang
-        `hicache_storage_prefetch_policy`; 30 s is its longest.
+        Source: the values of `wait` and the deadline of "timeout" are from sgl-project/sglang
+        `hicache_storage_prefetch_policy`; its maximum is 30 s.
         """
         keys = self._hashes(hashes)
-        seconds = self._patience(wait, deadline_s)
+        seconds = self._checked_wait(wait, deadline_s)
         stream = self._stream(after)
         if self._store is None:
             return self._acquire(keys, stream)
@@ -251,7 +252,7 @@ class TieredCache(ProcessLocal):
         return self._acquire(keys[: keys.index(arrivals.hashes[0])], stream)
 
     def _acquire(self, keys: list[int], stream: Stream) -> Lease:
-        """Lease the leading blocks that some tier of this cache has."""
+        """Lease the leading blocks in the tiers of this cache."""
 
         def change(tiers: Tiers) -> Lease | None:
             plan = plan_acquire(tiers, keys)
@@ -266,7 +267,7 @@ class TieredCache(ProcessLocal):
     def _wait_for_arrivals(
         self, store: StoreTier, keys: list[int], wait: str, seconds: float | None
     ) -> Arrivals | None:
-        """Start to fetch missing blocks, and wait for them; None if nothing was waited for."""
+        """Fetch missing blocks from the store, and wait for them; None without a wait."""
         with self._shared.opened() as tiers:
             if wait == "best_effort":
                 store.note_late(store.request(tiers, keys, urgent=False))
@@ -291,23 +292,24 @@ class TieredCache(ProcessLocal):
     # --- Inserting and evicting ---
 
     def insert(self, hashes: Any, pages: Any, *, after: Any = None) -> list[int]:
-        """Hand pages over to the cache, each with the block of a hash.
+        """Transfer ownership of pages to the cache, each with the block of a hash.
 
         Parameters
         ----------
-        hashes : as in `match`; the blocks before them need not be known
-        pages : list or integer array (n,) of pages that were allocated from the device pool, each
-            once
-        after : the compute stream that has written them; None: the current one; False: there is
-            nothing to wait for
+        hashes : as in `match`; preceding blocks need not be cached
+        pages : list or integer array (n,) of allocated pages of the device pool, without duplicates
+        after : compute stream that writes the pages; None for the current stream; False if the
+            pages are written
 
         Returns
         -------
-        list of int : the pages whose blocks are on the device already; the caller keeps them
+        list of int : pages whose blocks are already on the device; the caller keeps them
 
         Raises
         ------
-        TypeError, ValueError, CaptureError : an argument does not fit; nothing has changed
+        TypeError, ValueError : an argument is invalid, such as a page that is not allocated;
+            nothing has changed
+        CaptureError : `after` is being captured; nothing has changed
         KvcupyError : the cache is closed
         """
         keys, page_list = self._hashes(hashes), page_array(pages)
@@ -323,18 +325,18 @@ class TieredCache(ProcessLocal):
 
         Parameters
         ----------
-        num_blocks : how many, of those that are not leased
+        num_blocks : number of blocks to evict; leased blocks stay
 
         Raises
         ------
         TypeError, ValueError : `num_blocks` is not an int, or negative
         KvcupyError : the cache is closed
-        CacheFull : fewer can be evicted; nothing has changed
+        CacheFull : fewer blocks can be evicted; nothing has changed
 
         Notes
         -----
-        A block that no lower tier has is saved first, in the background: its page becomes free
-        when that is done, and `alloc` waits for it.
+        Blocks that no lower tier has are saved first, in the background. A page becomes free after
+        its save, and `alloc` waits for it.
         """
         checks.require_int(num_blocks, "num_blocks")
         if num_blocks < 0:
@@ -354,11 +356,11 @@ class TieredCache(ProcessLocal):
             pass
 
     def take_host_pages(self, n: int) -> Any:
-        """Allocate pages of the host pool, evicting as many blocks as that takes.
+        """Allocate pages of the host pool, evicting blocks if necessary.
 
         Returns
         -------
-        int64 (n,) : the pages, which are the caller's until freed to `host_pool.allocator`
+        int64 (n,) : the pages, owned by the caller until freed to `host_pool.allocator`
 
         Raises
         ------
@@ -372,7 +374,7 @@ class TieredCache(ProcessLocal):
 
         def change(tiers: Tiers) -> Pages:
             pages = tiers.evict_from_host(tiers.plan_host_eviction(int(n), required=int(n)))
-            tiers.host.owned[pages] = False  # they are the caller's now
+            tiers.host.owned[pages] = False  # the caller owns them now
             return pages
 
         try:
@@ -382,11 +384,11 @@ class TieredCache(ProcessLocal):
             raise CacheFull(message) from error
 
     def clear(self) -> None:
-        """Forget all blocks in every tier; those in a shared store stay, for others.
+        """Forget all blocks in every tier; blocks in a shared store stay.
 
         Raises
         ------
-        KvcupyError : a block is leased; nothing has changed; or the cache is closed
+        KvcupyError : a block is leased, and nothing has changed; or the cache is closed
         """
         orders = [policies.make(self._policy) for _ in range(3)]
         with self._shared.opened() as tiers:
@@ -402,21 +404,21 @@ class TieredCache(ProcessLocal):
     # --- The file, and statistics ---
 
     def flush(self, *, deadline_s: float = 30.0) -> None:
-        """Wait until saves are done, and until disk and store have the blocks that belong there.
+        """Wait for saves, write blocks to disk, and wait for queued puts to the shared store.
 
-        With write="through" the disk gets the blocks of the host tier, for which others are evicted
-        from a full disk; if it cannot take them all, those that are evicted last. With "back" it
-        has the blocks that were evicted from the host tier. The shared store gets the blocks that
-        are queued for it by `shared_write`.
+        With write="through" the blocks of the host tier are written to disk, evicting others from a
+        full disk; if the disk is too small, the blocks that are evicted last are written. With
+        "back" the disk already has the blocks evicted from the host tier. The shared store gets the
+        blocks queued by `shared_write`.
 
         Parameters
         ----------
-        deadline_s : seconds that the shared store has for that; then blocks may still be queued,
-            as `stats` says
+        deadline_s : time limit for the shared store, in seconds; blocks may still be queued then
+            (see `stats`)
 
         Raises
         ------
-        OSError : the disk failed; blocks that could not be written stay in host memory
+        OSError : the disk failed; blocks that were not written stay in host memory
         TypeError, ValueError : `deadline_s` is not a number, or negative
         KvcupyError : the cache is closed
         """
@@ -436,7 +438,7 @@ class TieredCache(ProcessLocal):
             order = tiers.host.order
             hashes = list(order.victims())[-disk.num_slots :] if self._through else []
         keep = frozenset(hashes)
-        size = max(1, _PIECE_BYTES // disk.page_bytes)
+        size = max(1, _MAX_LOCKED_WRITE_BYTES // disk.page_bytes)
         failed: dict[int, OSError] = {}
         for start in range(0, len(hashes), size):
             piece = hashes[start : start + size]
@@ -450,14 +452,14 @@ class TieredCache(ProcessLocal):
             raise error
 
     def close(self, *, deadline_s: float = 30.0) -> None:
-        """Flush, close the file, and free the pages; those of leases when they are released.
+        """Flush, close the file, and free the pages; leased pages are freed on release.
 
-        Repeated calls do nothing. Only leases can be used after that. Pages that a call of the
-        shared store still touches are freed when it returns.
+        Idempotent. Only leases can be used after that. Pages that a call of the shared store still
+        accesses are freed when it returns.
 
         Parameters
         ----------
-        deadline_s : as for `flush`; blocks that are still queued are not put
+        deadline_s : as for `flush`; blocks still queued then are dropped
 
         Raises
         ------
@@ -470,7 +472,7 @@ class TieredCache(ProcessLocal):
         try:
             self.flush(deadline_s=deadline_s)
         except KvcupyError:
-            if not self._shared.closed:  # else another thread was first
+            if not self._shared.closed:  # else another thread has closed the cache
                 raise
         finally:
             with self._shared.locked() as tiers:
@@ -483,7 +485,7 @@ class TieredCache(ProcessLocal):
                     if self._store is not None:
                         self._store.forget()
             if self._store is not None:
-                self._store.stop(join_s=JOIN_S)
+                self._store.stop(join_s=JOIN_TIMEOUT_S)
 
     @property
     def closed(self) -> bool:
@@ -495,22 +497,22 @@ class TieredCache(ProcessLocal):
 
         Returns
         -------
-        dict of numbers. `device_blocks`, `host_blocks`, `disk_blocks`: in each tier now.
-        `device_hits`, `host_hits`, `disk_hits`, `misses`: blocks asked of `acquire`, by the
+        dict of numbers. `device_blocks`, `host_blocks`, `disk_blocks`: blocks now in each tier.
+        `device_hits`, `host_hits`, `disk_hits`, `misses`: blocks requested by `acquire`, by the
         highest tier that had them. `inserted`; `device_evicted`, `host_evicted`, `disk_evicted`;
-        `lost`: blocks that left the last tier that had them, for want of space or by a failure.
+        `lost`: blocks that left their last tier, evicted for capacity or after a failure.
         `failed_loads`, `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`,
-        `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: bytes, as they are
-        stored, and seconds of completed work. `disk_errors`: blocks that could not be written or
-        converted, or were damaged.
+        `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: stored bytes and
+        seconds of completed work. `disk_errors`: blocks that failed to be written or converted, or
+        were damaged.
 
-        With a shared store also `shared_hits`: blocks acquired that had come from there for it;
-        of those asked of the store, `shared_misses`: that it did not have or deliver;
-        `shared_late`: that an acquire did not wait for any longer; `shared_skipped`: for which
-        there was no host page; `shared_stored`, `shared_known`, `shared_full`, `shared_failed`:
-        blocks put, by its answer; `shared_dropped`: that left host memory before they were put;
-        `shared_queued`: to be put; `shared_errors`: calls that raised; `shared_get_bytes`,
-        `shared_get_s`, `shared_put_bytes`, `shared_put_s`
+        With a shared store also, in blocks, `shared_hits`: acquired after being fetched from the
+        store; `shared_misses`: requested, but not in the store or not delivered; `shared_late`:
+        arrived after an acquire stopped waiting; `shared_skipped`: not fetched for lack of a host
+        page; `shared_stored`, `shared_known`, `shared_full`, `shared_failed`: put, by outcome;
+        `shared_dropped`: evicted from host memory before the put; `shared_queued`: waiting for a
+        put. `shared_errors`: calls that raised; `shared_get_bytes`, `shared_get_s`,
+        `shared_put_bytes`, `shared_put_s`
         """
         with self._shared.locked() as tiers:
             if not self._shared.closed:
@@ -518,7 +520,7 @@ class TieredCache(ProcessLocal):
             return tiers.stats()
 
     def _hashes(self, hashes: Any) -> list[int]:
-        """Return the argument `hashes` as ints, of 128 bits where processes share them."""
+        """Check the argument `hashes`, which must have 128 bits with a shared store."""
         keys = hash_list(hashes)
         if self._store is not None and keys and min(keys) < 2**64:
             raise ValueError(
@@ -527,7 +529,7 @@ class TieredCache(ProcessLocal):
             )
         return keys
 
-    def _patience(self, wait: Any, deadline_s: Any) -> float | None:
+    def _checked_wait(self, wait: Any, deadline_s: Any) -> float | None:
         """Check the arguments `wait` and `deadline_s`, and return the seconds."""
         if not isinstance(wait, str) or wait not in _WAITS:
             raise ValueError(f"wait: expected one of {', '.join(_WAITS)}, got {wait!r}")
@@ -547,10 +549,10 @@ def _final_samples(
 def _insert(
     tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, *, through: bool
 ) -> list[int]:
-    """Add blocks to the device tier; return the pages of those that it has already.
+    """Add blocks to the device tier; return the pages of blocks that it already has.
 
-    With `through` they are copied to the host tier too, or as many of the first as it can take.
-    ValueError unless pages are allocated, listed once each, and not the cache's already.
+    With `through`, copy the blocks to the host tier too, as many of the first as it can take.
+    ValueError unless pages are allocated, without duplicates, and not already owned by the cache.
     """
     device = tiers.device
     ordered = device.pool.allocator._require_allocated(pages)
@@ -582,7 +584,7 @@ def _insert(
 
 
 def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:
-    """Let nothing read the pages, or overwrite them, before their stream has written them."""
+    """Prevent reads and overwrites of pages before their stream has written them."""
     completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
     for copy in inserted:
         copy.filled_by = completion
@@ -592,7 +594,7 @@ def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None
 def _write(
     tiers: Tiers, disk: DiskBlocks, hashes: Sequence[int], keep: Collection[int]
 ) -> dict[int, OSError]:
-    """Write those blocks that are in the host tier but not on disk; return what failed."""
+    """Write the blocks that are in the host tier but not on disk; return the errors by hash."""
     copies = [
         copy
         for hash in hashes
@@ -604,7 +606,7 @@ def _write(
 
 
 def seconds_of(deadline_s: Any) -> float:
-    """Return the argument `deadline_s`, at most the longest time that a thread can wait."""
+    """Check the argument `deadline_s`, and clip it to the longest time that a thread can wait."""
     checks.require_number(deadline_s, "deadline_s")
     if not deadline_s >= 0:
         raise ValueError(f"deadline_s: expected seconds from 0 on, got {deadline_s}")

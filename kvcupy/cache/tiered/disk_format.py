@@ -26,11 +26,11 @@ NO_RECORD = bytes(RECORD_BYTES)
 
 _MAGIC = b"kvcupydt"
 _DIGEST_BYTES = 16
-_HASH_BYTES = 16  # of a block: 64 or 128 bits
-_HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of the identity, page_bytes, num_slots
-_RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, its checksum
+_HASH_BYTES = 16  # for hashes of 64 or 128 bits
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version, identity bytes, page_bytes, num_slots
+_RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, payload checksum
 
-# Each word of a block has its own odd weight, so that every change of a single word is detected.
+# Each word of a block has an odd weight, so that every change of a single word is detected.
 _BLOCK_WORDS = BLOCK_BYTES // 8
 _WEIGHTS = np.frombuffer(
     hashlib.shake_256(b"kvcupy disk tier, weights of a block").digest(BLOCK_BYTES), "<u8"
@@ -46,7 +46,7 @@ class Layout:
 
     @classmethod
     def fit(cls, num_bytes: int, page_bytes: int, name: str = "num_bytes") -> Layout:
-        """Return the layout of as many slots as fit into a file; errors call its size by `name`.
+        """Return the layout with the most slots that fit; errors name the size `name`.
 
         >>> Layout.fit(2**20, 10_000)
         Layout(num_slots=84, page_bytes=10000)
@@ -56,7 +56,7 @@ class Layout:
         smallest = cls(1, page_bytes).num_bytes
         if num_bytes < smallest:
             raise ValueError(
-                f"{name}: expected at least {smallest}, the room of one page of {page_bytes} "
+                f"{name}: expected at least {smallest}, the space of one page of {page_bytes} "
                 f"bytes, got {num_bytes}"
             )
         num_slots = (num_bytes - BLOCK_BYTES) // (_blocks(page_bytes) + RECORD_BYTES)
@@ -108,14 +108,14 @@ def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
 
 
 def is_header(header: bytes) -> bool:
-    """Return whether a file that starts so is one of a disk tier."""
+    """Return whether a file with this start is a file of a disk tier."""
     return header.startswith(_MAGIC)
 
 
 def decode_header(header: bytes, path: object) -> tuple[Layout, dict[str, str]]:
-    """Return the layout and the identity of a file; ValueError if it has none that is whole.
+    """Decode the layout and the identity of a file; ValueError if the header is damaged.
 
-    `header` is the first 4096 bytes of the file, or fewer if it is shorter.
+    `header` is the first 4096 bytes of the file, or the whole file if it is shorter.
     """
     if not is_header(header):
         start = header[: len(_MAGIC)]
@@ -124,7 +124,7 @@ def decode_header(header: bytes, path: object) -> tuple[Layout, dict[str, str]]:
         )
     if len(header) == BLOCK_BYTES:
         version = int.from_bytes(header[8:12], "little")
-        if version != VERSION:  # whose header may differ
+        if version != VERSION:  # checked before the digest, since its header may differ
             raise ValueError(
                 f"disk: expected version {VERSION} of the file, got {version} in {path}"
             )
@@ -148,7 +148,7 @@ def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], pat
 
 
 def _sizes(layout: Layout) -> dict[str, object]:
-    """Return what a header has beside the identity, worded for messages."""
+    """Return the fields of a header besides the identity, named for messages."""
     return {
         "bytes of a page": layout.page_bytes,
         "number of slots (which num_bytes gives)": layout.num_slots,
@@ -159,13 +159,13 @@ def _sizes(layout: Layout) -> dict[str, object]:
 
 
 def encode_record(record: Record) -> bytes:
-    """Return the 64 bytes of a record, which end with their own checksum."""
+    """Encode a record in 64 bytes, which end with a checksum of the record."""
     fields = _RECORD.pack(_hash_bytes(record.hash), *record[1:])
     return fields + _digest(fields)
 
 
 def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
-    """Return the record of a slot, or None if it is not whole."""
+    """Decode the record of a slot; None if it is damaged."""
     fields, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if _digest(fields) != digest:
         return None
@@ -176,7 +176,7 @@ def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
 
 
 def require_hash(hash: int) -> int:
-    """Return a hash as an int; ValueError if it does not fit a record."""
+    """Check that a hash fits a record, and return it as an int."""
     if not 0 <= hash < 2**128:
         raise ValueError(f"hash: expected an int of 0 to 2**128 - 1, got {hash}")
     return int(hash)
@@ -186,15 +186,15 @@ def require_hash(hash: int) -> int:
 
 
 def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
-    """Return 16 bytes that verify that a payload is the one written for a hash.
+    """Return 16 bytes that verify that a payload was written for a hash.
 
-    How the payload is divided into parts, as bytes, makes no difference.
+    The result does not depend on how the payload is split into parts.
 
-    BLAKE2b over the hash and a summary of the payload, because BLAKE2b over all of it is slower
-    than disks are. The summary has the CRC-32 of the whole, which detects every burst of up to 32
-    bits and every two wrong bits in 512 MiB; and for each 4096 bytes, the unit of torn writes, the
-    sum of its words times the weights modulo 2**64, which mistakes unrelated contents for the right
-    ones once in 2**64. Bytes past the last 4096 are included as they are. Reads the payload twice.
+    BLAKE2b over the hash and a summary of the payload, because BLAKE2b over the whole payload is
+    slower than disks. The summary has the CRC-32 of the payload, which detects every burst of up to
+    32 bits and every two wrong bits in 512 MiB; and for each 4096 bytes, the unit of torn writes,
+    the sum of its words times the weights modulo 2**64, which accepts unrelated contents with
+    probability 2**-64. Bytes past the last 4096 are hashed directly. Reads the payload twice.
     """
     if any(len(part) % BLOCK_BYTES for part in parts[:-1]):
         parts = [memoryview(b"".join(parts))]
@@ -214,7 +214,7 @@ def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
 
 
 def _blocks(num_bytes: int) -> int:
-    """Return a number of bytes rounded up to whole blocks."""
+    """Round a number of bytes up to whole blocks."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 

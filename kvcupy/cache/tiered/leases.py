@@ -1,4 +1,4 @@
-"""Leases: the blocks of a prefix, pinned on the device, and loaded as one from lower tiers."""
+"""Leases: the blocks of a prefix, pinned on the device, and loaded together from lower tiers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Match(NamedTuple):
-    """How many leading blocks of a prefix are known, each count including those before it.
+    """Numbers of leading blocks of a prefix in the tiers. Each count includes the preceding tiers.
 
     Attributes
     ----------
     device : on the device
     host : on the device or in host memory
     disk : in any tier of this cache
-    shared : in any tier, or in the shared store; without a store as `disk`
+    shared : in any tier, or in the shared store; equal to `disk` without a store
 
     Examples
     --------
@@ -43,14 +43,14 @@ class Match(NamedTuple):
 class Lease(ProcessLocal):
     """Blocks on the device, pinned until they are released. Made by `TieredCache.acquire`.
 
-    Whatever reads the pages has to `wait_layer` or `wait` first. Threads may share a lease.
+    Call `wait_layer` or `wait` before reading the pages. Threads may share a lease.
 
     Attributes
     ----------
     pages : int64 (num_blocks,), the device page of each block, read-only
-    num_blocks : leading blocks of the hashes that were asked for
+    num_blocks : number of leading blocks of the requested hashes
     released : whether `release` was called
-    completion : `Completion` of the transfers that bring the blocks, for as long as it is held
+    completion : `Completion` of the transfers that load the blocks, until the release
     """
 
     def __init__(self, shared: SharedTiers, copies: list[Copy]) -> None:
@@ -58,7 +58,7 @@ class Lease(ProcessLocal):
         self.pages.flags.writeable = False
         self.num_blocks = len(copies)
         self.released = False
-        # Each brings some of the blocks, for this lease or for earlier ones.
+        # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
         arriving = {id(b): b for c in copies if (b := c.filled_by) is not None and not b.over}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
         self._shared = shared
@@ -75,32 +75,32 @@ class Lease(ProcessLocal):
         self.release()
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a compute stream wait until one layer of all blocks has been loaded.
+        """Make later work of a compute stream wait until a layer of all blocks has been loaded.
 
         Parameters
         ----------
         layer : 0 to num_layers - 1
-        stream : Stream, or a CuPy or torch stream; None: the current one. The host does not
-            block, except where the stream is the calling thread itself
+        stream : Stream, or a CuPy or torch stream; None for the current stream. The host does not
+            block, unless the stream is the calling thread
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit
+        TypeError, ValueError : `layer` is out of range, or `stream` is not a stream
         CaptureError : the stream is being captured
         KvcupyError : the lease has been released
-        DeviceError : a transfer that brings blocks has failed, now or earlier. The cache has
-            forgotten those blocks on the device; the lease keeps the pages until it is released
+        DeviceError : a transfer of the blocks has failed, now or earlier. The cache has forgotten
+            these blocks on the device; the lease keeps the pages until it is released
         """
         layer = self._shared.engine.device_pool.layer_number(layer)
         self.completion.wait_layer(layer, self._waiting(stream))
 
     def wait(self, stream: Any = None) -> None:
-        """Let later work of a compute stream wait for all layers; otherwise like `wait_layer`."""
+        """Make later work of a compute stream wait for all layers; otherwise like `wait_layer`."""
         self.completion.wait(self._waiting(stream))
 
     def release(self) -> None:
-        """Unpin the blocks, whose pages must not be read any more. Repeated calls do nothing."""
-        with self._shared.locked() as tiers:  # of a closed cache too
+        """Unpin the blocks. Do not read their pages after this call. Idempotent."""
+        with self._shared.locked() as tiers:  # also legal after the cache is closed
             if not self.released:
                 self.released = True
                 tiers.unpin(self._copies)
@@ -109,12 +109,12 @@ class Lease(ProcessLocal):
     def _waiting(self, stream: Any) -> Stream:
         waiting = waiting_stream(self._shared.engine.device, stream, "blocks")
         if self.released:
-            raise KvcupyError("the lease has been released: its pages may be others' by now")
+            raise KvcupyError("the lease has been released: its pages may have been reused")
         return waiting
 
 
 class LeaseCompletion:
-    """The `Completion` of all blocks of a lease; nothing any more once the lease is released."""
+    """The `Completion` of all blocks of a lease; empty once the lease is released."""
 
     def __init__(self, shared: SharedTiers, arriving: tuple[BlockCompletion, ...]) -> None:
         self._shared = shared
@@ -139,7 +139,7 @@ class LeaseCompletion:
         self._wait(lambda blocks: blocks.wait_layer(layer, stream))
 
     def release(self) -> None:
-        self._arriving = ()  # the pages may be others' from now on
+        self._arriving = ()  # the pages may be reused from now on
 
     def _wait(self, wait: Callable[[BlockCompletion], None]) -> None:
         for blocks in self._arriving:
@@ -147,7 +147,7 @@ class LeaseCompletion:
                 wait(blocks)
             except DeviceError as error:
                 with self._shared.locked() as tiers:
-                    if blocks.broken:  # else it is the stream that cannot wait
+                    if blocks.broken:  # else the stream itself has failed
                         blocks.fail(error)
                         tiers.drop(blocks)
                 raise
@@ -158,21 +158,21 @@ class LeaseCompletion:
 
 @dataclass
 class AcquirePlan:
-    """What an acquire will do."""
+    """The planned steps of an acquire."""
 
     known: list[int]  # leading hashes that some tier has
-    loads: list[int]  # those of them that are not on the device, each once
-    reads: list[int]  # those of the loads that are on disk alone
-    num_free: int  # device pages that are free for the loads
-    victims: list[Copy]  # device copies that are evicted for the others
-    saves: list[Copy]  # victims that no other tier has; as many are saved as host pages permit
-    host: HostEviction  # host pages, for the reads and, behind them, for the saves
+    loads: list[int]  # known hashes that are not on the device, without duplicates
+    reads: list[int]  # loads that are only on disk
+    num_free: int  # free device pages for the loads
+    victims: list[Copy]  # device copies to evict for the other loads
+    saves: list[Copy]  # victims that no other tier has; saved as far as host pages suffice
+    host: HostEviction  # host pages, first for the reads, then for the saves
 
 
 def plan_acquire(tiers: Tiers, hashes: list[int]) -> AcquirePlan:
-    """Find the leading blocks that are known, and pages for them; nothing changes.
+    """Find the leading known blocks, and pages for them, without changing anything.
 
-    CacheFull if there are too few pages for them, Blocked to wait for a transfer.
+    Raises CacheFull if pages do not suffice, Blocked to wait for a transfer.
     """
     device, host = tiers.device, tiers.host
     known = hashes
@@ -208,17 +208,17 @@ def plan_acquire(tiers: Tiers, hashes: list[int]) -> AcquirePlan:
 
 
 def evict_some_first(tiers: Tiers, plan: AcquirePlan) -> bool:
-    """Evict some victims ahead of the others, if the host pages do not suffice to save them all.
+    """Evict some victims first, if the host pages do not suffice to save all of them.
 
-    They pass through the host tier to the disk, as long as that evicts nothing that is acquired.
-    Returns whether some were evicted, so that another plan is needed.
+    These victims pass through the host tier to disk, unless that evicts blocks to acquire. Returns
+    whether some were evicted, so that the caller must plan again.
     """
     disk, to_spare = tiers.disk, plan.host.num_pages - len(plan.reads)
     if disk is None or to_spare >= len(plan.saves):
         return False
     if to_spare > 0:
         return tiers.evict_from_device(plan.victims, plan.loads) > 0
-    # The acquired blocks take all host pages: they can go to the disk, if that loses nothing.
+    # The blocks to acquire take all host pages. They can go to disk, if that loses no block.
     saves = plan.saves[: disk.num_free]
     if not saves:
         return False
@@ -227,9 +227,9 @@ def evict_some_first(tiers: Tiers, plan: AcquirePlan) -> bool:
 
 
 def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) -> list[Copy]:
-    """Bring the blocks of a plan to the device; return their copies, pinned.
+    """Load the blocks of a plan to the device, and pin them; return their copies.
 
-    They are fewer than planned if blocks on disk turn out to be damaged.
+    Returns fewer copies than planned if a block on disk is damaged.
     """
     device, host, counts = tiers.device, tiers.host, tiers.counts
     free = device.take(plan.num_free)
@@ -239,7 +239,7 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) ->
             read = _read(tiers, plan, pages.tolist())
             num_saves = min(len(plan.saves), len(pages) - len(plan.reads))
             saves = plan.saves[len(plan.saves) - num_saves :] if num_saves > 0 else []
-            if len(read) < len(plan.reads):  # end before the block that could not be read
+            if len(read) < len(plan.reads):  # truncate the plan before the damaged block
                 damaged = plan.reads[len(read)]
                 plan.known = plan.known[: plan.known.index(damaged)]
                 plan.loads = plan.loads[: plan.loads.index(damaged)]
@@ -281,7 +281,7 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) ->
 
 
 def _read(tiers: Tiers, plan: AcquirePlan, pages: list[int]) -> dict[int, Copy]:
-    """Read blocks from disk into the first host pages; return those before a damaged one."""
+    """Read blocks from disk into the first host pages; stop before a damaged block."""
     if not plan.reads or tiers.disk is None:
         return {}
     whole = tiers.disk.read(plan.reads, pages[: len(plan.reads)])

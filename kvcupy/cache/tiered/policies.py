@@ -1,4 +1,4 @@
-"""Eviction policies: which block of a tier is evicted first, by name or by the user's class."""
+"""Eviction policies: the eviction order of a tier, by name or as a user-defined class."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, Protocol
 
 
 class Policy(Protocol):
-    """The order in which the blocks of one tier are evicted.
+    """The eviction order of one tier.
 
-    `victims` yields all keys in that order, each once, and changes nothing; the caller skips those
-    that it may not evict, and may `remove` keys that were yielded while it iterates. It calls no
-    other method meanwhile.
+    `victims` yields every key once, in eviction order, and changes nothing. The caller skips keys
+    that it may not evict. During the iteration it may `remove` keys already yielded, and calls no
+    other method.
 
-    A policy may also have `set_aside(key)`, which takes a leased key that `victims` has yielded out
-    of the order, and returns its place for `put_back(key, place)`, or None if the key has to stay.
-    An eviction passes the leased keys that are in the order before its victims.
+    A policy may also have `set_aside(key)`. It removes a leased key that `victims` has yielded from
+    the order, and returns its place for `put_back(key, place)`, or None if the key must stay.
+    Without it, every eviction iterates over the leased keys before its victims.
     """
 
-    def add(self, key: int) -> None: ...  # a key that it does not have
-    def touch(self, key: int) -> None: ...  # a key that it has was used
+    def add(self, key: int) -> None: ...  # add an unknown key
+    def touch(self, key: int) -> None: ...  # record a use of a known key
     def remove(self, key: int) -> None: ...
     def victims(self) -> Iterator[int]: ...
 
 
 class Fifo:
-    """First in, first out, however often a block is used."""
+    """First in, first out, regardless of use."""
 
     def __init__(self) -> None:
-        # An OrderedDict: each iteration of a dict passes all that was removed from its front.
-        self._order: OrderedDict[int, int] = OrderedDict()  # by key, its number
+        # An OrderedDict, since iterating over a dict scans all entries removed from its front.
+        self._order: OrderedDict[int, int] = OrderedDict()  # sequence number by key
         self._num_added = 0
-        self._returned: list[tuple[int, int]] = []  # number and key of what was put back
+        self._returned: list[tuple[int, int]] = []  # (sequence number, key) of keys put back
 
     def add(self, key: int) -> None:
         self._num_added += 1
@@ -57,7 +57,7 @@ class Fifo:
         return _from_the_front(self._order)
 
     def _merge(self) -> None:
-        """Sort what was put back into the order, at whose front it was."""
+        """Merge keys that were put back into the front of the order."""
         if not self._returned:
             return
         last, _ = max(self._returned)
@@ -76,11 +76,11 @@ class Lru(Fifo):
         self._order.move_to_end(key)
 
     def put_back(self, key: int, place: int) -> None:
-        self._order[key] = place  # behind all others: its release is its last use
+        self._order[key] = place  # at the end: the release is the last use
 
 
 class _Bucket:
-    """The keys that were used equally often, between the neighbouring buckets."""
+    """Keys with equal numbers of uses, linked to the neighbouring buckets."""
 
     __slots__ = ("after", "before", "count", "keys")
 
@@ -99,9 +99,10 @@ class _Bucket:
 
 
 class Lfu:
-    """The least frequently used block is evicted first; of several, the least recently used.
+    """The least frequently used block is evicted first; ties go to the least recently used.
 
-    Buckets of equal counts form a ring in ascending order, so that no operation has to search.
+    Buckets of equal counts form a ring in ascending order, so that `add`, `touch` and `remove` need
+    no search.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class Lfu:
             bucket = bucket.after
 
     def _put(self, key: int, before: _Bucket, count: int) -> None:
-        """Put a key into the bucket of `count`, whose place is behind `before`."""
+        """Put a key into the bucket of `count`, which belongs after `before`."""
         bucket = before.after
         if bucket is self._ring or bucket.count != count:
             bucket = _Bucket(count)
@@ -194,7 +195,7 @@ class TwoQueues:
             self._ghosts.popitem(last=False)
 
     def set_aside(self, key: int) -> int | None:
-        if key in self._once:  # the others would no longer be the same quarter
+        if key in self._once:  # removing it would change which keys are in the first quarter
             return None
         del self._again[key]
         self._num_aside += 1
@@ -223,7 +224,7 @@ _METHODS = ("add", "touch", "remove", "victims")
 
 
 def make(policy: Any) -> Policy:
-    """Return a new order of eviction, by name, or from a class or function without arguments.
+    """Create an eviction order by name, or from a class or function without arguments.
 
     >>> order = make("lru")
     >>> for key in (1, 2, 3):
@@ -245,9 +246,9 @@ def make(policy: Any) -> Policy:
 
 
 def _from_the_front(order: OrderedDict[int, Any]) -> Iterator[int]:
-    """Yield keys in order, while keys that were yielded may be removed.
+    """Yield keys in order; yielded keys may be removed meanwhile.
 
-    They are read in growing pieces: a few cost little, and all of them cost a constant each.
+    Reads keys in growing pieces: a few keys cost little, and all keys cost a constant each.
     """
     yielded: list[int] = []
     passed = 0

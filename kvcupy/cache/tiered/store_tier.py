@@ -1,11 +1,11 @@
-"""The shared store below the tiers of a cache: blocks of other processes come, and those here go.
+"""The shared store below the tiers of a cache: fetches blocks of other processes, puts local ones.
 
-    store --get--> host page (then loaded as any block of the host tier)
+    store --get--> host page (then loaded like any block of the host tier)
     host page --put--> store
 
-One thread per cache talks to the store, one call at a time, and never with the lock of the tiers.
-Between calls it takes the next piece of work: blocks that an eviction waits for, then blocks that
-an acquire waits for, then prefetches and puts by turns.
+One thread per cache calls the store, one call at a time, and never with the lock of the tiers.
+Between calls it takes the next job: blocks that an eviction waits for, then blocks that an acquire
+waits for, then prefetches and puts in alternation.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from .tiers import Copy, SharedTiers, Tiers
 
 WRITES = ("through", "back", "second_use")
 
-_PIECE_BYTES = 2**25  # per call of the store, or one block
-_MAX_PIECE_BLOCKS = 64
-JOIN_S = 0.5  # for the thread to end, if the store does not hold it
-_PATIENCE_S = 10.0  # that a caller has with a store whose own deadlines do not hold
-_FETCHES_PER_PUT = 4  # steps of fetches between two puts, where both have work
-_POLL_S = (0.001, 0.05)  # for saves that are queued to be put, from the first to the longest pause
+_MAX_CALL_BYTES = 2**25  # per store call of more than one block
+_MAX_BLOCKS_PER_CALL = 64
+JOIN_TIMEOUT_S = 0.5
+_STORE_TIMEOUT_S = 10.0  # for a store that exceeds its deadlines
+_FETCHES_PER_PUT = 4  # fetch steps between two puts, if both are queued
+_POLL_S, _MAX_POLL_S = 0.001, 0.05  # pauses while saves of queued puts are in flight
 _OUTCOMES = ("stored", "known", "full", "failed")
 _Answer = TypeVar("_Answer")
 
 
 class Store(Protocol):
-    """What a `TieredCache` needs of a shared store, such as `SharedStore`.
+    """Interface of `TieredCache` to a shared store, such as `SharedStore`.
 
-    `put` sends what the store does not know. A call may raise, which counts as no answer. When
-    `get` has returned or raised, nothing writes the pages any more, or the allocator of the host
-    pool holds them back (`PageAllocator._mark_busy`).
+    `put` sends only blocks that the store lacks. An exception counts as no answer. After `get`
+    returns or raises, either nothing writes to the pages, or the allocator of the host pool holds
+    them back (`PageAllocator._mark_busy`).
     """
 
-    def match(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
+    def match(self, hashes: Sequence[int]) -> int: ...  # number of leading blocks in the store
     def put(self, hashes: Sequence[int], pages: Sequence[int]) -> list[str]: ...
     def get(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]: ...
 
 
 @dataclass
 class StoreCounts:
-    """Blocks, calls, bytes and seconds, as `TieredCache.stats` lists with a shared store."""
+    """Counts of blocks, calls, bytes and seconds, listed by `TieredCache.stats`."""
 
     shared_hits: int = 0
     shared_misses: int = 0
@@ -76,22 +76,22 @@ class StoreCounts:
 
 
 class Fetch:
-    """Blocks on their way from the store, in the order of their prefix; one job of the worker."""
+    """Blocks to fetch from the store, in prefix order; one job of the worker."""
 
     def __init__(self, hashes: list[int], keep: frozenset[int], *, urgent: bool) -> None:
         self.hashes = hashes
-        self.keep = keep  # hashes of the same prefix, which are not evicted for it
-        self.urgent = urgent  # an acquire waits for it
-        self.steps: Iterator[None] | None = None  # once begun
+        self.keep = keep  # hashes of the same prefix, which must not be evicted for it
+        self.urgent = urgent  # whether an acquire waits for it
+        self.steps: Iterator[None] | None = None  # set when begun
 
 
 class Arrivals:
-    """What an acquire waits for: the missing blocks of its prefix, held as they arrive.
+    """The missing blocks of an acquire's prefix, held as they arrive.
 
     Attributes
     ----------
-    hashes : those that no tier had, each once, in order
-    settled : set when all have arrived, or one is known not to come
+    hashes : hashes that no tier had, in order, without duplicates
+    settled : set when all blocks have arrived, or one is known not to arrive
     """
 
     def __init__(self, hashes: list[int]) -> None:
@@ -101,7 +101,7 @@ class Arrivals:
         self._passed = 0
 
     def advance(self, store: StoreTier, tiers: Tiers) -> bool:
-        """Hold what has arrived; return whether nothing more is to be waited for."""
+        """Hold blocks that have arrived; return whether the wait is over."""
         while self._passed < len(self.hashes):
             hash = self.hashes[self._passed]
             copy = tiers.host.copies.get(hash)
@@ -122,16 +122,16 @@ class Arrivals:
 
 
 class StoreTier:
-    """The blocks on their way to a shared store and from it, and the thread that moves them.
+    """Queues of puts and fetches of a shared store, and the thread that executes them.
 
-    Attributes other than those of the constructor are guarded by the lock of the tiers.
+    The lock of the tiers guards all attributes except the constructor's arguments.
 
     Parameters
     ----------
     store : see `Store`
-    pool : of the host
+    pool : the host pool
     write : "through", "back" or "second_use"
-    share : of the pool's pages, which blocks on their way here may take
+    share : maximum fraction of the pool's pages for blocks being fetched
     """
 
     def __init__(self, store: Any, pool: Any, write: Any, share: Any) -> None:
@@ -149,49 +149,51 @@ class StoreTier:
         self.store = store
         self.write = write
         self.counts = StoreCounts()
-        self.pending: dict[int, Fetch] = {}  # hashes that are asked of the store, or will be
+        self.pending: dict[int, Fetch] = {}  # queued and running fetches, by hash
         self.max_pages = max(1, int(share * pool.num_pages))
         self._pool = pool
         self._block_bytes = pool.page_bytes
-        blocks = max(1, _PIECE_BYTES // pool.page_bytes)
-        self._piece = min(_MAX_PIECE_BLOCKS, blocks, max(1, pool.num_pages // 8))
+        blocks = max(1, _MAX_CALL_BYTES // pool.page_bytes)
+        self._piece = min(_MAX_BLOCKS_PER_CALL, blocks, max(1, pool.num_pages // 8))
         self._fetches: list[Fetch] = []
         self._arrivals: list[Arrivals] = []
         self._puts: OrderedDict[int, None] = OrderedDict()  # hashes of the host tier
         self._urgent_puts: list[tuple[list[int], threading.Event]] = []
-        self._used: OrderedDict[int, int] = OrderedDict()  # by hash, how often it was acquired
-        self._held: Counter[int] = Counter()  # by page, how many hold what has arrived there
+        self._used: OrderedDict[int, int] = OrderedDict()  # number of acquires, by hash
+        self._held: Counter[int] = Counter()  # number of holds of a fetched block, by page
         self._landing = 0  # pages that a get may write now
         self._putting = 0  # copies that a put may read now
-        self._epoch = 0  # of what the tiers had when a call of the store began
-        self._call_began: float | None = None  # of the worker
-        self._num_moves = 0  # gets and puts of the worker that are over
-        self._moved = threading.Condition(threading.Lock())  # guards no more than its waiters
-        self._num_fetched = 0  # steps since the last put
+        self._epoch = 0  # incremented when the tiers are emptied
+        self._call_began: float | None = None  # start of the worker's store call
+        self._num_moves = 0  # completed gets and puts of the worker
+        self._moved = threading.Condition(threading.Lock())  # only for notification
+        self._num_fetched = 0  # fetch steps since the last put
         self._stopped = False
-        self._failing = False  # the last call raised
-        # Weak, for the thread and finalizers have this one: a failure that a copy remembers has a
-        # traceback, whose frames hold the cache.
+        self._failing = False  # whether the last call raised
+        # Weak, since the thread and finalizers refer to this object: the failure of a copy has a
+        # traceback, whose frames refer to the cache.
         self._attached: weakref.ref[SharedTiers] | None = None
         self._thread: threading.Thread | None = None
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # which finalizers may put into
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is safe in finalizers
         self._pid = os.getpid()
 
     def attach(self, owner: Any, shared: SharedTiers) -> None:
-        """Serve tiers until they are closed, or `owner` is gone."""
+        """Serve tiers until they are closed, or `owner` is garbage collected."""
         self._attached = weakref.ref(shared)
         weakref.finalize(owner, self.stop).atexit = False
         _open_stores.add(self)
 
     @property
     def _shared(self) -> SharedTiers | None:
-        """The tiers, for as long as somebody else has them, such as a step of the worker."""
+        """The tiers, while the cache or a running step refers to them; else None."""
         return None if self._attached is None else self._attached()
 
     def require_own_process(self) -> None:
         """Raise KvcupyError in a forked child, which has neither the thread nor its lock."""
         if os.getpid() != self._pid:
-            raise KvcupyError("shared: the cache is of another process; make one in each process")
+            raise KvcupyError(
+                "shared: the cache belongs to another process; make one in each process"
+            )
 
     # --- Called with the lock of the tiers ---
 
@@ -199,12 +201,12 @@ class StoreTier:
         return {**vars(self.counts), "shared_queued": len(self._puts)}
 
     def request(self, tiers: Tiers, hashes: Sequence[int], *, urgent: bool) -> list[int]:
-        """Start to fetch the blocks that no tier has; return their hashes."""
+        """Queue fetches of the blocks that no tier has; return their hashes."""
         missing = [hash for hash in dict.fromkeys(hashes) if hash not in tiers]
         fresh = [hash for hash in missing if hash not in self.pending]
-        room = 0 if self._stopped else max(0, 4 * self._pool.num_pages - len(self.pending))
-        self.counts.shared_skipped += len(fresh[room:])
-        if fresh := fresh[:room]:
+        space = 0 if self._stopped else max(0, 4 * self._pool.num_pages - len(self.pending))
+        self.counts.shared_skipped += len(fresh[space:])
+        if fresh := fresh[:space]:
             fetch = Fetch(fresh, frozenset(hashes), urgent=urgent)
             self.pending.update(dict.fromkeys(fresh, fetch))
             self._fetches.append(fetch)
@@ -216,7 +218,7 @@ class StoreTier:
         return missing
 
     def expect(self, tiers: Tiers, hashes: Sequence[int]) -> Arrivals | None:
-        """Start to fetch what is missing, and hold it as it arrives; None if nothing is missing."""
+        """Fetch missing blocks, and hold them as they arrive; None if no block is missing."""
         arrivals = Arrivals(self.request(tiers, hashes, urgent=True))
         if not arrivals.hashes:
             return None
@@ -225,7 +227,7 @@ class StoreTier:
         return arrivals
 
     def expire(self, arrivals: Arrivals) -> None:
-        """Wait no more: what has not arrived is late, and comes for others."""
+        """Stop waiting. Late blocks count as misses but stay in flight."""
         if arrivals in self._arrivals:
             self._arrivals.remove(arrivals)
             self.note_late(arrivals.hashes[-arrivals.num_missing :])
@@ -234,7 +236,7 @@ class StoreTier:
         self.counts.shared_late += sum(hash in self.pending for hash in hashes)
 
     def release(self, tiers: Tiers, arrivals: Arrivals) -> None:
-        """Let go of what has arrived."""
+        """Release the holds on blocks that have arrived."""
         for copy in arrivals.held:
             self._held[copy.page] -= 1
             if not self._held[copy.page]:
@@ -243,19 +245,19 @@ class StoreTier:
         arrivals.held = []
 
     def hold(self, copy: Copy) -> None:
-        """Keep what has arrived for an acquire that waits for more."""
+        """Hold a fetched block for an acquire that waits for more blocks."""
         copy.held += 1
         self._held[copy.page] += 1
 
     def note_saved(self, copies: Collection[Copy]) -> None:
-        """Take note of copies that are being saved to the host tier."""
+        """Queue puts of copies that are being saved to the host tier, depending on `write`."""
         if self.write == "through":
             self._queue(copy.hash for copy in copies)
         elif self.write == "second_use":
             self._queue(copy.hash for copy in copies if self._used.get(copy.hash, 0) > 1)
 
     def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None:
-        """Take note of blocks that are leased, some of them for the first time since a fetch."""
+        """Count leased blocks, `num_fetched` of them for the first time since a fetch."""
         self.counts.shared_hits += num_fetched
         if self.write != "second_use":
             return
@@ -271,7 +273,7 @@ class StoreTier:
             self._used.popitem(last=False)
 
     def unsent(self, tiers: Tiers, victims: Sequence[Copy], leaving: Collection[int]) -> list[Copy]:
-        """Return those host copies that have to be put before they are evicted."""
+        """Return the host copies that must be put before their eviction."""
         if self.write != "back":
             return []
         device = tiers.device.copies
@@ -283,9 +285,10 @@ class StoreTier:
         self._queue(copy.hash for copy in copies)
 
     def put_first(self, tiers: Tiers, copies: Sequence[Copy]) -> Callable[[], None]:
-        """Put copies before they are evicted, and some that are evicted next; return how to wait.
+        """Queue urgent puts of copies to evict, and of some that are next in eviction order.
 
-        When that is over, each has been put, or the store has failed to take it.
+        Return a function that waits for them. After the wait, each block is stored or its put has
+        failed.
         """
         hashes = {copy.hash: None for copy in copies}
         for copy in tiers.host.choose(self._piece, hashes, settled=True):
@@ -303,11 +306,11 @@ class StoreTier:
 
     @property
     def holding(self) -> bool:
-        """Whether a call of the store touches host pages."""
+        """Whether a store call accesses host pages."""
         return self._landing > 0 or self._putting > 0
 
     def forget(self) -> None:
-        """Forget all that is queued or on its way: the tiers are emptied."""
+        """Drop all queued and running work, when the tiers are emptied."""
         self._epoch += 1
         self.pending, self._fetches = {}, []
         self._puts.clear()
@@ -320,7 +323,7 @@ class StoreTier:
         self._arrivals = []
 
     def wake(self) -> None:
-        """Let the worker look again: a save is over."""
+        """Wake the worker after a save has ended."""
         if self._puts:
             self._wake_up()
 
@@ -340,44 +343,44 @@ class StoreTier:
             thread = threading.Thread(target=self._run, name="kvcupy shared", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the system has no more threads: as without a store
+            except RuntimeError as error:  # thread limit of the system: continue without the store
                 self.counts.shared_errors += 1
-                cache_logger.warning("the shared store cannot be used: %s", error)
+                cache_logger.warning("cannot use the shared store: %s", error)
                 self.forget()
                 return
             self._thread = thread
         self._wake_up()
 
     def _wake_up(self) -> None:
-        if self._wake.empty():  # else it will look again anyway
+        if self._wake.empty():  # else a wakeup is pending
             self._wake.put(None)
 
-    # --- Called without it ---
+    # --- Called without the lock ---
 
     def count_known(self, hashes: Sequence[int]) -> int:
-        """Ask the store how many leading blocks it has; 0 if it fails."""
+        """Return the number of leading blocks in the store; 0 if the call fails."""
         if not hashes:
             return 0
         known: Any = self._ask(lambda: self.store.match(list(hashes)))
         return known if isinstance(known, int) and 0 <= known <= len(hashes) else 0
 
     def wait_for_call(self) -> None:
-        """Wait until no call of the store touches the host pages that one touches now.
+        """Wait until the current store call no longer accesses host pages.
 
-        CacheFull if that takes longer than any should.
+        CacheFull after `_STORE_TIMEOUT_S`.
         """
         with self._moved:
             number = self._num_moves
             over = self._moved.wait_for(
-                lambda: self._num_moves != number or not self.holding, _PATIENCE_S
+                lambda: self._num_moves != number or not self.holding, _STORE_TIMEOUT_S
             )
         if not over:
-            raise CacheFull("host_pool: a call of the shared store holds pages, and does not end")
+            raise CacheFull("host_pool: a call of the shared store holds pages and does not return")
 
     def drain(self, deadline: float) -> None:
-        """Wait until all that was queued has been put or dropped, or until the deadline."""
+        """Wait until all queued puts are done or dropped, or until the deadline."""
         shared = self._shared
-        pause = _POLL_S[0]
+        pause = _POLL_S
         while shared is not None and time.monotonic() < deadline:
             with shared.locked() as tiers:
                 if shared.closed:
@@ -387,10 +390,10 @@ class StoreTier:
                     return
             with self._moved:
                 self._moved.wait(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, _POLL_S[1])
+            pause = min(2 * pause, _MAX_POLL_S)
 
     def stop(self, join_s: float = 0.0) -> None:
-        """End the worker after its call of the store; wait for that so long."""
+        """Stop the worker after its current store call; wait up to `join_s` for its end."""
         self._stopped = True
         self._wake.put(None)
         thread = self._thread
@@ -399,9 +402,9 @@ class StoreTier:
 
     def _wait_for_put(self, hashes: Sequence[int], over: threading.Event) -> None:
         began = self._call_began
-        stuck = began is not None and time.monotonic() - began > _PATIENCE_S
+        stuck = began is not None and time.monotonic() - began > _STORE_TIMEOUT_S
         shared = self._shared
-        over.wait(0.0 if stuck else _PATIENCE_S)
+        over.wait(0.0 if stuck else _STORE_TIMEOUT_S)
         if shared is None:
             return
         with shared.locked() as tiers:
@@ -411,13 +414,13 @@ class StoreTier:
                     copy.stored = False
 
     def _ask(self, call: Callable[[], _Answer]) -> _Answer | None:
-        """Call the store; return None if that raises."""
+        """Call the store; return None if the call raises."""
         try:
             answer = call()
         except Exception as error:
             with self._moved:
                 self.counts.shared_errors += 1
-            if not self._failing:  # else it is known, and counted
+            if not self._failing:  # logs only the first of consecutive failures
                 kind = type(error).__name__
                 cache_logger.warning("the shared store of a cache fails: %s: %s", kind, error)
             self._failing = True
@@ -428,7 +431,7 @@ class StoreTier:
     # --- The worker ---
 
     def _run(self) -> None:
-        pause_s = _POLL_S[0]
+        pause_s = _POLL_S
         while not self._stopped:
             worked = False
             if (shared := self._shared) is None:
@@ -437,20 +440,20 @@ class StoreTier:
                 if (step := self._next(shared)) is not None:
                     worked = True
                     step()
-            except BaseException:  # none is expected; the work is lost, and the worker goes on
+            except BaseException:  # unexpected: the job is lost, and the worker continues
                 cache_logger.exception("the shared store of a cache: a step failed")
-            step = shared = None  # they have pages and copies
+            step = shared = None  # drops references to pages and copies
             if worked:
-                pause_s = _POLL_S[0]
+                pause_s = _POLL_S
                 continue
             try:
                 self._wake.get(timeout=pause_s if self._puts else None)
-                pause_s = _POLL_S[0]
+                pause_s = _POLL_S
             except queue.Empty:  # saves are still in flight
-                pause_s = min(2 * pause_s, _POLL_S[1])
+                pause_s = min(2 * pause_s, _MAX_POLL_S)
 
     def _next(self, shared: SharedTiers) -> Callable[[], None] | None:
-        """Return what to do next, if anything can be done."""
+        """Return the next job, or None."""
         with shared.locked() as tiers:
             if shared.closed:
                 return None
@@ -469,7 +472,7 @@ class StoreTier:
             return partial(self._advance, fetch)
 
     def _take_queued(self, tiers: Tiers) -> list[Copy]:
-        """Take the first queued copies that are whole by now."""
+        """Take the first queued copies whose saves have ended, and hold them."""
         taken: list[Copy] = []
         for hash in list(self._puts):
             copy = tiers.host.copies.get(hash)
@@ -495,7 +498,7 @@ class StoreTier:
         return taken
 
     def _put(self, copies: list[Copy], over: threading.Event | None) -> None:
-        """Put copies, which are held."""
+        """Put held copies, and release them."""
         assert self._shared is not None
         outcomes: list[str] = []
         started = time.perf_counter()
@@ -523,7 +526,7 @@ class StoreTier:
             self._note_moved()
 
     def _advance(self, fetch: Fetch) -> None:
-        """Take the next step of a fetch, which is forgotten when that was the last, or fails."""
+        """Run the next step of a fetch; drop the fetch after its last step or a failure."""
         assert self._shared is not None
         if fetch.steps is None:
             fetch.steps = self._fetch(fetch)
@@ -538,7 +541,7 @@ class StoreTier:
                     self._resolve(tiers, fetch, fetch.hashes)
 
     def _fetch(self, fetch: Fetch) -> Iterator[None]:
-        """Ask for blocks, and get them piece by piece until one is missing."""
+        """Look up blocks, and get them piece by piece until one is missing."""
         assert self._shared is not None
         counts = self.counts
         with self._shared.locked() as tiers:
@@ -558,7 +561,7 @@ class StoreTier:
                 pages = self._take_pages(tiers, hashes[: self._piece], fetch.keep)
                 unsent = [] if pages or not hashes else self._take_queued(tiers)
             piece = hashes[: len(pages)]
-            if unsent:  # they are in the way until they have been put
+            if unsent:  # put blocks that cannot be evicted before
                 self._put(unsent, None)
                 continue
             if not piece:
@@ -582,7 +585,7 @@ class StoreTier:
             hashes = hashes[len(piece) :]
 
     def _take_pages(self, tiers: Tiers, hashes: Sequence[int], keep: frozenset[int]) -> list[int]:
-        """Take host pages for blocks, or for the first of them, evicting others."""
+        """Take host pages for the first of these blocks, evicting others."""
         if self._shared is None or self._shared.closed or not hashes:
             return []
         count = min(len(hashes), self.max_pages - self._landing - len(self._held))
@@ -591,7 +594,7 @@ class StoreTier:
         plan = tiers.plan_host_eviction(count, keep=keep, wait=False)
         try:
             pages: list[int] = tiers.evict_from_host(plan).tolist()
-        except CacheFull:  # another user of the pool was first
+        except CacheFull:  # another user of the pool took the pages
             return []
         self._landing += len(pages)
         return pages
@@ -619,7 +622,7 @@ class StoreTier:
         tiers.host.give_back(unused)
 
     def _resolve(self, tiers: Tiers, fetch: Fetch, hashes: Sequence[int]) -> None:
-        """Take note that blocks are not on their way any more."""
+        """Record that blocks are no longer pending, and advance waiting acquires."""
         for hash in hashes:
             if self.pending.get(hash) is fetch:
                 del self.pending[hash]
@@ -627,7 +630,7 @@ class StoreTier:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Note since when the worker is in a call of the store."""
+        """Record the start of the worker's store call."""
         self._call_began = time.monotonic()
         try:
             yield
@@ -652,6 +655,6 @@ _open_stores: weakref.WeakSet[StoreTier] = weakref.WeakSet()
 
 @atexit.register
 def _stop_at_exit() -> None:
-    """End the workers before the interpreter takes their modules away."""
+    """Stop the workers before the interpreter unloads their modules."""
     for tier in list(_open_stores):
-        tier.stop(join_s=JOIN_S)
+        tier.stop(join_s=JOIN_TIMEOUT_S)

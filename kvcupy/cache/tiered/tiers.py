@@ -1,4 +1,4 @@
-"""The tiers of a cache: which page has which block, what is in flight, and eviction.
+"""The tiers of a cache: blocks and their pages, transfers in flight, and eviction.
 
     device page --save--> host page --write--> slot on disk --> lost
                               | put
@@ -6,7 +6,7 @@
                          shared store
 
 A block is copied down only if no lower tier has it. An eviction is planned before anything
-changes, and carried out under the same hold of the cache's lock, so a plan cannot become stale.
+changes, and carried out while the cache's lock is still held, so a plan cannot become stale.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .policies import Policy
 if TYPE_CHECKING:
     from ..pool import Pool
 
-_NOTHING: frozenset[int] = frozenset()
+_NO_HASHES: frozenset[int] = frozenset()
 _Result = TypeVar("_Result")
 
 
@@ -39,14 +39,14 @@ class Copy:
 
     Attributes
     ----------
-    pins : leases on it
-    filled_by : what brings the block into the page, if that was in flight when the copy was made
-    used_by : in the host tier, the last transfer that touches the page, if there was one; when it
-        is over, so are those before it
-    held : in the host tier, how often it is on its way to a shared store, or waited for by an
-        acquire since it came from there; it is not evicted meanwhile
-    stored : whether a shared store has it, or has failed to take it; None: it was not asked
-    fetched : whether it came from a shared store, and was not acquired since
+    pins : number of leases
+    filled_by : completion that writes the block to the page, if in flight when the copy was made
+    used_by : in the host tier, the last transfer that accesses the page, if any; earlier transfers
+        end before it
+    held : in the host tier, number of puts to a shared store, and of acquires that wait for a
+        prefix with this fetched block; a held copy is not evicted
+    stored : True if a shared store has the block, False if a put failed, None if not yet put
+    fetched : whether the block came from a shared store and was not acquired since
     """
 
     __slots__ = (
@@ -65,12 +65,12 @@ class Copy:
 
     @property
     def arriving(self) -> BlockCompletion | None:
-        """What still brings the block, if anything."""
+        """The completion that still writes the block, or None."""
         return None if self.filled_by is None or self.filled_by.over else self.filled_by
 
     @property
     def touched(self) -> BlockCompletion | None:
-        """A transfer that may still touch the page, if any."""
+        """A transfer that may still access the page, or None."""
         return None if self.used_by is None or self.used_by.over else self.used_by
 
 
@@ -81,11 +81,11 @@ class PageTier:
     ----------
     name : "device" or "host"
     copies : by hash
-    order : of eviction, of the same hashes but those that are aside
-    aside : of leased blocks that an eviction has met, so that no other has to pass them: their
-        places in the order, by hash
-    owned : bool (num_pages,), which pages of the pool belong to the cache, including those of
-        blocks that are forgotten but leased
+    order : eviction order of these hashes, except those in `aside`
+    aside : places in the order, by hash, of leased blocks that an eviction met and removed from the
+        order, so that later evictions need not skip them
+    owned : bool (num_pages,), whether each page of the pool belongs to the cache, including pages
+        of forgotten blocks that are still leased
     """
 
     def __init__(self, name: str, pool: Pool, order: Policy) -> None:
@@ -104,7 +104,8 @@ class PageTier:
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
         """Choose up to `count` copies to evict, in order; they stay until they are forgotten.
 
-        Hashes to `keep` stay, as leased ones do; `settled` skips pages that transfers may touch.
+        Skips leased and held copies and the hashes in `keep`; `settled` also skips pages that
+        transfers may access.
         """
         chosen: list[Copy] = []
         leased: list[int] = []
@@ -125,16 +126,16 @@ class PageTier:
         return chosen
 
     def add(self, copies: Iterable[Copy]) -> None:
-        """Add blocks, the first to be evicted in front."""
+        """Add blocks; the first one is evicted first."""
         for copy in copies:
             self.copies[copy.hash] = copy
             self.order.add(copy.hash)
             self.owned[copy.page] = True
 
     def use(self, hashes: Sequence[int], new: Mapping[int, Copy]) -> None:
-        """Add `new` blocks and touch the others, from the last of a prefix to its first.
+        """Add `new` blocks and touch the others, from the last block of a prefix to the first.
 
-        So a block is evicted before those it extends. Hashes that the tier lacks are skipped.
+        A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
         """
         copies, add, touch = self.copies, self.order.add, self.order.touch
         for hash in reversed(hashes):
@@ -158,30 +159,30 @@ class PageTier:
             self.order.put_back(hash, self.aside.pop(hash))  # type: ignore[attr-defined]
 
     def clear(self, order: Policy) -> None:
-        """Forget all blocks, and free the pages that are neither leased nor held."""
+        """Remove all blocks, and free the pages that are neither leased nor held."""
         pages = [copy.page for copy in self.copies.values() if not copy.pins and not copy.held]
         self.copies, self.aside, self.order = {}, {}, order
         self.give_back(pages)
 
     def has(self, copy: Copy) -> bool:
-        """Return whether the tier has this very copy, rather than another of its block or none."""
+        """Return whether the tier has this copy; False for another copy of the same block."""
         return self.copies.get(copy.hash) is copy
 
     def take(self, count: int) -> Pages:
-        """Allocate pages; CacheFull if another thread was first."""
+        """Allocate pages; CacheFull if another user of the pool took them first."""
         pages = self.pool.allocator.alloc(count)
         self.owned[pages] = True
         return pages
 
     def give_back(self, pages: Any) -> None:
-        """Free pages; the pool holds back those that a transfer touches."""
+        """Free pages; the pool holds back pages that a transfer accesses."""
         if len(pages):
             self.owned[pages] = False
             self.pool.allocator.free(pages)
 
 
 class Blocked(Exception):
-    """Raised before a call has changed anything: it has to `wait` unlocked, and try again."""
+    """Raised before a call changes anything: the caller must `wait` without the lock, and retry."""
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         super().__init__("waits for a transfer")
@@ -191,8 +192,8 @@ class Blocked(Exception):
 class BlockCompletion:
     """The `Completion` of copies that a transfer fills, or that a compute stream still writes.
 
-    It has failed if that has, or if whatever fills the pages that the transfer reads has. All but
-    `synchronize`, `wait` and `wait_layer` is called under the lock of the cache.
+    It fails if the transfer fails, or the completion of a page that the transfer reads. Methods
+    require the lock of the cache, except `synchronize`, `wait` and `wait_layer`.
     """
 
     def __init__(
@@ -200,17 +201,17 @@ class BlockCompletion:
         sources: Iterable[BlockCompletion | None],
     ) -> None:  # fmt: skip
         self.kind = kind  # "load", "save" or "insert"
-        self.copies = copies  # what it fills; none once it is done
+        self.copies = copies  # destination copies; empty once done
         self.over = False  # known to be done or to have failed
-        self.failure: BaseException | None = None  # once it has been noted
-        self.num_bytes, self.seconds = 0, 0.0  # moved, and taken for that, once it is done
-        # Dropped when it is over, because it holds events.
+        self.failure: BaseException | None = None
+        self.num_bytes, self.seconds = 0, 0.0  # bytes moved and duration, once done
+        # Dropped at the end, because it holds events.
         self._completion: Transfer | StreamCompletion | None = completion
-        # Those that fill the pages which this one reads.
+        # Completions of the pages that this one reads.
         self._sources = tuple({id(s): s for s in sources if s is not None}.values())
 
     def done(self) -> bool:
-        """Return whether it is over, including after a failure, which is noted."""
+        """Return whether it has ended, including after a failure, which is recorded."""
         completion = self._completion
         if self.over or completion is None:
             return True
@@ -232,17 +233,17 @@ class BlockCompletion:
 
     @property
     def broken(self) -> bool:
-        """Whether a failure is known, of itself or of what fills the pages that it reads."""
+        """Whether a failure is known, of this completion or of one that fills its sources."""
         completions = (self, self._completion, *self._sources)
         return any(c is not None and c.failure is not None for c in completions)
 
     def fail(self, error: BaseException) -> None:
-        """Note why it has failed, unless it is over."""
+        """Record a failure, unless the completion has ended."""
         if not self.over:
             self.failure, self.over, self._sources = error, True, ()
 
     def synchronize(self) -> None:
-        """Wait until no page is touched any more; a failure is left to `done`."""
+        """Wait until no page is accessed; `done` records failures."""
         completion, sources = self._completion, self._sources
         if completion is not None:
             with suppress(DeviceError):
@@ -251,22 +252,22 @@ class BlockCompletion:
             source.synchronize()
 
     def wait(self, stream: Any = None) -> None:
-        """Let a stream wait for all layers; DeviceError if it has failed.
+        """Make a stream wait for all layers; DeviceError after a failure.
 
-        The failure is not noted: the caller calls `fail`, under the lock.
+        Does not record the failure: the caller calls `fail`, under the lock.
         """
         if (completion := self._pending()) is not None:
             completion.wait(stream)
             self._raise_failure_of_sources()
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let a stream wait for one layer; otherwise like `wait`."""
+        """Make a stream wait for one layer; otherwise like `wait`."""
         if (completion := self._pending()) is not None:
             completion.wait_layer(layer, stream)
             self._raise_failure_of_sources()
 
     def _pending(self) -> Transfer | StreamCompletion | None:
-        """Return what a stream has to wait for, if anything."""
+        """Return the completion that a stream has to wait for, or None."""
         self._raise_known_failure()
         if self._completion is not None:
             self._raise_failure_of_sources()
@@ -277,35 +278,35 @@ class BlockCompletion:
             raise DeviceError(f"the blocks have not arrived: {self.failure}") from self.failure
 
     def _raise_failure_of_sources(self) -> None:
-        """Raise DeviceError if pages that are read here are known not to hold their blocks."""
+        """Raise DeviceError if source pages are known not to hold their blocks."""
         for source in self._sources:
             source._raise_known_failure()
             if (completion := source._completion) is not None:
-                completion.done()  # a transfer looks for its failure, and raises it
+                completion.done()  # a transfer checks for a failure, and raises it
                 if (failure := completion.failure) is not None:
                     raise failure
                 source._raise_failure_of_sources()
 
 
 class CompletionQueue:
-    """The completions that are not known to be over, oldest first for each kind."""
+    """Pending completions, oldest first for each kind."""
 
     def __init__(self) -> None:
         kinds = ("insert", "load", "save")
         self._queues: dict[str, deque[BlockCompletion]] = {kind: deque() for kind in kinds}
-        self._failed: deque[BlockCompletion] = deque(maxlen=16)  # that may still touch pages
+        self._failed: deque[BlockCompletion] = deque(maxlen=16)  # may still access pages
 
     def add(self, completion: BlockCompletion) -> BlockCompletion:
         self._queues[completion.kind].append(completion)
         return completion
 
     def settle(self) -> list[BlockCompletion]:
-        """Remove and return those that are over by now, in time proportional to their number."""
+        """Remove and return completions that have ended, in time proportional to their number."""
         over = []
         for kind, queue in self._queues.items():
             while queue and queue[0].done():
                 over.append(queue.popleft())
-            if kind == "insert" and queue:  # of several streams: a later one may be over first
+            if kind == "insert" and queue:  # streams are independent: a later one may end first
                 pending = [completion for completion in queue if not completion.done()]
                 over += [completion for completion in queue if completion.over]
                 queue.clear()
@@ -313,7 +314,7 @@ class CompletionQueue:
         return over
 
     def oldest(self) -> BlockCompletion | None:
-        """Return one to wait for, preferably a transfer; one that has failed is returned once."""
+        """Return a completion to wait for, preferably a transfer; a failed one is returned once."""
         if self._failed:
             return self._failed.popleft()
         return next((queue[0] for queue in reversed(self._queues.values()) if queue), None)
@@ -327,7 +328,7 @@ class CompletionQueue:
 
 @dataclass
 class Counts:
-    """What has happened so far, in blocks, bytes and seconds, as `TieredCache.stats` lists."""
+    """Cumulative counts in blocks, bytes and seconds, as listed by `TieredCache.stats`."""
 
     device_hits: int = 0
     host_hits: int = 0
@@ -348,22 +349,22 @@ class Counts:
 
 @dataclass
 class HostEviction:
-    """A plan for host pages: which are free, and which copies are evicted for the others."""
+    """A plan for host pages: free pages, and host copies to evict."""
 
-    num_free: int = 0  # pages
-    victims: list[Copy] = field(default_factory=list)  # host copies to evict, for a page each
-    writes: list[Copy] = field(default_factory=list)  # those of them that are written to disk
-    slots: list[int] = field(default_factory=list)  # hashes evicted from the disk for that
+    num_free: int = 0  # free pages to take
+    victims: list[Copy] = field(default_factory=list)  # host copies to evict, one page each
+    writes: list[Copy] = field(default_factory=list)  # victims to write to disk first
+    slots: list[int] = field(default_factory=list)  # hashes to evict from disk for the writes
 
     @property
     def num_pages(self) -> int:
         return self.num_free + len(self.victims)
 
 
-class Below(Protocol):
-    """What the tiers need of whatever takes blocks to a shared store, and brings them from there.
+class StoreTierProtocol(Protocol):
+    """Interface of the tiers to the shared store below them, implemented by `StoreTier`.
 
-    All but `wait_for_call` is called with the lock of the cache.
+    All methods except `wait_for_call` require the lock of the cache.
     """
 
     def require_own_process(self) -> None: ...
@@ -381,8 +382,10 @@ class Below(Protocol):
     def wait_for_call(self) -> None: ...
 
 
-def counted(counts: Counts, disk: DiskBlocks | None, store: Below | None) -> dict[str, float]:
-    """Return what is counted so far; without the tiers, whose failures refer to their callers."""
+def counted(
+    counts: Counts, disk: DiskBlocks | None, store: StoreTierProtocol | None
+) -> dict[str, float]:
+    """Collect counts, without a reference to the tiers, whose failures refer to their callers."""
     return {
         **asdict(counts),
         "disk_read_bytes": 0 if disk is None else disk.read_bytes,
@@ -395,14 +398,14 @@ def counted(counts: Counts, disk: DiskBlocks | None, store: Below | None) -> dic
 
 
 class Tiers:
-    """The tiers, what is in flight between them, and eviction.
+    """The tiers, transfers in flight between them, and eviction.
 
-    The caller holds the lock of the cache. Methods called `plan` change nothing.
+    The caller holds the lock of the cache. Methods named `plan_*` change nothing.
     """
 
     def __init__(
         self, engine: TransferEngine, device: PageTier, host: PageTier, disk: DiskBlocks | None,
-        store: Below | None = None,
+        store: StoreTierProtocol | None = None,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.device = device
@@ -411,7 +414,7 @@ class Tiers:
         self.store = store
         self.in_flight = CompletionQueue()
         self.counts = Counts()
-        self.num_leased = 0  # each block once for every lease
+        self.num_leased = 0  # counts each block once per lease
 
     def __contains__(self, hash: int) -> bool:
         return hash in self.device.copies or hash in self.host.copies or self.on_disk(hash)
@@ -420,7 +423,7 @@ class Tiers:
         return self.disk is not None and hash in self.disk.slots
 
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
-        """Return those device copies whose blocks no lower tier has."""
+        """Return the device copies whose blocks no lower tier has."""
         host = self.host.copies
         return [c for c in copies if c.hash not in host and not self.on_disk(c.hash)]
 
@@ -430,7 +433,7 @@ class Tiers:
             self.num_leased += 1
 
     def unpin(self, copies: Sequence[Copy]) -> None:
-        """Unpin leased copies, and free the pages of those that were forgotten meanwhile."""
+        """Unpin leased copies, and free the pages of copies that were forgotten meanwhile."""
         orphans = []
         for copy in copies:
             copy.pins -= 1
@@ -445,7 +448,7 @@ class Tiers:
             self.disk.use(hashes)
 
     def stats(self) -> dict[str, float]:
-        """Return what `TieredCache.stats` does."""
+        """Return the statistics of `TieredCache.stats`."""
         return {
             "device_blocks": len(self.device.copies),
             "host_blocks": len(self.host.copies),
@@ -456,7 +459,7 @@ class Tiers:
     # --- In flight ---
 
     def settle(self) -> None:
-        """Take note of what is over by now."""
+        """Process completions that have ended."""
         for completion in self.in_flight.settle():
             if completion.failure is not None:
                 self.drop(completion)
@@ -470,9 +473,10 @@ class Tiers:
                     self.store.wake()
 
     def drop(self, completion: BlockCompletion) -> None:
-        """Forget the copies that were to be filled by what has failed.
+        """Forget the destination copies of a failed completion.
 
-        Leases keep their pages; the allocator holds others back while a transfer may write them.
+        Leases keep their pages; the allocator holds back the others while a transfer may write
+        them.
         """
         is_save = completion.kind == "save"
         tier = self.host if is_save else self.device
@@ -487,7 +491,7 @@ class Tiers:
             self.counts.failed_loads += len(copies)
 
     def require_settled(self, tier: PageTier, num_free: int) -> None:
-        """Raise Blocked if more than `num_free` pages are free, or will be after a transfer."""
+        """Raise Blocked if more than `num_free` pages are free now or after pending transfers."""
         allocator = tier.pool.allocator
         if allocator.num_available > num_free:
             if allocator.num_free > num_free:
@@ -502,7 +506,7 @@ class Tiers:
                 raise Blocked(copy.arriving.synchronize)
 
     def stream_behind(self, copies: Iterable[Copy], after: Any) -> Any:
-        """Return a stream behind `after` and behind whatever still writes the pages of copies."""
+        """Return a stream that waits for `after` and for streams that still write the copies."""
         writers = {id(w): w for c in copies if (w := c.arriving) is not None and w.kind == "insert"}
         if not writers:
             return after
@@ -510,33 +514,33 @@ class Tiers:
         relay = device.stream()
         relay.wait(device.as_stream(after))
         for writer in writers.values():
-            with suppress(DeviceError):  # after a failure nothing writes the pages any more
+            with suppress(DeviceError):  # a failed writer no longer writes
                 writer.wait(relay)
         return relay
 
     # --- Evicting from the host tier ---
 
     def plan_host_eviction(
-        self, count: int, *, required: int = 0, keep: Collection[int] = _NOTHING,
-        leaving: Collection[int] = _NOTHING, wait: bool = True,
+        self, count: int, *, required: int = 0, keep: Collection[int] = _NO_HASHES,
+        leaving: Collection[int] = _NO_HASHES, wait: bool = True,
     ) -> HostEviction:  # fmt: skip
-        """Choose what to evict for `count` host pages; the plan may have fewer.
+        """Choose copies to evict for `count` host pages; the plan may have fewer pages.
 
         Parameters
         ----------
-        required : pages that the plan must have, or CacheFull. They come first, and no transfer
-            touches them
+        required : minimum number of pages, else CacheFull. They come first in the plan, and no
+            transfer accesses them
         keep : hashes that stay in the host tier and on disk
         leaving : hashes that are about to leave the device. They are evicted from the host tier
-            last, and only to the disk or for required pages
-        wait : for transfers, by raising Blocked, rather than plan fewer pages
+            last, and only to disk or for required pages
+        wait : raise Blocked to wait for transfers, instead of planning fewer pages
         """
         num_free = min(count, self.host.num_free)
         stay = {*keep, *leaving} if leaving else keep
         plan = HostEviction(num_free, self.host.choose(count - num_free, stay, settled=not wait))
-        least = required if self.disk is None else count
-        if leaving and plan.num_pages < least:
-            plan.victims = self.host.choose(least - num_free, keep, settled=not wait)
+        min_pages = required if self.disk is None else count
+        if leaving and plan.num_pages < min_pages:
+            plan.victims = self.host.choose(min_pages - num_free, keep, settled=not wait)
         if wait:
             for copy in plan.victims[: max(0, required - num_free)]:
                 if copy.touched is not None:
@@ -548,7 +552,7 @@ class Tiers:
         if plan.num_pages < required:
             raise CacheFull(
                 f"hashes: expected at most {plan.num_pages} blocks from disk at once, for which "
-                f"the host pool has room, got {required}"
+                f"the host pool has space, got {required}"
             )
         if self.store is not None:
             self._plan_puts(plan, self.store, leaving, wait=wait)
@@ -557,9 +561,9 @@ class Tiers:
         return plan
 
     def _plan_puts(
-        self, plan: HostEviction, store: Below, leaving: Collection[int], *, wait: bool
+        self, plan: HostEviction, store: StoreTierProtocol, leaving: Collection[int], *, wait: bool
     ) -> None:
-        """Let blocks that leave be put into the store first, or stay."""
+        """Put blocks into the store before their eviction, or exclude them from the plan."""
         if not (unsent := store.unsent(self, plan.victims, leaving)):
             return
         if wait:
@@ -581,10 +585,10 @@ class Tiers:
         self.require_arrived(plan.writes)
         plan.slots = disk.choose(len(plan.writes) - disk.num_free, keep)
         excess = len(plan.writes) - disk.num_free - len(plan.slots)
-        del plan.writes[: max(0, excess)]  # the first to be evicted are lost
+        del plan.writes[: max(0, excess)]  # the first in eviction order are lost
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
-        """Carry out a plan; return its pages, which have no block any more."""
+        """Carry out a plan; return its pages, which are now empty."""
         pages = self.host.take(plan.num_free)
         if self.disk is not None:
             self.write(self.disk, plan.writes, plan.slots)
@@ -596,7 +600,7 @@ class Tiers:
     def write(
         self, disk: DiskBlocks, copies: Sequence[Copy], slots: Sequence[int]
     ) -> dict[int, OSError]:
-        """Write host copies to disk, replacing the blocks `slots`; return what failed, by hash."""
+        """Write host copies to disk, replacing the blocks `slots`; return the errors by hash."""
         disk.evict(slots)
         self.counts.disk_evicted += len(slots)
         self.counts.lost += sum(hash not in self for hash in slots)
@@ -604,12 +608,12 @@ class Tiers:
 
     # --- Evicting from the device tier ---
 
-    def evict_from_device(self, victims: Sequence[Copy], keep: Collection[int] = _NOTHING) -> int:
-        """Evict blocks from the device; those that no other tier has are saved first.
+    def evict_from_device(self, victims: Sequence[Copy], keep: Collection[int] = _NO_HASHES) -> int:
+        """Evict blocks from the device; save blocks first that no other tier has.
 
-        Hashes to `keep` stay in the host tier and on disk. Returns how many were evicted: fewer
-        than asked for if the host tier cannot take all at once, but can pass some on to the disk.
-        The next call waits for that.
+        The hashes in `keep` stay in the host tier and on disk. Returns the number of evicted
+        blocks: fewer than requested if the host tier cannot take all blocks at once but can write
+        some to disk. The next call waits for these writes.
         """
         saves = self.only_on_device(victims)
         if saves:
@@ -625,7 +629,7 @@ class Tiers:
         return len(victims)
 
     def save(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
-        """Queue a save of device copies; return the new host copies, which the tier lacks yet."""
+        """Queue a save of device copies; return the new host copies, not yet added to the tier."""
         if not copies:
             return {}
         transfer = self.engine.save(_pages(copies), pages, after=self.stream_behind(copies, after))
@@ -639,7 +643,7 @@ class Tiers:
         return {copy.hash: copy for copy in saved}
 
     def save_or_free(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
-        """Queue a save; free the host pages if that raises."""
+        """Queue a save; free the host pages on an exception."""
         try:
             return self.save(copies, pages, after)
         except BaseException:
@@ -661,8 +665,8 @@ def _pages(copies: Sequence[Copy]) -> Pages:
 class SharedTiers:
     """The tiers behind a lock, so that one thread at a time changes them.
 
-    Neither the engine nor an allocator calls back, so the lock order cannot invert; and no transfer
-    is waited for with the lock held.
+    Neither the engine nor an allocator calls back, so the lock order cannot invert. No thread waits
+    for a transfer while it holds the lock.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -672,19 +676,19 @@ class SharedTiers:
         self._lock = threading.Lock()
 
     def stats(self) -> dict[str, float]:
-        """Return what `TieredCache.stats` does, without the lock and as last noted."""
+        """Return the statistics of `TieredCache.stats`, without the lock and possibly stale."""
         return self._tiers.stats()
 
     @contextmanager
     def locked(self) -> Iterator[Tiers]:
-        """Hold the lock; the tiers are as they were left, and may be closed."""
+        """Hold the lock. The tiers may be closed, and are not settled."""
         self._require_own_process()
         with self._lock:
             yield self._tiers
 
     @contextmanager
     def opened(self) -> Iterator[Tiers]:
-        """Hold the lock; the tiers are up to date. KvcupyError if the cache is closed."""
+        """Hold the lock, and settle the tiers. KvcupyError if the cache is closed."""
         self._require_own_process()
         with self._lock:
             if self.closed:
@@ -698,7 +702,7 @@ class SharedTiers:
             self._tiers.store.require_own_process()
 
     def attempt(self, change: Callable[[Tiers], _Result]) -> _Result:
-        """Call `change` until it is not Blocked, then send out the transfers that it has queued."""
+        """Call `change` until it is not Blocked, then submit the transfers that it queued."""
         while True:
             try:
                 with self.opened() as tiers:

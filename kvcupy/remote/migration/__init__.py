@@ -1,4 +1,4 @@
-"""Pages on their way to a pool of another process: offered by a sender, pulled by a receiver."""
+"""Migration of pages to a pool in another process: a sender offers them, a receiver pulls them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
 
 
 def engine_for(name: Any, pool: Pool) -> Engine:
-    """Return a new engine by name: "socket", "nixl", or one that another package registers.
+    """Create an engine by name: "socket", "nixl", or a name that another package registers.
 
-    Another package names its engine class by an entry point of the group `kvcupy.page_engines`.
+    Other packages register engine classes as entry points in the group `kvcupy.page_engines`.
 
     Raises
     ------
-    TypeError, ValueError : there is none of that name
-    ImportError : its wheel is missing
+    TypeError : `name` is not a str
+    ValueError : no engine has that name
+    ImportError : the engine's wheel is not installed
     """
     if not isinstance(name, str):
         raise TypeError(f"engine: expected a str, got {type(name).__name__}")

@@ -1,7 +1,7 @@
-"""What moves the bytes of a pull, and what sender and receiver give it to work with.
+"""Engines, which move the bytes of a pull, and the sender's and receiver's interfaces to them.
 
-A pull is one connection, with a thread at each end. Behind the grant both call their engine, which
-moves the layers in order. `socket` sends them over that same connection.
+A pull is one connection, with a thread at each end. After the grant, both ends call their engine,
+which moves the layers in order. `SocketEngine` sends them over the same connection.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from ...cache.pool import Pool
     from ...devices.protocol import Stream
 
-_POLL_S = 0.001  # while a layer that is asked for is not ready
-_START_POLL_S = 0.01  # whether the offer is over, while pages of the receiver are still in use
-_TOGETHER_BYTES = 1 << 20  # of layers that are ready at the same time, and so go together
-_LAYER = struct.Struct(">IIQ")  # the first, how many, their bytes
-_CHECKSUM = struct.Struct(">IIQ")  # the first, how many, their checksum
+_READY_POLL_S = 0.001  # interval of checks for a layer that is not ready
+_START_POLL_S = 0.01  # interval of checks for a cancelled offer, until the receiver's START
+_MAX_GROUP_BYTES = 1 << 20  # of ready layers that are sent under one checksum
+_LAYER = struct.Struct(">IIQ")  # first layer, number of layers, bytes
+_CHECKSUM = struct.Struct(">IIQ")  # first layer, number of layers, checksum
 
 
 class Engine(Protocol):
-    """Moves layers of pages between a sender's pool and a receiver's.
+    """Moves layers of pages from a sender's pool to a receiver's pool.
 
-    A sender and a receiver each have one. It is made with the pool, which it may register with a
-    network; the pages that it may touch are those of the pulls that it is called for.
+    Each sender and each receiver has one engine. It is made with the pool, which it may register
+    with a network. It may access only the pages of the pulls that it is called for.
 
     Attributes
     ----------
-    name : that users pass, and that both ends must share
-    poll_s : how often the sender calls `poll` now; None: not at all. It is asked again when a pull
-        is over
-    staged : whether it moves pages by `layers.PageBytes`, and so those of a pool that the host
-        cannot address by way of a `Staging`; else it must reach the pool by itself
-    bounded : whether `quiet` is true soon after every pull that was given up, so that who needs its
-        pages may wait for that
+    name : name that users pass; both ends must use the same engine
+    poll_s : interval in which the sender calls `poll`; None for no calls. The sender reads it again
+        after each pull
+    staged : whether the engine moves pages through `layers.PageBytes`, and therefore through a
+        `Staging` if the host cannot address the pool; else the engine accesses the pool directly
+    bounded : whether `quiet` becomes true soon after an abandoned pull, so that callers can wait
+        for the pages
     """
 
     name: str
@@ -54,33 +54,32 @@ class Engine(Protocol):
     def poll_s(self) -> float | None: ...
 
     def describe(self) -> bytes:
-        """Return what the engine of the peer must know of this one, in at most 512 KiB. It goes
-        over the authenticated connection: the receiver's with PULL, the sender's with GRANT."""
+        """Return up to 512 KiB of data for the peer's engine. It is sent over the authenticated
+        connection: the receiver's with PULL, the sender's with GRANT."""
         ...
 
     def offered(self, offered: Offered) -> None:
-        """Hear of pages that may be pulled from now on; what can be done ahead is done by a thread
-        of the engine's own."""
+        """Notify the engine of a new offer. The engine may prepare it in a separate thread."""
 
     def serve(self, service: Service) -> None:
-        """Let the receiver have every layer, each once it is ready; return when it says that it has
-        them. Whatever is raised ends the pull, and pages are no longer read then."""
+        """Send every layer once it is ready; return when all layers are sent, or when the receiver
+        confirms them. An exception ends the pull; the engine then reads no more pages."""
         ...
 
     def pull(self, task: PullTask) -> None:
-        """Bring every layer into the pages, and call `task.arrived(layer)` for each in order, once
-        it is complete and verified. Whatever is raised fails the pull."""
+        """Receive every layer, and call `task.arrived(layer)` for each in order, once the layer is
+        complete and verified. An exception fails the pull."""
         ...
 
     def quiet(self, task: PullTask) -> bool:
-        """Return whether nothing can land in the pages of a pull any more, after `pull` raised."""
+        """Return whether no more bytes can arrive in the pages of a pull, after `pull` raised."""
         ...
 
     def poll(self) -> None:
-        """Make progress, where the engine has no thread that does."""
+        """Make progress, if the engine has no progress thread."""
 
     def close(self, deadline: float) -> None:
-        """Give up what the engine holds."""
+        """Release all resources."""
 
 
 class Offered:
@@ -89,13 +88,13 @@ class Offered:
     Attributes
     ----------
     pool, pages : int64 (n,)
-    number, generation : of the offer
-    key : of checksums that do not depend on a connection; receivers derive it from the ticket
-    check : raises TransferError if the offer is over
-    is_ready : returns whether a layer has been written; TransferError if it never will be
-    reading : context in which a thread that serves no pull may read them; TransferError if the
-        offer is over
-    prepared : what the engine keeps with them, by a key of its own
+    number, generation : identify the offer
+    key : key of checksums that do not depend on a connection; receivers derive it from the ticket
+    check : raises TransferError if the offer has ended
+    is_ready : returns whether a layer has been written; TransferError if its write has failed
+    reading : context in which a thread that serves no pull may read the pages; TransferError if
+        the offer has ended
+    prepared : the engine's data for this offer, by keys that the engine chooses
     """
 
     def __init__(
@@ -110,17 +109,17 @@ class Offered:
 
 
 class Service:
-    """One pull as its sender sees it.
+    """The sender's side of one pull.
 
     Attributes
     ----------
     channel : the connection
-    offered : the pages
-    pool, pages, number, generation : of them
-    heads : of the pool, those that are asked for
-    peer : what the receiver's engine described
-    lease_s : how long the peer may be silent
-    run_pages : that a layer is sent in runs of (see `layers`)
+    offered : the offered pages
+    pool, pages, number, generation : same as in `offered`
+    heads : requested range of the pool's heads
+    peer : result of `describe` of the receiver's engine
+    lease_s : maximum time between messages of the peer
+    run_pages : number of pages per run of a layer (see `layers`)
     """
 
     def __init__(
@@ -136,26 +135,25 @@ class Service:
         self.check, self.renew = offered.check, renew
 
     def is_ready(self, layer: int) -> bool:
-        """Return whether a layer has been written."""
         return self.offered.is_ready(layer)
 
     def wait_ready(self, layer: int) -> None:
-        """Wait until a layer has been written, and answer the receiver meanwhile.
+        """Wait until a layer has been written, and accept lease renewals meanwhile.
 
         Raises
         ------
-        TransferError : the offer is over, or what should write the layer has failed
-        Lost : the receiver is gone
+        TransferError : the offer has ended, or the write of the layer has failed
+        Lost : the connection has ended
         """
         while True:
             self.check()
             if self.is_ready(layer):
                 return
             self.flush()
-            self.hear(_POLL_S)
+            self.hear(_READY_POLL_S)
 
     def hear(self, deadline_s: float = 0.0) -> None:
-        """Renew the lease if the receiver asks for that within a time.
+        """Renew the lease if the receiver requests it within `deadline_s`.
 
         Raises
         ------
@@ -167,7 +165,7 @@ class Service:
             self.renew()
 
     def wait_start(self) -> None:
-        """Wait until the receiver can take pages, for as long as it renews the lease.
+        """Wait for the receiver's START, while it renews the lease.
 
         Raises
         ------
@@ -182,7 +180,7 @@ class Service:
                 self.renew()
 
     def flush(self) -> None:
-        """Send what is kept back; who ends the offer does not wait for a receiver that is stopped.
+        """Send buffered messages. Ending the offer aborts the call if the receiver is stopped.
 
         Raises
         ------
@@ -196,23 +194,23 @@ class Service:
             self.channel.moving = False
 
     def deadline(self) -> float:
-        """Return until when the receiver has to react to what is done now."""
+        """Return the time by which the receiver must respond."""
         return time.monotonic() + self.lease_s
 
 
 class PullTask:
-    """One pull, or one sender's part of it, as its receiver sees it.
+    """The receiver's side of one pull from one sender.
 
     Attributes
     ----------
     channel : the connection
-    pool, pages : int64 (n,), where the pages go
-    heads : of the pool, those that come
-    number, generation, key : of the offer (see `Offered`)
-    peer : what the sender's engine described
+    pool, pages : int64 (n,), destination of the pages
+    heads : range of the pool's heads to receive
+    number, generation, key : identify the offer (see `Offered`)
+    peer : result of `describe` of the sender's engine
     deadline : of the whole pull, a value of time.monotonic
-    lease_s : how long this end may be silent
-    run_pages : that a layer is sent in runs of (see `layers`)
+    lease_s : maximum time between messages of this end
+    run_pages : number of pages per run of a layer (see `layers`)
     """
 
     def __init__(
@@ -229,18 +227,19 @@ class PullTask:
         self._renew_at = time.monotonic() + lease_s / 3
 
     def receive(self, *kinds: int) -> tuple[int, bytes]:
-        """Return the next message, and renew the lease as long as there is none.
+        """Return the next message, and renew the lease until it arrives.
 
         Raises
         ------
         TransferError : the sender has refused, or the pull is cancelled
-        Lost, TimeoutError : there will be none, or not in time
+        Lost : the connection has ended
+        TimeoutError : the deadline has passed
         """
         self.wait_readable()
         return self.channel.receive(self.deadline, *kinds)
 
     def wait_readable(self) -> None:
-        """Wait until something comes, and renew the lease as long as nothing does.
+        """Wait until the connection is readable, and renew the lease until then.
 
         Raises
         ------
@@ -256,7 +255,7 @@ class PullTask:
             self.renew_if_due()
 
     def keep(self) -> None:
-        """Renew the lease if that is due, and go on.
+        """Renew the lease if due.
 
         Raises
         ------
@@ -270,22 +269,22 @@ class PullTask:
 
     @property
     def next_keep_s(self) -> float:
-        """Seconds in which `keep` is due again."""
+        """Seconds until `keep` is due."""
         return max(0.0, min(self._renew_at, self.deadline) - time.monotonic())
 
     def renew_if_due(self) -> None:
-        """Renew the lease, if a third of it has passed since the last time."""
+        """Renew the lease if a third of it has passed since the last renewal."""
         if time.monotonic() >= self._renew_at:
             self.channel.send(RENEW, b"", self.deadline)
             self._renew_at = time.monotonic() + self.lease_s / 3
 
 
 class SocketEngine:
-    """Sends layers over the connection on which they were asked for. Both ends take part.
+    """Sends layers over the connection of the pull.
 
-    Small layers that are ready at the same time go together, under one checksum. They are complete
-    when that is right, and nothing lands in pages of a pull after its thread has ended: it is that
-    thread which puts bytes there.
+    Small layers that are ready at the same time are sent as one group under one checksum. A group
+    is complete when its checksum is verified. Only the thread of a pull writes to its pages, so no
+    bytes arrive after that thread has ended.
     """
 
     name = "socket"
@@ -300,7 +299,7 @@ class SocketEngine:
         return b""
 
     def offered(self, offered: Offered) -> None:
-        """Nothing: bytes are checksummed as they are sent, while the processor has them."""
+        """Do nothing: bytes are checksummed as they are sent, while they are in the CPU cache."""
 
     def serve(self, service: Service) -> None:
         channel, runs = service.channel, _runs_of(service.pages, service.run_pages)
@@ -314,7 +313,7 @@ class SocketEngine:
                 layers = self._send_group(service, runs, layers)
 
     def _send_group(self, service: Service, runs: list[Pages], layers: range) -> range:
-        """Send some layers that are ready; return those that come next, if some are ready too."""
+        """Send a group of ready layers; return the next group, empty if none is ready."""
         checksum = service.channel.checksum(
             service.number, service.generation, layers.start, len(layers)
         )
@@ -325,7 +324,7 @@ class SocketEngine:
                 following = self._send(service, run, layers, checksum, is_last)
                 continue
             service.flush()
-            # No deadline of its own: who does not renew the lease ends the offer, and so this.
+            # Needs no deadline: the offer ends if the receiver does not renew the lease.
             with service.staging.borrowed(len(run), math.inf, service.hear) as staged:
                 for layer in layers:
                     service.staging.save(run, staged, layer, service.stream())
@@ -335,12 +334,12 @@ class SocketEngine:
     def _send(
         self, service: Service, pages: Pages, layers: range, checksum: Any, is_last: bool
     ) -> range:
-        """Send pages of some layers; and along with the last bytes of them the checksum, and which
-        layers come next, if some are ready. Return these."""
+        """Send pages of some layers. Append the checksum, and the announcement of the next group
+        if it is ready, to the last bytes. Return the next group."""
         channel, end = service.channel, None
         following = range(layers.stop, layers.stop)
         left = len(layers) * len(pages) * service.page_bytes.page_bytes
-        channel.moving = True  # whoever ends the offer from now on aborts the channel
+        channel.moving = True  # from now on, ending the offer aborts the channel
         for views, num_bytes in service.page_bytes.reading(pages, layers):
             service.check()
             for view in views:
@@ -351,7 +350,7 @@ class SocketEngine:
                 tail = _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest())
                 end = CHECKSUM, tail + _announcement(service, following)
             channel.send_data(views, num_bytes, service.deadline(), end)
-            service.renew()  # the receiver takes what is sent: it lives
+            service.renew()  # the receiver accepts bytes, so it is alive
         channel.moving = False
         return following
 
@@ -366,7 +365,7 @@ class SocketEngine:
             checksum = task.channel.checksum(
                 task.number, task.generation, layers.start, len(layers)
             )
-            first = bytearray(MIN_MESSAGE_BYTES)  # of the message behind the layers
+            first = bytearray(MIN_MESSAGE_BYTES)  # start of the message after the layers
             for run in runs:
                 task.wait_readable()  # the sender may be waiting for staging pages
                 message = first if run is runs[-1] else None
@@ -381,18 +380,18 @@ class SocketEngine:
             expected, head = tail[: _CHECKSUM.size], tail[_CHECKSUM.size :]
             if expected != _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest()):
                 last = f" to {stop - 1}" if len(layers) > 1 else ""
-                raise TransferError(f"layer {layers.start}{last}: the checksum is wrong", "corrupt")
+                raise TransferError(f"layer {layers.start}{last}: checksum mismatch", "corrupt")
             for layer in layers:
                 task.arrived(layer)
 
     def _announced(self, head: bytes, first: int, num_layers: int, layer_bytes: int) -> range:
-        """Return the layers that come next; Lost unless they are those, and of their size."""
+        """Parse an announcement; Lost unless it names the next layers with their size."""
         if len(head) == _LAYER.size:
             start, count, num_bytes = _LAYER.unpack(head)
             is_next = start == first and 1 <= count <= num_layers - first
             if is_next and num_bytes == count * layer_bytes:
                 return range(first, first + count)
-        raise Lost("the sender sends other layers than the next")
+        raise Lost("the sender announced an unexpected layer")
 
     def _receive(
         self, task: PullTask, pages: Pages, layers: range, checksum: Any,
@@ -411,17 +410,17 @@ class SocketEngine:
         return True
 
     def poll(self) -> None:
-        """Nothing: each pull has a thread."""
+        """Do nothing: each pull has a thread."""
 
     def close(self, deadline: float) -> None:
-        """Nothing: connections are closed by their owners."""
+        """Do nothing: senders and receivers close their connections."""
 
 
 def _ready_layers(service: Service, first: int) -> range:
-    """Return the layers from `first` on that are ready, and go together; at least one, if any."""
+    """Return the ready layers from `first` on that form the next group; empty if none is ready."""
     layer_bytes = len(service.pages) * service.page_bytes.page_bytes
-    most = max(1, _TOGETHER_BYTES // max(1, layer_bytes))
-    end = min(first + most, service.pool.num_layers)
+    max_layers = max(1, _MAX_GROUP_BYTES // max(1, layer_bytes))
+    end = min(first + max_layers, service.pool.num_layers)
     stop = first
     while stop < end and service.is_ready(stop):
         stop += 1
@@ -429,7 +428,7 @@ def _ready_layers(service: Service, first: int) -> range:
 
 
 def _announcement(service: Service, layers: range) -> bytes:
-    """Return what says that layers come next, empty for none."""
+    """Return the payload that announces a group of layers, empty for no layers."""
     num_bytes = len(layers) * len(service.pages) * service.page_bytes.page_bytes
     return _LAYER.pack(layers.start, len(layers), num_bytes) if layers else b""
 

@@ -1,11 +1,11 @@
-"""The bytes of layers of some pages, and of some of their heads, in the order of the wire.
+"""Bytes of layers of some pages and heads, in migration order.
 
     K of page 0, K of page 1, ..., V of page 0, ..., scales of K, scales of V
 
-of each layer, and of each run of pages: all, or as many as both ends have staging for. Each is
-(page_size, heads, width), whatever the layout of the pool, so that pools of all layouts exchange
-pages. What lies in memory like that is sent and received in place, neighbours as one run;
-the rest is packed, some hundred kilobytes at a time.
+for each layer, and each run of pages: all pages, or as many as both ends can stage. Each item is
+(page_size, heads, width) in every layout, so that pools of all layouts exchange pages. Pages that
+are contiguous in this form are sent and received in place, with neighbouring pages as one run;
+other pages are packed, some hundred kilobytes at a time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ...cache.pages import Pages
 from ...cache.pool import Pool, pool_like
 from ...ops import transfer
 
-_CHUNK_BYTES = 1 << 20  # that are checksummed while they are in the processor's cache
+_CHUNK_BYTES = 1 << 20  # fits the CPU cache while it is checksummed
 _PACKED_BYTES = 256 << 10
-_WAIT_S = 0.02  # for staging pages, until it is looked whether they are still needed
-_STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
+_STAGING_POLL_S = 0.02  # interval of `meanwhile` during a wait for staging pages
+_DEFAULT_STAGING_PAGES = 64
 
-Group = tuple[list[memoryview], int]  # pieces of memory, and their bytes
-_Slices = dict[tuple[int, int, int], list[slice]]  # of memory with some stride, start and page size
+Group = tuple[list[memoryview], int]  # pieces of memory, and their total bytes
+_Slices = dict[tuple[int, int, int], list[slice]]  # by stride, start and page bytes of the memory
 
 
 class PageBytes:
@@ -38,12 +38,12 @@ class PageBytes:
 
     Parameters
     ----------
-    pool : whose memory the host can address
-    heads : of the pool, which of them
+    pool : a pool in host-addressable memory
+    heads : range of the pool's heads
 
     Attributes
     ----------
-    page_bytes : of a page of one layer
+    page_bytes : bytes per page and layer
     """
 
     def __init__(self, pool: Pool, heads: range) -> None:
@@ -56,12 +56,12 @@ class PageBytes:
         self.page_bytes = sum(part.page_bytes for part in self._layers[0])
 
     def reading(self, pages: Pages, layers: range) -> Iterator[Group]:
-        """Yield the bytes to send, in groups; those of one turn are valid until the next."""
+        """Yield the bytes to send, in groups; each group is valid until the next one."""
         slices = self._slices_of(pages)
         return _grouped([part.reading(pages, slices) for part in self._parts(layers)])
 
     def writing(self, pages: Pages, layers: range) -> Iterator[Group]:
-        """Yield memory to fill, in groups, which must be filled when the next is asked for."""
+        """Yield memory to fill, in groups; fill each group before requesting the next."""
         slices = self._slices_of(pages)
         for is_packed, parts in groupby(self._parts(layers), key=lambda part: part.is_packed):
             if is_packed:
@@ -74,7 +74,7 @@ class PageBytes:
                     part.array[chunk] = packed
 
     def _slices_of(self, pages: Pages) -> _Slices:
-        """Return what `_Part.runs` has found for these pages in other layers."""
+        """Return the runs that `_Part.runs` found for these pages in other layers."""
         last, slices = self._last
         if last is not pages:
             slices = {}
@@ -91,33 +91,33 @@ def _flat(array: Any) -> memoryview:
 
 
 def _grouped(parts: Iterable[Iterable[memoryview]]) -> Iterator[Group]:
-    """Cut and group memory into pieces of `_CHUNK_BYTES`, the last one less."""
+    """Cut and group memory into groups of `_CHUNK_BYTES`; the last may be smaller."""
     group: list[memoryview] = []
-    room = _CHUNK_BYTES
+    space = _CHUNK_BYTES
     for view in chain.from_iterable(parts):
         num_bytes = view.nbytes
-        if num_bytes < room:
+        if num_bytes < space:
             group.append(view)
-            room -= num_bytes
+            space -= num_bytes
             continue
         start = 0
-        while num_bytes - start >= room:
-            group.append(view[start : start + room])
+        while num_bytes - start >= space:
+            group.append(view[start : start + space])
             yield group, _CHUNK_BYTES
-            start, group, room = start + room, [], _CHUNK_BYTES
+            start, group, space = start + space, [], _CHUNK_BYTES
         if start < num_bytes:
             group.append(view[start:])
-            room -= num_bytes - start
+            space -= num_bytes - start
     if group:
-        yield group, _CHUNK_BYTES - room
+        yield group, _CHUNK_BYTES - space
 
 
 class _Part:
-    """K, V or scales of one layer, of some heads, as uint8 (pages, page_size, heads, bytes).
+    """K, V or scales of one layer and some heads, as uint8 (pages, page_size, heads, bytes).
 
     Attributes
     ----------
-    is_packed : whether the bytes of a page lie in memory as they are sent
+    is_packed : whether the memory of a page is contiguous in migration order
     """
 
     def __init__(self, part: ArrayView, heads: range) -> None:
@@ -142,13 +142,13 @@ class _Part:
             yield pages[i : i + step]
 
     def reading(self, pages: Pages, slices: _Slices) -> Iterable[memoryview]:
-        """Return the bytes of pages, copied where they do not lie in memory like that."""
+        """Return the bytes of pages: the pool's memory if `is_packed`, else packed copies."""
         if self.is_packed:
             return self.runs(pages, slices)
         return (_flat(np.ascontiguousarray(self.array[chunk])) for chunk in self.chunks(pages))
 
     def runs(self, pages: Pages, slices: _Slices) -> list[memoryview]:
-        """Return the memory of pages, neighbours as one."""
+        """Return the memory of pages, merging neighbours into runs."""
         span, key = self._span, (self._stride, self._zero, self.page_bytes)
         if key not in slices:
             slices[key] = self._find_runs(pages)
@@ -172,17 +172,17 @@ class _Part:
 
 
 class Staging:
-    """Pinned pages through which those of a GPU's memory pass.
+    """Pinned staging pages for a pool in GPU memory.
 
     Parameters
     ----------
-    pool : that has the pages
-    num_pages : of the staging pool, which transfers at one time share
+    pool : the pool to stage
+    num_pages : number of staging pages, shared by concurrent transfers
 
     Attributes
     ----------
-    share : pages that a transfer may have at a time, so that one whose peer is slow leaves others
-        the rest
+    share : maximum number of pages per transfer, so that a transfer with a slow peer cannot take
+        all of them
     """
 
     def __init__(self, pool: Pool, num_pages: int) -> None:
@@ -197,15 +197,15 @@ class Staging:
     def borrowed(
         self, count: int, deadline: float, meanwhile: Callable[[], None]
     ) -> Iterator[Pages]:
-        """Lend pages, at most all there are; TimeoutError if they are not free until a deadline.
+        """Borrow `count` staging pages; TimeoutError if they are not free by the deadline.
 
-        `meanwhile` is called now and then; what it raises ends the waiting.
+        Calls `meanwhile` every 20 ms during the wait; its exceptions propagate.
         """
         allocator = self.pool.allocator
         while True:
             with self._freed:
                 if allocator.num_free < count:
-                    self._freed.wait(min(_WAIT_S, max(0.0, deadline - time.monotonic())))
+                    self._freed.wait(min(_STAGING_POLL_S, max(0.0, deadline - time.monotonic())))
                 if allocator.num_free >= count:
                     pages = allocator.alloc(count)
                     break
@@ -220,19 +220,19 @@ class Staging:
                 self._freed.notify_all()
 
     def save(self, pages: Pages, staged: Pages, layer: int, stream: Any) -> None:
-        """Copy pages of a layer to staging pages on a stream, and wait for that."""
+        """Copy pages of a layer to staging pages on a stream, and synchronize."""
         self._save[layer].issue(transfer.PagePairs.of_arrays(pages, staged), stream)
         stream.synchronize()
 
     def load(self, staged: Pages, pages: Pages, layer: int, stream: Any) -> None:
-        """Copy staging pages of a layer to pages on a stream, and wait for that."""
+        """Copy staging pages of a layer to pages on a stream, and synchronize."""
         self._load[layer].issue(transfer.PagePairs.of_arrays(staged, pages), stream)
         stream.synchronize()
 
 
 def staging_for(pool: Pool, staging_pages: int | None) -> Staging | None:
-    """Return the staging of a pool: what was asked for, or what its memory needs."""
+    """Create staging if requested, or if the pool's memory needs it."""
     addressable = all(part.device == "host" for part in (*pool.parts, *pool.scale_parts))
     if staging_pages is None and addressable:
         return None
-    return Staging(pool, min(pool.num_pages, staging_pages or _STAGING_PAGES))
+    return Staging(pool, min(pool.num_pages, staging_pages or _DEFAULT_STAGING_PAGES))

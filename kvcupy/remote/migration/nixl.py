@@ -1,18 +1,18 @@
-"""Pages of a peer's pool, read into one's own by NIXL: the engine "nixl" of page migration.
+"""The engine "nixl" of page migration: the receiver reads the sender's pages through NIXL.
 
     sender     metadata, pages | layers 0-3, 4-7 are ready |         | checksum 0-3 |         | ...
     receiver                                    | READ 0-3 | READ 4-7               | READ 8-11
 
-NIXL is one-sided: the sender's pages are read without its doing, by RDMA, shared memory or TCP,
-whichever UCX finds. So a layer is complete only when the sender has said, after the READ, that its
-pages were still those of the offer, and what their checksum is. A READ that is given up may land
-later all the same: its pages stay in quarantine until it has reached an end (`Reading.done`).
-Checksums cost more than the READs where these are copies in memory, so that nobody waits for them:
-the sender's thread that goes ahead of pulls has them by the time that they are asked for, and the
-receiver verifies some MiB while the next are read.
-Nothing that NIXL would unpickle comes from a peer: addresses are numbers, and the metadata of the
-sender's agent, which are opaque, come over the authenticated connection. The receiver sends none,
-so that nobody can reach its memory.
+NIXL is one-sided: it reads the sender's pages without the sender's involvement, by RDMA, shared
+memory or TCP, as chosen by UCX. A layer is therefore complete only when the sender confirms, after
+the READ, that the offer still held its pages, and sends their checksum. An abandoned READ may still
+write later: its pages stay in quarantine until the READ has ended (`Reading.done`).
+Checksums cost more than READs that are memory copies, so they are kept off the critical path: a
+thread of the sender computes them ahead of pulls, and the receiver verifies some MiB while it reads
+the next.
+NIXL unpickles nothing from a peer: addresses are numbers, and the opaque metadata of the sender's
+agent comes over the authenticated connection. The receiver sends no metadata, so that peers cannot
+access its memory.
 """
 
 from __future__ import annotations
@@ -60,27 +60,27 @@ if TYPE_CHECKING:
     from .engines import Offered, PullTask, Service
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
-# Layers that are ready together go in groups of so many bytes, or a share of all layers if that is
-# more: the more layers, the longer are the pieces that a READ is of, but the later is the first.
+# Ready layers form groups of _GROUP_BYTES, or of 1 / _MAX_GROUPS of all layers if that is more.
+# Larger groups give READs longer contiguous pieces, but delay the first layer.
 _GROUP_BYTES = 16 << 20
 _MAX_GROUPS = 4
-_READ_BYTES = 8 << 20  # which are verified while the next are read
-_MAX_READS, _MAX_PREPARED = 4, 64  # of a pull at a time
-_HASHED_BYTES = 1 << 20  # between looks whether an offer stands
-_LOOK_AHEAD_S, _MAX_LOOK_AHEAD_S = 2e-3, 32e-3  # between looks whether layers are ready
-_MAX_PAGES = 1 << 16  # of a message
-_MAX_DESCRIPTIONS = 16  # of peers that are kept decoded
-_MAX_VERIFIERS = 4  # threads, which all pulls share
-_OWING_S = 60.0  # after a pull has broken off, in which the sender still helps a READ to its end
-_LAYERS = struct.Struct(">II?Q")  # the first, how many, the order of blocks, bytes of all
+_READ_BYTES = 8 << 20  # verified while the next READ is in flight
+_MAX_READS, _MAX_PREPARED = 4, 64  # per pull
+_HASH_CHUNK_BYTES = 1 << 20  # between checks for the end of the offer
+_READY_POLL_S, _MAX_READY_POLL_S = 2e-3, 32e-3
+_MAX_PAGES_PER_MESSAGE = 1 << 16
+_MAX_CACHED_PEERS = 16
+_MAX_VERIFIERS = 4  # threads, shared by all pulls
+_READ_DRAIN_TIMEOUT_S = 60.0  # time for which the sender polls after a broken pull
+_LAYERS = struct.Struct(">II?Q")  # first layer, number of layers, whether by page, total bytes
 _CHECKSUM = struct.Struct(">Q")
-_COUNT = struct.Struct(">I")  # of the page numbers behind it; short messages are filled up
-_WAIT_S = 0.1  # for a message, between looks at what else there is
+_COUNT = struct.Struct(">I")  # of the page numbers after it; short messages are padded
+_MESSAGE_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What a sender says of itself: how to read its memory, and what lies where."""
+    """A sender's description for receivers: NIXL metadata, its process, and block addresses."""
 
     metadata: bytes
     process: Process
@@ -99,23 +99,23 @@ class Peer:
 
     @classmethod
     def decoded(cls, encoded: bytes) -> Peer:
-        """Lost unless it is what `encoded` makes. NIXL checks that addresses are registered."""
+        """Decode a description; Lost if malformed. NIXL checks that addresses are registered."""
         try:
             described = json.loads(encoded)
             process = Process(**described["process"])
             if [type(v) for v in asdict(process).values()] != [str, str, int, int]:
-                raise TypeError("its process is none")
+                raise TypeError("invalid process description")
             regions = Regions(**{n: _table(t) for n, t in described["regions"].items()})
             return cls(base64.b64decode(described["metadata"], validate=True), process, regions)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise Lost(f"the sender describes no memory: {error!r:.200}") from None
+            raise Lost(f"invalid description of the sender: {error!r:.200}") from None
 
 
 def _table(rows: Any) -> Addresses:
-    """Return lists of addresses as an array; ValueError or TypeError if they are none."""
+    """Convert lists of addresses to an array; ValueError or TypeError if invalid."""
     for value in itertools.chain.from_iterable(rows):
         if type(value) is not int or not -(2**62) < value < 2**62:
-            raise ValueError(f"{value!r:.40} is no address")
+            raise ValueError(f"{value!r:.40} is not an address")
     return np.array(rows, np.int64)
 
 
@@ -127,13 +127,13 @@ def _new_checksum(algorithm: int, of: Offered | PullTask, layers: range) -> Any:
 
 
 class _LayerGroup:
-    """Layers of an offer that go together.
+    """Layers of an offer with one announcement and one checksum.
 
     Attributes
     ----------
     layers
-    num_bytes : of their pages
-    named : what names them in messages
+    num_bytes : total bytes of their pages
+    named : packed description of the group in messages
     """
 
     def __init__(
@@ -148,13 +148,13 @@ class _LayerGroup:
         self._digest: int | None = None
 
     def digest(self, meanwhile: Callable[[], None] = lambda: None) -> int:
-        """Return the checksum of their pages, which is calculated once.
+        """Return the checksum of the group's pages, computed once.
 
-        `meanwhile` is called now and then until it is.
+        Calls `meanwhile` repeatedly during the computation.
 
         Raises
         ------
-        TransferError : the offer is over
+        TransferError : the offer has ended
         """
         while not self._lock.acquire(timeout=_MAX_PAUSE_S):
             meanwhile()
@@ -170,7 +170,7 @@ class _LayerGroup:
         pages = offered.pages
         checksum = _new_checksum(self._algorithm, offered, self.layers)
         blocks = blocks_of(regions, pages, regions, pages, self.layers, by_page=regions.is_by_page)
-        addresses, _, sizes, ends = cut(*blocks, _HASHED_BYTES)
+        addresses, _, sizes, ends = cut(*blocks, _HASH_CHUNK_BYTES)
         views = self._blocks.views(addresses, sizes)
         for start, stop in itertools.pairwise((0, *ends)):
             offered.check()
@@ -182,30 +182,30 @@ class _LayerGroup:
 
 
 class _LayerGroups:
-    """The layers of an offer in groups, with checksums by one algorithm.
+    """Groups of the layers of an offer, with checksums of one algorithm.
 
-    Which layers go together is decided when the first of them is asked for.
+    The size of a group is fixed when its first layer is requested.
     """
 
     def __init__(self, offered: Offered, blocks: BlockAddresses, algorithm: int) -> None:
         self._offered, self._blocks, self._algorithm = offered, blocks, algorithm
         layer_bytes = max(1, len(offered.pages) * blocks.layer_bytes)
         share = offered.pool.num_layers // _MAX_GROUPS
-        self._most = max(1, _GROUP_BYTES // layer_bytes, share)
+        self._max_layers = max(1, _GROUP_BYTES // layer_bytes, share)
         self._lock = threading.Lock()
         self._groups: dict[int, _LayerGroup] = {}  # by first layer
-        self._next = 0  # layer without a checksum
+        self._next = 0  # first layer without a checksum
 
     def beginning_with(self, first: int) -> _LayerGroup | None:
-        """Return the group that a layer begins, or None if it is not ready.
+        """Return the group that starts with a layer, or None if the layer is not ready.
 
         Raises
         ------
-        TransferError : it never will be
+        TransferError : the write of the layer has failed
         """
         with self._lock:
             if first not in self._groups:
-                end = min(first + self._most, self._offered.pool.num_layers)
+                end = min(first + self._max_layers, self._offered.pool.num_layers)
                 stop = first
                 while stop < end and self._offered.is_ready(stop):
                     stop += 1
@@ -221,11 +221,11 @@ class _LayerGroups:
         return self._next == self._offered.pool.num_layers
 
     def advance(self) -> bool:
-        """Calculate the next checksum; return False if its layer is not ready.
+        """Compute the next checksum; return False if its layer is not ready.
 
         Raises
         ------
-        TransferError : the offer is over
+        TransferError : the offer has ended
         """
         with self._offered.reading():
             group = self.beginning_with(self._next)
@@ -237,7 +237,7 @@ class _LayerGroups:
 
 
 class _ChecksumWorker:
-    """A thread that calculates checksums of offers before a pull asks for them."""
+    """A thread that computes checksums of offers before pulls request them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -255,7 +255,7 @@ class _ChecksumWorker:
                 )
                 try:
                     thread.start()
-                except RuntimeError:  # the system has no more: pulls calculate them
+                except RuntimeError:  # thread limit of the system: pulls compute the checksums
                     return
                 self._thread = thread
             self._offers.append(groups)
@@ -265,11 +265,11 @@ class _ChecksumWorker:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread not in (None, threading.current_thread()):  # which may release pages
+        if self._thread not in (None, threading.current_thread()):  # it may run `release`
             self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        pause_s = _LOOK_AHEAD_S
+        pause_s = _READY_POLL_S
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._offers or self._closed)
@@ -282,84 +282,84 @@ class _ChecksumWorker:
                 try:
                     moved |= groups.advance()
                     is_over = groups.is_complete
-                except Exception:  # the offer is over; whatever else it is, pulls will say
+                except Exception:  # the offer has ended; pulls report other errors
                     is_over = True
                 if is_over:
                     with self._changed:
                         self._offers.remove(groups)
-            del offers, groups  # and with them what is over
+            del offers, groups  # drops references to ended offers
             with self._changed:
                 if moved or not self._offers or self._changed.wait(pause_s):
-                    pause_s = _LOOK_AHEAD_S
+                    pause_s = _READY_POLL_S
                 else:
-                    pause_s = min(2 * pause_s, _MAX_LOOK_AHEAD_S)
+                    pause_s = min(2 * pause_s, _MAX_READY_POLL_S)
 
 
 # --- The checksums and the READs of a receiver ---
 
 
 class _Verification:
-    """The checksums of a pull, calculated in order by one thread at a time.
+    """The checksums of a pull, computed in order by one thread at a time.
 
-    That is a thread of `executor` while the pull has READs to begin, and else the pull's own.
+    A thread of `executor` computes them while the pull has READs to begin, else the pull's thread.
     """
 
     def __init__(self, task: PullTask, blocks: BlockAddresses, executor: futures.Executor) -> None:
         self._task, self._blocks, self._executor = task, blocks, executor
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards the next four fields
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_working = False
-        self._is_submitted = False  # a thread of `executor` is to come
+        self._is_submitted = False  # whether `executor` has a pending `_work`
         self._failure: BaseException | None = None
-        # What the thread at work has:
-        self._checksum: Any = None  # of layers that are being read
-        self._digests: deque[int] = deque()  # of layers that wait for the sender's
+        # Used only by the working thread:
+        self._checksum: Any = None  # of the layers being read
+        self._digests: deque[int] = deque()  # of layers without the sender's checksum
 
     def add_bytes(
         self, layers: range, addresses: Addresses, sizes: Addresses, *, is_last: bool
     ) -> None:
-        """Add what has come of some layers, and whether that is all."""
+        """Queue received bytes of some layers for hashing; `is_last` ends the layers."""
         self._add(partial(self._hash, layers, addresses, sizes, is_last=is_last))
 
     def add_expected(self, layers: range, expected: int) -> None:
-        """Add the sender's checksum of layers that have come."""
+        """Queue the comparison with the sender's checksum of received layers."""
         self._add(partial(self._compare, layers, expected))
 
     def submit(self) -> None:
-        """Let a thread do what there is to do; raise what has failed."""
+        """Start queued jobs on a thread of `executor`; raise the error of a failed job."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             if self._is_working or self._is_submitted or not self._jobs:
                 return
             self._is_submitted = True
-        # Without another thread one that there is takes it, or the pull's own does all of it.
+        # If no new thread can start, an existing one or the pull's thread runs the jobs.
         with contextlib.suppress(RuntimeError):
             self._executor.submit(self._work)
 
     def run_next(self) -> bool:
-        """Do the next of what there is to do; raise what has failed.
+        """Run the next job; raise the error of a failed job.
 
-        Return whether there was anything that no thread is at.
+        Return False if no job is queued, or another thread is working.
         """
-        did = self._run_next()
+        has_run = self._run_next()
         if self._failure is not None:
             raise self._failure
-        return did
+        return has_run
 
     def finish(self) -> None:
-        """Return when all is done; raise what has failed, or that the pull has."""
+        """Run and wait for all jobs; raise the error of a failed job or of the pull."""
         while not self._is_finished():
             self._task.keep()
             if not self.run_next():
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: not self._is_working, min(_WAIT_S, self._task.next_keep_s)
+                        lambda: not self._is_working, min(_MESSAGE_POLL_S, self._task.next_keep_s)
                     )
         self.run_next()
 
     def stop(self) -> None:
-        """Leave the rest undone, and return when no thread is at it."""
+        """Drop queued jobs, and wait until no thread is working."""
         with self._changed:
             self._jobs.clear()
             self._changed.wait_for(lambda: not self._is_working)
@@ -379,7 +379,7 @@ class _Verification:
             pass
 
     def _run_next(self) -> bool:
-        """Do what comes next; return False if a thread is at it, or nothing is left."""
+        """Run the next job; return False if another thread is working, or no job can run."""
         with self._changed:
             if self._is_working or self._failure is not None or not self._jobs:
                 return False
@@ -411,23 +411,23 @@ class _Verification:
     def _compare(self, layers: range, expected: int) -> None:
         if self._digests.popleft() != expected:
             last = f" to {layers[-1]}" if len(layers) > 1 else ""
-            raise TransferError(f"layer {layers[0]}{last}: the checksum is wrong", "corrupt")
+            raise TransferError(f"layer {layers[0]}{last}: checksum mismatch", "corrupt")
         for layer in layers:
             self._task.arrived(layer)
 
 
 class _Read(NamedTuple):
-    """A READ, and what it brings."""
+    """A READ, and its destination."""
 
     reading: Reading
     layers: range
-    addresses: Addresses  # of one's own blocks
+    addresses: Addresses  # of local blocks
     sizes: Addresses
-    named: bytes  # what names the layers, if it is the last of them
+    named: bytes  # `_LayerGroup.named` if this is the last READ of the group, else empty
 
 
 class _Reader:
-    """Reads the layers of a pull as the sender names them."""
+    """Reads the layers of a pull as the sender announces them."""
 
     def __init__(
         self, task: PullTask, agent: Agent, blocks: BlockAddresses, peer: Peer, name: Any,
@@ -436,14 +436,14 @@ class _Reader:
         self._task, self._agent, self._blocks = task, agent, blocks
         self._peer, self._name, self._pages = peer, name, pages
         self._verification = verification
-        self._named: deque[bytes] = deque()  # layers of which no READ is prepared
+        self._named: deque[bytes] = deque()  # announced groups without prepared READs
         self._prepared: deque[_Read] = deque()
         self._begun: deque[_Read] = deque()
-        self._unconfirmed: deque[_Read] = deque()  # last ones of layers that have come
-        self._num_named = self._num_confirmed = 0  # layers
+        self._unconfirmed: deque[_Read] = deque()  # last READs of groups without a checksum
+        self._num_named = self._num_confirmed = 0  # numbers of layers
 
     def run(self) -> None:
-        """Return when all layers are there, and verified."""
+        """Read and verify all layers."""
         task, pause_s = self._task, 0.0
         while self._num_confirmed < task.pool.num_layers:
             task.keep()
@@ -454,24 +454,24 @@ class _Reader:
             elif has_moved or self._verification.run_next():
                 pause_s = 0.0
             else:
-                pause_s = min(_WAIT_S, task.next_keep_s)
+                pause_s = min(_MESSAGE_POLL_S, task.next_keep_s)
             if task.channel.readable(pause_s):
                 self._hear()
-                while task.channel.readable(0):  # layers that are ready are named together
+                while task.channel.readable(0):  # ready layers are announced together
                     self._hear()
         self._verification.finish()
 
     def pending(self) -> list[Reading]:
-        """Return READs that may still write; they end in some order."""
+        """Return the READs that may still write, in any order."""
         return [read.reading for read in list(self._begun) if not read.reading.done()]
 
     def drop(self) -> None:
-        """Let go what NIXL keeps, when no READ is pending."""
+        """Release prepared READs; no READ may be pending."""
         for read in self._prepared:
             read.reading.drop()
 
     def _end_read(self) -> bool:
-        """Note that the oldest READ is over, if it is."""
+        """Process the end of the oldest READ; return whether it has ended."""
         if not self._begun:
             return False
         read = self._begun[0]
@@ -492,18 +492,18 @@ class _Reader:
         return True
 
     def _begin_read(self) -> bool:
-        """Begin the next READ, if there is one, and room for it."""
+        """Start the next READ, unless none is left or `_MAX_READS` are in flight."""
         while self._named and len(self._prepared) < _MAX_PREPARED:
             self._prepare(self._named.popleft())
         if not self._prepared or len(self._begun) == _MAX_READS:
             return False
-        self._begun.append(self._prepared.popleft())  # who closes the engine waits for it
+        self._begun.append(self._prepared.popleft())  # from now on, `close` waits for the READ
         self._agent.begin(self._begun[-1].reading)
         return True
 
     def _prepare(self, named: bytes) -> None:
-        """Prepare the READs of layers that are ready: what takes long is done before the first of
-        them, for READs that are copies in memory leave no code in the processor's cache."""
+        """Prepare all READs of a group before the first starts, since READs that are memory copies
+        evict this code from the CPU cache."""
         first, count, by_page, _ = _LAYERS.unpack(named)
         layers = range(first, first + count)
         local, remote, sizes = blocks_of(
@@ -516,8 +516,8 @@ class _Reader:
             readings = self._agent.prepare(
                 self._name, self._peer.process, local, remote, sizes, bounds
             )
-        except Exception as error:  # see Agent.begin
-            raise TransferError(f"NIXL refuses to read: {error}", "lost") from error
+        except Exception as error:  # as in Agent.begin
+            raise TransferError(f"NIXL cannot prepare a READ: {error}", "lost") from error
         for reading, (start, stop) in zip(readings, bounds, strict=True):
             is_last = stop == len(sizes)
             self._prepared.append(
@@ -531,25 +531,25 @@ class _Reader:
         return num_layers * len(self._task.pages) * self._blocks.layer_bytes
 
     def _hear(self) -> None:
-        """Take a message: layers are ready, or the checksum of some."""
+        """Process a message: an announcement of layers, or a checksum."""
         task = self._task
         kind, payload = task.channel.receive(task.deadline, LAYER, CHECKSUM)
         if len(payload) < _LAYERS.size:
-            raise Lost("the sender names no layers")
+            raise Lost("truncated message of the sender")
         named, checksum = payload[: _LAYERS.size], payload[_LAYERS.size :]
         first, count, _, num_bytes = _LAYERS.unpack(named)
         if kind == LAYER:
             if first != self._num_named or not 0 < count <= task.pool.num_layers - first:
-                raise Lost("the sender has other layers ready than the next")
+                raise Lost("the sender announced unexpected layers")
             if num_bytes != self._bytes_of(count):
-                raise Lost("the sender's layers have another size")
+                raise Lost("the sender announced layers of another size")
             self._named.append(named)
             self._num_named += count
             return
         if not self._unconfirmed or self._unconfirmed[0].named != named:
-            raise Lost("the sender confirms other layers than were read")
+            raise Lost("the sender confirmed unexpected layers")
         if len(checksum) != _CHECKSUM.size:
-            raise Lost("the sender has no checksum")
+            raise Lost("the sender sent no checksum")
         layers = self._unconfirmed.popleft().layers
         self._verification.add_expected(layers, *_CHECKSUM.unpack(checksum))
         self._num_confirmed += len(layers)
@@ -563,11 +563,11 @@ class NixlEngine:
 
     Parameters
     ----------
-    pool : in memory that the host can address, of layout "layer_first" or "page_first_direct"
+    pool : in host-addressable memory, with layout "layer_first" or "page_first_direct"
 
     Raises
     ------
-    ValueError : it is another pool
+    ValueError : the pool has other memory or another layout
     ImportError : NIXL is not installed
     """
 
@@ -579,29 +579,29 @@ class NixlEngine:
         self._pool = pool
         self._blocks = BlockAddresses(pool)
         self._agent = Agent(self._blocks)
-        # By pull: its READs, which may still land, and the peer.
+        # Readers whose READs may be in flight, and their peers, by pull.
         self._readers: dict[PullTask, tuple[_Reader, Peer]] = {}
-        self._owing_until_s = 0.0
+        self._drain_until_s = 0.0
         self._described = Peer(
             self._agent.metadata, Process.own(), self._blocks.regions
-        ).encoded()  # of this process, which is all that uses it
-        self._decoded: dict[bytes, Peer] = {}  # by what peers have sent, the last ones
+        ).encoded()  # only this process uses the engine
+        self._decoded: dict[bytes, Peer] = {}  # recent peers, by encoded description
         self._checksum_worker = _ChecksumWorker()
         self._verifiers = futures.ThreadPoolExecutor(_MAX_VERIFIERS, "kvcupy-nixl")
 
     @property
     def poll_s(self) -> float | None:
-        """How often the sender has to poll: while a receiver may not be through with a READ."""
-        return 0.005 if time.monotonic() < self._owing_until_s else None
+        """Interval of `poll` while a receiver of a broken pull may have READs in flight."""
+        return 0.005 if time.monotonic() < self._drain_until_s else None
 
     def describe(self) -> bytes:
-        """Nothing: the sender describes itself to who pulls."""
+        """Return nothing: `serve` sends the sender's description."""
         return b""
 
     # --- The sender ---
 
     def offered(self, offered: Offered) -> None:
-        """Begin to calculate checksums as layers become ready."""
+        """Start computing checksums as layers become ready."""
         self._checksum_worker.add(self._groups_of(offered, BEST_ALGORITHM))
 
     def _groups_of(self, offered: Offered, algorithm: int) -> _LayerGroups:
@@ -613,8 +613,8 @@ class NixlEngine:
         _require_all_heads(service.pool, service.heads)
         channel = service.channel
         channel.send(READ, self._described, service.deadline(), more=True)
-        for start in range(0, len(service.pages), _MAX_PAGES):
-            numbers = service.pages[start : start + _MAX_PAGES].astype(">i4")
+        for start in range(0, len(service.pages), _MAX_PAGES_PER_MESSAGE):
+            numbers = service.pages[start : start + _MAX_PAGES_PER_MESSAGE].astype(">i4")
             message = _COUNT.pack(len(numbers)) + numbers.tobytes()
             channel.send(READ, message, service.deadline(), more=True)
         groups = self._groups_of(service.offered, channel.algorithm)
@@ -623,13 +623,13 @@ class NixlEngine:
             self._serve_groups(service, groups, unread)
         except BaseException:
             if unread:
-                self._owing_until_s = time.monotonic() + _OWING_S
+                self._drain_until_s = time.monotonic() + _READ_DRAIN_TIMEOUT_S
             raise
 
     def _serve_groups(
         self, service: Service, groups: _LayerGroups, unread: deque[_LayerGroup]
     ) -> None:
-        """Name layers once they are ready, and confirm those that have been read."""
+        """Announce groups of layers once they are ready, and confirm them after the READs."""
         channel = service.channel
         first, num_layers = 0, service.pool.num_layers
         while unread or first < num_layers:
@@ -647,9 +647,9 @@ class NixlEngine:
             if kind == RENEW:
                 continue
             if not unread or payload != unread[0].named:
-                raise Lost("the receiver has read other layers than it was to")
-            digest = unread[0].digest(self._agent.poll)  # for READs of those that follow
-            service.check()  # pages were those of the offer until now, and so while they were read
+                raise Lost("the receiver has read unexpected layers")
+            digest = unread[0].digest(self._agent.poll)  # `poll` serves READs of later groups
+            service.check()  # the offer held the pages until now, and therefore during the READs
             group = unread.popleft()
             channel.num_bytes += group.num_bytes
             channel.send(CHECKSUM, group.named + _CHECKSUM.pack(digest), service.deadline())
@@ -662,7 +662,7 @@ class NixlEngine:
         pages = self._pages(task)
         try:
             name = self._agent.add_peer(peer.metadata)
-        except Exception as error:  # see Agent.begin
+        except Exception as error:  # as in Agent.begin
             raise TransferError(f"NIXL cannot reach the sender: {error}", "lost") from error
         verification = _Verification(task, self._blocks, self._verifiers)
         reader = _Reader(task, self._agent, self._blocks, peer, name, pages, verification)
@@ -676,10 +676,7 @@ class NixlEngine:
             self._let_go(task, failed=failed)
 
     def _peer(self, encoded: bytes) -> Peer:
-        """Return what a sender says of itself; Lost unless its blocks have the sizes of one's own.
-
-        Pulls from one sender decode it once.
-        """
+        """Decode a sender's description, or take it from the cache; Lost if block sizes differ."""
         peer = self._decoded.get(encoded)
         if peer is None:
             peer = Peer.decoded(encoded)
@@ -690,7 +687,7 @@ class NixlEngine:
                 and theirs.pointers.shape == theirs.page_strides.shape == sizes.shape
             ):
                 raise Lost("the blocks of the sender's pool have other sizes")
-            decoded = dict(list(self._decoded.items())[1 - _MAX_DESCRIPTIONS :])
+            decoded = dict(list(self._decoded.items())[1 - _MAX_CACHED_PEERS :])
             self._decoded = {**decoded, encoded: peer}
         return peer
 
@@ -701,19 +698,19 @@ class NixlEngine:
             _, message = task.receive(READ)
             (count,) = _COUNT.unpack_from(message)
             if not 0 < count <= len(task.pages) or len(message) < _COUNT.size + 4 * count:
-                raise Lost("the sender offers no pages")
+                raise Lost("invalid page numbers of the sender")
             numbers += message[_COUNT.size : _COUNT.size + 4 * count]
         if len(numbers) != 4 * len(task.pages):
-            raise Lost("the sender offers another number of pages")
+            raise Lost("the sender offers a different number of pages")
         return np.frombuffer(numbers, ">i4").astype(np.int64)
 
     def quiet(self, task: PullTask) -> bool:
         return task not in self._readers or self._let_go(task, failed=True)
 
     def _let_go(self, task: PullTask, *, failed: bool) -> bool:
-        """Let go of the peer of a pull; return False while something may land."""
+        """Release the peer of a pull; return False while READs are in flight."""
         reader, peer = self._readers[task]
-        if reader.pending():  # NIXL would not say when they have ended
+        if reader.pending():  # without the peer, NIXL would not report their end
             return False
         del self._readers[task]
         reader.drop()
@@ -726,9 +723,10 @@ class NixlEngine:
         self._agent.poll()
 
     def close(self, deadline: float) -> None:
-        """Deregister the memory, once nothing is read into it any more.
+        """Wait for READs in flight, and deregister the memory.
 
-        Where that does not come about in time, the memory stays as it is until the process ends.
+        If READs outlast the deadline, the memory stays registered and allocated until the process
+        ends.
         """
         self._checksum_worker.close(deadline)
         self._agent.stop()
@@ -747,7 +745,7 @@ class NixlEngine:
         self._agent.close()
 
     def _pending(self) -> list[Reading]:
-        """Return READs that are not over."""
+        """Return all READs that may still write."""
         readers = [reader for reader, _ in list(self._readers.values())]
         return [reading for reader in readers for reading in reader.pending()]
 

@@ -1,4 +1,4 @@
-"""NIXL's agents for the memory of pools, and where the blocks of a pool lie in it.
+"""NIXL agents for pool memory, and the addresses of a pool's blocks.
 
 Source: ai-dynamo/nixl `src/api/python/_api.py`, the wheel nixl-cu12, which works without torch.
 """
@@ -29,21 +29,21 @@ from ...errors import KvcupyError
 Addresses = np.ndarray[Any, Any]
 
 WHEELS = ("nixl_cu12", "nixl_cu13")
-_MAX_PEERS = 64  # that stay connected without a pull
-# Errors behind which nothing of a READ is in flight. Others may leave it so.
+_MAX_IDLE_PEERS = 64
+# After these errors, a READ is not in flight. After others it may be.
 _FINAL = (
     "nixlRemoteDisconnectError", "nixlBackendError", "nixlCancelledError", "nixlNotPostedError",
 )  # fmt: skip
-_LOOK_S = 0.1  # between looks at whether a peer is alive
-_GRACE_S = 2.0  # of polling after a peer's death, in which what its sockets still held arrives
+_LIVENESS_INTERVAL_S = 0.1
+_DRAIN_AFTER_DEATH_S = 2.0  # for data left in the sockets of a dead peer
 
 
 def load() -> Any:
-    """Return NIXL's Python module, whose log does not go to the standard output.
+    """Import NIXL's Python module, with its log redirected from stdout to stderr.
 
     Raises
     ------
-    ImportError : none of its wheels is installed
+    ImportError : no NIXL wheel is installed
     """
     for name in WHEELS:
         if name in sys.modules:
@@ -65,18 +65,18 @@ def load() -> Any:
     ) from cause
 
 
-# --- Which bytes ---
+# --- Block addresses ---
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Where blocks lie, each of a page, a layer and a part: K, V, or scales of either.
+    """Addresses of blocks. A block is one page of one layer and part: K, V, or scales of either.
 
     Attributes
     ----------
-    pointers : int64 (parts, layers), of page 0
+    pointers : int64 (parts, layers), address in page 0
     page_strides : int64 (parts, layers), bytes from page to page
-    sizes : int64 (parts, layers), bytes of a block
+    sizes : int64 (parts, layers), bytes per block
     """
 
     pointers: Addresses
@@ -85,7 +85,7 @@ class Regions:
 
     @cached_property
     def is_by_page(self) -> bool:
-        """Whether the layers of a page lie side by side, in every page."""
+        """Whether the layers of each page are contiguous."""
         ends = self.pointers[:, :-1] + self.sizes[:, :-1]
         strides = self.page_strides
         return np.array_equal(ends, self.pointers[:, 1:]) and bool(
@@ -93,7 +93,7 @@ class Regions:
         )
 
     def joined_layers(self, layers: range) -> Regions:
-        """Return layers as one, where they lie side by side."""
+        """Merge contiguous layers into one."""
         chosen = slice(layers.start, layers.stop)
         sizes = self.sizes[:, chosen].sum(axis=1, keepdims=True)
         first = slice(layers.start, layers.start + 1)
@@ -102,8 +102,8 @@ class Regions:
     def blocks(
         self, pages: Addresses, layers: range, *, by_page: bool
     ) -> tuple[Addresses, Addresses]:
-        """Return address and size of each block, int64, by part, then by page and layer or by layer
-        and page."""
+        """Return address and size of each block, int64, ordered by part, then by page and layer
+        (`by_page`) or by layer and page."""
         pointers, strides, sizes = (
             table[:, layers.start : layers.stop, None]
             for table in (self.pointers, self.page_strides, self.sizes)
@@ -116,29 +116,29 @@ class Regions:
 
 
 class BlockAddresses:
-    """The addresses of a pool's blocks of one page and one layer, which are contiguous.
+    """The addresses of a pool's blocks, which must be contiguous.
 
     Parameters
     ----------
-    pool : with memory that the host can address, and a layout that keeps the slots of a page and a
-        layer together: "layer_first" or "page_first_direct"
+    pool : in host-addressable memory, with a layout in which the slots of a page and layer are
+        contiguous: "layer_first" or "page_first_direct"
 
     Attributes
     ----------
-    regions : where they are
-    memory : pointer and bytes of all memory that they lie in
-    layer_bytes : of a page in one layer
+    regions : addresses of the blocks
+    memory : (pointer, bytes) of the disjoint memory ranges that contain the blocks
+    layer_bytes : bytes per page and layer
 
     Raises
     ------
-    ValueError : it is another pool
+    ValueError : the pool has other memory or another layout
     """
 
     def __init__(self, pool: Pool) -> None:
         if pool.placement == "device" and pool.device.kind != "host":
             raise ValueError(f"pool: expected host memory for the engine nixl, got {pool}")
-        extents: list[tuple[int, int]] = []  # of all memory, from and to
-        tables: list[Any] = []  # by part, scales last: of each layer pointer, stride, size
+        extents: list[tuple[int, int]] = []  # (start, end) of each part
+        tables: list[Any] = []  # (pointer, stride, size) of each layer, by part, scales last
         for parts in ("parts", "scale_parts"):
             for number in range(len(getattr(pool.groups[0], parts))):
                 table: list[tuple[int, int, int]] = []
@@ -148,7 +148,7 @@ class BlockAddresses:
                     extents.append(_extent_of(part))
                 tables.append(table)
         self.regions = Regions(*np.array(tables, np.int64).transpose(2, 0, 1))
-        # Pointer and bytes of what is to be registered: parts may lie between one another.
+        # Ranges to register; parts may be interleaved, so overlapping extents are merged.
         self.memory: list[tuple[int, int]] = []
         start, end = min(extents)
         for low, high in sorted(extents):
@@ -157,14 +157,14 @@ class BlockAddresses:
                 start, end = low, high
             end = max(end, high)
         self.memory.append((start, end - start))
-        self.layer_bytes = int(self.regions.sizes[:, 0].sum())  # of a page
+        self.layer_bytes = int(self.regions.sizes[:, 0].sum())
         self._starts = [start for start, _ in self.memory]
         uint8 = np.dtype(np.uint8)
         spans: Any = [array_at(pool, start, (size,), uint8) for start, size in self.memory]
         self._views = [memoryview(span) for span in spans]
 
     def views(self, addresses: Addresses, sizes: Addresses) -> list[memoryview]:
-        """Return memory of the pool."""
+        """Return memoryviews of ranges of the pool's memory."""
         views = []
         for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
             number = bisect.bisect_right(self._starts, address) - 1
@@ -174,14 +174,14 @@ class BlockAddresses:
 
 
 def _blocks_of(pool: Pool, part: Any) -> list[tuple[int, int, int]]:
-    """Return of each layer of a part the pointer, the stride and the size of blocks."""
+    """Return the (pointer, page stride, size) of the blocks of each layer of a part."""
     _, num_layers, *block = part.shape
     page_stride, layer_stride, *inner = part.strides
     size = part.itemsize
     for count, stride in zip(reversed(block), reversed(inner), strict=True):
         if count > 1 and stride != size:
             raise ValueError(
-                f"pool: expected slots of a page and a layer side by side for the engine nixl "
+                f"pool: expected contiguous slots of a page and layer for the engine nixl "
                 f"(layer_first, page_first_direct), got {pool}"
             )
         size *= count
@@ -189,7 +189,7 @@ def _blocks_of(pool: Pool, part: Any) -> list[tuple[int, int, int]]:
 
 
 def _extent_of(part: Any) -> tuple[int, int]:
-    """Return from where to where a part lies, whose blocks are contiguous."""
+    """Return the (start, end) addresses of a part."""
     extents = [(count - 1) * stride for count, stride in zip(part.shape, part.strides, strict=True)]
     low = part.pointer + sum(min(0, extent) for extent in extents)
     return low, low + sum(map(abs, extents)) + part.itemsize
@@ -199,9 +199,9 @@ def blocks_of(
     mine: Regions, pages: Addresses, theirs: Regions, their_pages: Addresses, layers: range,
     *, by_page: bool,
 ) -> tuple[Addresses, Addresses, Addresses]:  # fmt: skip
-    """Return what corresponds in two pools: both addresses, and sizes, of as few blocks as can be.
+    """Pair the blocks of two pools, and merge neighbours: local addresses, remote addresses, sizes.
 
-    They are in the order of parts, and then by page and layer, or by layer and page.
+    They are ordered by part, then by page and layer (`by_page`) or by layer and page.
     """
     if by_page and mine.is_by_page and theirs.is_by_page:
         mine, theirs = mine.joined_layers(layers), theirs.joined_layers(layers)
@@ -214,7 +214,7 @@ def blocks_of(
 def joined(
     local: Addresses, remote: Addresses, sizes: Addresses
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Join blocks that follow one another on both sides.
+    """Merge blocks that are contiguous on both sides.
 
     >>> joined(np.array([0, 10, 40]), np.array([50, 60, 90]), np.array([10, 10, 10]))
     (array([ 0, 40]), array([50, 90]), array([20, 10]))
@@ -227,13 +227,14 @@ def joined(
 def cut(
     local: Addresses, remote: Addresses, sizes: Addresses, num_bytes: int
 ) -> tuple[Addresses, Addresses, Addresses, list[int]]:
-    """Cut blocks into groups of about so many bytes, at most twice that; return blocks of at most
-    so many, and where each group ends.
+    """Cut blocks to at most `num_bytes`, in groups of about `num_bytes` and at most twice that.
+
+    Return the blocks, and the end index of each group.
 
     >>> cut(np.array([0, 40]), np.array([50, 90]), np.array([10, 4]), 4)
     (array([ 0,  4,  8, 40]), array([50, 54, 58, 90]), array([4, 4, 2, 4]), [1, 2, 3, 4])
     """
-    counts = -(-sizes // num_bytes)  # that a block is cut into
+    counts = -(-sizes // num_bytes)  # pieces per block
     if counts.max() > 1:
         numbers = np.repeat(np.arange(len(sizes)), counts)
         firsts = np.cumsum(counts) - counts
@@ -245,12 +246,12 @@ def cut(
     return local, remote, sizes, ends
 
 
-# --- Who the peer is ---
+# --- Processes of peers ---
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of some machine, by what no later process has in common with it."""
+    """Identifies a process across machines, even if its pid is reused."""
 
     boot: str
     namespace: str
@@ -259,14 +260,14 @@ class Process:
 
     @classmethod
     def own(cls) -> Process:
-        """Describe this process; an empty boot where the system does not say."""
+        """Describe this process; `boot` is empty where the system does not provide it."""
         try:
             return cls(*_machine(), os.getpid(), _started(os.getpid()))
         except OSError:
             return cls("", "", os.getpid(), 0)
 
     def is_dead(self) -> bool:
-        """Return whether it is known to be dead, which only a process beside it can know."""
+        """Return whether the process is known to be dead; False on another machine or namespace."""
         try:
             if not self.boot or _machine() != (self.boot, self.namespace):
                 return False
@@ -283,7 +284,7 @@ def _machine() -> tuple[str, str]:
 
 
 def _started(pid: int) -> int:
-    """Return when a process was started, in ticks since the boot; 0 for a zombie, which is dead."""
+    """Return the start time of a process, in ticks since boot; 0 for a zombie, which is dead."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
 
@@ -292,14 +293,14 @@ def _started(pid: int) -> int:
 
 
 class Agent:
-    """An agent of NIXL for the memory of one pool.
+    """A NIXL agent for the memory of one pool.
 
-    Each call takes its lock. There is no thread of NIXL's own that progresses transfers, for that
-    would spin: `poll` and `Reading.done` do.
+    Each call takes a lock. NIXL's progress thread is disabled, since it would spin: `poll` and
+    `Reading.done` make progress.
 
     Parameters
     ----------
-    blocks : of the pool, all of whose memory is registered, and nothing else
+    blocks : of the pool; exactly their memory is registered
     """
 
     def __init__(self, blocks: BlockAddresses) -> None:
@@ -307,7 +308,7 @@ class Agent:
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._lock = threading.Lock()
         self._has_stopped = False
-        self._unreleased: list[Any] = []  # what NIXL would not release
+        self._unreleased: list[Any] = []  # handles that NIXL failed to release
         self._agent: Any = nixl.nixl_agent(f"kvcupy-{secrets.token_hex(8)}", config)
         if "UCX" not in self._agent.backends:
             raise KvcupyError("the engine nixl needs NIXL's plugin UCX, which is missing")
@@ -316,29 +317,29 @@ class Agent:
             for pointer, num_bytes in blocks.memory
         ]
         self.metadata: bytes = self._agent.get_agent_metadata()
-        # By metadata: name, and pulls that use it; the longest idle first.
+        # (name, number of pulls) by metadata; the longest idle come first.
         self._peers: dict[bytes, tuple[Any, int]] = {}
 
     def poll(self) -> None:
-        """Let peers connect, and read by protocols that need this side."""
+        """Make progress for peers that connect, or that read by protocols involving this side."""
         with self._lock:
             if self._agent is not None:
                 self._agent.update_notifs()
 
     def add_peer(self, metadata: bytes) -> Any:
-        """Return the name of the agent of an authenticated peer, until `release_peer`."""
+        """Add the agent of an authenticated peer until `release_peer`; return its name."""
         with self._lock:
             name, count = self._peers.pop(metadata, (None, 0))
             if name is None:
                 idle = [k for k, (_, used) in self._peers.items() if not used]
-                for old in idle[: max(0, len(idle) - _MAX_PEERS + 1)]:
+                for old in idle[: max(0, len(idle) - _MAX_IDLE_PEERS + 1)]:
                     self._forget(old)
                 name = self._agent.add_remote_agent(metadata)
             self._peers[metadata] = name, count + 1
             return name
 
     def release_peer(self, metadata: bytes, *, failed: bool) -> None:
-        """End the use of a peer; one that has failed has to connect anew."""
+        """End the use of a peer; a failed peer must reconnect."""
         with self._lock:
             if metadata not in self._peers:
                 return
@@ -350,22 +351,22 @@ class Agent:
     def _forget(self, metadata: bytes) -> None:
         name, _ = self._peers.pop(metadata)
         if self._agent is not None:
-            with contextlib.suppress(Exception):  # it has disconnected: NIXL has forgotten it
+            with contextlib.suppress(Exception):  # NIXL removes disconnected peers by itself
                 self._agent.remove_remote_agent(name)
 
     def prepare(
         self, peer: Any, process: Process, local: Addresses, remote: Addresses, sizes: Addresses,
         bounds: Iterable[tuple[int, int]],
     ) -> list[Reading]:  # fmt: skip
-        """Return READs of some blocks of a peer's memory into one's own, for `begin`.
+        """Prepare READs from a peer's memory into this pool, for `begin`.
 
-        `bounds` are the first and the end of the blocks of each. They end in their order, or are
+        `bounds` has the (start, stop) of the blocks of each READ. READs end in their order, or are
         dropped together.
         """
         described = np.zeros((2, len(sizes), 3), np.uint64)
         described[0, :, 0], described[1, :, 0], described[:, :, 1] = local, remote, sizes
         every = np.arange(len(sizes), dtype=np.int32)
-        prepared: list[Any] = []  # what NIXL keeps
+        prepared: list[Any] = []  # NIXL handles
         with self._lock:
             agent = self._agent
             try:
@@ -384,15 +385,15 @@ class Agent:
         return readings
 
     def begin(self, reading: Reading) -> None:
-        """Begin a READ; where it is a copy in memory it is over when this returns."""
+        """Start a READ; a memory copy has ended when this returns."""
         with self._lock:
             if self._has_stopped:
                 reading.fail(KvcupyError("the engine was closed"), is_over=True)
                 return
-            reading.state = "PROC"  # also where what is raised leaves it open
+            reading.state = "PROC"  # stays if an exception leaves the READ in flight
             try:
                 reading.state = self._agent.transfer(reading.handle)
-            except Exception as error:  # what NIXL raises differs from version to version
+            except Exception as error:  # NIXL's exception types differ between versions
                 reading.fail(error, is_over=type(error).__name__ in _FINAL)
 
     def state_of(self, handle: Any) -> str:
@@ -404,20 +405,20 @@ class Agent:
             self._release(prepared)
 
     def _release(self, prepared: Iterable[Any]) -> None:
-        """Release what NIXL keeps, for its finalizers would do so without the lock."""
+        """Release NIXL handles explicitly, since their finalizers would not take the lock."""
         for each in prepared:
             try:
                 each.release()
-            except Exception:  # of a peer that is gone
+            except Exception:  # such as a disconnected peer
                 self._unreleased.append(each)
 
     def stop(self) -> None:
-        """Let no READ begin any more."""
+        """Prevent further READs."""
         with self._lock:
             self._has_stopped = True
 
     def close(self) -> None:
-        """Deregister the memory; nothing may be read into it any more."""
+        """Deregister the memory; no READ may be in flight."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is None:
@@ -431,20 +432,20 @@ class Agent:
 
 
 class Reading:
-    """One READ: prepared, in flight, over, or failed. It says when no byte lands any more.
+    """One READ: prepared, in flight, done, or failed. Tracks whether bytes may still arrive.
 
-    Giving up does not end it: NIXL has no abort. It has ended when its handle says so, or when the
-    peer's process is known to be dead and what it had sent has had time to arrive.
+    NIXL has no abort, so an abandoned READ stays in flight. It ends when its handle reports the
+    end, or when the peer's process is known to be dead and its last data has had time to arrive.
     """
 
     def __init__(self, agent: Agent, process: Process, handle: Any) -> None:
         self.state = "NEW"
         self.failure: BaseException | None = None
         self.handle = handle
-        self.lists: tuple[Any, ...] = ()  # of blocks, to release with it
+        self.lists: tuple[Any, ...] = ()  # block lists to release with the handle
         self._agent, self._process = agent, process
         self._dead_since_s: float | None = None
-        self._look_at_s = time.monotonic() + _LOOK_S
+        self._check_at_s = time.monotonic() + _LIVENESS_INTERVAL_S
         self._lock = threading.Lock()
 
     def fail(self, error: BaseException, *, is_over: bool) -> None:
@@ -453,17 +454,17 @@ class Reading:
             self.state = "ERR"
 
     def done(self) -> bool:
-        """Return whether nothing lands any more; what progress there can be is made here."""
+        """Make progress; return whether no more bytes can arrive."""
         with self._lock:
             if self.handle is None:
                 return True
             if self.state == "PROC":
                 try:
                     self.state = self._agent.state_of(self.handle)
-                except Exception as error:  # see Agent.begin
+                except Exception as error:  # as in Agent.begin
                     self.fail(error, is_over=type(error).__name__ in _FINAL)
             if self.state == "PROC":
-                self._look_for_death()
+                self._check_liveness()
             if self.state in ("NEW", "PROC"):
                 return False
             if self.state != "DONE" and self.failure is None:
@@ -472,18 +473,18 @@ class Reading:
             return True
 
     def drop(self) -> None:
-        """Let go what NIXL keeps of one that is over, or has not begun."""
+        """Release the NIXL handles of a READ that has ended or not begun."""
         self._agent.release(self.handle, *self.lists)
         self.handle, self.lists = None, ()
 
-    def _look_for_death(self) -> None:
+    def _check_liveness(self) -> None:
         now = time.monotonic()
-        if now < self._look_at_s:
+        if now < self._check_at_s:
             return
-        self._look_at_s = now + _LOOK_S
+        self._check_at_s = now + _LIVENESS_INTERVAL_S
         if self._dead_since_s is None:
             if self._process.is_dead():
                 self._dead_since_s = now
-        elif now - self._dead_since_s > _GRACE_S:
+        elif now - self._dead_since_s > _DRAIN_AFTER_DEATH_S:
             error = KvcupyError(f"the process {self._process.pid} of the peer is dead")
             self.fail(error, is_over=True)

@@ -1,4 +1,4 @@
-"""What sender and receiver say to each other: addresses, tickets, the handshake, messages.
+"""Migration protocol: addresses, tickets, the handshake, messages.
 
     receiver                                             sender
     hello: version, nonce, digest of the pool   ---->
@@ -11,9 +11,9 @@
     DONE                                        ---->
                                                 <----    CONFIRMED
 
-The HMACs are keyed with the secret, and so are those of every message behind them, which count
-messages too: nothing can be forged, replayed or left out. Sizes are bounded before anything is
-allocated, and nothing is unpickled.
+The HMACs are keyed with the secret. Every later message has an authentication code with a key
+derived from the secret and a message count, so messages cannot be forged, replayed or dropped.
+Sizes are checked before allocation, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VERSION = 3
 
 # Kinds of messages.
 PULL, GRANT, REFUSED, RENEW, DONE, CONFIRMED = 1, 2, 3, 4, 5, 6
-LAYER, CHECKSUM, READ = 7, 8, 9  # of engines
+LAYER, CHECKSUM, READ = 7, 8, 9  # used by engines
 START = 10
 NAMES = {
     PULL: "PULL", GRANT: "GRANT", REFUSED: "REFUSED", RENEW: "RENEW", DONE: "DONE",
@@ -53,16 +53,16 @@ NAMES = {
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TICKET_BYTES = 8 << 20
 MAX_ATTACHMENT_BYTES = 1 << 20
-MAX_PAGES = 1 << 18  # of an offer
+MAX_PAGES = 1 << 18  # per offer
 HANDSHAKE_S = 5.0
 MIN_SECRET_BYTES = 16
 
 _HEAD = struct.Struct(">BI")  # kind, bytes of the payload
 _MAC_BYTES = 16
-_MIN_PAYLOAD_BYTES = 48  # shorter ones are filled up, so that one call receives most messages
+_MIN_PAYLOAD_BYTES = 48  # shorter payloads are padded, so that one call receives most messages
 MIN_MESSAGE_BYTES = _HEAD.size + _MIN_PAYLOAD_BYTES + _MAC_BYTES
-_LAST_S = 0.1  # for the rest of a message, when the connection has ended
-_MAX_BUFFERS = 512  # memory areas that one call to the system takes
+_REFUSAL_TIMEOUT_S = 0.1
+_MAX_BUFFERS = 512  # per system call
 
 
 # --- Addresses ------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ _MAX_BUFFERS = 512  # memory areas that one call to the system takes
 
 @dataclass(frozen=True)
 class Address:
-    """Where a sender listens: "unix:PATH" or "tcp:HOST:PORT".
+    """Listening address of a sender: "unix:PATH" or "tcp:HOST:PORT".
 
     >>> Address.parse("tcp:[::1]:80", "listen")
     Address(path='', host='::1', port=80)
@@ -82,7 +82,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: Any, name: str) -> Address:
-        """Return an argument as an Address; TypeError or ValueError, which name it."""
+        """Parse the argument `name`; TypeError or ValueError if invalid."""
         expected = f'{name}: expected "unix:PATH" or "tcp:HOST:PORT", got {text!r}'
         if not isinstance(text, str):
             raise TypeError(expected)
@@ -138,11 +138,11 @@ class Address:
         return connection
 
     def listen(self) -> tuple[socket.socket, Address]:
-        """Return a listening socket, and the address with the port that it has got.
+        """Return a listening socket, and its address with the assigned port.
 
         Raises
         ------
-        OSError : the address is in use; or a file of that name exists, and is no socket
+        OSError : the address is in use, or the path exists and is not a socket
         """
         if not self.path:
             server = socket.create_server(
@@ -155,7 +155,7 @@ class Address:
             self._remove_stale(path)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Under a private name until its mode is set: nobody else connects in between.
+            # A private name until the mode is set, so that no other user can connect before.
             private = f"{self.path}.{os.getpid():x}"
             bound = private if len(os.fsencode(private)) <= 107 else self.path
             server.bind(bound)
@@ -163,7 +163,7 @@ class Address:
             server.listen()
             if bound != self.path:
                 try:
-                    os.link(bound, self.path)  # which raises where the name is taken
+                    os.link(bound, self.path)  # raises if the name is taken
                 finally:
                     Path(bound).unlink()
         except BaseException:
@@ -172,7 +172,7 @@ class Address:
         return server, self
 
     def _remove_stale(self, path: Path) -> None:
-        """Remove a socket on which nobody listens any more; OSError if somebody does."""
+        """Remove a socket without a listener; OSError if a process listens on it."""
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             probe.settimeout(1.0)
@@ -182,7 +182,7 @@ class Address:
                 path.unlink()
             return
         except (FileNotFoundError, TimeoutError, BlockingIOError):
-            return  # it has gone; or binding says that it is in use
+            return  # removed meanwhile; or still in use, and then `bind` or `link` raises
         finally:
             probe.close()
         raise FileExistsError(f"listen: another sender listens on {self}")
@@ -192,21 +192,21 @@ class Address:
 
 
 def checked_secret(secret: Any) -> bytes:
-    """Return the argument `secret` as bytes, empty for None; TypeError or ValueError."""
+    """Check the argument `secret`, and return it as bytes, empty for None."""
     if secret is None:
         return b""
     if not isinstance(secret, (bytes, bytearray)):
         raise TypeError(f"secret: expected bytes, got {type(secret).__name__}")
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
-            f"secret: expected at least {MIN_SECRET_BYTES} bytes, such as of secrets.token_bytes, "
+            f"secret: expected at least {MIN_SECRET_BYTES} bytes, such as secrets.token_bytes(32), "
             f"got {len(secret)}"
         )
     return bytes(secret)
 
 
 def checked_tls(tls: Any) -> ssl.SSLContext | None:
-    """Return the argument `tls`; TypeError unless it is a context or None."""
+    """Check the argument `tls`; TypeError unless it is an SSLContext or None."""
     if tls is not None and not isinstance(tls, ssl.SSLContext):
         raise TypeError(f"tls: expected an ssl.SSLContext, got {type(tls).__name__}")
     return tls
@@ -228,8 +228,11 @@ def _ticket_key(secret: bytes) -> bytes:
 
 
 def _ticket_mac(secret: bytes, body: bytes) -> bytes:
-    """Return the code of a ticket. Keyed BLAKE2b touches much less memory than HMAC of OpenSSL,
-    which otherwise takes longer than all else that a pull does with a ticket."""
+    """Return the authentication code of a ticket.
+
+    Keyed BLAKE2b touches much less memory than HMAC of OpenSSL, which would take longer than all
+    other work of a pull on its ticket.
+    """
     return hashlib.blake2b(body, key=_ticket_key(secret), digest_size=32).digest()
 
 
@@ -241,18 +244,18 @@ _TICKET_MAGIC = b"KVPT"
 
 @dataclass(frozen=True)
 class Ticket:
-    """What `PageSender.offer` hands out, as `PageReceiver.inspect` reads it.
+    """A ticket of `PageSender.offer`, decoded by `PageReceiver.inspect`.
 
     Attributes
     ----------
-    num_pages : of the offer
-    num_pulls : that complete the offer
-    lease_s : of the offer, when it was made. Seconds, not a time: clocks of machines differ
-    hashes : of the blocks in the pages, or empty
-    attachment : bytes that the sender's user has added
-    identity : of the sender's pool: its geometry, and the range of heads that it holds
-    address : where the sender listens
-    number, generation, token, sender_id, engine : by which the sender knows the offer again
+    num_pages : number of pages in the offer
+    num_pulls : number of pulls that complete the offer
+    lease_s : initial lease of the offer. A duration, not a time, since clocks of machines differ
+    hashes : hashes of the blocks in the pages, or empty
+    attachment : bytes added by the sender's user
+    identity : of the sender's pool: its geometry and its range of heads
+    address : listening address of the sender
+    number, generation, token, sender_id, engine : identify the offer
     """
 
     number: int
@@ -270,9 +273,9 @@ class Ticket:
     attachment: bytes = b""
 
     def is_alike(self, other: Ticket) -> bool:
-        """Return whether another ticket is of the same pool and engine."""
+        """Return whether another ticket has the same pool and engine."""
         return (
-            self.identity is other.identity  # which are kept, and so are the same where equal
+            self.identity is other.identity  # identities are cached, so equal ones are identical
             and self.digest == other.digest
             and self.engine == other.engine
             and self.address == other.address
@@ -294,18 +297,18 @@ class Ticket:
 
     @classmethod
     def decoded(cls, data: Any, secret: bytes) -> Ticket:
-        """Read a ticket; TransferError unless it is whole, and made with the same secret."""
+        """Decode a ticket; TransferError unless it is intact and made with the same secret."""
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(f"ticket: expected bytes, got {type(data).__name__}")
         whole = bytes(data[:MAX_TICKET_BYTES])
         body, mac = whole[:-32], whole[-32:]
         if len(data) > MAX_TICKET_BYTES or len(body) < _TICKET.size or body[:4] != _TICKET_MAGIC:
-            raise TransferError("ticket: expected what PageSender.offer returns", "ticket")
+            raise TransferError("ticket: expected a ticket of PageSender.offer", "ticket")
         if body[4] != VERSION:
             raise TransferError(f"ticket: expected version {VERSION}, got {body[4]}", "version")
         if not hmac.compare_digest(mac, _ticket_mac(secret, body)):
-            raise TransferError("ticket: it is damaged, or the sender has another secret", "secret")
-        # From here on it is what a sender has written.
+            raise TransferError("ticket: damaged, or the sender has another secret", "secret")
+        # From here on, the ticket is authentic.
         (_, _, hash_bytes, number, generation, token, sender_id, digest, lease_ms, num_pages,
          address_bytes, identity_bytes, engine_bytes, _, num_pulls, attachment_bytes,
         ) = _TICKET.unpack_from(body)  # fmt: skip
@@ -315,7 +318,7 @@ class Ticket:
             or hash_bytes not in (0, 8, 16)
             or len(body) != _TICKET.size + sum(sizes) + attachment_bytes
         ):
-            raise TransferError("ticket: its parts do not add up", "ticket")
+            raise TransferError("ticket: inconsistent sizes", "ticket")
         parts, start = [], _TICKET.size
         for size in (*sizes, attachment_bytes):
             parts.append(body[start : start + size])
@@ -343,20 +346,20 @@ class Ticket:
 _ALGORITHMS = {
     number: HASHERS[name] for number, name in ((1, "xxh3_64"), (2, "sum64")) if name in HASHERS
 }
-"""The checksums that there are here, by their numbers in a hello; the best come first."""
+"""Available checksums by their numbers in a hello, the best first."""
 _SUPPORTED = sum(1 << number for number in _ALGORITHMS)
 BEST_ALGORITHM = next(iter(_ALGORITHMS))
 
 
 def new_checksum(algorithm: int, key: bytes, *names: int) -> Any:
-    """Return a new checksum of data that numbers name."""
+    """Start a checksum that also covers a key and `names`, which identify the data."""
     checksum = _ALGORITHMS[algorithm]()
     checksum.update(key + struct.pack(f">{len(names)}Q", *names))
     return checksum
 
 
 def offer_key(secret: bytes, token: bytes) -> bytes:
-    """Return the key of checksums of an offer's pages, for all who have its ticket."""
+    """Return the key of the page checksums of an offer; holders of its ticket can derive it."""
     key = _ticket_key(secret)
     return hashlib.blake2b(token, key=key, digest_size=32, person=b"kvcupy pages").digest()
 
@@ -365,14 +368,14 @@ def offer_key(secret: bytes, token: bytes) -> bytes:
 
 
 class Lost(Exception):
-    """The connection has ended, or what came is no message of this protocol."""
+    """The connection has ended, or the peer has violated the protocol."""
 
 
 class Channel:
-    """A connection behind its handshake: messages, and the bytes of pages.
+    """A connection after its handshake: messages, and the bytes of pages.
 
-    One thread uses it; `abort` may be called by any. Every call has a deadline, a value of
-    `time.monotonic`: `TimeoutError` when that has passed.
+    One thread uses it; any thread may call `abort`. Every call has a deadline, a value of
+    `time.monotonic`, after which it raises TimeoutError.
     """
 
     def __init__(
@@ -384,13 +387,13 @@ class Channel:
         self._keys = {True: send_key, False: receive_key}
         self._counts = {True: 0, False: 0}
         self._data_key = data_key
-        self.algorithm = algorithm  # of checksums
+        self.algorithm = algorithm  # number of the checksum in `_ALGORITHMS`
         self._is_tls = isinstance(connection, ssl.SSLSocket)
-        self._timeout_s = 0.0  # that the system keeps
-        self._unsent: list[memoryview] = []  # messages that go along with what is sent next
-        self.num_bytes = 0  # of pages, sent and received
-        self.confirming = False  # whether the sender has yet to say CONFIRMED
-        self.moving = False  # whether who ends an offer must abort this, for it may be blocked
+        self._timeout_s = 0.0  # current SO_RCVTIMEO and SO_SNDTIMEO
+        self._unsent: list[memoryview] = []  # messages to send together with the next data
+        self.num_bytes = 0  # page bytes sent and received
+        self.confirming = False  # whether the sender has yet to send CONFIRMED
+        self.moving = False  # whether the thread may block, so that ending the offer must abort it
 
     def __del__(self) -> None:
         self._socket.close()
@@ -398,13 +401,13 @@ class Channel:
     # --- Messages ---
 
     def send(self, kind: int, payload: bytes, deadline: float, *, more: bool = False) -> None:
-        """Send a message; with `more` along with what is sent next."""
+        """Send a message; with `more`, buffer it until the next send."""
         self._unsent.append(self._message(kind, payload))
         if not more:
             self.flush(deadline)
 
     def flush(self, deadline: float) -> None:
-        """Send what `send` has kept back."""
+        """Send buffered messages."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             self._move(unsent, sum(map(len, unsent)), deadline, is_sent=True)
@@ -418,25 +421,25 @@ class Channel:
 
         Raises
         ------
-        TransferError : the peer has refused; it says why
-        Lost : it is of none of `kinds`, damaged, or none comes any more
+        TransferError : the peer has refused; the error has the reason
+        Lost : the message is of none of `kinds` or damaged, or the connection has ended
         """
         least = bytearray(MIN_MESSAGE_BYTES)
         self._move([memoryview(least)], MIN_MESSAGE_BYTES, deadline, is_sent=False)
         return self.received(least, deadline, *kinds)
 
     def received(self, first: bytearray, deadline: float, *kinds: int) -> tuple[int, bytes]:
-        """Return kind and payload of a message of which the first bytes have come, as `receive`."""
+        """Like `receive`, for a message whose first `MIN_MESSAGE_BYTES` have arrived."""
         kind, length = _HEAD.unpack_from(first)
         if length > MAX_MESSAGE_BYTES or kind not in NAMES:
-            raise Lost("what came is not a message")
+            raise Lost("invalid message")
         if length > _MIN_PAYLOAD_BYTES:
             rest = bytearray(length - _MIN_PAYLOAD_BYTES)
             self._move([memoryview(rest)], len(rest), deadline, is_sent=False)
             first = first + rest
         body = bytes(first[:-_MAC_BYTES])
         if not hmac.compare_digest(first[-_MAC_BYTES:], self._mac(False, body)):
-            raise Lost("a message was changed on its way")
+            raise Lost("message authentication failed")
         payload = body[_HEAD.size : _HEAD.size + length]
         if kind == REFUSED:
             reason, _, message = payload.decode("utf-8", "replace").partition("\n")
@@ -447,20 +450,20 @@ class Channel:
         return kind, payload
 
     def refuse(self, reason: str, message: str, deadline: float) -> None:
-        """Say why there is nothing, or nothing more."""
+        """Send a REFUSED message with the reason."""
         self.send(REFUSED, f"{reason}\n{message[:4000]}".encode(), deadline)
 
     def readable(self, deadline_s: float) -> bool:
-        """Wait until something has come, which may be the end of the connection."""
+        """Wait for data or the end of the connection; return whether there is either."""
         if self._is_tls and self._socket.pending():  # type: ignore[attr-defined]
             return True
         return any_readable([self._socket], deadline_s)
 
     def has_ended(self) -> bool:
-        """Return whether the peer has ended the connection, also behind what is not read yet."""
+        """Return whether the peer has ended the connection, even if unread data is left."""
         poll = select.poll()
         try:
-            poll.register(self._socket, getattr(select, "POLLRDHUP", 0))  # only Linux has it
+            poll.register(self._socket, getattr(select, "POLLRDHUP", 0))  # Linux only
             return bool(poll.poll(0))
         except (OSError, ValueError):
             return True
@@ -475,16 +478,16 @@ class Channel:
     # --- Pages ---
 
     def checksum(self, *names: int) -> Any:
-        """Return a new checksum of this connection, of data that numbers name."""
+        """Start a checksum keyed to this connection; `names` identify the data."""
         return new_checksum(self.algorithm, self._data_key, *names)
 
     def send_data(
         self, views: list[memoryview], num_bytes: int, deadline: float,
         end: tuple[int, bytes] | None = None,
     ) -> None:  # fmt: skip
-        """Send memory as it is, all of it, behind the messages that `send` has kept back.
+        """Send memory without copying it, after the buffered messages.
 
-        `end` is kind and payload of a message that goes along with the last bytes.
+        `end` is kind and payload of a message to append to the last bytes.
         """
         total = num_bytes
         if self._unsent:
@@ -502,7 +505,7 @@ class Channel:
         self, views: list[memoryview], num_bytes: int, deadline: float,
         end: bytearray | None = None,
     ) -> None:  # fmt: skip
-        """Fill memory with what comes, and then `end` with the first bytes of a message."""
+        """Fill memory with received bytes, then `end` with the first bytes of a message."""
         if end is None:
             self._move(views, num_bytes, deadline, is_sent=False)
         else:
@@ -512,7 +515,7 @@ class Channel:
     def _move(
         self, views: list[memoryview], num_bytes: int, deadline: float, *, is_sent: bool
     ) -> None:
-        """Send memory, or fill it: all of `views`, which have so many bytes."""
+        """Send or fill all of `views`, which have `num_bytes` in total."""
         connection = self._socket
         try:
             if not self._is_tls:
@@ -536,25 +539,25 @@ class Channel:
             raise Lost(f"the connection has ended: {error}") from error
 
     def _raise_refusal(self) -> None:
-        """Raise why the peer has ended the connection, if it has said so."""
+        """Raise the TransferError of a received REFUSED message, if any."""
         with suppress(Lost, TimeoutError):
             while self.readable(0):
-                self.receive(time.monotonic() + _LAST_S)
+                self.receive(time.monotonic() + _REFUSAL_TIMEOUT_S)
 
     def _move_all(
         self, views: list[memoryview], left: int, move: Callable[[list[memoryview]], int],
         deadline: float,
     ) -> None:  # fmt: skip
-        """Call `move` with views, and again with what it has left of them, until nothing is."""
+        """Call `move` until it has moved all bytes of `views`."""
         rest = views
         while True:
             remaining_s = deadline - time.monotonic()
-            if not 0 < self._timeout_s <= 1.05 * remaining_s:  # which spares most calls
+            if not 0 < self._timeout_s <= 1.05 * remaining_s:  # avoids most calls
                 set_timeout(self._socket, deadline)
                 self._timeout_s = remaining_s
             try:
                 moved = move(rest if len(rest) <= _MAX_BUFFERS else rest[:_MAX_BUFFERS])
-            except BlockingIOError:  # a timeout that was set for an earlier deadline
+            except BlockingIOError:  # the timeout was set for an earlier deadline
                 if time.monotonic() >= deadline:
                     raise
                 self._timeout_s = 0.0
@@ -572,11 +575,11 @@ class Channel:
     def _fill(self, views: list[memoryview]) -> int:
         return _some(self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
 
-    # --- Ending it ---
+    # --- Closing ---
 
     def abort(self) -> None:
-        """Let a thread that waits for the peer fail at once. Any thread may call this."""
-        with suppress(OSError):  # else a peer that is blocked in a send may not hear of it for long
+        """Make a thread that waits for the peer fail at once. Any thread may call this."""
+        with suppress(OSError):  # a reset, since a peer blocked in a send may not notice a close
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         shut_down(self._socket)
 
@@ -586,7 +589,7 @@ class Channel:
 
 
 closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Senders and receivers, whose sockets a forked process must not keep open."""
+"""Senders and receivers, whose sockets a forked child must close."""
 
 
 def _close_in_child() -> None:
@@ -599,11 +602,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def any_readable(sockets: Sequence[socket.socket], deadline_s: float) -> bool:
-    """Wait until something has come on one of them, or one was closed."""
+    """Wait until a socket has data or is closed; return whether one is."""
     poll = select.poll()
     try:
         if 0 < deadline_s < 1e-3 and max(each.fileno() for each in sockets) < 1024:
-            return bool(select.select(sockets, (), (), deadline_s)[0])  # poll waits for whole ms
+            return bool(select.select(sockets, (), (), deadline_s)[0])  # poll rounds up to ms
         for each in sockets:
             poll.register(each, select.POLLIN)
         return bool(poll.poll(max(0.0, deadline_s) * 1e3))
@@ -612,9 +615,10 @@ def any_readable(sockets: Sequence[socket.socket], deadline_s: float) -> bool:
 
 
 def set_timeout(connection: socket.socket, deadline: float) -> None:
-    """Let calls of a connection last until a deadline at most; TimeoutError if it has passed.
+    """Limit calls on a connection to a deadline; TimeoutError if it has passed.
 
-    The system keeps the time, so that one call can move as much as there is room for.
+    Socket options set the timeout, so that the socket stays blocking and one call can move all
+    bytes.
     """
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
@@ -629,16 +633,17 @@ def set_timeout(connection: socket.socket, deadline: float) -> None:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """End a connection that another thread may be using.
+    """Shut down a connection that another thread may be using.
 
-    `SSLSocket.shutdown` would first take the encryption away, and that thread would go on without.
+    `SSLSocket.shutdown` first drops the encryption, and the other thread would continue in plain
+    text.
     """
     with suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Return so many bytes; Lost or TimeoutError if they do not come."""
+    """Receive `count` bytes; Lost or TimeoutError if they do not arrive."""
     data = bytearray(count)
     rest = memoryview(data)
     try:
@@ -668,12 +673,12 @@ _MAGIC = b"KVPM"
 def as_receiver(
     connection: socket.socket, secret: bytes, digest: bytes, deadline: float
 ) -> tuple[Channel, bytes]:
-    """Shake hands with a sender; return the channel, and the digest of its pool.
+    """Shake hands with a sender; return the channel, and the digest of the sender's pool.
 
     Raises
     ------
-    TransferError : it has another secret or version
-    Lost, TimeoutError : it does not answer as a sender would
+    TransferError : the sender has another secret or version
+    Lost, TimeoutError : the peer is not a sender, or does not answer
     """
     hello = _CLIENT_HELLO.pack(_MAGIC, VERSION, bool(secret), _SUPPORTED, os.urandom(32), digest)
     set_timeout(connection, deadline)
@@ -684,7 +689,7 @@ def as_receiver(
     answer = receive_exactly(connection, _SERVER_HELLO.size, deadline)
     magic, version, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
     if magic != _MAGIC:
-        raise Lost("who listens there is not a PageSender")
+        raise Lost("the peer is not a PageSender")
     if version != VERSION:
         raise TransferError(f"the sender has version {version}, this receiver {VERSION}", "version")
     mac = receive_exactly(connection, 32, deadline)
@@ -705,16 +710,17 @@ def as_receiver(
 def as_sender(
     connection: socket.socket, secret: bytes, digest: bytes, sender_id: bytes, deadline: float
 ) -> tuple[Channel, bytes]:
-    """Shake hands with a receiver; return the channel, and the digest of its pool.
+    """Shake hands with a receiver; return the channel, and the digest of the receiver's pool.
 
     Raises
     ------
-    Lost, TimeoutError : it is no receiver, or one with another secret or version
+    Lost, TimeoutError : the peer is not a receiver, has another secret or version, or does not
+        answer
     """
     hello = receive_exactly(connection, _CLIENT_HELLO.size, deadline)
     magic, version, _, supported, _, its_digest = _CLIENT_HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise Lost("what came is not from a PageReceiver")
+        raise Lost("the peer is not a PageReceiver")
     algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 2)
     answer = _SERVER_HELLO.pack(
         _MAGIC, VERSION, bool(secret), algorithm, os.urandom(32), sender_id, digest

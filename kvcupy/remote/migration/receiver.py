@@ -1,4 +1,4 @@
-"""The receiver: fetches pages that another process offers, layer by layer."""
+"""PageReceiver: fetches pages that another process offers, layer by layer."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from .sender import (
 if TYPE_CHECKING:
     from ...devices.protocol import Event, Stream
 
-_IDLE_S = 10.0  # that a thread waits for the next pull
-_MAX_IDLE = 4  # connections kept per sender
-_MAX_PLANNED = 64  # senders of which the tickets are known to fit
-_CONFIRM_S = 1.0
-_CLOSE_S = 5.0
+_WORKER_IDLE_S = 10.0
+_MAX_IDLE_CONNECTIONS = 4  # per sender
+_MAX_CACHED_PLANS = 64
+_CONFIRM_TIMEOUT_S = 1.0
+_CLOSE_TIMEOUT_S = 5.0
 _QUIET_POLL_S = 0.02
 
 
@@ -51,28 +51,29 @@ class PageReceiver(ProcessLocal):
 
     Parameters
     ----------
-    pool : KVPool or MLAPool, with the sender's format, page size, layers and widths. The layout may
-        be another, and so may the heads
-    secret : bytes, the sender's
-    engine : "socket", or "nixl"; the sender's
-    heads : (first, total) of the model's heads, where the pool holds only some; None: it has all
-    model : as the sender says
-    tls : ssl.SSLContext for clients; None: the sender must not use TLS
+    pool : KVPool or MLAPool, with the sender's format, page size, layers and widths. Layout and
+        heads may differ
+    secret : bytes, same as the sender's
+    engine : "socket", or "nixl"; same as the sender's
+    heads : (first, total) of the model's heads, if the pool holds only some; None for all heads
+    model : same as the sender's
+    tls : ssl.SSLContext for clients; None if the sender does not use TLS
     staging_pages : as in `PageSender`
-    max_pulls : that run at a time; more are refused
-    max_quarantined_pages : beyond which pulls are refused; None: half of the pool
+    max_pulls : maximum number of concurrent pulls; further pulls are refused
+    max_quarantined_pages : number of quarantined pages from which pulls are refused; None for half
+        of the pool
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit
+    TypeError, ValueError : an argument is invalid
     ImportError : the engine needs a package that is missing
 
     Notes
     -----
-    Capture: not legal; a pull is outside of every capture. Lifetime: each pull has a daemon thread
-    for each of its tickets, and over "nixl" up to four threads verify what comes; connections are
-    kept for the next pull until `close`. Threads may share a receiver. `PageSender` has an example,
-    and says what is authenticated.
+    Capture: illegal; a pull cannot be part of a capture. Lifetime: each pull has a daemon thread
+    per ticket, and over "nixl" up to four threads verify received pages; connections are kept for
+    later pulls until `close`. Threads may share a receiver. See `PageSender` for an example, and
+    for the authentication.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class PageReceiver(ProcessLocal):
         self._staging = staging_of(pool, staging_pages)
         self._engine = engine_for(engine, pool)
         self._page_bytes: dict[range, PageBytes] = {}
-        # By sender and address: a ticket that was checked, and what follows from it for all others.
+        # Checked tickets with their plans, by sender and address.
         self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
-        self._lock = threading.Lock()  # guards all of the below
-        self._pulls: set[Pull] = set()  # whose pages may be written
+        self._lock = threading.Lock()  # guards the fields below
+        self._pulls: set[Pull] = set()  # pulls whose pages may be written
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
         self._counts: Counter[str] = Counter()
@@ -110,7 +111,7 @@ class PageReceiver(ProcessLocal):
 
     @property
     def pool(self) -> Pool:
-        """The pool whose pages it moves."""
+        """The destination pool."""
         return self._pool
 
     def __enter__(self) -> PageReceiver:
@@ -120,55 +121,55 @@ class PageReceiver(ProcessLocal):
         self.close()
 
     def inspect(self, ticket: bytes) -> Ticket:
-        """Read a ticket: `num_pages`, `hashes` and `attachment`, among others.
+        """Decode a ticket: `num_pages`, `hashes` and `attachment`, among others.
 
         Parameters
         ----------
-        ticket : of `PageSender.offer`
+        ticket : ticket of `PageSender.offer`
 
         Raises
         ------
         TypeError : `ticket` is not bytes
-        TransferError : it is not whole, or made with another secret
+        TransferError : the ticket is damaged, or made with another secret
 
         Notes
         -----
-        Nothing is sent: whether the offer still stands shows when it is pulled.
+        Sends nothing, so the offer may have ended; only `pull` finds out.
         """
         return Ticket.decoded(ticket, self._secret)
 
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float = 30.0, after: Any = None) -> Pull:
-        """Fetch what a ticket offers into pages of the pool, in the background.
+        """Fetch the pages of a ticket into pages of the pool, in the background.
 
         Parameters
         ----------
-        ticket : of `PageSender.offer`; or a list of them, of senders that each hold some of the
-            heads, which together must be those of this pool, each once
-        pages : int32 or int64 (N,) of the host, or a list of ints: pages of the pool, as many as
-            are offered, each once, where they go, in order. They stay the caller's; those freed
-            meanwhile become free when nothing can land in them any more. Over "nixl" that may be
-            never, while a sender is stopped: `alloc` does not wait for these
-        deadline_s : seconds until which all of it has to be there
-        after : stream that uses the pages for the last time: Stream, or a CuPy or torch stream;
-            nothing is written before it has passed what it holds now. None: the current one; False:
-            no work uses them
+        ticket : ticket of `PageSender.offer`; or a list of tickets from senders that each hold some
+            of the heads, which together must cover this pool's heads without overlap
+        pages : int32 or int64 (N,) on the host, or a list of ints: destination pages of the pool,
+            in order, as many as offered, without duplicates. The caller keeps owning them. Pages
+            freed during the pull become free once no more bytes can arrive in them. Over "nixl"
+            that may be never, while a sender is stopped: `alloc` does not wait for such pages
+        deadline_s : time limit of the whole pull, in seconds
+        after : stream with the last use of the pages: Stream, or a CuPy or torch stream; pages are
+            written once it has completed the work enqueued before this call. None for the current
+            stream; False if no work uses the pages
 
         Returns
         -------
-        Pull : to wait for the layers
+        Pull : a handle to wait on or cancel
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit
-        CacheFull : too many pulls run, or pages are in quarantine
-        TransferError : the ticket is damaged, or of another secret; the pools differ; or the sender
-            is on another machine, and there is neither a secret nor TLS. Nothing was moved
+        TypeError, ValueError : an argument is invalid, such as a wrong number of pages
+        CacheFull : too many pulls are in progress, or too many pages are in quarantine
+        TransferError : the ticket is damaged or made with another secret; the pools differ; or the
+            sender is on another machine, and neither a secret nor TLS is set. No page is written
         CaptureError : `after` is being captured
         KvcupyError : the receiver is closed
 
         Notes
         -----
-        The call waits for nothing. Bytes: the pages once, of the heads that this pool has.
+        Does not block. Bytes: each page once, for the heads of this pool.
         """
         self._require_own_process()
         several = isinstance(ticket, (list, tuple))
@@ -198,20 +199,20 @@ class PageReceiver(ProcessLocal):
         except BaseException:
             for channel, _ in filter(None, asked):
                 channel.close()
-            pull._fail(TransferError("the pull could not be started", "lost"))
+            pull._fail(TransferError("cannot start the pull", "lost"))
             pull._settle()
             raise
         pull._start(asked)
         return pull
 
     def stats(self) -> dict[str, int]:
-        """Return counts.
+        """Return current and cumulative counts.
 
         Returns
         -------
-        dict : "pulls" and "connections" (kept for later pulls) now; "quarantined_pages" now, of
-            pulls that have failed while something may still land in them; "completed", "failed"
-            and "cancelled" pulls, and "received_bytes", so far
+        dict : current "pulls", "connections" (kept for later pulls) and "quarantined_pages" (of
+            failed pulls whose pages may still be written); cumulative "completed", "failed" and
+            "cancelled" pulls, and "received_bytes"
         """
         with self._lock:
             return {
@@ -221,13 +222,12 @@ class PageReceiver(ProcessLocal):
                 **{name: self._counts[name] for name in _COUNTS},
             }
 
-    def close(self, deadline_s: float = _CLOSE_S) -> None:
-        """Cancel all pulls, and wait until nothing can land in their pages, and senders know.
+    def close(self, deadline_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Cancel all pulls, and wait until their pages cannot be written and senders are notified.
 
         Parameters
         ----------
-        deadline_s : the longest this waits. Pages into which something may land beyond that stay
-            in quarantine
+        deadline_s : maximum time to wait. Pages that may still be written then stay in quarantine
         """
         if os.getpid() != self._pid:
             return
@@ -238,14 +238,14 @@ class PageReceiver(ProcessLocal):
         for pull in pulls:
             pull._fail(TransferError("the receiver was closed", "closed"))
         for channel in chain.from_iterable(idle.values()):
-            _close_confirmed(channel, min(deadline, time.monotonic() + _CONFIRM_S))
-        self._workers.close(deadline)  # also those that tell the sender that they are done
+            _close_confirmed(channel, min(deadline, time.monotonic() + _CONFIRM_TIMEOUT_S))
+        self._workers.close(deadline)  # includes workers that send DONE
         if first:
             self._engine.close(deadline)
 
     def _close_in_child(self) -> None:
-        """Close the connections that a forked process has inherited."""
-        self._lock = threading.Lock()  # a thread that is not here may have held it
+        """Close inherited connections in a forked child."""
+        self._lock = threading.Lock()  # a thread of the parent may hold the old one
         self._workers = _Workers()
         for channel in chain.from_iterable(self._idle.values()):
             channel.close()
@@ -256,11 +256,13 @@ class PageReceiver(ProcessLocal):
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
-            raise KvcupyError(f"PageReceiver: it belongs to process {self._pid}, which forked this")
+            raise KvcupyError(
+                f"PageReceiver: belongs to process {self._pid}, which forked this one"
+            )
 
     def _require_open(self) -> None:
         if self._closed:
-            raise KvcupyError("PageReceiver: it is closed")
+            raise KvcupyError("PageReceiver: closed")
 
     def _used_by(self, stream: Any) -> StreamCompletion:
         return StreamCompletion(stream_after(self._pool.device, stream, "a pull"))
@@ -268,10 +270,10 @@ class PageReceiver(ProcessLocal):
     def _checked_pages(self, pages: Any, tickets: Sequence[Ticket]) -> Pages:
         listed = page_array(pages)
         numbers = listed.tolist()
-        most = self._pool.num_pages - 1
-        outside = [number for number in numbers if not 0 <= number <= most]
+        last = self._pool.num_pages - 1
+        outside = [number for number in numbers if not 0 <= number <= last]
         if outside:
-            raise ValueError(f"pages: expected 0 to {most}, got {outside[0]}")
+            raise ValueError(f"pages: expected 0 to {last}, got {outside[0]}")
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once")
         is_own = listed is not pages and listed.dtype == np.int64
@@ -287,7 +289,7 @@ class PageReceiver(ProcessLocal):
         return ordered
 
     def _plan(self, tickets: Sequence[Ticket]) -> list[tuple[Ticket, Address, range]]:
-        """Return for each ticket where its sender is, and which heads of the model come from it."""
+        """Return each ticket with its sender's address, and the heads to fetch from that sender."""
         key = tickets[0].sender_id, tickets[0].address
         known = self._planned.get(key) if len(tickets) == 1 else None
         if known is not None and known[0].is_alike(tickets[0]):
@@ -328,7 +330,7 @@ class PageReceiver(ProcessLocal):
                 f"{sorted(covered) or 'none'}", "identity",
             )  # fmt: skip
         if len(parts) == 1:
-            if len(self._planned) >= _MAX_PLANNED:
+            if len(self._planned) >= _MAX_CACHED_PLANS:
                 self._planned.clear()
             self._planned[key] = parts[0]
         return parts
@@ -336,14 +338,14 @@ class PageReceiver(ProcessLocal):
     # --- Connections ---
 
     def _connect(self, ticket: Ticket, address: Address, deadline: float) -> Channel:
-        """Return a connection to a ticket's sender behind its handshake."""
+        """Connect to the sender of a ticket, and shake hands."""
         until = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
         try:
             channel, digest = self._shake_hands(address, until)
         except TimeoutError:
             if time.monotonic() >= deadline:
                 raise
-            raise Lost(f"no sender has answered within {protocol.HANDSHAKE_S:g} s") from None
+            raise Lost(f"no answer from a sender within {protocol.HANDSHAKE_S:g} s") from None
         if channel.peer != ticket.sender_id:
             channel.close()
             raise TransferError(
@@ -366,7 +368,7 @@ class PageReceiver(ProcessLocal):
             raise
 
     def _borrow(self, ticket: Ticket) -> Channel | None:
-        """Return a connection that an earlier pull has left, if there is one."""
+        """Return an idle connection to the sender, or None."""
         key = ticket.address, ticket.sender_id
         while True:
             with self._lock:
@@ -381,7 +383,7 @@ class PageReceiver(ProcessLocal):
 
     def _give_back(self, ticket: Ticket, channel: Channel) -> None:
         with self._lock:
-            for key, channels in list(self._idle.items()):  # of senders that are gone
+            for key, channels in list(self._idle.items()):  # drop connections of dead senders
                 ended = [each for each in channels if not _is_idle(each)]
                 for each in ended:
                     channels.remove(each)
@@ -389,17 +391,17 @@ class PageReceiver(ProcessLocal):
                 if not channels:
                     del self._idle[key]
             idle = self._idle.setdefault((ticket.address, ticket.sender_id), [])
-            if not self._closed and len(idle) < _MAX_IDLE:
+            if not self._closed and len(idle) < _MAX_IDLE_CONNECTIONS:
                 idle.append(channel)
                 return
-        _close_confirmed(channel, time.monotonic() + _CONFIRM_S)
+        _close_confirmed(channel, time.monotonic() + _CONFIRM_TIMEOUT_S)
 
-    # --- One part of a pull, in a thread of its own ---
+    # --- One part of a pull (one ticket), in a worker thread ---
 
     def _ask(
         self, pull: Pull, ticket: Ticket, heads: range, channel: Channel, deadline: float
     ) -> bool:
-        """Ask a sender for pages; return whether it is to wait for START before it sends any."""
+        """Request pages from a sender; return whether the sender must wait for START."""
         run_pages = len(pull._pages)
         if self._staging is not None and self._engine.staged:
             run_pages = min(run_pages, self._staging.share)
@@ -412,20 +414,20 @@ class PageReceiver(ProcessLocal):
         return waits
 
     def _ask_early(self, pull: Pull, ticket: Ticket, heads: range) -> tuple[Channel, bool] | None:
-        """Ask over a connection that an earlier pull has left, so that the sender is at work while
-        a thread wakes up here; None if there is none."""
+        """Send the request over an idle connection, so that the sender starts while a thread wakes
+        up here; None if no connection is idle."""
         while (channel := self._borrow(ticket)) is not None:
             try:
                 return channel, self._ask(pull, ticket, heads, channel, pull._deadline)
-            except (Lost, TimeoutError, TransferError):  # of the pull before, whose offer is over
-                channel.close()  # by the sender, to which it was idle
+            except (Lost, TimeoutError, TransferError):  # the sender closed the idle connection,
+                channel.close()  # or its answer concerns the previous pull
         return None
 
     def _run(
         self, pull: Pull, ticket: Ticket, address: Address, heads: range,
         asked: tuple[Channel, bool] | None,
     ) -> None:  # fmt: skip
-        """Fetch one part of a pull, and settle it whatever happens."""
+        """Fetch one part of a pull, and settle it, including after a failure."""
         task = None
         try:
             channel, granted, waits = self._granted(pull, ticket, address, heads, asked)
@@ -453,9 +455,9 @@ class PageReceiver(ProcessLocal):
         if pull.failure is not None:
             channel.close()
             return
-        try:  # a sender that does not hear it waits for its lease
-            channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
-        except (Lost, TimeoutError, TransferError):  # or its offer is over, which does not matter
+        try:  # without DONE, the offer lasts until its lease expires
+            channel.send(DONE, b"", time.monotonic() + _CONFIRM_TIMEOUT_S)
+        except (Lost, TimeoutError, TransferError):  # includes an ended offer, which is harmless
             channel.close()
         else:
             channel.confirming = True
@@ -465,7 +467,7 @@ class PageReceiver(ProcessLocal):
         self, pull: Pull, ticket: Ticket, address: Address, heads: range,
         asked: tuple[Channel, bool] | None,
     ) -> tuple[Channel, bytes, bool]:  # fmt: skip
-        """Return the connection, what the sender grants, and whether it waits for START."""
+        """Return the connection, the payload of GRANT, and whether the sender waits for START."""
         while True:
             channel = self._connect(ticket, address, pull._deadline) if asked is None else asked[0]
             try:
@@ -483,7 +485,7 @@ class PageReceiver(ProcessLocal):
                 is_over = isinstance(error, Lost) or channel.confirming
                 if isinstance(error, (Lost, TransferError)) and is_over and asked:
                     pull._check()
-                    asked = None  # the sender had closed it, being idle
+                    asked = None  # the sender had closed the idle connection: reconnect
                     continue
                 raise
             return channel, granted, waits
@@ -500,12 +502,12 @@ class PageReceiver(ProcessLocal):
                 self._page_bytes[local] = PageBytes(of, local)
             page_bytes = self._page_bytes[local]
         if len(granted) < GRANT_HEAD.size:
-            raise Lost("a grant was cut off")
+            raise Lost("truncated grant")
         lease_ms, run_pages, *sizes = GRANT_HEAD.unpack_from(granted)
-        most = len(pull._pages) if staging is None else staging.share
+        max_run_pages = len(pull._pages) if staging is None else staging.share
         expected = [len(pull._pages), self._pool.num_layers, page_bytes.page_bytes]
-        if sizes != expected or not 1 <= run_pages <= most:
-            raise Lost("the sender grants other pages than those of the ticket")
+        if sizes != expected or not 1 <= run_pages <= max_run_pages:
+            raise Lost("the grant does not match the ticket")
         stream: list[Any] = []
 
         def own_stream() -> Any:
@@ -526,7 +528,7 @@ class PageReceiver(ProcessLocal):
         return sum(len(pull._pages) for pull in self._pulls if pull.failure is not None)
 
     def _settled(self, pull: Pull) -> None:
-        """Note that the threads of a pull are through with its pages."""
+        """Count a pull whose threads no longer access its pages."""
         failure = pull.failure
         with self._lock:
             self._pulls.discard(pull)
@@ -541,7 +543,7 @@ _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
 
 
 class _Workers:
-    """Daemon threads, which wait for more to do for a while: starting one takes its time."""
+    """Daemon threads, kept for a while after each job, since starting a thread is slow."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -551,7 +553,7 @@ class _Workers:
         self._closed = False
 
     def run(self, job: Callable[[], None]) -> None:
-        """Let a thread call a function; RuntimeError if none can be started."""
+        """Run a function on a thread; RuntimeError if no thread can be started."""
         with self._changed:
             if len(self._jobs) >= self._num_idle:
                 thread = threading.Thread(target=self._work, name="kvcupy pull", daemon=True)
@@ -561,7 +563,7 @@ class _Workers:
             self._changed.notify()
 
     def close(self, deadline: float) -> None:
-        """Let the threads end when they have nothing to do, and wait for that."""
+        """Let the threads finish their jobs and end; wait for them until the deadline."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -573,23 +575,23 @@ class _Workers:
         while True:
             with self._changed:
                 self._num_idle += 1
-                self._changed.wait_for(lambda: self._jobs or self._closed, _IDLE_S)
+                self._changed.wait_for(lambda: self._jobs or self._closed, _WORKER_IDLE_S)
                 self._num_idle -= 1
                 if not self._jobs:
                     self._threads.discard(threading.current_thread())
                     return
                 job = self._jobs.popleft()
             job()
-            del job  # and with it the pull
+            del job  # refers to the pull
 
 
 class Landing:
-    """Whether something can land in the pages of a pull: the `Completion` that allocators get."""
+    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull."""
 
-    failure: BaseException | None = None  # the handle of the user has it
+    failure: BaseException | None = None  # `Pull.failure` has the error
 
     def __init__(self, *, unbounded: bool = False) -> None:
-        self.unbounded = unbounded  # a peer that has stopped may go on at any time, or never
+        self.unbounded = unbounded  # a stopped peer may resume at any time, or never
         self._over = threading.Event()
 
     def end(self) -> None:
@@ -609,19 +611,18 @@ class Landing:
 
 
 class Pull(ProcessLocal):
-    """Pages on their way, as `PageReceiver.pull` returns it: a `Completion`.
+    """A pull in progress, returned by `PageReceiver.pull`: a `Completion`.
 
     Attributes
     ----------
-    num_pages : that come
-    num_bytes : of them all, in the heads of this pool
-    hashes, attachment : of the ticket; of the first, if there are several
-    failure : TransferError, why it has failed, or None. Neither waits nor raises
+    num_pages : number of pages to receive
+    num_bytes : total bytes of the pages, for the heads of this pool
+    hashes, attachment : from the ticket; from the first, if there are several
+    failure : TransferError with the reason of a failure, or None. Neither waits nor raises
 
     Notes
     -----
-    A pull that has failed leaves the contents of its pages undefined. It has failed, too, if it was
-    cancelled, or came late.
+    A failed pull leaves the contents of its pages undefined. Cancelled and late pulls have failed.
     """
 
     _instead = "pull in each process"
@@ -642,10 +643,10 @@ class Pull(ProcessLocal):
         self._is_staged = receiver._staging is not None and receiver._engine.staged
         self._changed = threading.Condition()
         self._channels: list[Channel] = []
-        self._missing = [len(parts)] * pool.num_layers  # parts, of each layer
-        self._num_arrived = 0  # layers
+        self._missing = [len(parts)] * pool.num_layers  # number of missing parts, by layer
+        self._num_arrived = 0  # number of leading layers that have arrived
         self._num_running = len(parts)
-        # For streams that wait: made when one does.
+        # Created when a stream first waits.
         self._stream: Stream | None = None
         self._events: list[Event] = []
 
@@ -656,34 +657,33 @@ class Pull(ProcessLocal):
     # --- For users ---
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a stream wait until one layer is there, and verified.
+        """Make later work of a stream wait until a layer has arrived and is verified.
 
         Parameters
         ----------
         layer : 0 to num_layers - 1
-        stream : Stream, or a CuPy or torch stream; None: the current one. The host does not block,
-            except where the stream is the calling thread itself, and where pages come by way of
-            staging pages
+        stream : Stream, or a CuPy or torch stream; None for the current stream. The host does not
+            block, unless the stream is the calling thread, or the pages are staged
 
         Raises
         ------
         TypeError, ValueError : `layer` is out of range, or `stream` is not a stream
         CaptureError : the stream is being captured
-        TransferError : the pull has failed. If it fails later, work of the stream on the host
-            device fails with it; on a GPU it goes on, and finds the pages undefined: look at
-            `failure` before its results are used
+        TransferError : the pull has failed. If it fails later, the stream's work on the host device
+            fails too; on a GPU the work runs on undefined pages, so check `failure` before using
+            its results
 
         Notes
         -----
-        On a GPU streams that wait for layers which are not there yet do so by `Stream.call`, one
-        after the other. Behind staging pages a GPU copies each layer, which is enqueued when the
-        layer has come: there is no event of it before, and streams that share its hardware queue
-        with one that waits by `Stream.call` would hold it up. So there the host waits.
+        On a GPU, streams wait for missing layers through `Stream.call`, one after the other. With
+        staging pages, the copy of a layer to the GPU is enqueued only when the layer has arrived.
+        Before that it has no event to wait for, and a stream that waits through `Stream.call` could
+        block a copy that shares its hardware queue. The host waits instead.
         """
         self._wait(self._pool.layer_number(layer), stream)
 
     def wait(self, stream: Any = None) -> None:
-        """Let later work of a stream wait for all of it; otherwise like `wait_layer`.
+        """Make later work of a stream wait for all layers; otherwise like `wait_layer`.
 
         Raises
         ------
@@ -692,7 +692,7 @@ class Pull(ProcessLocal):
         self._wait(self._pool.num_layers - 1, stream)
 
     def done(self) -> bool:
-        """Return whether all of it is there; does not wait.
+        """Return whether all layers have arrived; does not wait.
 
         Raises
         ------
@@ -702,7 +702,7 @@ class Pull(ProcessLocal):
         return self._landing.done()
 
     def synchronize(self) -> None:
-        """Wait until all of it is there, or it has failed and nothing can land any more.
+        """Wait until all layers have arrived, or the pull has failed and no bytes can arrive.
 
         Raises
         ------
@@ -712,12 +712,12 @@ class Pull(ProcessLocal):
         self._raise_failure()
 
     def cancel(self) -> None:
-        """Give the rest up. Without effect where all of it is there, or it has failed.
+        """Cancel the pull. No effect if all layers have arrived, or the pull has failed.
 
         Notes
         -----
-        Returns at once. What comes of the pages is in quarantine until nothing can land in them:
-        `synchronize` waits for that, and pages that are freed become free then.
+        Returns at once. The pages are in quarantine until no bytes can arrive in them:
+        `synchronize` waits for that, and freed pages become free then.
         """
         self._fail(TransferError("the pull was cancelled", "cancelled"))
 
@@ -726,7 +726,7 @@ class Pull(ProcessLocal):
     def _wait(self, layer: int, stream: Any) -> None:
         waiting = waiting_stream(self._pool.device, stream, "a pull")
         self._raise_failure()
-        if self._is_staged:  # a stream that waited might hold up the copy that it waits for
+        if self._is_staged:  # a waiting stream could block the copy it waits for
             self._await_layer(layer)
             return
         if self._num_arrived > layer and not observe.order_observers:
@@ -741,14 +741,14 @@ class Pull(ProcessLocal):
             self._raise_failure()
 
     def _event_of(self, layer: int) -> Event:
-        """Return an event behind the arrival of a layer."""
+        """Return an event that completes when a layer has arrived."""
         with self._changed:
             self._raise_failure()
             if self._stream is None:
                 self._stream = self._pool.device.stream()
                 self._stream.name = "pull"
                 if self._after is not None and observe.order_observers:
-                    self._after.wait(self._stream)  # the pull's threads wait for it by themselves
+                    self._after.wait(self._stream)  # for observers: the pull's threads wait too
             stream = self._stream
             while len(self._events) <= layer:
                 number = len(self._events)
@@ -777,7 +777,7 @@ class Pull(ProcessLocal):
     # --- For the receiver, and its threads ---
 
     def _prepare(self) -> None:
-        if observe.order_observers and not self._is_staged:  # else when somebody waits
+        if observe.order_observers and not self._is_staged:  # else created by the first wait
             self._event_of(self._pool.num_layers - 1)
 
     def _start(self, asked: Sequence[tuple[Channel, bool] | None]) -> None:
@@ -785,11 +785,11 @@ class Pull(ProcessLocal):
             try:
                 self._receiver._workers.run(partial(self._receiver._run, self, *part, early))
             except RuntimeError as error:
-                self._fail(TransferError(f"no thread for the pull: {error}", "lost"))
+                self._fail(TransferError(f"cannot start a thread for the pull: {error}", "lost"))
                 self._part_ended()
 
     def _uses(self, channel: Channel) -> None:
-        """Note a connection, which ends if the pull fails."""
+        """Register a connection, to abort it if the pull fails."""
         with self._changed:
             self._channels.append(channel)
         self._check()
@@ -799,7 +799,7 @@ class Pull(ProcessLocal):
         return self._after is not None and not self._after.done()
 
     def _wait_for_users(self, task: PullTask) -> None:
-        """Wait until the pages are not used any more."""
+        """Wait until `after` has completed, so that the pages are unused."""
         while self._is_used():
             self._check()
             task.renew_if_due()
@@ -811,7 +811,7 @@ class Pull(ProcessLocal):
         self._raise_failure()
 
     def _part_arrived(self, layer: int) -> None:
-        """Note that a part of a layer is in its pages."""
+        """Record that a part of a layer is in its pages."""
         with self._changed:
             self._missing[layer] -= 1
             while self._num_arrived < len(self._missing) and not self._missing[self._num_arrived]:
@@ -819,7 +819,7 @@ class Pull(ProcessLocal):
             self._changed.notify_all()
 
     def _fail(self, failure: TransferError) -> None:
-        """Let the pull fail, unless it has, or all of it is there."""
+        """Fail the pull, unless it has failed or all layers have arrived."""
         with self._changed:
             if self.failure is not None or self._num_arrived == self._pool.num_layers:
                 return
@@ -830,7 +830,7 @@ class Pull(ProcessLocal):
             channel.abort()
 
     def _part_ended(self) -> None:
-        """Note that a thread is through with the pages."""
+        """Record that a thread no longer accesses the pages."""
         with self._changed:
             self._num_running -= 1
             if self._num_running:
@@ -839,13 +839,13 @@ class Pull(ProcessLocal):
         self._settle()
 
     def _settle(self) -> None:
-        """Note that nothing lands in the pages any more."""
+        """Record that no more bytes arrive in the pages."""
         try:
             if self.failure is None:
                 self._pool.note_written()
                 if observe.order_observers and self._stream is not None:
-                    self._stream.synchronize()  # tells them that the host is behind it
-            elif self._stream is not None:  # it is no one else's, and this handle has the failure
+                    self._stream.synchronize()  # notifies observers of the host's wait
+            elif self._stream is not None:  # private stream; `failure` has the error
                 with suppress(DeviceError):
                     self._stream.synchronize()
                 self._stream, self._events = None, []
@@ -854,25 +854,25 @@ class Pull(ProcessLocal):
             self._landing.end()
 
     def _close_in_child(self) -> None:
-        """Fail in a forked process, in which no thread goes on with it."""
-        self._changed = threading.Condition()  # a thread that is not here may have held it
+        """Fail the pull in a forked child, which has none of its threads."""
+        self._changed = threading.Condition()  # a thread of the parent may hold the old one
         self._landing = Landing()
         self._landing.end()
-        self.failure = TransferError("the pull belongs to the process that forked this", "lost")
+        self.failure = TransferError("the pull belongs to the parent process", "lost")
         for channel in self._channels:
             channel.close()
 
 
 def _is_idle(channel: Channel) -> bool:
-    """Return whether a connection that is kept has not ended, as far as is known. Does not wait.
+    """Return whether an idle connection appears to be alive. Does not wait.
 
-    What its sender says of the last pull is left to the next one: reading it could take a while.
+    The next pull reads the sender's CONFIRMED of the last one, since reading it here could block.
     """
     return not channel.has_ended() and (channel.confirming or not channel.readable(0))
 
 
 def _close_confirmed(channel: Channel, deadline: float) -> None:
-    """Close a connection once its sender has heard that the last pull is done."""
+    """Close a connection once its sender has confirmed the last pull."""
     if channel.confirming:
         with suppress(Lost, TimeoutError, TransferError):
             channel.receive(deadline, CONFIRMED)
@@ -880,7 +880,7 @@ def _close_confirmed(channel: Channel, deadline: float) -> None:
 
 
 def _as_transfer_error(error: BaseException, where: str) -> TransferError:
-    """Return what the failure of a thread means to a user."""
+    """Convert an error of a worker thread to a TransferError."""
     if isinstance(error, TransferError):
         return error
     if isinstance(error, TimeoutError):
@@ -892,7 +892,7 @@ def _as_transfer_error(error: BaseException, where: str) -> TransferError:
 
 
 def _difference(own: Any, theirs: Any) -> str:
-    """Name the first thing in which two pools differ that must share it."""
+    """Describe the first difference of two identities, except in heads and layout."""
     common = {"head_start": 0, "num_kv_heads": 0, "wire": ""}
     return str(replace(own, **common).difference(replace(theirs, **common)))
 

@@ -1,4 +1,4 @@
-"""The sender: pages that other processes may fetch, and how long."""
+"""PageSender: offers pages to other processes under a lease."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ from .engines import Offered, Service
 from .layers import PageBytes, Staging, staging_for
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
 
-# Number, generation, token; heads: first, count; pages per run; whether START follows.
+# Number, generation, token; first head, number of heads; pages per run; whether START follows.
 PULL_HEAD = struct.Struct(">QQ16sIIII")
-GRANT_HEAD = struct.Struct(">QIIIQ")  # ms of lease, pages per run, pages, layers, bytes of each
+GRANT_HEAD = struct.Struct(">QIIIQ")  # lease in ms, pages per run, pages, layers, page bytes
 
-_IDLE_S = 60.0  # that a connection is kept without a pull
-_MAX_HANDSHAKES = 16  # at a time
-_MAX_PULLS = 1 << 20  # of an offer
-_MAX_ENDED_OFFERS = 1024  # offers of which it is remembered why they ended
-_BUFFER_BYTES = 1 << 20  # that a Unix socket takes, so that both ends work at a time
-_CLOSE_S = 5.0
-_GRACE_S = 0.05  # after which a connection is aborted that is blocked when its offer ends
-_LOOK_S = 3600.0  # at most, between looks at leases
+_IDLE_TIMEOUT_S = 60.0
+_MAX_CONCURRENT_HANDSHAKES = 16
+_MAX_PULLS_PER_OFFER = 1 << 20
+_MAX_ENDED_OFFERS = 1024
+_UNIX_BUFFER_BYTES = 1 << 20  # lets both ends of a Unix socket work concurrently
+_CLOSE_TIMEOUT_S = 5.0
+_ABORT_DELAY_S = 0.05  # from the end of an offer until blocked connections are aborted
+_MAX_SLEEP_S = 3600.0
 
 
 @dataclass(eq=False)
 class _Offer:
-    """Pages that are offered, until they are free again."""
+    """Offered pages, until they are released."""
 
     number: int
-    generation: int  # another one when the offer is over
+    generation: int  # changes when the offer ends
     token: bytes
     pages: Pages
     lease_s: float
     num_pulls: int
     release: Callable[[Any], object]
-    written: list[StreamCompletion | None]  # what writes each layer; None: not announced yet
+    written: list[StreamCompletion | None]  # completion of each layer; None: not announced yet
     expires: float = 0.0  # a value of time.monotonic
-    ticket: bytes = b""  # as it was handed out
-    completed: int = 0  # pulls
-    channels: set[Channel] = field(default_factory=set)  # of pulls that are being served
-    num_readers: int = 0  # threads of the engine that read the pages beside those
-    ended: str = ""  # why
+    ticket: bytes = b""  # as returned by `PageSender.offer`
+    completed: int = 0  # number of completed pulls
+    channels: set[Channel] = field(default_factory=set)  # of pulls in progress
+    num_readers: int = 0  # engine threads that read the pages outside of pulls
+    ended: str = ""  # reason, empty while the offer is open
     is_released: bool = False
-    offered: Offered = field(init=False)  # as the engine sees it, until then
+    offered: Offered = field(init=False)  # the engine's view, until the release
 
 
 class PageSender(ProcessLocal):
@@ -78,41 +78,42 @@ class PageSender(ProcessLocal):
     Parameters
     ----------
     pool : KVPool or MLAPool
-    listen : "tcp:HOST:PORT", where port 0 is a free one, or "unix:PATH", a socket that this makes
-        for its user alone
-    secret : bytes, at least 16, that receivers must have too. Needed, or `tls`, for any address
-        that is not loopback or a Unix socket
-    engine : what moves the bytes: "socket", or "nixl"
-    heads : (first, total) of the model's heads, where the pool holds only some; None: it has all
-    model : what else K and V depend on, such as weights and adapter; receivers must say the same
-    tls : ssl.SSLContext for servers, with a certificate; None: nothing is encrypted
-    staging_pages : pinned pages through which pages pass that the host cannot address, of which a
-        pull has a quarter at most; None: as many as needed, up to 64, where it cannot
-    advertise : address that tickets name instead of `listen`, such as of this machine where that
+    listen : "tcp:HOST:PORT", with port 0 for any free port, or "unix:PATH", a socket that the
+        sender creates for this user only
+    secret : at least 16 bytes, shared with receivers. Addresses other than loopback and Unix
+        sockets need a secret or `tls`
+    engine : engine that moves the bytes: "socket", or "nixl"
+    heads : (first, total) of the model's heads, if the pool holds only some; None for all heads
+    model : distinguishes models whose pools look alike, such as by weights and adapter; receivers
+        must pass the same
+    tls : ssl.SSLContext for servers, with a certificate; None disables encryption
+    staging_pages : number of pinned pages that stage a pool which the host cannot address; a pull
+        uses at most a quarter of them. None stages only such pools, with up to 64 pages
+    advertise : address in tickets instead of `listen`, such as this machine's address if `listen`
         is "tcp:0.0.0.0:PORT"
-    max_connections : that are served at a time; when there are so many, the one that has waited
-        longest for its next pull is closed for a new one, and others are dropped
+    max_connections : maximum number of connections. At the maximum, a new connection replaces the
+        one that has been idle longest, and is dropped if none is idle
 
     Attributes
     ----------
-    address : where it listens, with the port
+    address : listening address, with the port
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit
-    OSError : it cannot listen there
+    TypeError, ValueError : an argument is invalid, such as no secret for a public address
+    OSError : the sender cannot listen at the address
     KvcupyError : no thread can be started
     ImportError : the engine needs a package that is missing
 
     Notes
     -----
-    Stream: pages are read once `after` has passed what it held, by a thread of the sender. Capture:
-    not legal. Bytes: each page once per pull, and over "nixl" once per offer, for its checksums.
-    Lifetime: a daemon thread, and one per connection, until `close`; over "nixl" another one, which
-    reads pages as soon as they are written. Threads may share a sender.
-    Security: with a secret, both ends prove that they have it, and messages are authenticated; page
-    data is checked against a keyed checksum, which a fault of the network does not survive, but is
-    no cryptographic code; nothing is encrypted. `tls` gives both. See docs/migration.md.
+    Stream: a thread of the sender reads pages once `after` has completed the work enqueued before.
+    Capture: illegal. Bytes: each page once per pull, and over "nixl" once per offer for checksums.
+    Lifetime: a daemon thread, and one per connection, until `close`; over "nixl" another thread,
+    which reads pages as soon as they are written. Threads may share a sender.
+    Security: with a secret, both ends authenticate each other, and messages are authenticated. Page
+    data has a keyed checksum, which detects network faults but is not a cryptographic MAC. Nothing
+    is encrypted. `tls` authenticates and encrypts page data too. See docs/migration.md.
     Source: vLLM `NixlConnector` (leases renewed by the receiver), SGLang disaggregation.
 
     Examples
@@ -152,19 +153,19 @@ class PageSender(ProcessLocal):
         self._engine = engine_for(engine, pool)
         self._id = secrets.token_bytes(16)
         self._page_bytes: dict[range, PageBytes] = {}
-        self._changed = threading.Condition()  # guards all of the below
-        self._offers: dict[int, _Offer] = {}  # open, by number
-        self._unreleased: set[_Offer] = set()  # over or not
-        self._by_ticket: dict[bytes, _Offer] = {}  # of those; spares reading a ticket per layer
-        self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that this frees
-        self._ended: OrderedDict[int, str] = OrderedDict()  # why, by number
+        self._changed = threading.Condition()  # guards the fields below
+        self._offers: dict[int, _Offer] = {}  # open offers, by number
+        self._unreleased: set[_Offer] = set()  # open and ended offers
+        self._by_ticket: dict[bytes, _Offer] = {}  # unreleased; avoids decoding a ticket per layer
+        self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that the sender frees
+        self._ended: OrderedDict[int, str] = OrderedDict()  # reasons by offer number
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._idle: dict[socket.socket, None] = {}  # of those, which wait for a pull, oldest first
-        self._evicted: set[socket.socket] = set()  # of those, which end to make place
+        self._idle: dict[socket.socket, None] = {}  # connections without a pull, oldest first
+        self._evicted: set[socket.socket] = set()  # connections being closed for new ones
         self._num_handshakes = 0
         self._next = 1
-        self._to_abort: list[tuple[float, _Offer, Channel]] = []  # when, if it is still blocked
-        self._wakes_at = 0.0  # when the thread that ends leases looks again, by time.monotonic
+        self._to_abort: list[tuple[float, _Offer, Channel]] = []  # if still blocked at that time
+        self._wakes_at = 0.0  # next wakeup of the keeper thread, by time.monotonic
         self._counts: Counter[str] = Counter()
         self._closed = False
         self._pid = os.getpid()
@@ -186,7 +187,7 @@ class PageSender(ProcessLocal):
                 each.close()
             if self._unlink is not None:
                 self._unlink()
-            raise KvcupyError(f"PageSender: no thread that listens: {error}") from error
+            raise KvcupyError(f"PageSender: cannot start a thread: {error}") from error
         metrics.follow(self, _samples, partial(_totals, self._counts))
 
     def __repr__(self) -> str:
@@ -194,7 +195,7 @@ class PageSender(ProcessLocal):
 
     @property
     def pool(self) -> Pool:
-        """The pool whose pages it moves."""
+        """The pool of the offered pages."""
         return self._pool
 
     def __enter__(self) -> PageSender:
@@ -210,49 +211,49 @@ class PageSender(ProcessLocal):
         by_layer: bool = False, pulls: int = 1, attachment: bytes = b"",
         release: Callable[[Any], object] | None = None,
     ) -> bytes:  # fmt: skip
-        """Offer pages, which belong to the sender from now on, until it has freed them.
+        """Offer pages. The sender owns them until it frees them.
 
         Parameters
         ----------
-        pages : int32 or int64 (N,) of the host, or a list of ints, at least one: allocated pages of
-            the pool, each once and not offered already, in the order in which a receiver gets them
-        hashes : of the blocks in the pages, for the receiver to see; None: none
-        after : the stream that writes the pages: Stream, or a CuPy or torch stream; None: the one
-            that is current in CuPy or torch; False: they are written. A layer is sent when it has
-            passed what it holds now
-        lease_s : seconds after which the offer is over, unless a receiver is at it
-        by_layer : layers are sent one by one as `layer_done` announces them; `after` is not used
-        pulls : that complete the offer: several, where several receivers each fetch all of it or
-            some of its heads
-        attachment : up to 1 MiB that receivers read with the ticket
-        release : called once with the pages when the offer is over, by some thread, in place of the
-            pool's `allocator.free`. The pages may then be in several offers
+        pages : int32 or int64 (N,) on the host, or a non-empty list of ints: allocated pages of the
+            pool, without duplicates and not already offered, in the order for the receiver
+        hashes : hashes of the blocks in the pages, sent with the ticket; None for none
+        after : stream that writes the pages: Stream, or a CuPy or torch stream; None for the
+            current stream of CuPy or torch; False if the pages are written. A layer is sent once
+            the stream has completed the work enqueued before this call
+        lease_s : seconds after which the offer expires, unless a receiver renews it
+        by_layer : send each layer when `layer_done` announces it; ignore `after`
+        pulls : number of pulls that complete the offer, if several receivers each fetch all pages
+            or some of their heads
+        attachment : up to 1 MiB, which receivers read with the ticket
+        release : function to call once with the pages when the offer ends, on any thread, instead
+            of the pool's `allocator.free`. The pages may then be in several offers
 
         Returns
         -------
-        bytes : the ticket, for `PageReceiver.pull`. Who has it can fetch the pages, given the
-            secret; it is authenticated, not encrypted
+        bytes : the ticket, for `PageReceiver.pull`. Anyone holding it and the secret can fetch the
+            pages. It is authenticated, not encrypted
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit, or a page is not allocated
+        TypeError, ValueError : an argument is invalid, such as a page that is not allocated
         CaptureError : `after` is being captured
         KvcupyError : the sender is closed
 
         Notes
         -----
-        The pages are freed exactly once, to `pool.allocator`: when `pulls` receivers are done, when
-        the lease is over, when `withdraw` takes the offer back, when the work that writes them has
-        failed, or when the sender closes; never while a page is being read, nor, unless the sender
-        closes, before all layers were announced. Lease and pages are the sender's affair alone: a
-        receiver that hangs or dies keeps nothing.
+        The pages are freed exactly once, to `pool.allocator`: after `pulls` completed pulls, when
+        the lease expires, on `withdraw`, when the work that writes them fails, or when the sender
+        closes. They are never freed while a page is being read, nor before all layers are announced
+        unless the sender closes. Only the sender owns lease and pages: a receiver that hangs or
+        dies cannot keep them.
         """
         self._require_own_process()
         ordered = self._checked_pages(pages)
         lease = positive_seconds(lease_s, "lease_s")
         pulls = positive_int(pulls, "pulls")
-        if pulls > _MAX_PULLS:
-            raise ValueError(f"pulls: expected at most {_MAX_PULLS}, got {pulls}")
+        if pulls > _MAX_PULLS_PER_OFFER:
+            raise ValueError(f"pulls: expected at most {_MAX_PULLS_PER_OFFER}, got {pulls}")
         by_layer = checks.flag(by_layer, "by_layer")
         numbers = () if hashes is None else tuple(hash_list(hashes))
         if numbers and len(numbers) != len(ordered):
@@ -301,30 +302,31 @@ class PageSender(ProcessLocal):
         return ticket
 
     def layer_done(self, ticket: bytes, layer: int, stream: Any = None) -> None:
-        """Announce that a layer of an offer by layers is written by what a stream holds now.
+        """Announce that the work enqueued on a stream so far writes a layer of a `by_layer` offer.
 
         Parameters
         ----------
-        ticket : of `offer` with `by_layer`
-        layer : 0 to num_layers - 1, each once, in any order; they are sent in theirs
-        stream : that writes the layer: Stream, or a CuPy or torch stream; None: the current one
+        ticket : ticket of `offer` with `by_layer`
+        layer : 0 to num_layers - 1, each once, in any order; layers are sent in ascending order
+        stream : stream that writes the layer: Stream, or a CuPy or torch stream; None for the
+            current stream
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit, or the layer was announced before
-        TransferError : `ticket` is not of this sender
+        TypeError, ValueError : an argument is invalid, or the layer was already announced
+        TransferError : `ticket` is from another sender
         CaptureError : the stream is being captured
 
         Notes
         -----
-        Also legal when the offer is over; its pages are freed once all layers are announced.
+        Also legal after the offer has ended: its pages are freed once all layers are announced.
         """
         number = self._pool.layer_number(layer)
         offer = self._offer_of(ticket)
         if offer is None:
             return
         with self._changed:
-            if offer.is_released:  # the sender has closed meanwhile
+            if offer.is_released:  # the sender was closed meanwhile
                 return
             if offer.written[number] is not None:
                 raise ValueError(f"layer: expected one that is not done yet, got {number}")
@@ -335,12 +337,12 @@ class PageSender(ProcessLocal):
         self._settle(offer)
 
     def withdraw(self, ticket: bytes) -> bool:
-        """Take an offer back, also from receivers that are at it; return whether it was still open.
+        """Cancel an offer, including pulls in progress; return whether it was still open.
 
         Raises
         ------
         TypeError : `ticket` is not bytes
-        TransferError : `ticket` is not of this sender
+        TransferError : `ticket` is from another sender
         """
         offer = self._offer_of(ticket)
         if offer is None or offer.ended:
@@ -348,13 +350,14 @@ class PageSender(ProcessLocal):
         return self._end(offer, "withdrawn")
 
     def stats(self) -> dict[str, int]:
-        """Return counts: what is open now, and what has been.
+        """Return current and cumulative counts.
 
         Returns
         -------
-        dict : "offers", "offered_pages" (not free yet), "pulls" and "connections" now; "completed",
-            "expired", "withdrawn", "failed" and "closed" offers, "lost_pulls", "refused_pulls",
-            "dropped_connections" (that were no receiver's, or too many) and "sent_bytes" so far
+        dict : current "offers", "offered_pages" (not yet freed), "pulls" and "connections";
+            cumulative "completed", "expired", "withdrawn", "failed" and "closed" offers,
+            "lost_pulls", "refused_pulls", "dropped_connections" (not from a receiver, or over the
+            limit) and "sent_bytes"
         """
         with self._changed:
             now = {
@@ -365,12 +368,12 @@ class PageSender(ProcessLocal):
             }
             return now | {name: self._counts[name] for name in _COUNTS}
 
-    def close(self, deadline_s: float = _CLOSE_S) -> None:
+    def close(self, deadline_s: float = _CLOSE_TIMEOUT_S) -> None:
         """End all offers and connections, free the pages, and wait for the threads.
 
         Parameters
         ----------
-        deadline_s : the longest this waits; threads that have not ended by then still will
+        deadline_s : maximum time to wait; threads still running then end later
         """
         if os.getpid() != self._pid:
             return
@@ -395,15 +398,15 @@ class PageSender(ProcessLocal):
                 self._unlink()
 
     def _close_in_child(self) -> None:
-        """Close what a forked process has inherited, and leave the offers to their owner."""
-        self._changed = threading.Condition()  # a thread that is not here may have held it
+        """Close inherited sockets in a forked child, without ending the parent's offers."""
+        self._changed = threading.Condition()  # a thread of the parent may hold the old one
         if self._unlink is not None:
             self._unlink.detach()
         for inherited in (self._server, self._wake, self._woken, *self._connections):
             with suppress(OSError):
                 os.close(inherited.detach())
 
-    # --- With or without the lock ---
+    # --- Checks, and the end of offers ---
 
     def _checked_pages(self, pages: Any) -> Pages:
         self._pool.allocator._require_allocated(pages)
@@ -415,7 +418,7 @@ class PageSender(ProcessLocal):
     def _written_by(self, stream: Any, pages: Pages, name: str) -> StreamCompletion:
         queue = self._pool.device.as_stream(stream, name=name)
         if queue.capturing:
-            raise CaptureError(f"{name}: what a captured stream writes cannot be offered")
+            raise CaptureError(f"{name}: pages written by a captured stream cannot be offered")
         completion = StreamCompletion(queue)
         if not completion.done():
             self._pool.allocator._mark_busy(pages, completion)
@@ -423,14 +426,14 @@ class PageSender(ProcessLocal):
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
-            raise KvcupyError(f"PageSender: it belongs to process {self._pid}, which forked this")
+            raise KvcupyError(f"PageSender: belongs to process {self._pid}, which forked this one")
 
     def _require_open(self) -> None:
         if self._closed:
-            raise KvcupyError("PageSender: it is closed")
+            raise KvcupyError("PageSender: closed")
 
     def _offer_of(self, ticket: Any) -> _Offer | None:
-        """Return the offer of a ticket, or None if nothing of it is left."""
+        """Return the offer of a ticket, or None if its pages are released."""
         self._require_own_process()
         if type(ticket) is bytes:
             with self._changed:
@@ -443,7 +446,7 @@ class PageSender(ProcessLocal):
             return next((o for o in self._unreleased if o.number == decoded.number), None)
 
     def _end(self, offer: _Offer, reason: str) -> bool:
-        """End an offer, once; its pages are freed when nothing touches them."""
+        """End an offer, once; its pages are freed when nothing accesses them."""
         with self._changed:
             if offer.ended:
                 return False
@@ -454,26 +457,26 @@ class PageSender(ProcessLocal):
             self._ended[offer.number] = reason
             while len(self._ended) > _MAX_ENDED_OFFERS:
                 self._ended.popitem(last=False)
-            abort_at = time.monotonic() + _GRACE_S
+            abort_at = time.monotonic() + _ABORT_DELAY_S
             moving = [(abort_at, offer, each) for each in offer.channels if each.moving]
-            self._to_abort += moving  # the others find out before they move anything
+            self._to_abort += moving  # other pulls check the offer before they move bytes
         if moving:
             self._notify()
         self._settle(offer)
         return True
 
     def _abort_blocked(self, now: float) -> float:
-        """Abort connections of offers that are over; return seconds until the next is due."""
+        """Abort blocked connections of ended offers; return seconds until the next is due."""
         with self._changed:
             self._to_abort = [each for each in self._to_abort if each[2] in each[1].channels]
             due = [channel for at, _, channel in self._to_abort if at <= now and channel.moving]
             ends = [at - now for at, _, _ in self._to_abort if at > now]
         for channel in due:
             channel.abort()
-        return min(ends, default=_LOOK_S)
+        return min(ends, default=_MAX_SLEEP_S)
 
     def _settle(self, offer: _Offer) -> None:
-        """Free the pages of an offer if it is over and nothing reads or writes them, once."""
+        """Free the pages of an offer, once, if it has ended and nothing reads or writes them."""
         with self._changed:
             unwritten = None in offer.written and not self._closed
             is_read = offer.channels or offer.num_readers
@@ -481,14 +484,14 @@ class PageSender(ProcessLocal):
                 return
             offer.is_released = True
             offer.written = []
-            offer.offered.prepared.clear()  # both refer to what has them, and so to the pool
+            offer.offered.prepared.clear()  # breaks reference cycles that include the pool
             del offer.offered
             self._unreleased.discard(offer)
             self._by_ticket.pop(offer.ticket, None)
         try:
             offer.release(offer.pages)
         except Exception as error:
-            cache_logger.exception("the pages of an offer could not be released: %s", error)
+            cache_logger.exception("cannot release the pages of an offer: %s", error)
 
     def _free(self, pages: Pages) -> None:
         with self._changed:
@@ -499,13 +502,13 @@ class PageSender(ProcessLocal):
         with suppress(OSError):
             self._wake.send(b"\0", socket.MSG_DONTWAIT)
 
-    # --- The thread that listens, and ends leases ---
+    # --- Keeper thread: accepts connections, ends expired offers ---
 
     def _keep(self) -> None:
         while not self._closed:
             now = time.monotonic()
             with self._changed:
-                self._wakes_at = math.inf  # others notify from now on
+                self._wakes_at = math.inf  # makes new offers notify this thread
                 offers = list(self._offers.values())
             for offer in offers:
                 if offer.expires <= now:
@@ -518,8 +521,8 @@ class PageSender(ProcessLocal):
             if poll_s is not None:
                 try:
                     self._engine.poll()
-                except Exception as error:  # of one peer: this thread is needed for all others
-                    cache_logger.warning("%s could not make progress: %s", self, error)
+                except Exception as error:  # one peer's error must not stop the others
+                    cache_logger.warning("%s: the engine failed to make progress: %s", self, error)
                 ends.append(poll_s)
             if protocol.any_readable((self._server, self._woken), min(ends)):
                 with suppress(BlockingIOError):
@@ -533,13 +536,13 @@ class PageSender(ProcessLocal):
         except BlockingIOError:
             return
         except OSError as error:
-            if not self._closed:  # such as no file descriptor left: others will become free
-                cache_logger.warning("a connection could not be accepted: %s", error)
+            if not self._closed:  # such as a temporary lack of file descriptors
+                cache_logger.warning("cannot accept a connection: %s", error)
                 time.sleep(0.05)
             return
         with self._changed:
-            is_crowded = self._num_handshakes >= _MAX_HANDSHAKES
-            if self._closed or is_crowded or not self._make_place():
+            is_crowded = self._num_handshakes >= _MAX_CONCURRENT_HANDSHAKES
+            if self._closed or is_crowded or not self._make_space():
                 self._counts["dropped_connections"] += 1
                 connection.close()
                 return
@@ -551,11 +554,11 @@ class PageSender(ProcessLocal):
         try:
             thread.start()
         except RuntimeError as error:  # no thread can be started
-            cache_logger.warning("a connection could not be served: %s", error)
+            cache_logger.warning("cannot serve a connection: %s", error)
             self._dropped(connection)
 
-    def _make_place(self) -> bool:
-        """Return whether there is place for a connection, if need be that of an idle one."""
+    def _make_space(self) -> bool:
+        """Evict an idle connection if the maximum is reached; return whether one more fits."""
         if len(self._connections) - len(self._evicted) < self._max_connections:
             return True
         oldest = next(iter(self._idle), None)
@@ -563,7 +566,7 @@ class PageSender(ProcessLocal):
             return False
         del self._idle[oldest]
         self._evicted.add(oldest)
-        protocol.shut_down(oldest)  # its receiver asks again over another one
+        protocol.shut_down(oldest)  # its receiver reconnects for the next pull
         return True
 
     def _dropped(self, connection: socket.socket) -> None:
@@ -573,15 +576,15 @@ class PageSender(ProcessLocal):
             self._connections.pop(connection, None)
             self._counts["dropped_connections"] += 1
 
-    # --- A thread for each connection ---
+    # --- Connection threads ---
 
     def _converse(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + protocol.HANDSHAKE_S
         accepted = connection
         try:
             connection.setblocking(True)
-            if connection.family == socket.AF_UNIX:  # as TCP does by itself
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            if connection.family == socket.AF_UNIX:  # TCP sizes its buffers automatically
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
             else:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
@@ -593,7 +596,7 @@ class PageSender(ProcessLocal):
                 connection, self._secret, self._digest, self._id, deadline
             )
         except (Lost, OSError, ValueError, KeyError) as error:
-            cache_logger.info("a connection to %s was dropped: %s", self.address, error)
+            cache_logger.info("dropped a connection to %s: %s", self.address, error)
             with self._changed:
                 self._connections.pop(accepted, None)
             self._dropped(connection)
@@ -606,7 +609,7 @@ class PageSender(ProcessLocal):
                 if not self._serve(channel, digest, request):
                     break
         except (Lost, TimeoutError, TransferError):
-            pass  # the receiver has gone
+            pass  # the receiver has disconnected
         finally:
             channel.close()
             with self._changed:
@@ -614,12 +617,12 @@ class PageSender(ProcessLocal):
                 self._evicted.discard(connection)
 
     def _is_asked(self, channel: Channel, connection: socket.socket) -> bool:
-        """Wait for the next request; return whether something has come that is to be served."""
+        """Wait for the next request; False if the connection is idle too long or evicted."""
         if channel.readable(0):
             return True
         with self._changed:
             self._idle[connection] = None
-        is_asked = channel.readable(_IDLE_S)
+        is_asked = channel.readable(_IDLE_TIMEOUT_S)
         with self._changed:
             self._idle.pop(connection, None)
             return is_asked and connection not in self._evicted
@@ -629,7 +632,7 @@ class PageSender(ProcessLocal):
         if not hmac.compare_digest(digest, self._digest):
             return self._refuse(channel, "identity", "the pools differ")
         if len(request) < PULL_HEAD.size:
-            raise Lost("a request was cut off")
+            raise Lost("truncated request")
         number, generation, token, first, count, run_pages, waits = PULL_HEAD.unpack_from(request)
         start = first - self._identity.head_start
         heads = range(start, start + count)
@@ -647,11 +650,11 @@ class PageSender(ProcessLocal):
                 channel.refuse(error.reason, str(error), time.monotonic() + 1)
             return False
         except (Lost, TimeoutError) as error:
-            cache_logger.info("a pull from %s was not completed: %s", self.address, error)
+            cache_logger.info("incomplete pull from %s: %s", self.address, error)
             self._leave(channel, offer, "lost_pulls")
             return False
         except BaseException as error:
-            cache_logger.exception("a pull from %s has failed: %s", self.address, error)
+            cache_logger.exception("failed pull from %s: %s", self.address, error)
             self._leave(channel, offer, "lost_pulls")
             return False
         with suppress(Lost, TimeoutError):
@@ -662,20 +665,20 @@ class PageSender(ProcessLocal):
     def _claim(
         self, channel: Channel, number: int, generation: int, token: bytes
     ) -> tuple[_Offer | None, tuple[str, str]]:
-        """Return the offer that a pull names, or why there is none."""
+        """Return the offer that a pull names, or (reason, message) of a refusal."""
         with self._changed:
             offer = self._offers.get(number)
             if offer is None:
                 reason = self._ended.get(number, "ticket")
                 if reason in ("completed", "failed"):
                     reason = "taken" if reason == "completed" else reason
-                message = "there is no such offer" if reason == "ticket" else f"the offer: {reason}"
+                message = "no such offer" if reason == "ticket" else f"the offer: {reason}"
                 return None, (reason, message)
             known = offer.generation == generation and hmac.compare_digest(offer.token, token)
             if not known:
-                return None, ("ticket", "there is no such offer")
+                return None, ("ticket", "no such offer")
             if offer.completed + len(offer.channels) >= offer.num_pulls:
-                return None, ("taken", f"the offer: {offer.num_pulls} pulls, and no more")
+                return None, ("taken", f"the offer: all {offer.num_pulls} pulls are taken")
             offer.channels.add(channel)
             offer.expires = max(offer.expires, time.monotonic() + offer.lease_s)
         return offer, ("", "")
@@ -704,13 +707,13 @@ class PageSender(ProcessLocal):
             page_bytes.page_bytes,
         )  # fmt: skip
         grant += self._engine.describe()
-        channel.send(GRANT, grant, service.deadline(), more=True)  # along with layers
+        channel.send(GRANT, grant, service.deadline(), more=True)  # sent with the first layers
         before = channel.num_bytes
         try:
             if waits:
                 service.wait_start()
             self._engine.serve(service)
-            channel.moving = True  # so that it is not waited for when the offer is over
+            channel.moving = True  # ending the offer aborts the wait for DONE
             self._check(offer)
             while channel.receive(service.deadline(), DONE, RENEW)[0] != DONE:
                 self._renew(offer)
@@ -722,7 +725,7 @@ class PageSender(ProcessLocal):
         self._leave(channel, offer)
 
     def _leave(self, channel: Channel, offer: _Offer, lost: str = "") -> None:
-        """Note that a pull is over, and end the offer if it was the last."""
+        """Record the end of a pull, and end the offer if the pull was the last."""
         with self._changed:
             offer.channels.discard(channel)
             if lost:
@@ -743,7 +746,7 @@ class PageSender(ProcessLocal):
         return True
 
     def _bytes_of(self, heads: range) -> PageBytes:
-        """Return the pages, or the staging pages, as bytes of some heads."""
+        """Return the bytes of some heads, of the pool or of the staging pool."""
         if heads not in self._page_bytes:
             staging = self._staging if self._engine.staged else None
             of = self._pool if staging is None else staging.pool
@@ -759,7 +762,7 @@ class PageSender(ProcessLocal):
 
     @contextmanager
     def _reading(self, offer: _Offer) -> Iterator[None]:
-        """Keep the pages of an offer for a thread of the engine; TransferError if it is over."""
+        """Hold the pages of an offer for an engine thread; TransferError if the offer has ended."""
         with self._changed:
             self._check(offer)
             offer.num_readers += 1
@@ -787,7 +790,7 @@ class PageSender(ProcessLocal):
             is_done, failure = True, error
         if failure is not None:
             self._end(offer, "failed")
-            raise TransferError(f"layer {layer} was never written: {failure}", "failed")
+            raise TransferError(f"the write of layer {layer} failed: {failure}", "failed")
         if is_done and observe.order_observers and self._staging is None:
             observe.touched_by_host("send pages", accesses(self._pool, offer.pages, layer))
         return is_done
@@ -816,17 +819,17 @@ def _inode(path: str) -> int:
 
 
 def _unlink(path: str, inode: int) -> None:
-    """Remove a socket, unless another has taken its name since."""
+    """Remove a socket, unless another socket has replaced it."""
     with suppress(OSError):
         if _inode(path) == inode:
             Path(path).unlink()
 
 
-# --- Arguments, also of receivers -----------------------------------------------------------------
+# --- Arguments of senders and receivers -----------------------------------------------------------
 
 
 def identity_of(pool: Any, heads: Any, model: Any) -> PoolIdentity:
-    """Return the identity of a pool by the arguments of a sender or receiver."""
+    """Make an identity from the arguments of a sender or receiver."""
     if heads is None:
         return PoolIdentity.of(pool, model=model)
     if not (isinstance(heads, tuple) and len(heads) == 2):
@@ -842,28 +845,28 @@ def identity_of(pool: Any, heads: Any, model: Any) -> PoolIdentity:
 
 @lru_cache(64)
 def common_digest(identity: PoolIdentity) -> bytes:
-    """Return a digest of what the pools of sender and receiver must share: all but which heads they
-    hold, and their layouts."""
+    """Digest the fields that the pools of sender and receiver must share: all except the range of
+    heads and the layout."""
     return replace(
         identity, head_start=0, num_kv_heads=identity.total_kv_heads, wire="page_first_direct"
     ).digest()
 
 
 def staging_of(pool: Pool, staging_pages: Any) -> Staging | None:
-    """Return the staging that the argument `staging_pages` asks for, or that a pool needs."""
+    """Check the argument `staging_pages`, and create staging if requested or needed."""
     if staging_pages is not None:
         staging_pages = positive_int(staging_pages, "staging_pages")
     return staging_for(pool, staging_pages)
 
 
 def checked_page_list(pages: Any) -> Pages:
-    """Return pages that an allocator has accepted, in their order."""
+    """Copy pages, which an allocator has checked, to an int64 array in the same order."""
     listed: Pages = np.ascontiguousarray(page_array(pages), np.int64).copy()
     return listed
 
 
 def positive_seconds(value: Any, name: str) -> float:
-    """Return an argument in seconds as a float; TypeError or ValueError."""
+    """Check an argument in seconds, and return it as a float."""
     checks.require_number(value, name)
     if not 0 < value <= _MAX_SECONDS:
         raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
@@ -874,7 +877,7 @@ _MAX_SECONDS = 1e6
 
 
 def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:
-    """Describe a layer of some pages to observers."""
+    """Describe accesses to a layer of some pages, for observers."""
     return [
         Access(part[page, layer - group.layers.start], name="pages")
         for group in pool.groups if layer in group.layers

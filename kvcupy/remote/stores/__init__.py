@@ -1,1 +1,1 @@
-"""Blocks that processes share: `store.py` is what users hold, the other modules keep the blocks."""
+"""Shared block stores: `store.py` has the user-facing class, the other modules are backends."""

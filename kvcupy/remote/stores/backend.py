@@ -1,10 +1,10 @@
-"""What keeps the blocks of a `SharedStore`: the protocol that memory, servers and engines meet.
+"""Backend protocol of `SharedStore`: shared memory, servers and transfer engines implement it.
 
-A module of backends has a function `open_backend(url, pages, *, namespace, capacity_bytes,
-deadline, **options) -> Backend`: the URL as the user wrote it; the `WirePages` of the host pool;
-16 bytes that are the same for all blocks of a tenant; the user's `capacity_bytes` or None, and
-options of its own. It raises TypeError, ValueError or OSError where an argument does not fit, and
-BackendLost where there is no server.
+A backend module has a function `open_backend(url, pages, *, namespace, capacity_bytes, deadline,
+**options) -> Backend`: the URL as the user wrote it; the `WirePages` of the host pool; 16 bytes
+that are the same for all blocks of a tenant; the user's `capacity_bytes` or None; and
+backend-specific options. It raises TypeError, ValueError or OSError for invalid arguments, and
+BackendLost if the server is unreachable.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MAX_HEADER_BYTES = 128
 
 
 class BackendLost(Exception):
-    """The store cannot be reached, or did not answer in time.
+    """The store is unreachable, or did not answer in time.
 
-    `SharedStore` counts it, and answers a miss or "failed".
+    `SharedStore` counts it, and reports a miss or "failed".
 
     Attributes
     ----------
-    results : what the call would have returned, as far as that is known: as many, or none
-    refused : whether it is there, but does not let this user in
-    repeatable : whether the same call may succeed at once; not so if it is `refused`
+    results : one result per block, as far as known; or empty
+    refused : whether the store is reachable but denies access to this user
+    repeatable : whether an immediate retry may succeed; False if `refused`
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class BackendLost(Exception):
 
 
 class SummedBlock(list[memoryview]):
-    """A block, with a checksum that who copies it may calculate on the way.
+    """A block whose checksum can be computed while the block is copied.
 
-    A part that was just copied, or is copied next, is read from the processor's cache.
+    Hashing each part next to its copy reads the part from the CPU cache.
     """
 
     def __init__(self, pieces: Iterable[memoryview], algorithm: str) -> None:
@@ -56,44 +56,47 @@ class SummedBlock(list[memoryview]):
         self._hasher: Hasher | None = None
 
     def begin(self) -> Callable[[Any], None] | None:
-        """Return what all parts of the block are to be passed to, in order; None if nothing is."""
+        """Start a checksum; pass all parts of the block to the returned function, in order.
+
+        Return None if the block needs no checksum.
+        """
         if self._algorithm not in HASHERS:
             return None
         self._hasher = HASHERS[self._algorithm]()
         return self._hasher.update
 
     def checksum(self, algorithm: str) -> int:
-        """Return the checksum of all that was passed on, or else of the block."""
+        """Return the checksum of the parts passed since `begin`, or compute it from the block."""
         if self._hasher is None or algorithm != self._algorithm:
             return checksum(self, algorithm)
         return self._hasher.intdigest()
 
 
 class Backend(Protocol):
-    """Keeps blocks by key, each with a header that it does not look into.
+    """Keeps blocks by key, each with an opaque header.
 
-    A block is visible whole or not at all, and the first that is stored under a key stays.
-    `SharedStore` makes headers, verifies what has arrived, and does not trust what it gets. Threads
-    may call a backend together. What cannot be helped by another attempt is no exception: a block
-    is "failed" or missing. After `deadline`, a value of `time.monotonic`, a call gives up.
+    A block is visible whole or not at all, and the first block stored under a key stays.
+    `SharedStore` makes headers, and verifies blocks on arrival without trusting the backend.
+    Methods are thread-safe. A permanent failure is not an exception: the block is "failed" or
+    missing. After `deadline`, a value of `time.monotonic`, a call gives up.
 
     Attributes
     ----------
-    blocks_per_get : how many blocks `SharedStore` asks of one `get` at most: few where little is
-        gained by more, so that they are verified while they are in the processor's cache
-    put_asks_first : whether `put` sends nothing of blocks that are known, so that nobody needs to
-        ask `exists` before
+    blocks_per_get : maximum number of blocks `SharedStore` requests in one `get`. Small where
+        batching gains little, so that blocks are verified while they are in the CPU cache
+    put_asks_first : whether `put` sends no data of known blocks, so that calling `exists` before
+        it is unnecessary
     """
 
     blocks_per_get: int
     put_asks_first: bool
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Return which keys have a block. It may be gone when it is asked for.
+        """Return whether each key has a block. The block may be evicted before a later `get`.
 
         Raises
         ------
-        BackendLost : the store cannot be reached
+        BackendLost : the store is unreachable
         """
         ...
 
@@ -101,62 +104,63 @@ class Backend(Protocol):
         self, keys: Sequence[bytes], blocks: Sequence[Block], headers: Sequence[bytes],
         deadline: float,
     ) -> list[str]:  # fmt: skip
-        """Store blocks, and return for each "stored", "known", "full" or "failed".
+        """Store blocks, and return "stored", "known", "full" or "failed" for each.
 
-        Each of `headers`, of at most `MAX_HEADER_BYTES`, is calculated from its block when it is
-        first asked for: asking for it just before the block is sent, or after all of it was passed
-        to what `SummedBlock.begin` returns, reads the block only once from memory. Blocks of
-        one call do not evict each other.
+        Each of `headers`, of at most `MAX_HEADER_BYTES`, is computed from its block on first
+        access. Access it just before sending the block, or after passing the whole block to the
+        function from `SummedBlock.begin`, so that the block is read from memory only once. Blocks
+        of one call do not evict each other.
 
         Raises
         ------
-        BackendLost : the store cannot be reached; which blocks were stored is unknown
+        BackendLost : the store is unreachable; it is unknown which blocks were stored
         """
         ...
 
     def get(
         self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
     ) -> list[bytes | None]:
-        """Fill blocks, and return the header stored with each; None for those that are missing.
+        """Fill blocks, and return the header stored with each; None for each missing block.
 
-        Blocks that are missing, or of another length, may have been written to. Of those that are
-        not, all or nothing was passed to what `SummedBlock.begin` returns.
+        Missing blocks, and blocks of another length, may be partly written. Of every other block,
+        either all or no parts were passed to the function from `SummedBlock.begin`.
 
         Raises
         ------
-        BackendLost : the store cannot be reached; what was filled is undefined
+        BackendLost : the store is unreachable; the contents of the blocks are undefined
         """
         ...
 
     def busy(self, keys: Sequence[bytes]) -> Completion | None:
-        """Return what is over when the blocks of keys are accessed no more that `get` did not
-        return or `put` did not store, or either was lost with; None where that is over with the
-        call.
+        """Return the completion of accesses that outlive a failed `get` or `put` of these keys.
+
+        Applies to blocks that `get` did not return or `put` did not store, and to calls that
+        raised BackendLost. None means that the backend stops accessing blocks when the call ends.
         """
         ...
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> None:
-        """Forget blocks that have turned out to be damaged, as far as that is possible.
+        """Drop damaged blocks (best effort).
 
         Raises
         ------
-        BackendLost : the store cannot be reached
+        BackendLost : the store is unreachable
         """
         ...
 
     def remove(self, deadline: float) -> Any:
-        """Give the memory of the embedded store back, or forget all blocks of this tenant.
+        """Release the memory of the embedded store, or drop all blocks of this tenant.
 
         Raises
         ------
-        OSError, BackendLost : that failed
+        OSError, BackendLost : the store could not be removed
         """
         ...
 
     def close(self) -> None:
-        """Let go of connections and memory, after the calls of other threads are over."""
+        """Release connections and memory; no calls may be in progress."""
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Return what the backend knows beside `SharedStore`'s own counts, by name."""
+        """Return counters by name, in addition to the counts of `SharedStore`."""
         ...

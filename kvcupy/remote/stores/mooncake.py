@@ -1,4 +1,4 @@
-"""Blocks in a Mooncake Store: pages go to its nodes, and come from them, where they lie.
+"""Mooncake Store backend: transfers pages between the pool and the store's nodes without copies.
 
 `kvcupy.SharedStore.open("mooncake://host:port", ...)` uses this module, which needs a wheel of
 Mooncake and the system's libibverbs.
@@ -6,10 +6,10 @@ Mooncake and the system's libibverbs.
 Notes
 -----
 Mooncake has no authentication and no encryption. Each process that uses it listens on two ports of
-all interfaces, and whoever reaches them reads and writes the memory that is registered there: that
-of a node's segment, and with RDMA the pool's. Use it on networks where every host is trusted.
-It logs to stderr, with `MC_LOG_LEVEL=ERROR` errors alone. Unless the environment has them,
-`MC_STORE_CLIENT_SETUP_RETRIES` is set to 1 and `MC_RPC_TIMEOUT_MS` to 5000.
+all interfaces, and any host that reaches them can read and write the memory registered there: a
+node's segment, and with RDMA the pool. Use it only on networks where every host is trusted.
+Mooncake logs to stderr; `MC_LOG_LEVEL=ERROR` limits it to errors. Unless already set in the
+environment, `MC_STORE_CLIENT_SETUP_RETRIES` becomes 1 and `MC_RPC_TIMEOUT_MS` 5000.
 Source: kvcache-ai/Mooncake `mooncake-store/include/types.h` for the codes.
 """
 
@@ -43,63 +43,64 @@ from .backend import (
     SummedBlock,
 )
 
-_LENGTH_BYTES = 2  # of the header that follows
-_HEADER_BYTES = 256  # of an object in front of its payload
-_MAX_STAGED_BYTES = 2**17  # of blocks that go through a buffer: a request costs as much as a copy
+_LENGTH_PREFIX_BYTES = 2  # in front of the header
+_HEADER_BYTES = 256  # prefix, header and padding, in front of an object's payload
+_MAX_STAGED_BYTES = 2**17  # block size up to which a copy is cheaper than a request per piece
 _BLOCKS_PER_CALL, _STAGED_BLOCKS_PER_CALL = 512, 64
 _BLOCKS_PER_GET = 32
-_CALLS_AT_ONCE = 4
+_MAX_CONCURRENT_CALLS = 4
 _MAX_DRAINING = 2
-_CLOSE_S = 5.0
-_MASTER_S = 2.0  # in which a master that is there hangs up
+_CLOSE_TIMEOUT_S = 5.0
+_PROBE_TIMEOUT_S = 2.0
 
-# How often, and for how many ms, the store tries to reach its master.
+# Retries, and timeout in ms, with which the store connects to its master.
 _ENVIRONMENT = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "5000"}
 
-# Codes of the store.
-_NO_ROOM, _EXISTS = -200, -705
-# After these nothing is under way: bad arguments, not ready, unknown, known, leased, lease over,
-# damaged, no answer of the master. After any other, such as -800, bytes may still arrive.
-_QUIET = frozenset((_NO_ROOM, -600, -703, -704, _EXISTS, -706, -707, -801, -900, -901))
+# Error codes of the store.
+_NO_SPACE, _EXISTS = -200, -705
+# No transfer is in progress after these: no space, bad arguments, not ready, unknown, known,
+# leased, lease expired, damaged, no answer from the master. After any other code, such as -800,
+# bytes may still arrive.
+_SAFE_CODES = frozenset((_NO_SPACE, -600, -703, -704, _EXISTS, -706, -707, -801, -900, -901))
 _NO_MASTER = frozenset((-900, -901))
-_OUTCOMES = {0: STORED, _EXISTS: KNOWN, _NO_ROOM: FULL}
+_OUTCOMES = {0: STORED, _EXISTS: KNOWN, _NO_SPACE: FULL}
 
 
 class _Settings(NamedTuple):
-    """What a client of the store is set up with."""
+    """Arguments for setting up a client of the store."""
 
     master: str
-    host: str  # where other processes find this one
+    host: str  # address under which other processes reach this one
     protocol: str
     devices: str
-    regions: tuple[tuple[int, int], ...]  # to register: addresses and bytes
+    regions: tuple[tuple[int, int], ...]  # (address, bytes) of memory to register
 
 
 def open_backend(
     url: str, pages: WirePages, *, namespace: bytes, capacity_bytes: int | None, deadline: float,
     segment_bytes: int = 0, host: str | None = None, protocol: str = "tcp", devices: str = "",
 ) -> MooncakeBackend:  # fmt: skip
-    """Return the blocks of a store whose master answers.
+    """Connect to the master of a store.
 
     Parameters
     ----------
     url : "mooncake://host:port" of the master
     pages, namespace, deadline : as in `kvcupy.remote.stores.backend`
-    capacity_bytes : None
-    segment_bytes : memory of this process that becomes part of the store until it closes it. 0: it
-        is only a client, and other processes have the memory
-    host : the name or address by which other processes reach this one. None: the address that it
-        reaches the master from
-    protocol, devices : "tcp", or "rdma" and the names of its devices
+    capacity_bytes : must be None
+    segment_bytes : memory that this process adds to the store until it closes the store. 0 makes
+        it a pure client of other processes' memory
+    host : name or address under which other processes reach this one. None uses the source address
+        of packets to the master
+    protocol, devices : "tcp", or "rdma" and the names of the RDMA devices
 
     Raises
     ------
-    ImportError : a wheel of Mooncake or the system's libibverbs is missing
-    TypeError, ValueError : an argument does not fit
-    BackendLost : no master has answered in time
+    ImportError : Mooncake's wheel or the system's libibverbs is missing
+    TypeError, ValueError : an argument is invalid
+    BackendLost : the master did not answer in time
     """
     if capacity_bytes is not None:
-        raise ValueError("capacity_bytes: expected None; segment_bytes is what this process adds")
+        raise ValueError("capacity_bytes: expected None; set segment_bytes to add memory")
     if not isinstance(segment_bytes, int) or isinstance(segment_bytes, bool):
         raise TypeError(f"segment_bytes: expected an int, got {segment_bytes!r}")
     if segment_bytes < 0:
@@ -111,12 +112,12 @@ def open_backend(
         raise ValueError(f"protocol: expected tcp or rdma, got {protocol!r}")
     if protocol == "rdma" and not pages.is_direct:
         raise ValueError(
-            "host_pool: expected pages of large pieces for rdma, such as those of the layout "
+            "host_pool: expected pages of large pieces for rdma, such as layout "
             f"page_first_direct, got {pages.num_pieces} in a page"
         )
     master = _master(url)
     _store_class()
-    # Over TCP the memory of a caller need not be registered, and is out of the reach of others.
+    # TCP needs no registered memory, so the pool is not exposed to other hosts.
     regions = () if protocol == "tcp" else _regions(pages)
     settings = _Settings(master, host or _own_address(master), protocol, devices, regions)
     backend = MooncakeBackend(settings, namespace, pages, segment_bytes=segment_bytes)
@@ -141,13 +142,13 @@ def _master(url: str) -> str:
 
 
 def _is_alive(master: str) -> bool:
-    """Return whether a master hangs up at once on what is no request, as one that runs does.
+    """Return whether the master is alive: it then hangs up on an invalid request.
 
-    Setting up a client would hold Python's lock until it has an answer, for 90 s if there is none.
+    Setting up a client without this probe holds the GIL until the master answers, up to 90 s.
     """
     host, port = master.rsplit(":", 1)
     try:
-        with socket.create_connection((host, int(port)), timeout=_MASTER_S) as probe:
+        with socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S) as probe:
             probe.sendall(b"?")
             return not probe.recv(1)
     except ConnectionResetError:
@@ -157,7 +158,7 @@ def _is_alive(master: str) -> bool:
 
 
 def _own_address(master: str) -> str:
-    """Return the address that packets to the master are sent from; none are sent."""
+    """Return the source address of packets to the master, without sending any."""
     host, port = master.rsplit(":", 1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -168,7 +169,7 @@ def _own_address(master: str) -> str:
 
 
 def _regions(pages: WirePages) -> tuple[tuple[int, int], ...]:
-    """Return the memory of a pool as ranges that do not overlap: addresses and bytes."""
+    """Return the memory of a pool as disjoint (address, bytes) ranges."""
     ranges: list[list[int]] = []
     for start, stop in sorted(
         part.byte_range() for part in (*pages.pool.parts, *pages.pool.scale_parts)
@@ -188,28 +189,28 @@ def _store_class() -> Any:
             f"url: mooncake:// needs Mooncake, {install('mooncake')}, and the system's packages "
             f"libibverbs1, libnl-3-200 and libnl-route-3-200: {error}"
         ) from error
-    # Setting a client up holds Python's lock: by default 90 s, should the master go just then.
+    # Client setup holds the GIL, by default for 90 s if the master disappears meanwhile.
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     return MooncakeDistributedStore
 
 
 class MooncakeBackend(ProcessLocal):
-    """Blocks as objects of a Mooncake Store: a header of 256 bytes, then the payload.
+    """Blocks as objects in a Mooncake Store: a header of 256 bytes, then the payload.
 
-    Blocks of up to 128 KiB are copied to and from a buffer, where they are behind their headers:
-    the store makes a request of each piece, which takes longer than the copy of such a block.
+    Blocks of up to 128 KiB are staged in a buffer behind their headers: the store makes a request
+    per piece, and a request takes longer than copying such a block.
 
-    Calls of the store block, some for a minute. Each runs in a thread of this class; one that is
-    late is given up. It may still access the memory that it was called with, and so may one that
-    failed while bytes were under way: then the client of the store is replaced, and closed when its
-    last call is over. Nothing can land after that, which is what `busy` waits for.
+    Store calls block, some for a minute. Each runs in a worker thread, and late calls are
+    abandoned. An abandoned call, or a call that failed during a transfer, may still access the
+    memory passed to it. The store client is then replaced, and closed after its last call ends.
+    No bytes can arrive after that; `busy` waits for it.
 
     Parameters
     ----------
-    settings : of the clients
-    namespace : bytes that begin each key in hexadecimal
-    pages : whose memory is registered, if any is, and kept alive
+    settings : arguments for setting up clients
+    namespace : key prefix, written in hexadecimal
+    pages : kept alive; with RDMA their memory is registered
     segment_bytes : as in `open_backend`
     """
 
@@ -223,8 +224,8 @@ class MooncakeBackend(ProcessLocal):
         self._prefix = f"kvcupy:{namespace.hex()}:"
         self._segment_bytes = segment_bytes
         self._clients = _Clients(settings, pages)
-        # At the end of the process too: it would crash if calls came back while it ends.
-        self._finalizer = weakref.finalize(self, self._clients.close, _CLOSE_S)
+        # Also runs at interpreter exit: calls that return during shutdown would crash the process.
+        self._finalizer = weakref.finalize(self, self._clients.close, _CLOSE_TIMEOUT_S)
 
     def __repr__(self) -> str:
         return f"<MooncakeBackend of {self._settings.master}>"
@@ -234,7 +235,7 @@ class MooncakeBackend(ProcessLocal):
 
         Raises
         ------
-        BackendLost : that has failed, or was not over in time
+        BackendLost : the setup failed or timed out
         """
         self._clients.call(lambda store, _: [0], (), (), deadline)
         if self._segment_bytes:
@@ -267,7 +268,7 @@ class MooncakeBackend(ProcessLocal):
         self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
     ) -> list[bytes | None]:
         headers: list[bytes | None] = [None] * len(keys)
-        # What arrives late must not replace what arrives now.
+        # A late transfer of an abandoned call must not overwrite a block of this one.
         usable = [i for i, block in enumerate(blocks) if not self._clients.may_be_written(block)]
         for part in _parts(len(usable), self._clients.blocks_per_call):
             chosen = usable[part]
@@ -281,7 +282,7 @@ class MooncakeBackend(ProcessLocal):
             self._require_no_failure(codes, headers)
         if len(usable) < len(keys):
             raise BackendLost(
-                "calls that were given up may still write to these pages", headers,
+                "abandoned calls may still write to these pages", headers,
                 repeatable=False,
             )  # fmt: skip
         return headers
@@ -294,7 +295,7 @@ class MooncakeBackend(ProcessLocal):
         self._call(lambda store, _: store.batch_remove(names, True), (), (), deadline, ())
 
     def remove(self, deadline: float) -> int:
-        """Remove the blocks of this namespace; return how many there were."""
+        """Remove the blocks of this namespace, and return their number."""
         pattern = f"^{self._prefix}.*"
         (count,) = self._call(
             lambda store, _: [store.remove_by_regex(pattern, True)], (), (), deadline, ()
@@ -304,18 +305,18 @@ class MooncakeBackend(ProcessLocal):
         return count
 
     def stats(self) -> dict[str, int]:
-        """Return how many clients were set up and are still draining, and calls that were late or
-        failed with bytes under way."""
+        """Count clients that were set up and that are draining, and calls that were late, failed
+        during a transfer, or failed otherwise."""
         return self._clients.stats()
 
-    def close(self, wait_s: float = _CLOSE_S) -> None:
-        """Close the clients, and the segment of this process with what it holds.
+    def close(self, wait_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Close the clients, and the segment of this process with its blocks.
 
-        Calls that do not come back are left to end by themselves.
+        Calls that have not returned after `wait_s` are abandoned.
         """
         self._finalizer.detach()
         if not self._clients.close(wait_s) and wait_s:
-            cache_logger.warning("%r: calls of the store have not come back; left behind", self)
+            cache_logger.warning("%r: abandoned calls that have not returned", self)
 
     def _names(self, keys: Iterable[bytes]) -> list[str]:
         return [self._prefix + key.hex() for key in keys]
@@ -324,7 +325,7 @@ class MooncakeBackend(ProcessLocal):
         self, call: _Call, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float,
         results: Sequence[Any],
     ) -> list[int]:  # fmt: skip
-        """Return the codes that a call of the store returned."""
+        """Make a store call, and attach `results` to BackendLost."""
         try:
             return self._clients.call(call, keys, blocks, deadline)
         except BackendLost as error:
@@ -333,16 +334,16 @@ class MooncakeBackend(ProcessLocal):
     def _require_no_failure(self, codes: Iterable[int], results: Sequence[Any]) -> None:
         failures = [code for code in codes if _is_unsafe(code) or code in _NO_MASTER]
         if failures:
-            # A node that died stays in the index for some 10 s, and each failure costs a client.
+            # A dead node stays in the index for about 10 s, and each failure costs a client.
             raise BackendLost(
                 f"mooncake {self._settings.master}: code {failures[0]}", results,
                 repeatable=not any(map(_is_unsafe, failures)),
             )  # fmt: skip
 
 
-# --- Calls of the store, with memory for headers, and for small blocks behind them ---
+# --- Store calls, with rows of memory for headers and for staged blocks behind them ---
 
-_Call = Callable[[Any, Any], list[int]]  # returns codes
+_Call = Callable[[Any, Any], list[int]]  # (store, rows) -> codes
 
 
 def _exist(names: list[str], store: Any, rows: Any) -> list[int]:
@@ -355,7 +356,7 @@ def _put(
     codes = list(store.batch_is_exist(names))
     if min(codes) < 0:
         return [min(codes)] * len(codes)
-    # A put of a known key is answered as if it were stored.
+    # The store reports a put of a known key as stored.
     new = [i for i, known in enumerate(codes) if not known]
     codes = [_EXISTS if known else 0 for known in codes]
     if not new:
@@ -364,7 +365,7 @@ def _put(
         content = contents[i]
         if len(content) > MAX_HEADER_BYTES:
             raise ValueError(f"headers: expected {MAX_HEADER_BYTES} bytes, got {len(content)}")
-        data = len(content).to_bytes(_LENGTH_BYTES, "little") + content
+        data = len(content).to_bytes(_LENGTH_PREFIX_BYTES, "little") + content
         memory = row.data
         memory[:_HEADER_BYTES] = data.ljust(_HEADER_BYTES, b"\0")
         if _is_staged(rows, blocks[i]):
@@ -399,12 +400,12 @@ def _get(
 
 
 def _is_staged(rows: Any, block: Block) -> bool:
-    """Return whether a block has room behind its header."""
+    """Return whether rows have space for a block behind its header."""
     return bool(_HEADER_BYTES + sum(piece.nbytes for piece in block) <= rows.shape[1])
 
 
 def _addresses(rows: Any, blocks: Sequence[Block]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the addresses and lengths of header and pieces, for each block."""
+    """Return the addresses and the lengths of header and pieces, for each block."""
     first, row_bytes = rows.ctypes.data, rows.shape[1]
     pointers, sizes = [], []
     for i, block in enumerate(blocks):
@@ -424,27 +425,27 @@ def _address(piece: memoryview) -> int:
 
 
 def _header(row: bytes) -> bytes | None:
-    """Return the header in what was stored in front of a payload, None if there is none."""
-    num_bytes = int.from_bytes(row[:_LENGTH_BYTES], "little")
+    """Parse a header; None if its length is invalid."""
+    num_bytes = int.from_bytes(row[:_LENGTH_PREFIX_BYTES], "little")
     if num_bytes > MAX_HEADER_BYTES:
         return None
-    return row[_LENGTH_BYTES : _LENGTH_BYTES + num_bytes]
+    return row[_LENGTH_PREFIX_BYTES : _LENGTH_PREFIX_BYTES + num_bytes]
 
 
 def _is_unsafe(code: int) -> bool:
-    """Return whether bytes may still arrive after a call has returned this code."""
-    return code < 0 and code not in _QUIET
+    """Return whether bytes may still arrive after a call that returned this code."""
+    return code < 0 and code not in _SAFE_CODES
 
 
 def _parts(count: int, at_once: int) -> list[slice]:
     return [slice(i, min(i + at_once, count)) for i in range(0, count, at_once)]
 
 
-# --- Clients of the store, and threads ---
+# --- Store clients and their worker threads ---
 
 
 class _Clients:
-    """The client of the store that is in use, and those that are no longer."""
+    """The current client of the store, and retired clients that are draining."""
 
     def __init__(self, settings: _Settings, pages: WirePages) -> None:
         self._settings = settings
@@ -462,46 +463,47 @@ class _Clients:
     def call(
         self, call: _Call, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
     ) -> list[int]:
-        """Return what a call in another thread returns.
+        """Run a store call in a worker thread, and return its codes.
 
         Parameters
         ----------
-        call : of the store and of memory for headers and small blocks
-        keys, blocks : whose memory it accesses, which is kept alive as long as it may
+        call : function of the store and of rows for headers and small blocks
+        keys, blocks : keys, and memory that the call accesses. The memory is kept alive until no
+            access is possible
 
         Raises
         ------
-        BackendLost : it failed, or was not over in time
+        BackendLost : the call failed or timed out
         """
         job = _Job(call, keys, blocks)
-        client, lane = self._begin(job, deadline)
+        client, worker = self._begin(job, deadline)
         try:
             in_time = job.wait(deadline)
         except BaseException:  # such as KeyboardInterrupt
             self._retire(client, job)
             raise
         if not in_time:
-            job.is_given_up = True
+            job.is_abandoned = True
             self._retire(client, job, "late")
-            raise BackendLost(f"mooncake {self._settings.master}: it did not answer in time")
+            raise BackendLost(f"mooncake {self._settings.master}: no answer in time")
         if job.error is not None:
             self._retire(client, job, "errors")
             raise BackendLost(f"mooncake {self._settings.master}: {job.error}") from job.error
         if any(map(_is_unsafe, job.codes)):
             self._retire(client, job, "failed_transfers")
         else:
-            self._give_back(client, lane)
+            self._give_back(client, worker)
         return job.codes
 
     def add_node(self, segment_bytes: int, deadline: float) -> None:
-        """Set up another client that has a segment, and is never called."""
+        """Set up a second client, which only provides a segment."""
         self._node = node = _Client(self._settings._replace(regions=()), segment_bytes, None)
         job = _Job(lambda store, _: [0], (), ())
-        lane = node.take_lane()
-        assert lane is not None
-        lane.jobs.put(job)
+        worker = node.take_worker()
+        assert worker is not None
+        worker.jobs.put(job)
         if not job.wait(deadline) or job.error is not None:
-            reason = job.error or "it did not answer in time"
+            reason = job.error or "no answer in time"
             raise BackendLost(f"mooncake {self._settings.master}: {reason}")
 
     def busy(self, keys: Sequence[bytes]) -> _Quiet | None:
@@ -514,7 +516,7 @@ class _Clients:
         return _Quiet(clients) if clients else None
 
     def may_be_written(self, block: Block) -> bool:
-        """Return whether bytes may still arrive where a block is."""
+        """Return whether a retired client may still write to a block."""
         if not self._draining:
             return False
         start = _address(block[0])
@@ -526,8 +528,8 @@ class _Clients:
             return {**self._counts, "draining": len(self._draining)}
 
     def close(self, wait_s: float) -> bool:
-        """Let all clients be closed when their calls are over; return whether they are by then."""
-        if os.getpid() != self._pid:  # its threads are the parent's
+        """Retire all clients; return whether they are closed within `wait_s`."""
+        if os.getpid() != self._pid:  # the worker threads belong to the parent
             return True
         with self._changed:
             self._closed = True
@@ -538,10 +540,10 @@ class _Clients:
         with self._changed:
             return self._changed.wait_for(lambda: not self._draining, wait_s)
 
-    def _begin(self, job: _Job, deadline: float) -> tuple[_Client, _Lane]:
-        """Let a thread run a call; return it and its client."""
+    def _begin(self, job: _Job, deadline: float) -> tuple[_Client, _Worker]:
+        """Start a job on a worker of the current client; return both."""
         if os.getpid() != self._pid:
-            raise BackendLost("the store was opened in another process; open it in each")
+            raise BackendLost("the store was opened in another process; open one in each")
         with self._changed:
             while True:
                 if self._closed:
@@ -549,25 +551,24 @@ class _Clients:
                 if self._current is None:
                     if len(self._draining) >= _MAX_DRAINING:
                         raise BackendLost(
-                            f"mooncake {self._settings.master}: calls that were given up have not "
-                            f"come back"
+                            f"mooncake {self._settings.master}: abandoned calls have not returned"
                         )
                     self._current = _Client(self._settings, 0, self._pages)
                     self._counts["clients"] += 1
-                if (lane := self._current.take_lane()) is not None:
-                    lane.jobs.put(job)  # before anything that `_Client.drain` puts there
-                    return self._current, lane
+                if (worker := self._current.take_worker()) is not None:
+                    worker.jobs.put(job)  # before the None of `_Client.drain`
+                    return self._current, worker
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     raise BackendLost(f"mooncake {self._settings.master}: all calls are in use")
 
-    def _give_back(self, client: _Client, lane: _Lane) -> None:
+    def _give_back(self, client: _Client, worker: _Worker) -> None:
         with self._changed:
-            client.idle.append(lane)
+            client.idle.append(worker)
             self._changed.notify()
 
     def _retire(self, client: _Client, job: _Job | None, reason: str = "") -> None:
-        """Use a client no more, and close it when its calls are over."""
+        """Stop using a client, and close it when its calls end."""
         with self._changed:
             if reason:
                 self._counts[reason] += 1
@@ -584,14 +585,14 @@ class _Clients:
         )
         try:
             thread.start()
-        except RuntimeError:  # the interpreter ends
-            self._drain(client, _CLOSE_S)
+        except RuntimeError:  # interpreter shutdown
+            self._drain(client, _CLOSE_TIMEOUT_S)
 
     def _drain(self, client: _Client, wait_s: float | None = None) -> None:
         try:
             client.drain(wait_s)
-        except Exception as error:  # it stays among those that are not quiet
-            cache_logger.warning("a client of Mooncake could not be closed: %s", error)
+        except Exception as error:  # the client keeps draining, so its pages stay held back
+            cache_logger.warning("cannot close a Mooncake client: %s", error)
             return
         with self._changed:
             self._draining.remove(client)
@@ -599,54 +600,54 @@ class _Clients:
 
 
 class _Client:
-    """A client of the store, with threads that wait for its calls.
+    """A client of the store, with worker threads for its blocking calls.
 
     Attributes
     ----------
-    idle : threads without a call
-    unsafe : calls whose memory it may still access, which they keep alive
-    quiet : set when it is closed: it accesses no memory any more
+    idle : workers without a call
+    unsafe : jobs whose memory the client may still access; they keep it alive
+    quiet : set once the client is closed and accesses no memory
     """
 
     def __init__(self, settings: _Settings, segment_bytes: int, pages: Any) -> None:
         self._settings = settings
         self._segment_bytes = segment_bytes
         self._pages = pages  # kept alive
-        self.idle: list[_Lane] = []
+        self.idle: list[_Worker] = []
         self.unsafe: list[_Job] = []
         self.quiet = threading.Event()
-        self._lanes: list[_Lane] = []
-        shape = (_CALLS_AT_ONCE, _BLOCKS_PER_CALL, _HEADER_BYTES)
+        self._workers: list[_Worker] = []
+        shape = (_MAX_CONCURRENT_CALLS, _BLOCKS_PER_CALL, _HEADER_BYTES)
         if pages is not None and pages.block_bytes <= _MAX_STAGED_BYTES:
             staged_bytes = _HEADER_BYTES + pages.block_bytes
-            shape = (_CALLS_AT_ONCE, _STAGED_BLOCKS_PER_CALL, staged_bytes)
+            shape = (_MAX_CONCURRENT_CALLS, _STAGED_BLOCKS_PER_CALL, staged_bytes)
         self._rows = np.zeros(shape, np.uint8)
         self._store: Any = None
         self._lock = threading.Lock()
 
-    def take_lane(self) -> _Lane | None:
-        """Return a thread without a call, or None if all have one. Called with a lock held.
+    def take_worker(self) -> _Worker | None:
+        """Return an idle worker, or None if all are busy. The caller holds the lock.
 
-        BackendLost if the system has no more threads.
+        BackendLost if the system cannot start another thread.
         """
         if self.idle:
             return self.idle.pop()
-        if len(self._lanes) == _CALLS_AT_ONCE:
+        if len(self._workers) == _MAX_CONCURRENT_CALLS:
             return None
-        lane = _Lane(self, self._rows[len(self._lanes)])
+        worker = _Worker(self, self._rows[len(self._workers)])
         try:
-            lane.start()
-        except RuntimeError as error:  # the system has no more threads
+            worker.start()
+        except RuntimeError as error:  # thread limit of the system
             raise BackendLost(f"mooncake {self._settings.master}: {error}") from error
-        self._lanes.append(lane)
-        return lane
+        self._workers.append(worker)
+        return worker
 
     def store(self, job: _Job) -> Any:
-        """Return the store, set up by the first call."""
+        """Return the store; the first call sets it up."""
         with self._lock:
             if self._store is None:
-                if not _is_alive(self._settings.master) or job.is_given_up:
-                    raise ConnectionError("it does not answer")
+                if not _is_alive(self._settings.master) or job.is_abandoned:
+                    raise ConnectionError("no answer")
                 self._store = self._set_up()
             return self._store
 
@@ -657,22 +658,22 @@ class _Client:
             settings.devices, settings.master,
         )  # fmt: skip
         if code:
-            raise ConnectionError(f"its client could not be set up, code {code}")
+            raise ConnectionError(f"client setup failed, code {code}")
         rows = (self._rows.ctypes.data, self._rows.nbytes)
         for pointer, num_bytes in (*settings.regions, rows) if settings.regions else ():
             if code := store.register_buffer(pointer, num_bytes):
                 store.close()
-                raise OSError(f"memory of the pool could not be registered, code {code}")
+                raise OSError(f"cannot register the pool's memory, code {code}")
         return store
 
     def drain(self, wait_s: float | None = None) -> None:
-        """Wait for the calls, and close the client. TimeoutError if that takes too long."""
-        for lane in self._lanes:
-            lane.jobs.put(None)
-        for lane in self._lanes:
-            lane.join(wait_s)
-            if lane.is_alive():
-                raise TimeoutError("a call has not come back")
+        """Wait for the calls, and close the client. TimeoutError after `wait_s` per worker."""
+        for worker in self._workers:
+            worker.jobs.put(None)
+        for worker in self._workers:
+            worker.join(wait_s)
+            if worker.is_alive():
+                raise TimeoutError("a call has not returned")
         if self._store is not None:
             self._store.close()
         self._store = self._pages = None
@@ -689,32 +690,32 @@ class _Job:
         self.keys = frozenset(keys)
         self._running = threading.Lock()  # cheaper than an Event
         self._running.acquire()
-        self.is_given_up = False
+        self.is_abandoned = False
         self.codes: list[int] = []
         self.error: Exception | None = None
 
     def wait(self, deadline: float) -> bool:
-        """Wait until it is over; return whether it is by the deadline. Called once."""
+        """Wait for the job; return whether it ended by the deadline. Called once."""
         seconds = max(0.0, deadline - time.monotonic())
         return self._running.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
 
     @cached_property
     def addresses(self) -> frozenset[int]:
-        """Where its blocks start."""
+        """Start addresses of the blocks."""
         return frozenset(_address(block[0]) for block in self._blocks)
 
     def run(self, client: _Client, rows: Any) -> None:
         try:
             store = client.store(self)
-            if not self.is_given_up:
+            if not self.is_abandoned:
                 self.codes = self._call(store, rows)
         except Exception as error:
             self.error = error
         self._running.release()
 
 
-class _Lane(threading.Thread):
-    """A thread that runs one call after the other."""
+class _Worker(threading.Thread):
+    """A thread that runs jobs one after the other."""
 
     def __init__(self, client: _Client, rows: Any) -> None:
         super().__init__(name="kvcupy-mooncake", daemon=True)
@@ -725,14 +726,14 @@ class _Lane(threading.Thread):
     def run(self) -> None:
         while (job := self.jobs.get()) is not None:
             job.run(self._client, self._rows)
-            del job  # with the memory that it kept alive
+            del job  # releases the memory that the job kept alive
 
 
 class _Quiet:
-    """The Completion of calls that were given up, or failed with bytes under way."""
+    """The Completion of calls that were abandoned, or that failed during a transfer."""
 
     failure = None
-    unbounded = True  # a peer that has stopped may go on at any time, or never
+    unbounded = True  # a stopped peer may resume at any time, or never
 
     def __init__(self, clients: list[_Client]) -> None:
         self._clients = clients

@@ -1,4 +1,4 @@
-"""Blocks in Redis or Valkey, by redis-py: one server, a cluster, or a master behind sentinels."""
+"""Redis and Valkey backend, using redis-py: one server, a cluster, or a master with sentinels."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ try:
 except ImportError as error:
     raise ImportError(f"url: Redis needs redis-py, {install('redis')}: {error}") from error
 
-_TRIP_BYTES = 4 << 20  # of blocks that share a round trip
-_SPARE_REPLY_BYTES = 64 << 20  # that one call may receive beyond the blocks that it asks for
+_BYTES_PER_ROUND_TRIP = 4 << 20
+_MAX_EXTRA_REPLY_BYTES = 64 << 20  # per call, beyond the requested blocks
 _KEYS_PER_SCAN = 1000
-_LATE = "it did not answer in time"
-_NO_REDIS = "it does not answer as a Redis server does"
+_LATE = "no answer in time"
+_NO_REDIS = "not a Redis server"
 _SENTINEL_PORT, _SENTINEL_TIMEOUT_S = 26379, 1.0
 _URL_FORM = "redis://[user:password@]host[:port][/db]"
 _SENTINEL_FORM = "redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]"
@@ -47,34 +47,34 @@ _REFUSALS = (
     exceptions.AuthenticationError, exceptions.NoPermissionError, ssl.SSLCertVerificationError,
 )  # fmt: skip
 _FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
-# Errors of redis-py's parsers over replies that no Redis server sends.
-_NONSENSE = (exceptions.InvalidResponse, ValueError, ArithmeticError, RecursionError)
+# Raised by redis-py's parsers for replies that no Redis server sends.
+_PARSER_ERRORS = (exceptions.InvalidResponse, ValueError, ArithmeticError, RecursionError)
 
 
 def open_backend(
     url: str, pages: WirePages, *, namespace: bytes, capacity_bytes: int | None, deadline: float,
     ttl_s: float | None = None, max_connections: int = 4, **options: Any,
 ) -> RedisBackend:  # fmt: skip
-    """Return the blocks of a server that answers.
+    """Connect to a server.
 
     Parameters
     ----------
-    url : as redis-py spells it: "redis://[user:password@]host[:port][/db]", "rediss://..." for TLS,
-        or "unix:///path"; "redis+cluster://..." and "rediss+cluster://..." name any node of a
-        cluster, "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]" and
-        "rediss+sentinel://..." sentinels and the service whose master they know. Special characters
-        are percent-encoded, such as %40 for @ in a password
+    url : in the syntax of redis-py: "redis://[user:password@]host[:port][/db]", "rediss://..." for
+        TLS, or "unix:///path". "redis+cluster://..." and "rediss+cluster://..." name any node of a
+        cluster; "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]" and
+        "rediss+sentinel://..." name sentinels and a service. Special characters are
+        percent-encoded, such as %40 for @ in a password
     pages, deadline : as in `Backend`
     namespace, ttl_s, max_connections : as in `RedisBackend`
-    capacity_bytes : None; how much the server keeps is its own setting, `maxmemory`
-    options : of redis-py's connections, such as `username`, `password`, `db`, `ssl_ca_certs`,
-        `ssl_certfile`, `ssl_keyfile` and `ssl_cert_reqs`; `sentinel_kwargs`, a dict, has the
-        options of connections to sentinels
+    capacity_bytes : must be None; the server's `maxmemory` sets the capacity
+    options : options of redis-py's connections, such as `username`, `password`, `db`,
+        `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` and `ssl_cert_reqs`. `sentinel_kwargs`, a
+        dict, has the options of connections to sentinels
 
     Raises
     ------
-    TypeError, ValueError, OSError : an argument does not fit; no message has a password
-    BackendLost : there is no server, or it does not let this user in
+    TypeError, ValueError, OSError : an argument is invalid; no message contains a password
+    BackendLost : the server is unreachable, or denies access
     """
     if capacity_bytes is not None:
         raise ValueError("capacity_bytes: expected None, since the server's maxmemory decides")
@@ -90,19 +90,19 @@ def open_backend(
 
 
 def _connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """Return a function that makes redis-py's client of a URL; that of a cluster asks a node."""
+    """Return a function that makes a redis-py client; a cluster client connects when it is made."""
     scheme, _, rest = url.partition("://")
     scheme, _, kind = scheme.partition("+")
     secure = scheme == "rediss"
     url = f"{'redis' if secure else scheme}://{rest}"
-    # Version 2 of the protocol needs no right to the command HELLO.
+    # Protocol version 2 needs no permission for the command HELLO.
     options = {"protocol": 2, "retry": Retry(NoBackoff(), 1), **options}
     try:
         if kind == "sentinel":
             sentinel_class = _TlsSentinelConnection if secure else _SentinelConnection
             return _sentinel_connector(url, {**options, "connection_class": sentinel_class})
         parse_url(url)
-    except ValueError:  # its message may have parts of a password
+    except ValueError:  # its message may contain parts of a password
         form = _SENTINEL_FORM if kind == "sentinel" else _URL_FORM
         raise ValueError(f"url: expected {form} or unix:///path") from None
     if kind == "cluster":
@@ -132,29 +132,29 @@ def _sentinel_connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
 
 
 class RedisBackend(ProcessLocal):
-    """Blocks as values of Redis or Valkey: a header, then the payload.
+    """Blocks as values in Redis or Valkey: a header, then the payload.
 
-    Calls of several threads run beside each other, each with a connection of its own.
+    Calls of several threads run concurrently, each on a separate connection.
 
     Parameters
     ----------
     client : a Redis or RedisCluster of redis-py
-    namespace : bytes that begin each key in hexadecimal, so that `remove` finds them
+    namespace : key prefix, written in hexadecimal, by which `remove` finds the keys
     address : of the server, for error messages
-    ttl_s : seconds after which the server forgets a block; None: when it evicts it
-    max_connections : to each server; a call waits for one until its deadline
+    ttl_s : seconds until a block expires on the server; None keeps it until eviction
+    max_connections : per server; a call waits for a free connection until its deadline
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit
+    TypeError, ValueError : `ttl_s` or `max_connections` is not a positive number
 
     Notes
     -----
     Commands: AUTH, SELECT, PING, EXISTS, GET, SET with NX, SCAN and UNLINK, on keys that match
-    "kvcupy:*"; with a cluster CLUSTER and COMMAND too. Looking up a host's address is left to the
-    system, and takes as long as that takes.
-    Bytes: sent from pages without a copy in this process except under TLS; received into memory of
-    redis-py, and copied from there to pages when a reply is complete.
+    "kvcupy:*"; in a cluster also CLUSTER and COMMAND. The deadline does not limit host name
+    resolution.
+    Bytes: sent from pages without a copy in this process, except under TLS; received into memory
+    of redis-py, and copied to pages when a reply is complete.
     """
 
     blocks_per_get = 4
@@ -182,11 +182,11 @@ class RedisBackend(ProcessLocal):
         return f"<RedisBackend of {self._address}>"
 
     def connect(self, deadline: float) -> None:
-        """Ask the server whether it is there, and lets this user in.
+        """Check that the server answers and grants access.
 
         Raises
         ------
-        BackendLost : it is not there, or does not; `refused` says that it is the latter
+        BackendLost : the server is unreachable, or denies access (`refused`)
         """
         if self._run([("PING",)], deadline) != [True]:
             raise BackendLost(f"redis {self._address}: {_NO_REDIS}")
@@ -201,7 +201,7 @@ class RedisBackend(ProcessLocal):
     ) -> list[str]:  # fmt: skip
         outcomes: list[str] = []
         for trip in _trips(blocks):
-            # A header is calculated just before its block is sent.
+            # Each header is computed just before its block is sent.
             commands = [
                 ("SET", self._key(keys[i]), [headers[i], *blocks[i]], *self._after_value)
                 for i in trip
@@ -220,25 +220,25 @@ class RedisBackend(ProcessLocal):
         return headers
 
     def busy(self, keys: Sequence[bytes]) -> None:
-        """Return None: what a call has received, it has received when it returns."""
+        """Return None: no block is accessed after the call."""
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> None:
         self._run([("UNLINK", self._key(key)) for key in keys], deadline)
 
     def remove(self, deadline: float) -> int:
-        """Remove the blocks of this namespace, a batch at a time; return how many there were."""
+        """Remove the blocks of this namespace in batches, and return their number."""
         removed = 0
         with self._calling(deadline):
             keys = self._client.scan_iter(match=self._prefix + b"*", count=_KEYS_PER_SCAN)
             try:
                 while batch := list(itertools.islice(keys, _KEYS_PER_SCAN)):
                     removed += sum(self._execute([("UNLINK", key) for key in batch]))
-            except TypeError as error:  # a reply is of another type
+            except TypeError as error:  # unexpected type of reply
                 raise BackendLost(f"redis {self._address}: {_NO_REDIS}") from error
         return removed
 
     def stats(self) -> dict[str, int]:
-        """Return how many calls were late or failed, and how many values were no blocks."""
+        """Count late calls (`timeouts`), failed calls (`errors`) and values of another length."""
         return dict(self._counts)
 
     def close(self) -> None:
@@ -249,15 +249,15 @@ class RedisBackend(ProcessLocal):
         return self._prefix + key.hex().encode()
 
     def _outcome(self, reply: Any) -> str:
-        """Return the outcome of a SET with NX."""
+        """Map the reply to SET NX to an outcome."""
         if isinstance(reply, exceptions.OutOfMemoryError):
             return FULL
         return STORED if reply is True else KNOWN if reply is None else FAILED
 
     def _fill(self, block: Block, value: Any) -> bytes | None:
-        """Copy the payload of a value to a block, and return the header before it.
+        """Copy the payload of a value to a block, and return the value's header.
 
-        None, with nothing written, if there is no value or it is of another length.
+        Return None, with nothing written, if the value is missing or has another length.
         """
         if value is None:
             return None
@@ -272,9 +272,9 @@ class RedisBackend(ProcessLocal):
         return header
 
     def _run(self, commands: list[tuple[Any, ...]], deadline: float, num_bytes: int = 0) -> Any:
-        """Return the replies to commands that are sent together, errors of single ones among them.
+        """Send commands in one round trip, and return the replies, including errors of single keys.
 
-        `num_bytes` are those of the blocks that the replies have.
+        `num_bytes` is the size of the blocks in the replies.
         """
         if not commands:
             return []
@@ -290,14 +290,14 @@ class RedisBackend(ProcessLocal):
             if isinstance(reply, Exception) and not _concerns_one_key(reply):
                 if isinstance(reply, exceptions.MovedError) or str(reply).startswith("MOVED "):
                     raise BackendLost(
-                        f"redis {self._address}: it is of a cluster, redis+cluster://..."
+                        f"redis {self._address}: part of a cluster: use redis+cluster://..."
                     )
                 raise reply
         return replies
 
     @contextmanager
     def _calling(self, deadline: float, num_bytes: int = 0) -> Iterator[None]:
-        """Take a connection's place, and count what goes wrong."""
+        """Limit the number of connections in use, and count failures."""
         name = f"redis {self._address}"
         if not self._connections.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise BackendLost(f"{name}: {_LATE}")
@@ -317,24 +317,24 @@ def _num_bytes(block: Block) -> int:
 
 
 def _trips(blocks: Sequence[Block]) -> Iterator[range]:
-    """Divide the numbers of blocks, all as long as the first, among round trips."""
-    count = max(1, _TRIP_BYTES // max(1, _num_bytes(blocks[0]))) if blocks else 1
+    """Split the indices of blocks, which have equal lengths, into round trips."""
+    count = max(1, _BYTES_PER_ROUND_TRIP // max(1, _num_bytes(blocks[0]))) if blocks else 1
     for start in range(0, len(blocks), count):
         yield range(start, min(start + count, len(blocks)))
 
 
 def _concerns_one_key(error: Exception) -> bool:
-    """Return whether other commands may have succeeded: no room for a value, or no string."""
+    """Return whether other commands may have succeeded: out of memory, or not a string value."""
     return isinstance(error, exceptions.OutOfMemoryError) or "WRONGTYPE" in str(error)
 
 
-# --- Connections of redis-py that keep the deadline of a call ---
+# --- redis-py connections that enforce the deadline of a call ---
 
 
 @dataclass
 class _Limits:
-    deadline: float  # of time.monotonic
-    num_bytes: float  # that may still be received
+    deadline: float  # in the clock of time.monotonic
+    num_bytes: float  # left to receive
 
     def remaining(self) -> float:
         remaining = self.deadline - time.monotonic()
@@ -348,13 +348,13 @@ _limits: ContextVar[_Limits] = ContextVar("_limits")
 
 @contextmanager
 def _call(name: str, deadline: float, num_bytes: int = 0) -> Iterator[None]:
-    """Limit what redis-py does in this thread, and raise its errors as `BackendLost`."""
-    token = _limits.set(_Limits(deadline, num_bytes + _SPARE_REPLY_BYTES))
+    """Limit time and received bytes in this thread; raise redis-py's errors as `BackendLost`."""
+    token = _limits.set(_Limits(deadline, num_bytes + _MAX_EXTRA_REPLY_BYTES))
     try:
         yield
     except (TimeoutError, exceptions.TimeoutError) as error:
         raise BackendLost(f"{name}: {_LATE}") from error
-    except _NONSENSE as error:
+    except _PARSER_ERRORS as error:
         raise BackendLost(f"{name}: {_NO_REDIS}") from error
     except _FAILURES as error:
         cause: BaseException | None = error
@@ -366,7 +366,7 @@ def _call(name: str, deadline: float, num_bytes: int = 0) -> Iterator[None]:
 
 
 class _Socket:
-    """A socket whose calls end at the deadline, not each after a timeout."""
+    """A socket with one deadline for all its calls, instead of a timeout per call."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -398,14 +398,14 @@ class _Socket:
     def _prepare(self) -> _Limits:
         limits = _limits.get()
         if limits.num_bytes < 0:
-            raise OSError("it sends more than it was asked for")
+            raise OSError("the reply is longer than requested")
         if self._blocks:
             self._inner.settimeout(limits.remaining())
         return limits
 
 
 class _Packer:
-    """Writes commands with values in several pieces of memory, which are sent from there."""
+    """Packs commands whose values consist of several buffers, without copying the buffers."""
 
     def pack(self, *words: Any) -> list[Any]:
         words = (*words[0].split(), *words[1:])  # as in "CLUSTER SLOTS"
@@ -422,28 +422,28 @@ class _Packer:
 
 
 class _Timed:
-    """Of connections: their sockets keep deadlines, their values may be lists of memory."""
+    """Connection mixin: sockets enforce deadlines, and values may be lists of buffers."""
 
     socket_timeout: float | None
     socket_connect_timeout: float | None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(command_packer=_Packer(), **options)  # type: ignore[call-arg]
-        # Without these there is no CLIENT SETINFO; arguments for it differ between releases.
+        # Suppresses CLIENT SETINFO, whose arguments differ between releases.
         self.lib_name = self.lib_version = self.driver_info = None
 
     def _connect(self) -> _Socket:
         try:
             self.socket_timeout = self.socket_connect_timeout = _limits.get().remaining()
             return _Socket(super()._connect())  # type: ignore[misc]
-        except TimeoutError as error:  # redis-py 8 wants to log the port, which a path has not
+        except TimeoutError as error:  # redis-py 8 logs the port, which a Unix socket lacks
             raise exceptions.TimeoutError(_LATE) from error
         finally:
             self.socket_timeout = None
 
 
 class _Verified(_Timed):
-    """Of connections by TLS: the name in a certificate counts, in all releases of redis-py."""
+    """TLS connection mixin: verifies host names in certificates in all releases of redis-py."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("ssl_check_hostname", options.get("ssl_cert_reqs") != "none")
@@ -463,7 +463,7 @@ class _TlsConnection(_Verified, SSLConnection):  # type: ignore[misc]
 
 
 class _ClosedAfterErrors:
-    """Of connections behind sentinels: the rest of a reply is not taken for the next."""
+    """Sentinel connection mixin: an error disconnects, so no stale bytes precede the next reply."""
 
     def read_response(self, *arguments: Any, **options: Any) -> Any:
         options["disconnect_on_error"] = True

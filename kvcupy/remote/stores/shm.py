@@ -1,18 +1,18 @@
-"""Blocks in a file in memory that processes of one machine map: no server, nothing that listens.
+"""Shared-memory backend: blocks in a file that processes of one machine map, without a server.
 
     0        4096       records_at        payloads_at
     | header | buckets  | record 0 | ...  | payload 0 |   | payload 1 |  ...
       4096 B   8 B each   256 B each        block_bytes each, at multiples of 4096
 
-A bucket has 32 bits of a key's hash and a slot (open addressing, linear probing); the record of a
-slot has the key, the header, and a generation, odd while the slot is written. Numbers have the byte
-order of the machine.
+A bucket has 32 bits of a key's hash and a slot (open addressing, linear probing). The record of a
+slot has the key, the header, and a generation, which is odd while the slot is being written.
+Numbers are in native byte order.
 
-Readers take no lock: they read the generation, copy the block, and look at the generation again.
-Writers hold a lock of the file, which the system releases when they die, for some blocks at a time.
-They mark the file as dirty before they change it and clear that at the end, so that who gets the
-lock after a dead one rebuilds the buckets from the records, without the slots that were being
-written.
+Readers take no lock: they read the generation, copy the block, and check the generation again.
+Writers hold a file lock for some blocks at a time; the system releases it when a writer dies. A
+writer marks the file dirty before changing it, and clean at the end. If a writer dies, the next
+process that takes the lock rebuilds the buckets from the records, and drops the slots that were
+being written.
 """
 
 from __future__ import annotations
@@ -70,31 +70,30 @@ _DIGEST_BYTES = 16
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _FOLDER = "/dev/shm"
 
-# Words of the header that change, from here on.
-_WORDS_AT = 2048
+_WORDS_AT = 2048  # offset of the mutable words of the header
 _DIRTY, _HIGH_WATER, _HAND, _FREE, _NUM_BLOCKS, _EVICTED, _RECOVERED, _WAITING = range(8)
 
-# What starts a record: generation, length, key, length of the header.
+# Start of a record: generation, length, key, length of the header.
 _RECORD = struct.Struct(f"@QQ{KEY_BYTES}sQ")
-_DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # what follows the generation, to `_USED`
-# Words of a record: the number of a free slot's successor plus one is in `_NEXT`.
+_DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # fields after the generation, up to `_USED`
+# Words of a record. `_NEXT` links free slots: the number of the next one plus one.
 _GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED = 0, 1, 2, 6, 7, 8
 _RECORD_WORDS = RECORD_BYTES // 8
 _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MAX_HEADER_BYTES
 
 _SLOT_MASK = 2**32 - 1
 _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-_MIN_UNLOCKED_BYTES = 2**17  # of parts that are copied and hashed without Python's lock
-_MIN_HELPED_BYTES = 2**21  # less is copied before another thread has woken up
-_PART_BYTES = 2**19  # that are in the cache of one processor while they are copied and hashed
-_BYTES_AT_ONCE = 2**24  # of blocks that are copied together; also while the lock is held
+_MIN_NUMPY_PIECE_BYTES = 2**17  # NumPy copies release the GIL, memoryview copies do not
+_MIN_THREADED_BYTES = 2**21  # below this, a copy ends before another thread wakes up
+_PART_BYTES = 2**19  # fits the CPU cache while it is copied and hashed
+_MAX_BATCH_BYTES = 2**24  # bounds the time for which a writer holds the lock
 _POLL_S, _MAX_POLL_S = 1e-4, 5e-3
-_RECENT_NS = 5_000_000  # a process that has waited for the lock within this may wait still
-# After a call has waited this long in vain, the holder of the lock is stopped, or so it seems: for
-# some time others wait no longer than a live one has the lock.
-_STUCK_S, _NOT_WAITED_FOR_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.05
-_MADV_POPULATE_READ = 22  # of Linux 5.14
-_MAX_THREADS = 4  # by default
+_WAITING_TTL_NS = 5_000_000  # age up to which `_WAITING` means that a process waits for the lock
+# After a timed-out wait of at least _STUCK_S, the holder of the lock counts as stopped: for
+# _STUCK_TTL_S, calls wait at most _BRIEF_WAIT_S, as long as a live writer holds the lock.
+_STUCK_S, _STUCK_TTL_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.05
+_MADV_POPULATE_READ = 22  # since Linux 5.14
+_MAX_DEFAULT_THREADS = 4
 
 
 def open_backend(
@@ -102,7 +101,7 @@ def open_backend(
     namespace: bytes, capacity_bytes: int | None, deadline: float, folder: Any = _FOLDER,
     threads: int | None = None,
 ) -> ShmBackend:  # fmt: skip
-    """Open "shm:NAME", a file in `folder`, which is made if there is none."""
+    """Open "shm:NAME", a file in `folder`; create it if it does not exist."""
     if threads is None:
         threads = default_threads()
     checks.require_int(threads, "threads")
@@ -119,28 +118,28 @@ def open_backend(
 
 
 def default_threads() -> int:
-    """Return how many threads copy the blocks of a call unless told: 4, or fewer processors."""
+    """Return the default number of threads that copy the blocks of a call: at most 4."""
     if hasattr(os, "sched_getaffinity"):
-        return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    return min(_MAX_THREADS, os.cpu_count() or 1)
+        return min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MAX_DEFAULT_THREADS, os.cpu_count() or 1)
 
 
 class ShmBackend(ProcessLocal):
-    """Blocks of one length in a file that processes map into memory.
+    """Blocks of equal length in a file that processes map into memory.
 
     Parameters
     ----------
-    path : of the file, in a file system in memory
+    path : path of the file, in an in-memory file system
     block_bytes : length of a block
-    capacity_bytes : size of the file; None: that of the file that is there
-    threads : that may copy the blocks of one call, the caller's included
+    capacity_bytes : size of the file; None opens an existing file of any size
+    threads : number of threads that copy the blocks of one call, including the caller's
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit, or the file is not such a one, is truncated,
+    TypeError, ValueError : an argument is invalid, or the file is not a shared store, is truncated,
         belongs to another user, or was made with another capacity or for blocks of another length
-    FileNotFoundError : there is none, and no `capacity_bytes`
-    OSError : it cannot be made, opened or mapped
+    FileNotFoundError : the file does not exist, and `capacity_bytes` is None
+    OSError : the file cannot be created, opened or mapped
     """
 
     put_asks_first = True
@@ -158,7 +157,7 @@ class ShmBackend(ProcessLocal):
             layout = Layout.fit(int(capacity_bytes), block_bytes)
         try:
             self._fd, self._map, layout = _open_mapped(path, block_bytes, capacity_bytes, layout)
-        except OSError as error:  # which may name another file
+        except OSError as error:  # may name a temporary file
             raise OSError(error.errno, error.strerror, str(path)) from error
         self._layout = layout
         self._close_file = weakref.finalize(self, os.close, self._fd)
@@ -169,14 +168,14 @@ class ShmBackend(ProcessLocal):
         self._buckets = words[HEADER_BYTES // 8 :][: layout.num_buckets]
         self._records = words[layout.records_at // 8 :]
         self._mask = layout.num_buckets - 1
-        self._mutex = threading.Lock()  # the file's lock is one of this process, not of a thread
-        self.blocks_per_get = max(1, _BYTES_AT_ONCE // layout.block_bytes)
+        self._mutex = threading.Lock()  # flock excludes processes, not threads
+        self.blocks_per_get = max(1, _MAX_BATCH_BYTES // layout.block_bytes)
         self._helpers = _Helpers(threads - 1)
-        self._putting: _Put | None = None  # which has the lock
-        self._is_mapped = bytearray(layout.num_slots)  # that this process has touched
+        self._putting: _Put | None = None  # the put that holds the lock
+        self._is_mapped = bytearray(layout.num_slots)  # slots whose pages this process has mapped
         self._torn = 0
         self._lock_timeouts = 0
-        self._not_waited_for_until = -math.inf
+        self._stuck_until = -math.inf
         _opened.add(self)
 
     def __repr__(self) -> str:
@@ -206,7 +205,7 @@ class ShmBackend(ProcessLocal):
         return headers
 
     def _look_up(self, key: bytes, block: Block) -> _Read | None:
-        """Return where the block of a key can be read; None if there is none."""
+        """Locate the block of a key; None if it is missing."""
         slot = self._find(key)
         if slot < 0:
             return None
@@ -220,13 +219,13 @@ class ShmBackend(ProcessLocal):
         ):
             return None
         header = self._map[record_at + _HEADER_AT : record_at + _HEADER_AT + header_length]
-        self._records[slot * _RECORD_WORDS + _USED] = 1  # so that writers choose others meanwhile
+        self._records[slot * _RECORD_WORDS + _USED] = 1  # writers evict other slots meanwhile
         return _Read(slot, generation, header)
 
     def _confirmed(self, read: _Read) -> bytes | None:
-        """Return the header of a block that was copied; None if it has changed meanwhile."""
-        # A processor that reorders loads may let a block pass that has changed meanwhile; then the
-        # checksum tells.
+        """Return the header of a copied block; None if the block changed during the copy."""
+        # On a CPU that reorders loads, a changed block may pass this check; the checksum detects
+        # it.
         if self._records[read.slot * _RECORD_WORDS + _GENERATION] != read.generation:
             self._torn += 1
             return None
@@ -253,25 +252,25 @@ class ShmBackend(ProcessLocal):
 
     def _key(self, slot: int) -> bytes | None:
         layout = self._layout
-        if not 0 <= slot < layout.num_slots:  # of a damaged bucket
+        if not 0 <= slot < layout.num_slots:  # the bucket is damaged
             return None
         start = layout.records_at + slot * RECORD_BYTES + _KEY_AT
         return self._map[start : start + KEY_BYTES]
 
     def _map_payload(self, slot: int) -> None:
-        """Map the memory of a slot at once, which costs a fraction of a fault for each page."""
+        """Map the memory of a slot with one call, which is much cheaper than a fault per page."""
         start = self._layout.payload_at(slot)
         stop = start + self._layout.stride
         start = start // mmap.PAGESIZE * mmap.PAGESIZE
-        with suppress(OSError):  # an older system, for example: then there are faults
+        with suppress(OSError):  # such as an older kernel: accesses then fault
             self._map.madvise(_MADV_POPULATE_READ, start, stop - start)
         self._is_mapped[slot] = 1
 
     def _copy(self, copy: Callable[[_Parts], None], blocks: Sequence[tuple[Block, int]]) -> None:
-        """Copy blocks from or to slots, a part at a time, by several threads if they are large."""
+        """Copy blocks from or to slots in parts, with several threads if they are large."""
         jobs = [self._parts(block, slot) for block, slot in blocks]
-        # To wake others up for less takes longer, and small parts are copied with Python's lock.
-        is_large = len(jobs) > 1 and len(jobs) * self._layout.block_bytes >= _MIN_HELPED_BYTES
+        # For less, waking threads takes longer than the copy, and small parts hold the GIL.
+        is_large = len(jobs) > 1 and len(jobs) * self._layout.block_bytes >= _MIN_THREADED_BYTES
         is_helped = is_large and isinstance(jobs[0].pairs[0][0], np.ndarray)
         share = min(self._helpers.count, len(jobs) - 1) if is_helped else 0
 
@@ -282,13 +281,13 @@ class ShmBackend(ProcessLocal):
         self._helpers.each(copy_one, jobs, share)
 
     def _parts(self, block: Block, slot: int) -> _Parts:
-        """Return what corresponds in a slot and in a block."""
+        """Pair the parts of a slot with the parts of a block."""
         if not self._is_mapped[slot]:
             self._map_payload(slot)
         start = self._layout.payload_at(slot)
         pairs: list[tuple[Any, Any]] = []
         for piece in block:
-            if len(piece) < _MIN_UNLOCKED_BYTES:
+            if len(piece) < _MIN_NUMPY_PIECE_BYTES:
                 pairs.append((self._bytes[start : start + len(piece)], piece))
                 start += len(piece)
                 continue
@@ -300,7 +299,7 @@ class ShmBackend(ProcessLocal):
         return _Parts(pairs, block.begin() if isinstance(block, SummedBlock) else None)
 
     def _used(self, slot: int) -> bool:
-        """Return whether a slot has a whole block, and note that it is used, which keeps it."""
+        """Return whether a slot has a whole block, and mark it used, which delays its eviction."""
         records, at = self._records, slot * _RECORD_WORDS
         if (
             slot < 0
@@ -330,7 +329,7 @@ class ShmBackend(ProcessLocal):
         put = _Put(keys, blocks, headers, outcomes)
         for start in range(0, len(new), self.blocks_per_get):
             if start:
-                self._give_way()
+                self._yield_lock()
             try:
                 if not self._lock(deadline):
                     break
@@ -359,7 +358,7 @@ class ShmBackend(ProcessLocal):
                 self._unlock()
 
     def _put(self, put: _Put, numbers: Sequence[int]) -> None:
-        """Write some of the blocks of a put, each to a slot that it got before any is written."""
+        """Reserve slots for some blocks of a put, then write the blocks."""
         self._putting = put
         try:
             for i in numbers:
@@ -369,28 +368,28 @@ class ShmBackend(ProcessLocal):
             self._putting = None
 
     def _reserve(self, put: _Put, i: int) -> str:
-        """Reserve a slot for a block, unless it has one; return what its outcome will be."""
+        """Reserve a slot for a block, unless it has one; return the outcome of the block."""
         key = put.keys[i]
         if key in put.reserved:
             return KNOWN
         if (slot := self._find(key)) >= 0:
             if self._used(slot):
                 return KNOWN
-            self._recover()  # nobody is writing it: it was damaged
+            self._recover()  # this process holds the lock, so the slot is damaged
         if sum(map(len, put.blocks[i])) != self._layout.block_bytes:
             return FULL
         free = self._take_slot(put.kept)
         if free is None:
             return FULL
         self._at("marked")
-        self._records[free * _RECORD_WORDS + _GENERATION] |= 1  # odd: no reader takes it
+        self._records[free * _RECORD_WORDS + _GENERATION] |= 1  # odd: readers skip it
         self._at("odd")
         put.reserved[key] = i, free
         put.kept.add(free)
         return STORED
 
     def _write_reserved(self, put: _Put) -> None:
-        """Write the blocks that have a slot, by several threads, and let readers find them."""
+        """Write the blocks with reserved slots, with several threads, and publish them."""
         reserved, put.reserved = put.reserved, {}
         if not reserved:
             return
@@ -401,7 +400,7 @@ class ShmBackend(ProcessLocal):
         self._at("clean")
 
     def _publish(self, key: bytes, header: bytes, slot: int) -> None:
-        """Describe the block in a slot, and let readers find it."""
+        """Write the record of a slot, and insert the slot into the buckets."""
         start = self._layout.record_at(slot)
         self._map[start + _HEADER_AT : start + _HEADER_AT + len(header)] = header
         _DESCRIPTION.pack_into(
@@ -415,7 +414,7 @@ class ShmBackend(ProcessLocal):
         self._at("inserted")
 
     def _take_slot(self, kept: set[int]) -> int | None:
-        """Mark the file as dirty, and return a slot that no bucket has; None if there is none."""
+        """Mark the file dirty, and return a slot that is in no bucket; None if the file is full."""
         words, records, num_slots = self._words, self._records, self._layout.num_slots
         for _ in range(2):
             free, fresh = words[_FREE] - 1, words[_HIGH_WATER]
@@ -440,11 +439,11 @@ class ShmBackend(ProcessLocal):
                     self._vacate(victim, bucket)
                     words[_EVICTED] += 1
                     return victim
-            self._recover()  # what is there cannot be: it was damaged
+            self._recover()  # an impossible state: the file is damaged
         return None
 
     def _allocate(self, slot: int) -> bool:
-        """Have memory for a slot, so that writing to it cannot fail; False if there is none."""
+        """Reserve memory for a slot, so that writes to it cannot fail; False if none is left."""
         try:
             os.posix_fallocate(self._fd, self._layout.payload_at(slot), self._layout.stride)
         except OSError as error:
@@ -454,7 +453,7 @@ class ShmBackend(ProcessLocal):
         return True
 
     def _victim(self, kept: set[int]) -> int | None:
-        """Return the next slot that was not used since the hand of the clock passed it."""
+        """Return the next slot not used since the clock hand passed it."""
         words, records = self._words, self._records
         count = min(words[_HIGH_WATER], self._layout.num_slots)
         hand = words[_HAND] % count if count else 0
@@ -470,7 +469,7 @@ class ShmBackend(ProcessLocal):
         return None
 
     def _vacate(self, slot: int, bucket: int) -> None:
-        """Forget the block of a slot, which a bucket has."""
+        """Remove the block of a slot, which is in `bucket`."""
         self._erase(bucket)
         records, at = self._records, slot * _RECORD_WORDS
         records[at + _GENERATION] += 1
@@ -488,36 +487,36 @@ class ShmBackend(ProcessLocal):
         buckets, mask = self._buckets, self._mask
         hash = int.from_bytes(key[:4], "little")
         i = hash & mask
-        for _ in range(len(buckets)):  # there are twice as many as slots
+        for _ in range(len(buckets)):  # at least twice as many as slots
             if not buckets[i]:
                 buckets[i] = hash << 32 | slot + 1
                 return
             i = i + 1 & mask
 
     def _erase(self, bucket: int) -> None:
-        """Empty a bucket, and move back those behind it that it kept from their place.
+        """Empty a bucket, and move back later entries that were displaced by it.
 
-        A reader may miss a block that is being moved.
+        A reader may miss a block while its entry moves.
         """
         buckets, mask = self._buckets, self._mask
-        i = hole = bucket
+        i = empty = bucket
         for _ in range(len(buckets)):
             i = i + 1 & mask
             entry = buckets[i]
             if not entry:
                 break
             home = entry >> 32 & mask
-            if (i - home & mask) >= (i - hole & mask):
-                buckets[hole] = entry
-                hole = i
-        buckets[hole] = 0
+            if (i - home & mask) >= (i - empty & mask):
+                buckets[empty] = entry
+                empty = i
+        buckets[empty] = 0
 
     def _recover(self) -> None:
-        """Rebuild all but the records from those of whole blocks."""
+        """Rebuild the buckets and counters from the records of whole blocks."""
         cache_logger.warning(
-            "%s: a write was interrupted or bytes damaged; whole blocks stay", self.path
+            "%s: a write was interrupted, or bytes are damaged; keeping whole blocks", self.path
         )
-        if self._putting is not None:  # its slots look like those of a dead writer
+        if self._putting is not None:  # its slots would be dropped as a dead writer's
             self._write_reserved(self._putting)
         words, buckets = self._words, self._buckets
         words[_DIRTY] = 1
@@ -549,21 +548,21 @@ class ShmBackend(ProcessLocal):
         words[_DIRTY] = 0
 
     def _at(self, step: str) -> None:
-        """Do nothing; tests stop or kill the process here."""
+        """Do nothing; a hook for tests, which stop or kill the process here."""
 
     # --- The lock ---
 
     def _lock(self, deadline: float) -> bool:
-        """Take the lock, and repair what a process that died with it has left; False if late.
+        """Take the lock, and recover the file if the last writer died; False after the deadline.
 
-        A process that was stopped while it has the lock is waited for until the deadline once, and
-        then briefly for a while.
+        If a stopped process holds the lock, one call waits until its deadline; later calls wait
+        only briefly for a while.
         """
         if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return False
         pause_s = _POLL_S
         started = time.monotonic()
-        if started < self._not_waited_for_until:
+        if started < self._stuck_until:
             deadline = min(deadline, started + _BRIEF_WAIT_S)
         try:
             while True:
@@ -576,7 +575,7 @@ class ShmBackend(ProcessLocal):
                 if now >= deadline:
                     self._lock_timeouts += 1
                     if now - started >= _STUCK_S:
-                        self._not_waited_for_until = now + _NOT_WAITED_FOR_S
+                        self._stuck_until = now + _STUCK_TTL_S
                     self._mutex.release()
                     return False
                 self._words[_WAITING] = time.monotonic_ns()
@@ -584,11 +583,11 @@ class ShmBackend(ProcessLocal):
                 pause_s = min(1.2 * pause_s, _MAX_POLL_S)
         except OSError as error:
             self._mutex.release()
-            raise BackendLost(f"{self.path}: it cannot be locked: {error}") from error
+            raise BackendLost(f"{self.path}: cannot lock the file: {error}") from error
         except BaseException:
             self._mutex.release()
             raise
-        self._not_waited_for_until = -math.inf
+        self._stuck_until = -math.inf
         try:
             if self._words[_DIRTY]:
                 self._recover()
@@ -601,7 +600,7 @@ class ShmBackend(ProcessLocal):
         try:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-            except OSError:  # then it goes with the descriptor, in whose place another comes
+            except OSError:  # closing the descriptor releases the lock, so replace the descriptor
                 another = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
                 try:
                     os.dup2(another, self._fd, inheritable=False)
@@ -610,10 +609,10 @@ class ShmBackend(ProcessLocal):
         finally:
             self._mutex.release()
 
-    def _give_way(self) -> None:
-        """Let another process have the lock, if one has waited for it just now."""
+    def _yield_lock(self) -> None:
+        """Pause so that another process can take the lock, if one waited for it recently."""
         waiting_ns = self._words[_WAITING]
-        if waiting_ns and 0 <= time.monotonic_ns() - waiting_ns < _RECENT_NS:
+        if waiting_ns and 0 <= time.monotonic_ns() - waiting_ns < _WAITING_TTL_NS:
             self._words[_WAITING] = 0
             time.sleep(2 * _POLL_S)
 
@@ -623,7 +622,7 @@ class ShmBackend(ProcessLocal):
         return None
 
     def remove(self, deadline: float) -> None:
-        """Unlink the file. Its memory is free when all who have it open have closed it."""
+        """Unlink the file. Its memory is freed when all processes have closed it."""
         if not self._lock(deadline):
             raise BackendLost(f"{self.path}: another process holds its lock")
         try:
@@ -641,7 +640,7 @@ class ShmBackend(ProcessLocal):
         views = self._words, self._buckets, self._records, self._bytes
         del self._array
         for release in (*(view.release for view in views), self._map.close):
-            with suppress(BufferError):  # an error's traceback may still use it; it goes with that
+            with suppress(BufferError):  # a traceback may still refer to it, and then releases it
                 release()
         self._close_file()
         self._fd = -1
@@ -650,9 +649,9 @@ class ShmBackend(ProcessLocal):
         """Return `blocks`, `capacity_blocks`, `bytes` (of memory), `evicted`, `recovered`, `torn`,
         `lock_timeouts`.
 
-        `evicted` and `recovered` (times that a writer had died) are of all processes, `torn` (reads
-        overtaken by a writer) and `lock_timeouts` (calls that did not get the lock in time) of this
-        one.
+        `evicted` and `recovered` (recoveries after a writer died) count all processes; `torn`
+        (reads overtaken by a writer) and `lock_timeouts` (calls that did not get the lock in time)
+        count this process.
         """
         words = self._words
         return {
@@ -663,14 +662,14 @@ class ShmBackend(ProcessLocal):
         }  # fmt: skip
 
     def _require_whole(self) -> None:
-        """Raise if the file was truncated: its memory must not be touched then."""
+        """Raise if the file was truncated: accessing its memory would then be fatal (SIGBUS)."""
         size = os.fstat(self._fd).st_size
         if size < self._layout.num_bytes:
-            raise BackendLost(f"{self.path}: it was truncated to {size} bytes")
+            raise BackendLost(f"{self.path}: the file was truncated to {size} bytes")
 
 
 class _Read(NamedTuple):
-    """A block that is to be read: where it is, and what was stored with it."""
+    """A block to read: its slot, generation and header."""
 
     slot: int
     generation: int
@@ -678,7 +677,7 @@ class _Read(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Parts of a slot with those of a block, and what the latter are passed to for a checksum."""
+    """Pairs of parts of a slot and of a block, and the checksum function for the block's parts."""
 
     pairs: list[tuple[Any, Any]]
     update: Callable[[Any], None] | None
@@ -701,11 +700,11 @@ def _write_parts(parts: _Parts) -> None:
 
 
 class _Helpers:
-    """Threads that help callers to copy blocks, started when there is something to do for them.
+    """Threads that help callers to copy blocks, started on demand.
 
     Parameters
     ----------
-    count : of threads at most, for all callers together
+    count : maximum number of threads, for all callers together
     """
 
     def __init__(self, count: int) -> None:
@@ -715,22 +714,22 @@ class _Helpers:
     def each(self, function: Callable[[_Item], None], items: Iterable[_Item], share: int) -> None:
         """Call a function with each item, in this thread and `share` others.
 
-        All calls are over when it returns. What one raises is raised, and items that no thread has
-        taken yet are left out then.
+        Returns when all calls have ended. If a call raises, items that no thread has taken are
+        skipped, and the exception propagates.
         """
         if not share or self._executor is None:
             for item in items:
                 function(item)
             return
         job = _Job(function, items)
-        with suppress(RuntimeError):  # the system has no more threads: the caller does it all
+        with suppress(RuntimeError):  # thread limit of the system: the caller does all the work
             for _ in range(share):
                 self._executor.submit(job.work)
         job.work()
         job.wait()
 
     def close(self) -> None:
-        """End the threads; no call may be in progress."""
+        """Stop the threads; no call may be in progress."""
         if self._executor is not None:
             self._executor.shutdown()
 
@@ -738,8 +737,8 @@ class _Helpers:
 class _Job(Generic[_Item]):
     """Items that several threads work on.
 
-    An executor that could not start a thread still has the call, and makes it some time: what
-    counts is who has taken an item, not what was submitted.
+    An executor that could not start a thread keeps the call queued, and may run it much later.
+    Completion therefore depends on the items taken, not on the calls submitted.
     """
 
     def __init__(self, function: Callable[[_Item], None], items: Iterable[_Item]) -> None:
@@ -749,7 +748,7 @@ class _Job(Generic[_Item]):
         self._error: BaseException | None = None
 
     def work(self) -> None:
-        """Work on items until there are none left; errors are left to `wait`."""
+        """Work on items until none are left; `wait` raises errors."""
         with self._changed:
             self._num_working += 1
         try:
@@ -768,7 +767,7 @@ class _Job(Generic[_Item]):
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until nobody works on an item, however often that is interrupted; raise an error."""
+        """Wait until no thread works on an item, despite interrupts; then raise any error."""
         while self._num_working:
             try:
                 with self._changed:
@@ -781,12 +780,12 @@ class _Job(Generic[_Item]):
 
 
 class _Put:
-    """What a put is to write, and what has become of it.
+    """The blocks of a put, and its progress.
 
     Attributes
     ----------
-    reserved : by key, blocks that have a slot but are not written: number and slot
-    kept : slots of this put, which it does not evict
+    reserved : blocks that have a slot but are not written: (index, slot) by key
+    kept : slots of this put, which it must not evict
     """
 
     def __init__(
@@ -798,8 +797,8 @@ class _Put:
         self.kept: set[int] = set()
 
 
-# A lock belongs to all processes that a descriptor was inherited by: children close theirs, so that
-# the death of the parent releases it.
+# A lock belongs to all processes that inherited its descriptor. Children close theirs, so that the
+# death of the parent releases the lock.
 _opened: weakref.WeakSet[ShmBackend] = weakref.WeakSet()
 
 
@@ -830,7 +829,7 @@ class Layout:
 
     @classmethod
     def fit(cls, capacity_bytes: int, block_bytes: int) -> Layout:
-        """Return the layout of as many slots as fit."""
+        """Return the layout with the most slots that fit."""
         smallest = cls(block_bytes, 1).num_bytes
         if not smallest <= capacity_bytes < 2**62:
             raise ValueError(
@@ -838,7 +837,7 @@ class Layout:
                 f"{block_bytes} bytes, and less than 2**62, got {capacity_bytes}"
             )
         low, high = 1, capacity_bytes // _rounded(block_bytes)
-        while low < high:  # the most slots that fit
+        while low < high:  # bisect the number of slots
             middle = (low + high + 1) // 2
             if cls(block_bytes, middle).num_bytes <= capacity_bytes:
                 low = middle
@@ -865,14 +864,14 @@ class Layout:
 def _open_mapped(
     path: Path, block_bytes: int, capacity_bytes: int | None, layout: Layout | None
 ) -> tuple[int, mmap.mmap, Layout]:
-    """Open and map a file, which is made if necessary and there is a layout for it."""
+    """Open and map a file; create it if it does not exist and `layout` is not None."""
     while True:
         try:
             descriptor = os.open(path, _FLAGS)
         except FileNotFoundError:
             if layout is None:
                 raise FileNotFoundError(
-                    errno.ENOENT, "capacity_bytes: expected a size, for there is no such store"
+                    errno.ENOENT, "capacity_bytes: expected a size, since the store does not exist"
                 ) from None
             with suppress(FileExistsError):  # another process was first
                 return *_make(path, layout), layout
@@ -884,11 +883,11 @@ def _open_mapped(
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # it was removed just now
+        os.close(descriptor)  # another process removed the file just now
 
 
 def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
-    """Make, open and map a file, under another name, so that it has its name when it is whole."""
+    """Create, open and map a file, under a temporary name until it is complete."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -911,10 +910,10 @@ def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
 
 
 def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap | None:
-    """Map an open file; None if it is not at its path any more.
+    """Map an open file; None if the path no longer refers to it.
 
-    A map has a descriptor of its own, which children inherit: it must not be the one that is
-    locked, nor a duplicate of it.
+    An mmap duplicates its descriptor, and children inherit the duplicate. The descriptor is
+    therefore opened separately, so that it does not share the lock.
     """
     with suppress(FileNotFoundError):
         another = os.open(path, _FLAGS)
@@ -929,7 +928,7 @@ def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap | None:
 def _read_layout(
     descriptor: int, path: Path, block_bytes: int, capacity_bytes: int | None
 ) -> Layout:
-    """Return the layout of a file; ValueError unless it is a whole one for these blocks."""
+    """Read the layout of a file; ValueError unless the file is valid and fits these blocks."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"url: expected a regular file, got {path}")
@@ -961,8 +960,8 @@ def _read_layout(
         asked = Layout.fit(int(capacity_bytes), block_bytes).num_slots
         if asked != num_slots:
             raise ValueError(
-                f"capacity_bytes: expected that of {path}, which has {num_slots} blocks, or None, "
-                f"got {capacity_bytes}, which makes {asked}"
+                f"capacity_bytes: expected None or a capacity of {num_slots} blocks as in {path}, "
+                f"got {capacity_bytes}, a capacity of {asked}"
             )
     return layout
 

@@ -1,4 +1,4 @@
-"""Blocks that processes share, by content: in memory of this machine, or on a server."""
+"""Content-addressed blocks shared by processes, in memory of this machine or on a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
 
 _Result = TypeVar("_Result")
 
-# Modules of this package by the scheme of a URL, imported when a store is opened.
+# Modules of this package by URL scheme, imported on demand by `SharedStore.open`.
 _BACKENDS = {
     "shm": "shm", "redis": "redis", "rediss": "redis", "unix": "redis",
     "redis+cluster": "redis", "rediss+cluster": "redis", "redis+sentinel": "redis",
@@ -39,46 +39,45 @@ _MAGIC, _VERSION = b"kvsb", 1
 _ALGORITHMS = {"none": 0, "xxh3_64": 1, "sum64": 2}
 _ALGORITHM_NAMES = {code: name for name, code in _ALGORITHMS.items()}
 
-_SCRATCH_BYTES = 2**24  # of pages that are gathered before they are sent
+_SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered before they are sent
 _KEYS_PER_QUERY = 1024
-_LOST_IN_A_ROW, _SKIPPED_S = 3, 10.0
-_BAD_S, _MAX_BAD = 10.0, 2**16  # how long, and how many keys that failed are not asked for again
+_MAX_LOST_IN_A_ROW, _SKIP_S = 3, 10.0
+_NEGATIVE_CACHE_TTL_S, _NEGATIVE_CACHE_SIZE = 10.0, 2**16
 
 
 class SharedStore(ProcessLocal):
-    """Keeps pages of a host pool by the hashes of their blocks, where other processes find them.
+    """Stores pages of a host pool under their block hashes, for other processes to find.
 
-    Made by `SharedStore.open`. A block is there whole or not at all; the first that is stored under
-    a hash stays, until the store evicts it. Processes find each other's blocks if their pools have
-    the same identity (format, page size, layers, heads, widths, `model`) and `tenant`; layouts may
-    differ, except that "page_head" pools share among themselves.
+    Made by `SharedStore.open`. A block is visible whole or not at all; the first block stored under
+    a hash stays until the store evicts it. Processes find each other's blocks if their pools have
+    the same identity (format, page size, layers, heads, widths, `model`) and `tenant`. Layouts may
+    differ, but "page_head" pools share only with each other.
 
     Attributes
     ----------
     pool : the host pool
     identity : its PoolIdentity, part of every key
-    deadline_s : seconds that a call may take, unless it says otherwise
+    deadline_s : default time limit of a call, in seconds
 
     Notes
     -----
-    Failure: a store that is lost, late, full or damaged is an outcome and a counter, never an
-    exception. What arrives is verified; a block that is not what was stored is a miss, and dropped.
-    After 3 calls in a row that were lost or late, the store is left alone for 10 s: nothing is
-    found and puts fail. Calls that had less than half of the store's deadline do not count. Blocks
-    that could not be fetched are not asked for again for 10 s.
+    Failure: a lost, late, full or damaged store is an outcome and a counter, never an exception.
+    Blocks are verified on arrival; a damaged block is a miss, and is dropped. After 3 consecutive
+    lost or late calls, the store is skipped for 10 s: lookups miss and puts fail. Calls with less
+    than half of the store's deadline do not count. Blocks that could not be fetched are not
+    requested again for 10 s.
 
-    Stream: calls are the processor's. Pages that are put must be complete, and those that are got
-    into must not be in use, before the call; both are free for other uses when it returns, unless
-    that failed over an engine that may still access them (Mooncake): free such pages to
-    `pool.allocator`, which holds them back until that is over, and write nothing there before.
+    Stream: calls run on the CPU. Before the call, pages to put must be complete, and pages to get
+    into must not be in use. Both are free for other uses when the call returns, unless it failed
+    and the engine may still access them (Mooncake): free such pages to `pool.allocator`, which
+    holds them back until the accesses end, and do not write to them before.
 
-    Capture: legal; nothing is put on a stream. Bytes: those of the pages, once each way. Pools
-    whose pages lie in small pieces (`WirePages.is_direct`) copy them once more.
+    Capture: legal; nothing is enqueued on a stream. Bytes: each page once in each direction. Pools
+    whose pages consist of small pieces (see `WirePages.is_direct`) copy them once more.
 
     Threads may share a store. It belongs to the process that opened it.
 
-    Source: the semantics of a put (write-once, visible when whole) are those of kvcache-ai/Mooncake
-    `mooncake-store`.
+    Source: puts are write-once and visible when whole, as in kvcache-ai/Mooncake `mooncake-store`.
     """
 
     _instead = "open one in each process"
@@ -92,13 +91,12 @@ class SharedStore(ProcessLocal):
         self._digest = keys.identity.digest()
         self._deadline_s, self._algorithm, self._retries = deadline_s, algorithm, retries
         self._pid = os.getpid()
-        self._changed = threading.Condition()  # guards what follows
-        self._num_users = 0  # calls that use the backend now
+        self._changed = threading.Condition()  # guards the fields below
+        self._num_users = 0  # calls in progress on the backend
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._times_s = {"put": 0.0, "get": 0.0}
-        # Keys that failed, and until when they are not asked for.
-        self._bad: dict[bytes, float] = {}
+        self._retry_at: dict[bytes, float] = {}  # of keys whose last fetch failed
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
         self._scratch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         counts, times_s = self._counts, self._times_s
@@ -118,32 +116,34 @@ class SharedStore(ProcessLocal):
 
         Parameters
         ----------
-        url : "shm:NAME", memory of this machine that processes of this user share; "redis://...",
+        url : "shm:NAME", memory of this machine shared by processes of this user; "redis://...",
             "rediss://...", "unix:///path", a Redis or Valkey server; "redis+cluster://...",
-            "redis+sentinel://...", several of them; "mooncake://host:port"; or a scheme that
-            another package registers, by an entry point `kvcupy.store_backends`
+            "redis+sentinel://...", several servers; "mooncake://host:port"; or a scheme that
+            another package registers as an entry point in the group `kvcupy.store_backends`
         host_pool : a KVPool or an MLAPool in host memory: of the host device, or "pinned" or
             "pageable"
-        capacity_bytes : of the memory. "shm:": needed by the first process; others need the same,
-            or None. All blocks of a name have the same length: pools with other pages need others
-        tenant : text or bytes. Tenants find none of each other's blocks
-        head_start, total_kv_heads, model : as for `PoolIdentity.of`. Give `model` what tells apart
-            models whose pools look alike: weights, adapter, rotary settings
-        deadline_s : seconds that a call may take, this one included, unless it says otherwise
-        checksum : that blocks are stored with: "xxh3_64" (`kvcupy[shared]`), "sum64", or "none",
-            which reads blocks without verifying their bytes; None: the first that there is
-        retries : of a call that has lost the server, within its deadline
-        options : of the backend. "shm:": `folder` of the file, "/dev/shm"; `threads` that copy the
-            blocks of one call, the caller's included, up to 4 by default. Redis: `ttl_s`,
-            `max_connections` and the options of redis-py's connections; Mooncake: `segment_bytes`,
-            `host`, `protocol`, `devices`; see docs/shared_store_servers.md
+        capacity_bytes : size of the memory. "shm:": required in the first process; other processes
+            pass the same value or None. All blocks under a name have the same length, so pools
+            with other page sizes need another name
+        tenant : str or bytes. Tenants cannot find each other's blocks
+        head_start, total_kv_heads, model : as for `PoolIdentity.of`. `model` is a string that
+            distinguishes models whose pools look alike: weights, adapter, rotary settings
+        deadline_s : default time limit of a call, and the limit of this one, in seconds
+        checksum : algorithm stored with blocks: "xxh3_64" (`kvcupy[shared]`), "sum64", or "none",
+            which also reads blocks without verifying their bytes. None selects the first available
+        retries : maximum retries of a call that has lost the server, within its deadline
+        options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
+            number of threads that copy the blocks of one call, including the caller's, up to 4 by
+            default. Redis: `ttl_s`, `max_connections` and the options of redis-py's connections.
+            Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
+            docs/shared_store_servers.md
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit
-        ImportError : a package is missing; the message says which
-        ConnectionError, FileNotFoundError, OSError : there is no such store, or the memory cannot
-            be had
+        TypeError, ValueError : an argument has the wrong type or value
+        ImportError : a package is missing; the message names it
+        ConnectionError, FileNotFoundError, OSError : the store does not exist or is unreachable, or
+            memory allocation fails
 
         Examples
         --------
@@ -218,16 +218,15 @@ class SharedStore(ProcessLocal):
     # --- Blocks ---
 
     def match(self, hashes: Any) -> int:
-        """Return how many leading blocks the store has.
+        """Count the leading blocks that the store has.
 
         Parameters
         ----------
-        hashes : list of ints of 128 bits (`block_hashes`), from the first block of a
-            prefix on
+        hashes : list of 128-bit ints (`block_hashes`), starting at the first block of a prefix
 
         Raises
         ------
-        TypeError, ValueError : `hashes` are not such numbers
+        TypeError, ValueError : `hashes` has other values
         KvcupyError : the store is closed, or was opened by another process
         """
         keys = self._keys.keys(hashes)
@@ -243,22 +242,23 @@ class SharedStore(ProcessLocal):
             return len(keys)
 
     def put(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[str]:
-        """Store blocks that the store does not have.
+        """Store the blocks that the store does not have.
 
         Parameters
         ----------
-        hashes : list of ints of 128 bits
+        hashes : list of 128-bit ints
         pages : list or integer array, the page of each block
-        deadline_s : seconds, for this call. What is late is "failed"
+        deadline_s : time limit of this call, in seconds. Late blocks are "failed"
 
         Returns
         -------
-        for each block "stored"; "known", the store has it; "full", it has no space that it could
-        free; or "failed", it is lost or late. A block that is "failed" may have been stored
+        for each block "stored"; "known", the store already had it; "full", no space could be freed;
+        or "failed", the store is lost or late. A "failed" block may have been stored
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit; nothing was stored
+        TypeError, ValueError : an argument is invalid, such as a page out of range; nothing was
+            stored
         KvcupyError : the store is closed, or was opened by another process
         """
         keys = self._keys.keys(hashes)
@@ -298,17 +298,17 @@ class SharedStore(ProcessLocal):
 
         Parameters
         ----------
-        hashes : list of ints of 128 bits
-        pages : list or integer array, the page that each block goes to, each once
-        deadline_s : seconds, for this call. What is late is a miss
+        hashes : list of 128-bit ints
+        pages : list or integer array, the destination page of each block, without duplicates
+        deadline_s : time limit of this call, in seconds. Late blocks are misses
 
         Returns
         -------
-        for each block whether its page has it. The contents of the other pages are undefined
+        for each block, whether it is in its page. The contents of the other pages are undefined
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit; nothing was read
+        TypeError, ValueError : an argument is invalid, such as a duplicate page; nothing was read
         KvcupyError : the store is closed, or was opened by another process
         """
         keys = self._keys.keys(hashes)
@@ -319,7 +319,7 @@ class SharedStore(ProcessLocal):
         with self._using(), self._timed("get"):
             deadline = time.monotonic() + seconds
             there = [False] * len(keys)
-            asked = [i for i, bad in enumerate(self._are_bad(keys)) if not bad]
+            asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
             self._pages.announce("get shared", [numbers[i] for i in asked], is_read=False)
             at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
             for chunk in _chunks(asked, at_once):
@@ -340,7 +340,7 @@ class SharedStore(ProcessLocal):
         return there
 
     def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
-        """Read blocks of one call to the backend; return which are there and as they were put."""
+        """Read blocks with one backend call; return which arrived and passed verification."""
         backend = self._backend
         with self._blocks(pages, gather=False) as blocks:
             try:
@@ -350,7 +350,7 @@ class SharedStore(ProcessLocal):
                 raise
             headers = headers or [None] * len(keys)
             failed = []
-            if lost:  # else the others are not there, or were not asked for
+            if lost:  # else blocks without a header are missing, or were not requested
                 failed = [k for k, header in zip(keys, headers, strict=True) if header is None]
             verdicts = [
                 None if header is None else self._verify(header, key, block)
@@ -365,25 +365,25 @@ class SharedStore(ProcessLocal):
         damaged = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is False]
         if damaged:
             self._count("damaged", len(damaged))
-            cache_logger.warning("%d blocks of %r are damaged, and dropped", len(damaged), backend)
+            cache_logger.warning("dropping %d damaged blocks of %r", len(damaged), backend)
             self._call(backend.discard, damaged, deadline=deadline)
-        self._note_bad(damaged + failed)
+        self._note_failed(damaged + failed)
         return [verdict is True for verdict in verdicts]
 
     def _hold_back(
         self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[SummedBlock]
     ) -> None:
-        """Keep memory that an engine may still access from being used for something else."""
+        """Hold back memory that the engine may still access, so that it is not reused."""
         if keys and (completion := self._backend.busy(keys)) is not None:
             if self._pages.is_direct:
                 self.pool.allocator._mark_busy(pages, completion)
             else:
                 blocks.clear()
 
-    # --- The rest ---
+    # --- Statistics, closing and removal ---
 
     def stats(self) -> dict[str, Any]:
-        """Return counts of this process since the store was opened, and what the backend knows.
+        """Return this process's counts since the store was opened, and the backend's counters.
 
         Raises
         ------
@@ -391,11 +391,11 @@ class SharedStore(ProcessLocal):
 
         Notes
         -----
-        Blocks: `stored`, `known`, `full` and `failed` of puts; `hits` and `misses` of gets, and of
-        the misses those that were `damaged` (not what was stored), `unverified` (their checksum
-        cannot be calculated here) or `late`. `put_bytes`, `get_bytes`, `put_s` and `get_s`. Calls
-        that have `lost` the server, that were late (`slow`), and that were `skipped` since such
-        calls had come in a row.
+        Puts, in blocks: `stored`, `known`, `full` and `failed`. Gets, in blocks: `hits` and
+        `misses`; of the misses, `damaged` (verification failed), `unverified` (the checksum
+        algorithm is not available here) and `late`. Also `put_bytes`, `get_bytes`, `put_s` and
+        `get_s`. Calls: `lost` (no connection), `slow` (late), and `skipped` (after consecutive
+        lost or late calls).
         """
         names = (
             "stored", "known", "full", "failed", "hits", "misses", "damaged", "unverified", "late",
@@ -408,9 +408,7 @@ class SharedStore(ProcessLocal):
             return {**counts, **self._backend.stats()}
 
     def close(self) -> None:
-        """Close the store after the calls of other threads; its blocks stay. Repeated calls do
-        nothing.
-        """
+        """Wait for calls of other threads, then close the store; its blocks stay. Idempotent."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -421,14 +419,15 @@ class SharedStore(ProcessLocal):
         self._backend.close()
 
     def remove(self) -> None:
-        """Remove what is stored: the embedded store's memory, or this tenant's blocks on a server.
+        """Remove the embedded store's memory, or this tenant's blocks on a server.
 
-        Memory ("shm:") loses its name at once, so that the next process to open it makes another.
-        Those that have it open go on with it, and it is given back when all of them have closed it.
+        Memory ("shm:") loses its name at once: the next process that opens the name creates a new
+        store. Processes that have the old one open can keep using it; its memory is freed when
+        the last of them closes it.
 
         Raises
         ------
-        OSError : that failed; ConnectionError if the server is lost
+        OSError : the store could not be removed; ConnectionError if the server is lost
         KvcupyError : the store is closed, or was opened by another process
         """
         with self._using():
@@ -448,7 +447,7 @@ class SharedStore(ProcessLocal):
         )  # fmt: skip
 
     def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
-        """Return whether a block is what was put; None if that cannot be said."""
+        """Return whether a block is what was put; None if its checksum cannot be computed."""
         if len(header) != _HEADER.size:
             return False
         magic, version, code, _, num_bytes, total, digest, of_key = _HEADER.unpack(header)
@@ -456,7 +455,7 @@ class SharedStore(ProcessLocal):
         if (magic, num_bytes, digest, of_key) != expected:
             return False
         algorithm = _ALGORITHM_NAMES.get(code)
-        if version != _VERSION or algorithm is None:  # of a later kvcupy
+        if version != _VERSION or algorithm is None:  # written by a later kvcupy
             algorithm = "unknown"
         if algorithm == "none" and self._algorithm == "none":
             return True
@@ -468,16 +467,17 @@ class SharedStore(ProcessLocal):
     # --- Memory ---
 
     def _blocks_at_once(self) -> int:
-        """Return of how many blocks the memory is handed to a backend together."""
+        """Return the maximum number of blocks in one backend call."""
         if self._pages.is_direct:
             return _KEYS_PER_QUERY
         return max(1, _SCRATCH_BYTES // self._pages.block_bytes)
 
     @contextmanager
     def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[SummedBlock]]:
-        """Give the memory of pages in wire order: their own, or a buffer, which is `gather`ed.
+        """Yield pages as blocks in wire order: the pages' memory, or else a scratch buffer.
 
-        Who clears the list keeps the buffer from being used again.
+        With `gather`, pages are first copied to the buffer. Clearing the list prevents reuse of
+        the buffer.
         """
         if self._pages.is_direct:
             yield [SummedBlock(self._pages.pieces(page), self._algorithm) for page in pages]
@@ -509,21 +509,24 @@ class SharedStore(ProcessLocal):
     # --- Calls to the backend ---
 
     def _known(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Return which blocks the store has, except those that could not be fetched just now."""
+        """Return which blocks the store has, excluding those in the negative cache."""
         known, _ = self._call(self._backend.exists, keys, deadline=deadline)
         if known is None:
             return [False] * len(keys)
-        return [there and not bad for there, bad in zip(known, self._are_bad(keys), strict=True)]
+        return [
+            there and not failed
+            for there, failed in zip(known, self._are_failed(keys), strict=True)
+        ]
 
     def _call(
         self, function: Callable[..., _Result], *arguments: Any, deadline: float
     ) -> tuple[_Result | None, bool]:
-        """Call a method of the backend, unless it was lost too often just now.
+        """Call a method of the backend, unless the backend is being skipped.
 
         Returns
         -------
-        what it returns, as far as that is known, else None; and whether the backend was lost, for
-        another reason than that the caller was in a hurry
+        the method's result, or None if unknown; and whether the backend was lost, excluding calls
+        whose deadline was too short to tell
         """
         started = time.monotonic()
         with self._changed:
@@ -547,7 +550,7 @@ class SharedStore(ProcessLocal):
                 break
         now = time.monotonic()
         late = now - started >= self._deadline_s
-        # That a caller had little time, or little of it left, is not the server's fault.
+        # A deadline that was short, or nearly over at the start, says nothing about the server.
         hurried = now >= deadline and deadline - started < self._deadline_s / 2
         lost = failure is not None and not hurried
         with self._changed:
@@ -558,32 +561,32 @@ class SharedStore(ProcessLocal):
             if failure is None:
                 self._counts["slow"] += 1
             self._lost_in_a_row += 1
-            skips = self._lost_in_a_row >= _LOST_IN_A_ROW
+            skips = self._lost_in_a_row >= _MAX_LOST_IN_A_ROW
             if skips:
-                self._skipped_until = now + _SKIPPED_S
+                self._skipped_until = now + _SKIP_S
         if skips:
             cache_logger.warning(
-                "%r is not asked for %g s: %s", self._backend, _SKIPPED_S, failure or "it is late"
+                "skipping %r for %g s: %s", self._backend, _SKIP_S, failure or "calls are late"
             )
         return cast("_Result | None", result), lost
 
-    def _are_bad(self, keys: Sequence[bytes]) -> list[bool]:
-        if not self._bad:
+    def _are_failed(self, keys: Sequence[bytes]) -> list[bool]:
+        if not self._retry_at:
             return [False] * len(keys)
         now = time.monotonic()
         with self._changed:
-            return [self._bad.get(key, now) > now for key in keys]
+            return [self._retry_at.get(key, now) > now for key in keys]
 
-    def _note_bad(self, keys: Sequence[bytes]) -> None:
+    def _note_failed(self, keys: Sequence[bytes]) -> None:
         if not keys:
             return
-        until = time.monotonic() + _BAD_S
+        until = time.monotonic() + _NEGATIVE_CACHE_TTL_S
         with self._changed:
             for key in keys:
-                self._bad.pop(key, None)  # the oldest come first
-                self._bad[key] = until
-            while len(self._bad) > _MAX_BAD:
-                del self._bad[next(iter(self._bad))]
+                self._retry_at.pop(key, None)  # keeps the oldest first
+                self._retry_at[key] = until
+            while len(self._retry_at) > _NEGATIVE_CACHE_SIZE:
+                del self._retry_at[next(iter(self._retry_at))]
 
     def _count(self, name: str, amount: int) -> None:
         with self._changed:
@@ -593,10 +596,10 @@ class SharedStore(ProcessLocal):
         with self._changed:
             self._counts.update(outcomes)
             self._counts["put_bytes"] += outcomes.count(STORED) * self._pages.block_bytes
-            if self._bad:
+            if self._retry_at:
                 for key, outcome in zip(keys, outcomes, strict=True):
                     if outcome == STORED:
-                        self._bad.pop(key, None)
+                        self._retry_at.pop(key, None)
 
     @contextmanager
     def _timed(self, call: str) -> Iterator[None]:
@@ -609,9 +612,9 @@ class SharedStore(ProcessLocal):
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Keep the backend from being closed.
+        """Keep the backend open during a call.
 
-        KvcupyError if it is, or belongs to another process.
+        KvcupyError if it is closed, or belongs to another process.
         """
         if os.getpid() != self._pid:
             raise KvcupyError(
@@ -631,7 +634,7 @@ class SharedStore(ProcessLocal):
 
 
 class _Headers(Sequence[bytes]):
-    """Headers of blocks, each calculated when it is first asked for."""
+    """Headers of blocks, each computed on first access."""
 
     def __init__(
         self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[SummedBlock]
