@@ -355,8 +355,9 @@ class Server:
         goal = len(prompt) + int(self.rng.integers(2, 26))
         sequence = Sequence(self._name(), prompt, len(prompt), goal, self._pick(KINDS))
         if sequence.kind == "window":
-            sequence.window = int(self.rng.integers(9, 18))
+            num_kept = int(self.rng.integers(9, 24))
             sequence.sink_tokens = int(self.rng.integers(0, 6))
+            sequence.window = num_kept - sequence.sink_tokens
         return sequence
 
     def _name(self) -> int:
