@@ -446,6 +446,18 @@ class TestAccess:
             ask(backend, "FLUSHALL")
 
     @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+    def test_session_tickets_of_tls_are_no_reply(self, redis_server, tmp_path):
+        """The server sends them at any time after the handshake; they carry no data."""
+        ca, certificate, key = certificates(tmp_path)
+        server = redis_server(
+            "--tls-cert-file", str(certificate), "--tls-key-file", str(key),
+            "--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no", tls=True,
+        )  # fmt: skip
+        url = server.url.replace("redis:", "rediss:")
+        for _ in range(40):
+            open_backend(url, ssl_ca_certs=ca).close()
+
+    @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
     def test_tls(self, redis_server, tmp_path):
         ca, certificate, key = certificates(tmp_path)
         server = redis_server(

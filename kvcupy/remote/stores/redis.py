@@ -375,6 +375,12 @@ class _Socket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    @property
+    def tls(self) -> ssl.SSLSocket:
+        """The socket itself."""
+        inner: ssl.SSLSocket = self._inner
+        return inner
+
     def settimeout(self, seconds: float | None) -> None:
         self._blocks = seconds != 0
         self._inner.settimeout(seconds)
@@ -448,6 +454,25 @@ class _Verified(_Timed):
     def __init__(self, **options: Any) -> None:
         options.setdefault("ssl_check_hostname", options.get("ssl_cert_reqs") != "none")
         super().__init__(**options)
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Return whether the connection has unread data, or is closed.
+
+        redis-py asks the socket, which is readable while session tickets of TLS 1.3 wait there.
+        These are not data, so they are read here. redis-py drops a connection with unread data.
+        """
+        connection: Any = self
+        if connection._sock is None:
+            connection.connect()
+        tls = connection._sock.tls
+        try:
+            tls.settimeout(0)
+            tls.recv(1)
+        except ssl.SSLWantReadError:
+            return False
+        except OSError:
+            return True
+        return True
 
 
 class _TcpConnection(_Timed, Connection):  # type: ignore[misc]
