@@ -376,11 +376,15 @@ def with_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep Inductor from trying vector instructions out, which takes it longer than a graph."""
+def plain_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep Inductor from trying vector instructions out, which takes it longer than a graph.
+
+    Graphs that an earlier run compiled are not used: their calls have the schemas of that time.
+    """
     from torch._inductor import cpu_vec_isa
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
 @pytest.fixture
