@@ -49,7 +49,6 @@ from common.tests import use_tests
 import kvcupy as kv
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave
-from kvcupy.remote.stores import redis
 from kvcupy.remote.stores.shm import default_threads
 from kvcupy.remote.wire import DEFAULT_CHECKSUM, WirePages, checksum
 
@@ -380,6 +379,8 @@ def candidates(
         rounds[f"socket {kind}"] = stack.enter_context(socket_engine(kind, blocks, folder))
     if "redis" in started:
         for kind, url in (("tcp", started["redis"].url), ("unix", started["redis"].unix_url)):
+            from kvcupy.remote.stores import redis  # needs redis-py
+
             backend = redis.open_backend(
                 url, WirePages(blocks.source), namespace=kind.encode(), capacity_bytes=None,
                 deadline=time.monotonic() + 60,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from redis import Redis
+
+Redis = pytest.importorskip("redis", reason='pip install ".[redis]"').Redis
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(

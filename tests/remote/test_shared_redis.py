@@ -16,8 +16,10 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from redis.connection import SSLConnection
 from redis_server import certificates, cluster_in, needs_redis, sentinel_in, servers_in
+
+# isort: split
+from redis.connection import SSLConnection
 
 from kvcupy.remote.stores import redis
 from kvcupy.remote.stores.backend import BackendLost

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import helpers
+import mooncake_servers
 import pytest
+import redis_server
 
+# isort: split
 from kvcupy.remote.stores.redis import RedisBackend
 from kvcupy.remote.stores.shm import ShmBackend
-
-ROOT = Path(__file__).resolve().parents[2]
-
-import mooncake_servers  # noqa: E402
-import redis_server  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
