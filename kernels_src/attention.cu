@@ -184,8 +184,10 @@ __global__ void __launch_bounds__(128, 2)
 #else
   constexpr int kCount = 8;
   constexpr int kBytes = Elements<TCache, kCount>::kBytes * (kRotateKeys ? 2 : 1);
-  // Keys in flight per group: as many as fit in registers beside the rows.
-  constexpr int kKeys = kBytes > 4                                ? 1
+  // Keys in flight per group: as many as fit in registers beside the rows. Rotated rows of four
+  // bits in three steps would spill with NVRTC 13 on sm_100 and sm_120.
+  constexpr bool kIsLarge = kBytes > 4 || (kFourBit<TCache> && kRotateKeys && kSteps > 2);
+  constexpr int kKeys = kIsLarge                                  ? 1
                         : kRows * kSteps == 1 && kBytes < 4       ? 4
                         : kRows * kSteps <= (kRotateKeys ? 4 : 8) ? 2
                                                                   : 1;

@@ -64,11 +64,11 @@ struct AttentionParams {
   i64 sink_keys;        // the first keys, seen past the window
   i64 table_operation;  // for the fault record
   i64 length_operation;
-  i64 starts_operation;
-  float score_scale;  // sm_scale, times log2(e) where there is no soft cap
-  float soft_cap;     // 0: none
-  float cap_scale;    // soft_cap * log2(e)
-  float inverse_cap;  // 1 / soft_cap
+  i64 starts_operation;  // negative: attention_starts has checked cu_query_lens
+  float score_scale;     // sm_scale, times log2(e) where there is no soft cap
+  float soft_cap;        // 0: none
+  float cap_scale;       // soft_cap * log2(e)
+  float inverse_cap;     // 1 / soft_cap
   int num_tokens;
   int num_sequences;
   int num_splits;
@@ -159,8 +159,8 @@ __device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence
 }
 
 // A block of decode is KV head x, tile y and split z. Heads run fastest, so that blocks which run
-// together read what lies next to each other: a row of few bytes fills no 32-byte sectors of its
-// own. Where there are more tiles than a grid takes in y, and so no splits, they go on in z.
+// together read adjacent memory: a short row does not fill 32-byte sectors by itself. Where there
+// are more tiles than the y dimension of a grid allows, and so no splits, tiles continue in z.
 __device__ __forceinline__ int tile_of_block(const AttentionParams& p) {
   return static_cast<int>(p.num_splits > 1 ? blockIdx.y : blockIdx.z * gridDim.y + blockIdx.y);
 }
@@ -238,10 +238,14 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
     const int end = starts[low + 1];
     t.first_token = max(start, 0);
     t.num_new = max(end, 0) - t.first_token;
-    if (reports) {  // a caller's own may be anything
+    if (reports && p.starts_operation >= 0) {  // given by the caller, and may be anything
       const int before = low > 0 ? starts[low - 1] : 0;
-      if (start < max(before, 0)) report_fault(p.faults, p.starts_operation, low, start);
-      if (end < max(start, 0)) report_fault(p.faults, p.starts_operation, low + 1, end);
+      if (start < max(before, 0) || start > p.num_tokens) {
+        report_fault(p.faults, p.starts_operation, low, start);
+      }
+      if (end < max(start, 0) || end > p.num_tokens) {
+        report_fault(p.faults, p.starts_operation, low + 1, end);
+      }
     }
   } else {
     const int tiles = (p.group + rows_per_tile - 1) / rows_per_tile;

@@ -18,7 +18,7 @@
 
 // --- Codes ---------------------------------------------------------------------------------------
 
-// What codes are multiplied by to get what `spread_codes` returns.
+// Ratio of what `spread_codes` returns to the values of codes.
 template <typename TCache>
 constexpr float kCodeUnit = kE2m1<TCache> ? 0x1p-14f : 1.0f;
 
@@ -76,7 +76,7 @@ struct OwnScales {
   const char* v;
 };
 
-// What has the strides of the codes of K, so that it is found from them.
+// The arrays that have the strides of the codes of K, and are addressed with them.
 struct SharedStrides {
   bool k_scales;
   bool v_codes;

@@ -2,18 +2,18 @@
 // and 4 bits.
 //
 // A block takes 16 packed rows of one sequence, KV head and split, which its four warps share. The
-// keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow, each with shared
-// memory of its own, so that they meet at the end only. A warp looks up a page one tile ahead of
+// keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow. Each warp has its own
+// shared memory, so that they synchronise only at the end. A warp looks up a page one tile ahead of
 // its use, and rows come in 16-byte copies, kStages tiles ahead:
 //
 //   keys(n) arrive | Q K^T -> scores | values(n) arrive | weights, O += P V | keys(n + 1) ...
 //                    look up, fetch keys(n + kStages)     fetch values(n + kStages)
 //
 // Elements of 8 bits become float16 in registers, exactly, after `ldmatrix` has brought four
-// neighbours to a lane: those of a key are depth 4t to 4t + 3 of 16, so the query is permuted
-// alike; those of a value are columns of two products that interleave. Such a query is scaled row
-// by row, by a power of two, which scores take back. A static scale of V is applied to
-// the output, one per key to its weight, relative to the largest so far. Elements of 4 bits:
+// neighbours to a lane. In a key they are depth 4t to 4t + 3 of 16, so the query is permuted the
+// same way; in a value they are columns of two products that interleave. Each row of such a query
+// is scaled by a power of two, which is divided out of its scores. A static scale of V is applied
+// to the output, one per key to its weight, relative to the largest so far. Elements of 4 bits:
 // attention_decode_four_bit.cuh.
 //
 // Keys that no row sees are zero in shared memory, as in attention_prefill.cu.
@@ -189,7 +189,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
   float sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < kDecodeWarps; ++w) {
-    // Of a warp that saw nothing, nothing: its sum is 0. That of one that saw a NaN is not.
+    // A warp that saw no key has sum 0 and adds nothing; one that saw a NaN has a nonzero sum.
     const float own = merge.sums[w][row];
     weights[w] = own != 0.0f ? exp2f(merge.tops[w][row] - largest) : 0.0f;
     if (own != 0.0f) sum += own * weights[w];

@@ -53,8 +53,8 @@ constexpr int group_bytes(int width) {
   return (width / smallest * kGroupScaleBytes<TCache> + 3) / 4 * 4;
 }
 
-// Likewise of four bits, with the group scales as they are in the cache, and as they are multiplied
-// (attention_decode_four_bit.cuh): nvfp4 takes them as they are.
+// Likewise of four bits, with the group scales as stored in the cache, and as multiplied
+// (attention_decode_four_bit.cuh): nvfp4 multiplies the stored ones directly.
 template <typename TCache, int kStages, int kKeys, int kWidth, int kWidthV>
 struct DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, true> {
   static constexpr bool kPrepares = !kSameType<TCache, nvfp4>;

@@ -1,7 +1,7 @@
 // What every kernel shares: index types, vector words, byte-stride addressing, slots and faults.
 //
 // Kernels move rows of bytes. A row is found by byte strides, so a layout (NHD, HND, packed QKV,
-// K/V interleaved) is a set of strides and never a kernel of its own.
+// K/V interleaved) is a set of strides and never a separate kernel.
 #pragma once
 
 #ifndef __CUDACC__

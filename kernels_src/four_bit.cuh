@@ -222,7 +222,7 @@ __device__ __forceinline__ float rotation_scale(int shift) {
   return __fmul_rn(power, shift & 1 ? kRootOfHalf : 1.0f);
 }
 
-// What is rotated before it is stored has no magnitude above the limit.
+// Clamp elements that are rotated before they are stored to the limit of magnitude.
 __device__ __forceinline__ void bound_sixteen(Sixteen& x) {
 #pragma unroll
   for (int i = 0; i < kCodesPerThread; ++i) {
@@ -310,7 +310,7 @@ inline void rotate_alone(float* x, int shift) {
 }
 #endif
 
-// What 16 elements are stored as.
+// The codes and scale that 16 elements are stored as.
 struct SixteenCodes {
   alignas(8) u32 words[2];
 
@@ -529,7 +529,7 @@ __device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& 
 }
 
 // Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
-// first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
+// first of them stores its scale, too. `scale` is the tensor's or the head's. Every thread of the
 // warp must call it; those that have no elements are not `active`.
 template <typename TFormat, typename T>
 __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,

@@ -21,8 +21,8 @@ __device__ __forceinline__ u32 decode_e4m3_pair(u32 codes) {
 }
 
 // The code of x, rounded once, to nearest even. Saturates, infinities too; keeps NaN, without sign.
-// That of its magnitude is in the lowest seven bits of `encode_magnitude`, below others; NaN is the
-// largest there.
+// The lowest seven bits of `encode_magnitude` are the code of its magnitude, below other bits; NaN
+// is the largest there.
 //
 // The sum of a number and a power of two whose last bit is worth a unit of the number's code is
 // rounded to that unit, and ends with how many there are: a mantissa with its leading one, or what

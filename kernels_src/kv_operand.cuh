@@ -4,10 +4,10 @@
 #include "numeric.cuh"
 
 // Where the group scales of a four-bit cache lie (four_bit.cuh): behind the codes of each row, or
-// in an array of their own.
+// in a separate array.
 struct GroupScales {
   i64 offset_bytes;      // from the codes of the first row to its scales
-  CacheStrides strides;  // between scales, as those of the cache are between codes
+  CacheStrides strides;  // between scales, as the strides of the cache are between codes
   int group_shift;       // log2 of the elements that share one
   int code_word_bytes;   // in which codes are accessed: 1, 2, 4 or 8
   int rotation_shift;    // log2 of the elements that are rotated together; 0: none are

@@ -118,7 +118,7 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
   const StateRows in_lse =
       find_states(p.lse_a, p.lse_a_rows, p.lse_b, p.lse_b_rows, p.lse_state_bytes, token, head);
 
-  // Load: the largest lse. Every lane reads those of two states; more are shared out to the lanes.
+  // Load: the largest lse. Every lane reads both of two states; more are shared out to the lanes.
   const float sink =
       p.sinks ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) : -kInfinity;
   const u32 row_lanes = (kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
@@ -195,8 +195,8 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
     from_floats<TOut>(sum).store(out + i * sizeof(TOut));
   }
 
-  // The lse may lie where that of a state was: all lanes have read it by now.
-  // Other rows of the warp may have no lanes left: only those of this row are waited for.
+  // The lse may overwrite a state's: all lanes must have read it first. Other rows of the warp may
+  // have no lanes left, so this waits for the lanes of this row only.
   if (lanes > 1) __syncwarp(row_lanes);
   if (lane == 0 && p.lse) {
     *reinterpret_cast<float*>(p.lse + row_offset(p.lse_rows, token, head)) =

@@ -200,7 +200,7 @@ __device__ __forceinline__ void end_copy_group() {
 #endif
 }
 
-// Wait for the copies of this thread but those of the kLeft groups that were closed last.
+// Wait for the copies of this thread except the kLeft groups that were closed last.
 template <int kLeft>
 __device__ __forceinline__ void wait_for_copy_groups() {
 #ifndef __CUDACC__

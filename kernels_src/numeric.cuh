@@ -214,7 +214,7 @@ __device__ __forceinline__ Pack<float, kCount> quotients(const Pack<float, kCoun
   return out;
 }
 
-// x / scale as fp8 by arithmetic. Signs and NaN are those of the quotient before its correction,
+// x / scale as fp8 by arithmetic. Signs and NaN are taken from the quotient before its correction,
 // which is NaN for infinities alone: they saturate.
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> quantise_by_arithmetic(const Pack<float, kCount>& x,
@@ -246,7 +246,7 @@ template <int kCount>
 struct AbsMax {
   float largest = 0.0f;
 
-  // Elements as they are; pairs of 16 bits are compared at once.
+  // Unscaled elements; pairs of 16 bits are compared at once.
   template <typename T>
   __device__ __forceinline__ void add(const Pack<T, kCount>& pack) {
     if constexpr (kArch >= 800 && sizeof(T) == 2 && kCount % 2 == 0) {

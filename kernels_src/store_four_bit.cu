@@ -42,7 +42,7 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
       const bool has_v = at < p.v.width;
       Pack<TIn, kCodesPerThread> k;
       Pack<TIn, kCodesPerThread> v;
-      // Load: threads without elements take those of another
+      // Load: threads without elements load another thread's
       if (p.k.width) k = load_sixteen<TIn, kCount>(k_in + (has_k ? at : 0) * kInBytes);
       if (p.v.width) v = load_sixteen<TIn, kCount>(v_in + (has_v ? at : 0) * kInBytes);
       // Convert, Store

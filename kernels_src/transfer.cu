@@ -133,8 +133,8 @@ struct TransferConvertParams {
   FourBitPool dst;
 };
 
-// Packs that a thread holds at a time, of K and of V: those of one row, or one each of as many
-// rows, or two each of half as many.
+// Packs that a thread holds at a time, of K and of V: all of one row, or one each of as many rows,
+// or two each of half as many.
 template <typename TIn, int kCount>
 constexpr int kHeldPacks = sizeof(TIn) * kCount > 16 ? 2 : 4;
 
@@ -261,7 +261,7 @@ __device__ __forceinline__ const char* scale_of(const char* scales, const Transf
   return scales ? scales + offset_of(strides, page, at) : nullptr;
 }
 
-// A row is one (layer, offset, head), with a scale of its own where a pool keeps scales. A thread
+// A row is one (layer, offset, head), and has its own scale where a pool keeps scales. A thread
 // loads all its packs of several rows, K and V, and holds them until they are stored, so that each
 // byte crosses a link once. Rows too long for that are converted one after the other.
 // grid: at most max_blocks, block: kConvertThreads, smem: 0
@@ -285,18 +285,25 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       const bool live = at.src_page >= 0;
       const i64 src = live ? at.src_page : 0;
       const i64 dst = live ? at.dst_page : 0;
-      convert_row<TIn, TOut, kCount>(
-          p.src_k + offset_of(p.src_k_strides, src, at),
-          scale_of(p.src_k_scale, p.src_k_scale_strides, src, at),
-          p.dst_k + offset_of(p.dst_k_strides, dst, at),
-          const_cast<char*>(scale_of(p.dst_k_scale, p.dst_k_scale_strides, dst, at)),
-          live ? p.k_width : 0, lane, lanes);
-      convert_row<TIn, TOut, kCount>(
-          p.src_v + offset_of(p.src_v_strides, src, at),
-          scale_of(p.src_v_scale, p.src_v_scale_strides, src, at),
-          p.dst_v + offset_of(p.dst_v_strides, dst, at),
-          const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)),
-          live ? p.v_width : 0, lane, lanes);
+      // One copy of the code serves both: two of them spill on sm_120 with NVRTC 13.
+#pragma unroll 1
+      for (int operand = 0; operand < 2; ++operand) {
+        const bool is_v = operand == 1;
+        const char* from = is_v ? p.src_v : p.src_k;
+        const char* from_scale = is_v ? p.src_v_scale : p.src_k_scale;
+        char* to = is_v ? p.dst_v : p.dst_k;
+        char* to_scale = is_v ? p.dst_v_scale : p.dst_k_scale;
+        const auto& from_strides = is_v ? p.src_v_strides : p.src_k_strides;
+        const auto& to_strides = is_v ? p.dst_v_strides : p.dst_k_strides;
+        const auto& from_scale_strides = is_v ? p.src_v_scale_strides : p.src_k_scale_strides;
+        const auto& to_scale_strides = is_v ? p.dst_v_scale_strides : p.dst_k_scale_strides;
+        const int width = is_v ? p.v_width : p.k_width;
+        convert_row<TIn, TOut, kCount>(
+            from + offset_of(from_strides, src, at),
+            scale_of(from_scale, from_scale_strides, src, at), to + offset_of(to_strides, dst, at),
+            const_cast<char*>(scale_of(to_scale, to_scale_strides, dst, at)), live ? width : 0,
+            lane, lanes);
+      }
     }
     return;
   }
@@ -333,7 +340,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         v_targets[i] = p.dst_v + offset_of(p.dst_v_strides, at.dst_page, at) + moved;
       }
     }
-    // Convert, Store. What only scales need is looked up again, and holds no registers meanwhile.
+    // Convert, Store. The places of scales are looked up again, and hold no registers meanwhile.
     const auto scale_at = [&](char* scales, const TransferStrides& strides, int i) {
       const TransferPlace at = place_of(i, false);
       return reinterpret_cast<float*>(scales + offset_of(strides, at.dst_page, at));

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import Transfer, TransferEngine
-from .cache.hashes import block_hashes
+from .cache.paged.arguments import Demotion
 from .cache.paged.cache import PagedKVCache
-from .cache.paged.past import Demotion
-from .cache.pages import PageAllocator
+from .cache.pages import PageAllocator, block_hashes
 from .cache.pool import KVPool, MLAPool
 from .cache.tiered.cache import TieredCache
 from .cache.tiered.leases import Lease
@@ -31,7 +30,7 @@ from .errors import (
     UnknownSequence,
 )
 from .formats import Encoding
-from .ops import call as _call
+from .ops import launch as _launch
 from .ops.attention import paged_attention
 from .ops.bind import bind, vary
 from .ops.custom import kernel
@@ -81,7 +80,7 @@ def _is_verified(device: "_Device", specialisation: "_Specialisation") -> bool |
     return is_verified(device, specialisation)
 
 
-_call.verifier = _is_verified
+_launch.verifier = _is_verified
 
 __all__ = [
     "ArrayView",

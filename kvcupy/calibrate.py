@@ -9,9 +9,7 @@ for either direction the fields of `ops.transfer.Thresholds`}.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from datetime import datetime, timezone
 from math import log
@@ -135,16 +133,7 @@ def describe(calibration: dict[str, Any]) -> str:
 def save(model: str, calibration: dict[str, Any]) -> Path:
     """Store a calibration, in place of an earlier one; return its file, or raise OSError."""
     file = transfer.calibration_file(model)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=".calibration-")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w") as stored:
-            json.dump(calibration, stored, indent=1)
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    cache.write_file(file, json.dumps(calibration, indent=1).encode())
     return file
 
 
@@ -158,7 +147,7 @@ def _time_pieces(
     device: Device, direction: str, pieces: int, size: int, stream: Stream
 ) -> dict[str, float]:
     """Return the time of scattered pieces by either method, in us."""
-    num_pages = max(1, pieces // 2)  # K and V are pieces of their own
+    num_pages = max(1, pieces // 2)  # K and V are separate pieces
     src, dst = _pools(direction, device, 2 * num_pages, 1, 1, size, "layer_first")
     pages = 2 * np.random.default_rng(0).permutation(num_pages)  # no two are neighbours
     times = {m: _time(src, dst, pages, stream, method=m) for m in ("kernel", "copy")}

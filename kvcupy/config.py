@@ -186,7 +186,7 @@ class Config:
         """Raise `cause`, or log it once per operation and reason, as `fallback` says."""
         if self._fallback == "error" or not isinstance(cause, CompileError):
             raise copy(cause)  # a copy: a traceback keeps the frames, so the arrays, of its call
-        # What the system lacks now may be told differently each time: the names of files, say.
+        # A transient cause may be worded differently each time, with names of temporary files.
         reason = "transient" if cause.transient else str(cause).splitlines()[0]
         reason = f"{operation}: {reason}"
         with self._lock:

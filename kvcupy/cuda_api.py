@@ -1,10 +1,10 @@
-"""CUDA as kvcupy calls it: CuPy's bindings, and what they lack, by ctypes; errors made kvcupy's.
+"""The CUDA API of kvcupy: CuPy's bindings, what they lack by ctypes, and kvcupy's errors.
 
 `CudaApi` gathers all of it in one object, so that a test without a GPU can pass in another of the
 same shape. CuPy's part is a thin layer over the CUDA runtime and driver: its queries return an
 unchecked status, its other calls raise. Calls by ctypes also release the interpreter's lock.
 Handles 0 to 2 mean streams of the device that is current, as in CuPy. The last section makes CuPy
-load the NVRTC and cuBLAS of its own CUDA version.
+load the NVRTC and cuBLAS that match CuPy's CUDA version.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def load_driver() -> Any:
 
 
 def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
-    """Return the driver's batched copy with its nine arguments, or None where there is none.
+    """Return the driver's batched copy with its nine arguments, or None if it has no such function.
 
     Parameters
     ----------
@@ -310,16 +310,12 @@ def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
     library = load_driver() if library is None else library
     if library is None:
         return None
-    # By the entry point of CUDA 12.0, or else the older one.
     address, status = ctypes.c_void_p(), ctypes.c_int(0)
-    query = (_BATCH_NAME, ctypes.byref(address), BATCH_VERSION, ctypes.c_uint64(_LEGACY_STREAM))
-    newer = getattr(library, "cuGetProcAddress_v2", None)
-    older = getattr(library, "cuGetProcAddress", None)
-    if newer is not None:
-        is_found = newer(*query, ctypes.byref(status)) == 0 and status.value == 0
-    else:
-        is_found = older is not None and older(*query) == 0
-    return BATCH_TYPE(address.value) if is_found and address.value else None
+    failed = library.cuGetProcAddress_v2(
+        _BATCH_NAME, ctypes.byref(address), BATCH_VERSION, ctypes.c_uint64(_LEGACY_STREAM),
+        ctypes.byref(status),
+    )  # fmt: skip
+    return BATCH_TYPE(address.value) if not (failed or status.value) and address.value else None
 
 
 # --- NVIDIA's libraries beside CuPy ---
@@ -377,7 +373,7 @@ def install_cublas() -> str:
 
 
 def driver_version() -> int:
-    """Return the CUDA version of the driver, 12040 for 12.4; 0 if there is none."""
+    """Return the CUDA version of the driver, 12040 for 12.4; 0 without a driver."""
     version = ctypes.c_int(0)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -425,7 +421,7 @@ def driver_complaint(driver: int, cupy: int, nvrtc: tuple[int, int] | None) -> s
 
     Parameters
     ----------
-    driver : the CUDA version of the driver, 12040 for 12.4; 0 if there is none
+    driver : the CUDA version of the driver, 12040 for 12.4; 0 without a driver
     cupy : the CUDA version that CuPy is built for, likewise
     nvrtc : the version of the NVRTC that is loaded; None if none can be loaded
     """

@@ -83,7 +83,7 @@ def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
     """
     options = {name: value for name, value in options.items() if value is not None}
     try:
-        # Not that of `ExportsBits`, which calls this.
+        # The base class's method: `ExportsBits.__dlpack__` calls this function.
         if isinstance(carrier, np.ndarray):
             capsule = np.ndarray.__dlpack__(carrier, **options)
         else:  # CuPy takes the current GPU's current stream for the producer's

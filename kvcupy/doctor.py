@@ -1,7 +1,7 @@
 """`python -m kvcupy doctor`: one page on what this machine has, what works, and what is missing.
 
-What may be broken costs its own lines of the page and no more: versions come from package metadata,
-sections import what they need, and each device is tried in a process of its own, for a driver may
+A part that is broken costs its own lines of the page only: versions come from package metadata,
+sections import what they need, and each device is tried in a separate process, for a driver may
 crash or hang.
 """
 
@@ -192,7 +192,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 
 def _driver_cuda() -> int:
-    """Return the CUDA version of the driver, 0 if there is none."""
+    """Return the CUDA version of the driver, 0 without a driver."""
     version = re.search(r"CUDA[^\d\n]*Version\s*:\s*(\d+)\.", _nvidia_smi() or "")
     return int(version[1]) if version else 0
 

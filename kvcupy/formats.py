@@ -58,7 +58,7 @@ class FourBitFormat(Format):
     """A format of two codes a byte, element 2i in the low nibble of byte i, scaled by groups.
 
     A row of `width` elements is `width / 2` bytes of codes, then its scales in order; or its scales
-    lie in an array of their own. value = code * group scale * scale of the tensor or head.
+    lie in a separate array. value = code * group scale * scale of the tensor or head.
 
     Attributes
     ----------
@@ -134,9 +134,11 @@ def _tag_of(dtype: str | np.dtype[Any]) -> str:
 
 
 def numpy_dtype(name: Any) -> np.dtype[Any]:
-    """Return the NumPy dtype of a format name, or of anything `numpy.dtype` takes."""
+    """Return the NumPy dtype of a format name, a torch dtype, or what `numpy.dtype` takes."""
     if isinstance(name, Encoding):
         name = name.format
+    elif type(name).__module__ == "torch":
+        name = str(name).removeprefix("torch.")
     if isinstance(name, str) and name in FORMATS:
         return FORMATS[name].numpy
     try:
@@ -284,9 +286,8 @@ class Encoding:
             return dtype
         if isinstance(dtype, str) and ("+" in dtype or dtype in CACHE_FORMATS):
             return _parsed(dtype, name)
-        text = str(dtype)
         try:
-            format = tag(text[6:] if text.startswith("torch.") else numpy_dtype(dtype))
+            format = tag(numpy_dtype(dtype))
         except TypeError:
             format = ""
         if format not in FORMATS:

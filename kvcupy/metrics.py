@@ -239,12 +239,12 @@ def collect() -> list[Metric]:
     metrics = []
     for kind, helps in (("counter", _COUNTERS), ("gauge", _GAUGES)):
         for name, text in helps.items():
-            samples = {labels: float(n) for (of, labels), n in numbers.items() if of == name}
+            samples = {labels: float(n) for (own, labels), n in numbers.items() if own == name}
             metrics.append(Metric(name, kind, text, samples))
     for name, (bounds, text) in _HISTOGRAMS.items():
         seen = {
             labels: Distribution(bounds, counts, total)
-            for (of, labels), (counts, total) in distributions.items() if of == name
+            for (own, labels), (counts, total) in distributions.items() if own == name
         }  # fmt: skip
         metrics.append(Metric(name, "histogram", text, seen))
     return [metric for metric in metrics if metric.samples]

@@ -20,7 +20,7 @@ from .arrays import ArrayView, view
 
 
 @dataclass(frozen=True)
-class Slots:
+class DerivedSlots:
     """Slots that follow from the contents of index arrays.
 
     Attributes
@@ -48,7 +48,7 @@ class Access:
     """
 
     view: ArrayView
-    slots: ArrayView | Slots | None = None
+    slots: ArrayView | DerivedSlots | None = None
     page_size: int = 1
     offset_axis: int = 0
     name: str = ""
@@ -127,7 +127,7 @@ def _num_bytes(accesses: Iterable[Access]) -> int | None:
     for access in accesses:
         array, slots = access.view, access.slots
         num_bytes = array.num_bytes
-        if isinstance(slots, Slots):
+        if isinstance(slots, DerivedSlots):
             return None
         if slots is not None:
             num_slots = array.shape[0] * access.page_size
@@ -190,8 +190,8 @@ class OrderObserver:
 observers: tuple[Observer, ...] = ()
 """Who is notified. Operations look here before they describe themselves."""
 order_observers: tuple[OrderObserver, ...] = ()
-"""Those of the observers that are such: what is announced to them alone costs one test of this."""
-_lock = threading.Lock()  # of whoever replaces the two
+"""The OrderObservers among the observers, so that announcing to them alone costs one truth test."""
+_lock = threading.Lock()  # held while the two are replaced
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""Long work: tasks in processes of their own, and how far they are.
+"""Long work: tasks in worker processes, and their progress.
 
 Tasks get processes because compilers hold locks that threads of one process share. Ctrl-C ends them
-at once, whatever they are at: each worker leads a process group, which is killed with the compilers
-that it has started. What they had finished is in the disk cache.
+at once, even while a compiler runs: each worker leads a process group, which is killed with the
+compilers that it has started. Kernels that were finished are in the disk cache.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def run(
 
     Parameters
     ----------
-    function : found by its module's name in a process that is started anew, as its tasks and
-        results must be picklable
+    function : found by its module's name in the worker processes; tasks and results must be
+        picklable
     notify : called with the number of steps that are done, after each
     steps : how many steps a task counts as
 

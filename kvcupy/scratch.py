@@ -67,7 +67,7 @@ class _Captured:
         self.idle: _Idle = defaultdict(list)
         self._device = device
         self._store = store
-        self.all: list[tuple[_Key, list[Any]]] = []  # each array in a list of its own
+        self.all: list[tuple[_Key, list[Any]]] = []  # each array in its own list
 
     def __del__(self) -> None:
         self.idle.clear()

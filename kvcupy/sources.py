@@ -151,7 +151,7 @@ def header_places() -> list[HeaderPlace]:
 def _inspect(path: Path, origin: str) -> HeaderPlace:
     if not all((path / name).is_file() for name in _FORMAT_HEADERS):
         return HeaderPlace(path, origin)
-    # CUDA 13 toolkits keep nv/ in a folder of its own; the wheels have it in another package.
+    # CUDA 13 toolkits keep nv/ in a separate folder; the wheels have it in another package.
     targets = (path, path / "cccl", path.parent.parent / "cuda_cccl" / "include", _cupy_target())
     target = next((t for t in targets if t and (t / "nv/target").is_file()), None)
     return HeaderPlace(path, origin, _cuda_major(path), target)

@@ -12,6 +12,8 @@ from .arrays import view
 from .devices.protocol import Device, Stream, is_device
 from .errors import CaptureError
 
+_HANDLES = "__cuda_stream__", "cuda_stream", "ptr"  # of streams of other libraries
+
 
 def fork(main: Any, *others: Any) -> None:
     """Make the other streams wait for all work that is on `main` so far.
@@ -92,7 +94,8 @@ def keep_alive(arrays: Any, stream: Any) -> None:
     Parameters
     ----------
     arrays : one array, or a list or tuple of them
-    stream : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
+    stream : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`; None: the
+        current one of the first array's library
 
     Raises
     ------
@@ -104,7 +107,11 @@ def keep_alive(arrays: Any, stream: Any) -> None:
     Capture: legal; the graph keeps the arrays.
     """
     kept = tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
-    (queue,) = as_streams((stream,), "stream")
+    if stream is None and kept:
+        first = view(kept[0], "arrays")
+        queue = devices.get(first.device).as_stream(None, first.library)
+    else:
+        (queue,) = as_streams((stream,), "stream")
     if observe.order_observers:
         observe.kept([view(array, "arrays") for array in kept], queue)
     queue.device.run(_no_work, queue, kept)
@@ -120,6 +127,11 @@ def as_streams(streams: Sequence[Any], name: str) -> list[Stream]:
     `name` is the argument that the first is; the rest are the `others`.
     """
     known = (getattr(stream, "device", None) for stream in streams)
-    device: Any = next((d for d in known if is_device(d)), None) or devices.get("cuda")
+    device: Any = next((d for d in known if is_device(d)), None)
     names = [name, *["others"] * (len(streams) - 1)]
+    if device is None:
+        for s, n in zip(streams, names, strict=True):
+            if not any(hasattr(s, handle) for handle in _HANDLES):
+                raise TypeError(f"{n}: expected a stream, got {s!r}")
+        device = devices.get("cuda")
     return [device.as_stream(s, name=n) for s, n in zip(streams, names, strict=True)]

@@ -2,8 +2,8 @@
 
     python scripts/check_prose.py [PATH ...]
 
-Without paths, the files and folders of `CLEAN` are checked. Prints `file:line: phrase -> instead`,
-and exits with status 1 if there is any. Code blocks and inline code are skipped.
+Without paths, `CHECKED` is checked. Prints `file:line: phrase -> instead`, and exits with status 1
+if there is any. Code blocks and inline code are skipped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Add a file or folder once it passes.
-CLEAN = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "docs", "examples")
+CHECKED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "docs",
+    "examples",
+    "kernels_src",
+    "kvcupy",
+    "scripts",
+    "tests",
+)
 
 PHRASES = {
     r"that of|those of": "repeat the noun",
@@ -91,7 +101,7 @@ def findings(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    paths = [Path(name) for name in sys.argv[1:]] or [ROOT / name for name in CLEAN]
+    paths = [Path(name) for name in sys.argv[1:]] or [ROOT / name for name in CHECKED]
     files = {file for path in paths for file in (path, *path.rglob("*"))}
     suffixes = (".md", ".py", ".cu", ".cuh", ".h")
     reports = [line for file in sorted(files) if file.suffix in suffixes for line in findings(file)]

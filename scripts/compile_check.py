@@ -315,7 +315,7 @@ def logs_of_entries(log: str) -> dict[str, str]:
 def read_log(log: str, lowered_name: str) -> Usage:
     """Return what a log of `--ptxas-options=-v` says of a kernel and all functions it calls.
 
-    CompileError if it says nothing of the kernel.
+    CompileError if it does not name the kernel.
     """
     if lowered_name not in _ENTRY.findall(log):
         raise CompileError(f"the log does not speak of {lowered_name}", log)
@@ -547,7 +547,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
-    """Read the record; None if there is none yet and it is to be written."""
+    """Read the record; None if it does not exist yet and is to be written."""
     if not set(archs) <= set(ARCHS) or (update and set(archs) != set(ARCHS)):
         expected = f"{'all' if update else 'some'} of {', '.join(ARCHS)}"
         raise ValueError(f"--record: expected {expected}, got {', '.join(archs)}")

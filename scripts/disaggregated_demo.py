@@ -6,6 +6,9 @@ The decoding process gets the sequence's pages while the prefilling one still co
     pages                       |layer 0|layer 1|layer 2| ...
     decode    compute                                      |step 1|step 2| ...
 
+The decoding process starts the other one, and asks it for a prompt by a line of JSON; the answers
+are lines too: a ticket as soon as there is one, then the first token, then times.
+
 Two ways: the sequence is exported in the step that prefills it, so that each layer leaves as soon
 as its attention has run; and it is exported when all is computed. Both are compared with one
 process that does everything: the tokens must be the same.
@@ -25,56 +28,233 @@ with export   the time of the computation beside which layers leave, to compare 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
-# Each process computes on one core, and has another for its pages; before NumPy loads its BLAS.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import common.one_core  # noqa: F401
 import numpy as np
 from common.measure import (
+    QUICK_NOTE,
     chosen_device,
     log_compilation,
     one_core_per_stream,
     require_products,
 )
-from serving.disaggregated import (
-    LAYERS,
-    NO_EXPORT,
-    WHOLE,
-    Node,
-    NodeSettings,
-    Prefilled,
-    PrefillProcess,
-    on_their_way,
-    serve_prefills,
-)
-from serving.llama import Llama, LlamaConfig
-from serving.llama_files import random_weights
+from serving.engine import Node
+from serving.llama import Llama, LlamaConfig, random_weights
+from serving.schedule import CacheSettings
 
 import kvcupy as kv
 from kvcupy.bench import frame
 from kvcupy.bench.report import format_table
+from kvcupy.bench.timers import named_stream
 from kvcupy.timelines.timeline import Span, Timeline
 
 HEADS = 8, 8  # of queries, of keys and values
 DRAWN_OF = 3  # runs, of which the shortest is drawn: other programs disturbed it least
+LAYERS, WHOLE = "layer by layer", "when all is computed"
+NO_EXPORT = "without an export"
+
+
+class PairedNode(Node):
+    """What each of the two processes runs."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Return what follows each prompt, computed in this process alone."""
+        outputs = []
+        for number, prompt in enumerate(prompts):
+            name = ("alone", number)
+            self.cache.add_sequence(name)
+            outputs.append(self.step([name], [prompt]))
+        names = [("alone", number) for number in range(len(prompts))]
+        self.decode(names, outputs, count)
+        return outputs
+
+    def decode(self, names: Sequence[Any], outputs: Sequence[list[int]], count: int) -> None:
+        """Extend outputs, of which the last token is not cached, to `count` tokens."""
+        while len(outputs[0]) < count:
+            following = self.step(names, [[output[-1]] for output in outputs])
+            for output, token in zip(outputs, following, strict=True):
+                output.append(token)
+        for name in names:
+            self.cache.remove_sequence(name)
+
+
+# --- The prefilling process ---
+
+
+def serve_prefills(
+    node: PairedNode, sender: Any, requests: IO[str], answers: IO[str], lease_s: float = 30.0
+) -> None:
+    """Answer requests, a line each, until there are no more."""
+
+    def say(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    say(ready=True)
+    for number, line in enumerate(requests):
+        request = json.loads(line)
+        way, prompt, name = request["way"], request["tokens"], ("prefill", number)
+        node.cache.add_sequence(name)
+        recorded = None
+
+        def export(name: Any = name) -> None:
+            now = time.perf_counter()
+            ticket = node.cache.export_sequence(name, sender, lease_s=lease_s)
+            say(ticket=base64.b64encode(ticket).decode(), exported_s=now)
+
+        with kv.timeline() as timeline:
+            if request["timeline"]:
+                recorded = timeline
+            start_s = time.perf_counter()
+            with node.cache.forward([name], [len(prompt)]):
+                if way == LAYERS:
+                    export()
+                node.enqueue([prompt])
+            (token,) = node.chosen(1)
+            end_s = time.perf_counter()
+        if way == WHOLE:
+            export()
+        node.cache.remove_sequence(name)
+        spans = [] if recorded is None else [asdict(span) for span in recorded.spans]
+        say(
+            token=token, start_s=start_s, end_s=end_s, spans=spans,
+            timeline_s=0.0 if recorded is None else recorded.start_s,
+        )  # fmt: skip
+
+
+@dataclass
+class Prefilled:
+    """What became of a prompt. Times are of `time.perf_counter`, which both processes share.
+
+    Attributes
+    ----------
+    token : the first of the answer
+    start_s, end_s : of the computation
+    exported_s : when the ticket was made
+    arrived_s : when all pages had arrived
+    layers_s : when each layer had
+    num_bytes : of the pages
+    spans : of the prefilling process, on the clock of both
+    """
+
+    token: int
+    start_s: float
+    end_s: float
+    exported_s: float = 0.0
+    arrived_s: float = 0.0
+    layers_s: tuple[float, ...] = ()
+    num_bytes: int = 0
+    spans: tuple[Span, ...] = ()
+
+
+class PrefillProcess:
+    """The other process, and the receiver of what it exports."""
+
+    def __init__(self, command: Sequence[str], node: PairedNode, receiver: Any) -> None:
+        self._node, self._receiver = node, receiver
+        self._arrivals = named_stream(node.device, "arrivals")
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer("ready")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def prefill(
+        self, name: Any, prompt: Sequence[int], way: str, *, timeline: bool = False
+    ) -> Prefilled:
+        """Let it compute a prompt, and import the sequence unless it computes alone."""
+        request = {"way": way, "tokens": [int(t) for t in prompt], "timeline": timeline}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        if way == NO_EXPORT:
+            return self._computed()
+        offered = self._answer("ticket")
+        ticket = base64.b64decode(offered["ticket"])
+        pull = self._node.cache.import_sequence(name, ticket, self._receiver)
+        layers_s: list[float] = []
+        for layer in range(self._node.cache.pool.num_layers):
+            pull.wait_layer(layer, self._arrivals)
+            self._arrivals.call(lambda: layers_s.append(time.perf_counter()))
+        self._arrivals.synchronize()
+        pull.synchronize()
+        arrived_s = time.perf_counter()
+        result = self._computed()
+        result.exported_s, result.arrived_s = offered["exported_s"], arrived_s
+        result.layers_s, result.num_bytes = tuple(layers_s), pull.num_bytes
+        return result
+
+    def close(self) -> None:
+        """End it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _computed(self) -> Prefilled:
+        answer = self._answer("token")
+        shift_us = answer["timeline_s"] * 1e6
+        spans = tuple(
+            Span(**{
+                **span, "start_us": span["start_us"] + shift_us, "waits": tuple(span["waits"]),
+            })
+            for span in answer["spans"]
+        )  # fmt: skip
+        return Prefilled(answer["token"], answer["start_s"], answer["end_s"], spans=spans)
+
+    def _answer(self, field: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the prefilling process has ended: {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if field not in answer:
+            raise RuntimeError(f"expected {field}, got {line:.200}")
+        return answer
+
+
+def on_their_way(prefilled: Prefilled) -> list[Span]:
+    """Return a span per layer: from when its pages were written until they had arrived."""
+    written = [s.end_us for s in prefilled.spans if "attention" in s.name and s.lane == "compute"]
+    arrived = [1e6 * moment for moment in prefilled.layers_s]
+    if len(written) != len(arrived):
+        raise ValueError(f"expected {len(arrived)} layers of attention, got {len(written)}")
+    return [
+        Span(f"layer {layer}", "on their way", start, max(0.0, end - start), "pages",
+             num_bytes=prefilled.num_bytes // len(arrived))
+        for layer, (start, end) in enumerate(zip(written, arrived, strict=True))
+    ]  # fmt: skip
+
+
+# --- What is measured -----------------------------------------------------------------------------
 
 
 class WrongTokens(Exception):
     """Two processes did not give the tokens of one."""
 
 
-def make_node(device: Any, arguments: argparse.Namespace) -> Node:
+def make_node(device: Any, arguments: argparse.Namespace) -> PairedNode:
     """Return the same node in both processes: weights follow from the seed."""
     q_heads, kv_heads = HEADS
     config = LlamaConfig(
@@ -87,8 +267,8 @@ def make_node(device: Any, arguments: argparse.Namespace) -> Node:
     goal = arguments.tokens + arguments.output_tokens
     model = Llama(device, config, weights, context=goal)
     pages = -(-goal // arguments.page_size) * arguments.requests
-    settings = NodeSettings(2 * pages, arguments.page_size, arguments.dtype, arguments.tokens)
-    return Node(model, settings)
+    settings = CacheSettings(2 * pages, arguments.page_size, arguments.dtype)
+    return PairedNode(model, settings, arguments.tokens)
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -105,7 +285,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def measure(
-    node: Node,
+    node: PairedNode,
     process: PrefillProcess,
     prompts: Sequence[Sequence[int]],
     output_tokens: int,
@@ -153,7 +333,7 @@ def times_of(samples: dict[str, list[Prefilled]]) -> dict[str, Any]:
 
 
 def draw(
-    node: Node, process: PrefillProcess, prompt: Sequence[int], output_tokens: int, out: Path
+    node: PairedNode, process: PrefillProcess, prompt: Sequence[int], output_tokens: int, out: Path
 ) -> None:
     """Save a timeline of both processes as a page, as JSON and as a picture."""
 
@@ -241,10 +421,7 @@ def render(report: dict[str, Any]) -> str:
         f"{report['tokens_checked']} tokens are those of one process",
     ]
     if report["quick"]:
-        notes.append(
-            "--quick: runs this few and short show that it works, not how much it hides; "
-            "run it without --quick for that."
-        )
+        notes.append(QUICK_NOTE)
     about = (
         f"random Llama of {report['layers']} layers, hidden {report['hidden_size']}; "
         f"{report['requests']} prompts of {report['tokens']} tokens, pages of "

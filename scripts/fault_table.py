@@ -22,52 +22,22 @@ from typing import Any
 
 from common.tests import use_tests
 
-import kvcupy as kv
-from kvcupy.bench.report import describe, format_table, where, write_json
+use_tests("faults", "cache")
+
+from fault_programs import PROGRAMS  # noqa: E402
+
+import kvcupy as kv  # noqa: E402
+from kvcupy.bench import frame  # noqa: E402
+from kvcupy.bench.report import format_table  # noqa: E402
 
 COLUMNS = ("fault point", "programs", "faults", "raised", "served", "states", "retries")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    use_tests("faults", "cache")
-    from fault_programs import PROGRAMS
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PROGRAMS, metavar="PROGRAM",
-                        help="some of the programs: " + ", ".join(PROGRAMS))  # fmt: skip
-    parser.add_argument("--on", nargs="+", choices=("host", "cuda"), default=["host", "cuda"],
-                        help="the host device, the stand-in for CUDA, or both")  # fmt: skip
-    parser.add_argument("--most", type=int, metavar="N", help="calls of a point and a program")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of what --most draws, and of the kills"
-    )
-    parser.add_argument(
-        "--kills", type=int, default=0, metavar="N", help="of a process that writes"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
-    options = parser.parse_args(argv)
-
-    logging.getLogger("kvcupy").setLevel(logging.CRITICAL)  # warnings of what is injected
-    about = describe(kv.device("host"))
-    report: dict[str, Any] = {**about, "seed": options.seed, "most": options.most}
-    for name in options.on:
-        report[name] = survey(name, options.only or list(PROGRAMS), options.most, options.seed)
-        if report[name]["points"]:  # else none of those chosen runs on it
-            print(render(name, report[name]), flush=True)
-    if options.kills:
-        report["kills"] = killed(options.kills, options.seed)
-        print(f"\nkills: {report['kills']}")
-    print(f"\n{where(report)}")
-    if options.json:
-        write_json(options.json, report)
-    kills = report.get("kills", {"wrong": 0, "lost": 0})
-    return int(kills["wrong"] + kills["lost"] > 0)
+DEVICES = {"host": "the host device", "cuda": "the stand-in for CUDA"}
 
 
 def survey(name: str, programs: Sequence[str], most: int | None, seed: int) -> dict[str, Any]:
     """Return the counts of each point on a device, and the names of the programs."""
     from fault_cuda import cuda_world
-    from fault_programs import HOST_ALONE, PROGRAMS
+    from fault_programs import HOST_ALONE
     from fault_runs import World, survey
 
     before = kv.config.fallback
@@ -101,14 +71,47 @@ def killed(times: int, seed: int) -> dict[str, int]:
         return disk_killed.survey(Path(folder) / "tier", times, "whole", seed)
 
 
-def render(name: str, survey: dict[str, Any]) -> str:
-    """Return the counts of a device as a table."""
-    device = {"host": "the host device", "cuda": "the stand-in for CUDA"}[name]
-    rows = [(point, *counts.values()) for point, counts in survey["points"].items()]
-    # Programs meet several points.
-    sums = [sum(column) for column in list(zip(*rows, strict=True))[2:]]
-    rows.append(("all", len(survey["programs"]), *sums))
-    return f"\n{device}\n\n{format_table(COLUMNS, rows)}"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PROGRAMS, metavar="PROGRAM",
+        help="some of the programs: " + ", ".join(PROGRAMS))  # fmt: skip
+    add("--on", nargs="+", choices=DEVICES, default=list(DEVICES), help="default: both")
+    add("--most", type=int, metavar="N", help="calls of a point and a program")
+    add("--seed", type=int, default=0, help="of what --most draws, and of the kills")
+    add("--kills", type=int, default=0, metavar="N", help="of a process that writes")
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    logging.getLogger("kvcupy").setLevel(logging.CRITICAL)  # warnings of what is injected
+    report: dict[str, Any] = {"seed": options.seed, "most": options.most}
+    for name in options.on:
+        report[name] = survey(name, options.only or list(PROGRAMS), options.most, options.seed)
+    if options.kills:
+        report["kills"] = killed(options.kills, options.seed)
+    return report
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return the counts of each device as a table."""
+    parts = []
+    for name, title in DEVICES.items():
+        points = report.get(name, {}).get("points")
+        if points:  # else none of the chosen programs runs on it
+            rows = [(point, *counts.values()) for point, counts in points.items()]
+            # Programs meet several points.
+            sums = [sum(column) for column in list(zip(*rows, strict=True))[2:]]
+            rows.append(("all", len(report[name]["programs"]), *sums))
+            parts.append(f"{title}\n\n{format_table(COLUMNS, rows)}")
+    return "\n\n".join([*parts, *([f"kills: {report['kills']}"] if "kills" in report else [])])
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    kills = report.get("kills", {"wrong": 0, "lost": 0})
+    return [f"{kills[name]} blocks {name} after kills" for name in ("wrong", "lost") if kills[name]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return frame.main(sys.modules[__name__], argv, has_device=False, has_quick=False)
 
 
 if __name__ == "__main__":

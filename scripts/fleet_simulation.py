@@ -11,27 +11,37 @@ much faster than the trace requests may come before the first resource is used u
     python scripts/fleet_simulation.py --nodes 1 10 --limit 2000
 
 Every number of nodes serves the same trace. Equal arguments give equal numbers.
+
+    router     sends each request to a node
+    node       a `TierSimulation`: with its own device and host memory
+    store      the blocks of all nodes, on a hash ring of its parts; least recently used leave first
+
+A request's leading blocks are found in the node's tiers, then in the store, as many of them as
+`TieredCache(shared_prefetch=)` lets through; the others are computed, and put. A fetched block
+becomes a block of the node like a computed one. Requests come one after another, so that a
+block is in the store when the next one asks for it: a real store is never better.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from replay.fleet import ROUTES, WRITES, Fleet, FleetResult, simulate_fleet
+from common import charts
 from replay.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
-from replay.simulation import TIERS, Sizes
+from replay.simulation import TIERS, Sizes, TierSimulation, hit_rates
 
 from kvcupy.bench import frame
 from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import format_table
-from kvcupy.timelines import pictures
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NODES = (1, 4, 16, 64, 256, 1000)
@@ -39,8 +49,203 @@ NETWORK_GB_PER_S = 10.0  # of a node, by default: 100 Gbit/s less the overhead o
 QUERY_US = 20.0  # of a metadata server, for each request, by default
 
 
+WRITES = ("through", "second_use")
+ROUTES = ("turns", "prefix")
+CROWDED = 1.5  # times the mean load, from which a node gets no request for its prefix alone
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A fleet of nodes, and its store.
+
+    Attributes
+    ----------
+    nodes : how many
+    sizes : blocks of each node
+    store : blocks that the shared store holds; 0: no store; None: all
+    route : "turns", or "prefix": to the node that last served the longest part of it, unless that
+        has had half as many requests again as the others
+    write : "through": what is computed is put; "second_use": what a node uses a second time
+    share : of a node's host memory, which blocks that are fetched for one request may take
+    dead : the request at which the first node and its part of the store die, or None
+    mourning_s : how long puts into that part fail, and lookups find nothing there, before its place
+        on the ring is given to others
+    """
+
+    nodes: int
+    sizes: Sizes
+    store: int | None = None
+    route: str = "turns"
+    write: str = "through"
+    share: float = 0.25
+    dead: int | None = None
+    mourning_s: float = 10.0
+
+
+@dataclass
+class FleetResult:
+    """The result of a simulation.
+
+    Attributes
+    ----------
+    counts : blocks: hit.device, hit.host, hit.disk, hit.shared, missed; fetched, put, known (puts
+        of what the store has), refused (no part was available), evicted (from the store); requests;
+        queries (of metadata: one for a request whose blocks are not all in the node's tiers, and
+        one for its puts)
+    served : requests of each node
+    windows : of each tenth of the requests, blocks asked for and found
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    served: list[int] = field(default_factory=list)
+    windows: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Store:
+    """Blocks by id on the parts of a store, one for each node."""
+
+    def __init__(self, capacity: int | None, parts: int) -> None:
+        self.capacity, self.parts = capacity, parts
+        self.blocks: OrderedDict[int, int] = OrderedDict()  # the part of each, latest use last
+        self.dead: int | None = None
+        self.mourned = False  # its place has been given to others
+        self.evicted = 0
+
+    def part_of(self, block: int) -> int:
+        digest = hashlib.blake2b(block.to_bytes(8, "little"), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+        part = number % self.parts
+        if part == self.dead and self.mourned and self.parts > 1:
+            others = [other for other in range(self.parts) if other != self.dead]
+            part = others[(number >> 20) % len(others)]
+        return part
+
+    def leading(self, ids: Sequence[int]) -> int:
+        """Return how many leading blocks it has, and count them as used."""
+        for number, block in enumerate(ids):
+            if block not in self.blocks:
+                return number
+            self.blocks.move_to_end(block)
+        return len(ids)
+
+    def put(self, block: int) -> str:
+        if block in self.blocks:
+            self.blocks.move_to_end(block)
+            return "known"
+        part = self.part_of(block)
+        if self.capacity == 0 or part == self.dead:
+            return "refused"
+        self.blocks[block] = part
+        if self.capacity is not None and len(self.blocks) > self.capacity:
+            self.blocks.popitem(last=False)
+            self.evicted += 1
+        return "put"
+
+    def lose(self, part: int) -> None:
+        """Lose a part, and a part of the capacity with it."""
+        self.dead = part
+        for block in [block for block, of in self.blocks.items() if of == part]:
+            del self.blocks[block]
+        if self.capacity is not None:
+            self.capacity -= self.capacity // self.parts
+
+
+class Router:
+    """Sends requests to nodes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.route, self.alive = fleet.route, list(range(fleet.nodes))
+        self.served = [0] * fleet.nodes
+        self._turn = 0
+        self._last: dict[int, int] = {}  # by block, the node that has served it last
+
+    def node_for(self, ids: Sequence[int]) -> int:
+        node = None
+        if self.route == "prefix":
+            node = self._nearest(ids)
+        if node is None:
+            node = self.alive[self._turn % len(self.alive)]
+            self._turn += 1
+        self.served[node] += 1
+        if self.route == "prefix":
+            self._last.update(dict.fromkeys(ids, node))
+        return node
+
+    def _nearest(self, ids: Sequence[int]) -> int | None:
+        mean = sum(self.served) / len(self.served)
+        for block in reversed(ids):
+            if (node := self._last.get(block)) is not None and node in self.alive:
+                return node if self.served[node] <= CROWDED * mean + 1 else None
+        return None
+
+    def bury(self, node: int) -> None:
+        if len(self.alive) > 1:
+            self.alive.remove(node)
+
+
+def simulate_fleet(requests: Sequence[tuple[float, Sequence[int]]], fleet: Fleet) -> FleetResult:
+    """Serve requests, (seconds, hash ids) of each, one after another."""
+    nodes = [TierSimulation(fleet.sizes) for _ in range(fleet.nodes)]
+    used: list[set[int]] = [set() for _ in nodes]  # by node, what it has served before
+    store, router = Store(fleet.store, fleet.nodes), Router(fleet)
+    result, counts = FleetResult(), Counter[str]()
+    died_s: float | None = None
+    most_fetched = max(1, int(fleet.share * fleet.sizes.host))
+    window = max(1, -(-len(requests) // 10))
+    asked = found = 0
+    for number, (now_s, all_ids) in enumerate(requests):
+        if number == fleet.dead:
+            died_s = now_s
+            store.lose(0)
+            router.bury(0)
+            nodes[0], used[0] = TierSimulation(fleet.sizes), set()
+        if died_s is not None and now_s > died_s + fleet.mourning_s:
+            store.mourned = True
+        ids = all_ids[: fleet.sizes.longest]
+        place = router.node_for(ids)
+        node = nodes[place]
+        in_tiers = node.match(ids)
+        known = node.acquire(ids)
+        if known is None:
+            raise AssertionError("a request is longer than a node's memory")
+        rest = list(ids[len(known) :])
+        in_store = 0
+        if rest and fleet.store != 0:
+            counts["queries"] += 1
+            in_store = min(store.leading(rest), most_fetched)
+        if not node.make_room(len(rest)):
+            raise AssertionError("a request is longer than a node's memory")
+        node.insert(rest)
+        node.release([*known])
+        computed = rest[in_store:]
+        new = computed
+        if fleet.write == "second_use":
+            new = [block for block in ids if block in used[place] and block not in store.blocks]
+            used[place].update(ids)
+        if new and fleet.store != 0:
+            counts["queries"] += 1
+            counts.update(store.put(block) for block in new)
+        for tier, hits, above in zip(TIERS, in_tiers, (0, *in_tiers), strict=False):
+            counts[f"hit.{tier}"] += hits - above
+        counts["hit.shared"] += in_store
+        counts["fetched"] += in_store
+        counts["missed"] += len(computed)
+        counts["requests"] += 1
+        asked += len(ids)
+        found += len(ids) - len(computed)
+        if (number + 1) % window == 0 or number + 1 == len(requests):
+            result.windows.append((asked, found))
+            asked = found = 0
+    counts["evicted"] = store.evicted
+    result.counts, result.served = counts, router.served
+    return result
+
+
+# The report ---------------------------------------------------------------------------------------
+
+
 def measured_costs(folder: Path) -> dict[str, Any]:
-    """Read what one node can do from the results of benchmarks; None where there is none."""
+    """Read what one node can do from the results of benchmarks; None where it was not measured."""
     costs: dict[str, Any] = dict.fromkeys(
         ("load_gb_per_s", "save_gb_per_s", "store_get_gb_per_s", "store_put_gb_per_s")
     )
@@ -90,7 +295,7 @@ def point_of(
     return {
         "nodes": fleet.nodes, "route": fleet.route, "write": fleet.write,
         "store_blocks": fleet.store, "dead_at": fleet.dead,
-        "counts": dict(sorted(counts.items())), "hit_rate": result.hit_rate,
+        "counts": dict(sorted(counts.items())), "hit_rate": hit_rates(counts, (*TIERS, "shared")),
         "windows": [found / max(1, asked) for asked, found in result.windows],
         "busiest_share": busiest,
         "network_bytes_per_token": (fetched + put) / max(1, tokens),
@@ -120,7 +325,7 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         result = simulate_fleet(timed, fleet)
         report = point_of(fleet, result, arguments, seconds=seconds, tokens=tokens, costs=costs)
         points.setdefault(group, []).append(report)
-        print(f"{group}, {fleet.nodes} nodes: {result.hit_rate['total']:.2%}", file=sys.stderr)
+        print(f"{group}, {fleet.nodes} nodes: {report['hit_rate']['total']:.2%}", file=sys.stderr)
 
     whole = Fleet(1, sizes, arguments.store_blocks)
     for nodes in arguments.nodes:
@@ -177,10 +382,7 @@ def render(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw hit rates and network bytes over the number of nodes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.6), dpi=130, layout="constrained")
-    rates, network = figure.subplots(1, 2)
+    figure, (rates, network) = charts.panels_of(1, 2, (11, 4.6))
     colours = {"no store": "#8C8C8C", "store": "#B4436C"}
     for group, colour in colours.items():
         for route, style in zip(ROUTES, ("-", "--"), strict=True):
@@ -198,12 +400,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axes in (rates, network):
         axes.set(xlabel="nodes", xscale="log")
         axes.legend(frameon=False)
-        axes.grid(axis="y", color="#E2E2E2", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        charts.tidy(axes)
     title = f"{report['trace']}, simulated: {report['requests']} requests on 1 to 1,000 nodes"
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pictures.save(figure, path)
+    charts.save(figure, path, title)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

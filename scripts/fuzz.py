@@ -1,10 +1,9 @@
 """Call everything public with wrong arguments, and look at what happens.
 
 Each case is a random call, or random calls on one object, most of them with one to three wrong
-arguments. Only documented errors that name an argument may come of it, nothing may change where
-there is one, and no byte outside of what the call writes may change where there is none. Cases run
-in processes of their own, so that a crash or a hang is a finding too. Every finding is printed with
-the line that repeats it.
+arguments. A call may only raise documented errors that name an argument. Nothing may change if it
+raises; otherwise no byte may change but the call's outputs. Cases run in separate processes, so
+that a crash or a hang is a finding too. Every finding is printed with the line that repeats it.
 
     python scripts/fuzz.py --seconds 600 --seed 1
     python scripts/fuzz.py --only store_kv --only PagedKVCache --seconds 60
@@ -30,9 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import common.one_core  # noqa: F401
 from common.tests import ROOT, use_tests
 
 use_tests("cache")
@@ -128,7 +125,7 @@ class Worker:
 
 
 class Fuzzer:
-    """Draws cases, and collects what comes of them."""
+    """Draws cases, and collects their results."""
 
     def __init__(self, seed: int, names: Sequence[str], *, torch: bool) -> None:
         self._rng = random.Random(seed)

@@ -12,7 +12,7 @@ schedules   orders in which the whole protocol was run, without a report and wit
 
     python scripts/order_table.py --schedules 1000 --json scripts/results/order_table.json
 
-The programs are those of the tests, so that `pip install -e ".[test]"` is needed.
+The programs are part of the tests, which need `pip install -e ".[test]"`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ use_tests("order", "cache")
 import catalogue  # noqa: E402
 
 import kvcupy as kv  # noqa: E402
-from kvcupy.bench.report import format_table, write_json  # noqa: E402
+from kvcupy.bench import frame  # noqa: E402
+from kvcupy.bench.report import format_table  # noqa: E402
 
 COLUMNS = ("protocol", "edges", "reported", "corrupted", "schedules")
 
@@ -49,15 +50,13 @@ def chosen(only: str) -> list[catalogue.Protocol]:
 
 
 def row_of(protocol: catalogue.Protocol, options: argparse.Namespace) -> catalogue.Row:
-    """Run a protocol, in a process of its own if there are several at a time; report on stderr."""
+    """Run a protocol, in a separate process if there are several at a time."""
     started = time.monotonic()
     if options.jobs > 1:
         row = row_of_a_process(protocol, options)
     else:
         row = catalogue.survey(protocol, options.schedules, options.tries, options.seed)
     print(f"{row.protocol}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    for problem in row.problems:
-        print(f"  {problem}", file=sys.stderr, flush=True)
     return row
 
 
@@ -74,46 +73,48 @@ def row_of_a_process(protocol: catalogue.Protocol, options: argparse.Namespace) 
         return catalogue.Row(**row)
 
 
-def report_of(rows: Sequence[catalogue.Row], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the table, its sums, and what is needed to repeat it."""
-    sums = {
-        name: sum(getattr(row, name) for row in rows)
-        for name in ("edges", "reported", "corrupted", "schedules")
-    }
-    return {
-        "seed": options.seed,
-        "schedules_per_protocol": options.schedules,
-        "most_schedules_per_edge": options.tries,
-        "rows": [asdict(row) for row in rows],
-        "sums": sums,
-    }
-
-
 def render(report: dict[str, Any]) -> str:
     rows = [*report["rows"], {"protocol": "all", **report["sums"]}]
     return format_table(COLUMNS, [tuple(row[name] for name in COLUMNS) for row in rows])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--schedules", type=int, default=1000, help="of each whole protocol")
-    parser.add_argument("--tries", type=int, default=400, help="schedules without an edge, at most")
-    parser.add_argument("--only", default="", help="protocols that have this in their names")
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--json", type=Path, help="write the table there too")
-    options = parser.parse_args(arguments)
-    kv.config.fallback = "error"
-    protocols = chosen(options.only)
-    if not protocols:
+def problems(report: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['protocol']}: {problem}" for row in report["rows"] for problem in row["problems"]
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--schedules", type=int, default=1000, help="of each whole protocol")
+    add("--tries", type=int, default=400, help="schedules without an edge, at most")
+    add("--only", default="", help="protocols that have this in their names")
+    add("--seed", type=int, default=0, help="of the first schedule")
+    add("--jobs", type=int, default=1, help="processes at a time")
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    options.protocols = chosen(options.only)
+    if not options.protocols:
         parser.error(f"--only: no protocol has {options.only!r} in its name")
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the table, its sums, and what is needed to repeat it."""
+    kv.config.fallback = "error"
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(partial(row_of, options=options), protocols))
-    report = report_of(rows, options)
-    print(render(report))
-    if options.json:
-        write_json(options.json, report)
-    return 1 if any(row.problems for row in rows) else 0
+        rows = list(pool.map(partial(row_of, options=options), options.protocols))
+    return {
+        "seed": options.seed,
+        "schedules_per_protocol": options.schedules,
+        "most_schedules_per_edge": options.tries,
+        "rows": [asdict(row) for row in rows],
+        "sums": {name: sum(getattr(row, name) for row in rows) for name in COLUMNS[1:]},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return frame.main(sys.modules[__name__], argv, has_device=False, has_quick=False)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,10 @@ python scripts/overlap_demo.py offload --out build/offload
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
-# One core computes while the other copies; must be set before NumPy loads its BLAS.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import common.one_core  # noqa: F401
 from common.measure import log_compilation
 from overlap import offload, steps
 

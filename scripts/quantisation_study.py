@@ -23,43 +23,208 @@ import hashlib
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantisation.rows import KINDS, LOGIT_SPREAD, WIDTH, Drawn, draw_rows
-from quantisation.schemes import (
-    Array,
-    Attended,
-    Float32,
-    Scheme,
-    attend,
-    cached,
-    logit_error,
-    output_error,
-    rope,
-)
+import numpy.typing as npt
+from common import charts
 from serving.gguf import GgufFile, find_model, python_topics
-from serving.llama import Llama
+from serving.llama import Array, Llama, rotate
 
 import kvcupy as kv
+from kvcupy import formats, reference
 from kvcupy.bench import frame
 from kvcupy.bench.report import format_table
-from kvcupy.timelines import pictures
+
+Float32 = npt.NDArray[np.float32]
+
+
+# --- What a cache keeps of keys and values, and attention over it ---------------------------------
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a cache stores keys and values."""
+
+    fmt: str
+    """Of the past; what is left of it in 16 bits is bf16."""
+    hadamard: bool = False
+    """Whether heads are rotated by `kvcupy.reference.hadamard` before, and back after."""
+    pre_rope: bool = False
+    """Whether keys are stored before RoPE, which readers then apply."""
+    four_over_six: bool = False
+    """Whether each group is scaled to 4 or to 6, whichever has the smaller squared error."""
+    recent: int = 0
+    """The last tokens of a query that stay in 16 bits; 0: not even its own."""
+    sinks: int = 0
+    """The first tokens of a sequence that stay in 16 bits."""
+    parts: str = "kv"
+    """What is quantised: "k", "v" or both."""
+
+    @property
+    def name(self) -> str:
+        """Return it in words."""
+        parts = {"k": " keys", "v": " values", "kv": ""}[self.parts]
+        words = [self.fmt + parts]
+        words += ["hadamard"] * self.hadamard + ["before RoPE"] * self.pre_rope
+        words += ["4 over 6"] * self.four_over_six
+        words += [f"recent {self.recent}"] * bool(self.recent)
+        words += [f"sinks {self.sinks}"] * bool(self.sinks)
+        return ", ".join(words)
+
+    def bits(self, width: int) -> float:
+        """Return the bits of an element of a row of the past, scales included."""
+        if self.fmt in formats.FOUR_BIT:
+            return 8 * formats.FOUR_BIT[self.fmt].row_bytes(width) / width
+        form = formats.CACHE_FORMATS[self.fmt]  # with a float32 scale per row where it is quantised
+        return 8 * form.itemsize + (32 / width if form.quantised else 0)
+
+    def fits(self, width: int) -> bool:
+        """Return whether a row of this width is whole groups."""
+        return self.fmt not in formats.FOUR_BIT or width % formats.FOUR_BIT[self.fmt].group == 0
+
+    def stored(self, rows: Array) -> Float32:
+        """Return what is read back of rows ``(..., D)``, with a scale per row in fp8 and int8."""
+        x = np.asarray(rows, np.float32)
+        if self.fmt == "bf16":
+            return in_bf16(x)
+        flat, width = x.reshape(-1, x.shape[-1]), x.shape[-1]
+        if self.fmt not in formats.FOUR_BIT:
+            scales = reference.dynamic_scales(flat, self.fmt)
+            stored = reference.encode(reference.divide(flat, scales), self.fmt)
+            values = reference.decode(stored, self.fmt).astype(np.float32)
+            return np.asarray(values * scales[:, None], np.float32).reshape(x.shape)
+        packed = np.zeros((len(flat), formats.FOUR_BIT[self.fmt].row_bytes(width)), np.uint8)
+        target = reference.FourBitRows.packed(
+            packed, self.fmt, width * self.hadamard,
+            "four_over_six" if self.four_over_six else "absmax",
+        )  # fmt: skip
+        reference.quantise_rows(flat, target, np.ones(len(flat), np.float32))
+        return reference.dequantise_rows(target).reshape(x.shape)
+
+    def visible_in_16_bits(self, tokens: int) -> npt.NDArray[np.bool_]:
+        """Return which keys ``(query, key)`` a query reads in 16 bits."""
+        query, key = np.arange(tokens)[:, None], np.arange(tokens)
+        return (query - key < self.recent) | (key < self.sinks)
+
+
+def in_bf16(x: Float32) -> Float32:
+    return x.astype(formats.FORMATS["bf16"].numpy).astype(np.float32)
+
+
+def rope(rows: Float32, table: Float32) -> Float32:
+    """Rotate ``(T, H, D)``, the halves of a head paired, by ``[cos | sin]`` of each position."""
+    return np.asarray(rotate(rows, table[: len(rows)]), np.float32)
+
+
+@dataclass
+class CachedRows:
+    """Keys and values ``(T, H, D)`` as a scheme stores them, and in 16 bits, keys with RoPE."""
+
+    keys: Float32
+    values: Float32
+    recent_keys: Float32
+    recent_values: Float32
+
+
+def cached(scheme: Scheme, keys: Float32, values: Float32, table: Float32) -> CachedRows:
+    """Store keys, which RoPE has not rotated yet, and values."""
+    plain, values = in_bf16(keys), in_bf16(values)
+    rotated = in_bf16(rope(plain, table))
+    past, past_values = rotated, values
+    if "k" in scheme.parts:
+        past = rope(scheme.stored(plain), table) if scheme.pre_rope else scheme.stored(rotated)
+    if "v" in scheme.parts:
+        past_values = scheme.stored(values)
+    return CachedRows(past, past_values, rotated, values)
+
+
+QUERIES_PER_BLOCK = 128
+
+
+@dataclass
+class Attended:
+    """What causal attention gives: logits ``(Hq, T, T)``, if kept, and outputs ``(T, Hq, D)``."""
+
+    logits: Float32 | None
+    outputs: Float32
+
+
+def attend(
+    scheme: Scheme, query: Float32, rows: CachedRows, scale: float, *, keep_logits: bool = False
+) -> Attended:
+    """Attend with queries ``(T, Hq, D)``; KV head h serves the queries from ``h * Hq / H`` on."""
+    tokens, heads = query.shape[:2]
+    ratio = heads // rows.keys.shape[1]
+    queries = query.transpose(1, 0, 2) * np.float32(scale)
+    past, past_values, recent, recent_values = (
+        np.repeat(part.transpose(1, 0, 2), ratio, axis=0)
+        for part in (rows.keys, rows.values, rows.recent_keys, rows.recent_values)
+    )
+    exact = scheme.visible_in_16_bits(tokens)
+    outputs = np.empty(queries.shape, np.float32)
+    logits = np.zeros((heads, tokens, tokens), np.float32) if keep_logits else None
+    for first in range(0, tokens, QUERIES_PER_BLOCK):
+        block, stop = (
+            slice(first, first + QUERIES_PER_BLOCK),
+            min(first + QUERIES_PER_BLOCK, tokens),
+        )
+        score = queries[:, block] @ past[:, :stop].swapaxes(1, 2)
+        is_exact = exact[block, :stop]
+        if is_exact.any():
+            exact_score = queries[:, block] @ recent[:, :stop].swapaxes(1, 2)
+            score = np.where(is_exact, exact_score, score)
+        if logits is not None:
+            logits[:, block, :stop] = score
+        score[:, np.arange(stop) > np.arange(first, stop)[:, None]] = -np.inf
+        score -= score.max(axis=2, keepdims=True)
+        weight = np.exp(score, out=score)
+        weight /= weight.sum(axis=2, keepdims=True)
+        if is_exact.any():
+            outputs[:, block] = np.where(is_exact, weight, 0) @ recent_values[:, :stop]
+            weight[:, is_exact] = 0
+            outputs[:, block] += weight @ past_values[:, :stop]
+        else:
+            outputs[:, block] = weight @ past_values[:, :stop]
+    return Attended(logits, np.ascontiguousarray(outputs.transpose(1, 0, 2)))
+
+
+def logit_error(got: Attended, want: Attended) -> float:
+    """Return the RMS error of attention logits, less what all keys of a query share.
+
+    The softmax cancels that. The first query, with one key, has no error left.
+    """
+    assert got.logits is not None and want.logits is not None
+    tokens = got.logits.shape[-1]
+    seen = np.tril(np.ones((tokens, tokens), bool))
+    error = np.where(seen, got.logits.astype(np.float64), 0) - np.where(seen, want.logits, 0)
+    error -= error.sum(axis=-1, keepdims=True) / seen.sum(axis=-1)[:, None]
+    return float(np.sqrt(np.square(error[:, seen]).mean()))
+
+
+def output_error(got: Attended, want: Attended) -> float:
+    """Return the relative L2 error of attention outputs."""
+    exact = want.outputs.astype(np.float64)
+    return float(np.linalg.norm(got.outputs - exact) / np.linalg.norm(exact))
+
+
+# --- What is compared -----------------------------------------------------------------------------
 
 FORMATS = (
     "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",
 )  # fmt: skip
-FOUR_BIT = FORMATS[4:]
+NARROW = FORMATS[4:]  # in four bits
 BASELINE = Scheme("bf16")
 
 
 def row_schemes() -> list[Scheme]:
     """Return what is compared on drawn rows."""
     schemes = [Scheme(fmt) for fmt in FORMATS]
-    schemes += [Scheme(fmt, hadamard=True) for fmt in FOUR_BIT]
-    schemes += [Scheme(fmt, pre_rope=True) for fmt in FOUR_BIT]
-    schemes += [Scheme(fmt, hadamard=True, pre_rope=True) for fmt in FOUR_BIT]
+    schemes += [Scheme(fmt, hadamard=True) for fmt in NARROW]
+    schemes += [Scheme(fmt, pre_rope=True) for fmt in NARROW]
+    schemes += [Scheme(fmt, hadamard=True, pre_rope=True) for fmt in NARROW]
     schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
     schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 256)]
     return schemes
@@ -68,12 +233,12 @@ def row_schemes() -> list[Scheme]:
 def model_schemes() -> list[Scheme]:
     """Return what is compared in the model, the baseline first."""
     schemes = [Scheme(fmt) for fmt in FORMATS if fmt != "fp8_e5m2"]
-    schemes += [Scheme(fmt, hadamard=True) for fmt in FOUR_BIT]
+    schemes += [Scheme(fmt, hadamard=True) for fmt in NARROW]
     schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 128)]
     schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
     schemes += [Scheme("nvfp4", parts=part) for part in "kv"]
     rotations = False, True
-    schemes += [Scheme(f, hadamard=h, recent=64, sinks=4) for f in FOUR_BIT for h in rotations]
+    schemes += [Scheme(f, hadamard=h, recent=64, sinks=4) for f in NARROW for h in rotations]
     schemes += [Scheme("nvfp4", hadamard=True, four_over_six=True, recent=64, sinks=4)]
     schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("fp8_e4m3", "int8")]
     schemes += [Scheme(fmt, pre_rope=True) for fmt in ("nvfp4", "int4_g64")]
@@ -81,6 +246,67 @@ def model_schemes() -> list[Scheme]:
 
 
 # --- Drawn rows -----------------------------------------------------------------------------------
+#
+# Of Llama, Falcon and Mistral, KIVI (arXiv 2402.02750) shows that a few fixed channels of the keys
+# are large in all tokens, and that values have no such channels. KVQuant (arXiv 2401.18079) adds
+# that the channels are steadier before RoPE, which mixes each with its pair. Qwen2's keys have a
+# bias, so that some channels are a hundred times as large. The number and size in `KINDS` are
+# choices of this study.
+
+HEADS, WIDTH = 4, 128
+LOGIT_SPREAD = 2.0
+"""Standard deviation of a query's exact logits over its keys."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How keys are drawn: normal, with some channels of each head around other means."""
+
+    outliers: int
+    """Channels of each head with a mean."""
+    low: float
+    high: float
+    """Magnitude of a mean, in standard deviations of the other channels."""
+    rope_base: float
+
+
+KINDS = {
+    "plain": Kind(0, 0.0, 0.0, 500_000.0),
+    "llama": Kind(4, 8.0, 16.0, 500_000.0),
+    "qwen": Kind(8, 30.0, 120.0, 1_000_000.0),
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Rows ``(T, H, D)``: queries after RoPE, keys before."""
+
+    query: Float32
+    keys: Float32
+    values: Float32
+    table: Float32
+
+
+def draw_rows(kind: Kind, tokens: int, seed: int) -> Drawn:
+    """Draw the rows of one sequence."""
+    rng = np.random.default_rng(seed)
+    shape = (tokens, HEADS, WIDTH)
+    spread = np.exp(rng.normal(0, 0.3, (HEADS, WIDTH)))  # channels differ by themselves
+    keys = rng.standard_normal(shape) * spread
+    for head in range(HEADS):
+        channels = rng.choice(WIDTH, kind.outliers, replace=False)
+        means = rng.uniform(kind.low, kind.high, kind.outliers)
+        keys[:, head, channels] += means * rng.choice([-1, 1], kind.outliers)
+    values = rng.standard_normal(shape) * np.exp(rng.normal(0, 0.3, (tokens, HEADS, 1)))
+    keys, values = keys.astype(np.float32), values.astype(np.float32)
+    table = reference.rope_table(tokens, WIDTH, base=kind.rope_base)
+    query = rng.standard_normal(shape)
+    # Queries see all keys of a position alike: of the last token, so that spreads are comparable.
+    rotated = rope(keys, table)
+    for head in range(HEADS):
+        logits = query[:, head] @ rotated[:, head].T
+        query[:, head] *= (LOGIT_SPREAD / logits.std(axis=1))[:, None]
+    return Drawn(query.astype(np.float32), keys, values, table)
 
 
 def study_rows(tokens: int, seeds: int) -> list[dict[str, Any]]:
@@ -275,12 +501,10 @@ def render(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw errors against bits: of outputs on drawn rows, and of the model's predictions."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     model = report["model"]
-    figure = Figure(figsize=(12, 6.4), dpi=130, layout="constrained")
-    panels = figure.subplots(1, 2) if model else [figure.subplots()]
+    figure, panels = charts.panels_of(1, 2 if model else 1, (12, 6.4))
     colours = {"plain": "#8C8C8C", "llama": "#4C78A8", "qwen": "#B4436C"}
     names = [fmt for fmt in FORMATS if fmt != "bf16"]
     for kind, colour in colours.items():
@@ -313,11 +537,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
             title=f"{model['file']}\n(blue: recent tokens in 16 bits)",
         )  # fmt: skip
     for axes in panels:
-        axes.grid(axis="both", color="#E2E2E2", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pictures.save(figure, path)
+        charts.tidy(axes, "both")
+    charts.save(figure, path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

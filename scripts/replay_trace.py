@@ -8,7 +8,7 @@ says which blocks each tier should have held.
     python scripts/replay_trace.py --plot build/replay.png
     python scripts/replay_trace.py --trace trace.jsonl --device-blocks 1000 --host-blocks 5000 \
         --disk-blocks 30000 --json build/replay.json
-    python scripts/replay_trace.py --policy lru --policy lfu --sweep --plot build/policies.png
+    python scripts/replay_trace.py --policy lru --policy lfu --plot build/policies.png
 
 Pages have a model's shape, each size divided by --scale; one page is one block of 512 tokens of the
 trace. Equal arguments give equal counts, except with --eager; times differ. The exit status is 1 if
@@ -18,86 +18,53 @@ a byte was wrong, and 130 after Ctrl-C, which closes the cache and prints the pr
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# One core compares while the other copies; must be set before NumPy loads its BLAS.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import common.one_core  # noqa: F401
 from common.measure import log_compilation, one_core_per_stream
-from common.workload import Request
-from replay.draw import draw_comparison, draw_over_time
-from replay.orders import ORDERS
 from replay.report import (
+    draw_comparison,
+    draw_over_time,
     point_of,
     render_comparison,
     render_point,
-    simulated_point,
     sizes_of,
 )
 from replay.requests import (
     BLOCK_TOKENS,
+    Request,
     add_trace_arguments,
     facts_of,
     requests_of,
 )
-from replay.run import Replay
-from replay.settings import Settings, scaled_shape
-from replay.simulation import Sizes, simulate
+from replay.run import Replay, Settings, scaled_shape
+from replay.simulation import ORDERS, Sizes, simulate
 
 from kvcupy.bench import frame
 from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.progress import Progress
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
-@contextmanager
-def disk_file(path: Path | None, needed: bool, reopen: bool) -> Iterator[Path | None]:
-    """Yield the file of a disk tier: a temporary one if none was named.
-
-    Raises
-    ------
-    SystemExit
-        The file exists, and --reopen was not given.
-    """
-    if not needed:
-        yield None
-    elif path is None:
-        with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
-            yield Path(folder) / "blocks"
-    elif path.exists() and not reopen:
-        raise SystemExit(f"{path}: is there already; --reopen starts with the blocks in it")
-    else:
-        yield path
-
-
-def replay(
-    device: Any, settings: Settings, requests: Sequence[Request], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def replay(device: Any, settings: Settings, requests: Sequence[Request]) -> dict[str, Any]:
     """Replay once and return the report of that."""
-    sizes = settings.sizes
-    begun = arguments.reopen and arguments.disk is not None and arguments.disk.exists()
-    simulated = None
-    if not begun:  # otherwise the simulation does not know what the disk holds
-        ids = [request.hash_ids for request in requests]
-        simulated = simulate(ids, sizes, settings.policy, settings.write, running=settings.running)
-    with disk_file(arguments.disk, sizes.disk > 0, arguments.reopen) as path:
-        running = Replay(device, replace(settings, disk=path))
+    ids = [request.hash_ids for request in requests]
+    simulated = simulate(
+        ids, settings.sizes, settings.policy, settings.write, running=settings.running
+    )
+    with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
+        running = Replay(device, replace(settings, disk=Path(folder) / "blocks"))
         what = f"{settings.policy}, {settings.write}"
         with Progress(what, len(requests), "requests", lines=True) as progress:
             try:
-                outcome = running.run(requests, speed=arguments.speed, each=progress.to)
+                outcome = running.run(requests, each=progress.to)
             except KeyboardInterrupt:
                 print(stopped(running, progress.done, len(requests)), file=sys.stderr)
                 raise
@@ -116,7 +83,7 @@ def stopped(interrupted: Replay, done: int, total: int) -> str:
 
 
 def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Replay, and simulate what a sweep adds; return the report."""
+    """Replay with each policy; return the report."""
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     sizes = Sizes(arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks)
     shape = scaled_shape(MODELS[arguments.model], BLOCK_TOKENS, arguments.scale)
@@ -127,13 +94,7 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     points = []
     with one_core_per_stream(device):
         for policy in arguments.policy:
-            points.append(replay(device, replace(settings, policy=policy), requests, arguments))
-    if arguments.sweep:
-        ids = [request.hash_ids for request in requests]
-        grid = [(policy, sizes.scaled(f)) for policy in arguments.policy for f in FACTORS]
-        for policy, scaled in grid:
-            counted = simulate(ids, scaled, policy, settings.write, running=settings.running)
-            points.append(simulated_point(scaled, policy, settings.write, counted))
+            points.append(replay(device, replace(settings, policy=policy), requests))
     return {
         **facts_of(requests, arguments),
         "model": arguments.model,
@@ -144,7 +105,6 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         "host_layout": settings.host_layout,
         "running": settings.running,
         "eager": settings.eager,
-        "speed": arguments.speed,
         "write": settings.write,
         **sizes_of(sizes),
         "points": points,
@@ -165,8 +125,7 @@ def render(report: dict[str, Any]) -> str:
         f"{report['layers']} layers, {report['page_bytes']} bytes; written {report['write']}"
     ]
     for point in report["points"]:
-        if point["replayed"]:
-            lines += [f"{point['policy']}, {point['write']}", render_point(point)]
+        lines += [f"{point['policy']}, {point['write']}", render_point(point)]
     if len(report["points"]) > 1:
         lines.append(render_comparison(report["points"]))
     return "\n\n".join(lines)
@@ -186,41 +145,25 @@ def plot(report: dict[str, Any], path: Path) -> None:
         return
     draw_comparison(points, path, what)
     for point in points:
-        if point["replayed"]:
-            beside = path.with_stem(f"{path.stem}_{point['policy']}")
-            draw_over_time(point, beside, f"{what}: {point['policy']}, {point['write']}")
+        beside = path.with_stem(f"{path.stem}_{point['policy']}")
+        draw_over_time(point, beside, f"{what}: {point['policy']}, {point['write']}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_trace_arguments(parser, device_blocks=128, host_blocks=512)
-    add("--disk-blocks", type=int, default=0, help="default: no disk")
-    add("--disk", type=Path, help="file of the disk tier; default: a temporary one")
-    add("--reopen", action="store_true", help="start with the blocks in the file of --disk")
+    add("--disk-blocks", type=int, default=0, help="in a temporary file; default: no disk")
     add("--host-layout", choices=LAYOUTS, default="page_first")
     add("--policy", action="append", choices=ORDERS, help="repeat to compare; default: lru")
     add("--write", choices=("through", "back"), default="through")
     add("--running", type=count, default=1, help="requests whose leases are held at a time")
     add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
-    add(
-        "--speed",
-        type=float,
-        default=0.0,
-        help="of arrivals, times the trace's; 0: without pauses",
-    )
-    add("--sweep", action="store_true", help="simulate other sizes of all tiers too")
     add("--plot", type=Path, help="draw a chart (PNG)")
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End with an error where options do not fit each other."""
     arguments.policy = list(dict.fromkeys(arguments.policy or ["lru"]))
-    if arguments.disk is not None and not arguments.disk_blocks:
-        parser.error("--disk: expected --disk-blocks too")
-    if arguments.reopen and arguments.disk is None:
-        parser.error("--reopen: expected --disk too")
-    if arguments.disk is not None and len(arguments.policy) > 1:
-        parser.error("--disk: expected one policy, because each starts with an empty file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,8 +11,8 @@ hash determines.
     python scripts/shared_demo.py --kill
 
 With --kill the first process is killed (SIGKILL) when it has served half of its requests; the
-others go on. Blocks that the processes evict from host memory can be found in the store as long as
-it has them. The exit status is 1 if a byte was wrong, or if a process ended that was not killed.
+others continue. Blocks that the processes evict from host memory can be found in the store as long
+as it has them. The exit status is 1 if a byte was wrong, or if a process ended that was not killed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# The processes share the cores; must be set before NumPy loads its BLAS.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import common.one_core  # noqa: F401
+from common import charts
 from common.measure import chosen_device, one_core_per_stream
-from replay.draw import COLOURS
+from replay.report import COLOURS
 from replay.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
-from replay.run import Replay
-from replay.settings import Settings, scaled_shape
-from replay.simulation import Sizes
+from replay.run import Replay, Settings, scaled_shape
+from replay.simulation import Sizes, hit_rates
 
 import kvcupy as kv
 from kvcupy.bench import frame
 from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
 from kvcupy.bench.report import format_table
-from kvcupy.timelines import pictures
 
 TIERS = ("device", "host", "shared")
 SLOT_BYTES = 4096  # room for the header of a block, at most
@@ -184,12 +179,10 @@ def run_processes(arguments: argparse.Namespace, *, shared: bool) -> dict[str, A
             counts.update(worker.report["counts"])
             stats.update(worker.report["stats"])
             wrong += worker.report["wrong"]
-    hits = {tier: counts[f"hit.{tier}"] for tier in TIERS}
-    asked = max(1, sum(hits.values()) + counts["missed"])
     return {
         "shared": shared,
         "counts": dict(sorted(counts.items())),
-        "hit_rate": {t: n / asked for t, n in hits.items()} | {"total": sum(hits.values()) / asked},
+        "hit_rate": hit_rates(counts, TIERS),
         "store": {name: stats[name] for name in STORE_STATS} if shared else {},
         "wall_s": max((w.report["wall_s"] for w in workers if w.report), default=0.0),
         "served": [worker.served for worker in workers],
@@ -269,28 +262,14 @@ def render(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the hits of each tier, without the store and with it."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    names = ["each process alone" if not p["shared"] else "over one shared store"
-             for p in report["points"]]  # fmt: skip
-    below = [0.0] * len(names)
-    for tier, colour in zip(TIERS, (*list(COLOURS.values())[:2], "#B4436C"), strict=True):
-        shares = [100 * point["hit_rate"][tier] for point in report["points"]]
-        axes.bar(names, shares, 0.55, bottom=below, color=colour, label=tier)
-        below = [a + b for a, b in zip(below, shares, strict=True)]
-    for place, height in enumerate(below):
-        axes.text(place, height, f"{height:.1f}", ha="center", va="bottom")
+    names = ["over one shared store" if point["shared"] else "each process alone"
+             for point in report["points"]]  # fmt: skip
+    shares = {tier: [100 * p["hit_rate"][tier] for p in report["points"]] for tier in TIERS}
+    figure, (axes,) = charts.panels_of(1, 1, (7, 5))
+    charts.stacked_bars(axes, names, shares, (*list(COLOURS.values())[:2], "#B4436C"))
     axes.set_ylabel("hits, % of blocks")
-    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.06))
-    axes.grid(axis="y", color="#E2E2E2", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     title = f"{report['trace']}, {report['requests']} requests in {report['processes']} processes"
-    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pictures.save(figure, path)
+    charts.save(figure, path, title)
 
 
 def problems(report: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ prefixes, prefill in chunks, decode by calls and by captured graphs, fork, searc
 token trees, slide windows, fail in the middle of steps, preempt by offload and by recomputation,
 cancel, evict, save, load and restart. After every step each page has the owners that it must have;
 sampled sequences hold the bits that follow from their tokens, and sampled outputs of attention are
-those of float64.
+compared with float64.
 
     python scripts/soak.py --steps 3000
     python scripts/soak.py --seconds 600 --seed 7 --json build/soak.json --plot build/soak.png
@@ -23,7 +23,6 @@ is too short for that.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -32,16 +31,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# One core computes while others copy; must be set before NumPy loads its BLAS.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import common.one_core  # noqa: F401
 from common.measure import log_compilation
 from soaking.audit import Broken
 from soaking.contents import PAST, VARIANTS, Variant
-from soaking.draw import draw
-from soaking.resources import SLACK, Sample, beyond_slack, growth, sample, warm_up
+from soaking.resources import SLACK, Sample, beyond_slack, draw, growth, sample, warm_up
 from soaking.server import DISK_SLOTS, HOST_PAGES, Server, num_pages
 
 from kvcupy.bench import frame

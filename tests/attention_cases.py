@@ -171,7 +171,7 @@ class AttentionCase(Case):
     def caches(self, k, v, how="NHD", fmts=(None, None)):
         """Place K and V (pages, page_size, H, width) in some arrangement, and name the layout.
 
-        `fmts` are those of rows of bytes.
+        `fmts` are the formats of rows of bytes.
         """
         fmts = [fmt or reference.format_of(part) for fmt, part in zip(fmts, (k, v), strict=True)]
         if how in TOGETHER:
@@ -215,10 +215,10 @@ class AttentionCase(Case):
         index=("int32", "int32"), table_how="plain", query_how="plain", step=1, hidden=None,
         evicted=None, key_starts=None,
     ):  # fmt: skip
-        """Make all arguments of sequences with pages of their own, in any order.
+        """Make all arguments of sequences that share no pages, in any order.
 
-        `cache_fmt` is one format or those of K and V. `hidden[b]` keys of sequence b are poisoned
-        from the first on. `loud` is the size of queries and keys: with 2, scores reach 10.
+        `cache_fmt` is one format, or one each for K and V. The first `hidden[b]` keys of sequence b
+        are poisoned. `loud` is the size of queries and keys: with 2, scores reach 10.
         `evicted` are pairs (start, size), one per sequence; what lies in them is poison too, and so
         is what `key_starts` leave out.
         """
@@ -383,7 +383,7 @@ class AttentionCase(Case):
 
     def merge(self, out_a, lse_a, out_b=None, lse_b=None, out=None, lse=None, *, base="e",
               stream=None):  # fmt: skip
-        """Check one `kv.merge_states`; `out` and `lse` may be those of a state."""
+        """Check one `kv.merge_states`; `out` and `lse` may belong to a state."""
         states = [None if a is None else a.view.copy() for a in (out_a, lse_a, out_b, lse_b)]
         if stream is not None:
             self.device.synchronize()

@@ -7,8 +7,9 @@ mistakes, compares everything with the reference, and returns the `Case`.
 from __future__ import annotations
 
 import numpy as np
-from attention_cases import AttentionCase
+from attention_cases import AttentionCase, rotated
 from helpers import from_values
+from prefill_calls import Call
 
 import kvcupy as kv
 from kvcupy import reference
@@ -46,6 +47,14 @@ def check_attention_long_decode_fp16(device):
     """Likewise on tensor cores, whose warps take many tiles of keys."""
     case = AttentionCase(device, 42)
     case.attend(case.arguments([1300, 0, 5, 700], fmt="fp16", heads=(8, 1), page_size=16))
+    return case
+
+
+def check_attention_long_append(device):
+    """Split keys of a few new tokens; rows of no sequence keep their values."""
+    case = AttentionCase(device, 52)
+    args = case.arguments([1300, 5], [2, 1], heads=(2, 1), page_size=16, padding=2)
+    case.attend(args, *case.results(args))
     return case
 
 
@@ -184,7 +193,7 @@ def check_attention_heads_fp8(device):
 
 
 def check_attention_heads_wide_rows(device):
-    """Values of their own; scales per slot, of V of very different sizes; windows and trees."""
+    """V is not part of K; scales per slot, for V of very different sizes; windows and trees."""
     case = AttentionCase(device, 66)
     args = case.arguments(
         [44, 21], [3, 1], fmt="fp16", cache_fmt="int8", heads=(20, 2), widths=(320, 272),
@@ -207,7 +216,7 @@ def check_attention_heads_bits(device):
 
 
 def check_attention_wide_rows(device):
-    """Values of their own; a scale per slot for either; few new tokens; windows and trees."""
+    """V is not part of K; a scale per slot for either; few new tokens; windows and trees."""
     case = AttentionCase(device, 64)
     args = case.arguments(
         [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="int8", heads=(6, 2), widths=(320, 272),
@@ -303,7 +312,8 @@ def check_attention_evicted_span_at_the_end(device):
 
 
 def check_attention_shared_keys(device, fmt="fp32"):
-    """More queries than keys, which all see all of them; with a window, those of no position none.
+    """More queries than keys, which all see all of them; with a window, queries before the first
+    position see none.
 
     A tile of queries before the first position sees whole tiles of keys.
     """
@@ -319,7 +329,7 @@ def check_attention_shared_keys_fp16(device):
 
 
 def check_attention_trees(device, fmt="fp32"):
-    """Nodes of earlier steps, rotated by positions of their own, some past the table."""
+    """Nodes of earlier steps, rotated by their tree positions, some past the table."""
     case = AttentionCase(device, 56)
     args = case.arguments(MORE_LENS, MORE_NEW, fmt=fmt, widths=(32, 24)) | case.rope(32)
     args |= case.nodes(NODES, MORE_NEW) | case.tail(NODES, columns=11, low=-5, high=60)
@@ -405,6 +415,14 @@ def check_attention_append_interleaved(device):
     return check_attention_append_rotated_keys(device, interleaved=True)
 
 
+def check_attention_full_table(device):
+    """A sequence that takes all of its row of the table is no fault."""
+    case = AttentionCase(device, 51)
+    args = case.arguments([8, 3])
+    args["block_table"] = args["block_table"].sub(lambda a: a[:, :2])
+    case.attend(args)
+
+
 def faulty_table(case, args, page):
     table = args["block_table"].view.astype(np.int64)
     table[0, 1], table[3, 2], table[4, 0] = page, -1, page
@@ -436,10 +454,10 @@ def check_attention_append_faults(device):
 
 
 def check_merge_two(device, fmt="bf16"):
-    """Empty states with NaN in them, natural and binary logarithms."""
+    """Empty states with NaN in them, natural and binary logarithms, small weights and none."""
     case = AttentionCase(device, 51)
-    for base in ("e", "2"):
-        states = [states_of(case, fmt, (9, 3, 40)) for _ in "ab"]
+    for base, loud in (("e", 4), ("2", 4), ("e", 90)):
+        states = [states_of(case, fmt, (9, 3, 40), loud) for _ in "ab"]
         out, lse = case.output(fmt, (9, 3, 40)), case.output("fp32", (9, 3))
         case.merge(*states[0], *states[1], out, lse, base=base)
     return case
@@ -453,14 +471,123 @@ def check_merge_many(device):
     return case
 
 
-def states_of(case, fmt, shape):
+def states_of(case, fmt, shape, loud=4):
     """Outputs and logarithms, a third of them empty."""
     outs = from_values(case.rng.standard_normal(shape), fmt)
-    lses = (case.rng.standard_normal(shape[:-1]) * 4).astype(np.float32)
+    lses = (case.rng.standard_normal(shape[:-1]) * loud).astype(np.float32)
     empty = case.rng.random(shape[:-1]) < 0.35
     lses[empty], outs[empty] = -np.inf, from_values(np.nan, fmt)
     lses[..., :2, :], outs[..., :2, :, :] = -np.inf, from_values(np.nan, fmt)
     return case.place(outs, fmt, name="out_a"), case.place(lses, "fp32", name="lse_a")
+
+
+def check_attention_decode_tree(device):
+    """Nodes that no query sees, which are NaN in the cache."""
+    Call(kernel="decode", tree=True, seq_lens=(40, 21), query_lens=(5, 6)).check(device)
+
+
+def check_attention_kept_keys_in_order(device):
+    """More kept keys than the window leaves out."""
+    Call(window=4, sink_keys=100, seq_lens=(60,), query_lens=(12,), kernel="decode").check(device)
+
+
+# As users run them on a processor, in vector registers ------------------------------------------
+
+
+def check_few_rows(device, fmt="fp32"):
+    """K and V are read where they lie, with a tail of keys; a block without its first page."""
+    case = AttentionCase(device, 70)
+    args = case.arguments([77, 0, 1, 200], fmt=fmt, heads=(6, 2), widths=(64, 96), page_size=16)
+    table = args["block_table"].view.copy()
+    table[3, 4] = -1
+    case.attend(args | {"block_table": case.table(table)})
+    return case
+
+
+def check_many_rows(device, fmt="fp32"):
+    """Tiles that are taken together, and some that are not whole; windows that few rows see."""
+    case = AttentionCase(device, 71)
+    args = case.arguments(
+        [150, 90, 41, 3], [70, 33, 41, 0], fmt=fmt, heads=(6, 2), widths=(80, 64), page_size=16
+    )
+    case.attend(args)
+    case.attend(args, window=19, sink_tokens=5)
+    return case
+
+
+def check_no_keys_of_a_tile(device):
+    """The rows of the first tile see no key, the rows of the next do."""
+    case = AttentionCase(device, 72)
+    args = case.arguments([41, 30], [33, 20], heads=(2, 1), key_starts=[20, 30])
+    case.attend(args)
+    return case
+
+
+def check_values_that_are_no_numbers(device, query_lens=(3, 4), fmt="fp32"):
+    """A NaN in the value of the last key reaches the row that sees it alone."""
+    case = AttentionCase(device, 73)
+    args = case.arguments([45, 33], list(query_lens), fmt=fmt, heads=(2, 1), page_size=16)
+    out, _ = case.attend(args)
+    before = out.live().copy()
+    table, values = args["block_table"].view, args["v_cache"].view.copy()
+    values[table[0, 44 // 16], 44 % 16] = from_values(np.nan, fmt)
+    args["v_cache"] = case.place(values, fmt, name="v_cache")
+    after = reference.decode(device.to_numpy(case.issue(args)), fmt)
+    sees = query_lens[0] - 1
+    others = [row for row in range(len(after)) if row != sees]
+    assert np.isnan(after[sees]).all()
+    np.testing.assert_array_equal(after[others], reference.decode(before, fmt)[others])
+    return case
+
+
+def check_scores_that_are_no_numbers(device):
+    """A NaN or an infinity in a key reaches the rows that see it."""
+    for number in (np.nan, np.inf):
+        case = AttentionCase(device, 74)
+        args = case.arguments([40, 33], [2, 9], heads=(1, 1), page_size=16)
+        keys = args["k_cache"].view.copy()
+        keys[args["block_table"].view[1, 0], 3] = number
+        args["k_cache"] = case.place(keys, "fp32", name="k_cache")
+        out = device.to_numpy(case.issue(args))
+        assert np.isfinite(out[:2]).all()
+        assert np.isnan(out[2:]).all()
+    return case
+
+
+def check_four_bits(device, fmt="nvfp4", how="NHD"):
+    """Scales of K and V beside group scales, which lie behind the rows or apart; a block without
+    its first page."""
+    case = AttentionCase(device, 75)
+    args = case.arguments(
+        [77, 0, 1, 45], [3, 0, 1, 9], fmt="bf16", cache_fmt=fmt, heads=(6, 2), widths=(128, 256),
+        page_size=16, how=how, scales=("per head", "float"),
+    )  # fmt: skip
+    table = args["block_table"].view.copy()
+    table[3, 2] = -1
+    case.attend(args | {"block_table": case.table(table)})
+    return case
+
+
+def check_rotated_four_bits(device, fmt="int4", *, interleaved=False):
+    """Keys that are rotated when they are read."""
+    case = AttentionCase(device, 76)
+    args = case.arguments(
+        [41, 0, 33], [2, 0, 1], fmt="fp16", cache_fmt=fmt, heads=(4, 2), widths=(128, 128)
+    )
+    case.attend(args | case.rope(64, start=32, interleaved=interleaved))
+    return case
+
+
+def check_stored_rotated(device):
+    """Keys and values that are stored rotated, and values alone."""
+    case = AttentionCase(device, 77)
+    for new in ([2, 0, 1], [33, 0, 2]):
+        args = case.arguments(
+            [41, 0, 33], new, fmt="fp16", cache_fmt="nvfp4", heads=(4, 2), widths=(128, 96)
+        )
+        case.attend(rotated(args))
+        case.attend(rotated(args, "v_cache"))
+    return case
 
 
 CHECKS = (
@@ -469,6 +596,7 @@ CHECKS = (
     check_attention_decode_heads_first,
     check_attention_long_decode,
     check_attention_long_decode_fp16,
+    check_attention_long_append,
     check_attention_long_decode_fp8,
     check_attention_decode_int8,
     check_attention_decode_int8_plain,
@@ -491,6 +619,7 @@ CHECKS = (
     check_attention_append_masks,
     check_attention_append_masks_bf16,
     check_attention_faults,
+    check_attention_full_table,
     check_attention_faults_fp16,
     check_attention_append_faults,
     check_attention_evicted_spans,

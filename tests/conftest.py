@@ -4,8 +4,8 @@ The host device is strict (`kv.config.strict`) unless ``--no-strict`` is given: 
 punish fails a test. Orders of threads and blocks are drawn from ``--strict-seed`` and the name of
 the test; the header shows the seed of a run.
 
-What is exhaustive rather than telling runs with ``--full``: more cases of a test that is marked
-``covering``, those of `helpers.full_only`, and as many examples as `helpers.examples` is asked for.
+``--full`` is exhaustive: more cases of a test that is marked ``covering``, the cases of
+`helpers.full_only`, and as many examples as `helpers.examples` is asked for.
 
 ``--random-order`` shuffles modules, and the tests in each, by the same seed.
 ``--remaining`` runs only the tests that did not pass in the previous run, such as those that were
@@ -163,7 +163,7 @@ def sanitize(config: pytest.Config) -> None:
         raise pytest.UsageError("--sanitize: its runtime is not loaded; use scripts/test.sh")
     if config.option.device != "host":
         raise pytest.UsageError(f"--sanitize: expected --device host, got {config.option.device}")
-    config.option.no_strict = True  # whose instrumentation excludes that of sanitizers
+    config.option.no_strict = True  # whose instrumentation excludes sanitizers
     redzones.use()
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         os.environ.pop("LD_PRELOAD", None)  # compilers and programs of tests need none of it
@@ -192,7 +192,7 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
     monkeypatch.setattr(kv.config, "_verify", "never")  # test_verify.py is about the other
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
-    # Tests of the checker have one of their own.
+    # Tests of the checker make their own.
     watched = option.check_order and "order" not in (
         request.node.path.parent.name, request.node.path.stem.removeprefix("test_cuda_"),
     )  # fmt: skip
@@ -391,6 +391,15 @@ def plain_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def device_name(request: pytest.FixtureRequest) -> str:
     """What ``--device`` says, for scripts that are given it."""
     return request.config.getoption("--device")
+
+
+@pytest.fixture
+def only_numpy(monkeypatch):
+    """As in a process that has not seen arrays of libraries with streams, as other tests leave."""
+    from kvcupy.ops import call, custom
+
+    for module in (call, custom):
+        monkeypatch.setattr(module, "STREAMED_TYPES", set())
 
 
 @pytest.fixture

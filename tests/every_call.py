@@ -30,10 +30,15 @@ def indices(device: Any, *values: int) -> Any:
     return device.asarray(np.array(values))
 
 
-def example(declaration: Declaration, device: Any, cache_format: str = "int8") -> Call:
-    """Return a call that has outputs and every kind of scale, but no optional index arrays."""
+def example(
+    declaration: Declaration, device: Any, cache_format: str = "int8", **sizes: int
+) -> Call:
+    """Return a call that has outputs and every kind of scale, but no optional index arrays.
+
+    `sizes` replace some of `SIZES`.
+    """
     call = {
-        name: _values(argument, device, cache_format, seed)
+        name: values(argument, device, cache_format, seed, SIZES | sizes)
         for seed, (name, argument) in enumerate(declaration.public_arguments.items())
         if argument.in_example and argument.shape
     }
@@ -44,10 +49,14 @@ def example(declaration: Declaration, device: Any, cache_format: str = "int8") -
     }
 
 
-def _values(argument: Argument, device: Any, cache_format: str, seed: int) -> Any:
+def values(
+    argument: Argument, device: Any, cache_format: str = "int8", seed: int = 99,
+    sizes: dict[str, int] = SIZES,
+) -> Any:  # fmt: skip
+    """Return an array for an argument, whether examples have it or not."""
     if argument.example is not None:
         return device.asarray(np.array(argument.example))
-    shape = tuple(SIZES[name] for name in argument.shape.split())
+    shape = tuple(sizes[name] for name in argument.shape.split())
     if argument.cache:
         return device.zeros(shape, from_values(0.0, cache_format).dtype)
     if argument.fresh:
@@ -55,6 +64,11 @@ def _values(argument: Argument, device: Any, cache_format: str, seed: int) -> An
     if "scale" in argument.name:
         return device.asarray(np.full(shape, 0.5, np.float32))
     return array(device, *shape, seed=seed)
+
+
+def arrays_of(call: Call) -> Call:
+    """Return the arguments that are arrays."""
+    return {name: value for name, value in call.items() if hasattr(value, "shape")}
 
 
 def _maker(declaration: Declaration) -> Callable[[Any], Call]:

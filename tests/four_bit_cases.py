@@ -46,6 +46,14 @@ def place_rows(case: Case, fmt: str, shape: tuple[int, ...], cut=None, **options
     return case.place(hard_rows(case, fmt, shape), fmt, cut, **options)
 
 
+def check_gather(case, caches, slots, shapes, fmt, *, misalign=0, **options):
+    """Gather into new outputs of a format, and compare them, NaN for NaN."""
+    outs = [case.output(fmt, shape, misalign=misalign, name=f"out {shape[-1]}") for shape in shapes]
+    for out in outs:
+        out.buffer.exact = False
+    case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1], **options)
+
+
 def content(case):
     """Bytes of a four-bit pool; else rows with elements around every boundary of codes."""
 

@@ -232,7 +232,7 @@ class Case(testing.Arguments):
 
 
 def names_number(text: str, number: int) -> bool:
-    """Whether `text` holds `number` as a number of its own."""
+    """Whether `text` holds `number` as a whole number."""
     return re.search(rf"(?<![\d.]){number}(?![\d]|\.\d)", text) is not None
 
 
@@ -268,7 +268,7 @@ def again(module, *only):
 
 
 def demoting(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of a `PagedKVCache`; those of a demotion, `past` and others, become one."""
+    """Return options of a `PagedKVCache`, in which `past` and similar ones are one demotion."""
     names = ("past", "recent", "sinks", "num_past_pages", "hadamard", "scale_rule")
     given = {name: options[name] for name in names if name in options}
     options = {name: value for name, value in options.items() if name not in given}

@@ -1,4 +1,4 @@
-"""A process of its own, which does what lines of its input say, and answers each with a line.
+"""A separate process, which does what lines of its input say, and answers each with a line.
 
 So a test can stop or kill a process between two lines, and what happens in the middle of a line is
 a hook that a line has installed.
@@ -39,7 +39,7 @@ class LineProcess:
     ----------
     program : Python that it begins with
     printed : a file that gets whatever it prints
-    environment : what it has beside that of the tests
+    environment : variables added to the environment of the tests
 
     Attributes
     ----------

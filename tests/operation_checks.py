@@ -1,7 +1,7 @@
 """One small check of each thing that an operation does, for whatever device runs it.
 
 A check takes a device, calls an operation with arguments that tell its mistakes, compares all with
-the reference, and returns the `Case`. `ops/test_*_mutations.py` run them on broken kernels,
+the reference, and returns the `Case`. `ops/test_mutants.py` runs them on broken kernels,
 `ops/test_geometry.py` on devices that lay threads out in another way.
 """
 
@@ -65,7 +65,7 @@ def check_copy_of_odd_pages(device):
 
 
 def values_that_tell(scale: np.float32) -> np.ndarray:
-    """Values that another rounding than that of x / scale takes to another int8, and others."""
+    """Values whose int8 changes if x / scale is rounded in another way, and others."""
     ties = (np.arange(-130, 130) + np.float32(0.5)) * scale
     near = np.concatenate([np.nextafter(ties, np.float32(side)) for side in (-1e9, 1e9)])
     x = np.concatenate([ties, near]).astype(np.float32)
@@ -99,6 +99,15 @@ def check_convert_to_fp8(device):
     return check_convert(device, "fp8_e4m3")
 
 
+def check_convert_to_fp16(device):
+    """Without scales: what is too large becomes an infinity."""
+    case = Case(device, 29)
+    rows = [np.resize(values_that_tell(np.float32(0.37)), (24, HEADS, n)) for n in (40, 24)]
+    key, value = (case.place(r * np.float32(1000), "fp32") for r in rows)
+    case.store_kv(key, value, *caches(case, "fp16", (40, 24), 5, 4), slots_of_every_kind(20))
+    return case
+
+
 def check_dynamic(device):
     """Rows that several warps share, their largest element in any place, in any thread order."""
     device.sm_count = 132  # few rows for so many: more threads a row
@@ -118,8 +127,8 @@ def check_dynamic(device):
 
 
 def check_dynamic_of_any_rows(device):
-    """Rows that their lanes hold, and K of more, the largest element in any place."""
-    for seed, widths in enumerate(((3000, 40), (128, 96)), start=4):
+    """Rows that their lanes hold, and K or V of more, the largest element in any place."""
+    for seed, widths in enumerate(((3000, 40), (128, 96), (40, 3000)), start=4):
         case = Case(device, seed)
         key, value = (case.rng.standard_normal((24, HEADS, n)).astype(np.float16) for n in widths)
         for rows in (key, value):
@@ -202,7 +211,7 @@ def check_interleaved_sections(device):
 
 
 def rope_store_arguments(case: RopeCase, fmt: str, cache_fmt: str, widths=(32, 24)):
-    """All of `rope_store_kv`; two tokens have no slot, though the array goes on with good ones."""
+    """All of `rope_store_kv`; two tokens have no slot, although valid slots follow in the array."""
     positions = np.resize(np.delete(POSITIONS, 6), 26)
     positions[9] = 64
     query, key = (case.rows(fmt, (26, heads, widths[0])) for heads in (3, HEADS))
@@ -332,6 +341,15 @@ def check_transfer(device):
     return case
 
 
+def check_transfer_by_copies(device):
+    """The host finds what is past the end, and a kernel records it."""
+    case = TransferCase(device, 30)
+    src, dst = (case.pool(layout, pages=n) for layout, n in (("page_first", 9), ("page_head", 13)))
+    for pages in (PAIRS, ([0, 9, 1], [3, 4, 5]), ([0, 1], [77, 4])):
+        case.transfer(src, dst, *pages, method="copy")
+    return case
+
+
 def check_transfer_of_a_few_short_rows(device):
     """Fewer rows than threads that could have them, of pages that all exist."""
     case = TransferCase(device, 25)
@@ -379,6 +397,7 @@ def check_transfer_converts_wide_rows(device):
 
 CHECKS = (
     check_transfer,
+    check_transfer_by_copies,
     check_transfer_of_a_few_short_rows,
     check_transfer_of_long_rows,
     check_transfer_converts,
@@ -387,6 +406,7 @@ CHECKS = (
     check_copy_of_odd_pages,
     check_convert,
     check_convert_to_fp8,
+    check_convert_to_fp16,
     check_dynamic,
     check_dynamic_of_any_rows,
     check_mla,

@@ -1,6 +1,6 @@
 """Stand-ins for the projects that kvcupy is measured beside: their signatures, computed by torch.
 
-What a benchmark hands to them is checked by what they leave behind.
+A benchmark's arguments are checked by the results that they leave.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ LEFT_OUT = {
 """Modules that say nothing under sanitizers."""
 
 
-# Where NVRTC finds a library of its own no more, because the runtime loads it in its place.
+# Folders where NVRTC finds its libraries: the runtime replaces the loader that would find them.
 _NVRTC = sorted(
     str(path.parent) for entry in sys.path
     for path in Path(entry).glob("nvidia/*/lib/libnvrtc-builtins.so.*")
@@ -52,7 +52,7 @@ _NVRTC = sorted(
 
 
 def runtime(names: tuple[str, ...] = ASAN) -> Path | str:
-    """Return the shared runtime of a sanitizer of the compiler, or why there is none."""
+    """Return the shared runtime of a sanitizer of the compiler, or why it is missing."""
     compiler = cxx.find_compiler()
     if compiler is None:
         return "no C++ compiler"
@@ -87,7 +87,7 @@ def environment(reports: Path | None = None) -> dict[str, str]:
         f"exitcode=77{to_files}",
         "LD_LIBRARY_PATH": os.pathsep.join([*_NVRTC, os.environ.get("LD_LIBRARY_PATH", "")]),
         "UBSAN_OPTIONS": f"print_stacktrace=1:halt_on_error=1{to_files}",
-        "KVCUPY_STRICT": "0",  # whose instrumentation excludes that of sanitizers
+        "KVCUPY_STRICT": "0",  # strict builds cannot be combined with sanitizers
     }
 
 

@@ -97,7 +97,7 @@ TRANSFERS = (
 
 # Formats of query and cache, heads of both, widths of K and V, page size, new tokens of each
 # sequence (None: one each), elements moved by, how: "w" window and sinks, "t" tree, "l" trees of
-# lengths of their own, "h" evicted spans and first keys, "r" keys rotated on read, "i" interleaved.
+# given lengths, "h" evicted spans and first keys, "r" keys rotated on read, "i" interleaved.
 ATTENTION = (
     ("fp32", "fp32", (6, 2), (64, 24), 4, None, 0, ""),
     ("fp16", "int8", (3, 1), (33, 17), 3, None, 1, ""),

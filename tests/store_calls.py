@@ -24,6 +24,26 @@ SCALES = {
     "per head": np.float32([0.2, 5.0, 1e-3]),
     "dynamic": "dynamic",
 }
+TWO_HEAD_SCALES = {
+    **{name: SCALES[name] for name in ("none", "float", "one element")},
+    "per head": np.float32([0.2, 5.0]),
+}
+
+
+#: Shapes of arrays from which K and V caches of some shape are cut, as engines do, and the cuts.
+COMBINED = {
+    "pages": lambda pages, *page: (
+        (pages, 2, *page), (lambda a: a[:, 0], lambda a: a[:, 1])
+    ),
+    "first": lambda *base: ((2, *base), (lambda a: a[0], lambda a: a[1])),
+    "last": lambda *base: (
+        (*base[:-1], 2 * base[-1]),
+        (lambda a: a[..., : base[-1]], lambda a: a[..., base[-1] :]),
+    ),
+    "layer": lambda pages, *page: (
+        (pages, 3, 2, *page), (lambda a: a[:, 1, 0], lambda a: a[:, 1, 1])
+    ),
+}  # fmt: skip
 
 
 def shuffled_slots(case: Case, tokens: int, num_slots: int) -> np.ndarray:
@@ -83,3 +103,37 @@ def small(case, *, tokens=6, fmt="bf16", cache_fmt="bf16", num_slots=8, layout="
 
 def mla(case, fmt="bf16"):
     return (case.input("bf16", (6, 8)), case.input("bf16", (6, 4)), case.output(fmt, (2, 4, 12)))
+
+
+# Rows for the scale of a row ------------------------------------------------------------------
+
+NANS = (0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF)
+"""Signalling ones, too, which C's fmaxf lets win."""
+
+
+def special_rows(big: float) -> list[list[float]]:
+    """Rows of nothing, of no number, of infinities, and around the smallest absmax."""
+    inf, nan = np.inf, np.nan
+    return [
+        [0] * 5,
+        [-0.0] * 5,
+        [nan] * 5,
+        [inf, 1, -1, 0, 2],
+        [nan, -inf, 1e30, 0, -3e38],
+        [1e-7, -1e-7, 0, 0, 1e-9],
+        [1e-6, 0, 0, 0, 0],
+        [1e-42, 0, 0, 0, -1e-45],
+        [big, -big, 1, 0, 1e36],
+        [nan, 3, -4, 0, 1],
+        [np.float32(1.1e-6), 0, 0, 0, 0],
+    ]
+
+
+def rows_with_nans(bits: int) -> np.ndarray:
+    """Rows whose largest element is the first, with NaN of these bits behind it."""
+    rows = np.full((4, 256), 0.5, np.float32)
+    rows[:, 0] = 7
+    rows.view(np.uint32)[1, 1:] = bits
+    rows.view(np.uint32)[2, 128::2] = bits
+    rows.view(np.uint32)[3, 64] = bits
+    return rows

@@ -14,7 +14,7 @@ PATIENCE_S = 60  # a test that waits for its own gate fails instead of hanging
 
 
 def delay(stream):
-    """Hold up a stream, so that whoever does not wait for it comes too early."""
+    """Hold up a stream, so that work that does not wait for it comes too early."""
     stream.call(lambda: time.sleep(DELAY_S))
 
 

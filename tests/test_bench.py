@@ -138,22 +138,20 @@ def report_of(path, **us):
 
 
 def test_two_reports_are_compared(tmp_path, capsys):
+    """Cases in one alone are counted, and differences of the machines are named."""
     before = report_of(tmp_path / "a.json", store=6.0, gather=2.0, gone=1.0)
     after = report_of(tmp_path / "b.json", store=4.0, gather=4.0, new=1.0)
+    after.write_text(after.read_text().replace('"host"', '"cuda:0"'))
     assert command_line.main(["bench", "--compare", str(before), str(after)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("  ")[-1] == "times as fast"
     assert [line.split() for line in lines[2:4]] == [
         ["store", "graph", "6.00", "4.00", "1.50"], ["gather", "graph", "2.00", "4.00", "0.50"]
     ]  # fmt: skip
-    assert lines[4:] == ["1 cases are in the first alone", "1 cases are in the second alone"]
-
-
-def test_reports_of_other_machines_are_named(tmp_path, capsys):
-    paths = [report_of(tmp_path / f"{name}.json", store=6.0) for name in "ab"]
-    paths[1].write_text(paths[1].read_text().replace('"host"', '"cuda:0"'))
-    assert command_line.main(["bench", "--compare", *map(str, paths)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "device differs: host, then cuda:0"
+    assert lines[4:] == [
+        "1 cases are in the first alone", "1 cases are in the second alone",
+        "device differs: host, then cuda:0",
+    ]  # fmt: skip
 
 
 # Baselines ---------------------------------------------------------------------------------------
@@ -245,6 +243,15 @@ def test_a_case_too_large_for_the_device_is_a_line(device_name, tmp_path, monkey
     report = measured(device_name, tmp_path, *options, *SIZES)
     assert {row["operation"] for row in report["rows"]} == {"slot_mapping"}
     assert report["notes"][0] == "store_kv tiny bf16 T=4: not measured: MemoryError: no 4 GB left"
+
+
+def test_more_tokens_than_positions_and_pages_of_any_size(device_name, tmp_path):
+    small = ("--model", "tiny", "--format", "bf16", "--page-size", 24, "--batch", 2)
+    report = measured(
+        device_name, tmp_path, "--op", "slot_mapping", "rope_store_kv", "--tokens", 9000, *small
+    )
+    assert len(report["rows"]) == 3
+    kv.check_faults(device_name)
 
 
 # Checks ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def case_of(operation, name):
     return case
 
 
-# Plain NumPy implementations, which the mistakes below are made in ---------------------------
+# Plain NumPy implementations, from which the mistakes below are made ---------------------------
 
 
 def store_kv(key, value, k_cache, v_cache, slot_mapping, **options):
@@ -98,56 +98,47 @@ def test_kvcupy_conforms(device, case):
 # Mistakes ------------------------------------------------------------------------------------
 
 
-def one_slot_on(key, value, k_cache, v_cache, slot_mapping):
-    kept = np.where(slot_mapping == 19, 18, slot_mapping + 1)
-    store_kv(key, value, k_cache, v_cache, kept)
+def ignoring(operation, *names):
+    """The operation without some of its options."""
+    plain = PLAIN[operation]
+    return lambda **call: plain(**{n: x for n, x in call.items() if n not in names})
 
 
-def swapped_in_pages(key, value, k_cache, v_cache, slot_mapping, layout="NHD"):
-    store_kv(key, value, k_cache, v_cache, slot_mapping)
+def with_other(operation, **changes):
+    """The operation with other arguments: values, or functions of the arguments they replace."""
+    plain = PLAIN[operation]
+
+    def run(**call):
+        others = {n: x(call[n]) if callable(x) else x for n, x in changes.items()}
+        plain(**call | others)
+
+    return run
 
 
-def last_token_left_out(key, value, k_cache, v_cache, slot_mapping):
-    store_kv(key, value, k_cache, v_cache, slot_mapping[:-1])
+def then(operation, change, **changes):
+    """The operation with other arguments, and what is done to its arguments afterwards."""
+    plain = with_other(operation, **changes)
+
+    def run(**call):
+        plain(**call)
+        change(**call)
+
+    return run
 
 
-def all_rows_stored(key, value, k_cache, v_cache, slot_mapping):
+def past_the_end(array):
+    """The byte past an array."""
+    raw = array.reshape(-1).view(np.uint8)
+    return np.lib.stride_tricks.as_strided(raw[:1], (raw.size + 1,), (1,))[-1:]
+
+
+def truncate(array):
+    return (array.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def all_rows(key, value, k_cache, v_cache, slot_mapping):
     unused = np.setdiff1d(np.arange(20), slot_mapping)[: len(key) - len(slot_mapping)]
     store_kv(key, value, k_cache, v_cache, np.concatenate([slot_mapping, unused]))
-
-
-def padding_wraps(key, value, k_cache, v_cache, slot_mapping):
-    store_kv(key, value, k_cache, v_cache, slot_mapping % 20)
-
-
-def end_is_clipped(key, value, k_cache, v_cache, slot_mapping):
-    store_kv(key, value, k_cache, v_cache, np.minimum(slot_mapping, 19))
-
-
-def sink_is_written(key, value, k_cache, v_cache, slot_mapping, skip_slot=None):
-    store_kv(key, value, k_cache, v_cache, slot_mapping)
-
-
-def outside(cache):
-    """The bytes of an array and those around it."""
-    base = np.lib.stride_tricks.as_strided
-    raw = cache.reshape(-1).view(np.uint8)
-    return base(raw[:1], (raw.size + 1,), (1,))
-
-
-def writes_past_the_end(key, value, k_cache, v_cache, slot_mapping):
-    store_kv(key, value, k_cache, v_cache, slot_mapping)
-    outside(v_cache)[-1] ^= 1
-
-
-def scales_the_input(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale):
-    store_kv(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
-    key /= k_scale
-
-
-def truncated(key, value, k_cache, v_cache, slot_mapping):
-    rows = [(a.view(np.uint32) & 0xFFFF0000).view(np.float32) for a in (key, value)]
-    store_kv(*rows, k_cache, v_cache, slot_mapping)
 
 
 def times_the_reciprocal(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale):
@@ -155,38 +146,8 @@ def times_the_reciprocal(key, value, k_cache, v_cache, slot_mapping, k_scale, v_
     store_kv(*rows, k_cache, v_cache, slot_mapping)
 
 
-def scales_not_written(k_scale_cache, v_scale_cache, **arguments):
-    store_kv(**arguments, k_scale_cache=k_scale_cache.copy(), v_scale_cache=v_scale_cache)
-
-
 def parts_swapped(latent, rope_key, cache, slot_mapping):
     store_mla(rope_key, latent, cache, slot_mapping)
-
-
-def padding_gathered(k_cache, v_cache, slots, k_out, v_out):
-    gather_kv(k_cache, v_cache, np.maximum(slots, 0), k_out=k_out, v_out=v_out)
-
-
-def gathered_unscaled(k_cache, v_cache, slots, k_out, v_out, k_scale, v_scale):
-    gather_kv(k_cache, v_cache, slots, k_out=k_out, v_out=v_out, k_scale=k_scale)
-
-
-def other_way_round(query, key, rope_table, positions):
-    pairs = rope_table.shape[1] // 2
-    apply_rope(query, key, rope_table * np.repeat(np.float32([1, -1]), pairs), positions)
-
-
-def halves_not_neighbours(query, key, rope_table, positions, interleaved):
-    apply_rope(query, key, rope_table, positions)
-
-
-def rounded_twice(query, key, rope_table, positions):
-    apply_rope(query, key, rope_table.astype(np.float16).astype(np.float32), positions)
-
-
-def unrotated_half_lost(query, key, rope_table, positions):
-    apply_rope(query, key, rope_table, positions)
-    key[..., rope_table.shape[1] :] = 0
 
 
 def rotated_in_place(query, key, rope_table, positions, query_out, key_out):
@@ -197,15 +158,6 @@ def rotated_in_place(query, key, rope_table, positions, query_out, key_out):
 def raw_key_stored(key, value, k_cache, v_cache, slot_mapping, **rotary):
     store_kv(key, value, k_cache, v_cache, slot_mapping)
     apply_rope(key=key, **rotary)
-
-
-def without(*names, **others):
-    """Attention that ignores some arguments, and takes others for those that are there."""
-
-    def attend(**arguments):
-        paged_attention(**{n: x for n, x in arguments.items() if n not in names} | others)
-
-    return attend
 
 
 def heads_interleaved(query, out, **arguments):
@@ -219,101 +171,91 @@ def tails_read(seq_lens, **arguments):
     paged_attention(seq_lens=-(-seq_lens // page_size) * page_size, **arguments)
 
 
-def lse_of_base_2(out, lse_out, **arguments):
-    paged_attention(out=out, lse_out=lse_out, **arguments)
-    lse_out /= np.float32(np.log(2))
-
-
 def truncated_outputs(out, **arguments):
-    exact, _, _ = reference.paged_attention(**arguments)
-    out[...] = (exact.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
-
-
-def unseen_not_zero(out, lse_out, **states):
-    merge_states(out=out, lse_out=lse_out, **states)
-    out[np.isneginf(lse_out)] = 1e-3
-
-
-def mean_of_both(out, lse_out, **states):
-    merge_states(out=out, lse_out=lse_out, **states)
-    out[...] = (states["out_a"].astype(np.float32) + states["out_b"]) / 2
-
-
-def natural(lse_base, **states):
-    merge_states(**states)
+    out[...] = truncate(reference.paged_attention(**arguments)[0])
 
 
 def pages_swapped(cache, src_pages, dst_pages):
     copy_pages(cache, dst_pages, src_pages)
 
 
-def first_array_alone(cache, src_pages, dst_pages):
-    copy_pages(cache[0] if isinstance(cache, tuple) else cache, src_pages, dst_pages)
-
-
-def page_padding_wraps(cache, src_pages, dst_pages):
-    copy_pages(cache, src_pages % 9, dst_pages % 9)
-
-
 def slots_of_the_first_tokens(block_table, seq_lens, append_lens, page_size, out):
     slot_mapping(block_table, append_lens, append_lens, page_size, out=out)
 
 
-PAST_THE_END = "wrote outside its arrays"
+def negated_sines(table):
+    return table * np.repeat(np.float32([1, -1]), table.shape[1] // 2)
+
+
+TOO_FAR = "times what is allowed"
 STRAY, MISSING = "should not have been written", "were not written"
+VALUE = "have another value"
 MISTAKES = [
-    # The function, a case that must notice, and what it must say.
-    (one_slot_on, "store_kv, bf16", STRAY),
-    (swapped_in_pages, "store_kv, HND pages", "raised"),
-    (last_token_left_out, "store_kv, bf16", MISSING),
-    (all_rows_stored, "store_kv, more rows than slots", STRAY),
-    (padding_wraps, "store_kv, padding", STRAY),
-    (end_is_clipped, "store_kv, past the end", "k_cache"),
-    (sink_is_written, "store_kv, a sink slot", STRAY),
-    (writes_past_the_end, "store_kv, bf16", PAST_THE_END),
-    (scales_the_input, "store_kv, fp32 to fp8_e4m3, scales", "key: "),
-    (truncated, "store_kv, fp32 to bf16", "have another value"),
-    (times_the_reciprocal, "store_kv, fp32 to int8, scales by head", "have another value"),
-    (scales_not_written, "store_kv, bf16 to fp8_e4m3, scales by row", "k_scale_cache: "),
-    (parts_swapped, "store_mla, bf16", "have another value"),
-    (padding_gathered, "gather_kv, padding", STRAY),
-    (gathered_unscaled, "gather_kv, fp8_e4m3 to bf16, scales", "v_out: "),
-    (other_way_round, "apply_rope, fp32", "times what is allowed"),
-    (halves_not_neighbours, "apply_rope, fp16, interleaved", "times what is allowed"),
-    (rounded_twice, "apply_rope, bf16", "times what is allowed"),
-    (unrotated_half_lost, "apply_rope, a part of each head", "key: "),
+    # The mistake, a case that must notice it, and what it must say.
+    (with_other("store_kv", slot_mapping=lambda s: np.where(s == 19, 18, s + 1)),
+     "store_kv, bf16", STRAY),
+    (ignoring("store_kv", "layout"), "store_kv, HND pages", "raised"),
+    (with_other("store_kv", slot_mapping=lambda s: s[:-1]), "store_kv, bf16", MISSING),
+    (all_rows, "store_kv, more rows than slots", STRAY),
+    (with_other("store_kv", slot_mapping=lambda s: s % 20), "store_kv, padding", STRAY),
+    (with_other("store_kv", slot_mapping=lambda s: np.minimum(s, 19)), "store_kv, past the end",
+     "k_cache"),
+    (ignoring("store_kv", "skip_slot"), "store_kv, a sink slot", STRAY),
+    (then("store_kv", lambda v_cache, **_: np.bitwise_xor.at(past_the_end(v_cache), 0, 1)),
+     "store_kv, bf16", "wrote outside its arrays"),
+    (then("store_kv", lambda key, k_scale, **_: np.divide(key, k_scale, out=key)),
+     "store_kv, fp32 to fp8_e4m3, scales", "key: "),
+    (with_other("store_kv", key=truncate, value=truncate), "store_kv, fp32 to bf16", VALUE),
+    (times_the_reciprocal, "store_kv, fp32 to int8, scales by head", VALUE),
+    (with_other("store_kv", k_scale_cache=np.copy), "store_kv, bf16 to fp8_e4m3, scales by row",
+     "k_scale_cache: "),
+    (parts_swapped, "store_mla, bf16", VALUE),
+    (with_other("gather_kv", slots=lambda s: np.maximum(s, 0)), "gather_kv, padding", STRAY),
+    (ignoring("gather_kv", "v_scale"), "gather_kv, fp8_e4m3 to bf16, scales", "v_out: "),
+    (with_other("apply_rope", rope_table=negated_sines), "apply_rope, fp32", TOO_FAR),
+    (ignoring("apply_rope", "interleaved"), "apply_rope, fp16, interleaved", TOO_FAR),
+    (with_other("apply_rope", rope_table=lambda t: t.astype(np.float16).astype(np.float32)),
+     "apply_rope, bf16", TOO_FAR),
+    (then("apply_rope", lambda key, rope_table, **_: key[..., rope_table.shape[1] :].fill(0)),
+     "apply_rope, a part of each head", "key: "),
     (rotated_in_place, "apply_rope, to outputs", "query: "),
     (raw_key_stored, "rope_store_kv, bf16", "k_cache: "),
-    (without("causal", causal=False), "paged_attention, prefill", "times what is allowed"),
-    (without("causal"), "paged_attention, prefill, not causal", "times what is allowed"),
-    (without("window"), "paged_attention, decode, window", "times what is allowed"),
-    (without(window=9), "paged_attention, decode, window", "times what is allowed"),
-    (
-        without("sink_tokens"),
-        "paged_attention, decode, window and first keys",
-        "times what is allowed",
-    ),
-    (without("sinks"), "paged_attention, decode, learned sinks", "times what is allowed"),
-    (without("logits_soft_cap"), "paged_attention, decode, soft cap and scale", "times what"),
-    (without("sm_scale"), "paged_attention, decode, soft cap and scale", "times what is allowed"),
-    (without("tree_mask"), "paged_attention, a tree of drafted tokens", "times what is allowed"),
-    (without("v_scale"), "paged_attention, decode, fp8_e4m3 cache", "times what is allowed"),
-    (heads_interleaved, "paged_attention, decode", "times what is allowed"),
+    (with_other("paged_attention", causal=False), "paged_attention, prefill", TOO_FAR),
+    (ignoring("paged_attention", "causal"), "paged_attention, prefill, not causal", TOO_FAR),
+    (ignoring("paged_attention", "window"), "paged_attention, decode, window", TOO_FAR),
+    (with_other("paged_attention", window=9), "paged_attention, decode, window", TOO_FAR),
+    (ignoring("paged_attention", "sink_tokens"), "paged_attention, decode, window and first keys",
+     TOO_FAR),
+    (ignoring("paged_attention", "sinks"), "paged_attention, decode, learned sinks", TOO_FAR),
+    (ignoring("paged_attention", "logits_soft_cap"), "paged_attention, decode, soft cap and scale",
+     "times what"),
+    (ignoring("paged_attention", "sm_scale"), "paged_attention, decode, soft cap and scale",
+     TOO_FAR),
+    (ignoring("paged_attention", "tree_mask"), "paged_attention, a tree of drafted tokens",
+     TOO_FAR),
+    (ignoring("paged_attention", "v_scale"), "paged_attention, decode, fp8_e4m3 cache", TOO_FAR),
+    (heads_interleaved, "paged_attention, decode", TOO_FAR),
     (tails_read, "paged_attention, decode, poisoned tails", "got nan"),
-    (lse_of_base_2, "paged_attention, decode, lse", "lse_out: "),
-    (truncated_outputs, "paged_attention, decode", "times what is allowed"),
-    (unseen_not_zero, "merge_states, neither saw a key", "within 0.0"),
-    (mean_of_both, "merge_states, bf16", "times what is allowed"),
-    (natural, "merge_states, base 2", "times what is allowed"),
+    (then("paged_attention", lambda lse_out, **_: np.divide(lse_out, np.log(2), out=lse_out)),
+     "paged_attention, decode, lse", "lse_out: "),
+    (truncated_outputs, "paged_attention, decode", TOO_FAR),
+    (then("merge_states", lambda out, lse_out, **_: out.__setitem__(np.isneginf(lse_out), 1e-3)),
+     "merge_states, neither saw a key", "within 0.0"),
+    (then("merge_states", lambda out, out_a, out_b, **_: np.copyto(
+        out, (out_a.astype(np.float32) + out_b) / 2, casting="unsafe")),
+     "merge_states, bf16", TOO_FAR),
+    (ignoring("merge_states", "lse_base"), "merge_states, base 2", TOO_FAR),
     (pages_swapped, "copy_pages, pages", STRAY),
-    (first_array_alone, "copy_pages, K and V", MISSING),
-    (page_padding_wraps, "copy_pages, padding", STRAY),
+    (with_other("copy_pages", cache=lambda c: c[0] if isinstance(c, tuple) else c),
+     "copy_pages, K and V", MISSING),
+    (with_other("copy_pages", src_pages=lambda p: p % 9, dst_pages=lambda p: p % 9),
+     "copy_pages, padding", STRAY),
     (slots_of_the_first_tokens, "slot_mapping, ragged", "out: "),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("mistake", "where", "text"), MISTAKES, ids=[f"{m.__name__}-{w}" for m, w, _ in MISTAKES]
+    ("mistake", "where", "text"), MISTAKES, ids=[f"{i}-{w}" for i, (_, w, _) in enumerate(MISTAKES)]
 )
 def test_a_mistake_is_noticed(mistake, where, text):
     operation, name = where.split(", ", 1)

@@ -96,14 +96,6 @@ class Hidden:
         self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_there_and_back(fmt):
-    """kvcupy's own importer knows all codes."""
-    bits = random_bits(fmt, (3, 4))
-    v = view(Hidden(view(bits.view(DTYPE[fmt]))[:, 1:]))
-    assert (v.format, v.shape, v.pointer) == (fmt, (3, 3), bits.ctypes.data + bits.itemsize)
-
-
 def test_other_devices_are_refused():
     with pytest.raises(BufferError):
         view(np.zeros(3)).__dlpack__(dl_device=(2, 0))

@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 # Python, and the output that may follow.
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
-# In these each goes on from the one before, or needs a server: test_readme.py, test_metrics.py and
+# In these each continues the one before, or needs a server: test_readme.py, test_metrics.py and
 # interop/test_servers_page.py run them.
 ELSEWHERE = (
     "finding_a_race.md", "running.md", "testing_your_own_kernel.md", "shared_store_servers.md",

@@ -11,7 +11,7 @@ from four_bit_cases import FOUR_BIT
 
 import kvcupy as kv
 from kvcupy import arrays, formats
-from kvcupy.order.byte_ranges import byte_ranges, locate
+from kvcupy.order.history import byte_ranges, locate
 
 ROW_BYTES = {
     "nvfp4": 72, "mxfp4": 68, "int4": 72, "int4_g64": 68, "int4_g128": 66,
@@ -23,7 +23,7 @@ def packed(*shape, fmt="nvfp4", width=128):
 
 
 def split(fmt="nvfp4", rows=6, width=128):
-    """Codes and scales in arrays of their own."""
+    """Codes and scales in separate arrays."""
     form = formats.FOUR_BIT[fmt]
     carrier = {1: np.uint8, 2: np.uint16}[form.scale_bytes]
     return np.zeros((rows, width // 2), np.uint8), np.zeros((rows, width // form.group), carrier)
@@ -154,23 +154,6 @@ def test_tensors_count_their_changes():
     assert scales[2].all()
 
 
-def test_operators_of_torch():
-    """Their fakes know how many elements a row of bytes has."""
-    torch = pytest.importorskip("torch")
-    from kvcupy.interop import torch as operators
-
-    key = torch.randn(3, 2, 128)
-    caches = [torch.zeros(8, 2, 72, dtype=torch.uint8) for _ in range(2)]
-    slots = torch.tensor([1, 5, 3])
-    operators.store_kv(key, key, *caches, slots, format="nvfp4")
-    k, _ = operators.gather_kv(*caches, slots, format="nvfp4")
-    assert (k.shape, k.dtype) == (key.shape, torch.bfloat16)
-    assert (k - key).norm() < 0.2 * key.norm()
-    with torch._subclasses.FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) for x in (*caches, slots)]
-        assert operators.gather_kv(*fakes, format="nvfp4")[0].shape == key.shape
-
-
 def test_more_indices_than_axes():
     """As NumPy has it, and every other format."""
     v = kv.view_as(packed(8), "nvfp4")
@@ -290,7 +273,7 @@ def test_the_order_checker_sees_slots(device):
 
 
 def test_the_order_checker_sees_other_scales_of_the_same_codes(device):
-    """Codes are written once more, with other scales: those of before are still written."""
+    """Codes are written again, with other scales: the first scales are still written."""
     if device.kind != "host":
         pytest.skip("streams of the host device")
     raw = np.zeros((10, 64), np.uint8)  # codes of 8 rows, and scales twice

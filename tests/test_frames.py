@@ -7,9 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from kvcupy.ops import call as op_call
-from kvcupy.ops import custom
-
 # Of kvcupy's own functions, on the host device. Lower a bound when a change takes fewer.
 STORE_KV = 10
 BOUND_STORE_KV = 10
@@ -17,16 +14,13 @@ FIRST_LAYER = 132
 LOAD = 149
 COUNTED = 12  # more, while metrics are enabled
 
-pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
+pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host", "only_numpy")
 
 
 @pytest.fixture(autouse=True)
-def only_on_the_host(device, monkeypatch):
-    """With arrays of no other library in the process, as other tests leave some."""
+def only_on_the_host(device):
     if device.kind != "host":
         pytest.skip("the bounds are those of the host device")
-    for module in (op_call, custom):
-        monkeypatch.setattr(module, "STREAMED_TYPES", set())
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def fake_mode(torch):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fake", range(5))
 def test_a_fake_tensor_among_real_ones_that_have_a_plan(torch, fake_mode, fake):
-    """Its signature is that of a call that is planned; its address is 0."""
+    """Its signature equals the signature of a planned call; its address is 0."""
     names = ("key", "value", "k_cache", "v_cache", "slot_mapping")
 
     def make():
@@ -77,6 +77,15 @@ def test_tensors_of_transforms_have_no_memory(torch):
 
     with pytest.raises(TypeError, match=r"^key: expected an array, got a torch tensor .*memory"):
         torch.vmap(store)(torch.zeros(3, 2, 2, 8))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
+def test_arrays_of_torchs_dtypes(torch, device, name):
+    dtype = getattr(torch, name)
+    for make in (device.empty, device.zeros, device.empty_pinned):
+        assert make((2, 3), dtype).dtype == np.dtype(name)
+    with pytest.raises(TypeError, match=r"^dtype: .* got 'quint8'"):
+        device.empty(2, torch.quint8)
 
 
 def test_meta_tensors_have_no_memory(torch):
@@ -158,7 +167,7 @@ def test_read_only_outputs():
 
 
 class Immutable:
-    """As a JAX array: DLPack says nothing of it, `np.asarray` is a view that cannot be written."""
+    """As a JAX array: DLPack does not say so, `np.asarray` is a view that cannot be written."""
 
     def __init__(self, array):
         self._array = array
@@ -209,33 +218,62 @@ def test_jax_arrays_are_read_and_never_written():
     np.testing.assert_array_equal(k[SLOTS], rows())
 
 
-def test_masked_arrays():
-    key = np.ma.masked_array(rows(), rows() > 3)
-    for _ in range(2):
-        with pytest.raises(TypeError, match=r"^key: .*masked array.*filled\("):
-            kv.store_kv(key, rows(), *caches(), SLOTS)
-    kv.store_kv(key.data, rows(), *caches(), SLOTS)
-
-
 # --- what to do about it ---
 
 
-def test_a_list_of_slots_says_how_to_make_it_an_array():
-    with pytest.raises(TypeError, match=r"^slot_mapping: .*list.*np\.asarray"):
-        kv.store_kv(rows(), rows(), *caches(), [1, 3])
+def store(**changes):
+    k, v = caches()
+    arguments = {"key": rows(), "value": rows(), "k_cache": k, "v_cache": v, "slot_mapping": SLOTS}
+    kv.store_kv(**{**arguments, **changes})
 
 
-def test_rows_that_are_not_contiguous():
-    key = np.zeros((2, 8, 2), np.float32).swapaxes(1, 2)
-    with pytest.raises(ValueError, match=r"^key: .*contiguous last.*\.contiguous\(\)"):
-        kv.store_kv(key, rows(), *caches(), SLOTS)
+def attend(**options):
+    cache, table = np.zeros((2, 4, 2, 8), np.float32), np.zeros((1, 2), np.int32)
+    query = np.zeros((1, 2, 8), np.float32)
+    kv.paged_attention(query, cache, cache, table, np.ones(1, np.int32), **options)
 
 
-def test_double_precision():
-    with pytest.raises(TypeError, match=r"^key: .*float64.*\.astype\(np\.float32\)"):
-        kv.store_kv(rows().astype(np.float64), rows(), *caches(), SLOTS)
-    with pytest.raises(TypeError, match=r"^slot_mapping: .*float64.*\.astype\(np\.int64\)"):
-        kv.store_kv(rows(), rows(), *caches(), SLOTS.astype(np.float64))
+NARROW = np.zeros((4, 2, 0), np.float32)
+WIDTH = r": expected a width of at least 1, got \(\d, 2, 0\) fp32"
+FORMATS = r"^dtype: .*bf16, fp8_e4m3, fp8_e5m2, int8.*'fp8'"
+HINTS = [
+    (lambda: store(slot_mapping=[1, 3]), TypeError, r"^slot_mapping: .*list.*np\.asarray"),
+    (lambda: store(key=np.zeros((2, 8, 2), np.float32).swapaxes(1, 2)), ValueError,
+     r"^key: .*contiguous last.*\.contiguous\(\)"),
+    (lambda: store(key=rows().astype(np.float64)), TypeError,
+     r"^key: .*float64.*\.astype\(np\.float32\)"),
+    (lambda: store(slot_mapping=SLOTS.astype(np.float64)), TypeError,
+     r"^slot_mapping: .*float64.*\.astype\(np\.int64\)"),
+    (lambda: store(key=np.ma.masked_array(rows(), rows() > 3)), TypeError,
+     r"^key: .*masked array.*filled\("),
+    (lambda: store(key=NARROW[:2], value=NARROW[:2], k_cache=NARROW, v_cache=NARROW.copy()),
+     ValueError, "^key" + WIDTH),
+    (lambda: kv.gather_kv(NARROW, NARROW.copy(), SLOTS, k_out=NARROW[:2], v_out=NARROW[2:]),
+     ValueError, "^k_out" + WIDTH),
+    (lambda: attend(window=-1), ValueError, r"^window: .*got -1; None is no window"),
+    (lambda: attend(window=0), ValueError, r"^window: .*got 0; None is no window"),
+    (lambda: attend(window=-7), ValueError, r"^window: expected None or at least 1, got -7$"),
+    (lambda: attend(logits_soft_cap=0.0), ValueError, r"^logits_soft_cap: .*got 0.0; None is no"),
+    (lambda: kv.KVPool(2, 2, 1, 1, 8, dtype="fp8", device="host"), TypeError, FORMATS),
+    (lambda: kv.gather_kv(*caches(), SLOTS, dtype="fp8"), TypeError, FORMATS),
+    (lambda: kv.device("host").empty((2, 2), "fp8"), TypeError, "dtype: expected one of .*'fp8'"),
+    (lambda: kv.device("host").zeros((2, 2), "fp8"), TypeError, "dtype: expected one of .*'fp8'"),
+    (lambda: kv.device("host").empty_pinned((2, 2), "fp8"), TypeError, "dtype: expected .*'fp8'"),
+    (lambda: kv.device("gpu"), ValueError, r"^device: .*got 'gpu'.*did you mean \"cuda\"\?$"),
+    (lambda: kv.device("cpu:0"), ValueError, r"^device: .*got 'cpu:0'(?!.*did you mean)"),
+    (lambda: kv.device("tpu"), ValueError, r"^device: .*got 'tpu'(?!.*did you mean)"),
+    (lambda: kv.KVPool(10**12, 16, 32, 8, 128, device="host"), MemoryError,
+     r"^num_pages: .*got 1000000000000 pages of .* bytes"),
+    (lambda: kv.PageAllocator(10**13), MemoryError, r"^num_pages: .*got 10000000000000"),
+    (lambda: setattr(kv.config, "fallbak", "error"), AttributeError, "no setting 'fallbak'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), HINTS, ids=[m[:30] for _, _, m in HINTS])
+def test_errors_say_what_to_do(call, error, message):
+    for _ in range(2):  # what is learned of a type does not let the next one pass
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_empty_outputs_may_have_no_strides():
@@ -248,54 +286,6 @@ def test_empty_outputs_may_have_no_strides():
     out = np.lib.stride_tricks.as_strided(np.zeros((0, 2, 8), np.float32), strides=(0, 0, 0))
     lse = np.zeros((0, 2), np.float32)
     kv.merge_states(out.copy(), lse, out.copy(), lse.copy(), out=out, lse_out=lse.copy())
-
-
-@pytest.mark.parametrize(("name", "meant"), [("gpu", "cuda"), ("cpu:0", None), ("tpu", None)])
-def test_names_of_devices_that_others_use(name, meant):
-    with pytest.raises(ValueError, match=rf"^device: .*got '{name}'") as caught:
-        kv.device(name)
-    assert str(caught.value).endswith(f'did you mean "{meant}"?') == (meant is not None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"window": -1}, r"^window: .*got -1; None is no window"),
-     ({"window": 0}, r"^window: .*got 0; None is no window"),
-     ({"logits_soft_cap": 0.0}, r"^logits_soft_cap: .*got 0.0; None is no cap"),
-     ({"window": -7}, r"^window: expected None or at least 1, got -7$")],
-)  # fmt: skip
-def test_what_others_take_for_off(options, message):
-    cache, table = np.zeros((2, 4, 2, 8), np.float32), np.zeros((1, 2), np.int32)
-    with pytest.raises(ValueError, match=message):
-        kv.paged_attention(
-            np.zeros((1, 2, 8), np.float32), cache, cache, table, np.ones(1, np.int32), **options
-        )
-
-
-def test_a_format_that_is_none_lists_those_there_are():
-    for call in (
-        lambda: kv.KVPool(2, 2, 1, 1, 8, dtype="fp8", device="host"),
-        lambda: kv.gather_kv(*caches(), SLOTS, dtype="fp8"),
-    ):
-        with pytest.raises(TypeError, match=r"^dtype: .*bf16, fp8_e4m3, fp8_e5m2, int8.*'fp8'"):
-            call()
-
-
-def test_rows_without_elements():
-    empty = np.zeros((2, 2, 0), np.float32)
-    cache = np.zeros((4, 2, 0), np.float32)
-    message = r": expected a width of at least 1, got \(\d, 2, 0\) fp32"
-    with pytest.raises(ValueError, match="^key" + message):
-        kv.store_kv(empty, empty, cache, cache.copy(), SLOTS)
-    with pytest.raises(ValueError, match="^k_out" + message):
-        kv.gather_kv(cache, cache.copy(), SLOTS, k_out=empty, v_out=empty.copy())
-
-
-def test_pools_that_there_is_no_memory_for():
-    with pytest.raises(MemoryError, match=r"^num_pages: .*got 1000000000000 pages of .* bytes"):
-        kv.KVPool(10**12, 16, 32, 8, 128, device="host")
-    with pytest.raises(MemoryError, match=r"^num_pages: .*got 10000000000000"):
-        kv.PageAllocator(10**13)
 
 
 def test_settings_that_there_are_not():
@@ -318,12 +308,6 @@ def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
     kv.store_kv(rows(), rows(), k, v, SLOTS)
     ((arrays, on),) = asked
     assert any(a is k for a in arrays) and on is kv.device("host").as_stream(None)
-
-
-@pytest.mark.parametrize("make", ["empty", "zeros", "empty_pinned"])
-def test_a_dtype_that_is_none_lists_the_formats(device, make):
-    with pytest.raises(TypeError, match=r"dtype: expected one of .*fp8_e4m3, .*, got 'fp8'"):
-        getattr(device, make)((2, 2), "fp8")
 
 
 def test_operations_see_changes_in_place(torch, lenient_host):

@@ -75,7 +75,7 @@ def test_python_without_the_gil_is_refused(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A copy of kernels_src in a checkout of its own, which `sources` takes for its own."""
+    """A copy of kernels_src in another checkout, which `sources` takes for the package's."""
     shutil.copytree(ROOT / "kernels_src", tmp_path / "kernels_src")
     (tmp_path / "kvcupy").mkdir()
     (tmp_path / "pyproject.toml").touch()

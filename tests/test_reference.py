@@ -13,7 +13,17 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import DTYPE, FORMATS, all_patterns, random_elements, rounding_boundaries
+from helpers import (
+    DTYPE,
+    FORMATS,
+    all_patterns,
+    cache_shape,
+    examples,
+    random_elements,
+    rounding_boundaries,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcupy import reference
 
@@ -194,75 +204,88 @@ def test_divide_is_float32_division():
             assert error <= abs(Fraction(float(other)) - exact)
 
 
-def naive_store(rows, cache, slots, layout, scale, skip):
-    """One element at a time; casts by ml_dtypes, after clipping by hand."""
-    faults = []
-    for token, slot in enumerate(slots):
-        if slot < 0 or slot == skip:
-            continue
-        size = cache.shape[1] if layout == "NHD" else cache.shape[2]
-        if slot >= cache.shape[0] * size:
-            faults.append((token, slot))
-            continue
-        for h in range(rows.shape[1]):
-            for d in range(rows.shape[2]):
-                q = np.float32(rows[token, h, d]) / np.float32(scale[h])
-                q = np.clip(q, np.float32(-448), np.float32(448))
-                where = (slot // size, slot % size, h, d)
-                if layout == "HND":
-                    where = (slot // size, h, slot % size, d)
-                cache[where] = ml_dtypes.float8_e4m3fn(q)
-    return faults
+def cast(x, fmt):
+    """Round float32 as ml_dtypes and NumPy do, clipped by hand."""
+    if fmt == "int8":
+        return np.clip(np.rint(np.nan_to_num(x, posinf=127, neginf=-127)), -127, 127).astype(
+            np.int8
+        )
+    limit = reference.LIMIT.get(fmt, np.inf)
+    with np.errstate(over="ignore"):
+        return np.clip(x, -limit, limit).astype(DTYPE[fmt])
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_store_kv_against_a_loop_over_elements(layout):
-    rng = np.random.default_rng(5)
-    heads, size, pages = 3, 4, 5
-    key = (rng.standard_normal((7, heads, 5)) * 100).astype(ml_dtypes.bfloat16)
-    value = (rng.standard_normal((9, heads, 2)) * 100).astype(np.float16)
-    slots = np.array([3, -1, 19, 20, 0, 11, 7])
+def rows_at(cache, slot, layout):
+    """The rows of one slot, (heads, width)."""
+    if layout in ("NHD", "HND"):
+        page, offset = divmod(slot, PAGE_SIZE)
+        return cache[page, offset] if layout == "NHD" else cache[page, :, offset]
+    return cache[slot].reshape(-1, cache.shape[-1])
 
-    def shape(width):
-        return (pages, size, heads, width) if layout == "NHD" else (pages, heads, size, width)
 
-    k_cache = np.full(shape(5), 7, ml_dtypes.float8_e4m3fn)
-    v_cache = np.full(shape(2), 7, ml_dtypes.float8_e4m3fn)
-    k_want, v_want = k_cache.copy(), v_cache.copy()
-    k_scale, v_scale = 0.3, np.float32([0.5, 2, 9])
-    faults = reference.store_kv(
-        key,
-        value,
-        k_cache,
-        v_cache,
-        slots,
-        layout=layout,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        skip_slot=11,
+PAGE_SIZE, NUM_SLOTS = 4, 20
+SCALES = st.sampled_from([None, 0.37, "by head"])
+
+
+@settings(max_examples=examples(400), deadline=None, database=None)
+@given(
+    st.sampled_from(["NHD", "HND", "slots", "2-D"]), st.sampled_from(FORMATS),
+    st.sampled_from(["fp32", "fp16", "bf16", None]), st.sampled_from(FORMATS), SCALES, SCALES,
+    st.lists(st.integers(-2, NUM_SLOTS + 2), unique=True, max_size=9),
+    st.sampled_from([None, 0, 3]), st.integers(0, 2**16),
+)  # fmt: skip
+def test_rows_are_stored_and_gathered_by_slot(
+    layout, fmt, source, target, scale, read_scale, slots, skip, seed
+):
+    """One slot after the other; None: rows of the cache's format, of which bits are copied."""
+    rng, heads, source = np.random.default_rng(seed), 1 if layout == "2-D" else 3, source or fmt
+    by_head = rng.uniform(0.1, 9, heads).astype(np.float32)
+    scale, read_scale = (by_head if x == "by head" else x for x in (scale, read_scale))
+    if fmt not in QUANTISED:
+        scale = read_scale = None
+    options = {} if layout in ("slots", "2-D") else {"layout": layout}
+    rows, caches = [], []
+    for width in (5, 2):
+        shape = cache_shape(layout, NUM_SLOTS // PAGE_SIZE, PAGE_SIZE, heads, width)
+        caches.append(np.full(shape, 7, DTYPE[fmt]))
+        drawn = random_elements(rng, source, 10 * heads * width).reshape(10, heads, width)
+        rows.append(drawn[:, 0] if layout == "2-D" else drawn)
+    want = [cache.copy() for cache in caches]
+    stored = [(i, slot) for i, slot in enumerate(slots) if 0 <= slot < NUM_SLOTS and slot != skip]
+    for cache, own in zip(want, rows, strict=True):
+        for i, slot in stored:
+            row = own[i].reshape(heads, -1)
+            if source != fmt:
+                by = np.full(heads, 1 if scale is None else scale, np.float32)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    row = cast(row.astype(np.float32) / by[:, None], fmt)
+            rows_at(cache, slot, layout)[...] = row
+    faults = [(i, slot) for i, slot in enumerate(slots) if slot >= NUM_SLOTS]
+    slots = np.array(slots, np.int64)
+    assert faults == reference.store_kv(
+        *rows, *caches, slots, skip_slot=skip, k_scale=scale, v_scale=scale, **options
     )
-    assert faults == naive_store(key, k_want, slots, layout, [k_scale] * 3, 11) == [(3, 20)]
-    naive_store(value, v_want, slots, layout, v_scale, 11)
-    same(k_cache.astype(np.float64).ravel(), k_want.astype(np.float64).ravel())
-    same(v_cache.astype(np.float64).ravel(), v_want.astype(np.float64).ravel())
+    for got, expected in zip(caches, want, strict=True):
+        same(got.astype(np.float64).ravel(), expected.astype(np.float64).ravel())
 
-
-def test_store_kv_copies_bits_of_the_same_format():
-    patterns = all_patterns("fp8_e4m3").reshape(16, 2, 8)
-    k_cache, v_cache = np.zeros((2, 16, 2, 8), patterns.dtype)
-    scale_cache = np.zeros((16, 2), np.float32)
-    reference.store_kv(
-        patterns,
-        patterns,
-        k_cache,
-        v_cache,
-        np.arange(16)[::-1],
-        k_scale=3.0,
-        v_scale_cache=scale_cache,
+    outs = [np.full_like(own, 7, DTYPE[target])[: len(slots)] for own in rows]
+    by_slot = np.full((NUM_SLOTS, heads), 1 if read_scale is None else read_scale, np.float32)
+    read = {"k_scale": read_scale, "v_scale": read_scale}
+    if fmt in QUANTISED and seed % 2:
+        by_slot = rng.uniform(0.1, 9, (NUM_SLOTS, heads)).astype(np.float32)
+        read = {"k_scale_cache": by_slot, "v_scale_cache": by_slot}
+    assert faults == reference.gather_kv(
+        *caches, slots, k_out=outs[0], v_out=outs[1], **read, **options
     )
-    for cache in (k_cache, v_cache):
-        assert np.array_equal(cache[::-1].view(np.uint8), patterns.view(np.uint8))
-    assert (scale_cache == 1).all()
+    for out, cache in zip(outs, caches, strict=True):
+        for i, slot in enumerate(slots.tolist()):
+            row = np.full((heads, out.shape[-1]), 7, DTYPE[target])
+            if 0 <= slot < NUM_SLOTS:
+                row = rows_at(cache, slot, layout)
+                if target != fmt:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        row = cast(row.astype(np.float32) * by_slot[slot][:, None], target)
+            same(out[i].astype(np.float64).ravel(), row.astype(np.float64).ravel())
 
 
 def test_store_kv_dynamic():
@@ -275,14 +298,8 @@ def test_store_kv_dynamic():
     assert scales.tolist() == [[float(s) for s in first], [-1, -1], [float(s) for s in third]]
     assert caches[0].tolist() == [[[0, 0], [0, 127]], [[99, 99]] * 2, [[64, -127], [127, 17]]]
     assert caches[1].tolist() == [[[0, 0], [0, 5]], [[99, 99]] * 2, [[1, -2], [30, 4]]]
-
-
-def test_store_of_two_dimensions():
-    key = np.arange(6, dtype=np.float32).reshape(3, 2)
-    caches = np.zeros((2, 4, 2), np.float16)
-    assert reference.store_kv(key, -key, *caches, np.array([3, 4, 1])) == [(1, 4)]
-    assert caches[0].tolist() == [[0, 0], [4, 5], [0, 0], [0, 1]]
-    assert caches[1].tolist() == [[0, 0], [-4, -5], [0, 0], [0, -1]]
+    reference.store_kv(*caches[:, :2], *caches, np.array([1, 2]), k_scale_cache=scales)
+    assert (scales[1:] == 1).all()  # bits of the same format
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -304,90 +321,6 @@ def test_find_duplicate_slots():
 
 
 # Gather, pages, indices ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_gather_kv_against_a_loop_over_elements(layout):
-    """float32 products, cast by ml_dtypes after clipping by hand."""
-    rng = np.random.default_rng(7)
-    heads, size, pages, width = 3, 4, 5, 6
-    shape = (pages, size, heads, width) if layout == "NHD" else (pages, heads, size, width)
-    k_cache = rng.integers(-127, 128, shape).astype(np.int8)
-    v_cache = (rng.standard_normal(shape) * 9).astype(ml_dtypes.float8_e4m3fn)
-    k_scale, v_scales = 0.37, rng.uniform(0.1, 9, (pages * size, heads)).astype(np.float32)
-    slots = np.array([3, -1, 19, 20, 0, 11, -7])
-    k_out = np.full((7, heads, width), 7, ml_dtypes.bfloat16)
-    v_out = np.full((7, heads, width), 7, ml_dtypes.float8_e5m2)
-    faults = reference.gather_kv(
-        k_cache,
-        v_cache,
-        slots,
-        k_out=k_out,
-        v_out=v_out,
-        layout=layout,
-        k_scale=k_scale,
-        v_scale_cache=v_scales,
-    )
-    assert faults == [(3, 20)]
-    for token, head, d in np.ndindex(k_out.shape):
-        slot = int(slots[token])
-        where = (slot // size, slot % size, head, d)
-        if layout == "HND":
-            where = (slot // size, head, slot % size, d)
-        if token in (1, 3, 6):
-            want = (7, 7)
-        else:
-            v = np.float32(v_cache[where]) * v_scales[slot, head]
-            want = (
-                ml_dtypes.bfloat16(np.float32(k_cache[where]) * np.float32(k_scale)),
-                ml_dtypes.float8_e5m2(np.clip(v, -57344, 57344)),
-            )
-        assert (k_out[token, head, d], v_out[token, head, d]) == want
-
-
-def test_gather_kv_copies_bits_of_the_same_format():
-    patterns = all_patterns("fp8_e5m2").reshape(16, 2, 8)
-    outs = [np.zeros_like(patterns) for _ in range(2)]
-    reference.gather_kv(
-        patterns,
-        patterns,
-        np.arange(16)[::-1],
-        k_out=outs[0],
-        v_out=outs[1],
-        k_scale=3.0,
-        v_scale_cache=np.full((16, 2), 2, np.float32),
-    )
-    for out in outs:
-        assert np.array_equal(out[::-1].view(np.uint8), patterns.view(np.uint8))
-
-
-def test_gather_kv_of_two_dimensions():
-    caches = np.arange(16, dtype=np.float16).reshape(2, 4, 2)
-    outs = np.full((2, 3, 2), -1, np.float32)
-    slots = np.array([3, 4, 1])
-    assert reference.gather_kv(*caches, slots, k_out=outs[0], v_out=outs[1]) == [(1, 4)]
-    assert outs.tolist() == [[[6, 7], [-1, -1], [2, 3]], [[14, 15], [-1, -1], [10, 11]]]
-
-
-def test_gather_kv_inverts_store_kv():
-    rng = np.random.default_rng(8)
-    key = (rng.standard_normal((5, 2, 8)) * 3).astype(np.float32)
-    caches = np.zeros((2, 4, 2, 2, 8), np.int8)
-    scales = np.zeros((2, 8, 2), np.float32)
-    slots = np.array([6, 0, 3, 7, 2])
-    reference.store_kv(key, -key, *caches, slots, k_scale_cache=scales[0], v_scale_cache=scales[1])
-    outs = np.zeros((2, 5, 2, 8), np.float32)
-    reference.gather_kv(
-        *caches,
-        slots,
-        k_out=outs[0],
-        v_out=outs[1],
-        k_scale_cache=scales[0],
-        v_scale_cache=scales[1],
-    )
-    assert np.array_equal(outs[0], -outs[1])
-    absmax = np.abs(key).max(axis=2, keepdims=True)
-    assert (np.abs(outs[0] - key) <= absmax / 127 * 0.5001).all()
 
 
 def test_copy_pages():

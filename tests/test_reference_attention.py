@@ -7,7 +7,9 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import FORMATS, QUANTISED, from_values
+from helpers import FORMATS, QUANTISED, examples, from_values
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcupy import reference
 
@@ -43,6 +45,7 @@ def attend(query, keys, values, **options):
 # By hand -------------------------------------------------------------------------------------
 
 LOG = math.log
+TREE = np.array([[True, False, True]])
 THREE = ([[LOG(1.0)], [LOG(2.0)], [LOG(5.0)]], [[8.0, 0.0], [0.0, 8.0], [16.0, 16.0]])
 """Keys that a query of one gives weights of 1, 2 and 5 eighths, in float32, and values."""
 
@@ -61,40 +64,25 @@ THREE = ([[LOG(1.0)], [LOG(2.0)], [LOG(5.0)]], [[8.0, 0.0], [0.0, 8.0], [16.0, 1
         ({"sm_scale": 2.0}, [(8 + 400) / 30, (32 + 400) / 30], 30),
         ({"tree_mask": np.array([[True]])}, [11.0, 12.0], 8),
         ({"tree_mask": np.array([[False, True]])}, [8 / 3, 16 / 3], 3),
+        ({"key_starts": 0}, [11.0, 12.0], 8),
+        ({"key_starts": 1}, [80 / 7, 96 / 7], 7),
+        ({"key_starts": 3}, [0.0, 0.0], 0),
+        ({"key_starts": 1, "window": 1, "sink_tokens": 1}, [16.0, 16.0], 5),
+        ({"key_starts": 1, "window": 1, "sink_tokens": 2}, [80 / 7, 96 / 7], 7),
+        ({"tree_mask": TREE, "tree_lens": 3}, [88 / 6, 80 / 6], 6),
+        ({"tree_mask": TREE, "tree_lens": 2}, [8 / 3, 16 / 3], 3),
+        ({"tree_mask": TREE, "tree_lens": 0}, [11.0, 12.0], 8),
+        ({"tree_mask": TREE, "tree_lens": 3, "key_starts": 1}, [16.0, 16.0], 5),
+        ({"tree_mask": TREE, "tree_lens": 3, "window": 1}, [88 / 6, 80 / 6], 6),
     ],
 )
 def test_three_keys(options, want, total):
     """Weights of 1, 2 and 5."""
+    counts = ("key_starts", "tree_lens")
+    options = {n: np.array([v]) if n in counts else v for n, v in options.items()}
     out, lse = attend([[[1.0]]], *THREE, **options)
     np.testing.assert_allclose(out[0, 0], want, rtol=1e-6)
-    np.testing.assert_allclose(lse, LOG(total), rtol=1e-6)
-
-
-def test_soft_cap():
-    """Two scores, 3 and -1, capped at 2; the sink is neither scaled nor capped."""
-    keys, values = [[3.0], [-1.0]], [[1.0], [0.0]]
-    first, second = (2 * math.tanh(score / 2) for score in (3.0, -1.0))
-    out, lse = attend([[[2.0]]], keys, values, sm_scale=0.5, logits_soft_cap=2.0)
-    assert out[0, 0, 0] == pytest.approx(1 / (1 + math.exp(second - first)))
-    assert lse[0, 0] == pytest.approx(LOG(math.exp(first) + math.exp(second)))
-    out, lse = attend(
-        [[[2.0]]], keys, values, sm_scale=0.5, logits_soft_cap=2.0, sinks=np.float32([7.0])
-    )
-    total = math.exp(first) + math.exp(second) + math.exp(7.0)
-    assert out[0, 0, 0] == pytest.approx(math.exp(first) / total)
-    assert lse[0, 0] == pytest.approx(LOG(total))
-
-
-def test_causal_rows():
-    """The last two of three tokens: the first of them does not see the last."""
-    query = [[[1.0]], [[1.0]]]
-    out, lse = attend(query, *THREE)
-    np.testing.assert_allclose(out[:, 0], [[8 / 3, 16 / 3], [11.0, 12.0]], rtol=1e-6)
-    np.testing.assert_allclose(lse[:, 0], np.log([3.0, 8.0]), rtol=1e-6)
-    out, _ = attend(query, *THREE, causal=False)
-    np.testing.assert_allclose(out[:, 0], [[11.0, 12.0]] * 2, rtol=1e-6)
-    out, _ = attend(query, *THREE, causal=False, window=1)
-    np.testing.assert_allclose(out[:, 0], [[80 / 7, 96 / 7], [16.0, 16.0]], rtol=1e-6)
+    np.testing.assert_allclose(lse, LOG(total) if total else -INF, rtol=1e-6)
 
 
 def test_rows_that_see_nothing():
@@ -113,16 +101,6 @@ def test_rows_that_see_nothing():
         query, *caches, table, lens, query_lens=appended, tree_mask=mask, sinks=logits
     )
     assert not out.any() and lse.tolist() == [[0.5, -INF]] * 5
-
-
-def test_more_queries_than_keys():
-    """Without a mask all of them see all keys; else those before the first position see none."""
-    query = [[[1.0]]] * 5
-    out, _ = attend(query, *THREE, causal=False)
-    np.testing.assert_allclose(out[:, 0], [[11.0, 12.0]] * 5, rtol=1e-6)
-    for options in ({}, {"causal": False, "window": 9}):
-        out, lse = attend(query, *THREE, **options)
-        assert not out[:2].any() and (lse[:2] == -INF).all() and (lse[2:] > -INF).all()
 
 
 def test_faults():
@@ -152,86 +130,104 @@ def test_what_no_row_needs_is_no_fault():
     assert out[:, 0, 0].tolist() == [1, 0, 0]
 
 
-# A more naive loop ---------------------------------------------------------------------------
+# A loop over queries and keys ----------------------------------------------------------------
 
 
-def naive(query, keys, values, length, new, mask, scaling, cap, sinks, window, first, causal):
-    """One sequence, all keys at once, hidden ones by a mask of its own; nothing is paged."""
-    i, j = np.arange(len(query))[:, None], np.arange(length)[None]
+def is_seen(j, i, length, new, o):
+    """Whether query i of a sequence sees key j."""
     position = length - new + i
-    hidden = np.zeros((len(query), length), bool)
-    if mask is not None:
-        full = np.ones((len(query), length), bool)
-        full[:, length - new :] = mask[:, :new]
-        hidden |= ~full
-    elif causal:
-        hidden |= j > position
-    if window is not None:
-        far = (j <= position - window) & (j >= first)
-        hidden |= far & (j < length - new) if mask is not None else far
+    tree_from = None if o["tree_mask"] is None or not o["tree_lens"] else length - o["tree_lens"]
+    if position < 0 and (o["causal"] or o["window"] is not None or tree_from is not None):
+        return False
+    if j < o["key_starts"]:
+        return False
+    if tree_from is not None and j >= tree_from:
+        row = o["tree_mask"][i]
+        return j - tree_from < len(row) and bool(row[j - tree_from])
+    if o["window"] is not None and j <= position - o["window"] and j >= o["sink_tokens"]:
+        return False
+    return j <= position or not o["causal"] or tree_from is not None
+
+
+def naive(query, keys, values, length, new, o):
+    """One sequence; nothing is paged."""
+    out = np.zeros((*query.shape[:2], values.shape[2]))
+    lse = np.full(query.shape[:2], -INF)
     group = query.shape[1] // keys.shape[1]
-    keys, values = (np.repeat(a.astype(np.float64), group, 1) for a in (keys, values))
-    scores = np.einsum("thd,nhd->thn", query.astype(np.float64), keys) * scaling
-    if cap:
-        scores = cap * np.tanh(scores / cap)
-    weights = np.exp(scores) * ~hidden[:, None]
-    total = weights.sum(2) + (0 if sinks is None else np.exp(sinks.astype(np.float64)))
-    return np.einsum("thn,nhv->thv", weights, values) / total[..., None], np.log(total)
-
-
-VARIANTS = [
-    {},
-    {"causal": False},
-    {"window": 3},
-    {"window": 5, "causal": False},
-    {"window": 2, "sink_tokens": 3},
-    {"learned": True},
-    {"learned": True, "window": 4, "cap": 6.0},
-    {"cap": 3.0, "scale": 0.3},
-    {"tree": True},
-    {"tree": True, "window": 4, "sink_tokens": 2, "cap": 9.0},
-]
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_against_a_naive_loop(variant, layout):
-    rng = np.random.default_rng(3)
-    lens, new = np.array([7, 1, 9, 4]), np.array([3, 1, 9, 0])
-    pages = rng.permutation(12)
-    table = np.full((4, 4), 999)
-    cache = [np.full((12, 3, 2, w), np.nan, np.float32) for w in (5, 4)]
-    keys = [rng.standard_normal((n, 2, 5)).astype(np.float32) for n in lens]
-    values = [rng.standard_normal((n, 2, 4)).astype(np.float32) for n in lens]
-    for b, length in enumerate(lens):
-        used = -(-length // 3)
-        table[b, :used], pages = pages[:used], pages[used:]
+    for i, h in np.ndindex(lse.shape):
+        weights = np.zeros(length)
         for j in range(length):
-            cache[0][table[b, j // 3], j % 3] = keys[b][j]
-            cache[1][table[b, j // 3], j % 3] = values[b][j]
-    query = rng.standard_normal((new.sum() + 2, 6, 5)).astype(np.float32)
-    mask = (rng.random((len(query), 11)) < 0.6) if variant.get("tree") else None
-    first = variant.get("sink_tokens", 0)
-    logits = rng.standard_normal(6).astype(np.float32) if variant.get("learned") else None
-    scaling, window = variant.get("scale", 5**-0.5), variant.get("window")
-    causal = variant.get("causal", True)
+            if is_seen(j, i, length, new, o):
+                score = np.dot(query[i, h].astype(np.float64), keys[j, h // group]) * o["sm_scale"]
+                cap = o["logits_soft_cap"]
+                weights[j] = math.exp(cap * math.tanh(score / cap) if cap else score)
+        total = weights.sum() + (0 if o["sinks"] is None else math.exp(o["sinks"][h]))
+        if total:
+            out[i, h] = weights @ values[:, h // group].astype(np.float64) / total
+            lse[i, h] = math.log(total)
+    return out, lse
+
+
+@st.composite
+def options_of_attention(draw):
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    return {
+        "causal": draw(st.booleans()), "window": draw(st.none() | st.integers(1, 5)),
+        "sink_tokens": draw(st.integers(0, 3)), "sm_scale": draw(st.sampled_from([0.3, 1.0])),
+        "logits_soft_cap": draw(st.none() | st.sampled_from([3.0, 9.0])),
+        "sinks": draw(st.none() | st.just(rng.standard_normal(4).astype(np.float32))),
+        "tree_mask": draw(st.none() | st.just(rng.random((40, draw(st.integers(1, 9)))) < 0.6)),
+        "layout": draw(st.sampled_from(["NHD", "HND"])), "rng": rng,
+    }  # fmt: skip
+
+
+@settings(max_examples=examples(400), deadline=None, database=None)
+@given(
+    st.lists(st.tuples(*[st.integers(0, 9)] * 6), min_size=1, max_size=3), st.integers(1, 4),
+    options_of_attention(),
+)  # fmt: skip
+def test_against_a_loop(sequences, page_size, options):
+    """Sequences of any lengths, new tokens, first keys, evicted spans and tokens of a tree."""
+    rng, layout = options.pop("rng"), options.pop("layout")
+    lens, new, starts, holes, nodes, first = map(np.array, zip(*sequences, strict=True))
+    nodes = np.minimum(nodes, lens)
+    max_pages = 20 // page_size + 1
+    pages = rng.permutation(len(lens) * max_pages).reshape(len(lens), max_pages)
+    caches = [np.full((pages.size * page_size, 2, w), np.nan, np.float32) for w in (5, 4)]
+    rows = []
+    for b, length in enumerate(lens):
+        keys = np.arange(length)
+        slots = np.where(keys < starts[b], keys, keys + holes[b])
+        where = pages[b, slots // page_size] * page_size + slots % page_size
+        rows.append(
+            [rng.standard_normal((length, *c.shape[1:])).astype(np.float32) for c in caches]
+        )
+        for cache, own in zip(caches, rows[-1], strict=True):
+            cache[where] = own
+    caches = [c.reshape(pages.size, page_size, *c.shape[1:]) for c in caches]
+    query = rng.standard_normal((new.sum() + 2, 4, 5)).astype(np.float32)
+    mask = options["tree_mask"]
     out, lse, faults = reference.paged_attention(
-        query, *(c if layout == "NHD" else c.swapaxes(1, 2) for c in cache), table, lens,
-        query_lens=new, layout=layout, sm_scale=variant.get("scale"), causal=causal,
-        window=window, sink_tokens=first, sinks=logits,
-        logits_soft_cap=variant.get("cap"), tree_mask=mask,
+        query, *(c if layout == "NHD" else c.swapaxes(1, 2) for c in caches), pages, lens,
+        query_lens=new, layout=layout, evicted_starts=starts, evicted_lens=holes,
+        key_starts=first, tree_lens=nodes,
+        **{**options, "tree_mask": None if mask is None else mask[: len(query)]},
     )  # fmt: skip
     assert not any(faults.values()) and not out[-2:].any() and not lse[-2:].any()
-    start = 0
-    for b in range(4):
-        mine = slice(start, start + new[b])
-        want, want_lse = naive(
-            query[mine], keys[b], values[b], lens[b], new[b], None if mask is None else mask[mine],
-            scaling, variant.get("cap"), logits, window, first, causal,
-        )  # fmt: skip
+    ends = np.cumsum(new)
+    for b, (length, count) in enumerate(zip(lens, new, strict=True)):
+        mine = slice(ends[b] - count, ends[b])
+        own = {**options, "key_starts": first[b], "tree_lens": nodes[b]}
+        own["tree_mask"] = None if mask is None else mask[mine]
+        want, want_lse = naive(query[mine], *rows[b], length, count, own)
         np.testing.assert_allclose(out[mine], want, atol=1e-13)
         np.testing.assert_allclose(lse[mine], want_lse, atol=1e-13)
-        start += new[b]
+
+
+PLAIN = {
+    "causal": True, "window": None, "sink_tokens": 0, "sm_scale": 0.5, "logits_soft_cap": None,
+    "sinks": None, "tree_mask": None, "tree_lens": 0, "key_starts": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -256,7 +252,7 @@ def test_formats_and_scales(fmt):
         keys, values = (
             (a * by[..., None])[order] for a, by in zip(exact, (k_by, v_by), strict=True)
         )
-        want, want_lse = naive(query, keys, values, 5, 1, None, 0.5, None, None, None, 0, True)
+        want, want_lse = naive(query, keys, values, 5, 1, PLAIN)
         out, lse, _ = reference.paged_attention(query, k, v, table, lens, **option)
         np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=1e-6)
@@ -292,53 +288,8 @@ def test_against_torch(group, causal):
 
 # What a cache asks of attention ---------------------------------------------------------------
 
-TREE = np.array([[True, False, True]])
 
-
-@pytest.mark.parametrize(
-    ("options", "want", "total"),
-    [
-        ({"key_starts": 0}, [11.0, 12.0], 8),
-        ({"key_starts": 1}, [80 / 7, 96 / 7], 7),
-        ({"key_starts": 3}, [0.0, 0.0], 0),
-        ({"key_starts": 1, "window": 1, "sink_tokens": 1}, [16.0, 16.0], 5),
-        ({"key_starts": 1, "window": 1, "sink_tokens": 2}, [80 / 7, 96 / 7], 7),
-        ({"tree_mask": TREE, "tree_lens": 3}, [88 / 6, 80 / 6], 6),
-        ({"tree_mask": TREE, "tree_lens": 2}, [8 / 3, 16 / 3], 3),
-        ({"tree_mask": TREE, "tree_lens": 0}, [11.0, 12.0], 8),
-        ({"tree_mask": TREE, "tree_lens": 3, "key_starts": 1}, [16.0, 16.0], 5),
-        ({"tree_mask": TREE, "tree_lens": 3, "window": 1}, [88 / 6, 80 / 6], 6),
-    ],
-)
-def test_part_of_three_keys(options, want, total):
-    counts = ("key_starts", "tree_lens")
-    options = {n: np.array([v]) if n in counts else v for n, v in options.items()}
-    out, lse = attend([[[1.0]]], *THREE, **options)
-    np.testing.assert_allclose(out[0, 0], want, rtol=1e-6)
-    np.testing.assert_allclose(lse, LOG(total) if total else -INF, rtol=1e-6)
-
-
-def with_hole(start, size, length=5, pages=6):
-    """What attends over keys 0 to 4, of which those from `start` on lie `size` slots further."""
-    rng = np.random.default_rng(1)
-    rows = rng.standard_normal((length, 1, 2)).astype(np.float32)
-    slots = np.array([p if p < start else p + size for p in range(length)])
-    cache = np.full((2 * pages, 1, 2), np.nan, np.float32)
-    cache[slots] = rows
-    cache = cache.reshape(pages, 2, 1, 2)
-    return reference.paged_attention(
-        np.ones((1, 1, 2), np.float32), cache, cache, np.arange(pages)[None], np.array([length]),
-        evicted_starts=np.array([start]), evicted_lens=np.array([size]),
-    )  # fmt: skip
-
-
-def test_holes():
-    """Wherever keys lie, they are the same keys; those past the table are a fault."""
-    want = with_hole(0, 0)
-    for start, size in ((0, 3), (2, 4), (3, 7), (4, 1), (5, 6), (9, 100)):
-        out, lse, faults = with_hole(start, size)
-        assert np.array_equal(out, want[0]) and np.array_equal(lse, want[1])
-        assert not any(faults.values())
+def test_keys_past_the_table():
     keys = np.ones((4, 1, 1), np.float32)
     caches = one_sequence(keys, keys)
     for start, size, seen in ((1, 1, 3), (0, 3, 1), (3, 5, 3), (4, 1, 4)):

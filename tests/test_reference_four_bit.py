@@ -13,11 +13,7 @@ from kvcupy.reference import FOUR_BIT, FourBitRows
 
 CODES = {"e2m1": ml_dtypes.float4_e2m1fn, "int4": ml_dtypes.int4}
 LIMITS = {"e2m1": (-6, 6), "int4": (-7, 7)}
-SCALES = {
-    "fp8_e4m3": ml_dtypes.float8_e4m3fn,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-    "fp16": np.float16,
-}
+SCALES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "e8m0": ml_dtypes.float8_e8m0fnu, "fp16": np.float16}
 LARGEST = {"fp8_e4m3": 448.0, "e8m0": 2.0**127, "fp16": 65504.0}
 
 
@@ -171,40 +167,7 @@ def test_rows_are_quantised_as_stated(fmt):
             for at in np.flatnonzero(np.isinf(rows[i, part])):
                 want[1][at] = float(np.copysign(form.limit, rows[i, part][at]))
             assert (float(own[i, g]), codes[i, part].tolist()) == want, (i, g)
-
-
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_error_of_a_code_is_half_a_unit(fmt):
-    form, rng = FOUR_BIT[fmt], np.random.default_rng(3)
-    rows = rng.standard_normal((64, 4 * form.group)).astype(np.float32)
-    target = empty_rows(fmt, *rows.shape)
-    reference.quantise_rows(rows, target, np.ones(64, np.float32))
-    values = reference.dequantise_rows(target)
-    step = np.repeat(reference.decode_scales(target.scales, fmt), form.group, axis=-1)
-    unit = {"e2m1": np.where(np.abs(rows) < 2 * step, 0.5, np.where(np.abs(rows) < 4 * step, 1, 2)),
-            "int4": 1.0}[form.code]  # fmt: skip
-    inside = np.abs(rows) <= form.limit * step  # a scale is rounded, perhaps down
-    assert (np.abs(values - rows) <= unit * step / 2 * 1.0001)[inside].all()
-    assert (np.abs(values - rows) <= 0.08 * np.abs(rows))[~inside].all()
-
-
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_special_rows(fmt):
-    form = FOUR_BIT[fmt]
-    rows = np.zeros((4, form.group), np.float32)
-    rows[0, 1], rows[0, 2] = np.nan, -0.0
-    rows[1, :3] = np.inf, -np.inf, 1.0
-    rows[2, :2] = 1e-45, -1e-45
-    rows[3, :2] = np.nan, 3.0
-    target = empty_rows(fmt, *rows.shape)
-    reference.quantise_rows(rows, target, np.ones(4, np.float32))
-    codes = of_nibbles(nibbles(target.codes), form.code)
-    assert not target.codes[0].any()
-    assert not target.scales[0].any()
-    assert codes[1, :3].tolist() == [form.limit, -form.limit, 0]
-    assert (reference.decode_scales(target.scales[2], fmt) == form.smallest_scale).all()
-    assert codes[3, 0] == 0
-    assert codes[3, 1] == form.limit or fmt == "mxfp4"
+    assert not target.codes[6:8].any() and not target.scales[6:8].any()  # NaN and -0.0 alone
 
 
 def test_rows_as_views():

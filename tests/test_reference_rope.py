@@ -6,7 +6,6 @@ position 131,071. With `torch.float` replaced by float64 its own code becomes a 
 
 from __future__ import annotations
 
-import cmath
 from contextlib import suppress
 from importlib import import_module
 
@@ -23,88 +22,44 @@ LONG = {
 }
 ORIGINAL = {"original_max_position_embeddings": 4096}
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, **ORIGINAL}
+YARN = {"rope_type": "yarn", "factor": 32.0, **ORIGINAL}
+LONGROPE = {"rope_type": "longrope", "factor": 32.0, **LONG, **ORIGINAL}
+
 #: Each with the context length that it is asked for. Head dimension 32.
 SCALINGS = {
     "default": ({"rope_type": "default"}, 131_072),
     "linear": ({"rope_type": "linear", "factor": 8.0}, 131_072),
-    "dynamic, short": ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, 1000),
-    "dynamic, at the original": ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, 4096),
-    "dynamic, long": ({"rope_type": "dynamic", "factor": 4.0, **ORIGINAL}, 131_072),
-    "llama3": (
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        131_072,
-    ),
+    "dynamic, short": ({**DYNAMIC, "factor": 2.0}, 1000),
+    "dynamic, at the original": ({**DYNAMIC, "factor": 2.0}, 4096),
+    "dynamic, long": (DYNAMIC, 131_072),
+    "llama3": (LLAMA3, 131_072),
     "llama3, narrow": (
-        {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 2.0,
-            "high_freq_factor": 3.0,
-            **ORIGINAL,
-        },
+        {**LLAMA3, **ORIGINAL, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
         131_072,
     ),
-    "yarn": ({"rope_type": "yarn", "factor": 32.0, **ORIGINAL}, 131_072),
-    "yarn, betas": (
-        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, **ORIGINAL},
-        131_072,
-    ),
+    "yarn": (YARN, 131_072),
+    "yarn, betas": ({**YARN, "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}, 131_072),
     "yarn, not truncated": (
-        {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "truncate": False,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            **ORIGINAL,
-        },
-        131_072,
+        {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}, 131_072
     ),
     "yarn, attention factor": (
-        {
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "attention_factor": 0.7,
-            "mscale": 2.0,
-            "mscale_all_dim": 3.0,
-            **ORIGINAL,
-        },
+        {**YARN, "factor": 16.0, "attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 3.0},
         131_072,
     ),
-    "yarn, mscale": (
-        {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5, **ORIGINAL},
-        131_072,
-    ),
-    "yarn, mscale alone": (
-        {"rope_type": "yarn", "factor": 40.0, "mscale": 3.0, **ORIGINAL},
-        131_072,
-    ),
-    "yarn, no factor": ({"rope_type": "yarn", "factor": 1.0, **ORIGINAL}, 4096),
+    "yarn, mscale": ({**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}, 131_072),
+    "yarn, mscale alone": ({**YARN, "factor": 40.0, "mscale": 3.0}, 131_072),
+    "yarn, no factor": ({**YARN, "factor": 1.0}, 4096),
     "yarn, steep": (
-        {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "beta_fast": 1.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            **ORIGINAL,
-        },
-        131_072,
+        {**YARN, "factor": 8.0, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}, 131_072
     ),
-    "longrope, short": ({"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 32.0}, 4096),
-    "longrope, long": ({"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 32.0}, 131_072),
+    "longrope, short": (LONGROPE, 4096),
+    "longrope, long": (LONGROPE, 131_072),
     "longrope, ratio": ({"rope_type": "longrope", **LONG, **ORIGINAL}, 131_072),
-    "longrope, attention factor": (
-        {"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 32.0, "attention_factor": 1.25},
-        131_072,
-    ),
-}
+    "longrope, attention factor": ({**LONGROPE, "attention_factor": 1.25}, 131_072),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -269,31 +224,6 @@ def test_rotation_against_complex_numbers(fmt, rotary_dim, interleaved):
             assert rotated[token, head].tolist() == want.tolist()
 
 
-def test_a_rotation_is_multiplication_by_a_unit_complex_number():
-    """From the angle itself, without any table; position 131,071."""
-    rng = np.random.default_rng(2)
-    rows = rng.standard_normal((1, 1, 64)).astype(np.float32)
-    position = 131_071
-    both = reference.rope_rows(np.array([position]), *reference.rope_frequencies(position + 1, 64))
-    got = reference.rotate(rows, both[:, :32], both[:, 32:])
-    for i in range(32):
-        turn = cmath.exp(1j * position * 10000.0 ** (-2 * i / 64))
-        want = complex(rows[0, 0, i], rows[0, 0, i + 32]) * turn
-        assert abs(complex(got[0, 0, i], got[0, 0, i + 32]) - want) < 1e-9
-
-
-def test_scores_depend_on_distance_alone():
-    rng = np.random.default_rng(3)
-    query, key = rng.standard_normal((2, 1, 1, 16)).astype(np.float32)
-    table = reference.rope_table(200, 16)
-    scores = []
-    for shift in (0, 50, 150):
-        q, _ = reference.apply_rope(query, key, table, np.array([shift + 40]))
-        _, k = reference.apply_rope(query, key, table, np.array([shift + 9]))
-        scores.append(float((q * k).sum()))
-    np.testing.assert_allclose(scores, scores[0], rtol=1e-5)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_is_not_rotated_keeps_its_bits(interleaved):
     for fmt in ("fp32", "fp16", "bf16"):
@@ -349,26 +279,17 @@ def test_pairs_of_each_section():
 )
 def test_sections_are_those_of_qwen(torch64, model, sections):
     transformers = pytest.importorskip("transformers")
-    parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
-    if model == "qwen2_vl":
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding as Rotary
-
-        kind = transformers.Qwen2VLTextConfig
-    else:
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-            Qwen3VLTextRotaryEmbedding as Rotary,
-        )
-
-        kind = transformers.Qwen3VLTextConfig
-    config = kind(
-        hidden_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        rope_parameters=parameters,
-    )
+    name = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VLText"}[model]
+    module = import_module(f"transformers.models.{model}.modeling_{model}")
+    config = getattr(transformers, f"{name.removesuffix('Text')}TextConfig")(
+        hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)
+        },
+    )  # fmt: skip
     positions = np.random.default_rng(6).integers(0, 4000, (3, 5))
-    expected = Rotary(config)(torch64.zeros(1), torch64.from_numpy(positions)[:, None])
+    rotary = getattr(module, f"{name}RotaryEmbedding")(config)
+    expected = rotary(torch64.zeros(1), torch64.from_numpy(positions)[:, None])
     got = reference.cos_sin(
         reference.rope_table(4000, 16), positions, sections, model == "qwen3_vl"
     )

@@ -66,7 +66,7 @@ def test_one_format_copies_bits(fmt, layers):
 
 
 def test_faults_are_positions_and_pages():
-    """Of either side, and of both in one pair; a negative page beside one past the end is none."""
+    """On either side, and on both in one pair; a negative page excuses the page beside it."""
     rng = np.random.default_rng(2)
     src, dst = parts(rng, "int8", 5), parts(rng, "int8", 6)
     assert reference.transfer_pages(src, dst, SRC, DST) == ([(5, 5)], [(2, 6), (4, 7)])

@@ -155,6 +155,12 @@ def test_keep_alive(device, many):
     assert [ref() for ref in watched] == [None, None]
 
 
+def test_keep_alive_on_the_current_stream(device):
+    kv.keep_alive(device.zeros(4, np.float32), None)
+    with pytest.raises(TypeError, match=r"^stream: expected a stream, got 3"):
+        kv.keep_alive(device.zeros(4, np.float32), 3)
+
+
 def test_without_keep_alive_an_array_goes_at_once(device):
     array = device.zeros(4, np.float32)
     watched = weakref.ref(array)

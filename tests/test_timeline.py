@@ -333,6 +333,29 @@ def test_a_call_without_a_stream_has_a_lane(device):
     assert span.name == "copy" and span.lane
 
 
+def test_a_late_base_event_moves_no_span_before_the_block(device, monkeypatch):
+    """The worker of the stream of the base event is held back until the operation has ended."""
+    stream, make = device.stream(), device.stream
+
+    def late_stream(priority=0):
+        late = make(priority)
+        late.enqueue(ended.wait)
+        return late
+
+    ended = threading.Event()
+    monkeypatch.setattr(device, "stream", late_stream)
+    with kv.timeline() as result:
+        issued_us = (time.perf_counter() - result.start_s) * 1e6
+        stream.call(lambda: time.sleep(0.01))
+        stream.synchronize()
+        stop_us = (time.perf_counter() - result.start_s) * 1e6
+        ended.set()
+        stream.call(lambda: time.sleep(0.01))
+    first, second = result.spans
+    assert issued_us <= first.start_us and first.end_us <= stop_us <= second.start_us
+    assert result.spans == [first, second]
+
+
 # Spans of others ---
 
 

@@ -21,7 +21,7 @@ from kvcupy.config import shared_bytes
 from kvcupy.devices import cache
 from kvcupy.devices.host import HostDevice
 from kvcupy.formats import FOUR_BIT
-from kvcupy.ops import call
+from kvcupy.ops import call, launch
 from kvcupy.testing import cases, load, run_case, verification
 from kvcupy.testing.arrays import Arguments
 from kvcupy.testing.cases import case_of
@@ -109,7 +109,7 @@ def first_use(monkeypatch, tmp_path):
 
     monkeypatch.setattr(verification, "_difference", note)
     monkeypatch.setattr(cache, "path", own_path)
-    monkeypatch.setattr(call, "VERIFIED_KINDS", {"host", "cuda"})
+    monkeypatch.setattr(launch, "VERIFIED_KINDS", {"host", "cuda"})
     monkeypatch.setattr(call, "_plans", {})
     kv.config.verify = "first_use"
     return checked
@@ -295,7 +295,7 @@ def test_every_kernel_with_a_plainer_one_has_a_case_that_takes_it(arch, monkeypa
             continue
         made = case.build(Arguments(device, 0))
         function = verification._FUNCTIONS.get(case.operation) or getattr(kv, case.operation)
-        with call.unverified() as taken:
+        with launch.unverified() as taken:
             function(**{n: getattr(a, "array", a) for n, a in made.arguments.items()})
         if specialisation not in taken:
             missed.append(str(specialisation))

@@ -1,7 +1,7 @@
 """Operations on the host device without a C++ compiler: the reference, with one warning each.
 
 Some modules of `tests/ops` run again, on a device where nothing can be launched: views, layouts,
-faults and streams must come through; the numbers are those of the reference by construction.
+faults and streams must come through; the numbers are the reference's by construction.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ops import (
     test_gather,
     test_indexing,
     test_merge,
+    test_operation_streams,
     test_rope_store,
     test_rope_streams,
     test_store,
@@ -101,6 +102,7 @@ globals().update(
         "test_cumulative_lengths_alone",
     )
     | again(test_attention_streams)
+    | again(test_operation_streams)
     | again(test_merge)
     | again(test_transfer)
     | again(test_transfer_streams)
@@ -215,24 +217,26 @@ def three_positions(device):
 INDEXED = [name for name in CALLS if name != "merge_states"]
 
 
-@pytest.mark.parametrize("name", [*INDEXED, "apply_rope in sections"])
-def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
-    """Which of them is the first is up to the threads there."""
+def same_number_of_faults(fresh, monkeypatch, work):
+    """Compare how many faults the reference and a kernel report; the first is up to threads."""
     if find_compiler() is None:
         pytest.skip("no C++ compiler here")
-    operation = name.partition(" ")[0]
-    make = CALLS.get(name, three_positions)
-    getattr(kv, operation)(**faulty(name, make(fresh)))
+    work(fresh)
     by_reference = int(fresh.fault_array()[0])
     fresh.fault_array().fill(0)
-
     other = HostDevice()
     monkeypatch.setitem(devices._devices, "host", other)
     monkeypatch.setattr(cxx, "find_compiler", find_compiler)
     monkeypatch.setattr(op_call, "_plans", {})
     monkeypatch.setattr(kv.config, "fallback", "error")
-    getattr(kv, operation)(**faulty(name, make(other)))
+    work(other)
     assert by_reference == int(other.fault_array()[0]) > 1
+
+
+@pytest.mark.parametrize("name", [*INDEXED, "apply_rope in sections"])
+def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
+    function, make = getattr(kv, name.partition(" ")[0]), CALLS.get(name, three_positions)
+    same_number_of_faults(fresh, monkeypatch, lambda device: function(**faulty(name, make(device))))
 
 
 # Transfers ------------------------------------------------------------------------------------
@@ -278,30 +282,20 @@ def test_copies_need_no_compiler(fresh, monkeypatch, caplog):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_transfer_reports_as_many_faults_as_a_kernel(fresh, monkeypatch, method):
-    """Their number only: which one is recorded depends on the order of threads."""
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler here")
     pages = [9, 0, -1, 12, 3, 2**40], [1, 2, 9, 3, 9, 10]
-    case, src, dst = two_pools(fresh)
-    case.issue(src, dst, *map(np.array, pages), method=method)
-    by_reference = int(fresh.fault_array()[0])
-    fresh.fault_array().fill(0)
 
-    other = HostDevice()
-    monkeypatch.setitem(devices._devices, "host", other)
-    monkeypatch.setattr(cxx, "find_compiler", find_compiler)
-    monkeypatch.setattr(op_call, "_plans", {})
-    monkeypatch.setattr(kv.config, "fallback", "error")
-    case, src, dst = two_pools(other)
-    case.issue(src, dst, *map(np.array, pages), method=method)
-    assert by_reference == int(other.fault_array()[0]) > 1
+    def transfer(device):
+        case, src, dst = two_pools(device)
+        case.issue(src, dst, *map(np.array, pages), method=method)
+
+    same_number_of_faults(fresh, monkeypatch, transfer)
 
 
 # Streams and devices --------------------------------------------------------------------------
 
 
 def test_an_explicit_stream_keeps_its_order(fresh):
-    """The first store waits at a gate, the second overwrites it, the caller goes on at once."""
+    """The first store waits at a gate, the second overwrites it, the caller continues at once."""
     stream, gate = fresh.stream(), threading.Event()
     caches = [np.zeros((8, 2, 4), np.float16) for _ in range(2)]
     stream.call(gate.wait)

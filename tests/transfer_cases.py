@@ -1,7 +1,7 @@
 """Calls of `transfer_pages` that compare every byte of both pools with what it should be.
 
 A `PoolArg` is a pool with NumPy mirrors of its memory, whose strides are computed here. The
-operation under test moves pages of the pools, the reference those of the mirrors.
+operation under test moves pages of the pools, the reference moves pages of the mirrors.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ struct HostTile {
     }
   }
 
-  // Rotate a row as those of a four-bit cache are.
+  // Rotate a row in the way that rows of a four-bit cache are rotated.
   static void rotate(float* row, const GroupScales& rotation) {
     const int block = 1 << rotation.rotation_shift;
     const float scale = rotation_scale(rotation.rotation_shift);

@@ -15,7 +15,7 @@ constexpr long long kStreamedBytes = 12 << 20;
 // How far ahead of the row that is copied rows are fetched that are in no order.
 constexpr int kFetchedBytes = 4096;
 
-// Copy a row, and meanwhile fetch another that is as long, which is null where there is none.
+// Copy a row, and meanwhile fetch another that is as long. `ahead` may be null: no fetch.
 template <bool kStreamed>
 inline void copy_and_fetch(char* to, const char* from, const char* ahead, long long bytes) {
   long long i = 0;

@@ -64,7 +64,7 @@ void warp_barrier(unsigned mask, WarpCall call);
 [[noreturn]] void trap();
 void* shared_memory();
 unsigned long long* warp_exchange();  // 32 values, one per lane of the calling thread's warp
-unsigned lanes_left(unsigned mask);   // those of mask that exist and have not returned
+unsigned lanes_left(unsigned mask);   // lanes of mask that exist and have not returned
 
 inline unsigned lane() {
   return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % warpSize;

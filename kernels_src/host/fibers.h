@@ -3,7 +3,7 @@
 // A thread runs until it meets a barrier. A block barrier opens when every thread that has not left
 // waits at it; a warp barrier opens when every lane of its mask waits with that same mask. When
 // no thread can run, the kernel's barriers diverge and the launch fails. Threads run by index, or
-// in an order drawn anew from a seed in each scheduling round, so that a kernel that lacks a
+// in an order that is drawn from a seed for each scheduling round, so that a kernel that lacks a
 // barrier gives a wrong result instead of a lucky one. Rounds are not always fair then: in some, a
 // warp runs as far as it can, as warps of a GPU do, before another has started.
 //

@@ -127,7 +127,7 @@ inline void begin_copy(char* to, const char* from, bool exist, int bytes) {
 
 inline void commit_copies() { ++copies_of_block[thread_of_block()].group; }
 
-// Make all copies but those of the `left` last committed groups.
+// Make all copies except the `left` groups that were committed last.
 inline void wait_for_groups(unsigned left) {
   Copies& copies = copies_of_block[thread_of_block()];
   int kept = 0;

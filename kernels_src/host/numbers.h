@@ -59,8 +59,7 @@ struct FormatOf<bfloat16> {
   static constexpr int kNan = 0x7fff;
 };
 template <>
-struct FormatOf<fp8_e4m3> {  // its largest exponent is that of numbers too: one code is left for
-                             // NaN
+struct FormatOf<fp8_e4m3> {  // its largest exponent has numbers too, and one code for NaN
   static constexpr int kBits = 8;
   static constexpr int kMantissa = 3;
   static constexpr int kBias = 7;

@@ -17,7 +17,7 @@ using TwiceHalves = unsigned short __attribute__((vector_size(32)));
 using Bytes = unsigned char __attribute__((vector_size(8)));
 using SignedBytes = signed char __attribute__((vector_size(8)));
 
-// Eight bytes widened: GCC 12 would take each through a register of its own.
+// Eight bytes widened: GCC 12 would move each through a separate register.
 inline Ints widened(Bytes bytes) {
 #if defined(__AVX2__)
   return bits_as<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits_as<long long>(bytes))));

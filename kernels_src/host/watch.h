@@ -1,5 +1,5 @@
-// The race detector of strict builds: for each byte of a block's shared memory, who wrote and who
-// read it last, and whether a barrier came since.
+// The race detector of strict builds: for each byte of a block's shared memory, the threads
+// that last wrote and read it, and whether a barrier came since.
 //
 // Time is counted in epochs of the block, one per block barrier, and within an epoch in stamps of a
 // warp, one per warp barrier. An access happens before another if it is of an earlier epoch, or of

@@ -17,7 +17,7 @@ import numpy as np
 import kvcupy as kv
 
 from .. import reference
-from ..formats import FORMATS, carrier_dtype
+from ..formats import FORMATS, numpy_dtype
 from . import baselines, candidates
 from .baselines import (
     Builder,
@@ -27,7 +27,6 @@ from .baselines import (
     as_it_is,
     ignoring_stream,
     on_stream,
-    upload,
 )
 from .checks import WrongBytes
 from .models import Model
@@ -67,10 +66,6 @@ class Shape(candidates.Shape):
         pages = f" page={self.page_size}" * (self.page_size != 16)
         size = f"{self.batch} x {self.context}{window}{pages}"
         return f"paged_attention {self.model.name} {self.format} {what} {size}"
-
-    @property
-    def model_name(self) -> str:
-        return self.model.name
 
     @property
     def series(self) -> str:
@@ -122,48 +117,38 @@ class Shape(candidates.Shape):
 class AttentionCase(candidates.Case):
     """Arguments of one shape: sets of pages of one cache, and a query and an output for each."""
 
-    def __init__(self, device: Any, shape: Shape, sets: int) -> None:
-        super().__init__(device, shape, sets)
-        rng = np.random.default_rng(0)
-        model, pages = shape.model, -(-shape.context // shape.page_size)
-        self.tables = rng.permutation(sets * shape.batch * pages).astype(np.int32)
-        self.tables = self.tables.reshape(sets, shape.batch, pages)
-        rows = (self.tables.size, shape.page_size, shape.heads)
+    def draw(self, rng: np.random.Generator) -> None:
+        shape, model = self.shape, self.shape.model
+        pages = -(-shape.context // shape.page_size)
+        tables = rng.permutation(self.sets * shape.batch * pages).astype(np.int32)
+        rows = (tables.size, shape.page_size, shape.heads)
         widths = shape.widths[:1] if model.mla else shape.widths
-        self.caches = [_draw(rng, (*rows, width), shape.format) for width in widths]
-        queries = (sets, shape.batch * shape.new, model.q_heads, shape.widths[0])
-        self.queries = _draw(rng, queries, shape.query_format)
-        self.sinks = rng.standard_normal(model.q_heads, np.float32) if model.sinks else None
-
-        self.caches_on_device = [upload(device, array) for array in self.caches]
-        self.queries_on_device = upload(device, self.queries)
-        self.tables_on_device = upload(device, self.tables)
-        lengths = (np.full(shape.batch, n, np.int32) for n in (shape.context, shape.new))
-        self.lengths_on_device = [upload(device, array) for array in lengths]
-        self.sinks_on_device = None if self.sinks is None else upload(device, self.sinks)
-        outs = (*queries[:3], shape.widths[1])
-        self.outs = device.zeros(outs, carrier_dtype(shape.query_format))
-        device.synchronize()
+        self.caches = [
+            self.bits(_draw(rng, (*rows, n), shape.format), shape.format) for n in widths
+        ]
+        queries = (self.sets, shape.batch * shape.new, model.q_heads, shape.widths[0])
+        self.queries = self.bits(_draw(rng, queries, shape.query_format), shape.query_format)
+        self.tables = self.bits(tables.reshape(self.sets, shape.batch, pages), "int32")
+        self.outs = self.zeros((*queries[:3], shape.widths[1]), shape.query_format)
+        self.shared["seq_lens"] = self.bits(np.full(shape.batch, shape.context, np.int32), "int32")
+        if shape.new > 1:
+            new = np.full(shape.batch, shape.new, np.int32)
+            self.shared["query_lens"] = self.bits(new, "int32")
+        if model.sinks:
+            logits = rng.standard_normal(model.q_heads, np.float32)
+            self.shared["sinks"] = self.bits(logits, "fp32")
+        self.options = {"sm_scale": shape.sm_scale, "window": shape.window or None}
 
     def kvcupy(self, wrap: Wrap) -> list[Call]:
         """Return a call for each query and its page table."""
-        shape = self.shape
-        k_cache, v_cache = (wrap(a, shape.format) for a in self._parts(self.caches_on_device))
-        lengths, new = (wrap(a, "int32") for a in self.lengths_on_device)
-        options: dict[str, Any] = {"sm_scale": shape.sm_scale}
-        if shape.new > 1:
-            options["query_lens"] = new
-        if shape.window:
-            options["window"] = shape.window
-        if self.sinks_on_device is not None:
-            options["sinks"] = wrap(self.sinks_on_device, "fp32")
+        shared = candidates.wrapped(self.shared, wrap)
+        caches = [wrap(a, self.shape.format) for a in self._parts([c.array for c in self.caches])]
+        operation: Any = kv.paged_attention
         calls: list[Call] = []
-        for rows, out, table in zip(
-            self.queries_on_device, self.outs, self.tables_on_device, strict=True
-        ):
-            query, target = (wrap(a, shape.query_format) for a in (rows, out))
-            arrays = (query, k_cache, v_cache, wrap(table, "int32"), lengths)
-            bound = partial(kv.paged_attention, *arrays, out=target, **options)
+        for own in zip(self.queries.array, self.outs.array, self.tables.array, strict=True):
+            query, out = (wrap(array, self.shape.query_format) for array in own[:2])
+            arrays = (query, *caches, wrap(own[2], "int32"))
+            bound = partial(operation, *arrays, **shared, out=out, **self.options)
             calls.append(partial(on_stream, bound))
         return calls
 
@@ -196,7 +181,7 @@ class AttentionCase(candidates.Case):
             return attend(rows, keys, values).transpose(1, 2)
 
         calls: list[Call] = []
-        tables = torch.as_tensor(self.tables, device=query.device)
+        tables = torch.as_tensor(self.tables.host, device=query.device)
         for rows, table in zip(query, tables, strict=True):
             keys, values = (
                 part[table].flatten(1, 2)[:, first : shape.context].transpose(1, 2).contiguous()
@@ -208,8 +193,8 @@ class AttentionCase(candidates.Case):
 
     def _tensors(self, torch: Any, wrap: Wrap) -> tuple[Any, list[Any]]:
         """Return queries, and K and V in pages."""
-        caches = [wrap(a, self.shape.format) for a in self._parts(self.caches_on_device)]
-        return wrap(self.queries_on_device, self.shape.query_format), caches
+        caches = [wrap(a, self.shape.format) for a in self._parts([c.array for c in self.caches])]
+        return wrap(self.queries.array, self.shape.query_format), caches
 
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
         """Return what others run over the same pages, in bf16."""
@@ -224,7 +209,7 @@ class AttentionCase(candidates.Case):
 
         def build(make: Callable[..., list[Callable[[], Any]]]) -> list[Call]:
             query, caches = self._tensors(torch, wrap)
-            tables = wrap(self.tables_on_device, "int32")
+            tables = wrap(self.tables.array, "int32")
             works = make(torch, query, caches, tables, shape.context, shape.window)
             return [partial(ignoring_stream, work) for work in works]
 
@@ -232,13 +217,13 @@ class AttentionCase(candidates.Case):
 
     def wipe(self) -> None:
         """Zero the outputs."""
-        self.device.copy(self.outs, self.device.zeros(self.outs.shape, self.outs.dtype))
+        self.device.copy(self.outs.array, self.device.asarray(self.outs.host))
         self.device.synchronize()
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
         """Compare some rows of each set with float64."""
         shape, rng = self.shape, np.random.default_rng(1)
-        outs = self.device.to_numpy(self.outs)
+        outs = self.device.to_numpy(self.outs.array)
         for number, result in enumerate(results):
             if candidate.startswith("kvcupy"):
                 got = reference.decode(outs[number], shape.query_format)
@@ -256,24 +241,22 @@ class AttentionCase(candidates.Case):
     def _exact(self, number: int, row: int, head: int) -> Array:
         """Return what a query of a set should give, in float64."""
         shape = self.shape
-        end = shape.context - shape.new + row % shape.new + 1
-        start = max(0, end - shape.window) if shape.window else 0
-        pages = self.tables[number, row // shape.new]
-        group = shape.model.q_heads // shape.heads
+        sequence, head_of_cache = row // shape.new, head * shape.heads // shape.model.q_heads
         keys, values = (
-            reference.decode(a[pages, :, head // group], shape.format)
-            .reshape(-1, a.shape[-1])[start:end]
-            for a in self._parts(self.caches)
+            a[:, :, head_of_cache, None].view(numpy_dtype(shape.format))
+            for a in self._parts([cache.host for cache in self.caches])
+        )
+        query = self.queries.host[number, row, head].view(numpy_dtype(shape.query_format))
+        sinks = self.shared["sinks"].host[head, None] if shape.model.sinks else None
+        exact, _, _ = reference.paged_attention(
+            query[None, None], keys, values, self.tables.host[number, sequence, None],
+            np.array([shape.context - shape.new + row % shape.new + 1]), sinks=sinks,
+            **self.options,
         )  # fmt: skip
-        query = reference.decode(self.queries[number, row, head], shape.query_format)
-        scores = keys @ query * shape.sm_scale
-        top = scores.max() if self.sinks is None else max(scores.max(), self.sinks[head])
-        weights = np.exp(scores - top)
-        total = weights.sum() + (0.0 if self.sinks is None else np.exp(self.sinks[head] - top))
-        return np.asarray(weights @ values / total)
+        return np.asarray(exact[0, 0])
 
 
 def _draw(rng: np.random.Generator, shape: tuple[int, ...], fmt: str) -> Array:
     """Draw bits of values, which repeat in large arrays: drawing them all would take minutes."""
     values = rng.standard_normal(min(int(np.prod(shape)), BANK), np.float32)
-    return np.resize(reference.encode(values, fmt), shape).view(carrier_dtype(fmt))
+    return np.resize(reference.encode(values, fmt), shape)

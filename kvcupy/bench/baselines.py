@@ -1,4 +1,4 @@
-"""What kvcupy is measured beside: torch and other projects' kernels, over the same memory.
+"""Baselines beside kvcupy: torch and other projects' kernels, over the same memory.
 
 A case lends its arrays out through a `Wrap`. Projects that are not installed, or refuse a case, are
 reported as not measured (`candidates.py`); none is a requirement.
@@ -110,7 +110,7 @@ Store = Callable[[Any, Any, Any], None]  # key, value and slots
 def flashinfer_store(torch: Any, caches: list[Any], page_size: int) -> Store:
     """Return FlashInfer's append to bf16 caches (slots, H, D).
 
-    All pages are those of one request, in order, so that positions are slots.
+    All pages belong to one request, in order, so that positions are slots.
     """
     append = importlib.import_module("flashinfer.page").append_paged_kv_cache
     paged = tuple(cache.view(-1, page_size, *cache.shape[1:]) for cache in caches)

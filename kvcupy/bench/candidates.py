@@ -18,13 +18,33 @@ measured, with the cause; that kvcupy is wrong raises.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
-from .baselines import Builder, Compile, NotMeasured, TorchArrays, Wrap, as_it_is, own_arrays
+import numpy as np
+
+import kvcupy as kv
+
+from ..formats import carrier_dtype
+from ..ops.spec import OPERATIONS
+from .baselines import (
+    Builder,
+    Compile,
+    NotMeasured,
+    TorchArrays,
+    Wrap,
+    as_it_is,
+    by_device,
+    ignoring_stream,
+    on_stream,
+    own_arrays,
+    upload,
+)
 from .checks import WrongBytes, require_equal
+from .models import Model
 from .report import format_table
 from .timers import (
     Call,
@@ -45,14 +65,7 @@ MAX_SETS = 64
 SECONDS = 1.5  # for all candidates of a case, after which three rounds suffice
 OF_TORCH = ("torch", "torch, one thread")
 _COPY_BYTES = 64 << 20  # of the copies that are the peaks, at least
-_RATIOS = (
-    "expression",
-    "torch",
-    "torch.compile",
-    "flashinfer",
-    "sglang",
-    "vllm",
-)  # the first columns
+_RATIOS = ("expression", "torch", "torch.compile", "flashinfer", "sglang", "vllm")  # columns
 
 
 class Shape(abc.ABC):
@@ -65,6 +78,7 @@ class Shape(abc.ABC):
 
     operation: str
     format: str
+    model: Model
 
     @property
     @abc.abstractmethod
@@ -83,7 +97,7 @@ class Shape(abc.ABC):
     @property
     def model_name(self) -> str:
         """The model whose shapes these are, "any" if that does not matter."""
-        return "any"
+        return self.model.name
 
     @property
     def series(self) -> str:
@@ -116,21 +130,82 @@ class Shape(abc.ABC):
         return ""
 
 
+class Bits:
+    """An argument of a case: its bits on the host and on the device, and what format they have.
+
+    Parameters
+    ----------
+    values : in the dtype of the format, or its bits
+    """
+
+    def __init__(self, device: Any, values: np.ndarray[Any, Any], format: str) -> None:
+        self.format = format
+        self.host = values.view(carrier_dtype(format))
+        self.array = upload(device, self.host)
+
+
+def wrapped(arguments: Mapping[str, Any], wrap: Wrap) -> dict[str, Any]:
+    """Return arguments in the dtypes of their formats, in arrays of the library of `wrap`."""
+    return {
+        name: [wrap(each.array, each.format) for each in bits] if isinstance(bits, list)
+        else wrap(bits.array, bits.format)
+        for name, bits in arguments.items()
+    }  # fmt: skip
+
+
 class Case(abc.ABC):
-    """Arguments of a shape on a device, and the calls of every candidate: one for each set."""
+    """Arguments of a shape on a device, and the calls of every candidate: one for each set.
+
+    Attributes
+    ----------
+    shared : arguments of all of kvcupy's calls by name: `Bits`, or a list of them
+    own : the other arguments of each call
+    options : what kvcupy's calls take beside arrays
+    """
 
     def __init__(self, device: Any, shape: Any, sets: int) -> None:
         self.device, self.shape, self.sets = device, shape, sets
+        self.shared: dict[str, Any] = {}
+        self.own: list[dict[str, Any]] = [{} for _ in range(sets)]
+        self.options: dict[str, Any] = {}
+        self.draw(np.random.default_rng(0))
+        device.synchronize()
 
     @abc.abstractmethod
+    def draw(self, rng: np.random.Generator) -> None:
+        """Draw the arguments."""
+
+    def bits(self, values: np.ndarray[Any, Any], format: str) -> Bits:
+        """Return an argument of values, or their bits."""
+        return Bits(self.device, values, format)
+
+    def zeros(self, shape: tuple[int, ...], format: str) -> Bits:
+        """Return an argument that is written."""
+        return Bits(self.device, np.zeros(shape, carrier_dtype(format)), format)
+
     def kvcupy(self, wrap: Wrap) -> list[Call]:
         """Return kvcupy's calls, on arrays that `wrap` makes from bits and a format."""
+        operation = getattr(kv, self.shape.operation)
+        shared = wrapped(self.shared, wrap)
+        signature = inspect.signature(OPERATIONS[self.shape.operation].function)
+        calls: list[Call] = []
+        for own in self.own:
+            bound = signature.bind(**shared, **wrapped(own, wrap), **self.options)
+            calls.append(partial(on_stream, partial(operation, *bound.args, **bound.kwargs)))
+        return calls
 
     def expressions(self) -> list[Call] | None:
         """Return calls of NumPy or CuPy; None: there are none for this format."""
+        work = self.expression()
+        if work is None:
+            return None
+        sets = ([bits.array for bits in own.values()] for own in self.own)
+        return [partial(by_device, self.device, partial(work, *arrays)) for arrays in sets]
+
+    def expression(self) -> Callable[..., Any] | None:
+        """Return array expressions over the bits of a set, or None."""
         return None
 
-    @abc.abstractmethod
     def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
         """Return torch's calls; they go to torch's current stream.
 
@@ -138,14 +213,31 @@ class Case(abc.ABC):
         ------
         NotMeasured : torch has nothing that does this
         """
+        return self.calls_of(compile(self.torch_work(torch, wrap)), wrap)
+
+    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
+        """Return what torch does with the tensors of a set."""
+        raise NotImplementedError
 
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
         """Return, by project, what builds the calls of its kernels; these use torch's stream."""
         return {}
 
-    @abc.abstractmethod
+    def calls_of(self, work: Callable[..., Any], wrap: Wrap) -> list[Call]:
+        """Return calls of torch, or of what runs on its stream: with the tensors of each set."""
+        sets = (wrapped(own, wrap).values() for own in self.own)
+        return [partial(ignoring_stream, partial(work, *tensors)) for tensors in sets]
+
     def wipe(self) -> None:
-        """Take back what an earlier candidate did."""
+        """Restore the arguments that an earlier candidate wrote."""
+        every = {**self.shared, **self.own[0], **self.options}
+        written = set(OPERATIONS[self.shape.operation].written(every))
+        for arguments in (self.shared, *self.own):
+            for name in written & arguments.keys():
+                several = arguments[name]
+                for bits in several if isinstance(several, list) else [several]:
+                    self.device.copy(bits.array, self.device.asarray(bits.host))
+        self.device.synchronize()
 
     @abc.abstractmethod
     def check(self, candidate: str, results: Sequence[Any]) -> None:
@@ -252,10 +344,10 @@ class Bench:
                 if name.startswith("kvcupy"):
                     raise
                 missing[name] = f"wrong result: {error}"
-            except Exception as error:  # whatever another project does: the others go on
+            except Exception as error:  # of another project: the other baselines are still measured
                 missing[name] = reason(error)
         rows = []
-        # What cannot be captured is called from Python, whatever was asked for.
+        # Cases that cannot be captured are called from Python, whichever modes were chosen.
         for mode in [mode for mode in self.modes if mode in shape.modes] or shape.modes:
             absent = dict(missing)
             timers = self._eager(calls) if mode == "eager" else self._graphs(calls, absent)
@@ -305,7 +397,7 @@ class Bench:
                     timers[name] = replayed(self.device, self.stream, one_per_set, self.target_us)
                 elif self.torch.torch.cuda.is_available():
                     timers[name] = replayed_by_torch(self.torch.torch, one_per_set)
-            except Exception as error:  # a baseline that fails is reported, and the others go on
+            except Exception as error:  # a baseline that fails is reported
                 if name == "kvcupy":
                     raise
                 missing[name] = f"cannot be captured: {reason(error)}"
@@ -340,7 +432,7 @@ class Bench:
 
 
 def ratios(least_us: dict[str, float]) -> dict[str, float]:
-    """Return the least time of each baseline over that of kvcupy.
+    """Return the least time of each baseline over kvcupy's.
 
     Where both were measured on torch tensors, like is compared with like.
 

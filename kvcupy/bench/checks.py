@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -28,8 +29,7 @@ def require_equal(case: str, got: Any, want: Any) -> None:
 
     Raises
     ------
-    WrongBytes
-        They differ; the message names the first byte, both values and the number of bytes.
+    WrongBytes : they differ; the message names the first byte, both values and the number of bytes.
     """
     if got.shape != want.shape:
         raise WrongBytes(f"{case}: expected shape {want.shape}, got {got.shape}")
@@ -47,8 +47,14 @@ def require_equal(case: str, got: Any, want: Any) -> None:
 
 def normal_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return the bits of normally distributed bf16, from a bank that repeats: cheap at any size."""
-    bank = rng.standard_normal(1 << 18, np.float32).astype(BF16)
-    return np.resize(bank, shape).view(np.uint16)
+    bank = _bank()
+    return np.resize(np.roll(bank, int(rng.integers(bank.size))), shape)
+
+
+@cache
+def _bank() -> np.ndarray[Any, Any]:
+    values = np.random.default_rng(0).standard_normal(1 << 18, np.float32)
+    return values.astype(BF16).view(np.uint16)
 
 
 def sample(tokens: int) -> np.ndarray[Any, Any]:

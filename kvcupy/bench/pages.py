@@ -5,7 +5,6 @@ A candidate makes one call per set, and leaves its result in arrays of the case,
 
 from __future__ import annotations
 
-import abc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,22 +13,12 @@ from typing import Any
 
 import numpy as np
 
-import kvcupy as kv
-
+from .. import reference
 from . import candidates
-from .baselines import (
-    Compile,
-    Wrap,
-    as_it_is,
-    by_device,
-    ignoring_stream,
-    on_stream,
-    upload,
-)
+from .baselines import Wrap
 from .checks import BF16, normal_bits
 from .models import MODELS, Model
-from .store import FP8, SCALE
-from .timers import Call
+from .store import FP8, SCALE, STORED
 
 
 @dataclass(frozen=True)
@@ -84,164 +73,104 @@ class Shape(candidates.Shape):
         return tokens * 8 + self.count * (8 + 4 * -(-self.append // self.page_size))
 
     def build(self, device: Any, sets: int) -> candidates.Case:
-        kinds: dict[str, type[_Case]] = {
+        kinds: dict[str, Callable[..., candidates.Case]] = {
             "gather_kv": Gather, "copy_pages": CopyPages, "slot_mapping": SlotMapping
         }  # fmt: skip
         return kinds[self.operation](device, self, sets)
 
 
-class _Case(candidates.Case):
-    """Arguments on one device, `sets` times over."""
-
-    def __init__(self, device: Any, shape: Shape, sets: int) -> None:
-        super().__init__(device, shape, sets)
-        self.rng = np.random.default_rng(0)
-        self.prepare()
-        device.synchronize()
-
-    @abc.abstractmethod
-    def prepare(self) -> None:
-        """Draw the arguments, and upload them."""
-
-    def by_device(self, works: Sequence[Callable[[], Any]]) -> list[Call]:
-        """Return calls of array expressions."""
-        return [partial(by_device, self.device, work) for work in works]
-
-
-class Gather(_Case):
+class Gather(candidates.Case):
     """Rows of K and V out of a paged cache, dequantised where it is quantised."""
 
-    def prepare(self) -> None:
-        shape, rng = self.shape, self.rng
-        num_pages = -(-(self.sets * shape.count + 64) // shape.page_size)
+    def draw(self, rng: np.random.Generator) -> None:
+        shape, count = self.shape, self.shape.count
+        stored, _, scaled = shape.format.partition(" ")
+        num_pages = -(-(self.sets * count + 64) // shape.page_size)
         num_slots = num_pages * shape.page_size
-        cache = (num_pages, shape.page_size, *shape.row_shape)
-        self.host = [normal_bits(rng, cache) for _ in "kv"]
-        if shape.format != "bf16":
-            self.host = [(b.view(BF16).astype(np.float32) / SCALE).astype(FP8) for b in self.host]
-        self.stored = "bf16" if shape.format == "bf16" else "fp8_e4m3"
-        bits = np.uint16 if shape.format == "bf16" else np.uint8
-        self.caches = [upload(self.device, array.view(bits)) for array in self.host]
-        self.scales = rng.uniform(0.01, 0.1, (2, num_slots, shape.row_shape[0])).astype(np.float32)
-        self.scales_on_device = [upload(self.device, scales) for scales in self.scales]
-        order = rng.permutation(num_slots)
-        count = shape.count
-        self.slots = [order[i * count : (i + 1) * count] for i in range(self.sets)]
-        self.slots_on_device = [upload(self.device, slots) for slots in self.slots]
-        out = (count, *shape.row_shape)
-        self.out = [[self.device.zeros(out, np.uint16) for _ in "kv"] for _ in range(self.sets)]
+        self.caches = []
+        for side in "kv":
+            bits = normal_bits(rng, (num_pages, shape.page_size, *shape.row_shape))
+            if stored != "bf16":
+                bits = (bits.view(BF16).astype(np.float32) / SCALE).astype(FP8)
+            self.caches.append(self.bits(bits, STORED[stored]))
+            self.shared[f"{side}_cache"] = self.caches[-1]
+        scales = rng.uniform(0.01, 0.1, (2, num_slots, shape.row_shape[0])).astype(np.float32)
+        self.scales = [self.bits(own, "fp32") for own in scales] if scaled == "dynamic" else []
+        if scaled == "static":
+            self.options = {"k_scale": SCALE, "v_scale": SCALE}
+        self.shared |= dict(zip(("k_scale_cache", "v_scale_cache"), self.scales, strict=False))
+        slots = rng.permutation(num_slots)
+        for i, own in enumerate(self.own):
+            own["slots"] = self.bits(slots[i * count : (i + 1) * count], "int64")
+            for side in "kv":
+                own[f"{side}_out"] = self.zeros((count, *shape.row_shape), "bf16")
 
-    def wipe(self) -> None:
-        for array in (array for outs in self.out for array in outs):
-            self.device.copy(array, self.device.zeros(array.shape, array.dtype))
-
-    def kvcupy(self, wrap: Wrap) -> list[Call]:
-        caches = [wrap(cache, self.stored) for cache in self.caches]
-        gather: Any = kv.gather_kv
-        options: dict[str, Any] = {}
-        if self.shape.format == "fp8 static":
-            options = {"k_scale": SCALE, "v_scale": SCALE}
-        elif self.shape.format == "fp8 dynamic":
-            scales = [wrap(scale, "fp32") for scale in self.scales_on_device]
-            options = dict(zip(("k_scale_cache", "v_scale_cache"), scales, strict=True))
-        calls: list[Call] = []
-        for slots, outs in zip(self.slots_on_device, self.out, strict=True):
-            targets = {f"{n}_out": wrap(o, "bf16") for n, o in zip("kv", outs, strict=True)}
-            rows = [*caches, wrap(slots, "int64")]
-            calls.append(partial(on_stream, partial(gather, *rows, **targets, **options)))
-        return calls
-
-    def expressions(self) -> list[Call] | None:
+    def expression(self) -> Callable[..., Any] | None:
         if self.shape.format != "bf16":
             return None
-        flat = [cache.reshape(-1, *self.shape.row_shape) for cache in self.caches]
+        flat = [cache.array.reshape(-1, *self.shape.row_shape) for cache in self.caches]
 
-        def gather(slots: Any, outs: list[Any]) -> None:
+        def gather(slots: Any, *outs: Any) -> None:
             for cache, out in zip(flat, outs, strict=True):
                 out[...] = cache[slots]
 
-        sets = zip(self.slots_on_device, self.out, strict=True)
-        return self.by_device([partial(gather, slots, outs) for slots, outs in sets])
+        return gather
 
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
+    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
         rows = self.shape.row_shape
-        caches = [wrap(cache, self.stored).reshape(-1, *rows) for cache in self.caches]
-        scales = [wrap(scale, "fp32") for scale in self.scales_on_device]
+        caches = [wrap(cache.array, cache.format).reshape(-1, *rows) for cache in self.caches]
+        scales = [wrap(scale.array, "fp32") for scale in self.scales] or [None, None]
 
-        def gather(slots: Any, outs: list[Any]) -> None:
+        def gather(slots: Any, *outs: Any) -> None:
             for cache, scale, out in zip(caches, scales, outs, strict=True):
                 if self.shape.format == "bf16":
                     torch.index_select(cache, 0, slots, out=out)
                     continue
                 rows = cache.view(torch.uint8)[slots].view(cache.dtype).float()
-                own = scale[slots][..., None] if self.shape.format == "fp8 dynamic" else SCALE
-                out.copy_(rows * own)
+                out.copy_(rows * (SCALE if scale is None else scale[slots][..., None]))
 
-        work = compile(gather)
-        calls: list[Call] = []
-        for slots, outs in zip(self.slots_on_device, self.out, strict=True):
-            targets = [wrap(out, "bf16") for out in outs]
-            bound = partial(work, wrap(slots, "int64"), targets)
-            calls.append(partial(ignoring_stream, bound))
-        return calls
+        return gather
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
-        for slots, outs in zip(self.slots, self.out, strict=True):
-            for cache, scales, out in zip(self.host, self.scales, outs, strict=True):
-                rows = cache.reshape(-1, *self.shape.row_shape)[slots]
+        scales: list[Any] = [scale.host for scale in self.scales] or [None, None]
+        for own in self.own:
+            slots, outs = own["slots"].host, (own["k_out"], own["v_out"])
+            for cache, scale, out in zip(self.caches, scales, outs, strict=True):
+                rows = cache.host.reshape(-1, *self.shape.row_shape)[slots]
                 if self.shape.format != "bf16":
-                    static = self.shape.format == "fp8 static"
-                    own = np.float32(SCALE) if static else scales[slots][..., None]
-                    rows = (rows.astype(np.float32) * own).astype(BF16)
-                self.require(candidate, "rows", out, rows.view(np.uint16))
+                    factor = np.float32(SCALE) if scale is None else scale[slots][..., None]
+                    rows = (rows.view(FP8).astype(np.float32) * factor).astype(BF16)
+                self.require(candidate, "rows", out.array, rows.view(np.uint16))
 
 
-class CopyPages(_Case):
+class CopyPages(candidates.Case):
     """Pages of each cache onto other pages."""
 
-    def prepare(self) -> None:
+    def draw(self, rng: np.random.Generator) -> None:
         count = self.shape.count
         num_pages = 2 * self.sets * count
         pages = (num_pages, self.shape.page_size, *self.shape.row_shape)
-        self.host = [normal_bits(self.rng, pages) for _ in range(self.shape.num_caches)]
-        self.caches = [upload(self.device, array) for array in self.host]
-        order = self.rng.permutation(num_pages).reshape(self.sets, 2, count)
-        self.pages = [(src.copy(), dst.copy()) for src, dst in order]
-        self.pages_on_device = [
-            tuple(upload(self.device, pages) for pages in pair) for pair in self.pages
+        self.caches = [
+            self.bits(normal_bits(rng, pages), "bf16") for _ in range(self.shape.num_caches)
         ]
+        self.shared["cache"] = self.caches
+        order = rng.permutation(num_pages).reshape(self.sets, 2, count)
+        for own, lists in zip(self.own, order, strict=True):
+            for name, pages_of_set in zip(("src_pages", "dst_pages"), lists, strict=True):
+                own[name] = self.bits(pages_of_set.copy(), "int64")
 
-    def wipe(self) -> None:
-        for cache, bits in zip(self.caches, self.host, strict=True):
-            self.device.copy(cache, self.device.asarray(bits))
+    def expression(self) -> Callable[..., Any]:
+        return partial(_copy_all, [cache.array for cache in self.caches])
 
-    def kvcupy(self, wrap: Wrap) -> list[Call]:
-        caches = [wrap(cache, "bf16") for cache in self.caches]
-        calls: list[Call] = []
-        for pair in self.pages_on_device:
-            pages = (wrap(array, "int64") for array in pair)
-            calls.append(partial(on_stream, partial(kv.copy_pages, caches, *pages)))
-        return calls
-
-    def expressions(self) -> list[Call] | None:
-        return self.by_device(
-            [partial(_copy_all, self.caches, *pair) for pair in self.pages_on_device]
-        )
-
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
-        caches, work = [wrap(cache, "bf16") for cache in self.caches], compile(_copy_all)
-        calls: list[Call] = []
-        for pair in self.pages_on_device:
-            pages = (wrap(array, "int64") for array in pair)
-            calls.append(partial(ignoring_stream, partial(work, caches, *pages)))
-        return calls
+    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
+        return partial(_copy_all, [wrap(cache.array, "bf16") for cache in self.caches])
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
-        for cache, bits in zip(self.caches, self.host, strict=True):
-            want = bits.copy()
-            for src, dst in self.pages:
-                want[dst] = bits[src]
-            self.require(candidate, "pages", cache, want)
+        for cache in self.caches:
+            want = cache.host.copy()
+            for own in self.own:
+                want[own["dst_pages"].host] = cache.host[own["src_pages"].host]
+            self.require(candidate, "pages", cache.array, want)
 
 
 def _copy_all(caches: list[Any], src: Any, dst: Any) -> None:
@@ -249,60 +178,34 @@ def _copy_all(caches: list[Any], src: Any, dst: Any) -> None:
         cache[dst] = cache[src]
 
 
-class SlotMapping(_Case):
+class SlotMapping(candidates.Case):
     """The slots of a step in which every sequence appends the same number of tokens."""
 
-    def prepare(self) -> None:
-        batch, append, rng, page_size = (
-            self.shape.count, self.shape.append, self.rng, self.shape.page_size
-        )  # fmt: skip
-        most = 4096
-        self.steps = []
-        for _ in range(self.sets):
-            table = rng.permutation(batch * most // page_size).reshape(batch, -1).astype(np.int32)
-            lengths = rng.integers(append, most + 1, batch).astype(np.int32)
-            self.steps.append((table, lengths, np.full(batch, append, np.int32)))
-        self.on_device = [[upload(self.device, a) for a in step] for step in self.steps]
-        self.out = [self.device.zeros((batch * append,), np.int64) for _ in self.steps]
-        self.unset = self.device.asarray(np.full(batch * append, -1))
+    def draw(self, rng: np.random.Generator) -> None:
+        batch, append, page_size = self.shape.count, self.shape.append, self.shape.page_size
+        max_tokens = -(-max(4096, append) // page_size) * page_size
+        self.options = {"page_size": page_size}
+        for own in self.own:
+            table = rng.permutation(batch * max_tokens // page_size).reshape(batch, -1)
+            own["block_table"] = self.bits(table.astype(np.int32), "int32")
+            lengths = rng.integers(append, max_tokens + 1, batch)
+            own["seq_lens"] = self.bits(lengths.astype(np.int32), "int32")
+            own["append_lens"] = self.bits(np.full(batch, append, np.int32), "int32")
+            own["out"] = self.bits(np.full(batch * append, -1), "int64")
 
-    def wipe(self) -> None:
-        for out in self.out:
-            self.device.copy(out, self.unset)
+    def expression(self) -> Callable[..., Any]:
+        array = self.own[0]["out"].array
+        library = sys.modules[type(array).__module__.partition(".")[0]]  # numpy or cupy
+        return partial(self._find, library.arange, library.repeat)
 
-    def kvcupy(self, wrap: Wrap) -> list[Call]:
-        calls: list[Call] = []
-        for step, out in zip(self.on_device, self.out, strict=True):
-            tables, *lengths = (wrap(array, "int32") for array in step)
-            find = partial(kv.slot_mapping, tables, *lengths, out=wrap(out, "int64"))
-            calls.append(partial(on_stream, partial(find, page_size=self.shape.page_size)))
-        return calls
-
-    def expressions(self) -> list[Call] | None:
-        library = sys.modules[type(self.out[0]).__module__.partition(".")[0]]  # numpy or cupy
-        find: Callable[..., None] = partial(self._find, library.arange, library.repeat)
-        sets = zip(self.on_device, self.out, strict=True)
-        return self.by_device([partial(find, *step, out) for step, out in sets])
-
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
-        work = compile(self._find)
-        arange = partial(torch.arange, device=wrap(self.out[0], "int64").device)
-        calls: list[Call] = []
-        for step, out in zip(self.on_device, self.out, strict=True):
-            arrays = [wrap(array, "int32") for array in step] + [wrap(out, "int64")]
-            bound = partial(work, arange, torch.repeat_interleave, *arrays)
-            calls.append(partial(ignoring_stream, bound))
-        return calls
+    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
+        device = wrap(self.own[0]["out"].array, "int64").device
+        return partial(self._find, partial(torch.arange, device=device), torch.repeat_interleave)
 
     def _find(
-        self,
-        arange: Callable[[int], Any],
-        repeat: Callable[[Any, int], Any],
-        table: Any,
-        lengths: Any,
-        counts: Any,
-        out: Any,
-    ) -> None:
+        self, arange: Callable[[int], Any], repeat: Callable[[Any, int], Any],
+        table: Any, lengths: Any, counts: Any, out: Any,
+    ) -> None:  # fmt: skip
         """Find the slots with array expressions, given how many tokens each sequence appends."""
         batch, append, size = self.shape.count, self.shape.append, self.shape.page_size
         rows = repeat(arange(batch), append)
@@ -310,12 +213,9 @@ class SlotMapping(_Case):
         out[...] = table[rows, tokens // size] * size + tokens % size
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
-        size = self.shape.page_size
-        for (table, lengths, counts), out in zip(self.steps, self.out, strict=True):
-            spans = zip(table, lengths, counts, strict=True)
-            want = [
-                pages[token // size] * size + token % size
-                for pages, length, count in spans
-                for token in range(length - count, length)
-            ]
-            self.require(candidate, "slots", out, np.array(want, np.int64))
+        for own in self.own:
+            table, lengths, counts, out = own.values()
+            want = reference.slot_mapping(
+                table.host, lengths.host, counts.host, self.shape.page_size
+            )
+            self.require(candidate, "slots", out.array, want)

@@ -100,7 +100,7 @@ def as_rows(report: Any) -> str:
 
 
 def _lay_out(value: Any, indent: int, *, in_list: bool) -> str:
-    """Return a value on one line if it is a row, else with its parts on lines of their own."""
+    """Return a value on one line if it is a row, else with each part on a separate line."""
     line = json.dumps(value)
     depth = _depth(value)
     is_short = isinstance(value, dict) and len(line) <= _ROW_WIDTH

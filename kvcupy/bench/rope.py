@@ -15,21 +15,10 @@ import numpy as np
 
 import kvcupy as kv
 
-from . import baselines, candidates
-from .baselines import (
-    Builder,
-    Compile,
-    RopeStore,
-    Wrap,
-    as_it_is,
-    by_device,
-    ignoring_stream,
-    on_stream,
-    upload,
-)
+from . import baselines, store
+from .baselines import Builder, RopeStore, Wrap
 from .checks import BF16, MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
-from .models import Model
-from .store import PAGE_SIZE, SCALE, assign_all, draw_slots, quantise, slots_for, torch_write
+from .store import PAGE_SIZE, assign_all
 from .timers import Call
 
 TORCH_ROUNDINGS = 3  # of cos, of a product, of the sum
@@ -40,27 +29,18 @@ Write = Callable[[list[Any], Any, list[Any]], None]  # targets, slots, parts
 
 
 @dataclass(frozen=True)
-class Shape(candidates.Shape):
+class Shape(store.Shape):
     """One case: what is rotated, how many tokens, and the format of the cache.
 
     `fresh` arguments have just been written, as by a model's projection, so that they are in the
     processor's cache. Others rotate over more memory than the cache holds.
     """
 
-    operation: str
-    model: Model
-    tokens: int
-    format: str
     fresh: bool = False
 
     @property
     def name(self) -> str:
-        name = f"{self.operation} {self.model.name} {self.format} T={self.tokens}"
-        return f"{name} fresh" if self.fresh else name
-
-    @property
-    def model_name(self) -> str:
-        return self.model.name
+        return f"{super().name} fresh" if self.fresh else super().name
 
     @property
     def stores(self) -> bool:
@@ -96,115 +76,69 @@ class Shape(candidates.Shape):
         return RopeCase(device, self, sets)
 
 
-class RopeCase(candidates.Case):
-    """Arguments of one shape on one device, `sets` times over. kvcupy rotates them in place."""
+class RopeCase(store.StoreCase):
+    """A query beside the rows of a store. kvcupy rotates query and key in place."""
 
-    def __init__(self, device: Any, shape: Shape, sets: int) -> None:
-        super().__init__(device, shape, sets)
-        rng = np.random.default_rng(0)
-        model, tokens, num_slots = shape.model, shape.tokens, slots_for(sets, shape.tokens)
-        self.key_width = model.kv_heads or 1, shape.rotary
-        value = (model.latent,) if model.mla else (model.kv_heads, model.head_dim)
-        key = (shape.rotary,) if model.mla else self.key_width
-        shapes = {"query": (model.q_heads, shape.rotary), "key": key, "value": value}
-        self.inputs = [
-            {name: normal_bits(rng, (tokens, *part)) for name, part in shapes.items()}
-            for _ in range(sets)
-        ]
-        self.slots = draw_slots(rng, num_slots, sets, tokens)
-        self.positions = np.arange(tokens) + 1000
-        weights = rng.uniform(0.5, 1.5, (2, shape.rotary)).astype(np.float32).astype(BF16)
-        self.norms = dict(zip(("query", "key"), weights, strict=True)) if shape.norm else {}
-
-        self.on_device = [{n: upload(device, a) for n, a in rows.items()} for rows in self.inputs]
-        self.slots_on_device = [upload(device, slots) for slots in self.slots]
-        self.positions_on_device = upload(device, self.positions)
-        self.norms_on_device = {n: upload(device, w.view(np.uint16)) for n, w in self.norms.items()}
-        self.table = kv.rope_table(MAX_POSITIONS, shape.rotary, base=ROPE_BASE, device=device)
-        rows = [(sum(model.row_widths),)] if model.mla else [self.key_width] * 2
-        stored = np.uint16 if shape.stored == "bf16" else np.uint8
-        self.caches = [device.zeros((num_slots, *row), stored) for row in rows * shape.stores]
-        self.scales = [device.zeros((num_slots, model.kv_heads or 1), np.float32) for _ in "kv"]
-        device.synchronize()
-
-    # kvcupy
-
-    def kvcupy(self, wrap: Wrap) -> list[Call]:
-        """Return kvcupy's calls on arrays that `wrap` made of bits and a format."""
+    def draw(self, rng: np.random.Generator) -> None:
         shape = self.shape
-        options: dict[str, Any] = {
-            f"{name}_norm": wrap(weight, "bf16") for name, weight in self.norms_on_device.items()
-        }
+        rows = {"query": (shape.model.q_heads, shape.rotary)}
+        rows |= dict(zip(self.rows, shape.parts, strict=True))
+        if not shape.stores:
+            del rows["value"]
+        for own in self.own:
+            for name, part in rows.items():
+                own[name] = self.bits(normal_bits(rng, (shape.tokens, *part)), "bf16")
+        self.positions = (np.arange(shape.tokens) + 1000) % MAX_POSITIONS
+        self.table = kv.rope_table(MAX_POSITIONS, shape.rotary, base=ROPE_BASE, device=self.device)
+        self.shared["rope_table"] = self.bits(self.device.to_numpy(self.table), "fp32")
+        self.shared["positions"] = self.bits(self.positions, "int64")
+        weights = rng.uniform(0.5, 1.5, (2, shape.rotary)).astype(np.float32).astype(BF16)
+        self.norms = dict(zip(("query", self.key), weights, strict=True)) if shape.norm else {}
+        self.shared |= {f"{name}_norm": self.bits(w, "bf16") for name, w in self.norms.items()}
         if shape.model.mla:
-            options["interleaved"] = True
-        if shape.stored == "fp8 static":
-            names = ("scale",) if shape.model.mla else ("k_scale", "v_scale")
-            options |= dict.fromkeys(names, SCALE)
-        elif shape.stored == "fp8 dynamic":
-            scales = [wrap(scale, "fp32") for scale in self.scales]
-            options |= dict(zip(("k_scale_cache", "v_scale_cache"), scales, strict=True))
-        caches = [wrap(c, "bf16" if shape.stored == "bf16" else "fp8_e4m3") for c in self.caches]
-        rotary = wrap(self.table, "fp32"), wrap(self.positions_on_device, "int64")
-        operation = getattr(kv, shape.operation)
-        calls: list[Call] = []
-        for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
-            query, key, value = (wrap(bits[name], "bf16") for name in ("query", "key", "value"))
-            if not shape.stores:
-                bound = partial(operation, query, key, *rotary, **options)
-            else:
-                rows = (value, key) if shape.model.mla else (key, value)
-                rest = (*rows, *rotary, *caches, wrap(slots, "int64"))
-                bound = partial(operation, query, *rest, **options)
-            calls.append(partial(on_stream, bound))
-        return calls
+            self.options["interleaved"] = True
+        self.caches, self.scales = [], []
+        if shape.stores:
+            self.draw_caches(rng)
 
-    # The array library of the device
+    @property
+    def key(self) -> str:
+        """The argument that is rotated beside the query."""
+        return "rope_key" if self.shape.model.mla else "key"
 
-    def expressions(self) -> list[Call] | None:
+    def rotate_and_write(
+        self, rotate: Rotate, targets: list[Any], write: Write
+    ) -> Callable[..., Any]:
+        """Return what rotates the query and key of a set, writes the rows, and returns both."""
+        names = list(self.own[0])
+
+        def work(*arrays: Any) -> tuple[Any, Any]:
+            parts = dict(zip(names, arrays, strict=True))
+            for name in ("query", self.key):
+                parts[name] = rotate(parts[name], name)
+            if targets:
+                write(targets, parts["slot_mapping"], [parts[name] for name in self.rows])
+            return parts["query"], parts[self.key]
+
+        return work
+
+    def expression(self) -> Callable[..., Any] | None:
         """Return array expressions on bits; None for formats that NumPy and CuPy lack."""
         if self.shape.format != "bf16":
             return None
-        rotate = rotation_of_bits(self.table[self.positions_on_device], self.shape.model.mla)
-        targets = self._targets(self.caches)
-        calls: list[Call] = []
-        for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
-            work = partial(rotate_and_write, rotate, assign_all, targets, slots, bits)
-            calls.append(partial(by_device, self.device, work))
-        return calls
+        rotate = rotation_of_bits(self.table[self.shared["positions"].array], self.shape.model.mla)
+        targets = self.targets([cache.array for cache in self.caches]) if self.caches else []
+        return self.rotate_and_write(rotate, targets, assign_all)
 
-    def _targets(self, caches: list[Any]) -> list[Any]:
-        """Return what key and value are written to."""
-        if not self.shape.model.mla:
-            return caches
-        split = self.shape.model.row_widths[0]
-        return [caches[0][:, split:], caches[0][:, :split]]
-
-    # torch
-
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
-        """Return torch's calls, as models are written."""
-        shape = self.shape
-        table = wrap(self.table, "fp32")[wrap(self.positions_on_device, "int64")]
-        norms = {name: wrap(weight, "bf16") for name, weight in self.norms_on_device.items()}
-        rotate = rotation_by_torch(torch, table, shape.model.mla, norms)
-        targets = self._targets([wrap(cache, "bits") for cache in self.caches])
-        if shape.stored == "bf16":
-            targets = [target.view(torch.bfloat16) for target in targets]
-        write = torch_write(torch, shape.stored, [wrap(scale, "fp32") for scale in self.scales])
-        work = compile(partial(rotate_and_write, rotate, write))
-        return self._with_tensors(wrap, lambda parts, slots: partial(work, targets, slots, parts))
-
-    def _with_tensors(
-        self, wrap: Wrap, bind: Callable[[dict[str, Any], Any], Callable[[], Any]]
-    ) -> list[Call]:
-        """Return a call for each set: what `bind` makes of its rows and slots, as tensors."""
-        calls: list[Call] = []
-        for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
-            parts = {name: wrap(array, "bf16") for name, array in bits.items()}
-            calls.append(partial(ignoring_stream, bind(parts, wrap(slots, "int64"))))
-        return calls
-
-    # Other projects
+    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
+        """Return a rotation and store as models are written."""
+        table, positions = (
+            wrap(self.shared[n].array, self.shared[n].format) for n in ("rope_table", "positions")
+        )
+        norms = {n: wrap(self.shared[f"{n}_norm"].array, "bf16") for n in self.norms}
+        rotate = rotation_by_torch(torch, table[positions], self.shape.model.mla, norms)
+        targets, write = self.torch_targets(torch, wrap) if self.caches else ([], assign_all)
+        return self.rotate_and_write(rotate, targets, write)
 
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
         """Return what others launch to rotate and store bf16."""
@@ -212,25 +146,14 @@ class RopeCase(candidates.Case):
             return {}
 
         def build(make: Callable[[Any, list[Any], int, Any], RopeStore]) -> list[Call]:
-            caches, table = [wrap(c, "bf16") for c in self.caches], wrap(self.table, "fp32")
-            positions = wrap(self.positions_on_device, "int64")
-            work = make(torch, caches, PAGE_SIZE, table)
-            return self._with_tensors(wrap, lambda parts, slots: partial(
-                work, parts["query"], parts["key"], parts["value"], positions, slots
-            ))  # fmt: skip
+            caches = [wrap(cache.array, "bf16") for cache in self.caches]
+            work = make(torch, caches, PAGE_SIZE, wrap(self.table, "fp32"))
+            positions = wrap(self.shared["positions"].array, "int64")
+            return self.calls_of(
+                lambda query, key, value, slots: work(query, key, value, positions, slots), wrap
+            )
 
         return {name: partial(build, make) for name, make in baselines.ROPE_STORES.items()}
-
-    # Checks
-
-    def wipe(self) -> None:
-        """Restore the rows from before any rotation, and zero what was written."""
-        for arrays, bits in zip(self.on_device, self.inputs, strict=True):
-            for name, array in arrays.items():
-                self.device.copy(array, self.device.asarray(bits[name]))
-        for array in (*self.caches, *self.scales):
-            self.device.copy(array, self.device.zeros(array.shape, array.dtype))
-        self.device.synchronize()
 
     @cached_property
     def exact(self) -> list[dict[str, Rotation]]:
@@ -240,12 +163,12 @@ class RopeCase(candidates.Case):
         return [
             {
                 name: Rotation.of(
-                    bits[name][tokens].reshape(shape), table, self.positions[tokens],
+                    own[name].host[tokens].reshape(shape), table, self.positions[tokens],
                     interleaved=self.shape.model.mla, norm=self.norms.get(name),
                 )
-                for name in ("query", "key")
+                for name in ("query", self.key)
             }
-            for bits in self.inputs
+            for own in self.own
         ]  # fmt: skip
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
@@ -253,29 +176,20 @@ class RopeCase(candidates.Case):
 
         `results` are the rotated query and key of each call; None: they are where they were.
         """
-        where = f"{self.shape.name}, {candidate}"
         roundings = None
         if candidate not in ("kvcupy", "kvcupy, torch tensors", "expression"):
             roundings = TORCH_ROUNDINGS + NORM_ROUNDINGS * self.shape.norm
-        tokens = sample(self.shape.tokens)
-        caches = [np.zeros(c.shape, c.dtype) for c in self.caches]
-        scales = [np.zeros(s.shape, np.float32) for s in self.scales]
-        for i, result in enumerate(results):
-            rotated = (self.on_device[i]["query"], self.on_device[i]["key"])
-            query, key = map(self._bits, rotated if result is None else result)
-            for name, got in (("query", query), ("key", key)):
-                exact = self.exact[i][name]
-                selected = got[tokens].reshape(exact.exact.shape)
-                exact.require(f"{where}, {name} of set {i}", selected, roundings)
-            parts = (key, self.inputs[i]["value"])
+        tokens, sets = sample(self.shape.tokens), []
+        for i, (own, result) in enumerate(zip(self.own, results, strict=True)):
+            rotated = result if result is not None else (own["query"].array, own[self.key].array)
+            got = dict(zip(("query", self.key), map(self._bits, rotated), strict=True))
+            for name, exact in self.exact[i].items():
+                case = f"{self.shape.name}, {candidate}, {name} of set {i}"
+                exact.require(case, got[name][tokens].reshape(exact.exact.shape), roundings)
             if self.shape.stores:
-                for target, scale, part in zip(self._targets(caches), scales, parts, strict=True):
-                    target[self.slots[i]], own = quantise(part.view(BF16), self.shape.stored)
-                    if own is not None:
-                        scale[self.slots[i]] = own
-        for what, arrays, wants in (("cache", self.caches, caches), ("scale", self.scales, scales)):
-            for i, (array, expected) in enumerate(zip(arrays, wants, strict=True)):
-                self.require(candidate, f"{what} {i}", array, expected)
+                sets.append([got[n] if n == self.key else own[n].host for n in self.rows])
+        if self.shape.stores:
+            self.check_caches(candidate, sets)
 
     def _bits(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(self.device.to_numpy(array)).view(np.uint16)
@@ -286,16 +200,6 @@ class RopeCase(candidates.Case):
 # torch rotates as transformers does, in the model's dtype with one rounding per operation. Array
 # expressions, for libraries without bf16, work on its bits and compute in float32. For both, cos
 # and sin of the tokens were looked up beforehand, as a model does once for all of its layers.
-
-
-def rotate_and_write(
-    rotate: Rotate, write: Write, targets: list[Any], slots: Any, parts: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Rotate query and key, write key and value if there are targets, return query and key."""
-    query, key = rotate(parts["query"], "query"), rotate(parts["key"], "key")
-    if targets:
-        write(targets, slots, [key, parts["value"]])
-    return query, key
 
 
 def rotation_of_bits(table: Any, interleaved: bool) -> Rotate:

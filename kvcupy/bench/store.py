@@ -14,20 +14,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-import kvcupy as kv
-
 from . import baselines, candidates
-from .baselines import (
-    Builder,
-    Compile,
-    Store,
-    Wrap,
-    as_it_is,
-    by_device,
-    ignoring_stream,
-    on_stream,
-    upload,
-)
+from .baselines import Builder, Store, Wrap
+from .checks import BF16, normal_bits
 from .models import Model
 from .timers import Call
 
@@ -55,8 +44,9 @@ class Shape(candidates.Shape):
         return f"{self.operation} {self.model.name} {self.format} T={self.tokens}"
 
     @property
-    def model_name(self) -> str:
-        return self.model.name
+    def stored(self) -> str:
+        """The format of the cache."""
+        return self.format
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
@@ -78,91 +68,70 @@ class Shape(candidates.Shape):
 
 
 class StoreCase(candidates.Case):
-    """Arguments of one shape on one device, `sets` times over, and every candidate's calls."""
+    """Rows of each set, and the slots that they go to, in caches for all sets."""
 
-    def __init__(self, device: Any, shape: Shape, sets: int) -> None:
-        super().__init__(device, shape, sets)
-        rng = np.random.default_rng(0)
-        tokens, num_slots = shape.tokens, slots_for(sets, shape.tokens)
-        bank = rng.standard_normal(1 << 18, np.float32).astype(ml_dtypes.bfloat16)
-        self.inputs = [
-            [_draw(rng, bank, (tokens, *part)) for part in shape.parts] for _ in range(sets)
-        ]
-        self.slots = draw_slots(rng, num_slots, sets, tokens)
-        self.stored = np.dtype(np.uint16 if shape.format == "bf16" else np.uint8)
-        rows = [(sum(shape.model.row_widths),)] if shape.model.mla else shape.parts
-        self.cache_shapes = [(num_slots, *row) for row in rows]
-        self.scale_shape = (num_slots, shape.model.kv_heads)
-
-        # As unsigned integers, which every array library has.
-        self.on_device = [[upload(device, x.view(np.uint16)) for x in xs] for xs in self.inputs]
-        self.slots_on_device = [upload(device, slots) for slots in self.slots]
-        self.caches = [device.zeros(s, self.stored) for s in self.cache_shapes]
-        self.scales = [device.zeros(self.scale_shape, np.float32) for _ in shape.parts]
-        device.synchronize()
-
-    # kvcupy
-
-    def kvcupy(self, wrap: Wrap) -> list[Call]:
-        """Return kvcupy's calls, on arrays that `wrap` makes from bits and a format."""
+    def draw(self, rng: np.random.Generator) -> None:
         shape = self.shape
-        stored = STORED[shape.format.split()[0]]
-        caches = [wrap(cache, stored) for cache in self.caches]
-        options: dict[str, Any] = {}
-        if shape.format.endswith("static"):
-            names = ("scale",) if shape.model.mla else ("k_scale", "v_scale")
-            options = dict.fromkeys(names, SCALE)
-        elif shape.format == "fp8 dynamic":
-            scales = [wrap(scale, "fp32") for scale in self.scales]
-            options = dict(zip(("k_scale_cache", "v_scale_cache"), scales, strict=True))
-        operation = getattr(kv, shape.operation)
-        calls: list[Call] = []
-        for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
-            parts = [wrap(part, "bf16") for part in bits]
-            bound = partial(operation, *parts, *caches, wrap(slots, "int64"), **options)
-            calls.append(partial(on_stream, bound))
-        return calls
+        for own in self.own:
+            for name, part in zip(self.rows, shape.parts, strict=True):
+                own[name] = self.bits(normal_bits(rng, (shape.tokens, *part)), "bf16")
+        self.draw_caches(rng)
 
-    # The array library of the device
+    @property
+    def rows(self) -> tuple[str, str]:
+        """The arguments that are stored."""
+        return ("latent", "rope_key") if self.shape.model.mla else ("key", "value")
 
-    def expressions(self) -> list[Call] | None:
-        """Return `cache[slots] = part` of NumPy or CuPy; None for what CuPy has no dtype for."""
-        if self.shape.format != "bf16":
-            return None
-        calls: list[Call] = []
-        for parts, slots in zip(self.on_device, self.slots_on_device, strict=True):
-            work = partial(assign_all, self._targets(self.caches), slots, parts)
-            calls.append(partial(by_device, self.device, work))
-        return calls
+    def draw_caches(self, rng: np.random.Generator) -> None:
+        """Draw the slots; add caches, and their scales."""
+        shape, model = self.shape, self.shape.model
+        num_slots = slots_for(self.sets, shape.tokens)
+        stored, _, scaled = shape.stored.partition(" ")
+        for own, slots in zip(
+            self.own, draw_slots(rng, num_slots, self.sets, shape.tokens), strict=True
+        ):
+            own["slot_mapping"] = self.bits(slots, "int64")
+        rows = {"cache": (sum(model.row_widths),)}
+        if not model.mla:
+            rows = {f"{side}_cache": part for side, part in zip("kv", shape.parts, strict=True)}
+        self.caches = [self.zeros((num_slots, *row), STORED[stored]) for row in rows.values()]
+        self.shared |= dict(zip(rows, self.caches, strict=True))
+        self.scales: list[candidates.Bits] = []
+        if scaled == "static":
+            names = ("scale",) if model.mla else ("k_scale", "v_scale")
+            self.options |= dict.fromkeys(names, SCALE)
+        elif scaled == "dynamic":
+            scales = (num_slots, model.kv_heads)
+            self.scales = [self.zeros(scales, "fp32") for _ in "kv"]
+            names = ("k_scale_cache", "v_scale_cache")
+            self.shared |= dict(zip(names, self.scales, strict=True))
 
-    def _targets(self, caches: list[Any]) -> list[Any]:
+    def targets(self, caches: list[Any]) -> list[Any]:
+        """Return what the rows are written to: of MLA, two parts of one cache."""
         if not self.shape.model.mla:
             return caches
         split = self.shape.model.row_widths[0]
         return [caches[0][:, :split], caches[0][:, split:]]
 
-    # torch
+    def torch_targets(self, torch: Any, wrap: Wrap) -> tuple[list[Any], Any]:
+        """Return what torch writes to, and how: `(targets, slots, parts)`."""
+        targets = self.targets([wrap(cache.array, "bits") for cache in self.caches])
+        if self.shape.stored == "bf16":
+            targets = [target.view(torch.bfloat16) for target in targets]
+        scales = [wrap(scale.array, "fp32") for scale in self.scales]
+        return targets, torch_write(torch, self.shape.stored, scales)
 
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
-        """Return torch's calls, as written in systems without a kernel for it."""
-        caches = self._targets([wrap(cache, "bits") for cache in self.caches])
-        if self.shape.format == "bf16":
-            caches = [cache.view(torch.bfloat16) for cache in caches]
-        scales = [wrap(scale, "fp32") for scale in self.scales]
-        work = compile(torch_write(torch, self.shape.format, scales))
-        return self._with_tensors(wrap, lambda parts, slots: partial(work, caches, slots, parts))
+    def expression(self) -> Callable[..., Any] | None:
+        """Return `cache[slots] = part`; None for formats that CuPy has no dtype for."""
+        if self.shape.format != "bf16":
+            return None
+        targets = self.targets([cache.array for cache in self.caches])
+        return lambda first, second, slots: assign_all(targets, slots, [first, second])
 
-    def _with_tensors(
-        self, wrap: Wrap, bind: Callable[[list[Any], Any], Callable[..., Any]]
-    ) -> list[Call]:
-        """Return a call for each set: what `bind` makes of its rows and slots, as tensors."""
-        calls: list[Call] = []
-        for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
-            parts = [wrap(part, "bf16") for part in bits]
-            calls.append(partial(ignoring_stream, bind(parts, wrap(slots, "int64"))))
-        return calls
-
-    # Other projects
+    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
+        """Return a store as written in systems without a kernel for it."""
+        targets, write = self.torch_targets(torch, wrap)
+        return lambda first, second, slots: write(targets, slots, [first, second])
 
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
         """Return the stores of those who take this format."""
@@ -178,39 +147,36 @@ class StoreCase(candidates.Case):
             makers["vllm"] = baselines.vllm_store_mla
         else:
             makers.update(baselines.STORES)
-        caches = [wrap(c, "bf16" if shape.format == "bf16" else "bits") for c in self.caches]
+        caches = [wrap(c.array, "bf16" if shape.format == "bf16" else "bits") for c in self.caches]
         if shape.format != "bf16":
             caches = [cache.view(torch.uint8) for cache in caches]
 
         def build(make: Callable[[Any, list[Any], int], Store]) -> list[Call]:
-            store: Callable[..., None] = make(torch, caches, PAGE_SIZE)
-            return self._with_tensors(wrap, lambda parts, slots: partial(store, *parts, slots))
+            return self.calls_of(make(torch, caches, PAGE_SIZE), wrap)
 
         return {name: partial(build, make) for name, make in makers.items()}
 
-    # Checks
-
-    def wipe(self) -> None:
-        """Zero what an earlier candidate wrote."""
-        for array in (*self.caches, *self.scales):
-            self.device.copy(array, self.device.zeros(array.shape, array.dtype))
-        self.device.synchronize()
-
-    def check(self, candidate: str, results: Sequence[Any] = ()) -> None:
+    def check(self, candidate: str, results: Sequence[Any]) -> None:
         """Compare all caches and scales with NumPy's, byte by byte."""
-        caches = [np.zeros(s, self.stored) for s in self.cache_shapes]
-        scales = [np.zeros(self.scale_shape, np.float32) for _ in self.scales]
-        for parts, slots in zip(self.inputs, self.slots, strict=True):
-            targets = zip(self._targets(caches), scales, parts, strict=True)
-            for target, scale, part in targets:
-                target[slots], row_scales = quantise(part, self.shape.format)
+        sets = [[own[name].host for name in self.rows] for own in self.own]
+        self.check_caches(candidate, sets)
+
+    def check_caches(self, candidate: str, sets: Sequence[Sequence[Array]]) -> None:
+        """Compare all caches and scales with what the rows of each set become."""
+        caches = [np.zeros_like(cache.host) for cache in self.caches]
+        scales = [np.zeros_like(scale.host) for scale in self.scales]
+        for own, parts in zip(self.own, sets, strict=True):
+            slots = own["slot_mapping"].host
+            for i, (target, part) in enumerate(zip(self.targets(caches), parts, strict=True)):
+                bits, row_scales = quantise(part.view(BF16), self.shape.stored)
+                target[slots] = bits.view(target.dtype)
                 if row_scales is not None:
-                    scale[slots] = row_scales
-        for name, arrays, expected in (
+                    scales[i][slots] = row_scales
+        for name, stored, expected in (
             ("cache", self.caches, caches), ("scale", self.scales, scales)
         ):  # fmt: skip
-            for i, (array, want) in enumerate(zip(arrays, expected, strict=True)):
-                self.require(candidate, f"{name} {i}", array, want)
+            for i, (each, want) in enumerate(zip(stored, expected, strict=True)):
+                self.require(candidate, f"{name} {i}", each.array, want)
 
 
 def slots_for(sets: int, tokens: int) -> int:
@@ -238,11 +204,6 @@ def quantise(part: Array, fmt: str) -> tuple[Array, Array | None]:
     if fmt == "int8 static":
         return np.rint(values).clip(-127, 127).astype(np.int8).view(np.uint8), scales
     return values.clip(-LIMIT, LIMIT).astype(FP8).view(np.uint8), scales
-
-
-def _draw(rng: np.random.Generator, bank: Array, shape: tuple[int, ...]) -> Array:
-    """Fill `shape` from `bank`, from a random offset on: cheaper than new values for each set."""
-    return np.resize(np.roll(bank, int(rng.integers(bank.size))), shape)
 
 
 def assign_all(targets: list[Any], slots: Any, parts: list[Any]) -> None:

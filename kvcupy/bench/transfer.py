@@ -162,10 +162,6 @@ class ModelShape(candidates.Shape):
         return f"transfer_pages {self.model.name} {self.to} T={self.tokens}{pages}"
 
     @property
-    def model_name(self) -> str:
-        return self.model.name
-
-    @property
     def pools(self) -> Shape:
         """What is moved, as pools see it: rows of bytes."""
         width = sum(self.model.row_widths) if self.model.mla else self.model.row_widths[0]
@@ -201,9 +197,8 @@ class ModelShape(candidates.Shape):
 class ModelCase(candidates.Case):
     """One set of pages: pinned memory is in no cache of the device."""
 
-    def __init__(self, device: Any, shape: ModelShape, sets: int) -> None:
-        super().__init__(device, shape, sets)
-        self._pools = Pools(device, shape.pools)
+    def draw(self, rng: np.random.Generator) -> None:
+        self._pools = Pools(self.device, self.shape.pools)
 
     def kvcupy(self, wrap: Wrap) -> list[Call]:
         """Return a transfer by whatever method is chosen for it."""

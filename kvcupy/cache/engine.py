@@ -4,7 +4,7 @@
     load stream      wait, start | load 0, event | load 1, event | ... | end
     save stream      wait, start | save | end
 
-There is no thread of its own: calls are queued, and issued by whichever thread sends them out.
+The engine has no thread: calls are queued, and issued by the thread that sends them out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..config import cache_logger
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from ..ops import transfer
 from ..streams import stream_after
-from .pages import waiting_stream
+from .hazards import Completion, raise_failure, waiting_stream
 
 if TYPE_CHECKING:
     from ..devices.protocol import Device, Event, Stream
@@ -40,7 +40,7 @@ class TransferEngine(ProcessLocal):
     Parameters
     ----------
     device_pool, host_pool : pools of one device, alike in all but layout, placement and num_pages
-    load_stream, save_stream : Stream, or a CuPy or torch stream; None: one of its own
+    load_stream, save_stream : Stream, or a CuPy or torch stream; None: the engine makes one
     method, max_blocks, convert : as for `transfer_pages`
 
     Attributes
@@ -58,9 +58,9 @@ class TransferEngine(ProcessLocal):
     which it reads, has to wait for the handle. Pages that two engines share are ordered by `after`
     alone. Calls queued between two flushes go out as one batch per direction. The loads of a batch
     complete together, layer by layer.
-    Lifetime: pages that are freed to the pools' allocators in flight become free when they are no
-    longer touched. Calls that are still queued when engine and handles are gone are dropped.
-    Threads may share an engine. Capture: not legal; a transfer is outside of every capture.
+    Lifetime: pages freed in flight become free when they are no longer touched. Calls still queued
+    when engine and handles are gone are dropped. Threads may share an engine. Capture: not legal; a
+    transfer is outside of every capture.
     Source: sgl-project/sglang `python/sglang/srt/managers/cache_controller.py` (an event a layer).
 
     Examples
@@ -93,18 +93,12 @@ class TransferEngine(ProcessLocal):
         sizes = (device_pool.num_pages, host_pool.num_pages)
         self._load = TransferQueue(self, "load", load_stream, loads, sizes)
         self._save = TransferQueue(self, "save", save_stream, [save], sizes)
+        self.load_stream: Stream = self._load.stream
+        self.save_stream: Stream = self._save.stream
         self._calls = 0
         self._notifying = 0  # calls that are being announced to allocators
         # Held while work is put on the streams. Reentrant: freeing memory may call back.
         self._lock = threading.RLock()
-
-    @property
-    def load_stream(self) -> Stream:
-        return self._load.stream
-
-    @property
-    def save_stream(self) -> Stream:
-        return self._save.stream
 
     def save(self, device_pages: Any, host_pages: Any, *, after: Any = None) -> Transfer:
         """Queue a copy of pages of every layer from the device pool to the host pool.
@@ -115,7 +109,7 @@ class TransferEngine(ProcessLocal):
             call. A pair with a negative page is skipped
         after : the compute stream that has written the pages: Stream, or a CuPy or torch stream;
             None: the one that is current in CuPy or torch, as for `transfer_pages`; False: there is
-            nothing to wait for. Work that it gets after the call does not delay the copy
+            nothing to wait for. Work put on it after the call does not delay the copy
 
         Raises
         ------
@@ -147,7 +141,7 @@ class TransferEngine(ProcessLocal):
     def _send(self) -> list[Batch]:
         """Send all queued calls out; failures are left to the batches, which are returned."""
         with self._lock:
-            if self._load.stream.capturing or self._save.stream.capturing:
+            if self.load_stream.capturing or self.save_stream.capturing:
                 self._raise_capturing()
             return self._send_pending()
 
@@ -165,7 +159,7 @@ class TransferEngine(ProcessLocal):
         compute = stream_after(self.device, after, "a transfer")
         batch = None
         with self._lock:
-            if self._load.stream.capturing or self._save.stream.capturing:
+            if self.load_stream.capturing or self.save_stream.capturing:
                 self._raise_capturing()
             for queued in (self._load, self._save):
                 if queued.pending and queued.conflicts(queue.kind, device_list, host_list):
@@ -176,7 +170,7 @@ class TransferEngine(ProcessLocal):
             self._calls += 1
             transfer = Transfer(self, queue, self._calls, len(device_list), batch)
         if batch is not None:
-            try:  # without the lock: allocators have locks of their own
+            try:  # without the lock: allocators have their own locks
                 self.device_pool.allocator._mark_busy(device_list, batch)
                 self.host_pool.allocator._mark_busy(host_list, batch)
             finally:
@@ -200,11 +194,11 @@ class TransferEngine(ProcessLocal):
         return device, host
 
     def _raise_capturing(self) -> None:
-        queue = self._load if self._load.stream.capturing else self._save
-        raise CaptureError(f"{queue.kind}_stream: a transfer cannot be part of a capture")
+        kind = "load" if self.load_stream.capturing else "save"
+        raise CaptureError(f"{kind}_stream: a transfer cannot be part of a capture")
 
 
-# --- What a call hands back ---
+# --- What a call returns ---
 
 
 class Transfer(ProcessLocal):
@@ -217,9 +211,9 @@ class Transfer(ProcessLocal):
     ----------
     kind : "load" or "save"
     number : of the call, counted from 1 for each engine
-    num_pages : pairs of pages, the skipped ones left out
+    num_pages : pairs of pages, without the skipped ones
     num_bytes : bytes that it moves, K and V counted once, as the source stores them
-    failure : why it has failed, as far as that is known, or None. Never sends, waits or raises
+    failure : why it has failed, as far as is known, or None. Never sends, waits or raises
     """
 
     def __init__(
@@ -317,12 +311,12 @@ class Transfer(ProcessLocal):
 # --- Batches and queues ---
 
 
-class Batch:
+class Batch(Completion):
     """Calls of one direction that go out as one: start, then an event for each layer of loads, end.
 
-    It is the `Completion` that allocators get: a failed batch may still touch pages for a while.
-    It does not keep the engine, for queued calls that are never sent touch nothing. While a stream
-    of the engine is captured, queued calls cannot go out, and it raises `CaptureError`.
+    Allocators hold this `Completion`: a failed batch may still touch pages for a while. It does not
+    keep the engine alive, for queued calls that are never sent touch nothing. While a stream of the
+    engine is captured, queued calls cannot go out, and methods raise `CaptureError`.
     """
 
     def __init__(self, engine: weakref.ref[TransferEngine], kind: str, stream: Stream) -> None:
@@ -358,7 +352,7 @@ class Batch:
             engine = self._engine()
             if engine is None:
                 return True
-            if engine._notifying:  # an allocator polls, and the caller has asked for nothing
+            if engine._notifying:  # an allocator polls, which must not send calls out
                 return False
             engine._send()
             if not self.issued:
@@ -367,7 +361,7 @@ class Batch:
             return (self.stream if self.end is None else self.end).done()
         except CaptureError:
             return False
-        except DeviceError:  # nothing that was issued before it touches a page any more
+        except DeviceError:  # no work issued before the failure touches a page any more
             return True
 
     def synchronize(self) -> None:
@@ -417,10 +411,10 @@ class Batch:
         self._joined = True
 
     def note(self, event: Event) -> None:
-        """Note the failure of work before `event`, once that is passed, and let it surface.
+        """Note a failure of work before `event`, and let it surface.
 
-        Work behind a failure is skipped until it surfaces; here it does, for every transfer of
-        the batch raises it from now on.
+        Work behind a failure is skipped until the failure surfaces. It may surface here, because
+        every transfer of the batch raises it from now on.
         """
         if (error := event.error()) is None:
             return
@@ -453,12 +447,12 @@ class Batch:
         return failure
 
     def raise_failure(self, number: int | None = None) -> None:
-        if (failure := self.failure_of(number)) is not None:
-            raise failure from failure.__cause__
+        if self.cause is not None:
+            raise_failure(self.failure_of(number))
 
 
 class TransferQueue:
-    """One direction: its stream, the batch that calls queue up in, and the batches in flight."""
+    """One direction: its stream, the batch in which calls queue up, and the batches in flight."""
 
     def __init__(
         self, engine: TransferEngine, kind: str, stream: Any,
@@ -472,9 +466,8 @@ class TransferQueue:
             self.stream.name = kind
         else:
             self.stream = device.as_stream(stream, name=f"{kind}_stream")
-        self.pending: Batch | None = None  # that has not gone out
-        # Of a page of all layers, as the source stores them.
-        self.page_bytes: int = sum(part.page_bytes for part in prepared)
+        self.pending: Batch | None = None  # not sent out yet
+        self.page_bytes: int = sum(part.page_bytes for part in prepared)  # of all layers
         self._engine = weakref.ref(engine)
         # A load is issued layer by layer, a save at once.
         names = ["save"] if kind == "save" else [f"load {layer}" for layer in range(len(prepared))]
@@ -503,8 +496,10 @@ class TransferQueue:
         )
 
     def send(self, other: TransferQueue) -> Batch:
-        """Put the pending batch on the stream, behind batches of the other direction that touch
-        its pages, and return it; failures are noted in it."""
+        """Put the pending batch on the stream, and return it; it notes failures.
+
+        Batches of the other direction that touch its pages come first.
+        """
         for queue in (self, other):
             if queue._in_flight:
                 queue._reap()
@@ -527,7 +522,7 @@ class TransferQueue:
         stream, is_save = self.stream, self.kind == "save"
         for event in batch.after_events:
             stream.wait(event)
-            if (error := event.error()) is not None:  # having surfaced, it would stop no stream
+            if (error := event.error()) is not None:  # once surfaced, it stops no stream
                 batch.fail(error)
                 return
         for earlier in other._in_flight if other.stream != stream else ():
@@ -549,7 +544,7 @@ class TransferQueue:
         """End a batch, including after a failure."""
         try:
             batch.end = self.stream.record(self._device.event(timing=True))
-        except Exception as error:  # the stream then tells when the batch is over
+        except Exception as error:  # the stream is then asked whether the batch is over
             batch.fail(error)
         for device_pages, host_pages in zip(batch.device_pages, batch.host_pages, strict=True):
             self._marks[0][device_pages] = False
@@ -559,7 +554,7 @@ class TransferQueue:
         self._in_flight.append(batch)
 
     def _reap(self) -> None:
-        """Drop the batches that are over. On an own stream failures surface here at the latest."""
+        """Drop the batches that are over. Failures on the engine's own streams surface here."""
         for batch in list(self._in_flight):
             if batch.done():
                 if self._own:
@@ -578,8 +573,10 @@ class TransferQueue:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an exception that is kept: their frames hold all that called it, and
-    an allocator may keep a batch for as long as there is a pool."""
+    """Drop the tracebacks of an exception that is kept: their frames keep all callers alive.
+
+    An allocator may keep a batch for as long as there is a pool.
+    """
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

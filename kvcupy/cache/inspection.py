@@ -1,4 +1,4 @@
-"""What a file of kvcupy holds: a saved sequence, or the blocks of a disk tier."""
+"""The contents of a file of kvcupy: a saved sequence, or the blocks of a disk tier."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..formats import tag
 from .paged.contents import check_metadata, read_file
 from .tiered import disk_format
 from .tiered.disk_format import Layout
@@ -15,7 +16,7 @@ _TABLE_BYTES = 2**20  # of records, read at once
 
 
 def inspect(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
-    """Return what a file holds, in names and numbers that JSON can express.
+    """Return the contents of a file, in names and numbers that JSON can express.
 
     Parameters
     ----------
@@ -31,8 +32,8 @@ def inspect(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
     Notes
     -----
     Bytes: the header of a saved sequence; header and table of a disk tier, and with `verify` its
-    blocks. A file that is in use is not locked: blocks that are written meanwhile may count as
-    empty or damaged.
+    blocks. A file in use is not locked: blocks that are written meanwhile may count as empty or
+    damaged.
 
     Examples
     --------
@@ -65,12 +66,12 @@ def inspect(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
         "kind": "saved sequence",
         **dict(sorted(numbers.items())),
         "file_bytes": path.stat().st_size,
-        "tensors": {name: f"{format} {shape}" for name, (format, shape, _) in tensors.items()},
+        "tensors": {name: f"{tag(array.dtype)} {array.shape}" for name, array in tensors.items()},
     }
 
 
 def _blocks(file: BinaryIO, layout: Layout, verify: bool) -> dict[str, Any]:
-    """Count the blocks of a disk tier; those whose record, or payload, is not whole are damaged."""
+    """Count the blocks of a disk tier; a block with an incomplete record or payload is damaged."""
     blocks = damaged = torn = 0
     hashes: set[int] = set()
     for first in range(0, layout.num_slots, _TABLE_BYTES // disk_format.RECORD_BYTES):
@@ -100,7 +101,7 @@ def _blocks(file: BinaryIO, layout: Layout, verify: bool) -> dict[str, Any]:
 
 
 def main(path: Path, *, verify: bool = False, as_json: bool = False) -> int:
-    """Print what a file holds; return 1 if it cannot be read, or holds what is damaged."""
+    """Print the contents of a file; return 1 if it cannot be read, or parts are damaged."""
     try:
         contents = inspect(path, verify=verify)
     except (OSError, ValueError, ImportError) as error:

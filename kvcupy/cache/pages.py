@@ -1,135 +1,38 @@
-"""The pages of a pool: free, allocated, or touched by work in flight; and waiting for that work."""
+"""The pages of a pool, and the hashes of the blocks of tokens in them.
+
+A page is free, allocated, or freed while work in flight still touches it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from .. import metrics
 from ..config import cache_logger
-from ..errors import CacheFull, CaptureError, DeviceError, KvcupyError, ProcessLocal
+from ..errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ..ops import checks
-
-if TYPE_CHECKING:
-    from ..devices.protocol import Device, Stream
+from .hazards import Completion
 
 Pages = np.ndarray[Any, Any]
 
-# States of a page; deferred: freed while a transfer touches it.
+# States of a page. Deferred: freed while a transfer touches it.
 _FREE, _ALLOCATED, _DEFERRED = 0, 1, 2
-_MIN_TRANSFERS = 64  # remembered before `_mark_busy` looks for finished ones by itself
-
-
-# --- Work in flight ---
-
-
-class Completion(Protocol):
-    """Work that is queued, in flight, over, or has failed.
-
-    `wait` and `wait_layer` order a stream behind it, and raise DeviceError if it has failed. `done`
-    and `synchronize` say when it no longer touches memory; in a handle for users (`Transfer`) they
-    raise the failure too, in all others they leave it to `failure`. Each of them may raise
-    CaptureError, which does not mean that the work has failed.
-    """
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why it has failed, as far as that is known. Neither waits nor raises."""
-
-    def done(self) -> bool:
-        """Return whether it is over, including after a failure. Does not wait."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until it is over, including after a failure."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Let later work of a stream wait for all of it."""
-
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a stream wait for one layer; for all of it where it has no layers."""
-
-
-class StreamCompletion:
-    """All work of a stream so far, such as that of a model which writes pages.
-
-    A failure of that work still surfaces for the owner of the stream too.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self._device = stream.device
-        self._event = stream.record()
-        self._relay: Stream | None = None
-
-    @property
-    def failure(self) -> BaseException | None:
-        if (error := self._event.error()) is None:
-            return None
-        if self._relay is not None:  # it has passed, and its failure would surface nowhere else
-            with suppress(DeviceError):
-                self._relay.synchronize()
-        failure = DeviceError(f"the pages were never written: {error!r}")
-        failure.__cause__ = error
-        return failure
-
-    def done(self) -> bool:
-        return self._event.done()
-
-    def synchronize(self) -> None:
-        with suppress(DeviceError):
-            self._behind().synchronize()
-
-    def wait(self, stream: Any = None) -> None:
-        waiting = waiting_stream(self._device, stream, "pages")
-        self._raise_failure()
-        if not self._event.done():
-            waiting.wait(self._behind().record())
-        self._raise_failure()
-
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
-        self.wait(stream)
-
-    def _behind(self) -> Stream:
-        """Return a stream of its own behind that work.
-
-        Waiting for the event itself would make the failure surface here, and not for the owner.
-        """
-        if self._relay is None:
-            relay = self._device.stream()
-            relay.wait(self._event)
-            self._relay = relay
-        return self._relay
-
-    def _raise_failure(self) -> None:
-        if (failure := self.failure) is not None:
-            raise failure from failure.__cause__
-
-
-def waiting_stream(device: Device, stream: Any, awaited: str) -> Stream:
-    """Return a stream argument as the Stream that is to wait for work outside of every capture.
-
-    CaptureError, which names what is `awaited`, if it is being captured.
-    """
-    waiting = device.as_stream(stream)
-    if waiting.capturing:
-        raise CaptureError(f"stream: a captured stream cannot wait for {awaited} outside it")
-    return waiting
-
-
-# --- Pages ---
+_WORD_MASK = 2**64 - 1
+_MIN_TRANSFERS = 64  # remembered before `_mark_busy` looks for finished ones
 
 
 class PageAllocator(ProcessLocal):
     """Allocates the pages of a pool, 0 to `num_pages` - 1.
 
     A fresh allocator returns 0, 1, 2, ...; pages freed together are allocated again first, in
-    ascending order, so that runs of neighbours stay whole. A call takes time in proportion to its
-    pages, not to those of the pool. Threads may share one.
+    ascending order, so that runs of neighbours stay whole. The time of a call depends on the number
+    of its pages, not on the size of the pool. Threads may share an allocator.
 
     Attributes
     ----------
@@ -138,12 +41,12 @@ class PageAllocator(ProcessLocal):
     num_allocated : pages that are not freed yet. A page freed while a transfer touches it counts in
         neither until the transfer is done
     num_available : pages that `alloc` can return, now or when the transfers that hold them back are
-        done; not those that an `unbounded` one holds back
+        done; without the pages that an `unbounded` transfer holds back
 
     Notes
     -----
-    A transfer that raises a failure touches its pages no more: they become free. That is logged,
-    and raised by the transfer's own handle, not here. `CaptureError` is not a failure: the pages
+    A transfer that raises a failure no longer touches its pages: they become free. The failure is
+    logged, and raised by the handle of the transfer. `CaptureError` is not a failure: the pages
     stay busy. No lock is held while a transfer is polled or waited for.
 
     Examples
@@ -215,8 +118,8 @@ class PageAllocator(ProcessLocal):
 
         Notes
         -----
-        If that takes pages which transfers still touch, this waits for those transfers, the oldest
-        first, and no longer than necessary. It does not wait for `unbounded` ones.
+        Waits, no longer than necessary, if it needs pages that transfers still touch: the oldest
+        transfer first, and never an `unbounded` one.
         """
         checks.require_int(n, "n")
         if n < 0:
@@ -265,13 +168,7 @@ class PageAllocator(ProcessLocal):
             self._put(ordered)
 
     def _require_allocated(self, pages: Any) -> Pages:
-        """Return pages in ascending order; ValueError unless each is allocated, and listed once.
-
-        Raises
-        ------
-        TypeError : `pages` is not a list of numbers
-        ValueError : one is not a page of this pool, not allocated, or listed twice
-        """
+        """Return pages in ascending order; raise what `free` would raise for them."""
         ordered: Pages = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
             self._require_out(ordered)
@@ -301,16 +198,10 @@ class PageAllocator(ProcessLocal):
         ----------
         pages : list or integer array (n,), repeats allowed. Numbers out of range are skipped, as in
             transfers. None: every page, if only the device knows which
-        transfer : a `Completion`, or whatever else has its `done()` and `synchronize()`; kept until
-            it is seen to be done. If its attribute `unbounded` is true, it may never be: nobody
+        transfer : a `Completion`, or another object with `done()` and `synchronize()`; kept until
+            it is seen to be done. With a true attribute `unbounded` it may never be done: no call
             waits for the pages that it holds back
 
-        Raises
-        ------
-        TypeError, ValueError : `pages` are not integers, or `transfer` lacks a method
-
-        Notes
-        -----
         Now and then, when many transfers have been announced, this calls `done()` of each.
         """
         if not (hasattr(transfer, "done") and hasattr(transfer, "synchronize")):
@@ -336,10 +227,7 @@ class PageAllocator(ProcessLocal):
             self._poll_above = max(_MIN_TRANSFERS, 2 * len(self._transfers))
 
     def _wait_for_freed(self) -> None:
-        """Wait for the oldest transfer that holds back freed pages, if there is one.
-
-        Not for `unbounded` ones, nor for pages that they hold back too.
-        """
+        """Wait for the oldest bounded transfer that holds back freed pages, if there is one."""
         with self._lock:
             oldest = self._oldest_that_defers() if self._num_deferred else None
         if oldest is not None:
@@ -375,21 +263,19 @@ class PageAllocator(ProcessLocal):
     def _coming(self) -> Pages:
         """Return which pages become free when bounded transfers are done, bool (num_pages,)."""
         coming: Pages = self._state == _DEFERRED
-        if self._num_unbounded:
-            for transfer, pages in self._transfers.values():
-                if _is_unbounded(transfer):
-                    coming[pages] = False
+        for transfer, pages in self._transfers.values():
+            if _is_unbounded(transfer):
+                coming[pages] = False
         return coming
 
     def _oldest_that_defers(self) -> int | None:
         """Return the number of the oldest transfer that holds back a page which becomes free."""
-        if not self._num_unbounded:
-            for number, (_, pages) in self._transfers.items():
-                if (self._state[pages] == _DEFERRED).any():
-                    return number
-            return None
-        coming = self._coming()
-        return next((n for n, (_, pages) in self._transfers.items() if coming[pages].any()), None)
+        coming = self._coming() if self._num_unbounded else None
+        for number, (_, pages) in self._transfers.items():
+            waiting = self._state[pages] == _DEFERRED if coming is None else coming[pages]
+            if waiting.any():
+                return number
+        return None
 
     # --- Without the lock: a transfer may take other locks, and its owner may call `_mark_busy` ---
 
@@ -438,7 +324,7 @@ class PageAllocator(ProcessLocal):
 
 
 def _is_unbounded(transfer: Completion) -> bool:
-    """Return whether a transfer may never be done, which it says for good."""
+    """Return whether a transfer may never be done; its answer never changes."""
     return bool(getattr(transfer, "unbounded", False))
 
 
@@ -501,5 +387,106 @@ def _listed(pages: Iterable[Any]) -> Pages:
             raise ValueError(f"pages: expected integers, got {page!r}") from None
     try:
         return np.array(numbers, np.int64)
-    except OverflowError:  # kept as they are, for an error that names one
+    except OverflowError:  # kept as objects, for an error that names one
         return np.array(numbers, object)
+
+
+# --- Hashes of blocks: the same in every process and on every machine ---
+
+
+def block_hashes(
+    token_ids: Any, block_tokens: int, *, parent: int = 0, bits: int = 128
+) -> list[int]:
+    """Hash the full blocks of a sequence; equal hashes mean equal tokens from the start on.
+
+    Parameters
+    ----------
+    token_ids : list of ints, or array (T,) of an integer type on the host
+    block_tokens : tokens per block; a last block that is not full has no hash
+    parent : hash of the block before the first one; 0 at the start of a sequence, or another number
+        for sequences that must not share blocks, for example of another model or adapter
+    bits : 128, or 64 for caches of one process: of 10**9 hashes two of 64 bits are equal with a
+        probability of 2.7 %, and equal ones can be constructed
+
+    Returns
+    -------
+    list of int, (T // block_tokens,), each from 0 to 2**bits - 1
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+
+    Notes
+    -----
+    A hash is BLAKE2b of `bits` over the parent's hash, a little-endian number of as many bits, and
+    the token ids, numbers of 64 bits. It is the same on every machine and in every process.
+
+    Examples
+    --------
+    >>> first, second = block_hashes(range(10), 4)
+    >>> block_hashes([4, 5, 6, 7], 4, parent=first) == [second]
+    True
+    >>> block_hashes(range(4), 4, bits=64)[0].bit_length() <= 64
+    True
+    """
+    checks.require_int(block_tokens, "block_tokens")
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens: expected at least 1, got {block_tokens}")
+    checks.require_int(bits, "bits")
+    if bits not in (64, 128):
+        raise ValueError(f"bits: expected 64 or 128, got {bits}")
+    checks.require_int(parent, "parent")
+    if not -(2 ** (bits - 1)) <= parent < 2**bits:
+        raise ValueError(f"parent: expected an int of {bits} bits, got {parent}")
+    data = _token_array(token_ids).astype("<i8").tobytes()
+    block_bytes, hash_bytes = 8 * int(block_tokens), int(bits) // 8
+    before = (int(parent) % 2 ** int(bits)).to_bytes(hash_bytes, "little")
+    hashes = []
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        block = before + data[start : start + block_bytes]
+        before = blake2b(block, digest_size=hash_bytes).digest()
+        hashes.append(int.from_bytes(before, "little"))
+    return hashes
+
+
+def hash_list(hashes: Any) -> list[int]:
+    """Return hashes as ints from 0 to 2**128 - 1; negative ints are read as unsigned 64 bits."""
+    if isinstance(hashes, np.ndarray):
+        if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iuO"):
+            raise ValueError(f"hashes: expected integers (n,), got {hashes.dtype} {hashes.shape}")
+        hashes = hashes.tolist()
+    try:
+        numbers = list(hashes)
+    except TypeError:
+        kind = type(hashes).__name__
+        raise TypeError(f"hashes: expected a list of ints, got {kind}") from None
+    if not all(type(hash) is int for hash in numbers):
+        for hash in numbers:
+            checks.require_int(hash, "hashes")
+        numbers = [int(hash) for hash in numbers]
+    if numbers and (min(numbers) < 0 or max(numbers) > _WORD_MASK):
+        outside = [hash for hash in numbers if not -(2**63) <= hash < 2**128]
+        if outside:
+            raise ValueError(f"hashes: expected ints of 64 or 128 bits, got {outside[0]}")
+        numbers = [hash & _WORD_MASK if hash < 0 else hash for hash in numbers]
+    return numbers
+
+
+def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
+    if isinstance(token_ids, (str, bytes)):
+        raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
+    try:
+        array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
+    except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
+        raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"token_ids: expected ints, got {token_ids!r}") from None
+    if array.ndim != 1:
+        raise ValueError(f"token_ids: expected one dimension, got {array.ndim}")
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"token_ids: expected ints, got {array.dtype}")
+    if array.dtype == np.uint64 and array.max() > 2**63 - 1:
+        raise ValueError(f"token_ids: expected 64-bit ints, got {array.max()}")
+    return array

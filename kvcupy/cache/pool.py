@@ -23,7 +23,7 @@ from ..arrays import (
     transposed,
     view,
 )
-from ..devices.protocol import Device
+from ..devices.protocol import Device, Stream
 from ..dlpack import exporting
 from ..errors import ProcessLocal
 from ..ops import checks
@@ -47,7 +47,7 @@ class LayerGroup:
     Attributes
     ----------
     layers : their numbers, without gaps
-    parts, scale_parts : as those of a `Pool`, of these layers
+    parts, scale_parts : as in `Pool`, of these layers
     """
 
     layers: range
@@ -56,17 +56,17 @@ class LayerGroup:
 
 
 class Pool(ProcessLocal, abc.ABC):
-    """Base of the pools.
+    """Base class of the pools.
 
     Attributes
     ----------
-    device : the Device that computes on the pages, or that is to access them in host memory
+    device : the Device that computes on the pages, or that accesses them in host memory
     placement : "device", "pinned" or "pageable"
     layout : "layer_first", "page_first", "page_first_direct" or "page_head"
     dtype : name of the number format, "bf16"
     encoding : the Encoding of K, or of the latent
-    stored_as : what the bytes of K and V are, format and rotated elements, as the string that files
-        and other processes compare
+    stored_as : format and rotated elements of K and V, a string that files and other processes
+        compare
     num_pages, page_size, num_layers, num_kv_heads, head_dim, v_head_dim : counts
     num_bytes : of all pages, with scales
     page_bytes : of one page of all layers, K and V, with scales
@@ -77,7 +77,7 @@ class Pool(ProcessLocal, abc.ABC):
     scale_parts : empty, or one for each of the parts, float32 (num_pages, num_layers, page_size,
         heads, 1)
     allocator : the PageAllocator of the pages
-    is_wrapped : whether the memory belongs to arrays that were there before (`wrap`)
+    is_wrapped : whether the pool is over existing arrays (`wrap`)
     """
 
     is_wrapped = False
@@ -114,8 +114,6 @@ class Pool(ProcessLocal, abc.ABC):
         rotated = [encoding.rotated_elements(n) for n in widths]
         self.device: Device = devices.get(device)
         self._fill(widths, rotated, encoding.scale_rule, bool(scales))
-        self.allocator = PageAllocator(self.num_pages)
-        metrics.follow(self, _page_samples)
 
     def __repr__(self) -> str:
         scales = " with scales" if self.scale_parts else ""
@@ -139,13 +137,17 @@ class Pool(ProcessLocal, abc.ABC):
     def _row(self) -> str:
         """Describe what a token stores in a layer."""
 
+    def _as_stream(self, stream: Any) -> Stream:
+        """Return a stream argument as a Stream; None: the current one of the pool's library."""
+        return self.device.as_stream(stream, self.parts[0].library)
+
     def views(self, layer: int) -> tuple[ArrayView, ...]:
         """Return K and V, or the latent, of a layer as ArrayViews (num_pages, page_size, heads,
         width)."""
         return self._views[self.layer_number(layer)]
 
     def note_written(self, layers: Iterable[int] | None = None) -> None:
-        """Tell autograd that layers, or all, were written, if they are torch tensors.
+        """Advance the version counters of written layers, if they are torch tensors.
 
         Parameters
         ----------
@@ -153,7 +155,7 @@ class Pool(ProcessLocal, abc.ABC):
 
         Raises
         ------
-        TypeError, ValueError : `layers` are no numbers of layers
+        TypeError, ValueError : `layers` are not numbers of layers
         """
         is_number = getattr(layers, "shape", None) == ()  # an array without axes
         if layers is not None and (is_number or not isinstance(layers, Iterable)):
@@ -161,7 +163,7 @@ class Pool(ProcessLocal, abc.ABC):
         if self._tensors:
             chosen = list(self._tensors)
             if layers is not None:
-                chosen = [self._number(layer, "layers") for layer in layers]
+                chosen = [self.layer_number(layer, "layers") for layer in layers]
             note_written([t for i in chosen for t in self._tensors.get(i, ())])
 
     def k(self, layer: int) -> Any:
@@ -175,9 +177,9 @@ class Pool(ProcessLocal, abc.ABC):
     def torch_k(self, layer: int) -> Any:
         """Return K of one layer, shaped as by `k`, as a torch tensor without a copy.
 
-        It is the same tensor each time, a view of that which the pool is over (`wrap`) if it is a
-        tensor: what kvcupy writes counts as a change of it. Work on it is ordered like work on any
-        tensor, by torch's current stream.
+        It is the same tensor each time; in a pool over tensors (`wrap`), a view of the wrapped one,
+        so that kvcupy's writes count as changes of it. Work on it is ordered by torch's current
+        stream, as for any tensor.
 
         Raises
         ------
@@ -188,7 +190,7 @@ class Pool(ProcessLocal, abc.ABC):
         return self._torch(0, self.layer_number(layer))
 
     def torch_v(self, layer: int) -> Any:
-        """Return V of one layer, shaped as by `v`, as `torch_k` does K."""
+        """Return V of one layer, shaped as by `v`, as a torch tensor; see `torch_k`."""
         return self._torch(len(self._layers) - 1, self.layer_number(layer))
 
     def _torch(self, part: int, layer: int) -> Any:
@@ -205,13 +207,13 @@ class Pool(ProcessLocal, abc.ABC):
     def k_scale(self, layer: int) -> Any:
         """Return the scales of K of one layer as a view, float32 (num_pages * page_size, heads).
 
-        It goes to operations as `k_scale_cache`. None for a pool without scales.
+        Pass it to operations as `k_scale_cache`. None for a pool without scales.
         """
         layer = self.layer_number(layer)
         return self._scales[0][layer] if self._scales else None
 
     def v_scale(self, layer: int) -> Any:
-        """Return the scales of V of one layer, as `k_scale` does those of K."""
+        """Return the scales of V of one layer; see `k_scale`."""
         layer = self.layer_number(layer)
         return self._scales[-1][layer] if self._scales else None
 
@@ -231,7 +233,7 @@ class Pool(ProcessLocal, abc.ABC):
         return pool
 
     def _adopt(self, layers: Sequence[tuple[ArrayView, ...]], layout: str, device: Any) -> None:
-        """Use the memory of arrays that `_layers_of` has checked."""
+        """Use the memory of arrays checked by `_layers_of`."""
         first, self.is_wrapped = layers[0], True
         self.num_pages, self.page_size, self.num_kv_heads, self.head_dim = first[0].shape
         self.v_head_dim = first[-1].shape[-1]
@@ -241,20 +243,30 @@ class Pool(ProcessLocal, abc.ABC):
         self.device, self.placement = _where(views, device)
         self.num_bytes = sum(v.num_bytes for v in views)
         self.page_bytes = self.num_bytes // self.num_pages
-        self._group([
+        groups = [
             LayerGroup(run, tuple(_stacked([layers[i][n] for i in run]) for n in range(len(first))))
             for run in _evenly_spaced(layers)
-        ])  # fmt: skip
+        ]
+        arrays = [[_array_of(self.device, v) for v in part] for part in zip(*layers, strict=True)]
+        self._finish(groups, layers, arrays, [])
+        if any(v.library == "torch" for v in views):
+            self._tensors.update((i, [v.owner for v in layer]) for i, layer in enumerate(layers))
+
+    def _finish(
+        self, groups: Sequence[LayerGroup], views: Iterable[tuple[ArrayView, ...]],
+        arrays: Iterable[Iterable[Any]], scales: Iterable[Iterable[Any]],
+    ) -> None:  # fmt: skip
+        """Set the views, by layer, and the arrays and scales, by part and layer."""
+        self.groups = tuple(groups)
+        self.parts = tuple(part for group in groups for part in group.parts)
+        self.scale_parts = tuple(part for group in groups for part in group.scale_parts)
+        self._views = tuple(views)
         self._layers = tuple(
-            tuple(self._as_shown(exporting(_array_of(self.device, v))) for v in part)
-            for part in zip(*layers, strict=True)
+            tuple(self._as_shown(exporting(array)) for array in part) for part in arrays
         )
-        self._scales: tuple[tuple[Any, ...], ...] = ()
-        self._views = tuple(layers)
+        self._scales = tuple(map(tuple, scales))
         # Tensors over each layer, whose version counters advance when the layer is written.
         self._tensors: dict[int, list[Any]] = {}
-        if any(v.library == "torch" for v in views):
-            self._tensors = {i: [v.owner for v in layer] for i, layer in enumerate(layers)}
         self._torch_views: dict[tuple[int, int], Any] = {}
         self.allocator = PageAllocator(self.num_pages)
         metrics.follow(self, _page_samples)
@@ -265,14 +277,7 @@ class Pool(ProcessLocal, abc.ABC):
 
     # --- Allocating memory ---
 
-    def _group(self, groups: Sequence[LayerGroup]) -> None:
-        self.groups = tuple(groups)
-        self.parts = tuple(part for group in groups for part in group.parts)
-        self.scale_parts = tuple(part for group in groups for part in group.scale_parts)
-
-    def _fill(
-        self, widths: tuple[int, ...], rotated: list[int], rule: str, scales: bool
-    ) -> None:  # fmt: skip
+    def _fill(self, widths: tuple[int, ...], rotated: list[int], rule: str, scales: bool) -> None:
         """Allocate all arrays, and view them by page and by layer."""
         order = _ORDERS[self.layout]
         # One scale per slot and head. In every layout the slots of a layer are evenly spaced.
@@ -290,14 +295,12 @@ class Pool(ProcessLocal, abc.ABC):
         by_page = [_by_page(array, order) for array in data]
         layers = range(self.num_layers)
         scale_parts = tuple(view(_by_page(a, scale_order)) for a in scale_data)
-        self._group([LayerGroup(layers, tuple(map(view, by_page)), scale_parts)])
-        self._layers = tuple(
-            tuple(self._as_shown(exporting(a[:, i])) for i in layers) for a in by_page
-        )
-        self._views = tuple(tuple(part[:, i] for part in self.groups[0].parts) for i in layers)
-        self._tensors = {}
-        self._torch_views = {}
-        self._scales = tuple(tuple(self._scale_of_layer(a, i) for i in layers) for a in scale_data)
+        group = LayerGroup(layers, tuple(map(view, by_page)), scale_parts)
+        self._finish(
+            [group], [tuple(part[:, i] for part in group.parts) for i in layers],
+            [[a[:, i] for i in layers] for a in by_page],
+            [[self._scale_of_layer(a, i) for i in layers] for a in scale_data],
+        )  # fmt: skip
 
     def _shape(self, order: str, width: int) -> tuple[int, ...]:
         sizes = (self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, width)
@@ -306,7 +309,7 @@ class Pool(ProcessLocal, abc.ABC):
     def _allocate(
         self, specs: list[tuple[tuple[int, ...], str]], rotated: list[int], rule: str
     ) -> list[Any]:
-        """Allocate arrays, of the first of which so many elements of a row are rotated."""
+        """Allocate arrays; `rotated` are the rotated elements of a row, of the first arrays."""
         arrays: list[Any] = []
         try:
             widths = [*rotated, *[0] * (len(specs) - len(rotated))]
@@ -329,11 +332,8 @@ class Pool(ProcessLocal, abc.ABC):
             return stored.reshape(self.num_layers, slots, self.num_kv_heads)[layer]
         return stored.reshape(slots, self.num_layers, self.num_kv_heads)[:, layer]
 
-    def layer_number(self, layer: Any) -> int:
+    def layer_number(self, layer: Any, name: str = "layer") -> int:
         """Return an argument `layer` as an int; TypeError or ValueError if it is out of range."""
-        return self._number(layer, "layer")
-
-    def _number(self, layer: Any, name: str) -> int:
         checks.require_int(layer, name)
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"{name}: expected 0 to {self.num_layers - 1}, got {layer}")
@@ -346,10 +346,10 @@ class KVPool(Pool):
     Parameters
     ----------
     num_pages, page_size, num_layers, num_kv_heads, head_dim : counts; head_dim is the width of K
-    v_head_dim : the width of V; None is that of K
+    v_head_dim : the width of V; None: head_dim
     dtype : an Encoding or its string, or a NumPy, ml_dtypes or torch dtype. With a four-bit format
         widths are whole groups, and the scales of a row follow its codes in every layout
-    layout : axes as stored, K and V in arrays of their own. "layer_first" (layers, pages,
+    layout : axes as stored, K and V in separate arrays. "layer_first" (layers, pages,
         page_size, heads, width), "page_first" (pages, page_size, layers, heads, width),
         "page_first_direct" (pages, layers, page_size, heads, width), "page_head" (pages, heads,
         page_size, layers, width)
@@ -365,7 +365,7 @@ class KVPool(Pool):
 
     Notes
     -----
-    Attributes: those of `Pool`. Bytes: exactly `num_bytes`, in one allocation each for K, for V and
+    Attributes: as in `Pool`. Bytes: exactly `num_bytes`, in one allocation each for K, for V and
     for the scales of each. `k(layer)` and `v(layer)` are arrays of the device's library (NumPy,
     CuPy; fp8 on a GPU and four-bit formats as ArrayViews), which export DLPack in every format;
     `torch_k` and `torch_v` return them as tensors. `KVPool.wrap` makes a pool over existing memory.
@@ -408,8 +408,8 @@ class KVPool(Pool):
             be rotated
         layout : as in `KVPool`; with lists "layer_first"
         page_size : slots per page, for arrays by slots
-        device : a Device or its name: for host memory that is to exchange pages with a pool of a
-            GPU, that GPU. None: that of the arrays, and for pinned memory the default one
+        device : a Device or its name: for host memory that exchanges pages with a pool of a GPU,
+            that GPU. None: the device of the arrays, and for pinned memory the default device
 
         Returns
         -------
@@ -463,7 +463,7 @@ class MLAPool(Pool):
 
     Notes
     -----
-    Attributes: those of `Pool`, with one head whose `head_dim` is latent_dim + rope_dim, and
+    Attributes: as in `Pool`, with one head whose `head_dim` is latent_dim + rope_dim, and
     `latent_dim` and `rope_dim`. `k` and `v` both give the rows of a layer, (num_pages, page_size,
     latent_dim + rope_dim), `k_scale` and `v_scale` their scales.
 
@@ -531,10 +531,10 @@ class MLAPool(Pool):
 
 
 def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: str = "pinned") -> Pool:
-    """Return a new pool for pages like those of another, in another format or memory.
+    """Return a new pool with the page size and layers of another, in another format or memory.
 
-    Its pages are contiguous ("page_first_direct"). Where the format is the same, the same elements
-    of each part are rotated. Where it is another of 8 bits, there is a scale per token and head.
+    Its pages are contiguous ("page_first_direct"). In the same format the same elements of each
+    part are rotated. In another format of 8 bits there is a scale per token and head.
     """
     if dtype == pool.dtype and any(part.rotated_width for part in pool.parts):
         arrays = [
@@ -780,7 +780,7 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
         for name, v in part:
             if not v.size:
                 raise ValueError(f"{name}: expected at least one element, got {describe(v)}")
-            bytes_of(v, name)  # raises for group scales in an array of their own
+            bytes_of(v, name)  # raises for group scales in a separate array
             hint = "; tag it with kv.view_as" if v.format not in formats.CACHE_FORMATS else ""
             of_part, rotated = part[0][1].shape, part[0][1].rotated_width
             shape = of_part if part is parts[0] else (*first.shape[:3], of_part[3])

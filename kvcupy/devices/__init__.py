@@ -1,4 +1,4 @@
-"""The processors that kvcupy runs on: looked up by name, and asked for index faults."""
+"""Devices by name, and the check for index faults."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def device(name: str) -> Device:
 
     Raises
     ------
-    TypeError, ValueError : the name is none of these
+    TypeError, ValueError : there is no such name
     DeviceError : there is no such GPU, or it cannot be used
 
     Examples

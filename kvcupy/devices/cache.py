@@ -95,23 +95,29 @@ def store(
     `aliases` are further keys of the same content, which is on disk once if files can be linked.
     """
     place = path(key, suffix)
-    temporary: str | None = None
     try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".new-", delete=False) as file:
-            temporary = file.name
-            file.write(content)
-            file.write(_trailer(content))
-        Path(temporary).replace(place)
+        write_file(place, content, _trailer(content))
     except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
         return None
     for alias in aliases:
         if not _link(place, path(alias, suffix)):
             store(alias, content, suffix)
     return place
+
+
+def write_file(place: Path, *parts: bytes) -> None:
+    """Put a file in place at once, in a folder that need not exist; raise OSError."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".new-", delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            file.writelines(parts)
+            file.flush()
+            temporary.replace(place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def _link(place: Path, alias: Path) -> bool:

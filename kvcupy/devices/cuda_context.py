@@ -112,7 +112,7 @@ class CudaContext:
             return
         owners: list[Any] = [owner for owner in keep if owner is not None]
         if self._orders_tensors(stream, owners):
-            owners = [owner for owner in owners if library_of(owner.__class__) != "torch"]
+            owners = [owner for owner in owners if not is_tensor(owner.__class__)]
         if not owners:
             return
         failures: tuple[type[Exception], ...] = (*self.api.errors, DeviceError)
@@ -133,7 +133,7 @@ class CudaContext:
         """
         if stream.library:
             return bool(stream.library == "torch")
-        if not any([library_of(owner.__class__) == "torch" for owner in owners]):
+        if not any([is_tensor(owner.__class__) for owner in owners]):
             return False
         current = sys.modules["torch"].cuda.current_stream(self.index)
         return bool(current.cuda_stream == stream.pointer)
@@ -144,17 +144,10 @@ class CudaContext:
 
 
 @lru_cache(maxsize=256)
-def library_of(kind: type[Any]) -> str:
-    """Return whose allocator is behind objects of a type: "cupy", "torch", or "" for others.
-
-    >>> library_of(list)
-    ''
-    """
-    for base in kind.__mro__:
-        root, name = base.__module__.partition(".")[0], base.__name__
-        if (root, name) in (("cupy", "ndarray"), ("torch", "Tensor")):
-            return root
-    return ""
+def is_tensor(kind: type[Any]) -> bool:
+    """Return whether torch's allocator is behind objects of a type, without importing torch."""
+    names = ((base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__)
+    return ("torch", "Tensor") in names
 
 
 class Capture:
@@ -196,8 +189,8 @@ FOREIGN = Capture()
 class EventPool:
     """Event handles for reuse.
 
-    A handle may be recorded again as soon as it has no holder: a stream that was told to wait for
-    an event waits for what was recorded then, not for what is recorded later.
+    A handle may be recorded again as soon as it has no holder: a stream that
+    waits for an event waits for what was recorded then, not for what is recorded later.
     """
 
     def __init__(self, create: Callable[[bool], int]) -> None:
@@ -219,7 +212,7 @@ class RetireList:
     """Owners in flight, first in, first out per stream.
 
     A queue may outlive its stream, and its address may become another stream's. Owners of the
-    latter are then released behind those of the former, which is later than need be, never earlier.
+    second stream are then released behind owners of the first: perhaps late, never early.
     """
 
     def __init__(self, context: CudaContext) -> None:
@@ -227,8 +220,8 @@ class RetireList:
         self._pool = context.events
         self._record = context.api.runtime.eventRecord
         self._queues: dict[int, deque[tuple[int, object]]] = {}  # by the address of the stream
-        # By stream, behind which no event could be recorded. It is kept: an event of another stream
-        # with its address would say nothing of its work.
+        # By stream, behind which no event could be recorded. The stream is kept: an event of
+        # another stream with its address would not cover its work.
         self._unrecorded: dict[Any, list[object]] = {}
         self._lock = threading.Lock()
 
@@ -393,11 +386,7 @@ class HostCalls:
         if not self._context.thread.ready:
             self._context.prepare_thread()
         library, word = api.library, ctypes.c_uint64(address)
-        try:
-            write, wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
-        except AttributeError as error:
-            message = f"Stream.call needs a driver of CUDA 11.7 or newer: {error}"
-            raise DeviceError(message) from None
+        write, wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
         steps: tuple[tuple[Any, ...], ...] = (
             (write, word, ctypes.c_uint32(ARRIVED), ctypes.c_uint(0)),
             (library.cuLaunchHostFunc, ctypes.c_void_p(semaphore.post_function),

@@ -163,7 +163,7 @@ class CopyPlan:
     Parameters
     ----------
     outer : the axes to loop over: (length, dst stride, src stride)
-    row_axis : the axis of the rows of a rectangle; length 1 where there is none
+    row_axis : the axis of the rows of a rectangle; length 1 if there are no rows
     width : contiguous bytes per row
     """
 
@@ -213,12 +213,13 @@ def plan_copy(
 def enqueue_copy(runtime: Any, copy: CopyPlan, dst: int, src: int, stream: int) -> None:
     """Put the rectangles of a copy between two addresses on a stream, for the copy engine."""
     width, (height, dst_pitch, src_pitch) = copy.width, copy.row_axis
-    for to, of in copy.offsets():
+    for dst_offset, src_offset in copy.offsets():
+        to, start = dst + dst_offset, src + src_offset
         if height == 1:
-            runtime.memcpyAsync(dst + to, src + of, width, MEMCPY_DEFAULT, stream)
+            runtime.memcpyAsync(to, start, width, MEMCPY_DEFAULT, stream)
         else:
             runtime.memcpy2DAsync(
-                dst + to, dst_pitch, src + of, src_pitch, width, height, MEMCPY_DEFAULT, stream
+                to, dst_pitch, start, src_pitch, width, height, MEMCPY_DEFAULT, stream
             )
 
 
@@ -240,10 +241,11 @@ def copy_in_words(
 
 # --- Copies of runs -------------------------------------------------------------------------------
 #
-# The cost of many short copies is that of their calls, so all go into one where the driver can:
+# Many short copies cost as much as their calls, so all go into one call where the driver can:
 # since CUDA 12.8, never on the legacy default stream, and never into a graph. A batch takes
-# addresses as the device knows them. Where those of registered host memory are not the host's, as
-# in WSL2, it faults on the latter, so there runs go one by one, by calls that look addresses up.
+# addresses as the device knows them. Where the device has other addresses than the host for
+# registered memory, as in WSL2, a batch of host addresses faults, so there runs go one by one, by
+# calls that look addresses up.
 # Runs of pageable memory go one by one, too: CUDA documents how single copies stage such memory and
 # when they return, but not how a batch does.
 
@@ -273,9 +275,9 @@ class RunCopies:
             self._unsupported = True  # the function exists, and reports that it cannot be used here
         dst, src, sizes = (array.tolist() for array in runs)
         copy = self._context.api.runtime.memcpyAsync
-        for index, (to, of, size) in enumerate(zip(dst, src, sizes, strict=True)):
+        for index, (to, start, size) in enumerate(zip(dst, src, sizes, strict=True)):
             try:
-                copy(to, of, size, MEMCPY_DEFAULT, stream.pointer)
+                copy(to, start, size, MEMCPY_DEFAULT, stream.pointer)
             except self._context.api.errors:
                 failed.value = index
                 raise
@@ -320,5 +322,5 @@ def describe_runs(runs: Runs, index: int | None, stream: Stream) -> str:
     what = f"copy of {len(sizes)} runs on {stream!r}"
     if index is None:
         return f"{what}, {int(sizes.sum())} bytes"
-    to, of, size = int(dst[index]), int(src[index]), int(sizes[index])
-    return f"{what}, run {index}: {size} bytes from {of:#x} to {to:#x}"
+    to, start, size = int(dst[index]), int(src[index]), int(sizes[index])
+    return f"{what}, run {index}: {size} bytes from {start:#x} to {to:#x}"

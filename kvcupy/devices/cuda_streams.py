@@ -262,16 +262,7 @@ class Stream(ProcessLocal):
             observe.capture_ended(graph)
 
     def on_launch(self, before: Hook, after: Hook) -> None:
-        """Let the graph that this stream is captured into call functions around each launch.
-
-        Parameters
-        ----------
-        before, after : called with the stream that the graph is launched on
-
-        Raises
-        ------
-        CaptureError : the stream is not being captured, or by another library
-        """
+        """Let the graph of the capture call functions around each launch (`protocol.Stream`)."""
         graph = self.context.capture_of(self.pointer)
         if graph is None:
             raise CaptureError(f"{self.name} is not being captured: there is no graph to launch")
@@ -318,7 +309,7 @@ def _release(context: CudaContext, pointer: int, priority: int) -> None:
 
 
 def _take_idle(context: CudaContext, priority: int) -> int | None:
-    """Return a stream that was lent and dropped; None if there is none."""
+    """Return a stream that was lent and dropped, or None."""
     idle = context.idle_streams.get(priority, deque())
     for _ in range(len(idle)):
         with suppress(IndexError):  # another thread took it

@@ -207,7 +207,7 @@ def _native() -> str:
 
 
 def check(program: str) -> None:
-    """Have C++ text compiled, which may include files of `kernels_src/`, and keep nothing of it.
+    """Compile C++ text, which may include files of `kernels_src/`, and discard the result.
 
     Raises
     ------
@@ -217,7 +217,7 @@ def check(program: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"
         source.write_text(f'#include "host/cuda_names.h"\n{program}')
-        # Zig expects an object file, and fails if there is none.
+        # Zig must write an object file.
         kind = ["-c", "-o", f"{folder}/check.o"] if compiler.is_zig else ["-fsyntax-only"]
         _run([*compiler.command, *_FLAGS, *_search_paths(), *kind, str(source)], program)
 
@@ -264,8 +264,8 @@ def _compile_object(compiler: Compiler, program: str, flags: tuple[str, ...], ta
 def _precompiled(compiler: Compiler, flags: tuple[str, ...]) -> Path | None:
     """Return the folder in which GCC finds `_HEADERS` parsed already; None for other compilers.
 
-    They take as long as all the rest of most kernels. Where GCC cannot use what is in the cache, it
-    goes on to the header of that name in `kernels_src`.
+    Parsing the headers takes as long as all the rest of most kernels. Where GCC cannot use the
+    cached ones, it finds the header of that name in `kernels_src`.
     """
     if compiler.is_zig or "clang" in compiler.version:
         return None

@@ -219,7 +219,7 @@ class HostDevice:
         Raises
         ------
         TypeError, ValueError : it is no array, or on a GPU; or of a four-bit format whose scales
-            are in an array of their own
+            are in a separate array
         """
         view = arrays.bytes_of(arrays.view(array))
         _require_here(view, "array")
@@ -230,7 +230,7 @@ class HostDevice:
     def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
         """Return the bytes of a view as NumPy array of the carrier dtype, without a copy.
 
-        Those of a four-bit format are (..., row_bytes).
+        The bytes of a four-bit format are (..., row_bytes).
         """
         if view.scales is not None:
             view = arrays.bytes_of(view)
@@ -247,22 +247,21 @@ class HostDevice:
         TypeError : one of them is no array
         ValueError : shapes or formats differ, `dst` cannot be written, or one is on a GPU
         """
-        to, of = copy_views(dst, src)
-        if not to.device == of.device == "host":
-            for v, name in ((to, "dst"), (of, "src")):
+        target, source = copy_views(dst, src)
+        if not target.device == source.device == "host":
+            for v, name in ((target, "dst"), (source, "src")):
                 _require_here(v, name)
         queue = self.as_stream(stream)
-        is_plain = to.scales is None and of.scales is None
-        pairs = [(to, of)] if is_plain else byte_pairs(to, of)
+        is_plain = target.scales is None and source.scales is None
+        pairs = [(target, source)] if is_plain else byte_pairs(target, source)
 
         def enqueue() -> None:
-            for a, b in pairs:
-                target, source = self.carrier(a), self.carrier(b)
-                queue.enqueue(partial(host_memory.copy_array, target, source))
+            for pair in pairs:
+                queue.enqueue(partial(host_memory.copy_array, *map(self.carrier, pair)))
 
-        observe.issue(lambda: observe.copy_of(queue, of, to), enqueue)
-        if to.library == "torch":
-            arrays.note_written([to])
+        observe.issue(lambda: observe.copy_of(queue, source, target), enqueue)
+        if target.library == "torch":
+            arrays.note_written([target])
 
     def copy_runs(
         self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],

@@ -245,16 +245,7 @@ class HostStream(ProcessLocal):
         graph.finished = True
 
     def on_launch(self, before: Hook, after: Hook) -> None:
-        """Let the graph that this stream is captured into call functions around each launch.
-
-        Parameters
-        ----------
-        before, after : called with the stream that the graph is launched on
-
-        Raises
-        ------
-        CaptureError : the stream is not being captured
-        """
+        """Let the graph of the capture call functions around each launch (`protocol.Stream`)."""
         if self._capture is None:
             raise CaptureError(f"{self.name} is not being captured: there is no graph to launch")
         self._capture.hooks.add(before, after)

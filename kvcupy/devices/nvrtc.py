@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 OPTIONS = ("-std=c++17", "-default-device")
 VERBOSE = "--ptxas-options=-v"
 _ENTRY_FORMAT = "2"  # of the disk cache: `_encode`
-_INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION
-_PTX_LADDER = (120, 100, 90, 80, 75)
 _RENAMED = (101,)  # 110 since CUDA 13, so that newer drivers do not know the number
 
 
@@ -58,7 +56,7 @@ def compile_cubin(
     ----------
     specialisation : a kernel with its template arguments
     arch : `sm_90`, `sm_90a`
-    digest : of all files in `kernels_dir`; by default that of the package's own. With another
+    digest : of all files in `kernels_dir`; by default of the package's own. With another
         `kernels_dir` and no digest, nothing is cached.
     kernels_dir, include_dirs : where the source, and CUDA's headers, are
     options : further NVRTC options
@@ -91,7 +89,7 @@ def compile_program(
 ) -> list[Compiled]:  # fmt: skip
     """Compile kernels of one source file together, so that it is parsed once for all of them.
 
-    Parameters and errors are those of `compile_cubin`; an error may be any of the kernels'.
+    Parameters and errors are as for `compile_cubin`; an error may be about any of the kernels.
 
     Returns
     -------
@@ -185,26 +183,23 @@ def compiler() -> str:
 
 @lru_cache
 def supported_archs() -> tuple[int, ...]:
-    """Return the architectures that NVRTC knows, ascending; empty if CuPy cannot tell."""
-    query = getattr(_nvrtc(), "getSupportedArchs", None)
-    return () if query is None else tuple(sorted(int(a) for a in query()))
+    """Return the architectures that NVRTC knows, ascending."""
+    return tuple(sorted(int(a) for a in _nvrtc().getSupportedArchs()))
 
 
-def targets(arch: str, supported: Sequence[int]) -> list[str]:
-    """Return what to compile for, best first: `arch` itself, else the newest PTX that runs on it.
+def target_for(arch: str, supported: Sequence[int]) -> str:
+    """Return what to compile for: `arch` itself, else the newest PTX that runs on it.
 
-    >>> targets("sm_90", (80, 90)), targets("sm_130", (80, 90))
-    (['sm_90'], ['compute_90'])
+    >>> target_for("sm_90", (80, 90)), target_for("sm_130", (80, 90))
+    ('sm_90', 'compute_90')
     """
     number = arch_number(arch)
     if number in supported:
-        return [arch]
-    if supported:
-        older = [a for a in supported if a <= number and a not in _RENAMED]
-        if not older:
-            raise CompileError(f"{arch}: this NVRTC compiles for sm_{supported[0]} and newer")
-        return [f"compute_{older[-1]}"]
-    return [arch, *(f"compute_{a}" for a in _PTX_LADDER if a <= number)]
+        return arch
+    older = [a for a in supported if a <= number and a not in _RENAMED]
+    if not older:
+        raise CompileError(f"{arch}: this NVRTC compiles for sm_{supported[0]} and newer")
+    return f"compute_{older[-1]}"
 
 
 def arch_number(arch: str) -> int:
@@ -241,26 +236,21 @@ def _compile(
 ) -> list[Compiled]:  # fmt: skip
     nvrtc = _nvrtc()
     includes = tuple(f"-I{place}" for place in (folder, *headers))
-    candidates = targets(arch, supported_archs())
-    for target in candidates:
-        with _program(nvrtc, specialisations[0].kernel, folder) as program:
-            try:
-                for one in specialisations:
-                    nvrtc.addNameExpression(program, one.expression)
-                nvrtc.compileProgram(program, (*flags, f"-arch={target}", *includes))
-                log = nvrtc.getProgramLog(program)
-                names = [nvrtc.getLoweredName(program, one.expression) for one in specialisations]
-                image = nvrtc.getCUBIN if target.startswith("sm_") else nvrtc.getPTX
-                # CuPy cuts off the last byte, taken for a terminator. A cubin's is its own.
-                content = image(program) + b"\0"
-                return [Compiled(content, name, log, target) for name in names]
-            except nvrtc.NVRTCError as error:
-                status = getattr(error, "status", None)
-                if status == _INVALID_OPTION and target is not candidates[-1]:
-                    continue
-                log = nvrtc.getProgramLog(program)
-                raise _failure(log, specialisations, arch, headers, error) from error
-    raise CompileError(f"{specialisations[0]}: no target for {arch}")
+    target = target_for(arch, supported_archs())
+    with _program(nvrtc, specialisations[0].kernel, folder) as program:
+        try:
+            for one in specialisations:
+                nvrtc.addNameExpression(program, one.expression)
+            nvrtc.compileProgram(program, (*flags, f"-arch={target}", *includes))
+            log = nvrtc.getProgramLog(program)
+            names = [nvrtc.getLoweredName(program, one.expression) for one in specialisations]
+            image = nvrtc.getCUBIN if target.startswith("sm_") else nvrtc.getPTX
+            # CuPy cuts off the last byte, taken for a terminator. A cubin has none.
+            content = image(program) + b"\0"
+            return [Compiled(content, name, log, target) for name in names]
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise _failure(log, specialisations, arch, headers, error) from error
 
 
 def _program_text(kernel: Kernel) -> str:

@@ -119,14 +119,7 @@ class Device(Protocol):
         """Whether a stream is being captured, as far as the device knows."""
 
     # What operations call.
-    def allocate(
-        self,
-        shape: Any,
-        dtype: Any,
-        stream: Stream,
-        *,
-        zeroed: bool,
-    ) -> Any:
+    def allocate(self, shape: Any, dtype: Any, stream: Stream, *, zeroed: bool) -> Any:
         """Return an array for work that is put on `stream` from now on, of zeros or uninitialised.
         Neither the host nor any stream waits, and in a capture each replay zeroes it again. Work on
         other streams must wait for `stream`, and keep the array alive as `keep_alive` does."""
@@ -163,8 +156,8 @@ class Device(Protocol):
         """Raise `cause`, why a kernel cannot be used, unless the reference can stand in here."""
 
     def release(self, owners: list[Any]) -> None:
-        """Drop the owners in a list, beside captures of other libraries too, which may not allow
-        their memory to be freed; and those of `keep` that work has passed. Never waits."""
+        """Drop the owners in a list, and owners of `keep` that work has passed. Never waits; legal
+        beside captures of other libraries, which may not allow memory to be freed."""
 
     def copy_runs(
         self,
@@ -241,22 +234,23 @@ class LaunchHooks:
 
 def copy_views(dst: Any, src: Any) -> tuple[ArrayView, ArrayView]:
     """Describe the arrays of `Device.copy`; ValueError unless one can be copied to the other."""
-    to, of = view(dst, "dst"), view(src, "src")
-    if (to.shape, to.format, to.rotated_width) != (of.shape, of.format, of.rotated_width):
-        raise ValueError(f"dst: expected {describe(of)}, got {describe(to)}")
-    if to.readonly:
+    target, source = view(dst, "dst"), view(src, "src")
+    expected = source.shape, source.format, source.rotated_width
+    if (target.shape, target.format, target.rotated_width) != expected:
+        raise ValueError(f"dst: expected {describe(source)}, got {describe(target)}")
+    if target.readonly:
         raise ValueError("dst: expected a writable array, got a read-only one")
-    return to, of
+    return target, source
 
 
-def byte_pairs(to: ArrayView, of: ArrayView) -> list[tuple[ArrayView, ArrayView]]:
+def byte_pairs(target: ArrayView, source: ArrayView) -> list[tuple[ArrayView, ArrayView]]:
     """Return what a copy moves in whole bytes, target and source: all at once, or the codes and the
-    scales of a four-bit format, where one of the two has them in arrays of their own."""
-    targets, sources = to.memory, of.memory
+    scales of a four-bit format, where one of the two has them in separate arrays."""
+    targets, sources = target.memory, source.memory
     if len(targets) != len(sources):
-        assert to.scales is not None
-        assert of.scales is not None
-        return [(to.codes, of.codes), (to.scales, of.scales)]
+        assert target.scales is not None
+        assert source.scales is not None
+        return [(target.codes, source.codes), (target.scales, source.scales)]
     return list(zip(targets, sources, strict=True))
 
 

@@ -1,18 +1,19 @@
-"""Adapters to other libraries. Each module imports its library, and is imported by who asks.
+"""Adapters to other libraries. Each module imports its library; nothing else imports the module.
 
-`torch`, `transformers` and `jax` adapt kvcupy to those. `flashinfer`, `vllm` and `sglang` have the
-names and signatures of those projects, whose packages they do not need, over kvcupy's operations.
-Their shared checks of arguments are here.
+`torch`, `transformers` and `jax` adapt kvcupy to the libraries of these names. `flashinfer`, `vllm`
+and `sglang` have the names and signatures of those projects, whose packages they do not need, over
+kvcupy's operations. The checks of arguments that they share are here.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 
 def describe_tensor(x: Any) -> str:
-    """Return shape and dtype of a tensor for an error, or the type of what is none."""
+    """Return shape and dtype of a tensor for an error, or the type of another object."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return type(x).__name__
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
@@ -40,6 +41,17 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {describe_tensor(x)}")
+
+
+def require_indices(x: Any, name: str, rows: Mapping[str, Any]) -> None:
+    """Raise unless a tensor is int32 or int64 (T,), and each of `rows` has T rows or more."""
+    require_shape(x, name, ("tokens",))
+    if str(x.dtype) not in ("torch.int32", "torch.int64"):
+        raise TypeError(f"{name}: expected int32 or int64, got {describe_tensor(x)}")
+    for rows_name, array in rows.items():
+        if len(array) < len(x):
+            expected = f"at least {len(x)} rows like {name}"
+            raise ValueError(f"{rows_name}: expected {expected}, got {describe_tensor(array)}")
 
 
 def require_cos_sin_cache(x: Any) -> None:

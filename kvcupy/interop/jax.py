@@ -12,7 +12,7 @@ is None), caches and scale caches that it writes, outputs that it allocates.
 
 No cache is copied. Called by itself, a function *donates* the caches that it is passed: the arrays
 returned have their memory, and the old ones are deleted, as with
-`jax.jit(..., donate_argnums=...)`. Within a `jax.jit` of your own it is part of that program:
+`jax.jit(..., donate_argnums=...)`. Within your own `jax.jit` it is part of that program:
 donate the caches to the program, and they are written in place from its arguments to its results.
 XLA copies a cache wherever the old one is still needed: where it is not donated, is read after the
 call that writes it, or shares memory with a NumPy array. Rows (`query`, `key`) are not donated:
@@ -22,12 +22,12 @@ Each call is a custom call of XLA's (`jax.ffi`), with outputs aliased to inputs.
 a thread of XLA's; on a GPU it is put on XLA's stream, and the host waits for nothing.
 
 Arguments are checked when a program is traced, before anything is donated: TypeError and ValueError
-as of kvcupy's functions. What is seen only in the call (a kernel that cannot be loaded, and in
-strict mode an index out of range) is raised by JAX, with the message of kvcupy's error, at the
+as of kvcupy's functions. Errors of the call itself (a kernel that cannot be loaded, and in
+strict mode an index out of range) are raised by JAX, with the message of kvcupy's error, at the
 latest when the arrays are waited for; donated caches are then lost. Else an index out of range is
 skipped, and raised by `kvcupy.check_faults`.
 
-Formats: bf16 and fp8 are JAX's own dtypes (those of ml_dtypes). Where a cache is uint8, `format`
+Formats: bf16 and fp8 are JAX's own dtypes (from ml_dtypes). Where a cache is uint8, `format`
 names what its bytes hold. Scales are numbers, which are compiled in, or arrays.
 
 Sharded arrays: within `jax.shard_map(..., check_vma=False)` each device writes its own part of the
@@ -214,13 +214,9 @@ def _call(
 ) -> tuple[Any, ...]:
     """Call an operation of kvcupy as part of a program of XLA's.
 
-    Parameters
-    ----------
-    arguments : by name; what is no array becomes an option
-    written : which of them the operation writes and the call returns, where they are arrays
-    outputs : shape and dtype of what the operation writes besides, and the call returns after those
-    donated : which arguments are donated where no other program is being traced
-    format : of caches that are uint8
+    Arguments that are no arrays become options. The call returns the arrays among `written`, which
+    the operation writes, then `outputs`. `donated` arguments are donated unless another program is
+    being traced. `format` is the format of caches of uint8.
     """
     arrays = {name: x for name, x in arguments.items() if _is_array(x)}
     numbers = {name: _number(x) for name, x in arguments.items() if name not in arrays}
@@ -325,7 +321,7 @@ def _dtype_of(x: Any) -> np.dtype[Any]:
 def _view_of(
     array: Any, name: str, format: str | None, device: str = "host", address: int = 1 << 44
 ) -> ArrayView:
-    """Return a view like that of an array, at an address where nothing is."""
+    """Return a view with the layout of an array, at an unused address."""
     if not _is_array(array):
         raise TypeError(f"{name}: expected an array, got {type(array).__name__}")
     shape, dtype = tuple(array.shape), _dtype_of(array)

@@ -1,7 +1,7 @@
 """SGLang's kernels by their names and signatures, over kvcupy's operations. SGLang is not needed.
 
 These are functions of `sgl_kernel` (stores, RoPE with a fused store, transfers between device and
-host pools) and those that SGLang compiles at run time (`store_cache`, `set_mla_kv_buffer`,
+host pools) and functions that SGLang compiles at run time (`store_cache`, `set_mla_kv_buffer`,
 `apply_rope_inplace`, `apply_rope_inplace_with_kvcache`). Tensors are torch's, on a GPU or the CPU.
 Locations and indices may be int32 or int64.
 
@@ -11,7 +11,7 @@ name the argument. Options that tune SGLang's kernels are ignored.
 `docs/moving_from_other_libraries.md` has a table of all calls.
 
 Transfers: `item_size` and `src_layout_dim` are bytes, per token and layer, and per token of all
-layers. Each call wraps the memory anew, in time that grows with the number of rows;
+layers. Each call wraps the memory again, in time that grows with the number of rows;
 `kvcupy.TransferEngine` over pools of `KVPool.wrap` wraps it once.
 
 Examples
@@ -26,7 +26,7 @@ Examples
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from . import (
     refuse_names,
     require_cos_sin_cache,
     require_dtype,
+    require_indices,
     require_shape,
     require_states,
     split_heads,
@@ -161,7 +162,7 @@ def set_kv_buffer(
             x = x.view(dtype)
         buffers.append(x)
     require_shape(v_buffer, "v_buffer", (*k_buffer.shape[:2], "head_dim"))
-    _require_locations(loc, "loc", {"cache_k": cache_k, "cache_v": cache_v})
+    require_indices(loc, "loc", {"cache_k": cache_k, "cache_v": cache_v})
     _kv.store_kv(
         cache_k, cache_v, buffers[0], buffers[1], loc,
         k_scale=None if cache_k.dtype == buffers[0].dtype else k_scale,
@@ -199,8 +200,8 @@ def store_cache(
 
     Notes
     -----
-    The signature is that of SGLang 0.5.23. That of 0.5.12 has no reserved_skip_index and writes
-    slot 0; a call of its arguments alone looks the same, so that such a program has to pass -1.
+    The signature is from SGLang 0.5.23. In 0.5.12 it has no reserved_skip_index and slot 0 is
+    written; such calls look the same, so a program written for 0.5.12 must pass -1.
 
     Examples
     --------
@@ -257,17 +258,12 @@ def set_mla_kv_buffer(
     >>> float(cache[2].sum())
     6.0
     """
-    kv_buffer, nope, rope = (
-        _without_head(x, name)
-        for x, name in (
-            (kv_buffer, "kv_buffer"),
-            (cache_k_nope, "cache_k_nope"),
-            (cache_k_rope, "cache_k_rope"),
-        )
-    )
+    kv_buffer = _without_head(kv_buffer, "kv_buffer")
+    nope = _without_head(cache_k_nope, "cache_k_nope")
+    rope = _without_head(cache_k_rope, "cache_k_rope")
     require_shape(kv_buffer, "kv_buffer", ("slots", nope.shape[1] + rope.shape[1]))
     parts = {"cache_k_nope": nope, "cache_k_rope": rope}
-    _require_locations(loc, "loc", parts)
+    require_indices(loc, "loc", parts)
     for name, x in parts.items():
         require_dtype(x, name, kv_buffer.dtype)
     _kv.store_mla(
@@ -290,21 +286,12 @@ def _store(
         got = describe_tensor(v_cache)
         raise ValueError(f"{v_name}: expected slots like {k_name}, got {got}")
     name, loc = locations
-    _require_locations(loc, name, rows)
+    require_indices(loc, name, rows)
     k, v = rows.values()
     _kv.store_kv(
         _as_format(k), _as_format(v), _as_format(k_cache), _as_format(v_cache), loc,
         skip_slot=skip_slot,
     )  # fmt: skip
-
-
-def _require_locations(loc: Any, name: str, rows: dict[str, Tensor]) -> None:
-    require_shape(loc, name, ("tokens",))
-    require_dtype(loc, name, torch.int32, torch.int64)
-    for rows_name, x in rows.items():
-        if len(x) < len(loc):
-            least = f"at least {len(loc)} rows like {name}"
-            raise ValueError(f"{rows_name}: expected {least}, got {describe_tensor(x)}")
 
 
 def _as_format(x: Tensor) -> Tensor:
@@ -403,7 +390,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         return
     stored, count = fused_set_kv_buffer_arg, k.shape[1]
     require_shape(stored.k_buffer, "k_buffer", ("slots", k.shape[1] * head_size))
-    _require_locations(stored.cache_loc, "cache_loc", {"key": key, "value": stored.value})
+    require_indices(stored.cache_loc, "cache_loc", {"key": key, "value": stored.value})
     value, v_buffer = (
         _split(x, name, count)
         for x, name in ((stored.value, "value"), (stored.v_buffer, "v_buffer"))
@@ -492,7 +479,7 @@ def apply_rope_inplace_with_kvcache(
     for x, cache, name in ((k, k_cache, "k_cache"), (v, v_cache, "v_cache")):
         require_shape(cache, name, ("slots", heads * x.shape[2]))
         require_dtype(cache, name, x.dtype)
-    _require_locations(out_loc, "out_loc", {"k": k, "v": v})
+    require_indices(out_loc, "out_loc", {"k": k, "v": v})
     _kv.rope_store_kv(
         q, k, v, cos_sin_cache, positions, _split(k_cache, "k_cache", heads),
         _split(v_cache, "v_cache", heads), out_loc, interleaved=not is_neox,
@@ -515,8 +502,6 @@ def _split(x: Any, name: str, heads: int) -> Tensor:
 
 
 # --- Transfers ------------------------------------------------------------------------------------
-
-_Indices: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 def transfer_kv_per_layer(
@@ -573,9 +558,9 @@ def transfer_kv_per_layer_mla(
     block_quota: int = 2,
     num_warps_per_block: int = 32,
 ) -> None:
-    """Copy rows of the latent of one layer, as `transfer_kv_per_layer` those of K and V."""
-    rows = [_rows(src, "src", item_size)], [_rows(dst, "dst", item_size)]
-    _transfer(*rows, (src_indices, dst_indices), block_quota)
+    """Copy rows of the latent of one layer, as `transfer_kv_per_layer` copies K and V."""
+    source, target = _rows(src, "src", item_size), _rows(dst, "dst", item_size)
+    _transfer([source], [target], (src_indices, dst_indices), block_quota)
 
 
 def transfer_kv_per_layer_pf_lf(
@@ -601,7 +586,7 @@ def transfer_kv_per_layer_pf_lf(
     others : as in `transfer_kv_per_layer`, and so are errors and notes
     """
     src = [
-        _layer_of_row(x, name, layer_id, item_size, src_layout_dim)
+        _rows(x, name, item_size, layer_id, src_layout_dim)
         for x, name in ((src_k, "src_k"), (src_v, "src_v"))
     ]
     dst = [_rows(dst_k, "dst_k", item_size), _rows(dst_v, "dst_v", item_size)]
@@ -619,69 +604,46 @@ def transfer_kv_per_layer_mla_pf_lf(
     block_quota: int = 2,
     num_warps_per_block: int = 32,
 ) -> None:
-    """Copy rows of the latent of one layer, as `transfer_kv_per_layer_pf_lf` those of K and V."""
-    source = [_layer_of_row(src, "src", layer_id, item_size, src_layout_dim)]
-    target = [_rows(dst, "dst", item_size)]
-    _transfer(source, target, (src_indices, dst_indices), block_quota)
+    """Copy rows of the latent of one layer, as `transfer_kv_per_layer_pf_lf` copies K and V."""
+    source = _rows(src, "src", item_size, layer_id, src_layout_dim)
+    _transfer([source], [_rows(dst, "dst", item_size)], (src_indices, dst_indices), block_quota)
 
 
-def _rows(x: Any, name: str, item_size: int) -> ArrayView:
-    """View a tensor as pages of one row of item_size bytes."""
-    rows = _num_bytes(x, name) // _positive(item_size, "item_size")
-    return _bytes_of(x, 0, (rows, 1, 1, item_size), (item_size, 0, 0, 1))
+def _rows(
+    x: Any, name: str, item_size: int, layer: int = 0, row_bytes: int | None = None
+) -> ArrayView:
+    """View a tensor as pages of one row of item_size bytes each, which are copied bit for bit.
 
-
-def _layer_of_row(x: Any, name: str, layer: int, item_size: int, row_bytes: int) -> ArrayView:
-    """View one layer of page_first memory, (slots, layers, item)."""
-    slots = _num_bytes(x, name) // _positive(row_bytes, "layout_dim")
-    _require_layer(layer, item_size, row_bytes)
-    return _bytes_of(x, layer * item_size, (slots, 1, 1, item_size), (row_bytes, 0, 0, 1))
-
-
-def _num_bytes(x: Any, name: str) -> int:
+    With row_bytes these are one layer of page_first memory, (slots, layers, item).
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe_tensor(x)}")
     if not x.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
-    return int(x.numel() * x.element_size())
-
-
-def _bytes_of(
-    x: Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> ArrayView:
-    """View memory of a tensor as numbers of one byte, which are copied bit for bit."""
-    device = view(x.view(torch.uint8) if x.element_size() == 1 else x).device
-    pointer = x.data_ptr() + offset
-    return ArrayView(pointer, shape, strides, "int8", device, library="torch", owner=x)
-
-
-def _positive(value: int, name: str) -> int:
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
-
-
-def _require_layer(layer: int, item_size: int, row_bytes: int) -> None:
-    layers = row_bytes // _positive(item_size, "item_size")
-    if not 0 <= layer < layers:
+    row_bytes = item_size if row_bytes is None else row_bytes
+    for value, value_name in ((item_size, "item_size"), (row_bytes, "src_layout_dim")):
+        if value < 1:
+            raise ValueError(f"{value_name}: expected at least 1, got {value}")
+    if not 0 <= layer < row_bytes // item_size:
         raise ValueError(
-            f"layer_id: expected 0 to {layers - 1}, for rows of {row_bytes} bytes of layers of "
-            f"{item_size}, got {layer}"
+            f"layer_id: expected 0 to {row_bytes // item_size - 1}, for rows of {row_bytes} bytes "
+            f"of layers of {item_size}, got {layer}"
         )
-
-
-def _require_indices(indices: _Indices) -> None:
-    for x, name in zip(indices, ("src_indices", "dst_indices"), strict=True):
-        require_shape(x, name, ("n",))
-        require_dtype(x, name, torch.int32, torch.int64)
-    require_shape(indices[1], "dst_indices", (len(indices[0]),))
+    device = view(x.view(torch.uint8) if x.element_size() == 1 else x).device
+    shape = (int(x.numel() * x.element_size()) // row_bytes, 1, 1, item_size)
+    return ArrayView(
+        x.data_ptr() + layer * item_size, shape, (row_bytes, 0, 0, 1), "int8", device,
+        library="torch", owner=x,
+    )  # fmt: skip
 
 
 def _transfer(
-    src: list[ArrayView], dst: list[ArrayView], indices: _Indices, max_blocks: int
+    src: list[ArrayView], dst: list[ArrayView], indices: tuple[Tensor, Tensor], max_blocks: int
 ) -> None:
     """Copy rows of one layer, of K and V or of a latent."""
-    _require_indices(indices)
+    require_indices(indices[0], "src_indices", {})
+    require_indices(indices[1], "dst_indices", {})
+    require_shape(indices[1], "dst_indices", (len(indices[0]),))
     if not len(indices[0]):
         return
     # Host memory goes with the GPU's pool.

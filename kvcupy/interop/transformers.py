@@ -42,7 +42,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         rows that beam search has forked share theirs
     page_size : tokens per page
     dtype : format of the cache, by name or as a dtype; "fp8_e4m3", "fp8_e5m2" and "int8" have a
-        scale per token and head. None: that of the model's keys
+        scale per token and head. None: the format of the model's keys
     device : a Device or its name; None: where the model's keys are
 
     Attributes
@@ -52,17 +52,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    NotImplementedError : the model has layers without keys and values of their own, or with chunks
+    NotImplementedError : the model has layers without their own keys and values, or with chunks
 
     Notes
     -----
-    Memory is allocated at the first forward, whose keys tell the widths. Sliding windows mask; they
+    Memory is allocated at the first forward, whose keys have the widths. Sliding windows mask; they
     do not free pages. `crop`, `reorder_cache`, `batch_repeat_interleave` and
-    `batch_select_indices` move no keys but those of the last, partial page of a row that is forked.
-    A forward that raises leaves the cache as it was before; so does one that finds too few pages,
-    with `CacheFull`.
+    `batch_select_indices` move no keys except in the last, partial page of a row that is forked.
+    A forward that raises leaves the cache unchanged; so does one that finds too few pages, with
+    `CacheFull`.
     Stream: the current one of torch. Capture: illegal.
-    Source: the interface is that of `transformers.DynamicCache`, release 5.
+    Source: the interface of `transformers.DynamicCache`, release 5.
 
     Examples
     --------
@@ -143,7 +143,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
 
         Raises
         ------
-        ValueError : shapes differ from those of earlier layers or forwards
+        ValueError : shapes differ from earlier layers or forwards
         CacheFull : there are too few pages; nothing has changed
         KvcupyError : a layer is missing, or comes twice
         """
@@ -152,7 +152,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         try:
             pages = self._pages(key_states, value_states)
             if self._config._attn_implementation == NAME and not self._caches_latents(key_states):
-                keys = key_states.view_as(key_states)  # an object of its own, for the attribute
+                keys = key_states.view_as(key_states)  # a new object, for the attribute
                 keys.kvcupy = self, layer_idx
                 return keys, value_states
             return self._write_and_gather(pages, key_states, value_states, layer_idx)
@@ -278,7 +278,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         mask = mask.to(torch.bool)
         old = mask[:, : self._length]
         if not (old.all() if self._mask is None else torch.equal(old, self._mask)):
-            raise ValueError("attention_mask: expected no change of what is padding")
+            raise ValueError("attention_mask: expected no change of earlier padding")
         return mask
 
     def _at(self, layer: int) -> _Step:
@@ -290,7 +290,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         return step
 
     def _advance(self, step: _Step) -> None:
-        """Go on to the next layer; end the step with the last one."""
+        """Advance to the next layer; end the step after the last one."""
         step.layer += 1
         if step.layer < self._num_layers:
             return
@@ -324,7 +324,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             if self._mask is not None:
                 raise ValueError(
                     f"past_key_values: expected rows without padding, or with it as {NAME!r} "
-                    "leaves it out; go on with that attention implementation"
+                    "leaves it out; continue with that attention implementation"
                 )
             step = self._begin(pages, batch, count, None)
             table = torch.from_dlpack(pages.block_table()).long()
@@ -382,7 +382,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._length = length
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Let each row go on from the row `beam_idx` names, as beam search does.
+        """Continue each row from the row that `beam_idx` names, as beam search does.
 
         Parameters
         ----------
@@ -419,7 +419,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         try:
             for row in parents:
                 seq = self._rows[row]
-                if seq in rows:  # its first child goes on in its place
+                if seq in rows:  # its first child takes its place
                     seq = self._next + len(forked)
                     self.pages.fork_sequence(self._rows[row], seq)
                     forked.append(seq)
@@ -510,7 +510,7 @@ def attention_forward(
     sliding_window : keys that a query sees, its own included
     softcap : scores become softcap * tanh(score / softcap)
     s_aux : (Hq,), logits that join the softmax denominator
-    is_causal : None: what the layer says of itself, else True
+    is_causal : None: `module.is_causal` if it has that, else True
     kwargs : ignored
 
     Returns
@@ -526,8 +526,8 @@ def attention_forward(
         raise ValueError(f"dropout: expected 0, got {dropout}: call model.eval()")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
-            "attention_mask: expected (B, tokens) that tells padding, got "
-            f'{tuple(attention_mask.shape)}; for masks of your own use attn_implementation="sdpa"'
+            "attention_mask: expected (B, tokens) that marks padding, got "
+            f'{tuple(attention_mask.shape)}; for other masks use attn_implementation="sdpa"'
         )
     options = {
         "sm_scale": scaling, "window": sliding_window, "logits_soft_cap": softcap,
@@ -565,7 +565,7 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
 
 
 def _tokens(x: Any, index: Any) -> Any:
-    """Return (B, H, n, D) as (B * n, H, D), or the rows of it that `index` names."""
+    """Return (B, H, n, D) as (B * n, H, D), or its rows at `index`."""
     batch, num_heads, count, width = x.shape
     rows = x.transpose(1, 2).reshape(batch * count, num_heads, width)
     return rows if index is None else rows[index]
@@ -594,7 +594,7 @@ def padding_mask(
 
 
 def _num_layers(config: Any) -> int:
-    """Return how many layers a model has; raise if some keep no keys and values of their own."""
+    """Return how many layers a model has; raise if some do not keep their own keys and values."""
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _LAYER_TYPES:
             raise NotImplementedError(f"config: layer {layer} is {kind}, not {_LAYER_TYPES}")

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from . import describe_tensor, refuse_names, require_dtype, require_shape
+from . import describe_tensor, refuse_names, require_dtype, require_indices, require_shape
 from . import torch as _kv
 
 __all__ = [
@@ -88,7 +88,7 @@ def reshape_and_cache_flash(
     require_shape(value_cache, "value_cache", (blocks, size, heads, "head_size"))
     require_shape(key, "key", ("tokens", heads, width))
     require_shape(value, "value", ("tokens", heads, value_cache.shape[3]))
-    _require_slots(slot_mapping, {"key": key, "value": value})
+    require_indices(slot_mapping, "slot_mapping", {"key": key, "value": value})
     format = _format(kv_cache_dtype)
     _require_format(key_cache, "key_cache", format, {"key": key})
     _require_format(value_cache, "value_cache", format, {"value": value})
@@ -191,22 +191,13 @@ def _require_mla(
     width = kv_c.shape[1] + k_pe.shape[1]
     format = _format(kv_cache_dtype)
     require_shape(kv_cache, "kv_cache", ("num_blocks", "block_size", width))
-    _require_slots(slot_mapping, {"kv_c": kv_c, "k_pe": k_pe})
+    require_indices(slot_mapping, "slot_mapping", {"kv_c": kv_c, "k_pe": k_pe})
     _require_format(kv_cache, "kv_cache", format, {"kv_c": kv_c, "k_pe": k_pe})
     return format
 
 
-def _require_slots(slot_mapping: Any, rows: dict[str, Tensor]) -> None:
-    require_shape(slot_mapping, "slot_mapping", ("tokens",))
-    require_dtype(slot_mapping, "slot_mapping", torch.int32, torch.int64)
-    for name, x in rows.items():
-        if len(x) < len(slot_mapping):
-            least = f"at least {len(slot_mapping)} rows like slot_mapping"
-            raise ValueError(f"{name}: expected {least}, got {describe_tensor(x)}")
-
-
 def _format(kv_cache_dtype: Any) -> str | None:
-    """Return the format of a cache; None is that of the rows."""
+    """Return the format of a cache; None: the format of the rows."""
     if kv_cache_dtype == "auto":
         return None
     if kv_cache_dtype in _FORMATS:
@@ -254,8 +245,8 @@ def rotary_embedding(
     Parameters
     ----------
     positions : int32 or int64 (T,), or (batch, tokens)
-    query, key : (T, Hq * head_size), (T, H * head_size), or heads of their own axis; or with the
-        two axes of positions in front. Rotated in place. key may be None
+    query, key : (T, Hq * head_size), (T, H * head_size), or with a separate axis of heads; or with
+        the two axes of positions in front. Rotated in place. key may be None
     head_size : elements of a head
     cos_sin_cache : (max_position, rotary_dim), `[cos | sin]`
     is_neox : pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1)
@@ -413,7 +404,7 @@ _SPLIT_KEYS = "its keys are split in groups across a block; "
 refuse_names(__name__, {
     "reshape_and_cache": _SPLIT_KEYS + "reshape_and_cache_flash has whole rows",
     "paged_attention_v1 paged_attention_v2 paged_attention_rocm":
-        _SPLIT_KEYS + "kvcupy.paged_attention reads those of reshape_and_cache_flash",
+        _SPLIT_KEYS + "kvcupy.paged_attention reads caches of reshape_and_cache_flash",
     "gather_and_maybe_dequant_cache cp_gather_cache cp_gather_and_upconvert_fp8_kv_cache": _GATHER,
     "indexer_k_quant_and_cache cp_gather_indexer_k_quant_cache": _INDEXER,
     "concat_and_cache_mla_grouped":

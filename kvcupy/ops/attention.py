@@ -20,7 +20,7 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
-from ..observe import Access, Slots
+from ..observe import Access, DerivedSlots
 from . import checks
 from .attention_kernels import (
     ARRAYS,
@@ -34,17 +34,9 @@ from .attention_kernels import (
     num_tiles,
     starts_params,
 )
-from .call import (
-    Launch,
-    Operation,
-    Plan,
-    Pointer,
-    Probed,
-    StepOperation,
-    Views,
-    to_allocate,
-)
+from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
 from .checks import KVNames, KVOperand
+from .launch import Launch, Pointer
 from .merge import merge_launch
 from .spec import Argument
 from .store import CACHES, SCALE_CACHES, SCALES, only_read
@@ -126,7 +118,7 @@ def paged_attention(
         up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1. K and
         V of four bits have one format; each may be stored rotated, see `kvcupy.view_as`
     block_table : int32 or int64 (B, max_pages), the pages of each sequence; entries past its end
-        are not read. Keys of a negative page are not visible; nor are those of a page past the end
+        are not read. Keys of a negative page are not visible; nor are keys of a page past the end
         of the cache, which `check_faults` raises
     seq_lens : int32 or int64 (B,), the new tokens included, whose K and V are already in the cache
     query_lens : int32 or int64 (B,), new tokens of each sequence; None: one each. T may be more
@@ -134,7 +126,7 @@ def paged_attention(
     cu_query_lens : int32 (B + 1,) instead of query_lens: 0 and the sums of the lengths, contiguous,
         as FlashAttention's `cu_seqlens_q` and FlashInfer's `qo_indptr`. It saves the launch that
         sums them. Negative entries count as 0, a sequence whose end is before its start has no
-        rows, and `check_faults` reports either; rows past T are left out
+        rows, rows past T are left out, and `check_faults` reports all three
     layout : "NHD" or "HND"
     sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
     causal : a query sees the keys up to its own position. With False it sees all keys, and a
@@ -196,7 +188,8 @@ def paged_attention(
         query, out, lse_out, sinks,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
         block_table, seq_lens, query_lens, tree_mask,
-        None, None, None, None, None, None, cu_query_lens,
+        None, None, None, None, None, None,  # evicted_starts to rope_table: `StepAttention` alone
+        cu_query_lens,
     )  # fmt: skip
     if return_lse is not False:
         checks.flag(return_lse, "return_lse")
@@ -239,9 +232,9 @@ class StepAttention(StepOperation):
         `rotary_start`, the first of the rotary_dim elements of a key that are rotated. Elements
         that a four-bit cache stores rotated are not among those
     tree_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
-        decides about are rotated, instead of their own
+        decides about are rotated, instead of by their index
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
-        them up by a launch of its own. Negative entries count as 0, a sequence whose end is before
+        them up by a separate launch. Negative entries count as 0, a sequence whose end is before
         its start has no rows, and `check_faults` reports either
 
     Notes
@@ -386,8 +379,7 @@ def check_call(
 
 def check_query(query: ArrayView, name: str = "query") -> None:
     """Raise unless an array can be a query, whatever the other arguments are."""
-    if query.format not in ("fp32", "fp16", "bf16"):
-        raise TypeError(f"{name}: expected fp32, fp16 or bf16, got {describe(query)}")
+    checks.require_format(query, name, "fp32", "fp16", "bf16", expected="fp32, fp16 or bf16")
     if query.ndim != 3 or 0 in query.shape[1:]:
         raise ValueError(
             f"{name}: expected (tokens, heads, width) of at least one head and element, "
@@ -424,12 +416,7 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
 
 def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:
     """Check block table and lengths; return the number of sequences, and of pages per row."""
-    table = arguments["block_table"]
-    if table.format not in ("int32", "int64"):
-        raise TypeError(f"block_table: expected int32 or int64, got {describe(table)}")
-    if table.ndim != 2:
-        raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(table)}")
-    num_sequences, max_pages = table.shape
+    num_sequences, max_pages = checks.block_table(arguments["block_table"])
     for name in ("seq_lens", "query_lens"):
         lens = arguments.get(name)
         if lens is not None and checks.length_of(lens, name) != num_sequences:
@@ -438,13 +425,9 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
             )
     starts = arguments.get("cu_query_lens")
     if starts is not None:
-        if starts.format != "int32":
-            raise TypeError(f"cu_query_lens: expected int32, got {describe(starts)}")
-        if starts.shape != (num_sequences + 1,):
-            raise ValueError(
-                f"cu_query_lens: expected ({num_sequences + 1},), one more than block_table has "
-                f"rows, got {describe(starts)}"
-            )
+        checks.require_format(starts, "cu_query_lens", "int32")
+        hint = ", one more than block_table has rows"
+        checks.require_shape(starts, "cu_query_lens", (num_sequences + 1,), hint)
         checks.require_contiguous(starts, "cu_query_lens")
     if starts is None and "query_lens" not in arguments and num_tokens != num_sequences:
         raise ValueError(
@@ -456,18 +439,15 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
 def _check_outputs(arguments: dict[str, Any], num_tokens: int, num_heads: int, width: int) -> None:
     query, out, lse = arguments["query"], arguments["out"], arguments.get("lse_out")
     shape = num_tokens, num_heads, width
-    if out.format not in (query.format, "fp32"):
-        raise TypeError(f"out: expected {query.format} like query, or fp32, got {describe(out)}")
-    if out.shape != shape:
-        raise ValueError(f"out: expected {shape}, got {describe(out)}")
+    formats = f"{query.format} like query, or fp32"
+    checks.require_format(out, "out", query.format, "fp32", expected=formats)
+    checks.require_shape(out, "out", shape)
     checks.require_contiguous(out, "out")
     checks.require_output(out, "out")
     if lse is None:
         return
-    if lse.format != "fp32":
-        raise TypeError(f"lse_out: expected float32, got {describe(lse)}")
-    if lse.shape != shape[:2]:
-        raise ValueError(f"lse_out: expected {shape[:2]}, got {describe(lse)}")
+    checks.require_format(lse, "lse_out", "fp32")
+    checks.require_shape(lse, "lse_out", shape[:2])
     checks.require_output(lse, "lse_out")
 
 
@@ -476,15 +456,10 @@ def _check_masks(
 ) -> None:
     """Check learned sinks, the tree mask, and the arrays of one int32 per sequence."""
     if (sinks := arguments.get("sinks")) is not None:
-        if sinks.format != "fp32":
-            raise TypeError(f"sinks: expected float32 logits, got {describe(sinks)}")
-        if sinks.shape != (num_heads,):
-            raise ValueError(
-                f"sinks: expected ({num_heads},) like the query, got {describe(sinks)}"
-            )
+        checks.require_format(sinks, "sinks", "fp32", expected="float32 logits")
+        checks.require_shape(sinks, "sinks", (num_heads,), " like the query")
     if (mask := arguments.get("tree_mask")) is not None:
-        if mask.format != "bool":
-            raise TypeError(f"tree_mask: expected bool, got {describe(mask)}")
+        checks.require_format(mask, "tree_mask", "bool")
         if mask.ndim != 2 or mask.shape[0] != num_tokens:
             raise ValueError(
                 f"tree_mask: expected ({num_tokens}, max(query_lens)), got {describe(mask)}"
@@ -492,12 +467,8 @@ def _check_masks(
     for name in ("evicted_starts", "evicted_lens", "key_starts", "tree_lens"):
         if (counts := arguments.get(name)) is None:
             continue
-        if counts.format != "int32":
-            raise TypeError(f"{name}: expected int32, got {describe(counts)}")
-        if counts.shape != (num_sequences,):
-            raise ValueError(
-                f"{name}: expected ({num_sequences},) like block_table, got {describe(counts)}"
-            )
+        checks.require_format(counts, name, "int32")
+        checks.require_shape(counts, name, (num_sequences,), " like block_table")
     for name, other in (("evicted_starts", "evicted_lens"), ("evicted_lens", "evicted_starts")):
         if name in arguments and other not in arguments:
             raise ValueError(f"{other}: expected an array beside {name}, got None")
@@ -511,8 +482,7 @@ def _check_rope(
     """Check the rope table against keys of `width` elements, and the positions of a tree."""
     table, tail = arguments.get("rope_table"), arguments.get("tree_positions")
     if table is not None:
-        if table.format != "fp32":
-            raise TypeError(f"rope_table: expected float32, got {describe(table)}")
+        checks.require_format(table, "rope_table", "fp32")
         if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] < 2 or table.shape[1] % 2:
             raise ValueError(
                 f"rope_table: expected (max_positions, rotary_dim), not empty and rotary_dim even, "
@@ -535,8 +505,7 @@ def _check_rope(
     for other in ("rope_table", "tree_mask"):
         if other not in arguments:
             raise ValueError(f"tree_positions: expected None without {other}, got an array")
-    if tail.format != "int32":
-        raise TypeError(f"tree_positions: expected int32, got {describe(tail)}")
+    checks.require_format(tail, "tree_positions", "int32")
     if tail.ndim != 2 or tail.shape[0] != num_sequences:
         raise ValueError(
             f"tree_positions: expected ({num_sequences}, max(tree_lens)), got {describe(tail)}"
@@ -580,7 +549,7 @@ class AttentionPlan(Plan):
                 return access
         return super().access(name, views)
 
-    def _visible_slots(self, views: Views) -> Slots:
+    def _visible_slots(self, views: Views) -> DerivedSlots:
         """Return the slots of all keys of the sequences, which is where attention reads a cache."""
         tables = [n for n in ("block_table", "seq_lens", *_EVICTED) if n in views]
         page_size = self.call.k.cache.page_size
@@ -600,7 +569,7 @@ class AttentionPlan(Plan):
             listed: np.ndarray[Any, Any] = slots[visible]
             return listed
 
-        return Slots(tuple([views[n] for n in tables]), choose)
+        return DerivedSlots(tuple([views[n] for n in tables]), choose)
 
     def _lay_out(self, alignment: int) -> list[Launch]:
         """Load the kernels, and lay out their launches and the workspace."""
@@ -665,7 +634,5 @@ class AttentionPlan(Plan):
         self.workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start
 
-
-_EVICTED = ("evicted_starts", "evicted_lens")
 
 _plan_with_lse = partial(AttentionPlan, returns_lse=True)

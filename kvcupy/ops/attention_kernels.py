@@ -26,8 +26,8 @@ from ..config import shared_bytes
 from ..devices.protocol import Device
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
 from ..kernels import Kernel, Specialisation
-from .call import require_countable, widest
 from .checks import OPERAND_PARAMS, KVOperand
+from .launch import require_countable, widest
 
 # --- The call -------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class AttentionCall:
     Attributes
     ----------
     arguments : by name, without those that are None; scales may be numbers
-    views : those of them that are arrays
+    views : the arguments that are arrays
     k, v : the caches, with their scales
     num_tokens, num_heads, num_sequences, max_pages : T, Hq, B, pages per row of the block table
     """
@@ -187,7 +187,9 @@ def attention_params(
         "table_operation": faults.operation_id("paged_attention", "block_table"),
         "seq_len_bytes": seq_lens.strides[0], "length_index_bytes": seq_lens.itemsize,
         "length_operation": faults.operation_id("paged_attention", "seq_lens"),
-        "starts_operation": faults.operation_id("paged_attention", "cu_query_lens"),
+        "starts_operation": faults.operation_id("paged_attention", "cu_query_lens")
+        if "cu_query_lens" in call.views
+        else -1,
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
@@ -276,7 +278,7 @@ _DECODE_ROWS: _Rows = {
     **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
-# Keys of 16 bits are rotated on tensor cores, as most of 8 bits; those of float32 are few.
+# Keys of 16 bits are rotated on tensor cores, as most of 8 bits; keys of float32 are few.
 _ROTATING_ROWS: _Rows = {
     "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
     **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
@@ -546,7 +548,7 @@ class Tiling:
 def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
     """Choose the kernel of a call: prefill on tensor cores where it can take the call.
 
-    `alignment` is that of query, caches, output and rope table, as a plan gets it.
+    `alignment` is the common alignment of query, caches, output and rope table, as a plan gets it.
     """
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
@@ -761,10 +763,10 @@ def _has_rotary_packs(call: AttentionCall, alignment: int, elements: int) -> boo
 
 def num_tiles(call: AttentionCall, rows: int) -> int:
     """Return a bound on the tiles of all sequences, as `find_tile` of the kernels numbers them."""
-    if not call.is_ragged:
-        return call.num_sequences * -(-call.group // rows)
     packed = call.num_tokens * call.group
     require_countable(packed, "query")
+    if not call.is_ragged:
+        return call.num_sequences * -(-call.group // rows)
     return packed // rows + call.num_sequences
 
 
@@ -786,8 +788,8 @@ def choose_num_splits(
 
     Without splits there are `num_blocks` blocks.
     """
-    most_keys = call.max_keys
+    visible_keys = call.max_keys
     if call.options.window:
-        most_keys = min(most_keys, call.options.window + call.options.sink_keys)
+        visible_keys = min(visible_keys, call.options.window + call.options.sink_keys)
     splits = blocks_per_sm * device.sm_count // max(1, num_blocks)
-    return max(1, min(splits, most_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))
+    return max(1, min(splits, visible_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))

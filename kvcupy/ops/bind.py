@@ -37,8 +37,8 @@ def vary(example: Any) -> Vary:
 
     Parameters
     ----------
-    example : an array, whose shape, format, strides and device those of the calls have. Its memory
-        is not kept. For `stream` and `alt_stream` a stream, or None
+    example : an array of the shape, format, strides and device that the calls have. Its memory is
+        not kept. For `stream` and `alt_stream` a stream, or None
 
     Examples
     --------
@@ -55,8 +55,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
     Parameters
     ----------
     operation : `store_kv`, `gather_kv`, `rope_store_kv`, `paged_attention` or any other operation
-        on arrays or pools. Those of which the host reads an argument (`slot_mapping` without `out`,
-        `page_table_csr`, `find_duplicate_slots`), `copy_pages` of several arrays and
+        on arrays or pools. Operations of which the host reads an argument (`slot_mapping` without
+        `out`, `page_table_csr`, `find_duplicate_slots`), `copy_pages` of several arrays and
         `transfer_pages` are called as usual; binding them only fixes their arguments
     arguments, options : as the operation takes them. Arrays wrapped as `vary(example)` are passed
         at each call, by name. So may `stream` and `alt_stream` be; a `stream` that is None is the
@@ -74,7 +74,7 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
 
     Notes
     -----
-    A call checks only what varies: names, format, shape, strides and device are those of the
+    A call checks only what varies: names, format, shape, strides and device are as in the
     example, addresses are aligned as the kernel needs, and outputs share no memory. With arrays of
     another library, or at addresses of another alignment, it is an ordinary call. Stream, Capture,
     Bytes: as the operation.
@@ -179,7 +179,7 @@ class BoundCall:
 
 
 class _PlannedCall(BoundCall):
-    """A bound call with a plan of its own."""
+    """A bound call with its own plan."""
 
     def __init__(
         self, operation: Callable[..., Any], parameters: dict[str, Any],

@@ -30,11 +30,11 @@ def run(
     arguments : names and arrays, numbers or None, as in the `Operation`
     options : as its plan is made with
     """
-    given = {
+    values = {
         name: array(device, view(x)) if is_array(x) else x for name, x in arguments if x is not None
     }
-    for argument, found in _OPERATIONS[operation](given, *options).items():
-        note_faults(device, operation, argument, found)
+    for argument, own_faults in _OPERATIONS[operation](values, *options).items():
+        note_faults(device, operation, argument, own_faults)
 
 
 def array(device: Device, v: ArrayView) -> Any:
@@ -46,11 +46,11 @@ def array(device: Device, v: ArrayView) -> Any:
     return reference.FourBitRows(codes, scales, v.format, v.rotated_width, v.scale_rule)
 
 
-def note_faults(device: Device, operation: str, argument: str, found: Faults) -> None:
+def note_faults(device: Device, operation: str, argument: str, own_faults: Faults) -> None:
     """Note faults of the reference in the device's record: how many, and the first."""
-    if found:
+    if own_faults:
         number = faults.operation_id(operation, argument)
-        note_fault(device, len(found), number, *found[0])
+        note_fault(device, len(own_faults), number, *own_faults[0])
 
 
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:
@@ -70,20 +70,20 @@ def _write(target: Any, values: Any, where: Any = ...) -> None:
 # --- By operation: the arguments by name, then the options; what is returned are faults -----------
 
 
-def _store_kv(given: dict[str, Any], layout: str, skip_slot: int) -> dict[str, Faults]:
-    return {"slot_mapping": reference.store_kv(**given, layout=layout, skip_slot=skip_slot)}
+def _store_kv(values: dict[str, Any], layout: str, skip_slot: int) -> dict[str, Faults]:
+    return {"slot_mapping": reference.store_kv(**values, layout=layout, skip_slot=skip_slot)}
 
 
-def _store_mla(given: dict[str, Any], skip_slot: int) -> dict[str, Faults]:
-    return {"slot_mapping": reference.store_mla(**given, skip_slot=skip_slot)}
+def _store_mla(values: dict[str, Any], skip_slot: int) -> dict[str, Faults]:
+    return {"slot_mapping": reference.store_mla(**values, skip_slot=skip_slot)}
 
 
-def _gather_kv(given: dict[str, Any], layout: str, dtype: str | None) -> dict[str, Faults]:
-    return {"slots": reference.gather_kv(**given, layout=layout)}
+def _gather_kv(values: dict[str, Any], layout: str, dtype: str | None) -> dict[str, Faults]:
+    return {"slots": reference.gather_kv(**values, layout=layout)}
 
 
 def _rotated(
-    given: dict[str, Any], rotary: tuple[Any, ...], names: Sequence[str]
+    values: dict[str, Any], rotary: tuple[Any, ...], names: Sequence[str]
 ) -> tuple[dict[str, Any], Faults]:
     """Rotate some arrays of rows, and write those that have an output.
 
@@ -93,49 +93,49 @@ def _rotated(
     was left alone
     """
     interleaved, sections, sections_interleaved, eps = rotary
-    table, positions = given["rope_table"], given["positions"]
+    table, positions = values["rope_table"], values["positions"]
     outside = dict(reversed(reference.position_faults(positions, len(table))))
     inside = np.setdiff1d(np.arange(positions.shape[-1]), list(outside))
     rotated = {}
     for name in names:
-        if name not in given:
+        if name not in values:
             continue
-        norm = given.get(f"{name}_norm")
+        norm = values.get(f"{name}_norm")
         _, rows = reference.apply_rope(
-            None, given[name], table, positions, interleaved=interleaved, sections=sections,
+            None, values[name], table, positions, interleaved=interleaved, sections=sections,
             sections_interleaved=sections_interleaved, key_norm=norm, eps=eps,
         )  # fmt: skip
         rotated[name] = rows
-        if (out := given.get(f"{name}_out")) is not None:
+        if (out := values.get(f"{name}_out")) is not None:
             fmt = reference.format_of(rows)
             reference.bits_of(out, fmt)[inside] = reference.bits_of(rows, fmt)[inside]
     return rotated, sorted(outside.items())
 
 
-def _apply_rope(given: dict[str, Any], rotary: tuple[Any, ...]) -> dict[str, Faults]:
-    return {"positions": _rotated(given, rotary, ("query", "key"))[1]}
+def _apply_rope(values: dict[str, Any], rotary: tuple[Any, ...]) -> dict[str, Faults]:
+    return {"positions": _rotated(values, rotary, ("query", "key"))[1]}
 
 
 def _rope_store_kv(
-    given: dict[str, Any], rotary: tuple[Any, ...], layout: str, skip_slot: int, *_: Any
+    values: dict[str, Any], rotary: tuple[Any, ...], layout: str, skip_slot: int, *_: Any
 ) -> dict[str, Faults]:
-    rotated, outside = _rotated(given, rotary, ("query", "key"))
+    rotated, outside = _rotated(values, rotary, ("query", "key"))
     names = "value", "k_cache", "v_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache"
     past = reference.store_kv(
-        rotated["key"], slot_mapping=_slots_to_store(given["slot_mapping"], outside),
-        **{name: given[name] for name in names if name in given},
+        rotated["key"], slot_mapping=_slots_to_store(values["slot_mapping"], outside),
+        **{name: values[name] for name in names if name in values},
         layout=layout, skip_slot=skip_slot,
     )  # fmt: skip
     return {"positions": outside, "slot_mapping": past}
 
 
 def _rope_store_mla(
-    given: dict[str, Any], rotary: tuple[Any, ...], skip_slot: int
+    values: dict[str, Any], rotary: tuple[Any, ...], skip_slot: int
 ) -> dict[str, Faults]:
-    rotated, outside = _rotated(given, rotary, ("query", "rope_key"))
+    rotated, outside = _rotated(values, rotary, ("query", "rope_key"))
     past = reference.store_mla(
-        given["latent"], rotated["rope_key"], given["cache"],
-        _slots_to_store(given["slot_mapping"], outside), scale=given.get("scale"),
+        values["latent"], rotated["rope_key"], values["cache"],
+        _slots_to_store(values["slot_mapping"], outside), scale=values.get("scale"),
         skip_slot=skip_slot,
     )  # fmt: skip
     return {"positions": outside, "slot_mapping": past}
@@ -150,44 +150,47 @@ def _slots_to_store(slots: Any, outside: Faults) -> Any:
     return slots
 
 
-def _paged_attention(given: dict[str, Any], options: Any) -> dict[str, Faults]:
-    out, lse_out = given.pop("out"), given.pop("lse_out", None)
-    sums, disordered = given.pop("cu_query_lens", None), []
-    if sums is not None and "query_lens" not in given:
-        counts = np.diff(sums)
-        disordered = [(int(i) + 1, int(sums[i + 1])) for i in np.flatnonzero(counts < 0)]
-        given["query_lens"] = np.maximum(counts, 0)
-    want, lse, found = reference.paged_attention(
-        **given, layout=options.layout, sm_scale=options.sm_scale, causal=options.causal,
+def _paged_attention(values: dict[str, Any], options: Any) -> dict[str, Faults]:
+    out, lse_out = values.pop("out"), values.pop("lse_out", None)
+    sums, misplaced = values.pop("cu_query_lens", None), []
+    if sums is not None and "query_lens" not in values:
+        least = np.maximum(np.append(0, sums[:-1]), 0)
+        wrong = np.flatnonzero((sums < least) | (sums > len(values["query"])))
+        misplaced = [(int(i), int(sums[i])) for i in wrong]
+        values["query_lens"] = np.maximum(np.diff(sums), 0)
+    want, lse, others = reference.paged_attention(
+        **values, layout=options.layout, sm_scale=options.sm_scale, causal=options.causal,
         window=options.window or None, sink_tokens=options.sink_keys,
         logits_soft_cap=options.soft_cap or None, interleaved=options.interleaved,
         rotary_start=options.rotary_start,
     )  # fmt: skip
     rows = len(want)
-    if (counts := given.get("query_lens")) is not None:
+    if (counts := values.get("query_lens")) is not None:
         rows = min(rows, int(np.maximum(counts, 0).sum(dtype=np.int64)))
     _write(out, want[:rows], slice(rows))
     if lse_out is not None:
         lse_out[:rows] = lse[:rows]
-    return {**found, "cu_query_lens": disordered}
+    if sums is not None:
+        others.pop("query_lens", None)
+    return {**others, "cu_query_lens": misplaced}
 
 
-def _merge_states(given: dict[str, Any], lse_base: str) -> dict[str, Faults]:
-    out, lse_out = given.pop("out"), given.pop("lse_out")
-    merged, lse = reference.merge_states(**given, lse_base=lse_base)
+def _merge_states(values: dict[str, Any], lse_base: str) -> dict[str, Faults]:
+    out, lse_out = values.pop("out"), values.pop("lse_out")
+    merged, lse = reference.merge_states(**values, lse_base=lse_base)
     _write(out, merged)
     lse_out[...] = lse
     return {}
 
 
-def _copy_pages(given: dict[str, Any]) -> dict[str, Faults]:
-    src, dst = reference.copy_pages(given["cache"], given["src_pages"], given["dst_pages"])
+def _copy_pages(values: dict[str, Any]) -> dict[str, Faults]:
+    src, dst = reference.copy_pages(values["cache"], values["src_pages"], values["dst_pages"])
     known = {position for position, _ in src}  # a pair is reported once
     return {"src_pages": src, "dst_pages": [fault for fault in dst if fault[0] not in known]}
 
 
-def _slot_mapping(given: dict[str, Any], page_size: int) -> dict[str, Faults]:
-    past, misfits = reference.fill_slot_mapping(**given, page_size=page_size)
+def _slot_mapping(values: dict[str, Any], page_size: int) -> dict[str, Faults]:
+    past, misfits = reference.fill_slot_mapping(**values, page_size=page_size)
     return {"append_lens": misfits, "seq_lens": past}
 
 

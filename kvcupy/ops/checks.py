@@ -16,7 +16,7 @@ import numpy as np
 from .. import formats
 from ..arrays import ArrayView, describe, overlap, view
 from ..formats import FOUR_BIT, Format, FourBitFormat, require_groups
-from ..observe import Access, Slots
+from ..observe import Access, DerivedSlots
 
 # --- Rows and caches ------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ class GroupScales(NamedTuple):
     Attributes
     ----------
     start_bytes : from the codes of the first row to its scales
-    strides : between scales, as those of the rows or the cache are between codes
+    strides : between scales, on the axes on which the strides of rows or cache are between codes
     """
 
     start_bytes: int
@@ -154,7 +154,7 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
 
 
 def _scales_of(v: ArrayView, own: Cache) -> GroupScales:
-    """Return where the group scales of a view lie, whose strides are those of `own`."""
+    """Return where the group scales of a view lie, with the strides of `own`."""
     assert v.scales is not None
     strides = own.page_bytes, own.offset_bytes, own.head_bytes
     return GroupScales(v.scales.pointer - v.pointer, strides)
@@ -379,7 +379,7 @@ class KVOperand(NamedTuple):
         )  # fmt: skip
 
     def slots_of(
-        self, name: str, view: ArrayView, slots: ArrayView | Slots, skip_slot: int = -1
+        self, name: str, view: ArrayView, slots: ArrayView | DerivedSlots, skip_slot: int = -1
     ) -> Access | None:
         """Return the access to some slots of the cache or its scales; None for another array.
 
@@ -632,8 +632,7 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
             raise ValueError(f"{name}: expected a finite float32 above zero, got {value}")
         return Scale(value, None, 0)
     v = view(argument, name).without_owner()
-    if v.format != "fp32":
-        raise TypeError(f"{name}: expected float32, got {describe(v)}")
+    require_format(v, name, "fp32")
     if not target.quantised:
         raise ValueError(f"{name}: expected None or 1.0 for a {target.name} cache, got an array")
     if v.size == 1:
@@ -656,8 +655,7 @@ def scale_cache(
     if argument is None:
         return None
     v = view(argument, name).without_owner()
-    if v.format != "fp32":
-        raise TypeError(f"{name}: expected float32, got {describe(v)}")
+    require_format(v, name, "fp32")
     if not format.quantised:
         raise ValueError(f"{name}: expected None for a {format.name} cache, got an array")
     if format.name in FOUR_BIT:
@@ -665,9 +663,7 @@ def scale_cache(
         raise ValueError(f"{name}: expected {expected}, got an array")
     if static[1] is not None:
         raise ValueError(f"{name}: expected None beside {static[0]}, got an array")
-    if v.shape != (target.num_slots, target.num_heads):
-        shape = f"({target.num_slots}, {target.num_heads})"
-        raise ValueError(f"{name}: expected {shape} fp32, got {describe(v)}")
+    require_shape(v, name, (target.num_slots, target.num_heads), " fp32")
     require_contiguous(v, name)
     if written:
         require_output(v, name)
@@ -719,6 +715,27 @@ def flag(value: Any, name: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected a bool, got {value!r}")
     return bool(value)
+
+
+def block_table(v: ArrayView, name: str = "block_table") -> tuple[int, int]:
+    """Check a block table; return the number of sequences, and of pages per row."""
+    require_format(v, name, "int32", "int64")
+    if v.ndim != 2:
+        raise ValueError(f"{name}: expected (sequences, max_pages), got {describe(v)}")
+    return v.shape[0], v.shape[1]
+
+
+def require_format(v: ArrayView, name: str, *allowed: str, expected: str = "") -> None:
+    """Raise TypeError unless an array has one of some formats; `expected` describes them."""
+    if v.format not in allowed:
+        known = expected or " or ".join(allowed).replace("fp32", "float32")
+        raise TypeError(f"{name}: expected {known}, got {describe(v)}")
+
+
+def require_shape(v: ArrayView, name: str, shape: tuple[int, ...], hint: str = "") -> None:
+    """Raise ValueError unless an array has a shape; `hint` says why."""
+    if v.shape != shape:
+        raise ValueError(f"{name}: expected {shape}{hint}, got {describe(v)}")
 
 
 # --- Arrays of a call -----------------------------------------------------------------------------

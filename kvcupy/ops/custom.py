@@ -1,4 +1,4 @@
-"""Kernels of one's own, on the ABI of kvcupy's: one struct as the only argument, on any device."""
+"""User-defined kernels, on kvcupy's ABI: one struct as the only argument, on any device."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def kernel(
 
 
 def _mirror(params: Any) -> np.dtype[Any]:
-    """Return the dtype of a struct; TypeError or ValueError if it is none."""
+    """Return the dtype of a struct; TypeError or ValueError if it is something else."""
     try:
         dtype = np.dtype(params if isinstance(params, np.dtype) else list(params), align=True)
     except (TypeError, ValueError) as error:
@@ -121,7 +121,7 @@ def _mirror(params: Any) -> np.dtype[Any]:
 
 
 class CustomKernel:
-    """A kernel of one's own; `kernel` makes it."""
+    """A user-defined kernel; `kernel` makes it."""
 
     def __init__(self, mirror: Kernel, writes: Iterable[str], reports: str | None) -> None:
         fields = mirror.params.names or ()
@@ -194,7 +194,7 @@ class CustomKernel:
         -----
         Whether indices and shapes fit is for the kernel and its caller to see to: it can write past
         an array. Stream: one kernel, in order; the arrays are kept alive until it has run. Capture:
-        legal. Bytes: those of all arrays, as far as observers are told.
+        legal. Bytes: of all arrays, as far as observers are notified.
         """
         self._require_fields(fields)
         views = {n: view(fields[n], n) for n in self._arrays if fields[n] is not None}

@@ -13,7 +13,8 @@ from ..devices.protocol import Device
 from ..errors import CaptureError
 from ..kernels import Kernel, Specialisation
 from . import call, checks
-from .call import Launch, Operation, Plan, Views
+from .call import Operation, Plan, Views
+from .launch import Launch, fields_of
 from .spec import Argument, Declaration
 
 _TABLE = (
@@ -33,12 +34,12 @@ _FIND_DUPLICATE_SLOTS = Declaration(
 
 _PARAMS = np.dtype(
     [
-        *call.fields_of(np.uint64, "block_table seq_lens append_lens out faults"),
-        *call.fields_of(np.int64, "table_row_bytes table_entry_bytes seq_len_bytes"),
-        *call.fields_of(np.int64, "append_len_bytes num_out max_pages"),
-        *call.fields_of(np.int64, "seq_len_operation append_len_operation"),
-        *call.fields_of(np.int32, "num_sequences page_size table_index_bytes"),
-        *call.fields_of(np.int32, "seq_len_index_bytes append_len_index_bytes"),
+        *fields_of(np.uint64, "block_table seq_lens append_lens out faults"),
+        *fields_of(np.int64, "table_row_bytes table_entry_bytes seq_len_bytes"),
+        *fields_of(np.int64, "append_len_bytes num_out max_pages"),
+        *fields_of(np.int64, "seq_len_operation append_len_operation"),
+        *fields_of(np.int32, "num_sequences page_size table_index_bytes"),
+        *fields_of(np.int32, "seq_len_index_bytes append_len_index_bytes"),
     ],
     align=True,
 )
@@ -259,8 +260,7 @@ def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
     out = views["out"]
     lengths = {name: views[name] for name in ("seq_lens", "append_lens")}
     _check_table(views["block_table"], lengths)
-    if out.format != "int64":
-        raise TypeError(f"out: expected int64, got {describe(out)}")
+    checks.require_format(out, "out", "int64")
     checks.indices(out, "out")
     checks.require_contiguous(out, "out")
     checks.require_output(out, "out")
@@ -268,10 +268,7 @@ def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
 
 
 def _check_table(table: ArrayView, lengths: dict[str, ArrayView]) -> None:
-    if table.format not in ("int32", "int64"):
-        raise TypeError(f"block_table: expected int32 or int64, got {describe(table)}")
-    if table.ndim != 2:
-        raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(table)}")
+    checks.block_table(table)
     for name, v in lengths.items():
         if checks.length_of(v, name) != table.shape[0]:
             raise ValueError(f"{name}: expected ({table.shape[0]},), got {describe(v)}")

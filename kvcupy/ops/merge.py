@@ -13,7 +13,8 @@ from ..devices.protocol import Device
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import call, checks
-from .call import Launch, Operation, Plan, Pointer, Views
+from .call import Operation, Plan, Views
+from .launch import Launch, Pointer, fields_of, require_countable, spread, widest
 from .spec import Argument
 
 _SHAPE, _SUMS = "tokens kv_heads head_dim", "tokens kv_heads"
@@ -50,10 +51,10 @@ _STRIDES = np.dtype([("token_bytes", np.int64), ("head_bytes", np.int64)], align
 # MergeParams of kernels_src/merge.cu
 PARAMS = np.dtype(
     [
-        *call.fields_of(np.uint64, "out_a lse_a out_b lse_b sinks num_valid out lse faults"),
+        *fields_of(np.uint64, "out_a lse_a out_b lse_b sinks num_valid out lse faults"),
         *((f"{name}_rows", _STRIDES) for name in _ROWS),
-        *call.fields_of(np.int64, "out_state_bytes lse_state_bytes sink_bytes"),
-        *call.fields_of(np.int32, "num_states num_rows num_heads width base_two lane_shift"),
+        *fields_of(np.int64, "out_state_bytes lse_state_bytes sink_bytes"),
+        *fields_of(np.int32, "num_states num_rows num_heads width base_two lane_shift"),
     ],
     align=True,
 )
@@ -239,10 +240,10 @@ def _launch(
         for axis in ("token_bytes", "head_bytes"):
             steps.append(factor * params.get(f"{field}_rows.{axis}", 0))
     pack = _pack(source)
-    count = pack if width % pack == 0 and call.widest(map(abs, steps)) == 16 else 1
+    count = pack if width % pack == 0 and widest(map(abs, steps)) == 16 else 1
     num_rows = num_tokens * num_heads
-    call.require_countable(num_rows, "out_a")
-    geometry = call.spread(
+    require_countable(num_rows, "out_a")
+    geometry = spread(
         num_rows, width // count, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32
     )
     params |= {"num_rows": num_rows, "num_heads": num_heads, "width": width}
@@ -279,10 +280,13 @@ def _plan(arguments: Views, alignment: int, lse_base: Any) -> MergePlan:
         v = views[name]
         expected = first.shape if name == "out_a" else shape
         widens = name == "out" and first.format == "fp32" and v.format in MERGED
-        _require(v, name, expected, v.format if widens else first.format)
+        format = v.format if widens else first.format
+        checks.require_format(v, name, format, expected=format)
+        checks.require_shape(v, name, expected, f" {format}")
         if v.size:
             checks.require_contiguous(v, name)
-        _require(views[lse_name], lse_name, expected[:-1], "fp32")
+        checks.require_format(views[lse_name], lse_name, "fp32", expected="fp32")
+        checks.require_shape(views[lse_name], lse_name, expected[:-1], " fp32")
     for name in ("out", "lse_out"):
         checks.require_output(views[name], name)
     return MergePlan(views, allocated, str(lse_base), alignment)
@@ -298,10 +302,3 @@ def _shape_of_result(out_a: ArrayView, *, several: bool) -> tuple[int, ...]:
     if several and out_a.shape[0] == 0:
         raise ValueError(f"out_a: expected at least one state, got {describe(out_a)}")
     return out_a.shape[-3:]
-
-
-def _require(v: ArrayView, name: str, shape: tuple[int, ...], format: str) -> None:
-    if v.format != format:
-        raise TypeError(f"{name}: expected {format}, got {describe(v)}")
-    if v.shape != shape:
-        raise ValueError(f"{name}: expected {shape} {format}, got {describe(v)}")

@@ -11,8 +11,9 @@ from .. import devices, faults, observe
 from ..arrays import ArrayView, describe, first_overlap, view
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
-from . import call, checks
-from .call import Launch, Operation, Plan, Views, fields_of
+from . import checks
+from .call import Operation, Plan, Views
+from .launch import Launch, fields_of, require_countable, spread, widest
 from .spec import Argument
 from .store import copies
 
@@ -143,13 +144,13 @@ def _launch(device: Device, views: Views, alignment: int) -> Launch:
     row_bytes, outer = _rows_of_page(cache)
     (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
     page_bytes = cache.strides[0]
-    word = call.widest((row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), alignment))
+    word = widest((row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), alignment))
     longest = _PIECE_BYTES_ALONE // word if device.warp_lanes == 1 else _PIECE_WORDS
     piece_words = min(row_bytes // word, longest)
     pieces_per_row = -(-row_bytes // (word * piece_words))
     num_pieces = src.shape[0] * n0 * n1 * n2 * pieces_per_row
-    call.require_countable(num_pieces, "src_pages")
-    geometry = call.spread(num_pieces, piece_words, device.sm_count, warp_lanes=device.warp_lanes)
+    require_countable(num_pieces, "src_pages")
+    geometry = spread(num_pieces, piece_words, device.sm_count, warp_lanes=device.warp_lanes)
     params = {
         "page_bytes": page_bytes, "num_pages": cache.shape[0],
         "row_bytes_0": s0, "row_bytes_1": s1, "row_bytes_2": s2,
@@ -169,7 +170,7 @@ def _launch(device: Device, views: Views, alignment: int) -> Launch:
 
 
 def _arrays_of(cache: Any) -> Sequence[Any]:
-    """Return the arrays of a cache, pages first; those of a pool are its parts and their scales."""
+    """Return the arrays of a cache, pages first; of a pool, its parts and their scales."""
     if isinstance(cache, (list, tuple)):
         return cache
     if hasattr(cache, "parts"):

@@ -14,9 +14,10 @@ from ..arrays import ArrayView, describe
 from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
-from . import call, checks
-from .call import Launch, Operation, Plan, StepOperation, Views, fields_of
+from . import checks
+from .call import Operation, Plan, StepOperation, Views
 from .checks import KVOperand, Rows
+from .launch import Geometry, Launch, fields_of, require_countable, spread, widest
 from .spec import Argument
 from .store import (
     CACHES,
@@ -244,7 +245,7 @@ def rope_store_kv(
     Notes
     -----
     A token whose position is outside the table is neither rotated nor stored. Stream: one kernel,
-    in order; a query or value of another format pair than the key's takes one of its own. Capture:
+    in order; a query or value of another format pair than the key's takes a separate one. Capture:
     legal, with `alt_stream` too. Bytes: each row is read once (a norm and dynamic scales read it
     again from L1) and written once per destination.
     Source: sgl-project/sglang pulls 9014 and 9077.
@@ -544,8 +545,8 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
             raise ValueError(f"{target_name}: expected {num_tokens} rows, got {describe(target)}")
     norm = arguments.get(names.norm)
     if norm is not None:
-        if norm.format not in ("fp32", v.format):
-            raise TypeError(f"{names.norm}: expected fp32 or {v.format}, got {describe(norm)}")
+        formats = f"fp32 or {v.format}"
+        checks.require_format(norm, names.norm, "fp32", v.format, expected=formats)
         if norm.shape != (rows.width,) or (rows.width > 1 and norm.strides[0] != norm.itemsize):
             shape = f"contiguous ({rows.width},)"
             raise ValueError(f"{names.norm}: expected {shape}, got {describe(norm)}")
@@ -558,14 +559,12 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     checks.require_same_device(arguments)
     checks.require_arrays(arguments, ("rope_table", "positions"))
     table, positions = arguments["rope_table"], arguments["positions"]
-    if table.format != "fp32":
-        raise TypeError(f"rope_table: expected float32, got {describe(table)}")
+    checks.require_format(table, "rope_table", "fp32")
     if table.ndim != 2 or table.shape[1] % 2 or table.shape[1] < 2:
         expected = "(max_positions, even rotary_dim)"
         raise ValueError(f"rope_table: expected {expected}, got {describe(table)}")
     checks.require_contiguous(table, "rope_table")
-    if positions.format not in ("int32", "int64"):
-        raise TypeError(f"positions: expected int32 or int64, got {describe(positions)}")
+    checks.require_format(positions, "positions", "int32", "int64")
     if sections is None:
         if positions.ndim != 1:
             raise ValueError(f"positions: expected (tokens,), got {describe(positions)}")
@@ -661,7 +660,7 @@ class Part(NamedTuple):
 def _parts(
     query: Rotated | None, key: Rotated | None, k: KVOperand | None, v: KVOperand | None
 ) -> list[Part]:
-    """Put as much as possible into one launch: what differs in format takes one of its own."""
+    """Put as much as possible into one launch: rows of another format take a separate one."""
     parts = []
     if query is not None and key is not None and query.rows.width != key.rows.width:
         width = f"heads of {key.rows.width} like the key's"
@@ -797,13 +796,13 @@ class RopePlan(Plan):
         unrotated = head_dim - 2 * pairs
         params["head_dim"], params["rotary_dim"] = head_dim, 2 * pairs
         whole = pairs % _PACK == 0 and unrotated % _PACK == 0 and v_width % _PACK == 0
-        pack = _PACK if whole and call.widest((alignment, *map(abs, strides))) == 16 else 1
+        pack = _PACK if whole and widest((alignment, *map(abs, strides))) == 16 else 1
         num_rows = rotation.num_tokens * num_heads
-        call.require_countable(num_rows, "positions")
+        require_countable(num_rows, "positions")
         units = max(pairs, unrotated, (v_width + 1) // 2) // pack
         # A thread holds 16 elements of a group.
         groups = [stored.shared_elements // 16 for stored in part.stored if stored.four_bit]
-        geometry = call.spread(
+        geometry = spread(
             num_rows, max(1, units, *groups), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
         )  # fmt: skip
@@ -820,9 +819,7 @@ class RopePlan(Plan):
         )  # fmt: skip
 
 
-def _staging(
-    geometry: call.Geometry, row_bytes: int, num_rows: int, name: str
-) -> tuple[call.Geometry, int]:
+def _staging(geometry: Geometry, row_bytes: int, num_rows: int, name: str) -> tuple[Geometry, int]:
     """Return blocks so small that their rows fit in shared memory, and the bytes of a block."""
     threads = geometry.block[0]
     while threads > 32 and threads // geometry.lanes * row_bytes > _STAGED_BYTES:
@@ -834,7 +831,7 @@ def _staging(
             f"{name}: expected rows of at most {most} bytes for a four-bit cache, got {row_bytes}"
         )
     grid = (-(-num_rows // rows), 1, 1)
-    return call.Geometry(geometry.lanes, grid, (threads, 1, 1)), rows * row_bytes
+    return Geometry(geometry.lanes, grid, (threads, 1, 1)), rows * row_bytes
 
 
 class TwoStreamPlan:

@@ -45,7 +45,7 @@ def rope_table(
     ----------
     max_positions : rows of the table, which "dynamic" and "longrope" take as the context length
     rotary_dim : elements of a head that are rotated; even
-    base : rope_theta. At its default of 10000, that of `scaling` is taken, if there is one
+    base : rope_theta. At its default of 10000, the base of `scaling` is taken, if there is one
     scaling : `config.rope_parameters`, or `config.rope_scaling`, of Hugging Face: `rope_type` is
         one of default, linear, dynamic, llama3, yarn, longrope. The attention factor is folded in.
         `partial_rotary_factor` is expected in rotary_dim: `int(head_dim * factor)`

@@ -15,8 +15,9 @@ from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks
-from .call import Launch, Operation, Plan, Probed, StepOperation, Views
+from .call import Operation, Plan, Probed, StepOperation, Views
 from .checks import K, KVOperand, V
+from .launch import Launch, fields_of, require_countable, spread, widest
 from .spec import Argument, DType
 
 _KEY = Argument("key", "tokens kv_heads head_dim", words=True)
@@ -46,7 +47,7 @@ _STORE_MLA = Operation("store_mla", LATENTS[0], ROPE_KEY, *LATENTS[1:], SLOT_MAP
 
 
 def only_read(*arguments: Argument) -> tuple[Argument, ...]:
-    """Return arguments of another operation as those of one that reads them."""
+    """Return arguments of another operation for one that only reads them."""
     return tuple([replace(a, output=False) for a in arguments])
 
 
@@ -66,8 +67,8 @@ def _rows_of_caches(
             row = shape[1:]
         own = CACHE_FORMATS.get(cache.format)
         default = "bf16" if own is None or own.quantised else own.name
-        given = arguments[other].format if other in arguments else default
-        rows[names.rows] = (slots.shape[0], *row), options["dtype"] or given
+        like_other = arguments[other].format if other in arguments else default
+        rows[names.rows] = (slots.shape[0], *row), options["dtype"] or like_other
     return rows
 
 
@@ -88,12 +89,12 @@ _K_OUT, _V_OUT = K._replace(rows="k_out"), V._replace(rows="v_out")
 _POINTERS = "key value k_cache v_cache slots k_scale v_scale k_scale_cache v_scale_cache faults"
 PARAMS = np.dtype(
     [
-        *call.fields_of(np.uint64, _POINTERS),
+        *fields_of(np.uint64, _POINTERS),
         ("k", checks.OPERAND_PARAMS),
         ("v", checks.OPERAND_PARAMS),
-        *call.fields_of(np.int64, "slot_stride_bytes num_slots skip_slot operation"),
-        *call.fields_of(np.int32, "num_rows num_heads page_size page_shift"),
-        *call.fields_of(np.int32, "index_bytes lane_shift"),
+        *fields_of(np.int64, "slot_stride_bytes num_slots skip_slot operation"),
+        *fields_of(np.int32, "num_rows num_heads page_size page_shift"),
+        *fields_of(np.int32, "index_bytes lane_shift"),
     ],
     align=True,
 )
@@ -162,8 +163,8 @@ def store_kv(
 
     Parameters
     ----------
-    key : (T', H, D), or (T', W) with 2-D caches; T' >= T; any number format, of the four-bit ones
-        that of the cache
+    key : (T', H, D), or (T', W) with 2-D caches; T' >= T; any number format; a four-bit one
+        only if the cache has it
     value : (T', H, Dv), or (T', Wv)
     k_cache, v_cache : written in place. (num_slots, H, D), or paged: "NHD" (num_pages, page_size,
         H, D), "HND" (num_pages, H, page_size, D); or (num_slots, W). Same format as the rows: bits
@@ -282,9 +283,9 @@ def gather_kv(
     k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`, of a quantised cache
     k_out, v_out : written in place, (T', H, D) and (T', H, Dv), T' >= T, or (T', W) with 2-D
         caches; None: allocated, zero where a slot is skipped
-    dtype : format of allocated outputs ("bf16", a NumPy dtype, ...). None: that of the other
+    dtype : format of allocated outputs ("bf16", a NumPy dtype, ...). None: as the other
         output, else the cache's if it is not quantised, else "bf16". The four-bit format of the
-        cache gives its rows as they are, as an ArrayView
+        cache gives its rows unchanged, as an ArrayView
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
@@ -489,37 +490,38 @@ class _CacheRowsPlan(Plan):
             rows = [alignment]
             for operand in operands.values():
                 rows += map(abs, operand.row_strides)
-            step = CODES_PER_THREAD if call.widest(rows) == 16 else 1
+            step = CODES_PER_THREAD if widest(rows) == 16 else 1
             specialisation = kernel.specialise(*self.formats_of(first), step)
         elif first.copies:
             widths = {f: n * operands[f].rows_format.itemsize for f, n in widths.items()}
             for operand in operands.values():
                 steps += [operand.rows_offset_bytes, operand.cache_offset_bytes]
-            step = call.widest((*widths.values(), *steps))
+            step = widest((*widths.values(), *steps))
             specialisation = kernel.specialise(step)
         else:
             word = min(16, PACK * max(first.rows_format.itemsize, first.cache_format.itemsize))
             whole = all([n % PACK == 0 for n in widths.values()])
-            step = PACK if whole and call.widest(steps) >= word else 1
+            step = PACK if whole and widest(steps) >= word else 1
             specialisation = kernel.specialise(*self.formats_of(first), step)
 
         num_rows = self.num_tokens * num_heads
-        call.require_countable(num_rows, self.slots_name)
+        require_countable(num_rows, self.slots_name)
         # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
-        taken, fewest = step * packs_per_thread, 1
+        elements_per_thread, min_lanes = step * packs_per_thread, 1
         if first.four_bit is not None and not first.copies:
             # Two packs of a thread share what finding its row costs. A group has a thread per pack,
             # and so has what is rotated together.
-            taken = 2 * CODES_PER_THREAD
-            fewest = max([operand.shared_elements for operand in operands.values()])
-            fewest //= CODES_PER_THREAD
-        geometry = call.spread(
-            num_rows, max(fewest, -(-max(widths.values()) // taken)), device.sm_count,
+            elements_per_thread = 2 * CODES_PER_THREAD
+            min_lanes = max([operand.shared_elements for operand in operands.values()])
+            min_lanes //= CODES_PER_THREAD
+        min_lanes = max(min_lanes, -(-max(widths.values()) // elements_per_thread))
+        geometry = spread(
+            num_rows, min_lanes, device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
         )  # fmt: skip
         params: dict[str, Any] = {
-            # A launch of V alone leaves reporting to that of K.
+            # A launch of V alone leaves reporting to K's.
             "operation": self.fault_id if "k" in operands else -1, "skip_slot": self.skip_slot,
             "slot_stride_bytes": slots.strides[0], "index_bytes": slots.itemsize,
             "num_slots": cache.num_slots, "num_rows": num_rows, "num_heads": num_heads,

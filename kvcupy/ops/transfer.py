@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import faults, formats, observe, reference, scratch
-from ..arrays import ArrayView, describe, overlap
+from ..arrays import ArrayView, describe, overlap, recast
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from . import by_reference, call, checks, transfer_kernels
-from .page_pairs import Existing, PagePairs, PageRuns, page_runs
-from .transfer_kernels import LayerPages, PageLaunch, longest_rows
+from .launch import require_countable
+from .transfer_kernels import LayerPages, PageLaunch, PagePairs, PageRuns, longest_rows
 
 __all__ = ["PagePairs", "PreparedTransfer", "prepare", "transfer_pages"]
 
@@ -115,7 +115,7 @@ def prepare(
 ) -> PreparedTransfer:  # fmt: skip
     """Check everything but the pages, for calls that differ in nothing else.
 
-    Arguments and errors are those of `transfer_pages`, in which the pools go by `names`.
+    Arguments and errors are as in `transfer_pages`, in which the pools go by `names`.
     """
     options = Options.checked(layers, method, max_blocks, convert)
     _require_pool(src_pool, names[0])
@@ -203,7 +203,7 @@ class TransferPlan:
             always = self._reachable and self._thresholds.prefers_kernels
             self._method = "kernel" if always else None
         self._launches: list[PageLaunch] | None = None
-        # Plans of one kind, such as those of a load's layers, choose the same for the same pages.
+        # Plans of one kind, such as for the layers of a load, choose the same for the same pages.
         self._kind = repr((
             device.name, direction, self._reachable, self._stageable,
             self._src.encoding, self._dst.encoding, self._src.num_pages, self._dst.num_pages,
@@ -314,17 +314,17 @@ class TransferPlan:
             return "staged"
         return "kernel" if self._reachable else "copy"
 
-    def _existing(self, pairs: PagePairs) -> Existing:
+    def _existing(self, pairs: PagePairs) -> transfer_kernels.Existing:
         return pairs.existing(self._src.num_pages, self._dst.num_pages)
 
     def _bind_kernels(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         launches = self._launches
         if launches is None:
             launches = [launch for transfer in self.transfers for launch in transfer.launches()]
-            self._most_pieces = max(launch.pieces_per_page for launch in launches)
+            self._max_pieces_per_page = max(launch.pieces_per_page for launch in launches)
             if not any(launch.provisional for launch in launches):
                 self._launches = launches
-        call.require_countable(pairs.count * self._most_pieces, "src_pages")
+        require_countable(pairs.count * self._max_pieces_per_page, "src_pages")
 
         def enqueue() -> None:
             lists, owners = pairs.on_device or pairs.lists(self.device, stream)
@@ -404,10 +404,9 @@ class TransferPlan:
 
 
 def _owned_by(pool: Any, view: ArrayView) -> ArrayView:
-    return ArrayView(
-        view.pointer, view.shape, view.strides, view.format, view.device,
-        library=view.library, owner=pool,
-    )  # fmt: skip
+    owned = recast(view, view.shape, view.strides, view.format)
+    owned.owner = pool
+    return owned
 
 
 def _repacks_first(device: Device, src: LayerPages, dst: LayerPages) -> bool:
@@ -535,15 +534,17 @@ class StagedTransfer:
         self.rows = longest_rows(_compact(self._far, 0, 2).parts, self._far.parts)
         self.reachable = transfer_kernels.reaches(device, *self._near)
 
-    def bind(self, pairs: Existing, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+    def bind(
+        self, pairs: transfer_kernels.Existing, stream: Stream, keep: Sequence[object]
+    ) -> _Enqueue:
         """Borrow a buffer and prepare its kernels; return what enqueues the transfer.
 
         CompileError or DeviceError if there is no kernel, or no memory for the buffer.
         """
-        most_pages = max(1, min(pairs.count, STAGING_BYTES // self._page_bytes))
-        num_bytes = most_pages * self._page_bytes + len(self._far.arrays) * _ALIGNMENT
+        max_pages = max(1, min(pairs.count, STAGING_BYTES // self._page_bytes))
+        num_bytes = max_pages * self._page_bytes + len(self._far.arrays) * _ALIGNMENT
         buffer = scratch.borrow(self._device, num_bytes, stream)
-        launches, copies = self._through(buffer, most_pages)
+        launches, copies = self._through(buffer, max_pages)
         kept = (*keep, buffer)
 
         def repack(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
@@ -553,14 +554,14 @@ class StagedTransfer:
 
         def enqueue() -> None:
             order = np.argsort(pairs.dst if self._repacks_first else pairs.src, kind="stable")
-            for start in range(0, pairs.count, most_pages):
-                part = order[start : start + most_pages]
+            for start in range(0, pairs.count, max_pages):
+                part = order[start : start + max_pages]
                 src, dst, buffered = pairs.src[part], pairs.dst[part], np.arange(len(part))
                 if self._repacks_first:
                     repack(src, buffered)
-                    copies.copy(page_runs(buffered, dst), stream, kept)
+                    copies.copy(transfer_kernels.page_runs(buffered, dst), stream, kept)
                 else:
-                    copies.copy(page_runs(src, buffered), stream, kept)
+                    copies.copy(transfer_kernels.page_runs(src, buffered), stream, kept)
                     repack(buffered, dst)
 
         return enqueue
@@ -699,7 +700,7 @@ class PoolPages:
 
     @classmethod
     def of(cls, pool: Any) -> PoolPages:
-        """Describe a pool, and keep nothing of it alive."""
+        """Describe a pool, without keeping it alive."""
         on_device = pool.placement == "device"
         return cls(tuple([
             (group.layers, LayerPages.of(group.parts, group.scale_parts, on_device=on_device))

@@ -1,4 +1,4 @@
-"""The kernels of a transfer: how pages are cut into rows, their Params, and their launches.
+"""The kernels of a transfer: page lists, pages cut into rows, Params, and launches.
 
 A page of a pool is at most three nested axes of rows (layers, offsets, heads), each contiguous in
 both pools. Rows of K and V are copied by one launch and their scales by another; a conversion takes
@@ -16,16 +16,211 @@ from typing import Any
 
 import numpy as np
 
-from .. import faults, formats
-from ..arrays import ArrayView, bytes_of
+from .. import faults, formats, scratch
+from ..arrays import ArrayView, array_at, bytes_of, contiguous_strides, recast, view
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
-from . import call
-from .page_pairs import Lists, PageRuns
+from . import checks
+from .launch import Launch, require_countable, verified, widest
 from .store import CODES_PER_THREAD, PACK, WORDS
 
 _Numbers = np.ndarray[Any, Any]
 _Params = dict[str, int]  # fields of a Params struct, `rows.num_pieces` of a nested one
+
+# --- Page lists -----------------------------------------------------------------------------------
+
+_NAMES = ("src_pages", "dst_pages")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Page lists as kernels read them: address, byte stride, and bytes of an index."""
+
+    count: int
+    src: tuple[int, int, int]
+    dst: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class PageRuns:
+    """Runs of pages that are consecutive in both pools, in the order of their targets.
+
+    Attributes
+    ----------
+    src, dst : int64 (runs,), the first page of each run
+    lengths : int64 (runs,), how many pages
+    """
+
+    src: _Numbers
+    dst: _Numbers
+    lengths: _Numbers
+
+
+def page_runs(src: _Numbers, dst: _Numbers) -> PageRuns:
+    """Return the runs of pairs of pages, all of which exist.
+
+    >>> page_runs(np.array([7, 3, 6]), np.array([2, 9, 1])).lengths
+    array([2, 1])
+    """
+    order = np.argsort(dst, kind="stable")
+    src, dst = src[order], dst[order]
+    breaks = (np.diff(src) != 1) | (np.diff(dst) != 1)
+    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(src)), bool), breaks]))
+    lengths = np.diff(np.append(starts, len(src)))
+    return PageRuns(src[starts], dst[starts], lengths)
+
+
+class Existing:
+    """Pairs of pages that exist in both pools: int64 host arrays."""
+
+    def __init__(self, src: _Numbers, dst: _Numbers) -> None:
+        self.src, self.dst = src, dst
+        self.count = len(src)
+
+    @cached_property
+    def runs(self) -> PageRuns:
+        """The pairs as runs of pages that are consecutive in both pools."""
+        return page_runs(self.src, self.dst)
+
+
+class PagePairs:
+    """Pairs of pages: the source of each, and its target.
+
+    Parameters
+    ----------
+    src_pages, dst_pages : int32 or int64 (N,), or sequences of ints
+    names : argument names of both, for errors
+
+    Attributes
+    ----------
+    count : N
+    views : ArrayViews of both lists
+    src, dst : both as int64 (N,) host arrays, or None where they are in GPU memory
+    on_device : what `lists` returned, or None before its first call
+    methods : the methods that were chosen for these pages, by kind of transfer
+
+    Raises
+    ------
+    TypeError, ValueError : a list does not fit, or they differ in length
+    """
+
+    def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
+        src, self.src = _page_list(src_pages, names[0])
+        dst, self.dst = _page_list(dst_pages, names[1])
+        self.views = (src, dst)
+        self.count = src.shape[0]
+        if dst.shape[0] != self.count:
+            raise ValueError(
+                f"{names[1]}: expected {self.count} like {names[0]}, got {dst.shape[0]}"
+            )
+        self.on_device: tuple[Lists, tuple[object, ...]] | None = None
+        self._existing: dict[tuple[int, int], Existing] = {}
+        self.methods: dict[object, str] = {}
+
+    @classmethod
+    def of_arrays(cls, src: _Numbers, dst: _Numbers) -> PagePairs:
+        """Return the pairs of two contiguous int64 (N,) host arrays.
+
+        The arrays are neither checked nor copied: they must not change until the transfers are
+        done.
+        """
+        pairs = cls.__new__(cls)
+        pairs.views = (_view_of(src), _view_of(dst))
+        pairs.count, pairs.src, pairs.dst = len(src), src, dst
+        pairs.on_device, pairs._existing, pairs.methods = None, {}, {}
+        return pairs
+
+    def lists(self, device: Device, stream: Stream) -> tuple[Lists, tuple[object, ...]]:
+        """Return the lists where kernels of `device` read them, and what keeps them alive.
+
+        Lists that kernels cannot reach are uploaded on `stream`, once. All calls are for one device
+        and one stream.
+        """
+        if self.on_device is None:
+            keep: tuple[object, ...] = self.views
+            places: list[tuple[int, int, int]] = []
+            unreachable = []
+            for i, v in enumerate(self.views):
+                address = device.address(v)
+                places.append((address or 0, v.strides[0], v.itemsize))
+                if address is None:
+                    unreachable.append(i)
+            if unreachable:
+                uploaded = upload([self.on_host(_NAMES[i]) for i in unreachable], device, stream)
+                keep = (*keep, uploaded)
+                for row, i in enumerate(unreachable):
+                    places[i] = (uploaded.pointer + row * uploaded.strides[0], 8, 8)
+            self.on_device = Lists(self.count, *places), keep
+        return self.on_device
+
+    def existing(self, src_count: int, dst_count: int) -> Existing:
+        """Return the pairs whose pages exist in pools of `src_count` and `dst_count` pages."""
+        key = src_count, dst_count
+        if key not in self._existing:
+            src, dst = self.on_host("src_pages"), self.on_host("dst_pages")
+            exist = (src >= 0) & (dst >= 0) & (src < src_count) & (dst < dst_count)
+            if not exist.all():
+                src, dst = src[exist], dst[exist]
+            self._existing[key] = Existing(src, dst)
+        return self._existing[key]
+
+    def on_host(self, name: str) -> _Numbers:
+        """Return a list as host array; ValueError if it is in GPU memory."""
+        pages = self.src if name == _NAMES[0] else self.dst
+        if pages is None:
+            raise ValueError(
+                f"{name}: expected an array of the host, which the call can read, got one on "
+                f'{self.views[_NAMES.index(name)].device}; method "kernel" takes it'
+            )
+        return pages
+
+
+def upload(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView:
+    """Upload host lists to where kernels of `device` read them, in one copy on `stream`.
+
+    Parameters
+    ----------
+    lists : int64 (N,) each; they may change as soon as this returns
+
+    Returns
+    -------
+    ArrayView : int64 (lists, N), borrowed memory, returned when the view is dropped
+    """
+    shape = len(lists), len(lists[0])
+    num_bytes = 8 * shape[0] * shape[1]
+    pinned = scratch.borrow(device, num_bytes, stream, pinned=True)
+    rows = array_at(pinned.owner, pinned.pointer, shape, np.dtype(np.int64))
+    for row, values in zip(rows, lists, strict=True):
+        row[...] = values
+    uploaded = scratch.borrow(device, num_bytes, stream)
+    device.copy(uploaded, pinned, stream=stream)
+    return recast(uploaded, shape, contiguous_strides(shape, 8), "int64")
+
+
+def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
+    """Check a page list; return a view of it, and an int64 host array, None for GPU memory."""
+    if isinstance(pages, (list, tuple, range)):
+        if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
+            for page in pages:
+                checks.require_int(page, name)
+        try:
+            array = np.array(pages, np.int64)
+        except OverflowError:
+            raise ValueError(f"{name}: expected 64-bit ints, got {pages!r}") from None
+        return _view_of(array), array
+    v = view(pages, name)
+    checks.indices(v, name)
+    checks.require_aligned([(name, v)])
+    if v.device != "host":
+        return v, None
+    array = array_at(v.owner, v.pointer, v.shape, np.dtype(v.format), v.strides)
+    return v, array.astype(np.int64)
+
+
+def _view_of(array: _Numbers) -> ArrayView:
+    pointer = array.__array_interface__["data"][0]
+    return ArrayView(pointer, array.shape, array.strides, "int64", "host", owner=array)
+
 
 # --- Pages as rows --------------------------------------------------------------------------------
 
@@ -56,7 +251,7 @@ class LayerPages:
     def of(
         cls, parts: Iterable[ArrayView], scales: Iterable[ArrayView], *, on_device: bool
     ) -> LayerPages:
-        """Describe views of a pool, and keep nothing of it alive."""
+        """Describe views of a pool, without keeping it alive."""
         views = tuple(parts)
         by_address, scales = (
             tuple(bytes_of(v).without_owner() for v in own) for own in (views, scales)
@@ -75,7 +270,7 @@ class LayerPages:
 
     @property
     def encoding(self) -> tuple[str, tuple[int, ...]]:
-        """What the bytes of the parts mean: pages of one encoding are copied as they are."""
+        """What the bytes of the parts mean: pages of one encoding are copied bit for bit."""
         return self.format, self.rotated_widths
 
     @property
@@ -117,7 +312,7 @@ class LayerPages:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of K and V in a page, without scales other than those of groups."""
+        """Bytes of K and V in a page, without scales other than of groups."""
         return sum(v.size // v.shape[0] * v.itemsize for v in self.parts)
 
     def layers(self, layers: slice) -> LayerPages:
@@ -169,7 +364,7 @@ class Rows:
     @property
     def word_bytes(self) -> int:
         """The widest word (16, 8, 4, 2 or 1 bytes) in which all rows can be copied."""
-        return call.widest((*self.row_bytes, self.alignment(range(len(self.addresses)))))
+        return widest((*self.row_bytes, self.alignment(range(len(self.addresses)))))
 
     def alignment(self, arrays: Iterable[int]) -> int:
         """Return the widest word to which all rows of some of the arrays are aligned."""
@@ -177,7 +372,7 @@ class Rows:
         for i in arrays:
             steps = [axis.strides[i] for axis in self.axes if axis.count > 1]
             offsets += [self.addresses[i], self.page_strides[i], *steps]
-        return call.widest(abs(n) for n in offsets)
+        return widest(abs(n) for n in offsets)
 
     def count_pieces(self, num_pages: int, num_runs: int) -> tuple[int, int]:
         """Return how many contiguous pieces some pages have, and the bytes of one on average."""
@@ -253,7 +448,7 @@ def _row_addresses(rows: Rows, array: int, pages: _Numbers) -> _Numbers:
 
 
 def _all_pages(first: _Numbers, page_stride: int, lengths: _Numbers) -> _Numbers:
-    """Return the rows of all pages of runs, from those of the first page of each."""
+    """Return the rows of all pages of runs, from the rows of the first page of each."""
     if (lengths == 1).all():
         return first
     page_of_run = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -412,7 +607,7 @@ def reaches(device: Device, *pages: LayerPages) -> bool:
     return all(device.address(v) is not None for own in pages for v in own.arrays)
 
 
-class PageLaunch(call.Launch):
+class PageLaunch(Launch):
     """A launch that lacks only the page lists.
 
     Parameters
@@ -480,7 +675,7 @@ def launches(
             copies.append(_copy(device, *scales, pages, max_blocks, False, alignment))
         return copies
 
-    return call.verified(device, make, 0)
+    return verified(device, make, 0)
 
 
 def _copy(
@@ -488,7 +683,7 @@ def _copy(
     num_pages: tuple[int, int], max_blocks: int, reports: bool, alignment: int,
 ) -> PageLaunch:  # fmt: skip
     rows = _addressed(longest_rows(sources, targets), device, (*sources, *targets))
-    word = call.widest((rows.word_bytes, alignment))
+    word = widest((rows.word_bytes, alignment))
     words = [n // word for n in rows.row_bytes]
     longest = max(words)
     lanes = _lanes(longest, device.warp_lanes)
@@ -527,13 +722,13 @@ def _convert(
     num_parts, widths = len(src.parts), src.widths
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
     alignments = {
-        side: call.widest((rows.alignment(range(i, i + num_parts)), alignment))
+        side: widest((rows.alignment(range(i, i + num_parts)), alignment))
         for side, _, _, i in sides
     }
-    kernels, fewest = CONVERT, 1
+    kernels, min_lanes = CONVERT, 1
     packed: _Params = {}
     if src.four_bit is None and dst.four_bit is None:
-        elements = taken = next(
+        elements = elements_per_lane = next(
             count for count in pack_sizes(source)
             if count == 1 or (all(n % count == 0 for n in widths) and all(
                 alignments[side] >= min(16, count * format.itemsize)
@@ -543,14 +738,14 @@ def _convert(
     else:
         kernels = TO_FOUR_BIT if dst.four_bit else FROM_FOUR_BIT
         others = [alignments[side] for side, pages, _, _ in sides if pages.four_bit is None]
-        taken = CODES_PER_THREAD
+        elements_per_lane = CODES_PER_THREAD
         elements = CODES_PER_THREAD if others in ([], [16]) else 1
         for side, pages, _, _ in sides:
             if pages.four_bit is not None:
                 packed |= pages.four_bit_params(side, alignments[side])
-                fewest = max(fewest, pages.shared_elements // CODES_PER_THREAD)
-        fewest = min(fewest, device.warp_lanes)
-    lanes = max(fewest, _lanes(-(-max(widths) // taken), device.warp_lanes))
+                min_lanes = max(min_lanes, pages.shared_elements // CODES_PER_THREAD)
+        min_lanes = min(min_lanes, device.warp_lanes)
+    lanes = max(min_lanes, _lanes(-(-max(widths) // elements_per_lane), device.warp_lanes))
 
     params = {
         "k_width": widths[0],
@@ -580,7 +775,7 @@ def _rows_params(
     rows: Rows, pieces_per_row: int, lanes: int, num_pages: tuple[int, int], reports: bool
 ) -> _Params:
     """Return the fields of a `TransferRows` that do not depend on the page lists."""
-    call.require_countable(rows.rows_per_page * pieces_per_row, "src_pool")
+    require_countable(rows.rows_per_page * pieces_per_row, "src_pool")
     counts = [1] * (3 - len(rows.axes)) + [axis.count for axis in rows.axes]
     params = {"rows.lane_shift": lanes.bit_length() - 1}
     for name, n in (

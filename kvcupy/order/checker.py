@@ -9,13 +9,12 @@ call, which is behind all that the host was behind. Work that is not behind earl
 bytes, while one of the two writes, is reported before it is issued: whichever order the streams
 take this time, the program does not say which it must be.
 
-What is remembered is the work that the host is not behind yet, by the addresses that it touches.
+The checker remembers work that the host has not synchronised with yet, by the addresses touched.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import threading
 import time
@@ -25,9 +24,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import islice
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -37,11 +34,12 @@ from .. import devices, observe, streams
 from ..arrays import ArrayView, Memory, array_at, contiguous_strides, view
 from ..errors import KvcupyError, OrderError, OrderWarning
 from ..formats import numpy_dtype
-from ..observe import Access, Operation, Slots
-from .byte_ranges import ByteRanges
+from ..observe import Access, DerivedSlots, Operation
+from .callers import names_of_streams, site, stack_level, users_frames, variables_of
 from .history import (
     HOST,
     Actor,
+    ByteRanges,
     Clock,
     Histories,
     Lifetime,
@@ -57,10 +55,7 @@ _ACTIONS = ("raise", "record", "warn")
 _Result = TypeVar("_Result")
 _KINDS = {(True, False): "RAW", (False, True): "WAR", (True, True): "WAW"}  # first, second writes
 _MAX_SNAPSHOT_BYTES = 1 << 20
-_MAX_NAMING_FRAMES = 8
 _WAIT_S = 0.2  # for work that produces an index array
-_PACKAGE = str(Path(__file__).parents[1])
-_LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).parent))
 
 # --- Reports --------------------------------------------------------------------------------------
 
@@ -297,12 +292,12 @@ class OrderChecker(observe.OrderObserver):
 
     @property
     def _muted(self) -> bool:
-        """Whether what this thread does is the checker's own, or cannot be placed."""
+        """Whether recording is suspended on this thread."""
         return getattr(self._thread, "muted", False)
 
     @contextmanager
     def _running(self, running: Running | None) -> Iterator[None]:
-        """Let this thread act for a stream, in a host function; None: for nobody."""
+        """Let this thread act for a stream, in a host function; None: record nothing."""
         thread = self._thread
         before = getattr(thread, "muted", False), getattr(thread, "running", None)
         thread.muted, thread.running = running is None, running
@@ -421,7 +416,7 @@ class OrderChecker(observe.OrderObserver):
         else:
             stream_name, weak = stream.name, ref(stream)
         return Work(
-            operation.name, stream_name, weak, _site(sys._getframe(1)), point,
+            operation.name, stream_name, weak, site(sys._getframe(1)), point,
             operation.keeps_arrays, operation.copies_bytes, threading.get_ident(),
         )  # fmt: skip
 
@@ -482,7 +477,7 @@ class OrderChecker(observe.OrderObserver):
         if self.action == "raise":
             raise OrderError(report)
         if self.action == "warn":
-            warnings.warn(OrderWarning(report), stacklevel=_depth(sys._getframe()))
+            warnings.warn(OrderWarning(report), stacklevel=stack_level(sys._getframe()))
 
     # Lifetimes.
 
@@ -584,16 +579,16 @@ class OrderChecker(observe.OrderObserver):
 
         They may be tables, in which later work finds its slots.
         """
-        of, to = source.access.view, target.access.view
+        src, dst = source.access.view, target.access.view
         num_bytes = source.high - source.low
-        if "int" not in of.format or num_bytes > _MAX_SNAPSHOT_BYTES:
+        if "int" not in src.format or num_bytes > _MAX_SNAPSHOT_BYTES:
             return None
-        if of.device != "host" or num_bytes != target.high - target.low:
+        if src.device != "host" or num_bytes != target.high - target.low:
             return None
-        for v in (of, to):
+        for v in (src, dst):
             if v.strides != contiguous_strides(v.shape, v.itemsize):
                 return None
-        contents = self._contents(of, inside)
+        contents = self._contents(src, inside)
         return None if contents is None else contents.tobytes()
 
     def _passed(self, writer: Touch) -> bool:
@@ -619,7 +614,7 @@ class OrderChecker(observe.OrderObserver):
 
 
 class _Lacking(Exception):
-    """Device, low and high end of addresses whose contents are not at hand, and who writes them."""
+    """Device, low and high end of addresses whose contents are not read yet, and the last write."""
 
 
 def _nothing() -> None:
@@ -636,13 +631,26 @@ def _conflict(first: Touch, second: Touch) -> str | None:
     return _KINDS.get((first.writes, second.writes))
 
 
+def _edge(kind: str, first: Touch, second: Touch) -> str:
+    """Return the line of code that would order two accesses, with the names of the caller."""
+    earlier_name, later_name = names_of_streams(first.work, second.work)
+    if kind == "use after free":
+        array = first.access.name or "array"
+        return f"kv.keep_alive({array}, {earlier_name})  # before {array} is dropped"
+    if second.work.point.actor is HOST:
+        return f"{earlier_name}.synchronize()"
+    if first.work.point.actor is HOST:
+        return f"{later_name}.synchronize()  # before {first.work.site}"
+    return f"{later_name}.wait({earlier_name})"
+
+
 def _without_owners(access: Access) -> Access:
     """Return an access whose views keep nothing alive."""
     slots = access.slots
     if isinstance(slots, ArrayView):
         slots = slots.without_owner()
     elif slots is not None:
-        slots = Slots(tuple([v.without_owner() for v in slots.arrays]), slots.choose)
+        slots = DerivedSlots(tuple([v.without_owner() for v in slots.arrays]), slots.choose)
     return Access(
         access.view.without_owner(), slots, access.page_size, access.offset_axis, access.name,
         access.axes, access.skip_slot,
@@ -670,107 +678,6 @@ def _root(owner: Any) -> Any:
         owner = inner
 
 
-# --- Where in the user's code ---------------------------------------------------------------------
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Return whether a call is neither kvcupy's own nor torch's, whose dispatcher calls operators.
-
-    torch, which may not have been imported, is told by the names of its modules.
-    """
-    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return module != "torch" and not frame.f_code.co_filename.startswith(_LIBRARY)
-
-
-def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a call that are the user's, innermost first."""
-    while frame is not None:
-        if _is_users(frame):
-            yield frame
-        frame = frame.f_back
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of a function by name.
-
-    Before Python 3.13 a frame keeps the dict that it was asked for, and with it every array.
-    """
-    asked = frame.f_locals
-    variables = dict(asked)
-    if type(asked) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        asked.clear()
-    return variables
-
-
-def _site(frame: FrameType) -> str:
-    """Return file and line of the user's innermost call."""
-    user = next(_users_frames(frame), frame)
-    return f"{user.f_code.co_filename}:{user.f_lineno}"
-
-
-def _depth(frame: FrameType | None) -> int:
-    """Return the stack level of the user's innermost frame, for a warning issued in `frame`."""
-    depth = 1
-    while frame is not None and not _is_users(frame):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
-def _edge(kind: str, first: Touch, second: Touch) -> str:
-    """Return the line of code that would order two accesses, with the names of the caller."""
-    earlier_name, later_name = _names_of(first.work, second.work)
-    if kind == "use after free":
-        array = first.access.name or "array"
-        return f"kv.keep_alive({array}, {earlier_name})  # before {array} is dropped"
-    if second.work.point.actor is HOST:
-        return f"{earlier_name}.synchronize()"
-    if first.work.point.actor is HOST:
-        return f"{later_name}.synchronize()  # before {first.work.site}"
-    return f"{later_name}.wait({earlier_name})"
-
-
-def _names_of(*works: Work) -> list[str]:
-    """Return what the caller's code calls the streams: variables, attributes, else their names.
-
-    The innermost function that knows all of them decides.
-    """
-    names: list[list[str]] = []
-    asked = [stream for work in works if (stream := work.stream()) is not None]
-    for frame in islice(_users_frames(sys._getframe()), _MAX_NAMING_FRAMES):
-        names.append([_name_in(frame, stream) for stream in asked])
-    best = max(names, key=lambda own: sum(map(bool, own)), default=[])
-    chosen = dict(zip(map(id, asked), best, strict=False))
-    return [
-        chosen.get(id(work.stream())) or re.sub(r"\W+", "_", work.stream_name) for work in works
-    ]
-
-
-def _name_in(frame: FrameType, stream: Any) -> str:
-    """Return what a function calls a stream; empty if it has no name for it."""
-    variables = _variables(frame)
-    for name, value in (*variables.items(), *frame.f_globals.items()):
-        if _is_stream(value, stream):
-            return str(name)
-    for name, value in variables.items():
-        for attribute, held in list(getattr(value, "__dict__", {}).items()):
-            if _is_stream(held, stream):
-                return f"{name}.{attribute}"
-    return ""
-
-
-def _is_stream(value: Any, stream: Any) -> bool:
-    """Return whether a variable holds a stream, as kvcupy's or another library's object."""
-    if value is stream:
-        return True
-    kind = type(value)
-    if hasattr(kind, "identity") and hasattr(kind, "record"):
-        return bool(value.identity == stream.identity)
-    for pointer in ("cuda_stream", "ptr"):  # of torch, of CuPy
-        if hasattr(kind, pointer) and hasattr(kind, "wait_event"):
-            return bool(getattr(value, pointer) == getattr(stream, "pointer", None))
-    return False
-
-
 # --- What users call ------------------------------------------------------------------------------
 
 
@@ -791,16 +698,16 @@ def order_checker(action: str = "raise") -> Iterator[OrderChecker]:
 
     Raises
     ------
-    ValueError : `action` is none of these
+    ValueError : there is no such action
     OrderError : from the calls in the block, with `.report`
 
     Notes
     -----
     Work is ordered by its stream; by events and waits for streams; by what the host has waited for
     or found done; within a graph as it was captured. An operation counts with the bytes that it
-    touches: other pages, slots, heads, halves and layers do not conflict. What other libraries, or
-    host functions, do with arrays is announced with `kv.declare`. The host's own accesses are those
-    of `to_numpy`, of work on the calling thread, and what is declared there.
+    touches: other pages, slots, heads, halves and layers do not conflict. Announce accesses of
+    other libraries and of host functions with `kv.declare`. Accesses of the host are `to_numpy`,
+    work on the calling thread, and blocks declared there.
     Slots and pages are read from the index arrays, or followed through the copies that write them.
     Where a kernel that is still running computes them, the checker waits for it, up to 0.2 s, and
     leaves out what it cannot know (`.unresolved`). Index arrays on a GPU are read in the order of
@@ -873,8 +780,8 @@ class declare:
     def __enter__(self) -> None:
         stack = ExitStack()
         if observe.observers:
-            frame = next(_users_frames(sys._getframe(1)), None)
-            variables = {} if frame is None else _variables(frame)
+            frame = next(users_frames(sys._getframe(1)), None)
+            variables = {} if frame is None else variables_of(frame)
             reads, writes = (
                 tuple([a for x in arrays for a in _accesses(x, argument, variables)])
                 for argument, arrays in (("reads", self._reads), ("writes", self._writes))

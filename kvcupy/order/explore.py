@@ -69,9 +69,9 @@ class ExploreResult:
     Attributes
     ----------
     outcomes : each different outcome, and of how many schedules
-    failures : one for each outcome that is not that of program order, or that is an exception
+    failures : one for each outcome that differs from program order, or is an exception
     seed : of the first schedule; each further one has the next number
-    schedules : how many were run, those of the search for shorter ones left out
+    schedules : how many were run, without the search for shorter ones
     exhaustive : whether these are all that there are
     """
 
@@ -90,7 +90,7 @@ class ExploreResult:
 
 
 class _Chooser:
-    """Makes the choices of one schedule: those of a prefix, then by `strategy`; notes them."""
+    """Makes and notes the choices of one schedule: a prefix, then by `strategy`."""
 
     def __init__(self, prefix: Sequence[int], strategy: Callable[[list[int]], int]) -> None:
         self._prefix, self._strategy = prefix, strategy
@@ -366,7 +366,7 @@ def explore(
     Raises
     ------
     ValueError : `schedules` is less than 1
-    TypeError : the program returns what cannot be compared
+    TypeError : the program is no function, or returns what cannot be compared
 
     Notes
     -----
@@ -398,6 +398,8 @@ def explore(
     >>> explore(program, replay=result.failures[0]).ok
     False
     """
+    if not callable(program):
+        raise TypeError(f"program: expected a function of a device, got {program!r}")
     if schedules is not None:
         _require_int(schedules, "schedules")
         if schedules < 1:
@@ -465,7 +467,7 @@ def _run(
 
 
 def _next_prefix(chooser: _Chooser) -> list[int] | None:
-    """Return the choices after those of a run, in lexical order; None after the last."""
+    """Return the next choices after a run's, in lexical order; None after the last."""
     choices, counts = chooser.choices, chooser.counts
     for at in reversed(range(len(choices))):
         if choices[at] + 1 < counts[at]:

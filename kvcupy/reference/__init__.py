@@ -19,17 +19,25 @@ from .four_bit import (
     hadamard,
     quantise_rows,
 )
-from .indexing import fill_slot_mapping, find_duplicate_slots, page_table_csr, slot_mapping
+from .pages import (
+    fill_slot_mapping,
+    find_duplicate_slots,
+    page_table_csr,
+    slot_mapping,
+    transfer_pages,
+)
 from .rope import (
     apply_rope,
     cos_sin,
     pair_axes,
     position_faults,
+    rope_frequencies,
+    rope_rows,
     rope_store_kv,
     rope_store_mla,
+    rope_table,
     rotate,
 )
-from .rope_table import rope_frequencies, rope_rows, rope_table
 from .store import (
     copy_pages,
     divide,
@@ -39,7 +47,6 @@ from .store import (
     store_kv,
     store_mla,
 )
-from .transfer import transfer_pages
 
 __all__ = [
     "FORMAT_OF_DTYPE", "FOUR_BIT", "LIMIT", "FourBitRows", "apply_rope", "bits_of", "copy_pages",

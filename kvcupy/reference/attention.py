@@ -29,16 +29,11 @@ def rotate_keys(
 
     Parameters
     ----------
-    rows
-        ``(n, H, D)``.
-    table
-        ``(max_positions, rotary_dim)``: cosines of the pairs, then sines.
-    positions
-        ``(n,)``; a position outside the table counts as its first or last.
-    interleaved
-        Whether pairs are neighbours, instead of halves apart.
-    start
-        The first element that is rotated.
+    rows : ``(n, H, D)``
+    table : ``(max_positions, rotary_dim)``: cosines of the pairs, then sines
+    positions : ``(n,)``; a position outside the table counts as its first or last
+    interleaved : whether pairs are neighbours, instead of halves apart
+    start : the first element that is rotated
     """
     pairs = table.shape[1] // 2
     angles = table[np.clip(positions, 0, len(table) - 1)].astype(np.float64)[:, None]
@@ -62,17 +57,12 @@ def sees(
 
     Parameters
     ----------
-    key
-        The positions of keys, ``(n,)``.
-    position
-        The positions of queries, ``(T, 1)``.
-    new_from
-        The first key that a tree mask is about: the position of the first query of the sequence, or
-        one before it.
-    window, first_keys
-        Keys at ``position - window`` and before are hidden, except the first ones.
-    tree
-        The rows of the tree mask, ``tree[t, c]`` for query t and the new key c. It alone decides
+    key : the positions of keys, ``(n,)``
+    position : the positions of queries, ``(T, 1)``
+    new_from : the first key that a tree mask is about: the position of the first query of the
+        sequence, or one before it
+    window, first_keys : keys at ``position - window`` and before are hidden, except the first ones
+    tree : the rows of the tree mask, ``tree[t, c]`` for query t and the new key c. It alone decides
         about new keys; those past its end are hidden.
     """
     seen = np.ones((len(position), len(key)), bool)
@@ -98,14 +88,10 @@ def _attend(
 
     Parameters
     ----------
-    scores
-        ``(H, T, G, n)``: of the G query heads that read KV head h.
-    values
-        ``(n, H, Dv)``.
-    visible
-        ``(T, n)``. What a query does not see counts for nothing, even NaN.
-    sinks
-        Logits that join the denominator, ``(H, 1, G)``.
+    scores : ``(H, T, G, n)``: of the G query heads that read KV head h
+    values : ``(n, H, Dv)``
+    visible : ``(T, n)``. What a query does not see counts for nothing, even NaN.
+    sinks : logits that join the denominator, ``(H, 1, G)``
 
     Returns
     -------
@@ -166,42 +152,28 @@ def paged_attention(
 
     Parameters
     ----------
-    query
-        ``(T, Hq, D)``: ``query_lens[b]`` rows of each sequence b, in order.
-    k_cache, v_cache
-        ``(pages, page_size, H, D)`` and ``(.., Dv)``, or ``(pages, H, page_size, D)`` with
-        `layout` ``"HND"``. Query head h reads KV head ``h // (Hq / H)``.
-    block_table
-        ``(B, max_pages)``, the pages of each sequence in order. Keys of a negative page, or of a
-        page past the end of the cache, are not visible.
-    seq_lens
-        ``(B,)``, in tokens, new ones included.
-    query_lens
-        ``(B,)``, new tokens; None: one per sequence.
-    sm_scale
-        What ``q . k`` is multiplied by; None: ``1 / sqrt(D)``.
-    causal, window, tree_mask
-        See `sees`; `tree_mask` is bool ``(T, C)``.
-    sink_tokens
-        How many first keys stay visible past the window.
-    sinks
-        ``(Hq,)``, a logit per head that joins the denominator.
-    logits_soft_cap
-        Scores become ``cap * tanh(score / cap)``.
-    k_scale, v_scale, k_scale_cache, v_scale_cache
-        As in `store_kv`; a value is ``stored * scale``, rounded to float32.
-    evicted_starts, evicted_lens
-        ``(B,)``, the evicted span of each sequence: keys from position ``evicted_starts[b]`` on are
-        stored ``evicted_lens[b]`` slots further on.
-    key_starts
-        ``(B,)``: keys before this one are not visible.
-    tree_lens
-        ``(B,)``: how many of the last keys `tree_mask` decides about; 0: the sequence has no
-        mask. None: `query_lens`.
-    rope_table, interleaved, rotary_start
-        Rotate each key by its position before the score, see `rotate_keys`.
-    tree_positions
-        ``(B, C)``: the positions that rotate the keys which `tree_mask` decides about.
+    query : ``(T, Hq, D)``: ``query_lens[b]`` rows of each sequence b, in order
+    k_cache, v_cache : ``(pages, page_size, H, D)`` and ``(.., Dv)``, or ``(pages, H, page_size,
+        D)`` with `layout` ``"HND"``. Query head h reads KV head ``h // (Hq / H)``.
+    block_table : ``(B, max_pages)``, the pages of each sequence in order. Keys of a negative page,
+        or of a page past the end of the cache, are not visible.
+    seq_lens : ``(B,)``, in tokens, new ones included
+    query_lens : ``(B,)``, new tokens; None: one per sequence
+    sm_scale : what ``q . k`` is multiplied by; None: ``1 / sqrt(D)``.
+    causal, window, tree_mask : see `sees`; `tree_mask` is bool ``(T, C)``
+    sink_tokens : how many first keys stay visible past the window
+    sinks : ``(Hq,)``, a logit per head that joins the denominator
+    logits_soft_cap : scores become ``cap * tanh(score / cap)``
+    k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`; a value is ``stored *
+        scale``, rounded to float32
+    evicted_starts, evicted_lens : ``(B,)``, the evicted span of each sequence: keys from position
+        ``evicted_starts[b]`` on are stored ``evicted_lens[b]`` slots further on
+    key_starts : ``(B,)``: keys before this one are not visible
+    tree_lens : ``(B,)``: how many of the last keys `tree_mask` decides about; 0: the sequence has
+        no mask. None: `query_lens`.
+    rope_table, interleaved, rotary_start : rotate each key by its position before the score, see
+        `rotate_keys`
+    tree_positions : ``(B, C)``: the positions that rotate the keys which `tree_mask` decides about
 
     Returns
     -------
@@ -298,10 +270,9 @@ def merge_states(
 
     Parameters
     ----------
-    out_a, lse_a, out_b, lse_b
-        Two states, ``(T, Hq, Dv)`` and ``(T, Hq)``; or N of them in the first two, ``(N, ...)``.
-    lse_base
-        ``"e"`` or ``"2"``, of the logarithms in and out.
+    out_a, lse_a, out_b, lse_b : two states, ``(T, Hq, Dv)`` and ``(T, Hq)``; or N of them in the
+        first two, ``(N, ...)``
+    lse_base : ``"e"`` or ``"2"``, of the logarithms in and out
 
     Returns
     -------

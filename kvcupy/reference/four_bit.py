@@ -1,7 +1,7 @@
 """The four-bit formats: two codes a byte, and a scale for each group of elements of a row.
 
 All arithmetic is float32, step by step, each step rounded once, to nearest even, so that a kernel
-can give the same bits. For a group of a row, with `scale` that of the tensor or head:
+can give the same bits. For a group of a row, with the `scale` of the tensor or head:
 
 1. x: the elements as float32, NaN as 0; absmax: the largest magnitude, at most the largest float32
 2. divisor = float32(limit * scale), with the largest code as limit: 6, or 7 of int4
@@ -84,14 +84,10 @@ class FourBitRows:
 
     Parameters
     ----------
-    codes
-        uint8 ``(..., D / 2)``, element 2i in the low nibble of byte i.
-    scales
-        The bits of the group scales, ``(..., D / group)``: uint8, or uint16 for fp16.
-    rotated_width
-        The first elements of a row, which are stored rotated.
-    scale_rule
-        How groups get their scales: "absmax" or "four_over_six".
+    codes : uint8 ``(..., D / 2)``, element 2i in the low nibble of byte i
+    scales : the bits of the group scales, ``(..., D / group)``: uint8, or uint16 for fp16
+    rotated_width : the first elements of a row, which are stored rotated
+    scale_rule : how groups get their scales: "absmax" or "four_over_six"
     """
 
     def __init__(
@@ -153,8 +149,7 @@ def decode_codes(packed: Array, code: str) -> Float64:
 
     Parameters
     ----------
-    code
-        ``"e2m1"`` or ``"int4"``.
+    code : ``"e2m1"`` or ``"int4"``
     """
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1)
     nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -194,8 +189,7 @@ def encode_scales(quotients: Array, are_zero: Array, fmt: str) -> Array:
 
     Parameters
     ----------
-    are_zero
-        Which groups hold zeros alone.
+    are_zero : which groups hold zeros alone
     """
     form = FOUR_BIT[fmt]
     if form.scale == "e8m0":
@@ -243,15 +237,11 @@ def quantise_rows(
 
     Parameters
     ----------
-    rows
-        float32 ``(..., D)``.
-    target
-        ``(..., D)``, written in place.
-    scales
-        float32 ``(...)`` scales of the tensor or head.
-    limit
-        What step 2 divides by, for studies: the code that the largest magnitude of a group becomes.
-        None: the largest there is, as in every operation.
+    rows : float32 ``(..., D)``
+    target : ``(..., D)``, written in place
+    scales : float32 ``(...)`` scales of the tensor or head
+    limit : what step 2 divides by, for studies: the code that the largest magnitude of a group
+        becomes. None: the largest there is, as in every operation.
     """
     form = FOUR_BIT[target.fmt]
     limit = form.limit if limit is None else limit
@@ -282,8 +272,7 @@ def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
 
     Parameters
     ----------
-    scales
-        float32 ``(...)`` scales of the tensor or head; None for 1.
+    scales : float32 ``(...)`` scales of the tensor or head; None for 1
     """
     form = FOUR_BIT[rows.fmt]
     codes = decode_codes(rows.codes, form.code).astype(np.float32)
@@ -300,10 +289,8 @@ def rotate_rows(rows: Float32, rotated_width: int) -> Float32:
 
     Parameters
     ----------
-    rows
-        float32 ``(..., D)``.
-    rotated_width
-        How many elements of each are rotated; 0: none.
+    rows : float32 ``(..., D)``
+    rotated_width : how many elements of each are rotated; 0: none
     """
     if not rotated_width:
         return rows
@@ -329,8 +316,7 @@ def hadamard(rows: Array) -> Float64:
 
     Parameters
     ----------
-    rows
-        ``(..., D)``. Blocks are as wide as the largest power of two that divides D.
+    rows : ``(..., D)``. Blocks are as wide as the largest power of two that divides D.
 
     Notes
     -----

@@ -25,10 +25,8 @@ def dynamic_scales(rows: Float32, fmt: str) -> Float32:
 
     Parameters
     ----------
-    rows
-        float32 ``(..., D)``.
-    fmt
-        The quantised format that they will be stored in.
+    rows : float32 ``(..., D)``
+    fmt : the quantised format that they will be stored in
     """
     magnitude = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
     magnitude = np.minimum(magnitude, np.finfo(np.float32).max)
@@ -116,7 +114,7 @@ def _copy_to(target: Rows, where: Any, rows: Rows) -> None:
 
 
 def with_heads(rows: Any) -> Any:
-    """Return rows (T, width) as those of one head."""
+    """Return rows (T, width) with a head axis of one."""
     return rows if rows.ndim > 2 else rows[:, None]
 
 
@@ -188,19 +186,17 @@ def store_kv(
 
     Parameters
     ----------
-    key, value
-        ``(T, H, D)`` and ``(T, H, Dv)``, or ``(T, width)``; rows past the slots are not read.
-    k_cache, v_cache
-        ``(num_slots, H, D)``, ``(num_slots, width)``, or paged as `layout` says. Those of a
-        four-bit format are `FourBitRows`, and scale each group of elements themselves.
-    layout
-        ``"NHD"`` ``(num_pages, page_size, H, D)`` or ``"HND"`` ``(num_pages, H, page_size, D)``.
-    slot_mapping, skip_slot
-        Integers, one per token; negative ones and those equal to `skip_slot` write nothing.
-    k_scale, v_scale
-        None, a float, or an array of one or H elements; for quantised caches.
-    k_scale_cache, v_scale_cache
-        float32 ``(num_slots, H)``, receiving the scale of each stored row and head.
+    key, value : ``(T, H, D)`` and ``(T, H, Dv)``, or ``(T, width)``; rows past the slots are not
+        read
+    k_cache, v_cache : ``(num_slots, H, D)``, ``(num_slots, width)``, or paged as `layout` says.
+        Caches of a four-bit format are `FourBitRows`, and scale each group of elements themselves.
+    layout : ``"NHD"`` ``(num_pages, page_size, H, D)`` or ``"HND"`` ``(num_pages, H, page_size,
+        D)``
+    slot_mapping, skip_slot : integers, one per token; negative ones and those equal to `skip_slot`
+        write nothing
+    k_scale, v_scale : None, a float, or an array of one or H elements; for quantised caches
+    k_scale_cache, v_scale_cache : float32 ``(num_slots, H)``, receiving the scale of each stored
+        row and head
 
     Returns
     -------
@@ -231,7 +227,7 @@ def store_mla(
     """Write a latent ``(T, R)`` and its rotated key ``(T, P)`` side by side, in place.
 
     The cache is ``(num_slots, R + P)`` or ``(num_pages, page_size, R + P)``, with one scale for
-    both parts. Slots, `skip_slot` and the faults returned are those of `store_kv`.
+    both parts. Slots, `skip_slot` and the faults returned are as in `store_kv`.
     """
     heads: Any = cache[:, :, None] if cache.ndim == 3 else cache[:, None]
     tokens, slots, faults = split_slots(slot_mapping, num_slots(heads), skip_slot)
@@ -263,7 +259,7 @@ def gather_kv(
 
     Rows are `stored * scale`, one float32 multiplication, rounded once to the output's format;
     where that is the cache's own format, bits are copied. Rows of negative slots, and of slots
-    past the end, are left as they are. Shapes and scales are those of `store_kv`, with outputs
+    past the end, are left unchanged. Shapes and scales are as in `store_kv`, with outputs
     ``(T, H, D)`` and ``(T, H, Dv)``, or ``(T, width)``.
 
     Returns

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
-from ..cache.hashes import hash_list
+from ..cache.pages import hash_list
 from ..cache.pool import MLAPool, Pool
 from ..ops import checks
 

@@ -37,7 +37,7 @@ POISON_SLOT = 2147480000
 
 
 class Mismatch(AssertionError):
-    """What an implementation left is not what the reference says.
+    """The results of an implementation differ from the reference.
 
     Attributes
     ----------
@@ -121,13 +121,10 @@ def compare(
 
     Parameters
     ----------
-    got, want
-        Of one dtype, that of `fmt` where it is a number format.
-    name, seed
-        Named by the message.
-    before
-        What was there before the call: the message then says how many elements should not have
-        been written, and how many were not.
+    got, want : of one dtype: the dtype of `fmt` where it is a number format
+    name, seed : named by the message
+    before : what was there before the call: the message then says how many elements should not have
+        been written, and how many were not
 
     Raises
     ------
@@ -201,7 +198,7 @@ def typed_view(
     device: Any, raw: Any, dtype: np.dtype[Any], fmt: str, cut: Cut, rotated_width: int = 0,
     scale_rule: str = "absmax",
 ) -> Any:  # fmt: skip
-    """View device bytes as `dtype`, cut to shape; those of a four-bit format are its rows."""
+    """View device bytes as `dtype`, cut to shape; a four-bit format is viewed as rows of bytes."""
     if fmt in FOUR_BIT:
         return view_as(cut(raw), rotated(fmt, rotated_width, scale_rule))
     if device.kind == "cuda" and fmt.startswith("fp8"):

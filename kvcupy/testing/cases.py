@@ -34,6 +34,10 @@ OPERATIONS = (
     "store_kv", "store_mla", "gather_kv", "apply_rope", "rope_store_kv", "paged_attention",
     "merge_states", "copy_pages", "slot_mapping",
 )  # fmt: skip
+_COMPARED = {
+    "apply_rope": "rotation", "rope_store_kv": "rotation", "paged_attention": "attention",
+    "merge_states": "merge",
+}  # fmt: skip
 FEATURES = {
     "padding": "negative indices, which are skipped",
     "past the end": "indices past the end, which are skipped",
@@ -98,13 +102,14 @@ _CASES: list[Case] = []
 
 
 def _case(
-    operation: str, name: str, *features: str, compared: str = "bits", **options: Any
+    operation: str, name: str, *features: str, **options: Any
 ) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
     """Add a case which calls the decorated builder with `options`."""
 
     def add(build: Callable[..., Call]) -> Callable[..., Call]:
         _CASES.insert(0, Case(  # decorators apply from below
-            operation, name, lambda case: build(case, **options), compared, frozenset(features)
+            operation, name, lambda case: build(case, **options),
+            _COMPARED.get(operation, "bits"), frozenset(features),
         ))  # fmt: skip
         return build
 
@@ -167,7 +172,7 @@ def _slots(case: Arguments, kind: str = "") -> list[int]:
     return slots
 
 
-def _tellers(fmt: str, scale: float, shape: tuple[int, ...]) -> Array:
+def _near_boundaries(fmt: str, scale: float, shape: tuple[int, ...]) -> Array:
     """Return float32 values that lie halfway between two stored ones, or next to that."""
     with np.errstate(over="ignore"):
         values = rounding_boundaries(fmt) * np.float32(scale)
@@ -226,7 +231,7 @@ def _store_kv(
         elif scales:
             factors = [float(options[f"{side}_scale"].view[0]) for side in "kv"]
         key, value = (
-            case.place(_tellers(cache_fmt, factor, (rows, HEADS, width)), fmt, name=name)
+            case.place(_near_boundaries(cache_fmt, factor, (rows, HEADS, width)), fmt, name=name)
             for name, factor, width in zip(("key", "value"), factors, widths, strict=True)
         )
     elif views:  # of one packed array, as a projection leaves it
@@ -347,12 +352,12 @@ def _compare_rotated(
     reference.bits_of(target.view, fmt)[tokens] = reference.bits_of(stored, fmt)
 
 
-@_case("apply_rope", "bf16", compared="rotation")
-@_case("apply_rope", "fp16, interleaved", compared="rotation", fmt="fp16", interleaved=True)
-@_case("apply_rope", "fp32", compared="rotation", fmt="fp32")
-@_case("apply_rope", "a part of each head", compared="rotation", rotary_dim=16)
-@_case("apply_rope", "to outputs", compared="rotation", outputs=True)
-@_case("apply_rope", "past the end", "past the end", compared="rotation", kind="past the end")
+@_case("apply_rope", "bf16")
+@_case("apply_rope", "fp16, interleaved", fmt="fp16", interleaved=True)
+@_case("apply_rope", "fp32", fmt="fp32")
+@_case("apply_rope", "a part of each head", rotary_dim=16)
+@_case("apply_rope", "to outputs", outputs=True)
+@_case("apply_rope", "past the end", "past the end", kind="past the end")
 def _apply_rope(
     case: Arguments, *, fmt: str = "bf16", rotary_dim: int = 32, interleaved: bool = False,
     outputs: bool = False, kind: str = "",
@@ -384,13 +389,12 @@ def _apply_rope(
     return Call(arguments, compare)
 
 
-@_case("rope_store_kv", "bf16", compared="rotation")
-@_case("rope_store_kv", "fp16, interleaved", compared="rotation", fmt="fp16", interleaved=True)
-@_case("rope_store_kv", "a part of each head", compared="rotation", rotary_dim=16)
-@_case("rope_store_kv", "padding", "padding", compared="rotation", kind="padding")
-@_case("rope_store_kv", "past the end", "past the end", compared="rotation", kind="past the end")
-@_case("rope_store_kv", "bf16 to fp8_e4m3, scales", compared="rotation", cache_fmt="fp8_e4m3",
-       scales="static")  # fmt: skip
+@_case("rope_store_kv", "bf16")
+@_case("rope_store_kv", "fp16, interleaved", fmt="fp16", interleaved=True)
+@_case("rope_store_kv", "a part of each head", rotary_dim=16)
+@_case("rope_store_kv", "padding", "padding", kind="padding")
+@_case("rope_store_kv", "past the end", "past the end", kind="past the end")
+@_case("rope_store_kv", "bf16 to fp8_e4m3, scales", cache_fmt="fp8_e4m3", scales="static")
 def _rope_store_kv(
     case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", width: int = 32,
     rotary_dim: int | None = None, interleaved: bool = False, norm: bool = False, kind: str = "",
@@ -487,36 +491,29 @@ def _cache_of(
     return case.place(pages, fmt, lambda a: a[:, :page_size], name=name)
 
 
-@_case("paged_attention", "decode, sequences of one length", compared="attention",
-       seq_lens=(32, 32, 32))  # fmt: skip
-@_case("paged_attention", "decode", compared="attention", seq_lens=(1, 37, 16, 5))
-@_case("paged_attention", "decode, fp32", compared="attention", seq_lens=(9, 20), fmt="fp32")
-@_case("paged_attention", "decode, HND pages", compared="attention", seq_lens=(9, 20), layout="HND")
-@_case("paged_attention", "decode, poisoned tails", "poison", compared="attention",
-       seq_lens=(1, 37, 16, 5), poison=True)  # fmt: skip
-@_case("paged_attention", "decode, lse", compared="attention", seq_lens=(1, 37, 16, 5), lse=True)
-@_case("paged_attention", "decode, an empty sequence", compared="attention", seq_lens=(7, 0, 18),
-       lse=True)  # fmt: skip
-@_case("paged_attention", "decode, fp8_e4m3 cache", compared="attention", seq_lens=(9, 20),
+@_case("paged_attention", "decode, sequences of one length", seq_lens=(32, 32, 32))
+@_case("paged_attention", "decode", seq_lens=(1, 37, 16, 5))
+@_case("paged_attention", "decode, fp32", seq_lens=(9, 20), fmt="fp32")
+@_case("paged_attention", "decode, HND pages", seq_lens=(9, 20), layout="HND")
+@_case("paged_attention", "decode, poisoned tails", "poison", seq_lens=(1, 37, 16, 5), poison=True)
+@_case("paged_attention", "decode, lse", seq_lens=(1, 37, 16, 5), lse=True)
+@_case("paged_attention", "decode, an empty sequence", seq_lens=(7, 0, 18), lse=True)
+@_case("paged_attention", "decode, fp8_e4m3 cache", seq_lens=(9, 20),
        cache_fmt="fp8_e4m3", options={"k_scale": 0.7, "v_scale": 1.3})  # fmt: skip
-@_case("paged_attention", "decode, window", compared="attention", seq_lens=(3, 37, 16),
-       options={"window": 8})  # fmt: skip
-@_case("paged_attention", "decode, window and first keys", compared="attention",
-       seq_lens=(3, 37, 16), options={"window": 8, "sink_tokens": 2})  # fmt: skip
-@_case("paged_attention", "decode, learned sinks", compared="attention", seq_lens=(3, 37, 16),
-       sinks=True)  # fmt: skip
-@_case("paged_attention", "decode, soft cap and scale", compared="attention", seq_lens=(3, 37, 16),
+@_case("paged_attention", "decode, window", seq_lens=(3, 37, 16), options={"window": 8})
+@_case("paged_attention", "decode, window and first keys", seq_lens=(3, 37, 16),
+       options={"window": 8, "sink_tokens": 2})  # fmt: skip
+@_case("paged_attention", "decode, learned sinks", seq_lens=(3, 37, 16), sinks=True)
+@_case("paged_attention", "decode, soft cap and scale", seq_lens=(3, 37, 16),
        options={"logits_soft_cap": 2.0, "sm_scale": 0.4})  # fmt: skip
-@_case("paged_attention", "prefill", compared="attention", seq_lens=(19, 6), new=(19, 6))
-@_case("paged_attention", "prefill behind a prefix", compared="attention", seq_lens=(32, 32),
-       new=(16, 16))  # fmt: skip
-@_case("paged_attention", "prefill of ragged chunks", "poison", compared="attention",
-       seq_lens=(37, 20, 9), new=(5, 1, 9), poison=True, lse=True)  # fmt: skip
-@_case("paged_attention", "prefill, not causal", compared="attention", seq_lens=(19, 6),
-       new=(7, 6), options={"causal": False})  # fmt: skip
-@_case("paged_attention", "a tree of drafted tokens", compared="attention", seq_lens=(19, 12),
-       new=(6, 4), tree=True)  # fmt: skip
-@_case("paged_attention", "MLA decode", compared="attention", seq_lens=(1, 37, 16), mla=True,
+@_case("paged_attention", "prefill", seq_lens=(19, 6), new=(19, 6))
+@_case("paged_attention", "prefill behind a prefix", seq_lens=(32, 32), new=(16, 16))
+@_case("paged_attention", "prefill of ragged chunks", "poison", seq_lens=(37, 20, 9),
+       new=(5, 1, 9), poison=True, lse=True)  # fmt: skip
+@_case("paged_attention", "prefill, not causal", seq_lens=(19, 6), new=(7, 6),
+       options={"causal": False})  # fmt: skip
+@_case("paged_attention", "a tree of drafted tokens", seq_lens=(19, 12), new=(6, 4), tree=True)
+@_case("paged_attention", "MLA decode", seq_lens=(1, 37, 16), mla=True,
        heads=(1, 16), widths=(80, 64))  # fmt: skip
 def _paged_attention(
     case: Arguments, *, seq_lens: tuple[int, ...], new: tuple[int, ...] | None = None,
@@ -594,11 +591,11 @@ def _tree_mask(case: Arguments, new: tuple[int, ...]) -> Array:
     return mask
 
 
-@_case("merge_states", "bf16", compared="merge")
-@_case("merge_states", "fp32", compared="merge", fmt="fp32")
-@_case("merge_states", "base 2", compared="merge", base="2")
-@_case("merge_states", "one of two saw no key", compared="merge", unseen="one")
-@_case("merge_states", "neither saw a key", compared="merge", unseen="both")
+@_case("merge_states", "bf16")
+@_case("merge_states", "fp32", fmt="fp32")
+@_case("merge_states", "base 2", base="2")
+@_case("merge_states", "one of two saw no key", unseen="one")
+@_case("merge_states", "neither saw a key", unseen="both")
 def _merge_states(
     case: Arguments, *, fmt: str = "bf16", out_fmt: str = "", base: str = "e", unseen: str = "",
     states: int = 2,

@@ -27,7 +27,7 @@ CONFORMS, DIFFERS, RAISED, NOT_SUPPORTED = "conforms", "differs", "raised", "not
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case.
+    """The outcome of one case.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Outcome:
 def run_case(
     case: Case, implementation: Implementation, *, device: Any = None, seed: int = 0
 ) -> Outcome:
-    """Run one case, and return what came of it.
+    """Run one case, and return its outcome.
 
     Parameters
     ----------
@@ -176,7 +176,7 @@ def conform(
 def require(operation: str, function: Callable[..., Any], **options: Any) -> None:
     """Run a function through the cases of one operation, and raise if one fails.
 
-    Parameters are those of `conform`.
+    Parameters are as for `conform`.
 
     Raises
     ------
@@ -197,7 +197,7 @@ def main(
 ) -> int:  # fmt: skip
     """Print what conforms, what differs and how; return the exit status.
 
-    1: kvcupy, or a module of one's own, differs from a reference. 2: an option was wrong.
+    1: kvcupy, or a module of the caller's, differs from a reference. 2: an option was wrong.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Implementations that the conformance cases can run: kvcupy, torch, and other projects.
 
 All have the signatures of kvcupy's operations. torch is composed as in systems without kernels for
-it; other projects are called as `bench.baselines` calls them. What one of them has no way to do is
-`NotSupported`, or has no parameter.
+it; other projects are called as `bench.baselines` calls them. Where one of them cannot
+do something, it raises `NotSupported`, or has no such parameter.
 """
 
 from __future__ import annotations

@@ -81,18 +81,15 @@ def rotation_errors(
 
     `x cos - y sin` is two products and a sum, each of them rounded to float32, and then the one
     rounding to the format. So it is half a unit of the format, plus a float32 rounding of each
-    product, whose magnitudes together are at most that of (x, y) times that of (cos, sin). Without
+    product; their sum is at most |(x, y)| times |(cos, sin)|. Without
     cancellation this is less than one unit for fp16 and bf16, and less than two for fp32, where
     the products' own errors are as large as the last rounding.
 
     Parameters
     ----------
-    exact
-        What `reference.rotate` returns for the other arguments.
-    rows, cosine, sine, norm, interleaved, eps
-        As in `reference.rotate`.
-    fmt
-        The format that the result is rounded to.
+    exact : what `reference.rotate` returns for the other arguments
+    rows, cosine, sine, norm, interleaved, eps : as in `reference.rotate`
+    fmt : the format that the result is rounded to
     """
     ones, zeros = np.ones_like(cosine), np.zeros_like(cosine)
 
@@ -148,15 +145,11 @@ def attention_errors(
 
     Parameters
     ----------
-    args
-        The arguments of `reference.paged_attention`, by name.
-    out, lse
-        What it returns.
-    out_fmt
-        The format that `out` is rounded to; None: that of the query.
-    rounded_weights
-        Whether softmax weights are rounded to the query's format, as a tensor core takes them.
-        With ``query_lens`` they are.
+    args : the arguments of `reference.paged_attention`, by name
+    out, lse : what it returns
+    out_fmt : the format that `out` is rounded to; None: the query's
+    rounded_weights : whether softmax weights are rounded to the query's format, as a tensor core
+        takes them. With ``query_lens`` they are.
     """
     fmt = reference.format_of(args["query"])
     query, keys, values = (
@@ -195,12 +188,9 @@ def merge_errors(
 
     Parameters
     ----------
-    outs, lses
-        The exact values of the states, ``(N, T, Hq, Dv)`` and ``(N, T, Hq)``.
-    out, lse
-        What `reference.merge_states` returns.
-    fmt
-        The format that `out` is rounded to.
+    outs, lses : the exact values of the states, ``(N, T, Hq, Dv)`` and ``(N, T, Hq)``
+    out, lse : what `reference.merge_states` returns
+    fmt : the format that `out` is rounded to
     """
     visible = np.isfinite(lses)
     units = 2 * FEW + len(outs) + 4 * np.abs(np.where(visible, lses, 0)).max(0)

@@ -25,7 +25,7 @@ from ..devices import cache
 from ..devices.protocol import Device
 from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
-from ..ops import call
+from ..ops import call, launch
 from ..ops.attention import LayerArrays, StepAttention, check_options
 from .arrays import Argument, Arguments
 from .cases import OPERATIONS, Case, case_of, cases
@@ -119,7 +119,7 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
     fallback, config.fallback = config.fallback, "error"
     call.forget()  # plans may use a plainer kernel
     try:
-        with call.unverified():
+        with launch.unverified():
             outcomes = [
                 run_case(case, implementation, device=target)
                 for case in [*cases(), *_further_cases(target.arch)]
@@ -249,7 +249,7 @@ def _difference(device: Device, specialisation: Specialisation, case: Case) -> s
         made.compare()
         texts.extend(map(str, arguments.all_differences()))
 
-    with call.unverified() as taken:
+    with launch.unverified() as taken:
         device.run(run, stream)
     stream.synchronize()  # the check ends before the caller's work starts
     if specialisation not in taken:

@@ -15,12 +15,8 @@ def save(figure: Any, path: str | Path) -> None:
     """
     path = Path(path)
     figure.savefig(path)
-    if path.suffix == ".png":
-        reduce_palette(path)
-
-
-def reduce_palette(path: Path) -> None:
-    """Rewrite a PNG with a palette."""
+    if path.suffix != ".png":
+        return
     from PIL import Image  # a requirement of matplotlib's
 
     with Image.open(path) as image:

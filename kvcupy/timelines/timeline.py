@@ -2,9 +2,11 @@
 
     op on stream A   |--event--[ operation ]--event--|
     op on stream B          |--event--[ operation ]--event--|
-    base event       |  once per device, in a stream of its own, so that nothing precedes it
+    base event       |  once per device, in a separate stream, so that nothing precedes it
 
-Every time is the distance of an event from its device's base event.
+A device measures distances from its base event. When the base event itself passed is known only
+from below, for its stream may have been late: no earlier than it was recorded, and no earlier than
+lets every operation start after it was issued. The latest of these bounds is taken.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,7 +27,7 @@ from . import pictures
 from .page import page
 
 if TYPE_CHECKING:
-    from ..devices.protocol import Device, Event, Stream
+    from ..devices.protocol import Event, Stream
 
 # Muted, and neighbours differ in lightness too.
 _PALETTE = ("#4C78A8", "#E8A15A", "#72A98F", "#B6566B", "#9C8AC2", "#8C7B68", "#D9C45F", "#7F8C99")
@@ -39,7 +41,7 @@ class Span:
     ----------
     num_bytes : read and written, of as many rows as there are slots; None: that depends on what
         arrays on the device hold
-    waits : streams whose events the lane was told to wait for since its operation before
+    waits : streams whose events the lane waits for since its previous operation
     """
 
     name: str
@@ -60,43 +62,47 @@ class Timeline:
 
     def __init__(self) -> None:
         self._start_s = time.perf_counter()
-        self._bases: dict[str, tuple[Event, float]] = {}  # base event, and us since the start
-        self._open: dict[int, tuple[Event, Event]] = {}
-        # Name, lane, device, start, end; bytes; and the waits of the lane before it.
-        self._ended: list[tuple[str, str, Device, Event, Event, int | None, tuple[str, ...]]] = []
+        self._bases: dict[str, Event] = {}
+        # When the base event of a device passed, at the earliest, in us since the start.
+        self._base_us: dict[str, float] = {}
+        self._open: dict[int, tuple[float, Event, Event]] = {}  # issued at, start, end
+        # A span whose times are not known yet, issued at, start, end.
+        self._ended: list[tuple[Span, float, Event, Event]] = []
+        self._measured: list[Span] = []  # times count from the base event
+        self._added: list[Span] = []
         # The stream that has recorded an event.
         self._origins: WeakKeyDictionary[Event, str] = WeakKeyDictionary()
         self._waits: dict[Stream, list[str]] = {}  # of a stream, since its last operation
-        self._spans: list[Span] = []
         self._lock = threading.Lock()
 
     # The observer.
 
     def before(self, operation: observe.Operation) -> None:
         stream = operation.stream
-        if stream.capturing:  # an event in a graph has no time of its own
+        if stream.capturing:  # an event in a graph has no time
             return
         device = stream.device
         with self._lock:
             if device.name not in self._bases:
                 base = device.event(timing=True)
+                self._base_us[device.name] = self._now_us()
                 device.stream().record(base)
-                self._bases[device.name] = (base, (time.perf_counter() - self._start_s) * 1e6)
+                self._bases[device.name] = base
         start, end = device.event(timing=True), device.event(timing=True)
-        self._open[id(operation)] = (start, end)
+        self._open[id(operation)] = (self._now_us(), start, end)
         stream.record(start)
 
     def after(self, operation: observe.Operation) -> None:
         if id(operation) not in self._open:
             return
-        start, end = self._open.pop(id(operation))
+        issued_us, start, end = self._open.pop(id(operation))
         stream = operation.stream
         stream.record(end)
         waits = tuple(dict.fromkeys(self._waits.pop(stream, ())))
-        num_bytes = operation.num_bytes
-        self._ended.append(
-            (operation.name, stream.name, stream.device, start, end, num_bytes, waits)
+        span = Span(
+            operation.name, stream.name, 0, 0, stream.device.name, operation.num_bytes, waits
         )
+        self._ended.append((span, issued_us, start, end))
 
     def recorded(self, event: Event, stream: Stream) -> None:
         self._origins[event] = stream.name
@@ -105,6 +111,9 @@ class Timeline:
         origin = self._origins.get(event)
         if origin is not None and origin != stream.name:
             self._waits.setdefault(stream, []).append(origin)
+
+    def _now_us(self) -> float:
+        return (time.perf_counter() - self._start_s) * 1e6
 
     # The result.
 
@@ -139,7 +148,7 @@ class Timeline:
         for span in added:
             if not isinstance(span, Span):
                 raise TypeError(f"spans: expected Spans, got {type(span).__name__}")
-        self._spans += added
+        self._added += added
 
     @property
     def spans(self) -> list[Span]:
@@ -151,16 +160,18 @@ class Timeline:
             An operation failed on its stream.
         """
         ended, self._ended = self._ended, []
-        for name, lane, device, start, end, num_bytes, waits in ended:
+        for span, issued_us, start, end in ended:
             end.synchronize()
-            base, offset_us = self._bases[device.name]
-            start_us = offset_us + start.elapsed_us(base)
-            duration_us = end.elapsed_us(start)
-            self._spans.append(
-                Span(name, lane, start_us, duration_us, device.name, num_bytes, waits)
+            start_us = start.elapsed_us(self._bases[span.device])
+            self._base_us[span.device] = max(self._base_us[span.device], issued_us - start_us)
+            self._measured.append(
+                replace(span, start_us=start_us, duration_us=end.elapsed_us(start))
             )
-        self._spans.sort(key=lambda span: (span.start_us, span.end_us))
-        return list(self._spans)
+        measured = [
+            replace(span, start_us=self._base_us[span.device] + span.start_us)
+            for span in self._measured
+        ]
+        return sorted([*measured, *self._added], key=lambda span: (span.start_us, span.end_us))
 
     def save(self, path: str | Path, *, title: str | None = None) -> None:
         """Write the spans to a file.

@@ -16,7 +16,7 @@ torch        what a user of torch writes instead, for operations where that is o
 
 Where the kernels can be left out, on the host device, "Python" is the time of the same calls
 without them. Least times of a call, in us, which other programs disturb least; medians are in the
-JSON. Arrays are torch tensors where torch is installed, and those of the device's own library.
+JSON. Arrays are torch tensors where torch is installed, else arrays of the device's own library.
 
     python scripts/bench.py calls --json build/bench_calls.json
 """
@@ -42,7 +42,7 @@ from kvcupy.devices.host import HostFunction
 HEADS, WIDTH, PAGES, PAGE_SIZE, MAX_POSITIONS = 8, 64, 64, 16, 512
 KINDS = ("same", "fresh", "shape", "bound", "bound_fresh", "operator", "torch")
 WARM = ("same", "fresh", "bound", "bound_fresh", "operator")
-SETS = 20  # of arguments at addresses of their own
+SETS = 20  # of arguments, each at other addresses
 LAYERS, LAYER = 9, "layer"
 
 Arguments = dict[str, Any]

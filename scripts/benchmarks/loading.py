@@ -1,6 +1,6 @@
 """Measure what a first call costs: compiling its kernel, or loading it from the disk cache.
 
-Each measurement is a process of its own and begins when the kernel is requested: imports are
+Each measurement is a separate process and begins when the kernel is requested: imports are
 excluded, the search for compiler and headers is included. Cold: with an empty cache directory.
 Warm: with what the cold process left there. `sm_90` needs NVRTC but no GPU, and loads nothing.
 
@@ -117,7 +117,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make one measurement, in a process of its own."""
+    """Make one measurement, in this process."""
     parser = argparse.ArgumentParser(description="Load one kernel, once, and print the time")
     parser.add_argument("where", help=f"a device, such as host or cuda:0, or {ARCH}")
     parser.add_argument("kernel", choices=KERNELS, help="what to load, once")

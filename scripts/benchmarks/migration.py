@@ -151,7 +151,7 @@ class Plain:
         self._move(lambda views: self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
 
     def _move(self, call: Callable[[list[memoryview]], int]) -> None:
-        """Call `sendmsg`, or the like, until all pieces are through."""
+        """Call `sendmsg` or `recvmsg_into` until all pieces have moved."""
         for views in self._pieces:
             rest = views
             while rest:

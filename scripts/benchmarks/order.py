@@ -21,7 +21,7 @@ _MODES = ("off", "on")
 
 
 def calls_of(device: Any) -> dict[str, Callable[[], object]]:
-    """Return calls on one stream, by name; those of a cache have 256 pages of 16 slots."""
+    """Return calls on one stream, by name; caches have 256 pages of 16 slots."""
     stream, event = device.stream(), device.event()
     k, v = (device.zeros((256, 16, 8, 64), "fp16") for _ in "kv")
     rows, slots = device.zeros((8, 8, 64), "fp16"), device.asarray(np.arange(8))

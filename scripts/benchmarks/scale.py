@@ -1,8 +1,8 @@
 """Measure whether the host's work for a batch grows with what takes no part in it.
 
 Each operation is timed for several sizes of batches and of caches, allocators and pools; what it
-did is taken back before the next. Work on all sequences, pages or blocks, rather than those of the
-batch, would show as a line that rises to the right.
+did is taken back before the next. Work on all sequences, pages or blocks, rather than on the batch
+alone, would show as a line that rises to the right.
 
     python scripts/bench.py scale --json build/scale.json --plot build/scale.png
 """
@@ -19,11 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common import charts
+
 import kvcupy as kv
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import named_stream
 from kvcupy.cache.pages import PageAllocator
-from kvcupy.timelines import pictures
 
 CHUNK = 10_000  # blocks that are inserted at once
 FILLED = 1000  # sequences that are filled in one step
@@ -87,7 +88,7 @@ class SteppedCache:
 
 
 class SequencesState:
-    """A paged cache with `size` sequences beside those of the batches.
+    """A paged cache with `size` sequences beside the batches.
 
     Each operation, here and below, takes a number of sequences, pages or blocks, and returns the
     microseconds of what is measured.
@@ -314,13 +315,10 @@ def render(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the time of each operation against what grows, a line per batch."""
-    from matplotlib.figure import Figure
-
     grouped = lines(report)
     num_columns = min(3, len(grouped))
     num_rows = -(-len(grouped) // num_columns)
-    figure = Figure(figsize=(4 * num_columns, 3.1 * num_rows), dpi=130, layout="constrained")
-    panels = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    figure, panels = charts.panels_of(num_rows, num_columns, (4 * num_columns, 3.1 * num_rows))
     for axes, ((name, operation), by_batch) in zip(panels, grouped.items(), strict=False):
         for batch, rows in by_batch.items():
             sizes, times = [row["size"] for row in rows], [row["least_us"] for row in rows]
@@ -330,10 +328,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axes.set_title(operation, loc="left", fontsize=10)
         axes.set_xlabel(FAMILIES[name].grows)
         axes.set_ylabel("host time (least), µs")
-        axes.grid(color="#E2E2E2", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
+        charts.tidy(axes, "both")
     for axes in panels[len(grouped) :]:
         axes.set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pictures.save(figure, path)
+    charts.save(figure, path)

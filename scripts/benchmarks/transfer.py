@@ -4,7 +4,6 @@ scattered  pages of one token whose rows are 1 KiB, K and V: one copy per page a
            kvcupy, against every method of `transfer_pages`
 rows       rows of 128 to 2,048 bytes of K and of V, and latents of 576 and 656, in pages of 1 to
            128 tokens, layer_first on both sides
-blocks     the kernel with 1 to 16 blocks
 layouts    between layer_first and the layouts of the host, and between those
 
 Both directions. Pages are scattered in both pools, so that no two form a contiguous run. Times are
@@ -47,9 +46,8 @@ SCATTERED_BYTES, TARGET_RATIO = 1024, 3.0
 ROWS = (128, 256, 512, 1024, 2048, 576, 656)
 LATENTS = (576, 656)
 PAGE_SIZES = (1, 16, 64, 128)
-BLOCKS = (1, 2, 4, 8, 16)
 HOST_LAYOUTS = ("page_first", "page_first_direct", "page_head")
-SECTIONS = ("scattered", "rows", "blocks", "layouts")
+SECTIONS = ("scattered", "rows", "layouts")
 
 
 class Bench:
@@ -146,11 +144,6 @@ def cases(
         for row_bytes in (128, 656) if quick else ROWS:
             for page_size in (1, 16) if quick else PAGE_SIZES:
                 yield "rows", bench.shape(row_bytes, page_size), methods
-    if "blocks" in sections:
-        for row_bytes in (512,) if quick else (512, 1024, 2048):
-            for page_size in (1,) if quick else (1, 64):
-                blocks = {f"max_blocks {n}": {"method": "kernel", "max_blocks": n} for n in BLOCKS}
-                yield "blocks", bench.shape(row_bytes, page_size), blocks
     if "layouts" in sections:
         pairs = [("layer_first", host) for host in HOST_LAYOUTS]
         pairs += [(a, b) for a in HOST_LAYOUTS for b in HOST_LAYOUTS if a < b]
@@ -160,7 +153,7 @@ def cases(
 
 
 def headlines(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the speed of the kernel over that of one copy per scattered page and layer."""
+    """Return the kernel's speed relative to one copy per scattered page and layer."""
     return {
         f"scattered 1 KiB rows {row['direction']}, {row['layouts'][1]}: kernel, times as fast as "
         f"{EACH_PAGE}": row["ratios"]["kernel"]

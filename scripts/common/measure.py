@@ -15,6 +15,11 @@ import kvcupy as kv
 from kvcupy import observe, timeline
 from kvcupy.cuda_api import install_cublas
 
+QUICK_NOTE = (
+    "--quick: runs this few and short show that it works, not how much it hides; "
+    "run it without --quick for that."
+)
+
 
 def chosen_device(name: str | None) -> Any:
     """Return the device that --device names, by default a GPU if there is one.
@@ -28,18 +33,6 @@ def chosen_device(name: str | None) -> Any:
     except (ValueError, kv.DeviceError) as error:
         print(f"--device: {str(error).splitlines()[0]}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def device_for_products(name: str | None) -> Any:
-    """Return the device of that name, or the default one, if it can multiply matrices.
-
-    Raises
-    ------
-    SystemExit : as `chosen_device` and `require_products`
-    """
-    device = chosen_device(name)
-    require_products(device)
-    return device
 
 
 def require_products(device: Any) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("numpy", "ml_dtypes", "platformdirs", "tqdm")
-# What --torch is for: tensors, and the models' own rotations.
+# --torch installs these: tensors, and the models' own rotations.
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
 SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")

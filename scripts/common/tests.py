@@ -1,4 +1,4 @@
-"""Where the programs of a script are those of the tests."""
+"""Lets a script run programs of the tests."""
 
 from __future__ import annotations
 

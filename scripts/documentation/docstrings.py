@@ -33,7 +33,7 @@ class Docstrings(griffe.Extension):
 
 
 def below_names(text: str) -> str:
-    """Return a docstring with the descriptions of its entries on lines of their own.
+    """Return a docstring with the descriptions of its entries on separate lines.
 
     Sentences among the entries go before them.
     """
@@ -69,7 +69,7 @@ def _split(name: str, body: str) -> tuple[str, str]:
 
 
 def _described_once(entry: re.Match[str]) -> str:
-    """Return the entry of the first of several parameters, to which those of the others refer."""
+    """Return the entry of the first of several parameters, to which the other entries refer."""
     first, others, description = entry.groups()
     alike = [f"{name} : as `{first}`" for name in others.split(", ")]
     return "\n".join([f"{first} : {description}", *alike])

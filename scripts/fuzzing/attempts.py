@@ -132,7 +132,7 @@ class Case:
         self.exits = ExitStack()
 
     def place(self, content: Any, shift: int = 0) -> np.ndarray[Any, Any]:
-        """Return a copy of an array in memory of its own."""
+        """Return a copy of an array in separate memory."""
         return self.arena.place(content, shift)
 
     def chance(self, probability: float) -> bool:
@@ -174,11 +174,11 @@ class Case:
 
         Parameters
         ----------
-        names : that errors may name, besides those of the parameters
+        names : that errors may name, besides the parameters
         writes : returns what the call may have written, if it does not raise
         state : returns what must be the same after an error
         valid : no argument is wrong, so that the call must not raise
-        described : whose docstring lists the errors; the function itself unless told
+        described : whose docstring lists the errors; by default the function itself
         owner : the class whose method it is
         settle : whether to wait for all streams, so that failures there are the call's
         """
@@ -262,7 +262,8 @@ def show(value: Any) -> str:
 def documented_errors(function: Any, owner: Any = None) -> frozenset[str]:
     """Return the names of the exceptions that a docstring lists under Raises.
 
-    One that says "as `x`", or "like `x`", of another method of its class lists those of that, too.
+    A docstring that says "as `x`", or "like `x`", of another method of its class lists that
+    method's errors, too.
     """
     doc = inspect.getdoc(function) or ""
     others = re.findall(r"\b(?:as|like|As|Like)\s+`(\w+)`", doc)
@@ -281,8 +282,8 @@ def require_documented(
     listed = documented_errors(function, owner)
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if type(error) in (TypeError, ValueError) or isinstance(error, (kv.KvcupyError, OSError)):
-        # Arrays may be said to lie on a GPU, and there is none here. What is illegal in a capture
-        # is one list for all calls.
+        # Some arrays claim to be on a GPU, which this machine may lack. Calls that are illegal
+        # in a capture are listed once, for all functions.
         by_contract = NO_GPU in str(error) or isinstance(error, kv.CaptureError)
         fine = bool(kinds & listed) or by_contract
     else:

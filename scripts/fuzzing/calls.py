@@ -62,16 +62,8 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
         arguments = four_bit_arguments(case, name)
     else:
         arguments = arguments_of_elements(case, name, parameters)
-    optional = (
-        "query_out",
-        "key_out",
-        "query_norm",
-        "key_norm",
-        "out",
-        "lse_out",
-        "k_out",
-        "v_out",
-    )
+    optional = [a.name for a in OPERATIONS[name].public_arguments.values() if a.fresh]
+    optional += ["query_norm", "key_norm"]
     for key in optional:
         if key in arguments and case.chance(0.3):
             del arguments[key]
@@ -133,50 +125,27 @@ _FOUR_BIT = (
 
 def four_bit_arguments(case: Case, name: str) -> Arguments:
     """Return arguments with caches of four bits, whose scales lie in their rows or apart."""
-    device, rng = case.device, case.rng
+    rng, declaration = case.rng, OPERATIONS[name]
     fmt = rng.choice(list(formats.FOUR_BIT))
     group = formats.FOUR_BIT[fmt].group
-    width, v_width = 2 * group, group
     hnd = "kv" in name and case.chance(0.3)
     hadamard = "mla" not in name and case.chance(0.3)
-
-    def rows(*shape: int) -> np.ndarray[Any, Any]:
-        return case.place(every_call.array(device, *shape))
-
-    def cache(width: int, *heads: int) -> kv.ArrayView:
-        shape = (2, *heads, 4) if hnd else (2, 4, *heads)
-        return four_bit_view(case, fmt, (*shape, width), hadamard)
-
-    def numbers(*values: Any) -> np.ndarray[Any, Any]:
-        return case.place(np.array(values, rng.choice([np.int32, np.int64])))
-
-    if name == "copy_pages":
-        whole = four_bit_view(case, fmt, (4, 2, width), hadamard)
-        return {"cache": whole, "src_pages": numbers(0, 1), "dst_pages": numbers(3, 2)}
-    slots: Arguments = {"slot_mapping": numbers(5, -1, 0)}
-    rotated: Arguments = {
-        "rope_table": rows(16, 4), "positions": numbers(15, 0, 7), "query": rows(3, 4, width),
-    }  # fmt: skip
-    if "mla" in name:
-        arguments = {"latent": rows(3, width), "rope_key": rows(3, group), **slots,
-                     "cache": cache(width + group)}  # fmt: skip
-        if name == "rope_store_mla":
-            arguments |= rotated | {"query": rows(3, 4, group)}
-        return arguments
-    caches: Arguments = {"k_cache": cache(width, 2), "v_cache": cache(v_width, 2)}
-    caches |= {"layout": "HND"} if hnd else {}
-    if case.chance(0.4):
-        caches |= {"k_scale": 0.5, "v_scale": case.place(np.float32([0.5, 2.0]))}
-    if name == "gather_kv":
-        return {**caches, "slots": numbers(5, -1, 0), "k_out": case.place(rows(3, 2, width)),
-                "v_out": rows(3, 2, v_width)}  # fmt: skip
-    if name == "paged_attention":
-        return {
-            **caches, "query": rows(2, 4, width), "block_table": numbers([1, 0], [0, 1]),
-            "seq_lens": numbers(7, 2), "out": rows(2, 4, v_width), "lse_out": rows(2, 4),
-        }  # fmt: skip
-    arguments = {**caches, **slots, "key": rows(3, 2, width), "value": rows(3, 2, v_width)}
-    return arguments | rotated if name == "rope_store_kv" else arguments
+    indices, scaled = rng.choice([np.int32, np.int64]), case.chance(0.4)
+    arguments: Arguments = {"layout": "HND"} if hnd else {}
+    examples = every_call.example(
+        declaration, case.device, head_dim=2 * group, v_head_dim=group, latent_dim=2 * group,
+        rope_dim=group, latent_width=3 * group,
+    )  # fmt: skip
+    for key, value in examples.items():
+        if key in ("k_cache", "v_cache", "cache"):
+            shape = value.swapaxes(1, 2).shape if hnd else value.shape
+            arguments[key] = four_bit_view(case, fmt, shape, hadamard)
+        elif "scale" in key:
+            if scaled and not key.endswith("scale_cache"):
+                arguments[key] = case.place(value)
+        elif isinstance(value, np.ndarray):
+            arguments[key] = case.place(value.astype(indices) if value.dtype.kind == "i" else value)
+    return arguments
 
 
 def four_bit_view(

@@ -1,4 +1,4 @@
-"""Memory of one case: each array on pages of its own, between pages that nobody may touch.
+"""Memory of one case: each array on separate pages, between pages that must not be accessed.
 
 A byte read or written more than a page past an array ends the process, and the array lies at one
 end of its page, so that on that side the next byte does. The rest of the page holds canaries.

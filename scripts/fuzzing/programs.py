@@ -566,7 +566,7 @@ class Paged:
         self.tokens: int | None = None
         self.fmt = "fp32"
         self.ends: tuple[Any, Any] | None = None  # a sender and a receiver, once there are some
-        # Those of the past's pool, where there is one.
+        # The sender and receiver of the past's pool, if there is one.
         self.past_ends: tuple[Any, Any] = (None, None)
         self.ticket = b""
         if case.chance(0.3) and (tiers := self.tiers()) is not None:
@@ -579,7 +579,7 @@ class Paged:
             return None
         shape = (pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim)
         host = kv.KVPool(
-            4, *shape, v_head_dim=pool.v_head_dim, dtype=pool.dtype, layout="page_first",
+            4, *shape, v_head_dim=pool.v_head_dim, dtype=pool.encoding, layout="page_first",
             placement="pinned", device="host", scales=bool(pool.scale_parts),
         )  # fmt: skip
         return kv.TieredCache(pool, host)
@@ -596,7 +596,7 @@ class Paged:
         return self.ends
 
     def imported(self, pull: Any) -> None:
-        """Wait until nothing of a transfer changes what `state` sees."""
+        """Wait until the transfer no longer changes what `state` sees."""
         with suppress(kv.TransferError):
             pull.synchronize()
         sender, _ = self.sender_and_receiver()

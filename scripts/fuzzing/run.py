@@ -44,7 +44,7 @@ def limit_memory() -> None:
 
 
 def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]:
-    """Run one case, and return what came of it."""
+    """Run one case, and return its result."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     case = Case(name, number, folder, verbose=verbose)
     device: Any = kv.device("host")

@@ -83,7 +83,7 @@ def integer(case: Case, value: Any = 1) -> Any:
 
 
 def no_function(case: Case, value: Any = None) -> Any:
-    """Return what cannot be called: what a function raises is its own affair."""
+    """Return what cannot be called: a function may raise anything."""
     while callable(chosen := anything(case, value)):
         pass
     return chosen
@@ -129,7 +129,7 @@ def flag(case: Case, value: Any = False) -> Any:
 
 
 def dtype(case: Case, value: Any = None) -> Any:
-    """Return formats, dtypes and what is none."""
+    """Return formats, dtypes, and values that are neither."""
     return case.rng.choice([
         "fp64", "int4", "nvfp4", "mxfp4", "float64", "f4", ">f4", "", "bf16 ", "FP16", None, 0, 3.5,
         np.float64,
@@ -140,7 +140,7 @@ def dtype(case: Case, value: Any = None) -> Any:
 
 
 def stream(case: Case, value: Any = None) -> Any:
-    """Return streams of other libraries, and what is none."""
+    """Return streams of other libraries, and values that are no streams."""
     return case.rng.choice([
         lambda: case.rng.choice([0, 1, -1, 2**63, 2**70, "s", "", b"", True, 1.5, [], object()]),
         lambda: Elsewhere(0, case.rng.choice([0, 1, -1, 2**70, "s", None])),
@@ -151,7 +151,7 @@ def stream(case: Case, value: Any = None) -> Any:
 
 
 class Elsewhere:
-    """A stream of a GPU that is not here, or not even that."""
+    """A stream of a missing GPU, or an invalid one."""
 
     def __init__(self, version: Any, address: Any) -> None:
         self._answer = version, address
@@ -161,7 +161,7 @@ class Elsewhere:
 
 
 def device(case: Case, value: Any = None) -> Any:
-    """Return devices that are not here, and what is none."""
+    """Return missing devices, and values that are no devices."""
     return case.rng.choice([
         "cuda", "cuda:0", "cuda:99", "cuda:-1", "cuda:", "cuda:x", "cpu", "gpu", "Host", "", ":",
         "host:0", "host:", "cuda:1:2", "cuda:²", "cuda:" + "9" * 30, "cuda:" + "9" * 5000, 0, 1, -1,
@@ -296,7 +296,7 @@ def _huge(case: Case, a: np.ndarray[Any, Any]) -> Any:
 
 
 def _as_view(case: Case, a: np.ndarray[Any, Any]) -> Any:
-    """Return a view by address: as it is, of another format, or on a GPU that is not here."""
+    """Return a view by address: unchanged, of another format, or on a missing GPU."""
     formats = ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int64", "int32", "uint8", "bool"]
     own = str(a.dtype) if a.dtype.kind in "iub" else {4: "fp32", 2: "bf16"}.get(a.itemsize, "int8")
     name = own if case.rng.random() < 0.5 else case.rng.choice(formats)

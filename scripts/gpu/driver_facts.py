@@ -1,4 +1,4 @@
-"""Ask the driver what its documentation leaves open, each question in a process of its own.
+"""Ask the driver what its documentation leaves open, each question in a separate process.
 
 A question that hangs or crashes is answered by that. No answer is right or wrong: a report shows
 what kvcupy's assumptions about captures, contexts and blocking calls meet on this machine.
@@ -230,7 +230,7 @@ def questions() -> dict[str, Callable[[Any], str]]:
 
 
 def ask(question: str, limit_s: float = LIMIT_S) -> str:
-    """Return the answer to a question, asked in a process of its own."""
+    """Return the answer to a question, asked in a separate process."""
     command = (sys.executable, "-m", "gpu.driver_facts", "--ask", question)
     try:
         done = subprocess.run(

@@ -21,7 +21,6 @@ SANITIZERS = {
     "synccheck": ("barriers and warp operations that some threads miss", ()),
     "initcheck": ("reads of uninitialised global memory", ()),
 }  # fmt: skip
-EXTENTS = ("full", "quick", "smoke")
 DECIDING = ("doctor", "verify", "operations", "gpu")
 """Groups of parts that say whether kvcupy works on a machine."""
 # A kernel that is loaded while a stream waits must not queue up behind it.
@@ -40,15 +39,14 @@ class Part:
     name, group : both are accepted by `--only`
     title : one line on what it does
     command : program and arguments; "{result}" stands for the file of results, "{folder}" for a
-        folder of its own
+        separate folder
     minutes : expected time
     limit_s : seconds after which it is stopped
     judge : turns what the process leaves behind into a verdict
     result : name of the file of results
     missing : why it cannot run here and is skipped
-    alone : command that runs a single test, whose name is appended; empty without tests
     keep_apart : whether standard output and standard error are separate files
-    variables : environment variables of its own
+    variables : environment variables for this part alone
     """
 
     name: str
@@ -61,7 +59,6 @@ class Part:
     result: str = ""
     missing: str = ""
     keep_apart: bool = False
-    alone: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
 
@@ -123,16 +120,14 @@ def _driver_facts(device: str) -> Part:
 def _pytest(
     name: str, group: str, title: str, device: str, minutes: float, *arguments: str
 ) -> Part:
-    pytest = (
-        sys.executable, "-m", "pytest", "-v", "-rfE", "--color=no", "--tb=short",
-        "-p", "no:cacheprovider", "-o", "faulthandler_timeout=300", "--device", device,
+    command = (
+        sys.executable, "-m", "pytest", "-v", "-rfEsp" if group == "gpu" else "-rfEs", "--tb=short",
+        "--color=no", "--continue-on-collection-errors", "-p", "no:cacheprovider",
+        "-o", "faulthandler_timeout=300", "--durations-min", "600", "--device", device, *arguments,
     )  # fmt: skip
-    command = (*pytest, "--continue-on-collection-errors", "-o", "junit_family=xunit1",
-               "--junitxml={result}", *arguments)  # fmt: skip
     limit_s = 60 * max(15.0, 4 * minutes)
-    judge = verdicts.of_tests(may_skip_all=device == "host", names_all=group == "gpu")
-    return Part(name, group, title, command, minutes, limit_s, judge, f"{name}.xml",
-                alone=(*pytest, "-m", ""), variables=_TEST_VARIABLES)  # fmt: skip
+    judge = verdicts.of_tests(may_skip_all=device == "host")
+    return Part(name, group, title, command, minutes, limit_s, judge, variables=_TEST_VARIABLES)
 
 
 def _tests(device: str, quick: bool) -> list[Part]:
@@ -198,7 +193,7 @@ def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
 # Benchmarks ----------------------------------------------------------------------------------
 
 _PICTURES = ("--out", "{folder}")  # timelines, which need matplotlib
-# Part: minutes, arguments; and those of a quick run.
+# Part: minutes, arguments; then the same for a quick run.
 _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_models": (25, ()),
     "bench_ops": (12, ()),

@@ -1,7 +1,7 @@
 """Test and measure kvcupy on a GPU, and leave one folder that can be attached to an issue.
 
 The doctor, the tests, compute-sanitizer and ncu where they are installed, and the benchmarks run
-one after another, each in a process of its own with a time limit: a part that fails, hangs or
+one after another, each in a separate process with a time limit: a part that fails, hangs or
 crashes is reported, and the next one runs. The report is rewritten after each. Ctrl-C stops the
 running part and ends the report there; a second Ctrl-C kills it.
 
@@ -30,12 +30,10 @@ from . import environment as gpu_environment
 from .page import Result, all_well, as_json, counts, page, verdict_on_machine
 from .parts import TOOLS, Part, parts
 from .private import ROOT, Anonymiser, pack
-from .run import GRACE_S, Ended, Interrupts, run, shorten
-from .verdicts import Files, Verdict, fenced
+from .run import GRACE_S, Interrupts, run, shorten
+from .verdicts import Files, Verdict
 
 LOG_BYTES = 32 << 20
-ALONE = 10  # failing tests of a part that are run again
-ALONE_S = 120.0  # time limit of each
 OUT = ROOT / "build" / "gpu_report"
 
 
@@ -104,48 +102,23 @@ class Report:
         files = Files(stdout, log, self.out / "results" / (part.result or f"{part.name}.json"))
         places = {"{result}": str(files.result), "{folder}": str(self.out / "results" / part.name)}
         command = [_filled(word, places) for word in part.command]
-        ended = self._process(part, command, stdout, log, part.limit_s, interrupts)
+        ended = run(
+            command, cwd=self.cwd, environment=gpu_environment.environment() | part.variables,
+            stdout=stdout, log=log, limit_s=part.limit_s, interrupts=interrupts,
+            grace_s=self.grace_s,
+        )  # fmt: skip
         for path in (stdout, log):
             shorten(path, LOG_BYTES)
         try:
             verdict = part.judge(ended, files)
-        except Exception as error:  # unexpected output of a tool: the other parts go on
+        except Exception as error:  # unexpected output of a tool: the other parts still run
             verdict = Verdict("failed", f"not understood: {type(error).__name__}: {error}")
-        if verdict.failing and part.alone and ended.how == "exited":
-            self._run_alone(part, verdict, log, interrupts)
         result.state = "interrupted" if ended.how == "interrupted" else verdict.state
         result.summary, result.details = verdict.summary, verdict.details
         result.seconds = ended.seconds
         for path in (files.stdout, files.log, files.result):
             if path.exists():
                 self.private.clean_file(path)
-
-    def _process(
-        self, part: Part, command: list[str], stdout: Path, log: Path, limit_s: float,
-        interrupts: Interrupts,
-    ) -> Ended:  # fmt: skip
-        environment = gpu_environment.environment() | part.variables
-        return run(
-            command, cwd=self.cwd, environment=environment, stdout=stdout, log=log,
-            limit_s=limit_s, interrupts=interrupts, grace_s=self.grace_s,
-        )  # fmt: skip
-
-    def _run_alone(self, part: Part, verdict: Verdict, log: Path, interrupts: Interrupts) -> None:
-        """Run failing tests again, each in a process of its own, and add the outcomes.
-
-        A fault of the GPU fails everything after it in the same process.
-        """
-        lines = []
-        for name in verdict.failing[:ALONE]:
-            ended = self._process(part, [*part.alone, name], log, log, ALONE_S, interrupts)
-            if interrupts.count:
-                return
-            outcome = {("exited", 0): "passes", ("exited", 1): "fails"}
-            lines.append(f"{outcome.get((ended.how, ended.status), 'ends otherwise'):14} {name}")
-        passing = sum(line.startswith("passes") for line in lines)
-        verdict.summary += f"; alone {passing} of {len(lines)} pass"
-        said = "Run again, each in a process of its own, in the order in which they had failed:"
-        verdict.details.insert(0, f"{said}\n\n" + fenced("\n".join(lines)))
 
 
 def _filled(word: str, places: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Run one part of a report as a process of its own, with a time limit and a log."""
+"""Run one part of a report as a separate process, with a time limit and a log."""
 
 from __future__ import annotations
 

@@ -6,16 +6,12 @@ import csv
 import json
 import re
 import signal
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .run import Ended
 
-NAMED = 100  # failing tests to name
-SHOWN = 25  # of those, to show with their last lines
 LINES = 12  # per failure
 
 
@@ -52,13 +48,11 @@ class Verdict:
     state : "passed", "failed" or "skipped"
     summary : one line
     details : paragraphs of Markdown
-    failing : ids of failed tests, in order
     """
 
     state: str
     summary: str
     details: list[str] = field(default_factory=list)
-    failing: list[str] = field(default_factory=list)
 
 
 Judge = Callable[[Ended, Files], Verdict]
@@ -129,103 +123,38 @@ def of_benchmark(ended: Ended, files: Files) -> Verdict:
 
 # Tests ---------------------------------------------------------------------------------------
 
+_OUTCOME = re.compile(r"^\S+\.py::.*? (?:PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
+_BEGUN = re.compile(r"^(\S+\.py::\S.*)$", re.MULTILINE)
+_HEADINGS = re.compile(r"^(?:=+ (?!test session starts)|!{5,} )", re.MULTILINE)
+_COUNTED = re.compile(r"^=+ (.*(?:passed|failed|skipped|error|no tests).*) in [\d.]+s.* =+$", re.M)
 
-def of_tests(may_skip_all: bool, *, names_all: bool = False) -> Judge:
-    """Return a judge of pytest's report.
+
+def of_tests(may_skip_all: bool) -> Judge:
+    """Return a judge of what pytest prints with `-v`; its failures and summary are the details.
 
     Parameters
     ----------
-    may_skip_all : whether a run of skipped tests alone passes, as those for GPUs without one
-    names_all : whether to name passing tests too
+    may_skip_all : whether a run of skipped tests alone passes, as tests for GPUs without one
     """
 
     def judge(ended: Ended, files: Files) -> Verdict:
-        try:
-            listed = list(ElementTree.parse(files.result).iter("testcase"))
-        except (OSError, ElementTree.ParseError):
-            return _without_report(ended, files)
-        cases = [case for case in listed if case.get("name")]  # one that was stopped has none
-        failed = [case for case in cases if _failure(case) is not None]
-        skipped = [case for case in cases if case.find("skipped") is not None]
-        passed = [case for case in cases if case not in failed and case not in skipped]
-        summary = f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped"
-        details = _failures(failed)
-        if names_all and passed:
-            details.append("Passed:\n\n" + fenced("\n".join(map(_name, passed))))
-        if skipped:
-            details.append("Skipped:\n\n" + fenced("\n".join(_reasons(skipped))))
+        tests, *rest = _HEADINGS.split(files.text(), maxsplit=1)
+        details = [fenced("".join(rest) or last_lines(tests, 40))]
+        counted = _COUNTED.findall(files.text())
+        summary = counted[-1] if counted else f"{len(_OUTCOME.findall(tests))} tests ended"
         if ended.how != "exited" or ended.status not in (0, 1, 5):
-            stopped_in = _unfinished(files.text())
-            within = f", in {stopped_in}" if stopped_in else ""
-            details.append(fenced(last_lines(files.text(), 20)))
+            begun = _BEGUN.findall(tests)
+            unfinished = begun and not _OUTCOME.match(begun[-1])
+            within = f", in {begun[-1].strip()}" if unfinished else ""
             return Verdict("failed", f"{summary}; {end_of(ended, files)}{within}", details)
-        if failed or ended.status == 1:
-            failing = dict.fromkeys(map(_name, failed))  # a test can fail, and its teardown too
-            return Verdict("failed", summary, details, list(failing))
-        if not passed:
-            summary = f"no test ran, {len(skipped)} skipped"
-            return Verdict("skipped" if may_skip_all else "failed", summary, details)
+        if ended.status == 1:
+            return Verdict("failed", summary, details)
+        if "passed" not in summary:
+            state = "skipped" if may_skip_all else "failed"
+            return Verdict(state, f"no test ran, {summary}", details)
         return Verdict("passed", summary, details)
 
     return judge
-
-
-def _reasons(skipped: Sequence[ElementTree.Element]) -> list[str]:
-    """Return why tests were skipped, the most frequent reason first."""
-    elements = [case.find("skipped") for case in skipped]
-    counts = Counter(one.get("message", "") for one in elements if one is not None)
-    return [f"{count:6} {reason}" for reason, count in counts.most_common(30)]
-
-
-def _failure(case: ElementTree.Element) -> ElementTree.Element | None:
-    for kind in ("failure", "error"):
-        failure = case.find(kind)
-        if failure is not None:
-            return failure
-    return None
-
-
-def _name(case: ElementTree.Element) -> str:
-    where = case.get("file") or case.get("classname", "").replace(".", "/")
-    return f"{where}::{case.get('name')}"
-
-
-def _failures(cases: Sequence[ElementTree.Element]) -> list[str]:
-    """List failed tests in order, as the first may have caused the others."""
-    details = []
-    for case in cases[:SHOWN]:
-        failure = _failure(case)
-        assert failure is not None
-        text = failure.text or failure.get("message") or ""
-        details.append(f"`{_name(case)}`\n\n{fenced(last_lines(text))}")
-    if len(cases) > SHOWN:
-        names = "\n".join(_name(case) for case in cases[SHOWN:NAMED])
-        more = f"\n... and {len(cases) - NAMED} more" if len(cases) > NAMED else ""
-        details.append(f"Failed as well:\n\n{fenced(names + more)}")
-    return details
-
-
-_OUTCOME = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
-_BEGUN = re.compile(r"^(\S+\.py::\S.*)$", re.MULTILINE)
-_SUMMARIES = re.compile(r"^(?:=+ (?!test session starts)|!{5,} )", re.MULTILINE)
-
-
-def _unfinished(text: str) -> str:
-    """Return the test that had begun but not ended in a log, if any."""
-    begun = _BEGUN.findall(_SUMMARIES.split(text, maxsplit=1)[0])  # warnings name tests as well
-    return "" if not begun or _OUTCOME.match(begun[-1]) else begun[-1].strip()
-
-
-def _without_report(ended: Ended, files: Files) -> Verdict:
-    """Judge by the log of a run that did not write its report."""
-    text = files.text()
-    outcomes = _OUTCOME.findall(text)
-    summary = f"{end_of(ended, files)} after {len(outcomes)} tests"
-    if stopped_in := _unfinished(text):
-        summary += f", in {stopped_in}"
-    names = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")][:NAMED]
-    details = ["Failed until then:\n\n" + fenced("\n".join(names))] if names else []
-    return Verdict("failed", summary, [*details, fenced(last_lines(text, 40))])
 
 
 # compute-sanitizer and ncu -------------------------------------------------------------------

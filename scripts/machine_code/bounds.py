@@ -33,7 +33,7 @@ from kvcupy.devices.protocol import Device
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
 from kvcupy.ops.attention import paged_attention
-from kvcupy.ops.call import unverified
+from kvcupy.ops.launch import unverified
 from kvcupy.ops.merge import merge_states
 from kvcupy.ops.pages import copy_pages
 from kvcupy.ops.rope import rope_store_kv

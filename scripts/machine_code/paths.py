@@ -437,7 +437,7 @@ def _is_rare(instruction: Instruction) -> bool:
 
 
 def _best_way(nodes: Mapping[int, _Node]) -> list[int] | None:
-    """Return the way with most work, and least cost among those; None: there is none.
+    """Return the way with most work, and least cost among those; None if no way exists.
 
     Parameters
     ----------

@@ -35,22 +35,29 @@ from typing import Any
 
 import numpy as np
 from common.measure import (
+    QUICK_NOTE,
     length_us,
     one_core_per_stream,
     random_bits,
     require_products,
-    run_named,
 )
 
 import kvcupy as kv
 from kvcupy.bench.checks import require_equal
 from kvcupy.bench.models import MODELS, Model
 from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import medians, minima, named_stream, wall_us
+from kvcupy.bench.timers import (
+    TO_DEVICE,
+    link_gb_per_s,
+    medians,
+    minima,
+    named_stream,
+    wall_us,
+)
 from kvcupy.bench.transfer import bits_of, fill
 from kvcupy.ops import transfer
 
-from .products import LayerProducts
+from .products import Products
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 COPY_US = 10_000  # of everything that a run loads, as one large copy
@@ -131,7 +138,7 @@ class OffloadedModel:
         self._targets = [
             [kv.view_as(read[layer], "bf16") for read in self._read] for layer in range(self.layers)
         ]
-        self.compute = LayerProducts(device, model)
+        self.compute = Products(device, model)
         device.synchronize()
 
     def _paged(self, part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -167,7 +174,7 @@ class OffloadedModel:
     def layer(self, layer: int) -> None:
         """Enqueue one layer, which reads its pages and computes."""
         self.read(layer)
-        run_named(self.device, "matmul", self.compute.product(self.compute.tokens), self.main)
+        self.compute.enqueue(self.main)
 
     def compute_alone(self) -> None:
         for layer in range(self.layers):
@@ -282,14 +289,6 @@ def measure_in_rotation(
     return {name: values[1:] or values for name, values in samples.items()}
 
 
-def pinned_gb_per_s(device: Any, num_bytes: int = 64 << 20) -> float:
-    """Measure one large copy from pinned memory to the device."""
-    target, source = device.zeros((num_bytes,), np.uint8), device.empty_pinned((num_bytes,), "int8")
-    source[...] = 1
-    copy = partial(device.copy, target.view(np.int8), source)
-    return num_bytes / min(wall_us(device, copy) for _ in range(5)) / 1e3
-
-
 def measure(model: OffloadedModel, ratio: float, rounds: int) -> list[dict[str, Any]]:
     """Fit the computation, check every way once in full, and measure them all."""
     device = model.device
@@ -359,7 +358,7 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.quick:
         sizes, layouts = sizes or [1, 16], layouts or list(LAYOUTS[:2])
     sizes, layouts = sizes or [1, 16, 64], layouts or list(LAYOUTS)
-    pinned = pinned_gb_per_s(device)
+    pinned = link_gb_per_s(device, named_stream(device, "load"), 64 << 20, 5)[TO_DEVICE]
     token_bytes = layers * sum(model.row_widths) * 2
     fitting = COPY_US / (100 if arguments.quick else 1) * pinned * 1e3 / token_bytes
     step = int(np.lcm.reduce(sizes))
@@ -470,10 +469,7 @@ def caveats(report: dict[str, Any]) -> list[str]:
     shares = [row["hidden"] for row in report["rows"]]
     notes = []
     if report["quick"]:
-        notes.append(
-            "--quick: runs this few and short show that it works, not how much it hides; "
-            "run it without --quick for that."
-        )
+        notes.append(QUICK_NOTE)
     if min(shares) < 0 or max(shares) > 1:
         notes.append(
             "Shares below 0 % or above 100 % are noise: a share is a difference of three times, "

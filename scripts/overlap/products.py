@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
+from common.measure import run_named
 
 from kvcupy.bench.models import Model
 from kvcupy.bench.timers import wall_us
@@ -17,23 +17,22 @@ MAX_ROWS = 1024
 MUCH_FASTER = 1.3  # a product of twice the rows and columns is worth it from here
 
 
-class Compute:
-    """A matrix product of the model's hidden size that takes somewhat longer than a step's copy.
+class Products:
+    """The smallest matrix product that runs at full speed, repeated.
 
-    Its size grows until it takes long enough, at most to all tokens and the whole projection, and
-    it is repeated if that is still too short. Its inner size is the model's.
+    Small, so that it stays in caches: on a GPU, whose memory is many times as fast as the link, a
+    copy takes no bandwidth from a computation beside it. Its inner size is the model's hidden size.
     """
 
-    def __init__(self, device: Any, model: Model, tokens: int) -> None:
-        self.device, self.tokens = device, tokens
+    def __init__(self, device: Any, model: Model) -> None:
+        self.device = device
         self.inner, self.most_columns = model.projection
         self.dtype = self._fast_dtype()
-        self.repeats = 1
-        self._allocate(min(64, tokens), model.head_dim)
+        self._allocate(*FIRST_SIZE, repeats=1)
 
-    def _allocate(self, rows: int, columns: int) -> None:
+    def _allocate(self, rows: int, columns: int, *, repeats: int) -> None:
         rng = np.random.default_rng(2)
-        self.rows, self.columns = rows, columns
+        self.rows, self.columns, self.repeats = rows, columns, repeats
         self.a, self.b = (
             self.device.asarray(rng.random(shape, np.float32).astype(self.dtype))
             for shape in ((rows, self.inner), (self.inner, columns))
@@ -56,60 +55,29 @@ class Compute:
         return np.dtype(np.float16)
 
     def fit(self, stream: Any, target_us: float) -> None:
-        """Choose the size, then the number of repeats, so that a full step takes `target_us`."""
-        while (us := self._measure(stream)) < target_us:
-            if self.rows < self.tokens:
-                self._allocate(min(2 * self.rows, self.tokens), self.columns)
-            elif self.columns < self.most_columns:
-                self._allocate(self.rows, min(2 * self.columns, self.most_columns))
-            else:
-                self.repeats = round(target_us / us) or 1
-                return
-        self._allocate(math.ceil(self.rows * target_us / us), self.columns)
-
-    def _measure(self, stream: Any) -> float:
-        work = partial(self.device.run, self.product(self.tokens), stream)
-        work()
-        return min(wall_us(self.device, work) for _ in range(3))
-
-    def product(self, tokens: int) -> Callable[[], None]:
-        """Return the work of a step of `tokens` tokens, in proportion to a full step's."""
-        rows = max(1, round(self.rows * tokens / self.tokens))
-        a, b, c = self.a[:rows], self.b, self.c[:rows]
-
-        def matmul() -> None:
-            for _ in range(self.repeats):
-                a.dot(b, out=c)
-
-        return matmul
-
-    def __str__(self) -> str:
-        shape = f"({self.rows}, {self.inner}) x ({self.inner}, {self.columns}) {self.dtype}"
-        return f"{shape} x {self.repeats}"
-
-
-class LayerProducts(Compute):
-    """The smallest matrix product that runs at full speed, repeated.
-
-    Small, so that it stays in caches: on a GPU, whose memory is many times as fast as the link, a
-    copy takes no bandwidth from a computation beside it. Its inner size is the model's hidden size.
-    """
-
-    def __init__(self, device: Any, model: Model) -> None:
-        super().__init__(device, model, MAX_ROWS)
-
-    def fit(self, stream: Any, target_us: float) -> None:
         """Choose the size, then the number of repeats, so that all of it takes `target_us`."""
-        self.repeats = 1
         best, us = (0, 0), math.inf
         rows, columns = FIRST_SIZE
         while (rows, columns) != best:
-            self._allocate(rows, columns)
-            now_us = self._measure(stream)
+            self._allocate(rows, columns, repeats=1)
+            run = partial(self.device.run, self._multiply, stream)
+            run()
+            now_us = min(wall_us(self.device, run) for _ in range(3))
             if rows * columns / now_us < MUCH_FASTER * math.prod(best) / us:
                 break
             best, us = (rows, columns), now_us
             rows, columns = min(2 * rows, MAX_ROWS), min(2 * columns, self.most_columns)
         repeats = max(1, round(target_us / us))
-        self._allocate(max(1, round(best[0] * target_us / (us * repeats))), best[1])
-        self.repeats = repeats
+        rows = max(1, round(best[0] * target_us / (us * repeats)))
+        self._allocate(rows, best[1], repeats=repeats)
+
+    def enqueue(self, stream: Any) -> None:
+        run_named(self.device, "matmul", self._multiply, stream)
+
+    def _multiply(self) -> None:
+        for _ in range(self.repeats):
+            self.a.dot(self.b, out=self.c)
+
+    def __str__(self) -> str:
+        shape = f"({self.rows}, {self.inner}) x ({self.inner}, {self.columns}) {self.dtype}"
+        return f"{shape} x {self.repeats}"

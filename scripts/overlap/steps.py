@@ -3,8 +3,8 @@
     copy     |copy 0 |copy 1 |        |copy 2 |          copy i waits until buffer i % 2 was read
     main             |compute 0 |store 0|compute 1 |store 1|      step i waits for copy i
 
-K, V and slots of the steps of continuous batching come from pinned memory. The same work in
-sequence is measured beside it, and every byte that is stored is compared.
+K, V and slots of each step come from pinned memory. The same work in sequence is measured beside
+it, and every byte that is stored is compared.
 
     python scripts/overlap_demo.py --out build/overlap
 """
@@ -23,10 +23,8 @@ from common.measure import (
     one_core_per_stream,
     random_bits,
     require_products,
-    run_named,
     save_timeline,
 )
-from common.workload import Step, busy_steps, read_trace, synthetic_trace
 
 import kvcupy as kv
 from kvcupy.bench.checks import require_equal
@@ -34,7 +32,7 @@ from kvcupy.bench.models import MODELS, Model
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave, named_stream, wall_us
 
-from .products import Compute
+from .products import Products
 
 LAYERS = 4  # enough that they do not all stay in a CPU cache
 POISON = 0xA5A5
@@ -105,39 +103,35 @@ class KVLayers:
 class Steps:
     """Steps that each copy K, V and slots from pinned memory, compute, and store."""
 
-    def __init__(self, device: Any, model: Model, steps: Sequence[Step]) -> None:
+    def __init__(self, device: Any, model: Model, tokens: int, count: int) -> None:
         rng = np.random.default_rng(1)
-        self.device, self.model = device, model
-        self.counts = [step.tokens for step in steps]
-        most = max(self.counts)
-        self.layers = KVLayers(device, model, 2 * most)
-        shape = (most, LAYERS, self.layers.row_width)
+        self.device, self.model, self.tokens, self.count = device, model, tokens, count
+        self.layers = KVLayers(device, model, 2 * tokens)
+        shape = (tokens, LAYERS, self.layers.row_width)
         self.pinned_rows = [device.empty_pinned(shape, np.uint16) for _ in range(SOURCES)]
         for array in self.pinned_rows:
             array[...] = random_bits(rng, shape)
-        self.pinned_slots = [device.empty_pinned((n,), np.int64) for n in self.counts]
+        self.pinned_slots = [device.empty_pinned((tokens,), np.int64) for _ in range(count)]
         for array in self.pinned_slots:
-            array[...] = rng.permutation(2 * most)[: array.size]
+            array[...] = rng.permutation(2 * tokens)[:tokens]
         self.rows = [device.empty(shape, np.uint16) for _ in range(2)]
-        self.slots = [device.empty((most,), np.int64) for _ in range(2)]
+        self.slots = [device.empty((tokens,), np.int64) for _ in range(2)]
         self.main, self.copier = named_stream(device, "main"), named_stream(device, "copy")
-        self.launches = [self._launches(step) for step in range(len(steps))]
-        self.compute = Compute(device, model, most)
-        self.ends = [device.event(timing=True) for _ in range(len(steps) + 1)]
-
-    def _launches(self, step: int) -> list[Callable[..., None]]:
-        n, side = self.counts[step], step % 2
-        rows, slots = self.rows[side][:n], self.slots[side][:n]
-        return [self.layers.launch(rows, slots, layer) for layer in range(LAYERS)]
+        self.launches = [
+            [self.layers.launch(rows, slots, layer) for layer in range(LAYERS)]
+            for rows, slots in zip(self.rows, self.slots, strict=True)
+        ]
+        self.compute = Products(device, model)
+        self.ends = [device.event(timing=True) for _ in range(count + 1)]
 
     def copy(self, step: int, stream: Any) -> None:
-        n, side = self.counts[step], step % 2
-        self.device.copy(self.rows[side][:n], self.pinned_rows[step % SOURCES][:n], stream=stream)
-        self.device.copy(self.slots[side][:n], self.pinned_slots[step], stream=stream)
+        side = step % 2
+        self.device.copy(self.rows[side], self.pinned_rows[step % SOURCES], stream=stream)
+        self.device.copy(self.slots[side], self.pinned_slots[step], stream=stream)
 
     def work(self, step: int) -> None:
-        run_named(self.device, "matmul", self.compute.product(self.counts[step]), self.main)
-        for launch in self.launches[step]:
+        self.compute.enqueue(self.main)
+        for launch in self.launches[step % 2]:
             launch(stream=self.main)
 
     def copy_alone(self) -> None:
@@ -168,7 +162,7 @@ class Steps:
         for step in self._steps(self.main):
             if step == 0:
                 fetch(0)
-            if step + 1 < len(self.counts):
+            if step + 1 < self.count:
                 fetch(step + 1)
             self.main.wait(arrived[step % 2])
             self.work(step)
@@ -178,7 +172,7 @@ class Steps:
     def _steps(self, stream: Any) -> Iterator[int]:
         """Go through the steps, and record on `stream` when each has ended."""
         stream.record(self.ends[0])
-        for step in range(len(self.counts)):
+        for step in range(self.count):
             yield step
             stream.record(self.ends[step + 1])
 
@@ -190,11 +184,8 @@ class Steps:
         return [float(end.elapsed_us(start)) for start, end in pairwise(self.ends)]
 
     def check(self, case: str) -> None:
-        writes = [
-            (self.pinned_rows[step % SOURCES][:n], self.pinned_slots[step])
-            for step, n in enumerate(self.counts)
-        ]
-        self.layers.check(case, writes)
+        rows = [self.pinned_rows[step % SOURCES] for step in range(self.count)]
+        self.layers.check(case, list(zip(rows, self.pinned_slots, strict=True)))
 
 
 def hidden_fraction(sequence_us: float, overlap_us: float, copy_us: float) -> float:
@@ -210,12 +201,11 @@ def hidden_fraction(sequence_us: float, overlap_us: float, copy_us: float) -> fl
 
 
 def measure(
-    device: Any, model: Model, batch: Sequence[Step], rounds: int, out: Path | None
+    device: Any, model: Model, tokens: int, count: int, rounds: int, out: Path | None
 ) -> tuple[list[dict[str, Any]], str]:
     """Measure steps whose K/V are copied on a copy stream, in us per step."""
-    steps = Steps(device, model, batch)
-    largest = int(np.argmax(steps.counts))
-    copy = partial(steps.copy, largest, steps.copier)
+    steps = Steps(device, model, tokens, count)
+    copy = partial(steps.copy, 0, steps.copier)
     copy_us = min(wall_us(device, copy) for _ in range(20))
     steps.compute.fit(steps.main, 1.3 * copy_us)
 
@@ -240,19 +230,19 @@ def measure(
     # Many rounds, and each step's least time of all, so that other programs disturb little.
     least = {name: float(np.sum(np.min(rounds_us, axis=0))) for name, rounds_us in samples.items()}
     hidden = hidden_fraction(least[sequence], least[overlap], least[alone])
-    most = 1 - steps.counts[0] / sum(steps.counts)  # nothing can hide the first copy
-    title = f"{model.name}, {len(batch)} steps:"
+    most = 1 - 1 / count  # nothing can hide the first copy
+    title = f"{model.name}, {count} steps:"
     save_timeline(device, [steps.in_sequence], out, "sequence", f"{title} in sequence")
     save_timeline(
         device, [steps.overlapped], out, "overlap",
         f"{title} {hidden:.0%} of the copy time hidden, {most:.0%} possible",
     )  # fmt: skip
-    moved = sum(steps.counts) * (LAYERS * steps.layers.row_width * 2 + 8)
+    moved = count * tokens * (LAYERS * steps.layers.row_width * 2 + 8)
     rows = [
         {
             "case": name,
-            "time_us": us / len(batch),
-            "least_us": least[name] / len(batch),
+            "time_us": us / count,
+            "least_us": least[name] / count,
             "gb_per_s": moved / us / 1e3,
             "ratio": least[sequence] / least[name] if name in (sequence, overlap) else None,
             "hidden": hidden if name == overlap else None,
@@ -266,25 +256,20 @@ def measure(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", choices=MODELS, default="llama-3.1-8b")
-    add("--tokens", type=int, default=2048, help="tokens per step at most")
-    add("--steps", type=int, default=8, help="steps of continuous batching")
+    add("--tokens", type=int, default=2048, help="tokens per step")
+    add("--steps", type=int, default=8)
     add("--rounds", type=int, help="measurements of a case at most; default: 150")
-    add("--trace", type=Path, help="request trace, JSON lines")
     add("--out", type=Path, help="write timelines (JSON and PNG) to this folder")
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     require_products(device)
     model = MODELS[options.model]
-    requests = read_trace(options.trace) if options.trace else synthetic_trace()
-    batch = busy_steps(requests, options.tokens, options.steps)
     rounds = options.rounds or (15 if options.quick else 150)
     with one_core_per_stream(device):
-        rows, compute = measure(device, model, batch, rounds, options.out)
+        rows, compute = measure(device, model, options.tokens, options.steps, rounds, options.out)
     return {
-        "model": model.name, "tokens": options.tokens, "layers": LAYERS,
-        "trace": options.trace.name if options.trace else "synthetic",
-        "steps": [{"decode": step.decode, "prefill": step.prefill} for step in batch],
+        "model": model.name, "tokens": options.tokens, "layers": LAYERS, "steps": options.steps,
         "compute": compute, "rows": rows,
     }  # fmt: skip
 
@@ -299,8 +284,8 @@ def render(report: dict[str, Any]) -> str:
         rows.append((row["case"], *times, share))
     return (
         f"{report['model']}, {report['tokens']} tokens per step, {LAYERS} layers; compute of a "
-        f"full step: {report['compute']}; every case checked against NumPy\n\n"
-        f"Copy in the next step's K/V while this one computes, per step of {len(report['steps'])}\n"
+        f"step: {report['compute']}; every case checked against NumPy\n\n"
+        f"Copy in the next step's K/V while this one computes, per step of {report['steps']}\n"
         "(hidden: (in sequence - copy stream) / copy alone, least time of each step; nothing hides "
         f"the first copy)\n\n{format_table(columns, rows)}"
     )

@@ -1,15 +1,17 @@
-"""The report of a replay, and its tables."""
+"""The report of a replay: its counts, tables and charts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from common import charts
 
 from kvcupy.bench.report import format_table
 
-from .run import DIRECTIONS, Outcome
-from .settings import Settings
-from .simulation import TIERS, Simulated, Sizes
+from .run import DIRECTIONS, Outcome, Settings
+from .simulation import TIERS, Simulated, Sizes, hit_rates
 
 # Counts that the simulation has too, which must agree, and their names in the cache's statistics.
 COMPARED = {f"hit.{tier}": "" for tier in TIERS} | {"missed": "misses", "inserted": "inserted"}
@@ -18,21 +20,14 @@ COMPARED |= {f"evicted.{tier}": f"{tier}_evicted" for tier in TIERS} | {"lost": 
 MOVED = {"loaded": "load", "saved": "save", "disk_read": "disk_read", "disk_written": "disk_write"}
 
 
-def hit_rates(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the hit rate of each tier, and of all."""
-    hits = {tier: counts.get(f"hit.{tier}", 0) for tier in TIERS}
-    asked = max(1, sum(hits.values()) + counts.get("missed", 0))
-    return {tier: n / asked for tier, n in hits.items()} | {"total": sum(hits.values()) / asked}
-
-
 def counted(outcome: Outcome, page_bytes: int) -> dict[str, int]:
-    """Return the counts of a replay: its own, and those of the cache."""
+    """Return the counts of a replay: its own, and the cache's."""
     own = dict(outcome.counts)
     own |= {name: outcome.stats[key] for name, key in COMPARED.items() if name not in own}
     return own | {name: outcome.stats[f"{key}_bytes"] // page_bytes for name, key in MOVED.items()}
 
 
-def point_of(settings: Settings, outcome: Outcome, simulated: Simulated | None) -> dict[str, Any]:
+def point_of(settings: Settings, outcome: Outcome, simulated: Simulated) -> dict[str, Any]:
     """Return the report of one replay, with the counts of its simulation."""
     moved = {}
     for direction, key in DIRECTIONS.items():
@@ -44,7 +39,6 @@ def point_of(settings: Settings, outcome: Outcome, simulated: Simulated | None) 
         "policy": settings.policy,
         "write": settings.write,
         **sizes_of(settings.sizes),
-        "replayed": True,
         "counts": counts,
         "hit_rate": hit_rates(counts),
         "moved": moved,
@@ -54,23 +48,13 @@ def point_of(settings: Settings, outcome: Outcome, simulated: Simulated | None) 
         "series": outcome.series,
         "stats": outcome.stats,
     }
-    if simulated is not None:
-        expected = {name: simulated.counts[name] for name in (*COMPARED, *MOVED)}
-        point["simulated"] = {"counts": expected, "hit_rate": hit_rates(expected)}
-        point["different"] = [name for name in expected if counts[name] != expected[name]]
-        point["requests_as_simulated"] = sum(
-            a == b for a, b in zip(outcome.hits, simulated.hits, strict=True)
-        )
+    expected = {name: simulated.counts[name] for name in (*COMPARED, *MOVED)}
+    point["simulated"] = {"counts": expected, "hit_rate": hit_rates(expected)}
+    point["different"] = [name for name in expected if counts[name] != expected[name]]
+    point["requests_as_simulated"] = sum(
+        a == b for a, b in zip(outcome.hits, simulated.hits, strict=True)
+    )
     return point
-
-
-def simulated_point(sizes: Sizes, policy: str, write: str, simulated: Simulated) -> dict[str, Any]:
-    """Return the report of a point that was only simulated."""
-    counts = {name: simulated.counts[name] for name in COMPARED}
-    return {
-        "policy": policy, "write": write, **sizes_of(sizes), "replayed": False,
-        "counts": counts, "hit_rate": hit_rates(counts),
-    }  # fmt: skip
 
 
 def sizes_of(sizes: Sizes) -> dict[str, int]:
@@ -80,19 +64,19 @@ def sizes_of(sizes: Sizes) -> dict[str, int]:
 def render_point(point: dict[str, Any]) -> str:
     """Return one replay as tables: blocks by tier, bytes by direction, and what was checked."""
     counts, rates = point["counts"], point["hit_rate"]
-    simulated = point.get("simulated")
+    simulated = point["simulated"]
     rows = []
     for tier in TIERS:
         rows.append((
             tier, point[f"{tier}_blocks"], counts[f"hit.{tier}"], f"{rates[tier]:.2%}",
-            f"{simulated['hit_rate'][tier]:.2%}" if simulated else None,
+            f"{simulated['hit_rate'][tier]:.2%}",
             counts[f"evicted.{tier}"],
-            simulated["counts"][f"evicted.{tier}"] if simulated else None,
+            simulated["counts"][f"evicted.{tier}"],
         ))  # fmt: skip
     total = sum(counts[f"hit.{tier}"] for tier in TIERS)
     rows.append((
         "any", None, total, f"{rates['total']:.2%}",
-        f"{simulated['hit_rate']['total']:.2%}" if simulated else None, None, None,
+        f"{simulated['hit_rate']['total']:.2%}", None, None,
     ))  # fmt: skip
     columns = ("tier", "holds", "hits", "hit rate", "simulated", "evicted", "simulated")
     tables = [format_table(columns, rows)]
@@ -110,11 +94,10 @@ def render_point(point: dict[str, Any]) -> str:
     ]
     if counts["cut"]:
         lines.append(f"{counts['cut']} blocks of requests longer than a tier were not requested")
-    if simulated:
-        same = f"{point['requests_as_simulated']} of {counts['requests']} requests"
-        lines.append(f"simulation: {same} found the same blocks in the same tiers")
-        for name in point["different"]:
-            lines.append(f"  {name}: {counts[name]}, simulated {simulated['counts'][name]}")
+    same = f"{point['requests_as_simulated']} of {counts['requests']} requests"
+    lines.append(f"simulation: {same} found the same blocks in the same tiers")
+    for name in point["different"]:
+        lines.append(f"  {name}: {counts[name]}, simulated {simulated['counts'][name]}")
     return "\n\n".join([*tables, "\n".join(lines)])
 
 
@@ -127,8 +110,57 @@ def render_comparison(points: Sequence[dict[str, Any]]) -> str:
             point["policy"], *(point[f"{tier}_blocks"] for tier in TIERS),
             *(f"{rates[tier]:.2%}" for tier in (*TIERS, "total")),
             *(counts[f"evicted.{tier}"] for tier in TIERS), counts["lost"],
-            "replay" if point["replayed"] else "simulation",
         ))  # fmt: skip
     columns = ("policy", *TIERS, "hit device", "host", "disk", "any")
-    columns += ("evicted device", "host", "disk", "lost", "by")
+    columns += ("evicted device", "host", "disk", "lost")
     return format_table(columns, rows)
+
+
+# Charts -------------------------------------------------------------------------------------------
+
+COLOURS = {"device": "#1F6F8B", "host": "#E2A33B", "disk": "#8C8C8C"}
+LINES = ("#1F6F8B", "#E2A33B", "#B4436C", "#5B8E55", "#6B5CA5")
+
+
+def draw_over_time(point: dict[str, Any], path: Path, title: str) -> None:
+    """Draw one replay: cumulative hit rates, blocks in each tier, bytes in each direction."""
+    series = point["series"]
+    minutes = [row["minutes"] for row in series]
+    figure, (rates, filled, moved) = charts.panels_of(3, 1, (10, 9), sharex=True)
+    tiers = [tier for tier in TIERS if point[f"{tier}_blocks"]]
+    asked = [max(1, sum(row[f"hit.{t}"] for t in TIERS) + row["missed"]) for row in series]
+    shares = [
+        [100 * row[f"hit.{tier}"] / n for row, n in zip(series, asked, strict=True)]
+        for tier in tiers
+    ]
+    rates.stackplot(minutes, *shares, labels=tiers, colors=[COLOURS[tier] for tier in tiers])
+    rates.set_ylabel("hits so far, % of blocks")
+    for tier in tiers:
+        size = point[f"{tier}_blocks"]
+        share = [100 * row[f"blocks.{tier}"] / size for row in series]
+        filled.plot(minutes, share, color=COLOURS[tier], label=f"{tier}, of {size:,}")
+    filled.set(ylabel="occupied, %", ylim=(0, 105))
+    for direction, colour in zip(DIRECTIONS, LINES, strict=False):
+        sums = [row[f"bytes.{direction}"] / 1e9 for row in series]
+        if sums[-1]:
+            moved.plot(minutes, sums, color=colour, label=direction)
+    moved.set(ylabel="GB moved so far", xlabel="minutes of the trace")
+    for axes in (rates, filled, moved):
+        charts.tidy(axes)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    charts.save(figure, path, title)
+
+
+def draw_comparison(points: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw the hits of each tier, policies side by side."""
+    figure, (axes,) = charts.panels_of(1, 1, (7, 5))
+    shares = {
+        tier: [100 * point["hit_rate"][tier] for point in points]
+        for tier in TIERS
+        if points[0][f"{tier}_blocks"]
+    }
+    names = [f"{point['policy']}, {point['write']}" for point in points]
+    charts.stacked_bars(axes, names, shares, list(COLOURS.values()))
+    sizes = ", ".join(f"{points[0][f'{tier}_blocks']:,} on {tier}" for tier in TIERS)
+    axes.set(ylabel="hits, % of blocks", title=f"replayed: {sizes}")
+    charts.save(figure, path, title)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.workload import Request, read_trace
 
 from kvcupy.bench.frame import count
 from kvcupy.bench.models import MODELS
@@ -22,6 +23,43 @@ PROMPTS = 4  # system prompts that conversations begin with
 SCANS = 0.08  # share of long requests that never recur
 CONTINUES = 0.65  # share of the others that continue a conversation
 GAP_MS = 300.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of a request trace. `hash_ids` name the prefix blocks of the input."""
+
+    timestamp: float  # ms
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: str | Path) -> Iterator[Request]:
+    """Read a trace of JSON lines, in order of arrival.
+
+    Raises
+    ------
+    ValueError
+        A line is not a request; the message names file and line.
+    """
+    with Path(path).open() as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                yield Request(
+                    float(entry["timestamp"]),
+                    int(entry["input_length"]),
+                    int(entry["output_length"]),
+                    tuple(entry.get("hash_ids", ())),
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}:{number}: expected an object with timestamp, input_length and "
+                    f"output_length, got {line.strip()[:80]!r}"
+                ) from error
 
 
 def requests_of(trace: str | Path | None, limit: int | None, seed: int = 0) -> list[Request]:

@@ -11,19 +11,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common.measure import run_named
-from common.workload import Request
 
 import kvcupy as kv
 from kvcupy import TieredCache
+from kvcupy.bench.models import Model
 from kvcupy.bench.timers import named_stream
 
-from .content import Contents, hashes_of
-from .settings import Settings
-from .simulation import TIERS
+from .content import WORD, Contents, hashes_of
+from .requests import Request
+from .simulation import TIERS, Sizes
 
 # Directions, by their names in the cache's statistics.
 DIRECTIONS = {
@@ -36,6 +37,72 @@ COUNTED = ("requests", *(f"hit.{tier}" for tier in TIERS), "missed", "cut", "not
 COUNTED += ("checked_bytes", "wrong_bytes")
 POINTS = 400  # per series, at most
 NAMED = 8  # wrong requests that are described
+
+
+DISK_BLOCK = 4096  # alignment of pages in a disk tier, bytes
+RECORD = 64  # bytes per record of a page there
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A page of one block, in bf16: layers, tokens, KV heads, elements per head."""
+
+    layers: int
+    tokens: int
+    heads: int
+    width: int
+
+    @property
+    def page_bytes(self) -> int:
+        return 2 * 2 * self.layers * self.tokens * self.heads * self.width
+
+
+def scaled_shape(model: Model, block_tokens: int, scale: int) -> Shape:
+    """Return the shape of a model's block, each size divided by `scale`, at least one.
+
+    Raises
+    ------
+    ValueError
+        A page of one layer is no whole number of words.
+    """
+    sizes = (model.layers, block_tokens, model.kv_heads, model.head_dim)
+    shape = Shape(*(max(1, size // scale) for size in sizes))
+    if shape.tokens * shape.heads * shape.width * 2 % WORD:
+        raise ValueError(f"scale: expected pages of whole 8-byte words, got {scale}")
+    return shape
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a replay.
+
+    Attributes
+    ----------
+    disk : the file of the disk tier; unused if `sizes` has no disk
+    running : requests whose leases are held at a time
+    eager : insert blocks while they are being written and others are being moved. Evictions, and
+        so hits, then depend a little on timing
+    host_layout : layout of the host's pool
+    """
+
+    sizes: Sizes
+    shape: Shape
+    policy: str = "lru"
+    write: str = "through"
+    disk: Path | None = None
+    running: int = 1
+    eager: bool = False
+    host_layout: str = "page_first"
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the file: a header, a table of records, pages."""
+        table = _whole(self.sizes.disk * RECORD)
+        return DISK_BLOCK + table + self.sizes.disk * _whole(self.shape.page_bytes)
+
+
+def _whole(num_bytes: int) -> int:
+    return -(-num_bytes // DISK_BLOCK) * DISK_BLOCK
 
 
 @dataclass
@@ -118,25 +185,15 @@ class Replay:
             self.store.close()
 
     def run(
-        self, requests: Sequence[Request], *, speed: float = 0.0,
-        each: Callable[[int], None] = lambda done: None,
-    ) -> Outcome:  # fmt: skip
-        """Replay requests.
-
-        Parameters
-        ----------
-        speed : of arrivals, times that of the trace; 0: without pauses
-        each : called with the number of requests done, after each
-        """
+        self, requests: Sequence[Request], *, each: Callable[[int], None] = lambda done: None
+    ) -> Outcome:
+        """Replay requests; `each` is called with the number of requests done, after each."""
         outcome = self.outcome
         self._wrong = self.device.zeros((len(requests), self.settings.shape.layers), np.int64)
         self.device.synchronize()  # it is initialised before another stream adds to it
         every = max(1, -(-len(requests) // POINTS))
         start = time.perf_counter()
         for number, request in enumerate(requests):
-            if speed > 0:
-                due = start + (request.timestamp - requests[0].timestamp) / 1e3 / speed
-                time.sleep(max(0.0, due - time.perf_counter()))
             self._request(number, request)
             if (number + 1) % every == 0 or number + 1 == len(requests):
                 outcome.series.append(self.sample(number + 1, request.timestamp))

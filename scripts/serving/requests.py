@@ -1,16 +1,12 @@
-"""Requests to serve: prompts that share prefixes, from a trace or generated from a seed."""
+"""Requests to serve: prompts that share prefixes, generated from a seed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.workload import read_trace
 
-BLOCK_TOKENS = 512  # input tokens per hash of a trace
 MAX_OUTPUT = 4  # times its median
 
 
@@ -58,33 +54,3 @@ def synthetic_prompts(
         prompts.append(Prompt(number, now, tokens, min(length, MAX_OUTPUT * output_tokens)))
         now += rng.exponential(gap_ms)
     return prompts
-
-
-def trace_prompts(
-    path: str | Path, count: int, vocab: int, *, scale: float = 32.0, seed: int = 0
-) -> list[Prompt]:
-    """Read the first requests of a trace, with lengths and arrival times divided by `scale`.
-
-    Blocks of equal hash are equal tokens, so that prompts share what they share in the trace.
-
-    Raises
-    ------
-    ValueError
-        A line is not a request, or there is none.
-    """
-    block = max(1, round(BLOCK_TOKENS / scale))
-    prompts = []
-    for number, request in enumerate(islice(read_trace(path), count)):
-        length = max(1, round(request.input_length / scale))
-        blocks = [_tokens((seed, 0, name), block, vocab) for name in request.hash_ids]
-        rest = max(length - block * len(blocks), 0)
-        tokens = np.concatenate([*blocks, _tokens((seed, 1, number), rest, vocab)])[:length]
-        output = max(1, round(request.output_length / scale))
-        prompts.append(Prompt(number, request.timestamp / scale, tokens, output))
-    if not prompts:
-        raise ValueError(f"{path}: expected a trace of at least one request, got none")
-    return prompts
-
-
-def _tokens(name: tuple[int, ...], count: int, vocab: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.random.default_rng(name).integers(0, vocab, count)

@@ -4,9 +4,9 @@
        ^                                                              |                |
        `------------------- preempt, youngest first <-- CacheFull ----+---- evict <----'
 
-A step holds one token of every sequence that decodes (or a draft tree), and prompt chunks, oldest
-first, up to a budget of tokens. Finished sequences are kept for their prefix until their pages are
-needed. Old tokens may have pages of their own, in a narrower format: both kinds are counted.
+A step holds one token of every sequence that decodes, and prompt chunks, oldest first, up to a
+budget of tokens. Finished sequences are kept for their prefix until their pages are needed. Old
+tokens may have separate pages, in a narrower format: both kinds are counted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 import kvcupy as kv
 
-from .drafts import draft_tree
+from .llama import StepInputs
 from .requests import Prompt
-from .sequences import Counts, Item, Sequence, common_prefix, next_tokens
 
 
 @dataclass(frozen=True)
@@ -56,27 +57,123 @@ class CacheSettings:
         return max(0, demoted)
 
     def own_pages(self, tokens: int) -> int:
-        """Return how many of them stay as they are."""
+        """Return how many of them are not demoted."""
         return self.pages(tokens) - self.past_pages(tokens)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How steps are scheduled.
+    """How steps are filled.
 
     Attributes
     ----------
-    budget : tokens of a step
-    max_running : sequences at a time, at most `budget`
+    budget : tokens per step, at most
+    max_running : requests at a time, at most `budget`
     share : fork prefixes, and keep finished sequences for them
-    branches, depth : of the draft trees; no branches: one token per step
     """
 
     budget: int = 64
     max_running: int = 32
     share: bool = True
-    branches: int = 0
-    depth: int = 4
+
+
+class Sequence:
+    """A request in progress: how many of its tokens are known, planned, cached.
+
+    known <= planned: a step in flight chooses the tokens between. cached <= planned: the cache
+    holds these once the steps begun so far have run.
+
+    Attributes
+    ----------
+    ids : int64 (goal,), the token IDs, 0 where none is generated yet
+    shared : tokens reused by a fork when it was last admitted
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.ids = np.zeros(prompt.goal, np.int64)
+        self.known = self.planned = len(prompt.tokens)
+        self.ids[: self.known] = prompt.tokens
+        self.cached = self.shared = 0
+        self.feed = -1  # the row of the last step that chooses the token at `known`
+
+    @property
+    def number(self) -> int:
+        return self.prompt.number
+
+    @property
+    def pending(self) -> int:
+        """Tokens that a step has yet to run."""
+        return self.planned - self.cached
+
+    @property
+    def done(self) -> bool:
+        return self.planned == self.prompt.goal
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens decoded so far."""
+        return [int(token) for token in self.ids[len(self.prompt.tokens) : self.known]]
+
+    def learn(self, token: int) -> None:
+        """Store the token that a step has chosen."""
+        self.ids[self.known] = token
+        self.known += 1
+
+
+def common_prefix(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> int:
+    """Return the length of the common prefix of two arrays."""
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
+    return int(different[0]) if different.size else length
+
+
+@dataclass(frozen=True)
+class Item:
+    """The next `count` tokens of a sequence; `chooses`: they end with its last planned token."""
+
+    sequence: Sequence
+    count: int
+    chooses: bool
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a decode, and not a chunk of a prompt."""
+        return self.count == 1 and self.chooses
+
+
+def next_tokens(sequence: Sequence, most: int) -> Item:
+    """Return what runs next of a sequence, at most `most` tokens."""
+    count = min(sequence.pending, most)
+    return Item(sequence, count, count == sequence.pending)
+
+
+def step_inputs(items: list[Item]) -> StepInputs:
+    """Return the tokens of a step that has begun but not ended."""
+    ids, feeds, rows, total = [], [], [], 0
+    for item in items:
+        sequence, start = item.sequence, item.sequence.cached
+        feed = np.full(item.count, -1)
+        feed[max(sequence.known - start, 0) :] = sequence.feed  # at most one token
+        ids.append(sequence.ids[start : start + item.count])
+        feeds.append(feed)
+        total += item.count
+        rows += [total - 1] * item.chooses
+    return StepInputs(np.concatenate(ids), np.concatenate(feeds), np.array(rows, np.int64))
+
+
+@dataclass
+class Counts:
+    """What a run did. Tokens are counted per request."""
+
+    forks: int = 0
+    shared_tokens: int = 0  # reused by forks, not computed
+    computed_tokens: int = 0  # prompts, outputs, and recomputed tokens
+    preemptions: int = 0
+    evictions: int = 0  # of finished sequences that were kept for their prefix
+    mixed_steps: int = 0  # in which some decode and others prefill
+    most_running: int = 0
+    least_pages_free: int | None = None
 
 
 class Scheduler:
@@ -103,7 +200,7 @@ class Scheduler:
                 f"got {policy.max_running}"
             )
         self.cache, self.settings, self.policy = cache, settings, policy
-        # With a past, a prompt takes pages of its own format one chunk after the other.
+        # With a past, a prompt takes pages that are not demoted yet, one chunk after the other.
         self.chunk_pages = settings.pages(policy.budget) + 1
         self.settle = settle
         self.waiting = deque(Sequence(prompt) for prompt in prompts)
@@ -135,15 +232,12 @@ class Scheduler:
         self._admit(now_ms)
         items = self._items()
         while items:
-            trees = [list(item.tree.parents) if item.tree else None for item in items]
             try:
                 self.cache.begin_forward(
-                    [item.sequence.number for item in items],
-                    [item.count for item in items],
-                    token_tree=trees if any(trees) else None,
+                    [item.sequence.number for item in items], [item.count for item in items]
                 )
             except kv.CacheFull:
-                if not self._can_give_way(items):
+                if not self.kept and len(self.running) == 1:
                     raise
                 items = self._give_way(items)
             else:
@@ -152,30 +246,14 @@ class Scheduler:
         return []
 
     def _items(self) -> list[Item]:
-        left = self.policy.budget
         decoding = [s for s in self.running if s.pending == 1]
-        left -= len(decoding)
-        items = []
-        for sequence in decoding:
-            items.append(self._guess(sequence, left) or next_tokens(sequence, 1))
-            left -= items[-1].count - 1
+        items = [next_tokens(sequence, 1) for sequence in decoding]
+        left = self.policy.budget - len(items)
         for sequence in self.running:
             if sequence.pending > 1 and left:
                 items.append(next_tokens(sequence, left))
                 left -= items[-1].count
         return items
-
-    def _guess(self, sequence: Sequence, guesses: int) -> Item | None:
-        if not self.policy.branches:
-            return None
-        room = sequence.prompt.goal - sequence.known - 1  # the step yields one more
-        tree = draft_tree(
-            sequence.ids[: sequence.known],
-            branches=self.policy.branches,
-            depth=min(self.policy.depth, room),
-            nodes=1 + guesses,
-        )
-        return Item(sequence, len(tree), len(tree), tree) if tree else None
 
     def _count(self, items: list[Item]) -> None:
         counts, free = self.counts, self.cache.num_available_pages
@@ -192,23 +270,11 @@ class Scheduler:
         row = 0
         for item in items:
             sequence = item.sequence
-            if item.tree is None:
-                sequence.cached += item.count
-                if item.rows:
-                    sequence.feed, sequence.planned = row, sequence.planned + 1
-                    self._retire(sequence)
-            row += item.rows
-
-    def commit_tree(self, item: Item, path: list[int], tokens: Any) -> None:
-        """Keep the right guesses of a tree, and the token that follows them."""
-        sequence = item.sequence
-        self.cache.commit_token_tree([sequence.number], [path[-1]])
-        sequence.cached += len(path)
-        sequence.learn(tokens)
-        self.counts.tree_steps += 1
-        self.counts.guesses += len(item.tree or ()) - 1
-        self.counts.accepted += len(path) - 1
-        self._retire(sequence)
+            sequence.cached += item.count
+            if item.chooses:
+                sequence.feed, sequence.planned = row, sequence.planned + 1
+                self._retire(sequence)
+                row += 1
 
     def _retire(self, sequence: Sequence) -> None:
         if not sequence.done:
@@ -288,16 +354,11 @@ class Scheduler:
 
     # Preemption and eviction.
 
-    def _can_give_way(self, items: list[Item]) -> bool:
-        return bool(self.kept) or len(self.running) > 1 or any(item.tree for item in items)
-
     def _give_way(self, items: list[Item]) -> list[Item]:
-        """Free pages, or need fewer: evict kept prefixes, drop guesses, preempt the youngest."""
+        """Free pages: evict a kept prefix, or preempt the youngest."""
         if self.kept:
             self._evict(next(iter(self.kept.values())))
             return items
-        if any(item.tree for item in items):
-            return [next_tokens(item.sequence, 1) if item.tree else item for item in items]
         self.settle()
         youngest = self.running.pop()
         self.cache.remove_sequence(youngest.number)

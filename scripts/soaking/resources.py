@@ -1,4 +1,4 @@
-"""What a process holds, over steps: samples, and whether they grow.
+"""What a process holds, over steps: samples, whether they grow, and a chart of them.
 
 Memory fills until as many plans of calls are kept as ever are, each for its shapes; what it does
 after that is judged.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import charts
 
 from kvcupy.ops import call
 
@@ -69,3 +70,34 @@ def beyond_slack(grown: dict[str, float]) -> list[str]:
         for name, slack in SLACK.items()
         if grown.get(name, 0) > slack
     ]
+
+
+COLOURS = ("#1F6F8B", "#E2A33B", "#B4436C")
+POOLS = {"device_pages": "device pages", "host_pages": "host pages", "disk_blocks": "disk blocks"}
+
+
+def draw(samples: Sequence[Sample], sizes: dict[str, int], path: Path, title: str) -> None:
+    """Draw memory, pools, and what else is held, over steps; `sizes` are the pools' sizes."""
+    steps = [s["step"] for s in samples]
+    figure, (memory, pools, others) = charts.panels_of(3, 1, (10, 8), sharex=True)
+    memory.plot(steps, [s["rss_bytes"] / 2**20 for s in samples], color=COLOURS[0], lw=1)
+    after, fitted = line(samples, "rss_bytes")
+    if len(after) > 1:
+        grown = (fitted[-1] - fitted[0]) / 2**20
+        label = f"{grown:+.1f} MiB in {after[-1] - after[0]:,.0f} steps\nafter the warm-up"
+        memory.plot(after, fitted / 2**20, color=COLOURS[2], lw=1.5, label=label)
+    memory.set(ylabel="resident, MiB", ylim=(0, None))
+    for (name, text), colour in zip(POOLS.items(), COLOURS, strict=True):
+        shares = [100 * s[name] / sizes[name] for s in samples]
+        pools.plot(steps, shares, color=colour, lw=0.8, label=f"{text}, of {sizes[name]}")
+    pools.set(ylabel="in use, %", ylim=(0, 105))
+    for name, colour in zip(("threads", "files"), COLOURS, strict=False):
+        others.plot(steps, [s[name] for s in samples], color=colour, lw=1, label=name)
+    plans = [s["plans"] / 100 for s in samples]
+    others.plot(steps, plans, color=COLOURS[2], lw=1, label="plans of calls, hundreds")
+    others.set(ylabel="held", xlabel="steps", ylim=(0, None))
+    for axes in (memory, pools, others):
+        charts.tidy(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    charts.save(figure, path, title)

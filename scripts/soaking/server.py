@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def all_rows(self) -> list[int]:
-        """The rows in the cache, those of a pending tree included."""
+        """The rows in the cache, including a pending tree's."""
         return [*self.rows, *(row_of(chain) for _, chain in self.nodes)]
 
     def following(self, tokens: list[int]) -> list[int]:
@@ -510,7 +510,7 @@ class Server:
     # Room
 
     def _make_room(self, kept: set[int]) -> bool:
-        """Preempt the youngest sequence that is not in the step; False if there is none."""
+        """Preempt the youngest sequence that is not in the step; False if all are."""
         victims = [s for s in self.running if not s.offloaded and s.name not in kept]
         if not victims:
             return False

@@ -32,7 +32,7 @@ def slid_pages_wait_for_their_readers(world):
 
 
 def abandoned_pages_wait_for_their_writers(world):
-    """Likewise those of a step that an exception took back while it was running."""
+    """The pages of a step that an exception took back while it was running."""
     world.cache.add_sequence("a")
     gate = world.gate("compute")
     world.step("a", [9], keep=False)
@@ -53,7 +53,7 @@ def cleared_pages_wait_for_their_writers(world):
 
 
 def step_waits_for_readers_of_its_own(export):
-    """Somebody reads the pages in a way of his own, with the tables that a step exports."""
+    """A caller reads the pages by other means, with the tables that a step exports."""
 
     def program(world):
         rows = world.cache.pool.k(0)

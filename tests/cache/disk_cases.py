@@ -17,7 +17,7 @@ PAGE_BYTES = 5000  # a whole 4096, and more
 
 
 def contents(block_hash, page_bytes=PAGE_BYTES):
-    """What is always written under a hash: words that differ by place and by hash."""
+    """Return the contents of a hash: words that differ by offset and hash."""
     words = np.arange(-(-page_bytes // 8), dtype=np.uint64)
     words *= np.uint64(0x9E3779B97F4A7C15)
     words += np.uint64(block_hash * 0xC2B2AE3D27D4EB4F & (1 << 64) - 1)
@@ -66,7 +66,7 @@ def failing(monkeypatch, name, error, *, after=0, bytes_first=0):
 
 
 def run(program):
-    """Run Python lines in a process of their own and return what they print."""
+    """Run Python lines in a separate process, and return their output."""
     here = Path(__file__).resolve().parent
     result = subprocess.run(
         [sys.executable, "-c", program],

@@ -65,7 +65,7 @@ class World:
     """Pools filled with random numbers, an engine, and a compute stream.
 
     `compute` writes and reads pages of the device pool. Each page that it reads goes to an array
-    of its own, so that what was seen can be asked later.
+    for that read alone, so that it can be compared later.
     """
 
     def __init__(self, device, device_pool=None, host_pool=None, **engine):

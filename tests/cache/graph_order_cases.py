@@ -48,7 +48,7 @@ def host_waits_for_the_launch_before_the_last(world):
 
 
 def launch_pieces(world, decoder, name, streams):
-    """Launch the graph of each layer on a stream of its own, which takes away what comes out."""
+    """Launch the graph of each layer on a separate stream, which copies the output away."""
     outs = [world.device.zeros(out.shape, "fp32") for out in decoder.rows[3]]
     with world.cache.forward([name], [1]):
         for layer, (on, out) in enumerate(zip(streams, outs, strict=True)):

@@ -55,7 +55,7 @@ def writer_waits_for_the_demotion(world):
 def step_waits_for_the_demotion(world):
     """The tables come behind the pages on the same stream, so that there are two waits for both.
 
-    Those of the step before, which are there without them, are of as many sequences and tokens.
+    The tables of the step before have as many sequences and tokens, and would serve.
     """
     begun(world)
     world.cache.end_forward()

@@ -1,8 +1,8 @@
 """A `PagedKVCache` and its model, driven together: each call goes to both, and all is compared.
 
-Attention is compared with float64 within the model's error bound; lengths, free pages, positions
-and exports are compared exactly; so is what the cache holds, but for keys that were rotated, which
-may be a unit in the last place off.
+Attention is compared with float64 within the model's error bound. Lengths, free pages, positions,
+tables and contents are compared exactly, except that a rotated key may be a unit in the last place
+off.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import pytest
 from gather_cases import as_numpy
-from helpers import DTYPE, QUANTISED, Case, compare, demoting, from_values
+from helpers import DTYPE, Case, compare, demoting, from_values
 from paged_model import Full, PagedModel, stored_errors
 
 import kvcupy as kv
@@ -35,24 +35,25 @@ class Twin:
 
     Parameters
     ----------
-    options : of the constructor, over `SMALL`; `rope` as a NumPy array
-    fmt : of queries, keys and values that steps bring; None is that of the cache, bf16 if that is
-        quantised
+    options : of the constructor, over `SMALL`; `rope` as a NumPy array, a demotion as for
+        `helpers.demoting`; with latent_dim, head_dim is the width of the whole row
+    fmt : of queries, keys and values that steps bring; None is the format of the cache, bf16
+        if it is quantised
     """
-
-    Model = PagedModel
 
     def __init__(self, device, *, seed=0, fmt=None, **options):
         self.device, self.seed = device, seed
         self.options = {**SMALL, **options}
-        self.model = self.Model(**self.options)
+        self.model = PagedModel(**self.options)
+        self.latent_dim = self.model.latent_dim
         on_device = {
             name: device.asarray(value) if isinstance(value, np.ndarray) else value
             for name, value in self.options.items()
         }
         self.cache = kv.PagedKVCache(**demoting(on_device), device=device)
-        cache_fmt = self.options["dtype"]
-        self.fmt = fmt or ("bf16" if cache_fmt in QUANTISED else cache_fmt)
+        self.is_quantised = self.model.fmt not in ("fp32", "fp16", "bf16")
+        self.read_fmt = "bf16" if self.is_quantised else self.model.fmt
+        self.fmt = fmt or self.read_fmt
         self.rng = np.random.default_rng(seed)
         self.layers = range(self.options["num_layers"])
         self._cases = itertools.count(1000 * seed)
@@ -70,7 +71,7 @@ class Twin:
             before = self.lengths()
             with pytest.raises(kv.CacheFull):
                 self.on_cache(call, *arguments, **keywords)
-            assert self.lengths() == before
+            assert self.lengths() == before, "lengths after CacheFull"
             return False
         self.on_cache(call, *arguments, **keywords)
         return True
@@ -117,26 +118,33 @@ class Twin:
         self.check()
 
     def set_kv(self, name, start, count, fmt=None):
-        """Replace some tokens by random ones."""
-        shape = (len(self.layers), count, self.model.heads)
-        key, value = (
-            from_values(self.rng.standard_normal((*shape, width)), fmt or self.fmt)
-            for width in (self.model.k_width, self.model.v_width)
-        )
-        case = Case(self.device, next(self._cases))
-        placed = [case.place(a, fmt or self.fmt) for a in (key, value)]
+        """Replace some tokens by random ones; return False if there is no page for a copy."""
+        fmt, model = fmt or self.fmt, self.model
+        shape, case = (len(self.layers), count), Case(self.device, next(self._cases))
+        if self.latent_dim:
+            widths = (self.latent_dim,), (model.k_width - self.latent_dim,)
+        else:
+            widths = (model.heads, model.k_width), (model.heads, model.v_width)
+        rows = [from_values(self.rng.standard_normal((*shape, *width)), fmt) for width in widths]
+        placed = [case.place(a, fmt).array for a in rows]
         try:
-            self.model.set_kv(name, start, key, value)
+            model.set_kv(name, start, *self.as_model(*rows))
         except Full:
             with pytest.raises(kv.CacheFull):
-                self.cache.set_kv(name, start, *(p.array for p in placed))
+                self.cache.set_kv(name, start, *placed)
             done = False
         else:
-            self.cache.set_kv(name, start, *(p.array for p in placed))
+            self.cache.set_kv(name, start, *placed)
             done = True
         case.check("", [])
         self.check()
         return done
+
+    def as_model(self, key, value):
+        """K and V of the model: of latents K is the latent and the rope key side by side."""
+        if not self.latent_dim:
+            return key, value
+        return np.concatenate([key, value], -1)[..., None, :], key[..., None, :]
 
     # Steps
 
@@ -149,7 +157,7 @@ class Twin:
     def step(self, names, lens, trees=None, *, contents=True, **options):
         """Do a whole step, with attention in every layer; False if it does not fit.
 
-        `options` are those of `attend`.
+        `options` are passed to `attend`.
         """
         names, lens = list(names), list(lens)
         if not self.both("begin", names, lens, trees):
@@ -176,13 +184,18 @@ class Twin:
         model, case = self.model, Case(self.device, next(self._cases))
         count = len(model.new_tokens())
         heads, kv_heads = self.options["num_q_heads"], model.heads
+        if self.latent_dim:
+            masks.setdefault("sm_scale", 0.2)
+            names, packed = ("query", "latent", "rope_key"), False
+            rest = (self.latent_dim,), (model.k_width - self.latent_dim,)
+        else:
+            names = "query", "key", "value"
+            rest = (kv_heads, model.k_width), (kv_heads, model.v_width)
+        sizes = loud, loud, loud if self.latent_dim else 1.0
         content = [
-            self.rng.standard_normal((count + padding, h, width)) * size
-            for h, width, size in (
-                (heads, model.k_width, loud), (kv_heads, model.k_width, loud),
-                (kv_heads, model.v_width, 1.0),
-            )
-        ]  # fmt: skip
+            self.rng.standard_normal((count + padding, *shape)) * size
+            for shape, size in zip(((heads, model.k_width), *rest), sizes, strict=True)
+        ]
         for rows in content:
             rows[count:] = np.nan
         content = [from_values(rows, fmt) for rows in content]
@@ -191,10 +204,7 @@ class Twin:
             cuts = np.cumsum([0, heads, kv_heads, kv_heads])
             given = [whole.sub(lambda a, i=i: a[:, cuts[i] : cuts[i + 1]]) for i in range(3)]
         else:
-            given = [
-                case.place(a, fmt, name=n)
-                for a, n in zip(content, ("query", "key", "value"), strict=True)
-            ]
+            given = [case.place(a, fmt, name=n) for a, n in zip(content, names, strict=True)]
         out = None
         if given_out:
             out = case.output(fmt, (count + padding, heads, model.v_width), name="out")
@@ -207,13 +217,16 @@ class Twin:
         if stream is not None:
             self.device.synchronize()
         call = self.cache.attention_qkv if packed else self.cache.attention
+        if self.latent_dim:
+            call = self.cache.attention_mla
         got = call(
             layer, *([whole.array] if packed else [a.array for a in given]),
             out=None if out is None else out.array, stream=stream, **passed,
         )  # fmt: skip
         if stream is not None:
             stream.synchronize()
-        want, allowed = model.attention(layer, *(a.view for a in given), **masks)
+        query, *rest = (a.view for a in given)
+        want, allowed = model.attention(layer, query, *self.as_model(*rest), **masks)
         assert tuple(got.shape) == (count + padding, *want.shape[1:])
         stored = as_numpy(self.device, got, fmt)
         values = reference.decode(stored, fmt)[:count]
@@ -232,32 +245,41 @@ class Twin:
     def check(self, contents=True):
         """Compare lengths, free pages, and what every sequence holds."""
         model, cache = self.model, self.cache
-        assert self.lengths() == {name: len(s.tokens) for name, s in model.sequences.items()}
+        want = {name: len(s.tokens) for name, s in model.sequences.items()}
+        assert self.lengths() == want, f"lengths {self.lengths()}, want {want}"
         assert all(name in cache for name in model.sequences)
         assert cache.total_length == model.total_length
         assert cache.num_available_pages == model.available, "free pages"
+        assert cache.num_available_past_pages == model.available_past, "past pages"
         if contents:
             for name in model.sequences:
                 self.check_contents(name)
 
-    def check_contents(self, name, start=0, stop=None):
+    def check_contents(self, name, start=0, stop=None, dtype=None):
         """Compare K and V of all layers of some tokens."""
-        cache_fmt = self.options["dtype"]
-        fmt = "bf16" if cache_fmt in QUANTISED else cache_fmt
         stop = len(self.model.sequences[name].tokens) if stop is None else stop
-        if start == stop:
-            return
-        got = self.cache.get_kv(name, start, stop)
-        want = self.model.get_kv(name, start, stop)
-        for side, array, values in zip("KV", got, want, strict=True):
-            self.compare_rows(f"{side} of {name!r}", array, values, fmt, side)
+        got = self.cache.get_kv(name, start, stop, dtype=dtype)
+        key, value = self.model.get_kv(name, start, stop)
+        if self.latent_dim and start < stop:
+            key, value = np.split(key[:, :, 0], [self.latent_dim], -1)
+        is_past = self.model.is_past(name)[start:stop]
+        for side, array, values in zip("KV", got, (key, value), strict=True):
+            label = f"{side} of {name!r}"
+            assert tuple(array.shape)[:2] == (len(self.layers), stop - start), label
+            if start < stop:
+                is_key = side == ("V" if self.latent_dim else "K")  # what is rotated
+                self.compare_rows(label, array, values, dtype or self.read_fmt, is_key, is_past)
 
-    def compare_rows(self, label, array, values, fmt, side):
+    def compare_rows(self, label, array, values, fmt, is_key, is_past=None):
         """Compare rows from the cache with values of the model, rounded to `fmt`."""
         assert tuple(array.shape) == values.shape, label
         stored = as_numpy(self.device, array, fmt)
-        if side == "K" and self.model.mode == "normal":
-            allowed = stored_errors(values, self.fmt, self.options["dtype"])
+        if is_key and self.model.mode == "normal":
+            allowed = stored_errors(values, self.fmt, self.model.fmt)
+            if is_past is not None and is_past.any():
+                is_past = is_past.reshape(1, -1, *[1] * (values.ndim - 2))
+                further = 2 * stored_errors(values, self.fmt, self.model.past)
+                allowed = np.where(is_past, allowed + further, allowed)
             got = reference.decode(stored, fmt)
             assert_near(label, got, values.astype(np.float64), allowed, self.seed)
         else:
@@ -275,22 +297,44 @@ class Twin:
         pages, size = self.options["num_pages"], self.options["page_size"]
         assert slots.min() >= 0 and slots.max() < pages * size
         np.testing.assert_array_equal(slots % size, [s.places[i][1] for s, i in new])
-        cache_fmt = self.options["dtype"]
-        if cache_fmt in QUANTISED:
+        if not model.past:
+            self.check_page_lists(slots)
+        if self.is_quantised or self.latent_dim:
             return
         for layer, side in itertools.product(layers, "KV"):
             rows = {"K": cache.pool.k, "V": cache.pool.v}[side](layer)
-            rows = as_numpy(self.device, rows, cache_fmt)
+            rows = as_numpy(self.device, rows, model.fmt)
             rows = rows.reshape(pages * size, model.heads, -1)[slots]
             want = np.stack([getattr(s.tokens[i], side.lower())[layer] for s, i in new])
-            if not self.model.latent_dim:
-                self.compare_rows(f"{side} at the slots of layer {layer}", rows, want,
-                                  cache_fmt, side)  # fmt: skip
+            label = f"{side} at the slots of layer {layer}"
+            self.compare_rows(label, rows, want, model.fmt, side == "K")
+
+    def check_page_lists(self, slots):
+        """Compare the block table and the page lists with each other, the model and the slots."""
+        size, to_numpy = self.options["page_size"], self.device.to_numpy
+        table = to_numpy(self.cache.block_table())
+        indptr, indices, last = (to_numpy(a) for a in self.cache.page_table_csr())
+        assert {a.dtype for a in (table, indptr, indices, last)} == {np.dtype(np.int32)}
+        lists = [indices[a:b] for a, b in itertools.pairwise(indptr)]
+        assert table.shape == (len(lists), max(map(len, lists)))
+        row = 0
+        for listed, padded, used, (sequence, count) in zip(
+            lists, table, last, self.model.batch, strict=True
+        ):
+            np.testing.assert_array_equal(padded, np.pad(listed, (0, len(padded) - len(listed))))
+            order = list(dict.fromkeys(page for page, _ in sequence.places))
+            held = [order.index(page) for page, _ in sequence.places[-count:]]
+            assert used == sequence.places[-1][1] + 1
+            if not sequence.slid:  # else pages of an evicted span may be among them
+                assert len(listed) == len(order)
+                np.testing.assert_array_equal(slots[row : row + count] // size, listed[held])
+            row += count
 
     def check_empty(self):
         """Assert that nothing is left, and every page free."""
         assert not self.model.sequences
-        assert self.cache.num_available_pages == self.options["num_pages"]
+        assert self.cache.num_available_pages == self.options["num_pages"] - self.model.taken
+        assert self.cache.num_available_past_pages == self.model.num_past_pages
         assert self.cache.total_length == 0
 
 

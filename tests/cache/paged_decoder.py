@@ -75,7 +75,7 @@ class Decoder:
         )
 
     def step(self, names, on="compute", *, keep=True, aside=None):
-        """A step of some sequences; `on`, `keep` and `aside` as those of `World.step`."""
+        """A step of some sequences; `on`, `keep` and `aside` as in `World.step`."""
         names = list(names)
         if not self.world.live:
             self.world.step(names, None, on, keep=keep, aside=aside)

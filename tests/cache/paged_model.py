@@ -1,8 +1,11 @@
 """A paged cache as lists of tokens, in float64: the oracle of `PagedKVCache`.
 
-A sequence is a list of tokens, which hold what every layer keeps of them, and beside it the list
-of places where they lie. Forks share tokens and pages by identity. A page is in use while any
-sequence has a token on it; nothing is counted up or down.
+A sequence is a list of tokens, each with what every layer keeps of it, and beside it the list of
+their places. Forks share tokens and pages by identity. A page is in use while any sequence has a
+token on it; nothing is counted up or down.
+
+With a demotion, a page that is demoted gets new tokens, with what the narrower format keeps of the
+old ones, and a page that is converted back gets tokens that were rounded once more.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from helpers import DTYPE, QUANTISED
 
-from kvcupy import reference
+from kvcupy import formats, reference
 from kvcupy.testing.tolerances import FEW, ROUNDING, TINY, TRUNCATION, WEIGHT_ROUNDING, ulp
 
 
 class Full(Exception):
-    """There are not as many free pages as an operation takes."""
+    """There are fewer free pages than an operation needs."""
 
 
 @dataclass(eq=False)
@@ -31,14 +34,14 @@ class Token:
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens in order, each with the (page, offset) where it lies."""
+    """Tokens in order, each with its (page, offset)."""
 
     tokens: list[Token] = field(default_factory=list)
     places: list[tuple[int, int]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # of the nodes of its pending tree
     window: int | None = None
     sink_tokens: int = 0
-    slid: bool = False  # whether a window has ever taken a token out
+    slid: bool = False  # whether a window has ever evicted a token
 
     @property
     def committed(self) -> int:
@@ -75,16 +78,30 @@ class Sequence:
         return seen
 
 
-def as_cached(rows: np.ndarray, fmt: str, scale: np.ndarray | None) -> np.ndarray:
+Snapshot = dict[object, tuple[Sequence, Sequence]]  # each with a copy of what it was
+
+
+def as_cached(
+    rows: np.ndarray, fmt: str, scale: np.ndarray | None, *, rotated: bool = False,
+    scale_rule: str = "absmax",
+) -> np.ndarray:  # fmt: skip
     """What a cache of a format gives back of rows (T, H, D) that it stored, float32.
 
-    Without `scale` (H,), a quantised cache takes one of each row and head.
+    Without `scale` (H,), an 8-bit cache has one for each row and head. Four-bit rows may be stored
+    `rotated`.
     """
     given = reference.format_of(rows)
+    if fmt in formats.FOUR_BIT:
+        row_bytes = formats.FOUR_BIT[fmt].row_bytes(rows.shape[-1])
+        bits = np.zeros((*rows.shape[:-1], row_bytes), np.uint8)
+        width = rows.shape[-1] if rotated else 0
+        packed = reference.FourBitRows.packed(bits, fmt, width, scale_rule)
+        values = reference.decode(rows, given).astype(np.float32)
+        reference.quantise_rows(values, packed, np.ones(rows.shape[:-1], np.float32))
+        return reference.dequantise_rows(packed)
     if fmt not in QUANTISED:
-        return reference.decode(reference.encode(reference.decode(rows, given), fmt), fmt).astype(
-            np.float32
-        )
+        stored = reference.encode(reference.decode(rows, given), fmt)
+        return reference.decode(stored, fmt).astype(np.float32)
     slots = np.arange(len(rows))
     cache, back = np.zeros(rows.shape, DTYPE[fmt]), np.zeros(rows.shape, np.float32)
     options = {"k_scale": scale}
@@ -96,49 +113,90 @@ def as_cached(rows: np.ndarray, fmt: str, scale: np.ndarray | None) -> np.ndarra
 
 
 class PagedModel:
-    """What a `PagedKVCache` of the same arguments does; `rope` is a NumPy array."""
+    """The behaviour of a `PagedKVCache` with the same arguments; `rope` is a NumPy array.
+
+    Arguments of a demotion are passed one by one, as to `helpers.demoting`.
+    """
 
     def __init__(
         self, *, num_layers, num_q_heads, num_kv_heads, head_dim, num_pages, page_size=16,
         dtype="bf16", rope=None, interleaved=False, rope_mode="normal", v_head_dim=None,
-        latent_dim=None, k_scale=None, v_scale=None, **_,
+        latent_dim=None, k_scale=None, v_scale=None, past=None, recent=0, sinks=0,
+        num_past_pages=None, hadamard=False, scale_rule="absmax", **_,
     ):  # fmt: skip
         self.num_layers, self.group = num_layers, num_q_heads // num_kv_heads
         self.heads, self.k_width = num_kv_heads, head_dim
         self.v_width = latent_dim or v_head_dim or head_dim
-        self.num_pages, self.page_size, self.fmt = num_pages, page_size, dtype
+        self.num_pages, self.page_size = num_pages, page_size
+        self.fmt, _, rotation = dtype.partition("+")
         self.rope, self.interleaved = rope, interleaved
         self.mode = "none" if rope is None else rope_mode
         self.latent_dim = latent_dim
         self.k_scale, self.v_scale = k_scale, v_scale
+        if latent_dim and self.fmt in QUANTISED:  # one scale for both parts, 1 unless given
+            self.k_scale = self.v_scale = 1.0 if k_scale is None else k_scale
+        self.past, self.recent, self.sinks = past, recent, sinks
+        self.num_past_pages = (num_past_pages or num_pages) if past else 0
+        self._rotated = {self.fmt: bool(rotation), past: hadamard}
+        self._scale_rules = {past: scale_rule}
+        self.taken = 0  # pages that others have
         self.sequences: dict[object, Sequence] = {}
         self.batch: list[tuple[Sequence, int]] = []  # of the step, with how many tokens are new
-        self._before: dict[object, Sequence] = {}
+        self.past_pages: dict[int, dict[int, Token]] = {}  # every page that was ever demoted
+        self._demoted: dict[int, int] = {}  # of pages that others still use
+        self._replaced: set[int] = set()  # that the running step has copied, and would go back to
+        self._keeps_past = False
+        self._before: Snapshot = {}
         self._new_pages = itertools.count()
 
     # Pages
 
+    def _used(self) -> set[int]:
+        return set().union(*(s.pages() for s in self.sequences.values()))
+
     @property
     def available(self) -> int:
-        used: set[int] = set()
-        return self.num_pages - len(used.union(*(s.pages() for s in self.sequences.values())))
+        used = self._used() | self._replaced
+        return self.num_pages - self.taken - len(used - self.past_pages.keys())
+
+    @property
+    def available_past(self) -> int:
+        used = self._used() | self._replaced
+        return self.num_past_pages - len(used & self.past_pages.keys())
 
     @property
     def total_length(self) -> int:
         return sum(len(s.tokens) for s in self.sequences.values())
 
-    def snapshot(self) -> dict[object, Sequence]:
-        return {name: s.copy() for name, s in self.sequences.items()}
+    def is_past(self, name) -> np.ndarray:
+        """Which tokens of a sequence are in the narrower format."""
+        return np.array([page in self.past_pages for page, _ in self.sequences[name].places], bool)
 
-    def _refuse_if_full(self, before: dict[object, Sequence]) -> None:
-        if self.available < 0:
-            self.sequences = before
+    def _snapshot(self) -> Snapshot:
+        return {name: (s, s.copy()) for name, s in self.sequences.items()}
+
+    def _restore(self, before: Snapshot) -> None:
+        """Make all as it was; the running step has the same sequences still."""
+        for sequence, was in before.values():
+            vars(sequence).update(vars(was))
+        self.sequences = {name: sequence for name, (sequence, _) in before.items()}
+
+    def _refuse_if_full(self, before: Snapshot) -> None:
+        if self.available < 0 or self.available_past < 0:
+            self._restore(before)
             raise Full
 
     def _move(self, sequence: Sequence, page: int) -> None:
-        """Give a sequence a page of its own in the place of another."""
+        """Replace a page of a sequence by a new one."""
         own = next(self._new_pages)
-        sequence.places = [(own if p == page else p, offset) for p, offset in sequence.places]
+        moved = [i for i, (p, _) in enumerate(sequence.places) if p == page]
+        for i in moved:
+            sequence.places[i] = own, sequence.places[i][1]
+        if page in self.past_pages and self._keeps_past:  # a copy in the same format
+            self.past_pages[own] = {}
+        elif page in self.past_pages:
+            for i in moved:
+                sequence.tokens[i] = self._converted(sequence.tokens[i], self.fmt)
 
     def _is_shared(self, page: int) -> bool:
         return sum(page in s.pages() for s in self.sequences.values()) > 1
@@ -149,16 +207,13 @@ class PagedModel:
             if offset == self.page_size - 1:
                 sequence.places.append((next(self._new_pages), 0))
             else:
-                if self._is_shared(page):
+                if page in self.past_pages or self._is_shared(page):
+                    self._replaced.add(page)
                     self._move(sequence, page)
                 sequence.places.append((sequence.places[-1][0], offset + 1))
-            shape = (self.num_layers, self.heads)
-            sequence.tokens.append(
-                Token(
-                    np.full((*shape, self.k_width), np.nan, np.float32),
-                    np.full((*shape, self.v_width), np.nan, np.float32),
-                )
-            )
+            widths = self.k_width, self.v_width
+            shapes = [(self.num_layers, self.heads, width) for width in widths]
+            sequence.tokens.append(Token(*(np.full(s, np.nan, np.float32) for s in shapes)))
 
     # Sequences
 
@@ -169,31 +224,55 @@ class PagedModel:
         del self.sequences[name]
 
     def clear(self) -> None:
-        self.sequences = {}
+        self.sequences, self.batch, self._replaced = {}, [], set()
 
-    def fork(self, parent, child, at=None) -> None:
+    def fork(self, parent, child, at=None, inherit_window=True) -> None:
         """Share full pages, copy the partial one."""
-        before = self.snapshot()
+        before = self._snapshot()
         forked = self.sequences[parent].copy()
         at = len(forked.tokens) if at is None else at
         forked.tokens, forked.places = forked.tokens[:at], forked.places[:at]
+        if not inherit_window:
+            forked.window, forked.sink_tokens, forked.slid = None, 0, False
         if forked.places and forked.places[-1][1] != self.page_size - 1:
             self._move(forked, forked.places[-1][0])
         self.sequences[child] = forked
         self._refuse_if_full(before)
 
     def load(self, name, saved: Sequence) -> None:
-        """Make a sequence of one that was saved; on pages of its own, end to end."""
-        before = self.snapshot()
+        """Add a sequence that was saved, on new pages, end to end."""
+        before = self._snapshot()
         loaded = self.sequences[name] = replace(saved.copy(), tokens=[], places=[])
-        self._append(loaded, len(saved.tokens))
-        loaded.tokens = [*saved.tokens]
-        self._refuse_if_full(before)
+        while rest := saved.tokens[len(loaded.tokens) :]:
+            if self.past and self.available:  # demoting makes room for more
+                rest = rest[: self.available * self.page_size]
+            self._append(loaded, len(rest))
+            self._refuse_if_full(before)
+            if self.past:
+                rest = [self._converted(token, self.fmt) for token in rest]
+            loaded.tokens[-len(rest) :] = rest
+            self._demote([loaded])
+
+    def copy_over(self, name, copy) -> None:
+        """Add a copy of a sequence, on new pages of the same formats."""
+        copied = self.sequences[copy] = self.sequences[name].copy()
+        own: dict[int, int] = {}
+        for i, (page, offset) in enumerate(copied.places):
+            if page not in own:
+                own[page] = next(self._new_pages)
+                if page in self.past_pages:
+                    self.past_pages[own[page]] = {}
+            copied.places[i] = own[page], offset
+            copied.tokens[i] = Token(copied.tokens[i].k.copy(), copied.tokens[i].v.copy())
+            if page in self.past_pages:
+                self.past_pages[own[page]][offset] = copied.tokens[i]
 
     def pop(self, name, count) -> None:
         sequence = self.sequences[name]
         left = len(sequence.tokens) - count
         sequence.tokens, sequence.places = sequence.tokens[:left], sequence.places[:left]
+        if sequence.places and sequence.places[-1][1] != self.page_size - 1:
+            self._forget(sequence.places[-1][0])
 
     def enable_sliding_window(self, name, window, sink_tokens=0) -> None:
         sequence = self.sequences[name]
@@ -209,22 +288,29 @@ class PagedModel:
     # Steps
 
     def begin(self, names, lens, trees=None) -> None:
-        before = self.snapshot()
+        before = self._snapshot()
         for name, count, tree in zip(names, lens, trees or [None] * len(lens), strict=True):
             self._append(self.sequences[name], count)
             self.sequences[name].parents += tree or []
-        self._refuse_if_full(before)
+        try:
+            self._refuse_if_full(before)
+        except Full:
+            self._replaced = set()
+            raise
         self._before = before
         self.batch = [(self.sequences[n], c) for n, c in zip(names, lens, strict=True)]
 
     def end(self) -> None:
-        for sequence, _ in self.batch:
+        sequences = [sequence for sequence, _ in self.batch]
+        for sequence in sequences:
             self._slide(sequence)
-        self.batch = []
+        self.batch, self._replaced = [], set()
+        self._demote(sequences)
 
     def take_back(self) -> None:
         """End a step as if it had not begun."""
-        self.sequences, self.batch = self._before, []
+        self._restore(self._before)
+        self.batch, self._replaced = [], set()
 
     def commit(self, names, leaves) -> None:
         for name, leaf in zip(names, leaves, strict=True):
@@ -247,6 +333,62 @@ class PagedModel:
     def query_positions(self) -> np.ndarray:
         return np.array([s.positions()[number] for s, number in self.new_tokens()], np.int32)
 
+    # Old tokens
+
+    def _as_cached(self, rows: np.ndarray, fmt: str, scale=None) -> np.ndarray:
+        rule = self._scale_rules.get(fmt, "absmax")
+        return as_cached(rows, fmt, scale, rotated=self._rotated.get(fmt, False), scale_rule=rule)
+
+    def _converted(self, token: Token, fmt: str) -> Token:
+        return Token(
+            *(np.stack([self._as_cached(layer[None], fmt)[0] for layer in side])
+              for side in (token.k, token.v))
+        )  # fmt: skip
+
+    def _forget(self, page: int) -> None:
+        self._demoted = {w: p for w, p in self._demoted.items() if page not in (w, p)}
+
+    def _leaving(self, sequence: Sequence) -> list[int]:
+        """The pages that are to be demoted next."""
+        oldest = sequence.committed - self.recent
+        if oldest <= 0 or self.sinks > len(sequence.places):
+            return []
+        order = list(dict.fromkeys(page for page, _ in sequence.places))
+        first = order.index(sequence.places[self.sinks - 1][0]) + 1 if self.sinks else 0
+        past = [i for i, page in enumerate(order) if page in self.past_pages]
+        assert not past or past == list(range(past[0], past[-1] + 1))
+        if past:
+            if past[-1] + 1 < first:
+                return []
+            first = past[-1] + 1
+        stop = len(order)
+        if oldest < len(sequence.places):
+            stop = order.index(sequence.places[oldest][0])
+        elif sequence.places[-1][1] != self.page_size - 1:
+            stop -= 1  # no recent tokens, and a last page that is not full
+        return order[first:stop]
+
+    def _demote(self, sequences: list[Sequence]) -> None:
+        if not self.past:
+            return
+        for sequence, pages in [(s, self._leaving(s)) for s in sequences]:
+            for page in pages:
+                target = self._demoted.get(page)
+                if target is None or target not in self._used():
+                    if self.available_past == 0:
+                        break
+                    target = self._demoted[page] = next(self._new_pages)
+                    self.past_pages[target] = {
+                        offset: self._converted(token, self.past)
+                        for s in self.sequences.values()
+                        for token, (p, offset) in zip(s.tokens, s.places, strict=True)
+                        if p == page
+                    }
+                for i, (p, offset) in enumerate(sequence.places):
+                    if p == page:
+                        sequence.places[i] = target, offset
+                        sequence.tokens[i] = self.past_pages[target][offset]
+
     # Contents
 
     def scale_of(self, layer: int, scale) -> np.ndarray | None:
@@ -259,9 +401,10 @@ class PagedModel:
         return np.broadcast_to(values, (self.heads,))
 
     def write(self, layer: int, tokens: list[Token], key: np.ndarray, value: np.ndarray) -> None:
-        """Store rows as they are in tokens, of whatever format they come in."""
+        """Store rows of any format in tokens."""
         for side, rows, scale in (("k", key, self.k_scale), ("v", value, self.v_scale)):
-            stored = as_cached(rows[: len(tokens)], self.fmt, self.scale_of(layer, scale))
+            scales = self.scale_of(layer, scale)
+            stored = self._as_cached(rows[: len(tokens)], self.fmt, scales)
             for token, row in zip(tokens, stored, strict=True):
                 getattr(token, side)[layer] = row
 
@@ -275,18 +418,29 @@ class PagedModel:
 
     def set_kv(self, name, start, key, value) -> None:
         """Replace K and V of all layers, (num_layers, n, H, D), from a token on."""
-        before = self.snapshot()
+        before = self._snapshot()
         sequence = self.sequences[name]
-        count = key.shape[1]
-        for number in range(start, start + count):
+        numbers = range(start, start + key.shape[1])
+        self._keeps_past = True
+        for number in numbers:
             page = sequence.places[number][0]
             if self._is_shared(page):
                 self._move(sequence, page)
+        self._keeps_past = False
         self._refuse_if_full(before)
-        written = [Token(t.k.copy(), t.v.copy()) for t in sequence.tokens[start : start + count]]
-        sequence.tokens[start : start + count] = written
-        for layer in range(self.num_layers):
-            self.write(layer, written, key[layer], value[layer])
+        for i, number in enumerate(numbers):
+            token = sequence.tokens[number]
+            token = sequence.tokens[number] = Token(token.k.copy(), token.v.copy())
+            page, offset = sequence.places[number]
+            self._forget(page)
+            fmt = self.past if page in self.past_pages else self.fmt
+            if page in self.past_pages:
+                self.past_pages[page][offset] = token
+            for layer in range(self.num_layers):
+                for side, rows, scale in (("k", key, self.k_scale), ("v", value, self.v_scale)):
+                    scales = self.scale_of(layer, scale)
+                    stored = self._as_cached(rows[layer][i : i + 1], fmt, scales)
+                    getattr(token, side)[layer] = stored[0]
 
     # Attention
 
@@ -360,21 +514,24 @@ class PagedModel:
     def _allowed(self, out, rows, keys, values, fmt, scaling, cap):
         """How far float32 arithmetic and one rounding may be off: `attention_errors`, and rope.
 
-        A rotated element may be rounded the other way where float32 is near a tie, and then
-        be a unit of its format off, or a step of quantisation; inline, a key may be rounded to the
+        A rotated element may be rounded the other way where float32 is near a tie, and then be a
+        unit of its format off, or a step of quantisation; inline, a key may be rounded to the
         format of the query. One element has about 1 / sqrt(D) of a row's length. Merging the parts
         of a cascade costs a few float32 roundings more.
         """
         width, count = rows.shape[2], len(keys)
         longest = np.sqrt((keys**2).sum(2)).max(0)
         largest = np.abs(values).max(0)
+        if any(self._rotated.values()):  # sums are rotated back, each into its whole row
+            largest = np.sqrt((values**2).sum(2)).max(0)[..., None]
         size = np.sqrt((rows**2).sum(2)) * longest * abs(scaling)
         units = FEW + 2 * np.sqrt(width) + TRUNCATION[fmt] * width
         of_score = ROUNDING * (size * units + FEW * cap)
         if self.mode != "none":
             of_score += 2 * size * (_unit(fmt) / np.sqrt(width) + FEW * ROUNDING)
-            if self.mode == "normal" and self.fmt in QUANTISED:
-                of_score += 2 * size * _unit(self.fmt) / np.sqrt(width)
+            cached = self.past or self.fmt  # a rotated key may be a step of its format off
+            if self.mode == "normal" and cached in QUANTISED:
+                of_score += 2 * size * _unit(cached) / np.sqrt(width)
         of_sums = ROUNDING * (4 * FEW + 2 * np.sqrt(count))
         relative = 2 * of_score + of_sums + WEIGHT_ROUNDING[fmt]
         return relative[..., None] * largest * 1.01 + ulp(out, fmt) / 2 + TINY

@@ -152,7 +152,7 @@ class Program:
             self.world.write(name, start, count, self.stream())
 
     def late(self):
-        """Hold a stream up for a while, by work of its own or until another thread lets it go."""
+        """Hold a stream up for a while, by work on it or until another thread opens a gate."""
         which, seconds = self.rng.integers(5), self.rng.integers(1, 5) / 1000
         name = ("compute", "compute", "other", "copy", "copy")[which]
         by_gate = self.chance(0.5)

@@ -190,7 +190,7 @@ def same_outputs(got, want):
 
 
 def fresh(device, tokens, *steps, **options):
-    """Outputs of the last step of a sequence in a cache of its own, and what it holds."""
+    """Return the outputs of the last step of a sequence in a new cache, and its contents."""
     plain = Prefixed(device, tiered=False, **options)
     plain.cache.add_sequence("s")
     for part in (tokens, *steps):

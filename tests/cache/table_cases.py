@@ -6,9 +6,10 @@ import threading
 from contextlib import contextmanager
 
 import numpy as np
-from engine_cases import PATIENCE_S, dropped_wait, poll
+from engine_cases import PATIENCE_S
 
 import kvcupy as kv
+from kvcupy.cache.hazards import CopyStream
 from kvcupy.cache.paged.tables import TableRing
 
 HOLD_S = 0.03  # for so long something is held up, that must be waited for
@@ -60,17 +61,18 @@ class World:
     has been synchronised.
     """
 
-    def __init__(self, device, num_slots=1, copy_stream=None):
+    def __init__(self, device, num_slots=1, copy_stream=None, copies=None):
         self.device = device
         self.entered = []
-        self.ring = TableRing(device, copy_stream, num_slots, self.entered.append)
+        copies = copies or CopyStream(device, copy_stream)
+        self.ring = TableRing(copies, num_slots, self.entered.append)
         self.compute, self.other = device.stream(), device.stream()
         self.compute.name, self.other.name = "compute", "other"
         self.reads = []
 
     @property
     def copy_stream(self):
-        return self.ring.copy_stream
+        return self.ring.copies.stream
 
     @property
     def streams(self):
@@ -135,34 +137,13 @@ class World:
         return tables
 
     def check(self, first=0):
-        """Every reader has seen the tables of its own step."""
+        """Every reader has seen the tables of the right step."""
         self.device.synchronize()
         for number, (source, copies) in enumerate(self.reads[first:], start=first):
             for name, copy in copies.items():
                 got, want = self.device.to_numpy(copy), source.arrays[name]
                 assert got.dtype == want.dtype
                 assert np.array_equal(got, want), f"read {number}, {name}: got {got}, want {want}"
-
-
-class OrderCase:
-    """One order that must hold: what is held up, and what must not come before it is done.
-
-    With `finish` the second half is given its chance to come too early before the first may run.
-    """
-
-    def __init__(self, device, control, **world):
-        self.world = World(device, **world)
-        self.patience_s = PATIENCE_S if control else HOLD_S
-
-    def finish(self, gate, done):
-        poll(done, self.patience_s)
-        gate.open()
-
-    def finish_on_host(self, gate, work):
-        """Do some work that blocks the host until the gate is open."""
-        with background(work) as thread:
-            poll(lambda: not thread.is_alive(), self.patience_s)
-            gate.open()
 
 
 @contextmanager
@@ -201,10 +182,3 @@ def dropped_host_wait(monkeypatch, device, index):
     with monkeypatch.context() as patch:
         patch.setattr(kind, "synchronize", synchronize)
         yield seen
-
-
-def dropped(monkeypatch, world, who, index):
-    """Leave out one wait of a stream, or of the host."""
-    if who == "host":
-        return dropped_host_wait(monkeypatch, world.device, index)
-    return dropped_wait(monkeypatch, world.streams[who], index)

@@ -16,7 +16,7 @@ from table_cases import HOLD_S
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.cache.paged.moves import AccessOrder
+from kvcupy.cache.hazards import AccessOrder
 from kvcupy.devices import cuda
 from kvcupy.devices.host import HostDevice
 
@@ -212,7 +212,7 @@ def test_it_remembers_no_more_than_works_at_once(device):
             for stream in together:
                 order.end(stream)
             most = max(most, len(order))
-        remembered = {id(stream) for stream in (*order._ended, *order._waited)}
+        remembered = {s for a in order._ended.values() for s in (a.stream, *a.waited)}
         assert len(remembered) == most == 3
         assert len(order._spare) <= 6
         events = {id(event): event for verb, event, _ in log.lines if verb == "recorded"}
@@ -226,9 +226,9 @@ def test_streams_that_only_begin_are_forgotten(device):
         order.end(writer)
         for _ in range(10):
             order.begin(device.stream())
-        assert len(order._waited) == 10
+        assert len(order._ended[writer].waited) == 10
     order.end(writer)
-    assert len(order._waited) == 0
+    assert len(order) == 1 and order._ended[writer].waited == set()
 
 
 def test_a_captured_stream_cannot_begin(device):

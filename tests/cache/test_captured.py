@@ -1,6 +1,6 @@
 """Tables of captured steps: where they are, when they are filled, and what is refused.
 
-What waits for what is in `test_tables.py`.
+The order of streams is tested in `test_paged_order.py` and `test_paged_graphs.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from table_cases import HOLD_S, Source, World
 
 import kvcupy as kv
 from kvcupy import observe
+from kvcupy.cache.hazards import CopyStream
 from kvcupy.cache.paged.tables import TableRing
 from kvcupy.devices import cuda
 from kvcupy.devices.host import HostDevice
@@ -173,51 +174,6 @@ def test_a_reader_that_stays_captured(device):
     world.check()
 
 
-def test_an_unfinished_capture_leaves_the_ring_usable(device):
-    world = World(device)
-    tables = world.ring.open(Source(0))
-    with pytest.raises(ZeroDivisionError), world.compute.capture():
-        tables.on(world.compute)
-        raise ZeroDivisionError
-    world.read(tables.source, tables.on(world.compute), world.compute)
-    tables.close()
-    graph, outs = world.capture(1)
-    world.graph_step(2, graph, outs)
-    world.check()
-
-
-@pytest.mark.parametrize("error", [ValueError("seqs: no"), kv.CaptureError("no")], ids=repr)
-def test_a_step_that_cannot_be_captured(device, error):
-    world = World(device)
-    source = Source(0, refuse=error)
-    tables = world.ring.open(source)
-    with world.compute.capture() as graph, pytest.raises(type(error)):
-        tables.on(world.compute)
-    graph.launch(world.compute)  # it is a graph without tables
-    source.refuse = None
-    world.read(source, tables.on(world.compute), world.compute)
-    tables.close()
-    graph, outs = world.capture(1)
-    world.graph_step(2, graph, outs)
-    world.check()
-
-
-def test_a_captured_copy_stream_sends_nothing(device):
-    world = World(device, copy_stream=device.stream())
-    graph, outs = world.capture(0)
-    source = Source(1)
-    tables = world.ring.open(source)
-    with world.copy_stream.capture():
-        with pytest.raises(kv.CaptureError, match="copy_stream"):
-            tables.on(world.compute)
-        with pytest.raises(kv.CaptureError, match="copy_stream"):
-            graph.launch(world.compute)
-    world.read(source, tables.on(world.compute), world.compute)
-    world.launch(graph, outs, source, world.compute)
-    tables.close()
-    world.check()
-
-
 # Launch ------------------------------------------------------------------------------------------
 
 
@@ -244,21 +200,6 @@ def test_tables_are_filled_once_a_step(device):
     world.check()
 
 
-def test_a_graph_may_be_launched_in_the_step_of_its_capture(device):
-    world = World(device)
-    source = Source(0)
-    tables = world.ring.open(source)
-    with world.compute.capture() as graph:
-        views = tables.on(world.compute)
-        outs = {name: world.private(view) for name, view in views.items()}
-        for name, view in views.items():
-            device.copy(outs[name], view, stream=world.compute)
-    for _ in range(2):
-        world.launch(graph, outs, source, world.compute)
-    tables.close()
-    world.check()
-
-
 @pytest.mark.parametrize("pages", [0, 1, 4, 7])
 def test_only_what_is_in_use_is_copied(device, pages):
     world = World(device)
@@ -273,27 +214,6 @@ def test_only_what_is_in_use_is_copied(device, pages):
         longest.graph_step(1, full, full_outs, pages=7)
     most = next(op for op in log.operations if op.name == "copy").writes[0].view.size
     assert most - whole == (space[0] - pages) * space[1] * 4
-    world.check()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [{"count": 4}, {"pages": 8}, {"refuse": ValueError("seqs: no")}],
-    ids=["other count", "too many pages", "refused"],
-)
-def test_a_step_that_does_not_fit_launches_nothing(device, source):
-    world = World(device)
-    graph, outs = world.capture(0)
-    world.graph_step(1, graph, outs)
-    tables = world.ring.open(Source(2, **source))
-    with observe.attached(Log()) as log:
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"^(seqs|table):"):
-                graph.launch(world.compute)
-    assert log.lines == []
-    assert tables.streams == []
-    tables.close()
-    world.graph_step(3, graph, outs)
     world.check()
 
 
@@ -317,32 +237,6 @@ def test_arrays_of_another_kind_are_refused(device, change, got):
         graph.launch(world.compute)
 
 
-def test_a_launch_outside_of_a_step(device):
-    world = World(device)
-    graph, outs = world.capture(0)
-    with observe.attached(Log()) as log, pytest.raises(kv.KvcupyError, match="outside of a step"):
-        graph.launch(world.compute)
-    assert log.lines == []
-    world.graph_step(1, graph, outs)
-    with pytest.raises(kv.KvcupyError, match="outside of a step"):
-        graph.launch(world.compute)
-    world.check()
-
-
-def test_a_launch_in_another_capture(device):
-    world = World(device)
-    graph, outs = world.capture(0)
-    tables = world.ring.open(Source(1))
-    refusal = pytest.raises(kv.CaptureError, match=r"part of another|launched into a capture")
-    with world.other.capture() as outer, refusal:
-        graph.launch(world.other)
-    assert tables.streams == []
-    tables.close()
-    outer.launch(world.other)
-    world.graph_step(2, graph, outs)
-    world.check()
-
-
 @pytest.mark.parametrize("what", ["copy", "graph"])
 def test_a_launch_that_is_refused(device, what):
     world = World(device)
@@ -361,7 +255,7 @@ def test_a_launch_that_is_refused(device, what):
 
 
 def test_a_fill_that_failed_is_made_again():
-    """Within one step: what failed has surfaced, and the tables hold nothing of use."""
+    """Within one step: the failure has surfaced, and the tables are invalid."""
     world = World(HostDevice())
     graph, outs = world.capture(0)
     world.graph_step(1, graph, outs)
@@ -454,6 +348,10 @@ def gpu(api):
     return cuda.CudaDevice(0, api)
 
 
+def ring_of(gpu, num_slots, before_use, copy_stream=None):
+    return TableRing(CopyStream(gpu, copy_stream), num_slots, before_use)
+
+
 def order_of(api):
     """The waits, records and copies that a GPU was given, by stream."""
     return [
@@ -464,8 +362,8 @@ def order_of(api):
 
 
 def test_what_a_gpu_is_asked_for(api, gpu):
-    ring = TableRing(gpu, None, 2, lambda stream: None)
-    stream, copy = gpu.stream(), ring.copy_stream
+    ring = ring_of(gpu, 2, lambda stream: None)
+    stream, copy = gpu.stream(), ring.copies.stream
     for seed in range(4):
         tables = ring.open(Source(seed))
         api.runtime.log.clear()
@@ -486,7 +384,7 @@ def test_what_a_gpu_is_asked_for(api, gpu):
 
 def test_wrappers_of_one_stream_are_one_stream(api, gpu):
     entered = []
-    ring = TableRing(gpu, None, 1, entered.append)
+    ring = ring_of(gpu, 1, entered.append)
     stream = gpu.stream()
     tables = ring.open(Source(0))
     first = tables.on(gpu.as_stream(stream.cupy))
@@ -496,15 +394,15 @@ def test_wrappers_of_one_stream_are_one_stream(api, gpu):
 
 def test_a_copy_stream_of_another_library(api, gpu):
     foreign = api.cupy.cuda.Stream()
-    ring = TableRing(gpu, foreign, 1, lambda stream: None)
-    assert ring.copy_stream.pointer == foreign.ptr
+    ring = ring_of(gpu, 1, lambda stream: None, foreign)
+    assert ring.copies.stream.pointer == foreign.ptr
     ring.open(Source(0)).on(gpu.stream())
     assert ("copy", foreign.ptr) in order_of(api)
 
 
 def test_tables_captured_on_the_current_stream(api, gpu, monkeypatch):
     """Zeros would be put into the graph. And a previous owner of the memory may still use it."""
-    ring = TableRing(gpu, None, 1, lambda stream: None)
+    ring = ring_of(gpu, 1, lambda stream: None)
     home = gpu.stream()
     api.currents[0] = home.cupy
     monkeypatch.setattr(api.cupy, "zeros", None)
@@ -514,8 +412,8 @@ def test_tables_captured_on_the_current_stream(api, gpu, monkeypatch):
     api.runtime.log.clear()
     graph.launch(gpu.stream())
     before_the_copy = order_of(api)[:2]
-    assert before_the_copy == [("record", home.pointer), ("wait", ring.copy_stream.pointer)]
-    assert order_of(api)[2] == ("copy", ring.copy_stream.pointer)
+    assert before_the_copy == [("record", home.pointer), ("wait", ring.copies.stream.pointer)]
+    assert order_of(api)[2] == ("copy", ring.copies.stream.pointer)
     api.runtime.log.clear()
     graph.launch(home)
     assert order_of(api)[0] == ("wait", home.pointer)
@@ -523,24 +421,24 @@ def test_tables_captured_on_the_current_stream(api, gpu, monkeypatch):
 
 def test_new_memory_waits_for_the_current_stream(api, gpu):
     """The pool hands out what the current stream may still be using; the host does not wait."""
-    ring = TableRing(gpu, None, 1, lambda stream: None)
+    ring = ring_of(gpu, 1, lambda stream: None)
     home = gpu.stream()
     api.currents[0] = home.cupy
     gpu.empty(64, "fp32").fill(7)
     ring.open(Source(0)).on(gpu.stream())
     assert not home.done()
-    assert order_of(api)[:2] == [("record", home.pointer), ("wait", ring.copy_stream.pointer)]
+    assert order_of(api)[:2] == [("record", home.pointer), ("wait", ring.copies.stream.pointer)]
 
 
 def test_new_memory_while_the_current_stream_is_captured(api, gpu):
-    ring = TableRing(gpu, None, 1, lambda stream: None)
+    ring = ring_of(gpu, 1, lambda stream: None)
     home, stream = gpu.stream(), gpu.stream()
     api.currents[0] = home.cupy
     tables = ring.open(Source(0))
     with home.capture():
         with pytest.raises(kv.CaptureError, match="captured and may still use"):
             tables.on(stream)
-        assert ("copy", ring.copy_stream.pointer) not in order_of(api)
+        assert ("copy", ring.copies.stream.pointer) not in order_of(api)
     tables.on(stream)
     tables.close()
     with home.capture():  # the memory is large enough by now
@@ -549,7 +447,7 @@ def test_new_memory_while_the_current_stream_is_captured(api, gpu):
 
 def test_memory_that_is_replaced_is_held_until_the_copy_stream_has_waited(gpu):
     """Its readers may be on the stream whose allocator takes it back, and are not distinguished."""
-    ring = TableRing(gpu, None, 1, lambda stream: None)
+    ring = ring_of(gpu, 1, lambda stream: None)
 
     def step(pages):
         tables = ring.open(Source(0, pages=pages))
@@ -557,7 +455,7 @@ def test_memory_that_is_replaced_is_held_until_the_copy_stream_has_waited(gpu):
         tables.close()
 
     step(1)
-    gone = weakref.ref(ring._slots[0].target.whole.owner)
+    gone = weakref.ref(ring._slots[0].whole.owner)
     gpu.synchronize()
     step(10000)
     gc.collect()
@@ -569,7 +467,7 @@ def test_memory_that_is_replaced_is_held_until_the_copy_stream_has_waited(gpu):
 
 
 def test_another_librarys_capture(api, gpu):
-    ring = TableRing(gpu, None, 1, lambda stream: None)
+    ring = ring_of(gpu, 1, lambda stream: None)
     foreign = api.cupy.cuda.Stream()
     stream = gpu.as_stream(foreign)
     tables = ring.open(Source(0))

@@ -8,7 +8,7 @@ from stream_cases import Gate
 from tiered_cases import Blocks
 
 import kvcupy as kv
-from kvcupy.cache.pages import StreamCompletion
+from kvcupy.cache.hazards import StreamCompletion
 
 
 def of_stream(device):

@@ -86,7 +86,7 @@ def test_bytes_between_do_not_matter(path, whole):
 
 
 def test_a_record_counts_in_its_own_place_only(path, whole):
-    """Record and payload of slot 0 in place of those of slot 1, as if written astray."""
+    """Slot 1 has record and payload of slot 0, as after a misplaced write."""
     changed = bytearray(whole)
     for place, size in ((LAYOUT.record_at, 64), (LAYOUT.payload_at, PAGE_BYTES)):
         changed[place(1) : place(1) + size] = whole[place(0) : place(0) + size]

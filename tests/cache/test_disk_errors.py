@@ -125,7 +125,7 @@ def test_a_file_has_one_opener(path):
 
 
 def test_a_file_removed_while_it_was_opened_is_not_used(path, monkeypatch):
-    """Whoever makes a file and fails removes it, under the eyes of the next."""
+    """A process that fails to make a file removes it, while another opens it."""
     import fcntl
 
     real, calls = fcntl.flock, []

@@ -327,7 +327,7 @@ def test_the_calling_thread_as_both_streams(device):
 
 @pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 def test_a_warm_load_takes_few_python_frames(device):
-    """The engine's own, and those of a layer; the C++ or CUDA below is not counted."""
+    """Frames of the engine and of a layer; the C++ or CUDA below is not counted."""
     if device.kind != "host":
         pytest.skip("frames are counted on the host device")
     from benchmarks.frames import frames_of, own

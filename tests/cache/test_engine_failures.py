@@ -1,4 +1,4 @@
-"""kv.TransferEngine when something fails: what raises, and that everything else goes on."""
+"""kv.TransferEngine when something fails: which calls raise, and that all others still work."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_batch_that_cannot_be_issued(world, failing, ask):
         else:
             with pytest.raises(kv.DeviceError, match=first + said):
                 ASKED[ask](bad[0], world)
-    for transfer in good:  # asked first: what failed alongside is none of theirs
+    for transfer in good:  # asked first: the failure alongside is not theirs
         transfer.wait(world.compute)
         transfer.synchronize()
         assert transfer.elapsed_us > 0

@@ -1,4 +1,4 @@
-"""What waits for what: fences, calls on the same pages, layers. Each with its wait removed too."""
+"""Order of streams: fences, calls on the same pages, layers. Each with its wait removed too."""
 
 from __future__ import annotations
 
@@ -154,22 +154,22 @@ STORIES = {
     "wait of a load": (compute_waits_for_a_load, "compute", 0),
     "wait of a save": (compute_waits_for_a_save, "compute", 0),
     "wait_layer of a save": (compute_waits_for_a_save_by_a_layer, "compute", 0),
-    # What was saved is loaded from the same page of the host.
+    # A load reads the host page that a save has written.
     "save, load, host page": (
         two_calls(("save", [1], [2]), ("load", [2], [3]), "save", (DEVICE, 3, DEVICE, 1)),
         "load", 1,
     ),
-    # What is being saved is overwritten by a load.
+    # A load overwrites a page that is being saved.
     "save, load, device page": (
         two_calls(("save", [1], [2]), ("load", [7], [1]), "save", (HOST, 2, DEVICE, 1)),
         "load", 1,
     ),
-    # What was loaded is saved from the same page of the device.
+    # A save reads the device page that a load has written.
     "load, save, device page": (
         two_calls(("load", [1], [2]), ("save", [2], [3]), "load", (HOST, 3, HOST, 1)),
         "save", 1,
     ),
-    # What is being loaded is overwritten by a save.
+    # A save overwrites a page that is being loaded.
     "load, save, host page": (
         two_calls(("load", [1], [2]), ("save", [5], [1]), "load", (DEVICE, 2, HOST, 1)),
         "save", 1,

@@ -271,41 +271,6 @@ def attended(query, k, v, group):
     return out
 
 
-@pytest.mark.parametrize("query_fmt", ["fp32", "bf16"])
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_attention_of_a_paged_cache(device, fmt, query_fmt):
-    """Prefill, a fork within a page, and decode: over exactly what `get_kv` gives."""
-    cache, rng = new_cache(device, fmt), np.random.default_rng(3)
-
-    def step(seqs, counts):
-        query, key, value = (
-            from_values(rng.standard_normal((sum(counts), n, WIDTH)), query_fmt)
-            for n in (2 * HEADS, HEADS, HEADS)
-        )
-        with cache.forward(seqs, counts):
-            outs = [
-                cache.attention(layer, *map(device.asarray, (query, key, value)))
-                for layer in range(2)
-            ]
-        device.synchronize()
-        start = 0
-        for seq, count in zip(seqs, counts, strict=True):
-            k, v = read(cache, seq, 0, cache.sequence_length(seq))
-            for layer, out in enumerate(outs):
-                want = attended(
-                    query[start : start + count].astype(np.float32), k[layer], v[layer], 2
-                )
-                got = device.to_numpy(out)[start : start + count].astype(np.float64)
-                np.testing.assert_allclose(got, want, atol=0.03 if query_fmt == "bf16" else 1e-5)
-            start += count
-
-    cache.add_sequence(0)
-    step([0], [7])
-    cache.fork_sequence(0, 1, at=6)
-    step([1, 0], [1, 2])
-    step([0, 1], [1, 1])
-
-
 @pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
 def test_keys_that_are_rotated_in_attention(device, fmt):
     """Cached raw they give about what is cached rotated, within what the format loses."""

@@ -14,7 +14,7 @@ from stream_cases import Gate, Log
 import kvcupy as kv
 from kvcupy import observe, scratch
 from kvcupy.cache.paged.moves import PageMover
-from kvcupy.ops import page_pairs
+from kvcupy.ops import transfer_kernels
 
 PAGES, SIZE, LAYERS = 7, 4, 3
 SLOTS = PAGES * SIZE
@@ -291,7 +291,7 @@ class GateBehindCopies:
 
 
 def test_lists_in_flight_keep_their_memory(device):
-    """Else those of a call on another stream would come to lie there."""
+    """Otherwise the lists of a call on another stream would overwrite them."""
     load_kernels(device)
     filled, late, other = Filled(device), device.stream(), device.stream()
     held = GateBehindCopies()
@@ -327,7 +327,7 @@ def test_a_graph_repeats_the_moves_that_it_captured(device):
     filled.check("(nothing runs before the launch)")
     for _ in range(2):
         src[:], dst[:], pages[:] = 9, 10, 6
-        filled.mover.move_slots([25, 26], [27, 25])  # takes buffers of its own
+        filled.mover.move_slots([25, 26], [27, 25])  # takes other buffers
         filled.move_slots([25, 26], [27, 25])
         device.synchronize()
         graph.launch(stream)
@@ -409,7 +409,8 @@ def test_no_memory_for_the_lists(device, monkeypatch, method, left):
         return scratch.borrow(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(page_pairs, "scratch", type("Full", (), {"borrow": staticmethod(borrow)}))
+        full = type("Full", (), {"borrow": staticmethod(borrow)})
+        patch.setattr(transfer_kernels, "scratch", full)
         with pytest.raises(kv.DeviceError, match="no room"):
             getattr(filled.mover, method)([0], [1])
     filled.check()

@@ -1,7 +1,7 @@
-"""What waits for what on a GPU, by the stand-in: streams go on by chance, as `--strict-seed` draws.
+"""The order of streams on a GPU, by the stand-in: they progress at random, by `--strict-seed`.
 
-Each order is asked of it that is asked of the host device, and each control, in which a wait is
-left out, must go wrong there too. Outputs of captured steps, which a GPU allocates in another way,
+Each order is tested as on the host device, and each control, in which a wait is left out, must go
+wrong here too. Outputs of captured steps, which a GPU allocates in another way,
 are compared there as well, and many threads share two caches.
 """
 
@@ -11,6 +11,7 @@ import pytest
 import test_access
 import test_engine_order
 import test_paged_graphs
+import test_paged_order
 import test_tables
 import test_tiered_shared
 from devices.fake_cuda.kernels import device_of_test
@@ -28,8 +29,11 @@ GROWTH = (
 globals().update(
     again(test_access, *ORDERS)
     | again(test_engine_order, *ORDERS)
-    | again(test_paged_graphs, "test_a_graph_writes_the_outputs_that_its_capture_allocated")
-    | again(test_tables, *ORDERS, *GROWTH)
+    | again(
+        test_paged_graphs, *ORDERS, "test_a_graph_writes_the_outputs_that_its_capture_allocated"
+    )
+    | again(test_paged_order, *ORDERS)
+    | again(test_tables, *GROWTH)
     | again(test_tiered_shared, "test_many_threads_of_two_caches")
 )
 

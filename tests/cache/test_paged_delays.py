@@ -7,7 +7,7 @@ from paged_cases import rope_of
 from paged_program import MAX_TOKENS, Program
 from paged_world import check
 
-from kvcupy.cache.paged.moves import AccessOrder
+from kvcupy.cache.hazards import AccessOrder
 
 ROOM = {"steps": 150, "tokens": MAX_TOKENS, "num_pages": 16}
 CASES = {

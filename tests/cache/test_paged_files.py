@@ -61,7 +61,7 @@ def test_round_trip(device, tmp_path, fmt, length):
 
 
 def test_into_another_cache(device, tmp_path):
-    """Of other pages; decode goes on there as it would have here."""
+    """With pages of another size; decoding continues there as it would have here."""
     twin, path = Twin(device, seed=1, rope=rope_of(8)), tmp_path / "one"
     twin.prefill("a", 11)
     twin.cache.save_sequence("a", path)
@@ -72,45 +72,6 @@ def test_into_another_cache(device, tmp_path):
     other.check()
     other.step("ab", [2, 1])
     other.step("a", [1])
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-def test_shared_popped_and_compacted(device, tmp_path, loaded):
-    """What is written is the sequence, however its pages came about."""
-    twin = Twin(device, seed=3)
-    twin.prefill("a", 8)
-    twin.fork("a", "b", 7)
-    twin.step("b", [7], [BINARY])
-    twin.commit("b", [5])
-    twin.pop("b", 1)
-    held = twin.model.get_kv("b", 0, 9)
-    twin.cache.save_sequence("b", tmp_path / "b")
-    twin.cache.remove_sequence("b")
-    if loaded:
-        twin.cache.clear()
-    twin.cache.load_sequence("b", tmp_path / "b")
-    for side, array, values in zip("KV", twin.cache.get_kv("b", 0, 9), held, strict=True):
-        twin.compare_rows(side, array, values, "fp32", side)
-
-
-def test_a_slid_sequence(device, tmp_path):
-    """Its present tokens, in order; it slides on, behind the same sinks."""
-    twin = Twin(device, seed=4, rope=rope_of(8), rope_mode="inline")
-    twin.add("a")
-    twin.slide("a", 7, 2)
-    twin.step("a", [16])
-    twin.step("a", [1])
-    twin.cache.save_sequence("a", tmp_path / "a")
-    twin.cache.load_sequence("b", tmp_path / "a")
-    assert twin.cache.sequence_length("b") == 9
-    pairs = zip(*(twin.cache.get_kv(name, 0, 9) for name in "ab"), strict=True)
-    for one, other in pairs:
-        np.testing.assert_array_equal(*map(device.to_numpy, (one, other)))
-    twin.model.load("b", twin.model.sequences["a"])
-    for _ in range(4):
-        twin.step("ba", [3, 3])
-    with pytest.raises(ValueError, match=r"\bsink_tokens\b"):
-        twin.cache.enable_sliding_window("b", 8, 1)
 
 
 def test_the_file(device, tmp_path):

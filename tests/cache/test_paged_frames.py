@@ -15,7 +15,7 @@ from kvcupy.cache.paged import layers
 NUM_LAYERS = 3
 
 
-@pytest.mark.usefixtures("scripts_on_path", "lenient_host")
+@pytest.mark.usefixtures("scripts_on_path", "lenient_host", "only_numpy")
 @pytest.mark.parametrize(
     ("rope", "first", "later"), [(None, 102, 23), (rope_of(64), 120, 24)], ids=["plain", "rotated"]
 )
@@ -70,7 +70,7 @@ def test_layers_share_scratch_memory_but_for_those_of_a_graph(device, lenient_ho
 
 
 def test_scratch_memory_of_a_step_is_not_kept_for_the_next(device, lenient_host, monkeypatch):
-    """With one slot in flight steps share their tables; each may come on a stream of its own."""
+    """With one slot in flight steps share their tables; each may come on another stream."""
     cache = kv.PagedKVCache(
         num_layers=NUM_LAYERS, num_q_heads=4, num_kv_heads=2, head_dim=64, num_pages=16,
         dtype="fp16", rope=device.asarray(np.asarray(rope_of(64))), device=device,

@@ -1,4 +1,4 @@
-"""Captures and launches of a paged cache that are refused, and that all goes on afterwards."""
+"""Captures and launches of a paged cache that are refused; all calls after them still work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stream_cases import Log
 import kvcupy as kv
 from kvcupy import observe
 
-# What is looked at is the host's part, not the kernels.
+# These tests are about the host's part, not the kernels.
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 
@@ -161,7 +161,7 @@ def around_an_error(world, call, kind, message):
     decoder = Decoder(world, 2)
     world.prefill("a", 7, "b", 6, "c", 4, "l", 15)
     cache.fork_sequence("a", "s", 4)
-    cache.pop_tokens("s", 1)  # its page is that of "a", and to be copied
+    cache.pop_tokens("s", 1)  # it shares a page with "a", to be copied
     world.prefill("t", 3)
     world.step("t", [3], trees=[[-1, -1, 1]])
     decoder.step("al")

@@ -1,5 +1,5 @@
 """Decode steps of a paged cache that are captured once and launched for whatever sequences there
-are: the bits are those of plain calls. What waits for what, each with its wait left out too.
+are: the bits are the same as of plain calls. Each order of streams, with its wait left out too.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def test_how_far_launches_are_ahead(device, held, count):
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 def test_graphs_and_plain_steps_in_flight(device, num_slots):
-    """Each graph has tables of its own, beside those of plain steps."""
+    """Each graph has separate tables, and plain steps have others."""
 
     def program(world):
         decoders = [Decoder(world, batch) for batch in (1, 2, 4)]

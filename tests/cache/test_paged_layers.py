@@ -38,7 +38,7 @@ def packed(x):
     return wide[:, 1:]
 
 
-# What makes the rows, formats that are not fp16, and options; neighbours differ in one thing.
+# Functions that make rows, formats other than fp16, options; neighbours differ in one thing.
 LAYERS = [
     ({}, {}, {}),
     ({}, {}, {"window": 2}),

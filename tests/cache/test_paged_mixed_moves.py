@@ -1,4 +1,4 @@
-"""`PagedKVCache` with `past`: sequences with demoted pages step aside, and move between caches."""
+"""`PagedKVCache` with `demotion`: sequences with demoted pages are offloaded, or exported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import kvcupy as kv
 from kvcupy import observe
 from kvcupy.cache.paged import exchange
 
-# What is looked at is the host's part, not the kernels.
+# These tests are about the host's part, not the kernels.
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 MIXED = {"num_pages": 12, "num_past_pages": 10, "past": "fp8_e4m3", "recent": 5, "head_dim": 16}
@@ -79,7 +79,7 @@ def assert_empty(*sides):
 @pytest.mark.parametrize("past", PASTS)
 @pytest.mark.parametrize("sinks", [0, 6])
 def test_bits(device, past, sinks):
-    """Pages of both formats come back as they were, and so do the sequences that go on."""
+    """Pages of both formats come back as they were, and sequences continue from them."""
     one, plain = (mixed(device, past=past, sinks=sinks, tiered=t) for t in (True, False))
     for side in (one, plain):
         begin(side)
@@ -103,71 +103,6 @@ def test_bits(device, past, sinks):
 
 
 ROTATED = {"past": "nvfp4", "hadamard": True, "scale_rule": "four_over_six"}
-
-
-def test_rotated_pages_come_back_as_they_were(device):
-    one = mixed(device, **ROTATED)
-    begin(one)
-    raw = [part for part in one.raw("s") if isinstance(part, bytes)]
-    past = one.cache.past_pool
-    count = past.allocator.num_allocated
-    one.cache.offload("s")
-    far = one.cache._tiers._past_engine.host_pool
-    assert (far.stored_as, far.allocator.num_allocated) == (past.stored_as, count)
-    assert past.stored_as == "nvfp4+hadamard:16"
-    spoil(one)
-    one.cache.onboard("s")
-    assert [part for part in one.raw("s") if isinstance(part, bytes)] == raw
-    one.settle()
-    assert_empty(one)
-
-
-def test_all_pages_may_be_demoted(device):
-    one = mixed(device, recent=0)
-    begin(one, tokens=PROMPT[: 3 * PAGE])
-    raw = one.raw("s")
-    assert counts(one) == (12, 7)
-    one.cache.offload("s")
-    assert one.host_pool.allocator.num_allocated == 0 and counts(one) == (12, 10)
-    spoil(one)
-    one.cache.onboard("s")
-    assert one.raw("s") == raw
-    assert_empty(one)
-
-
-def test_forks_keep_shared_pages(device):
-    """A demoted page that a fork shares stays while the fork has it, and is then its own."""
-    one = mixed(device)
-    begin(one)
-    one.cache.fork_sequence("s", "child", 14)
-    raw, child = one.raw("s"), one.bits("child")
-    one.cache.offload("s")
-    assert counts(one)[1] == 7, "the child keeps the pages that it shares"
-    one.step("child", tokens_of(4, 3))
-    assert one.bits("child", 14) == child
-    one.cache.offload("child")
-    assert counts(one) == (12, 10)
-    spoil(one)
-    one.cache.onboard("s")
-    one.cache.onboard("child")
-    assert one.raw("s") == raw and one.bits("child", 14) == child
-    assert_empty(one)
-
-
-@pytest.mark.parametrize("count", range(1, 6))
-def test_slid_windows(device, count):
-    one, plain = mixed(device, recent=3), mixed(device, recent=3, tiered=False)
-    for side in (one, plain):
-        side.cache.add_sequence("s")
-        side.cache.enable_sliding_window("s", 11, 2)
-        side.step("s", tokens_of(3, 13))
-        side.step("s", tokens_of(5, count))
-    one.cache.offload("s")
-    one.cache.onboard("s")
-    for token in tokens_of(4, 6):
-        same_outputs(one.step("s", [token]), plain.step("s", [token]))
-    assert one.bits("s") == plain.bits("s")
-    assert_empty(one)
 
 
 def test_no_room(device):
@@ -433,16 +368,6 @@ def test_within_a_step(pair, before, is_taken_back):
     pair.end()
 
 
-def test_all_pages_demoted(device):
-    with Pair(device, recent=0) as pair:
-        begin(pair.one, tokens=PROMPT[: 3 * PAGE])
-        pull = pair.receive(pair.export())
-        pull.synchronize()
-        assert pair.two.raw("t") == pair.one.raw("s") and pull.num_pages == 3
-        same_outputs(pair.two.step("t", [5]), pair.one.step("s", [5]))
-        pair.end()
-
-
 def test_a_sequence_without_demoted_pages_needs_no_second_end(pair):
     pair.one.cache.add_sequence("s")
     pair.one.step("s", PROMPT[:5])
@@ -453,7 +378,7 @@ def test_a_sequence_without_demoted_pages_needs_no_second_end(pair):
 
 
 def test_as_it_was_at_the_call(pair):
-    """What is exported is not what becomes of it: more is demoted, some is written anew."""
+    """An export does not follow later changes: more is demoted, some is written again."""
     begin(pair.one)
     raw = pair.one.raw("s")
     ticket = pair.export()
@@ -486,7 +411,7 @@ def test_its_hashes_come_over_and_wide_blocks_are_published(device):
 def test_a_lease_that_is_over_fails_the_sequence(pair, which):
     begin(pair.one)
     ticket = pair.export(lease_s=30.0)
-    if which:  # that of the demoted pages
+    if which:  # the lease of the demoted pages
         described = json.loads(pair.receivers[0].inspect(ticket).attachment)
         ended = bytes.fromhex(described["demoted"]["ticket"])
     else:
@@ -634,7 +559,7 @@ def test_what_a_ticket_says_of_demoted_pages_is_checked(pair, change):
     cache = pair.one.cache
     described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
     described["demoted"] |= change
-    fields = cache._exchanged(), PAGE, cache._exchanged_past()
+    fields = cache._exchange._fields(), PAGE, cache._exchange._past_fields()
     with pytest.raises(ValueError, match=r"^ticket: "):
         exchange.decode_state(json.dumps(described).encode(), *fields)
     pair.close_senders()

@@ -119,7 +119,7 @@ def test_pages_by_hand():
     assert free_after("fork", "a", "c", 32) == 4
     assert free_after("fork", "a", "d", 0) == 4
     assert free_after("fork", "c", "e") == 4
-    assert free_after("pop", "e", 1) == 4  # its last page is that of a, b and c
+    assert free_after("pop", "e", 1) == 4  # a, b and c share its last page
     step(model, rng, "e", [1])
     assert model.available == 3  # ... until it appends
     step(model, rng, "c", [16])

@@ -1,4 +1,4 @@
-"""What waits for what in a paged cache: each wait, and what happens where it is left out."""
+"""Order of streams in a paged cache: each wait, and what happens where it is left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from table_cases import background
 
 import kvcupy as kv
 
-# What is looked at is the host's part, not the kernels.
+# These tests are about the host's part, not the kernels.
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 ORDER_CASES = {
@@ -94,8 +94,8 @@ def steps_ahead(world, count, held, fork):
     return world.results("abcde")
 
 
-# Tables are packed into memory whose last copy is done. While the steps are held up, those of as
-# many steps as there are slots are copied, and as many more are packed, their copies waiting for
+# Tables are packed into memory whose last copy is done. While the steps are held up, the tables of
+# as many steps as there are slots are copied, and as many more are packed, their copies waiting for
 # the readers of the slots; where the copies themselves are held up, only the former are packed.
 AHEAD = {
     "steps held": ("compute", "own", False, 2),
@@ -117,7 +117,7 @@ def test_how_far_the_host_is_ahead(device, name, num_slots):
 
 
 def test_bookkeeping_never_waits(device):
-    """Only attention does: all else goes on while every stream is held up."""
+    """Only attention does: no other call waits while every stream is held up."""
 
     def program(world):
         cache = world.cache
@@ -145,6 +145,23 @@ def test_bookkeeping_never_waits(device):
         world.write("c", 9, 5, "compute")  # what the empty steps have not
         world.step("cad", on="compute")
         return world.results("acd")
+
+    check(device, program)
+
+
+def test_a_file_of_a_step_to_come(device, tmp_path):
+    """Saving waits; what is loaded is there for a step on another stream."""
+    pytest.importorskip("safetensors")
+
+    def program(world):
+        world.prefill("a", 9)
+        world.settle()
+        gate = world.gate("compute")
+        world.step("a", [3])
+        world.finish_on_host(gate, lambda: world.cache.save_sequence("a", tmp_path / "a"))
+        world.cache.load_sequence("b", tmp_path / "a")
+        world.step("ba", [2, 1], on="other")
+        return world.results("ab")
 
     check(device, program)
 

@@ -1,20 +1,66 @@
-"""`PagedKVCache`: arguments of attention, what is forbidden within a step, and without one."""
+"""`PagedKVCache`: whatever raises names what is wrong, and leaves all as it was, bit for bit."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 import pytest
 from engine_cases import PATIENCE_S, poll
-from gather_cases import as_numpy
 from helpers import from_values, to_device
 from paged_cases import BINARY, Twin, rope_of
 from paged_snapshot import pages_of_pool, snapshot
-from test_paged_errors import crowd, goes_on, in_step, unchanged
 
 import kvcupy as kv
+from kvcupy.arrays import ArrayView, view
 
-# What is looked at is the host's part, not the kernels.
+# These tests are about the host's part, not the kernels.
 pytestmark = pytest.mark.usefixtures("quick_host")
+
+BOTH = (TypeError, ValueError)
+F = np.float32
+
+
+def crowd(device, **options):
+    """A parent and its fork, which shares a partial page; two with trees, one slid, one empty."""
+    twin = Twin(device, **{"max_batch_tokens": 40, "rope": rope_of(8, 64), **options})
+    twin.prefill("a", 12)
+    twin.fork("a", "b")
+    twin.pop("b", 3)
+    twin.prefill("tree", 5, "other", 3)
+    twin.step(["tree", "other"], [7, 2], [BINARY, [-1, 0]])
+    twin.add("slid", "empty")
+    twin.slide("slid", 5, 1)
+    twin.step(["slid"], [15])
+    return twin
+
+
+def in_step(twin, call, error, name=None):
+    """Assert that a call raises, names the argument, and changes nothing that can be seen.
+
+    In a step that has begun, lengths include its tokens.
+    """
+    names = [*twin.model.sequences]
+    before = snapshot(twin.cache, names)
+    with pytest.raises(error) as caught:
+        call(twin.cache)
+    if name is not None:
+        assert re.search(rf"\b({name})\b", str(caught.value)), f"{name} not in {caught.value}"
+    assert snapshot(twin.cache, names) == before
+    return caught.value
+
+
+def unchanged(twin, call, error, name=None):
+    """Do as `in_step` does, outside of one, and compare with the model."""
+    raised = in_step(twin, call, error, name)
+    twin.check()
+    return raised
+
+
+def goes_on(twin):
+    """Steps that follow are right: nothing was left half done."""
+    twin.commit(["other", "tree"], [1, 4])
+    twin.step(["b", "slid", "tree", "a", "empty"], [2, 1, 3, 1, 4])
 
 
 def rows(twin, count, heads=4, kv_heads=2, width=8, fmt="fp32"):
@@ -25,49 +71,305 @@ def rows(twin, count, heads=4, kv_heads=2, width=8, fmt="fp32"):
     return [to_device(twin.device, a) for a in arrays]
 
 
-# --- Without a step ---
+# --- Outside of a step: what is wrong, the call, the error, what the message names ---
 
 
-def test_outside_a_step(device):
+def begin(seqs, append_lens, *tree):
+    options = {"token_tree": tree[0]} if tree else {}
+    return lambda c: c.begin_forward(seqs, append_lens, **options)
+
+
+def commit(seqs, leaves):
+    return lambda c: c.commit_token_tree(seqs, leaves)
+
+
+# fmt: off
+BEGINS = [
+    ("begin unknown", begin(["a", "who"], [1, 1]), kv.UnknownSequence, "who"),
+    ("begin unknown first", begin(["who", "a"], [1, 1]), kv.UnknownSequence, "who"),
+    ("twice", begin(["a", "b", "a"], [1, 2, 3]), ValueError, "seqs"),
+    ("none", begin([], []), ValueError, "seqs|append_lens"),
+    ("fewer lengths", begin(["a", "b"], [1]), ValueError, "append_lens|seqs"),
+    ("more lengths", begin(["a"], [1, 1]), ValueError, "append_lens|seqs"),
+    ("zero", begin(["a", "b"], [3, 0]), ValueError, "append_lens"),
+    ("negative", begin(["a", "b"], [3, -1]), ValueError, "append_lens"),
+    ("fractional", begin(["a"], [1.5]), BOTH, "append_lens"),
+    ("bool", begin(["a"], [True]), BOTH, "append_lens"),
+    ("text", begin(["a"], ["1"]), BOTH, "append_lens"),
+    ("too many", begin(["a", "b"], [20, 21]), ValueError, "append_lens"),
+    ("too many alone", begin(["a"], [41]), ValueError, "append_lens"),
+    ("tree pending", begin(["a", "tree"], [1, 1]), ValueError, "token_tree"),
+    ("entry missing", begin(["a", "tree"], [1, 1], [[-1], None]), ValueError, "token_tree"),
+    ("fewer entries", begin(["a", "b"], [1, 1], [[-1]]), ValueError, "token_tree"),
+    ("more entries", begin(["a"], [1], [[-1], [-1]]), ValueError, "token_tree"),
+    ("short tree", begin(["a", "b"], [1, 3], [None, [-1, 0]]), ValueError, "token_tree"),
+    ("long tree", begin(["a"], [3], [[-1, 0, 1, 2]]), ValueError, "token_tree"),
+    ("empty tree", begin(["a"], [1], [[]]), ValueError, "token_tree"),
+    ("own parent", begin(["b", "a"], [1, 3], [None, [-1, 1, 0]]), ValueError, "token_tree"),
+    ("parent after child", begin(["a"], [3], [[-1, 2, 0]]), ValueError, "token_tree"),
+    ("parent below -1", begin(["a"], [3], [[-1, 0, -2]]), ValueError, "token_tree"),
+    ("own parent, later round", begin(["tree"], [2], [[6, 8]]), ValueError, "token_tree"),
+    ("parent past the round", begin(["tree"], [2], [[7, 0]]), ValueError, "token_tree"),
+    ("fractional parent", begin(["a"], [2], [[-1, 0.5]]), BOTH, "token_tree"),
+    ("tree is a number", begin(["a"], [1], [0]), BOTH, "token_tree"),
+]
+
+UNKNOWN = [
+    ("remove unknown", lambda c: c.remove_sequence("who"), kv.UnknownSequence, "who"),
+    ("fork unknown", lambda c: c.fork_sequence("who", "new"), kv.UnknownSequence, "who"),
+    ("pop unknown", lambda c: c.pop_tokens("who", 0), kv.UnknownSequence, "who"),
+    ("length unknown", lambda c: c.sequence_length("who"), kv.UnknownSequence, "who"),
+    ("commit unknown", lambda c: c.commit_token_tree(["tree", "who"], [0, 0]), kv.UnknownSequence,
+     "who"),
+    ("window unknown", lambda c: c.enable_sliding_window("who", 4), kv.UnknownSequence, "who"),
+    ("get unknown", lambda c: c.get_kv("who", 0, 0), kv.UnknownSequence, "who"),
+    ("set unknown", lambda c: c.set_kv("who", 0, *c.get_kv("a", 0, 2)), kv.UnknownSequence, "who"),
+    ("save unknown", lambda c: c.save_sequence("who", "never written"), kv.UnknownSequence, "who"),
+]
+
+SEQUENCES = [
+    ("add known", lambda c: c.add_sequence("a"), ValueError, "seq"),
+    ("add unhashable", lambda c: c.add_sequence([1]), TypeError, "seq"),
+    ("fork to known", lambda c: c.fork_sequence("a", "b"), ValueError, "child"),
+    ("fork to itself", lambda c: c.fork_sequence("a", "a"), ValueError, "child"),
+    ("fork below 0", lambda c: c.fork_sequence("a", "new", -1), ValueError, "at"),
+    ("fork past the end", lambda c: c.fork_sequence("a", "new", 13), ValueError, "at"),
+    ("fork at a fraction", lambda c: c.fork_sequence("a", "new", 1.0), TypeError, "at"),
+    ("fork of a tree", lambda c: c.fork_sequence("tree", "new"), ValueError, "parent"),
+    ("fork of a tree's root", lambda c: c.fork_sequence("tree", "new", 3), ValueError, "parent"),
+    ("pop below 0", lambda c: c.pop_tokens("a", -1), ValueError, "n"),
+    ("pop past the start", lambda c: c.pop_tokens("a", 13), ValueError, "n"),
+    ("pop a fraction", lambda c: c.pop_tokens("a", 1.0), TypeError, "n"),
+    ("pop past a slid start", lambda c: c.pop_tokens("slid", 7), ValueError, "n"),
+    ("pop of a tree", lambda c: c.pop_tokens("tree", 1), ValueError, "seq"),
+    ("window 0", lambda c: c.enable_sliding_window("a", 0), ValueError, "window"),
+    ("sinks below 0", lambda c: c.enable_sliding_window("a", 4, -1), ValueError, "sink_tokens"),
+    ("only sinks", lambda c: c.enable_sliding_window("a", 0, 4), ValueError, "window"),
+    ("window a fraction", lambda c: c.enable_sliding_window("a", 4.5), TypeError, "window"),
+    ("other sinks", lambda c: c.enable_sliding_window("slid", 4, 2), ValueError, "sink_tokens"),
+    ("get backwards", lambda c: c.get_kv("a", 5, 3), ValueError, "start|stop"),
+    ("get below 0", lambda c: c.get_kv("a", -1, 3), ValueError, "start"),
+    ("get from a fraction", lambda c: c.get_kv("a", 1.0, 3), TypeError, "start"),
+    ("get to a fraction", lambda c: c.get_kv("a", 1, 3.0), TypeError, "stop"),
+    ("get past the end", lambda c: c.get_kv("a", 0, 13), ValueError, "stop"),
+    ("get past a slid end", lambda c: c.get_kv("slid", 0, 7), ValueError, "stop"),
+    ("get no format", lambda c: c.get_kv("a", 0, 3, dtype="int64"), ValueError, "dtype"),
+    ("length unhashable", lambda c: c.sequence_length([1]), TypeError, "seq"),
+]
+
+COMMITS = [
+    ("no tree", commit(["tree", "a"], [0, 0]), ValueError, "seqs"),
+    ("an empty sequence", commit(["empty"], [-1]), ValueError, "seqs"),
+    ("a tree twice", commit(["tree", "tree"], [0, 0]), ValueError, "seqs"),
+    ("fewer leaves", commit(["tree"], []), ValueError, "leaves|seqs"),
+    ("more leaves", commit(["tree"], [0, 1]), ValueError, "leaves|seqs"),
+    ("leaf past the end", commit(["tree"], [7]), ValueError, "leaves"),
+    ("leaf below -1", commit(["tree"], [-2]), ValueError, "leaves"),
+    ("leaf a fraction", commit(["tree"], [0.5]), BOTH, "leaves"),
+    ("second leaf", commit(["tree", "other"], [3, 2]), ValueError, "leaves"),
+]
+
+QKV = np.zeros((1, 8, 8), F)
+NO_STEP = [
+    ("attention", lambda c: c.attention(0, QKV[:, :4], QKV[:, :2], QKV[:, :2])),
+    ("attention_qkv", lambda c: c.attention_qkv(0, QKV)),
+    ("query_positions", lambda c: c.query_positions()),
+    ("slot_mapping", lambda c: c.slot_mapping()),
+    ("block_table", lambda c: c.block_table()),
+    ("page_table_csr", lambda c: c.page_table_csr()),
+    ("end_forward", lambda c: c.end_forward()),
+]
+NO_STEP = [(f"{what} without a step", call, kv.KvcupyError, None) for what, call in NO_STEP]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "name"),
+    [
+        pytest.param(*row, id=what)
+        for what, *row in BEGINS + UNKNOWN + SEQUENCES + COMMITS + NO_STEP
+    ],
+)
+def test_refused(device, call, error, name):
+    """Also after a step that was refused, which can be neither attended in nor ended."""
     twin = crowd(device)
-    qkv = to_device(device, np.zeros((1, 8, 8), np.float32))
-    for _ in range(2):  # before the first step, in effect, and after one
-        for call in (
-            lambda cache: cache.attention(0, *rows(twin, 1)),
-            lambda cache: cache.attention_qkv(0, qkv),
-            lambda cache: cache.query_positions(),
-            lambda cache: cache.slot_mapping(),
-            lambda cache: cache.block_table(),
-            lambda cache: cache.page_table_csr(),
-            lambda cache: cache.end_forward(),
-        ):
-            unchanged(twin, call, kv.KvcupyError)
-        twin.step(["a"], [1])
+    for _ in range(2):
+        unchanged(twin, call, error, name)
+        unchanged(twin, begin(["a", "a"], [1, 1]), ValueError, "seqs")
+    assert "new" not in twin.cache
+    goes_on(twin)
+    unchanged(twin, commit(["tree"], [0]), ValueError, "seqs")
 
 
 def test_a_new_cache_has_no_step(device):
     twin = Twin(device)
     twin.add("a")
-    unchanged(twin, lambda cache: cache.attention(0, *rows(twin, 1)), kv.KvcupyError)
-    unchanged(twin, lambda cache: cache.query_positions(), kv.KvcupyError)
+    for what, call, error, _ in NO_STEP:
+        if "attention" not in what or device.kind == "host":
+            unchanged(twin, call, error)
 
 
-def test_a_refused_step_is_none(device):
-    """After it there is nothing to attend in, and nothing to end."""
+def test_unknown_sequences():
+    """`UnknownSequence` is a KeyError and a KvcupyError."""
+    assert issubclass(kv.UnknownSequence, KeyError)
+    assert issubclass(kv.UnknownSequence, kv.KvcupyError)
+
+
+@pytest.mark.parametrize("seqs", [["b", "a"], ["a", "b"]])
+def test_a_full_cache(device, seqs):
+    """Among others the first of a step fits, and takes nothing all the same."""
+    twin = crowd(device, num_pages=13)
+    free = twin.cache.num_available_pages
+    assert free == 2
+    unchanged(twin, lambda cache: cache.begin_forward(seqs, [9, 9]), kv.CacheFull)
+    unchanged(twin, lambda cache: cache.begin_forward(["a"], [9]), kv.CacheFull)
+    twin.step(["a"], [8])
+    unchanged(twin, lambda cache: cache.begin_forward(["b"], [1]), kv.CacheFull)  # a copy
+    unchanged(twin, lambda cache: cache.fork_sequence("a", "new", 7), kv.CacheFull)
+    assert "new" not in twin.cache
+    shared = twin.cache.get_kv("a", 0, 1)
+    unchanged(twin, lambda cache: cache.set_kv("b", 0, *shared), kv.CacheFull)
+    unchanged(
+        twin, lambda cache: cache.begin_forward(["tree"], [9], token_tree=[[-1] * 9]), kv.CacheFull
+    )
+    twin.remove("a")
+    goes = twin.step(["b"], [4])
+    assert goes
+
+
+def test_two_long_appends(device):
+    """Three pages of 16 and twice 40 tokens: neither sequence is longer, and no page is gone."""
+    twin = Twin(device, page_size=16, num_pages=3, num_layers=1)
+    twin.add("a", "b")
+    unchanged(twin, lambda cache: cache.begin_forward(["a", "b"], [40, 40]), kv.CacheFull)
+    assert twin.lengths() == {"a": 0, "b": 0} and twin.cache.num_available_pages == 3
+    twin.step("ab", [32, 16])
+
+
+def made(*shape, dtype=np.float32):
+    values = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    return lambda device: device.asarray(values)
+
+
+def gaps(device):
+    return device.zeros((2, 2, 2, 16), "fp32")[..., ::2]
+
+
+def elsewhere(device):
+    here = view(GOOD(device))
+    return ArrayView(here.pointer, here.shape, here.strides, here.format, "cuda:77")
+
+
+GOOD = made(2, 2, 2, 8)
+
+# fmt: off
+SETS = [
+    (-1, GOOD, GOOD, ValueError, "start"),
+    (11, GOOD, GOOD, ValueError, "start|k"),
+    (13, made(2, 0, 2, 8), made(2, 0, 2, 8), ValueError, "start|k"),
+    (1.0, GOOD, GOOD, TypeError, "start"),
+    (0, made(3, 2, 2, 8), GOOD, ValueError, "k"),
+    (0, made(2, 2, 3, 8), GOOD, ValueError, "k"),
+    (0, made(2, 2, 2, 9), GOOD, ValueError, "k"),
+    (0, GOOD, made(2, 2, 2, 9), ValueError, "v"),
+    (0, GOOD, made(2, 3, 2, 8), ValueError, "v|k"),
+    (0, made(2, 2, 16), made(2, 2, 16), ValueError, "k"),
+    (0, made(2, 2, 2, 8, dtype=np.int64), made(2, 2, 2, 8, dtype=np.int64), TypeError, "k"),
+    *((3, *pair, error, name)
+      for bad, error in [
+        (None, TypeError),
+        ("text", TypeError),
+        (made(2, 2, 2, 8, dtype=np.int64), TypeError),
+        (made(2, 2, 2, 8, dtype=np.float64), TypeError),
+        (gaps, ValueError),
+        (elsewhere, ValueError),
+    ] for name, pair in [("k", (bad, GOOD)), ("v", (GOOD, bad))]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("start", "key", "value", "error", "name"), SETS)
+def test_set_kv(device, start, key, value, error, name):
+    """Also where the pages are shared: none is copied."""
     twin = crowd(device)
-    unchanged(twin, lambda cache: cache.begin_forward(["a", "a"], [1, 1]), ValueError)
-    unchanged(twin, lambda cache: cache.attention(0, *rows(twin, 2)), kv.KvcupyError)
-    unchanged(twin, lambda cache: cache.end_forward(), kv.KvcupyError)
+    twin.fork("a", "sharer", 12)
+    key, value = (make(device) if callable(make) else make for make in (key, value))
+    unchanged(twin, lambda cache: cache.set_kv("a", start, key, value), error, name)
+    goes_on(twin)
 
 
-# --- Within a step ---
+# --- Within a step of 4 tokens: the argument, its value, the error ---
+
+# fmt: off
+ARRAYS = [
+    ("query", np.zeros((3, 4, 8), F), ValueError), ("key", np.zeros((3, 2, 8), F), ValueError),
+    ("value", np.zeros((3, 2, 8), F), ValueError), ("query", np.zeros((4, 2, 8), F), ValueError),
+    ("query", np.zeros((4, 4, 7), F), ValueError), ("query", np.zeros((4, 32), F), ValueError),
+    ("key", np.zeros((4, 4, 8), F), ValueError), ("key", np.zeros((4, 2, 6), F), ValueError),
+    ("value", np.zeros((4, 1, 8), F), ValueError), ("value", np.zeros((4, 2, 9), F), ValueError),
+    ("query", np.zeros((4, 4, 8), np.float64), TypeError),
+    ("key", np.zeros((4, 2, 8), np.int32), TypeError),
+    ("value", np.zeros((4, 2, 8), np.float64), TypeError),
+    ("query", None, TypeError), ("key", None, TypeError), ("value", [1.0], TypeError),
+    ("out", np.zeros((3, 4, 8), F), ValueError), ("out", np.zeros((4, 2, 8), F), ValueError),
+    ("out", np.zeros((4, 4, 6), F), ValueError),
+    ("out", np.zeros((4, 4, 8), np.float64), TypeError),
+]
+OPTIONS_OF_ATTENTION = [
+    *(("layer", value, ValueError) for value in (2, -1)),
+    *(("layer", value, TypeError) for value in (1.0, "0", None, True)),
+    ("sm_scale", "1", TypeError), ("window", 0, ValueError), ("window", -2, ValueError),
+    ("window", 1.5, TypeError), ("sink_tokens", -1, ValueError), ("sink_tokens", 1.5, TypeError),
+    ("sinks", 2, TypeError), ("sinks", np.zeros(3, F), ValueError),
+    ("sinks", np.zeros(4, np.float64), BOTH), ("logits_soft_cap", "1", TypeError),
+    ("logits_soft_cap", -1.0, ValueError),
+    ("qkv", np.zeros((3, 8, 8), F), ValueError), ("qkv", np.zeros((4, 7, 8), F), ValueError),
+    ("qkv", np.zeros((4, 8, 9), F), ValueError), ("qkv", np.zeros((4, 64), F), ValueError),
+    ("qkv", np.zeros((4, 8, 8), np.int16), TypeError), ("qkv", None, TypeError),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("rope", "name", "value", "error"),
+    [(rope_of(8, 64), *row) for row in ARRAYS + OPTIONS_OF_ATTENTION]
+    + [(None, *row) for row in ARRAYS],
+)
+def test_attention(device, rope, name, value, error):
+    """Nothing is stored before all arguments have been checked."""
+    twin = crowd(device, rope=rope)
+    twin.both("begin", ["a", "b"], [1, 3], None)
+    arguments = dict(zip(("query", "key", "value"), rows(twin, 4), strict=True))
+    placed = to_device(device, value) if isinstance(value, np.ndarray) else value
+    if name == "qkv":
+        in_step(twin, lambda c: c.attention_qkv(0, placed), error, name)
+    else:
+        arguments |= {"layer": 0, name: placed}
+        in_step(twin, lambda c: c.attention(**arguments), error, name)
+    if name == "out":
+        assert not device.to_numpy(placed).any()
+    twin.attend()
+    twin.both("end")
+    twin.check()
+    goes_on(twin)
+
+
+def test_an_output_that_cannot_be_written():
+    twin = crowd(kv.device("host"))
+    twin.both("begin", ["a", "b"], [1, 3], None)
+    arrays, locked = rows(twin, 4), np.zeros((4, 4, 8), F)
+    locked.flags.writeable = False
+    in_step(twin, lambda c: c.attention(0, *arrays, out=locked), BOTH, "out")
+    twin.attend()
+    twin.both("end")
 
 
 @pytest.mark.parametrize("trees", [None, [[-1, 0, 0], [2]]])
 def test_what_a_step_forbids(device, trees):
     """To its own sequences, before attention and after; the others may do as they like."""
     twin = crowd(device)
-    twin.prefill("own", 6, "other", 6, "more", 3)
+    twin.commit(["other"], [1])
+    twin.prefill("own", 6, "third", 6, "more", 3)
     if trees is None:
         twin.commit(["tree"], [2])
     twin.both("begin", ["own", "tree"], [3, 1], trees)
@@ -85,135 +387,18 @@ def test_what_a_step_forbids(device, trees):
                 lambda cache, name=name: cache.commit_token_tree([name], [0]),
             ):
                 in_step(twin, call, (kv.KvcupyError, ValueError))
-        in_step(twin, lambda cache: cache.begin_forward(["other"], [1]), kv.KvcupyError)
+        in_step(twin, lambda cache: cache.begin_forward(["third"], [1]), kv.KvcupyError)
         assert "new" not in twin.cache
         twin.attend()
     twin.both("add", "late")
-    twin.both("fork", "other", "fork of another", 5)
-    twin.both("pop", "other", 2)
+    twin.both("fork", "third", "fork of another", 5)
+    twin.both("pop", "third", 2)
     twin.both("remove", "more")
-    twin.set_kv("other", 1, 2)
+    twin.set_kv("third", 1, 2)
     twin.attend_layer(1)
     twin.both("end")
     twin.check()
-    twin.step(["late", "other", "fork of another"], [1, 1, 1])
-
-
-def test_the_same_layer_again(device):
-    """Attention of a layer replaces what the step had stored there."""
-    twin = Twin(device, rope=rope_of(8))
-    twin.prefill("a", 6, "b", 2)
-    twin.both("begin", ["a", "b"], [3, 1], None)
-    for layer in (1, 0, 1, 1):
-        twin.attend_layer(layer)
-    twin.both("end")
-    twin.check()
-
-
-@pytest.mark.parametrize(
-    ("layer", "error"),
-    [(2, ValueError), (-1, ValueError), (1.0, TypeError), ("0", TypeError), (None, TypeError),
-     (True, TypeError)],
-)  # fmt: skip
-def test_layers(device, layer, error):
-    twin = crowd(device)
-    twin.both("begin", ["a", "b"], [1, 3], None)
-    arrays = rows(twin, 4)
-    in_step(twin, lambda cache: cache.attention(layer, *arrays), error, "layer")
-    twin.attend()
-    twin.both("end")
-    goes_on(twin)
-
-
-def shaped(**changes):
-    """Arguments of a step of 4 tokens, some of another shape or format."""
-    shapes = {"query": (4, 4, 8), "key": (4, 2, 8), "value": (4, 2, 8)}
-    return {
-        name: np.zeros(shape, np.float32) if name not in changes else changes[name]
-        for name, shape in shapes.items()
-    }
-
-
-F = np.float32
-ARGUMENTS = [
-    ("query", np.zeros((3, 4, 8), F), ValueError), ("key", np.zeros((3, 2, 8), F), ValueError),
-    ("value", np.zeros((3, 2, 8), F), ValueError), ("query", np.zeros((4, 2, 8), F), ValueError),
-    ("query", np.zeros((4, 4, 7), F), ValueError), ("query", np.zeros((4, 32), F), ValueError),
-    ("key", np.zeros((4, 4, 8), F), ValueError), ("key", np.zeros((4, 2, 6), F), ValueError),
-    ("value", np.zeros((4, 1, 8), F), ValueError), ("value", np.zeros((4, 2, 9), F), ValueError),
-    ("query", np.zeros((4, 4, 8), np.float64), TypeError),
-    ("key", np.zeros((4, 2, 8), np.int32), TypeError),
-    ("value", np.zeros((4, 2, 8), np.float64), TypeError),
-    ("query", None, TypeError), ("key", None, TypeError), ("value", [1.0], TypeError),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "array", "error"), ARGUMENTS)
-@pytest.mark.parametrize("rope", [None, rope_of(8, 64)])
-def test_arrays(device, name, array, error, rope):
-    """Nothing is stored before all have been looked at."""
-    twin = crowd(device, rope=rope)
-    twin.both("begin", ["a", "b"], [1, 3], None)
-    given = [
-        to_device(device, a) if isinstance(a, np.ndarray) else a
-        for a in shaped(**{name: array}).values()
-    ]
-    in_step(twin, lambda cache: cache.attention(0, *given), error, name)
-    twin.attend()
-    twin.both("end")
-    twin.check()
-
-
-OUTS = [
-    (np.zeros((3, 4, 8), F), ValueError), (np.zeros((4, 2, 8), F), ValueError),
-    (np.zeros((4, 4, 6), F), ValueError), (np.zeros((4, 4, 8), np.float64), TypeError),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("out", "error"), OUTS)
-@pytest.mark.parametrize("rope", [None, rope_of(8, 64)])
-def test_outputs(device, out, error, rope):
-    twin = crowd(device, rope=rope)
-    twin.both("begin", ["a", "b"], [1, 3], None)
-    arrays, placed = rows(twin, 4), to_device(device, out)
-    in_step(twin, lambda cache: cache.attention(0, *arrays, out=placed), error, "out")
-    if device.kind == "host":
-        locked = np.zeros((4, 4, 8), F)
-        locked.flags.writeable = False
-        call = lambda cache: cache.attention(0, *arrays, out=locked)  # noqa: E731
-        in_step(twin, call, (TypeError, ValueError), "out")
-    assert not device.to_numpy(placed).any()
-    twin.attend()
-    twin.both("end")
-    twin.check()
-
-
-MASKS = [
-    ("sm_scale", "1", TypeError),
-    ("window", 0, ValueError),
-    ("window", -2, ValueError),
-    ("window", 1.5, TypeError),
-    ("sink_tokens", -1, ValueError),
-    ("sink_tokens", 1.5, TypeError),
-    ("sinks", 2, TypeError),
-    ("sinks", np.zeros(3, F), ValueError),
-    ("sinks", np.zeros(4, np.float64), (TypeError, ValueError)),
-    ("logits_soft_cap", "1", TypeError),
-    ("logits_soft_cap", -1.0, ValueError),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "error"), MASKS)
-def test_masks(device, name, value, error):
-    twin = crowd(device)
-    twin.both("begin", ["a", "b"], [1, 3], None)
-    arrays = rows(twin, 4)
-    given = to_device(device, value) if isinstance(value, np.ndarray) else value
-    call = lambda cache: cache.attention(0, *arrays, **{name: given})  # noqa: E731
-    in_step(twin, call, error, name)
-    twin.attend()
-    twin.both("end")
-    twin.check()
+    twin.step(["late", "third", "fork of another"], [1, 1, 1])
 
 
 @pytest.mark.parametrize("rope", [None, rope_of(8, 64)])
@@ -233,31 +418,55 @@ def test_sinks_that_attention_cannot_read(rope):
     twin.check()
 
 
-@pytest.mark.parametrize(
-    ("array", "error"),
-    [(np.zeros((3, 8, 8), F), ValueError), (np.zeros((4, 7, 8), F), ValueError),
-     (np.zeros((4, 8, 9), F), ValueError), (np.zeros((4, 64), F), ValueError),
-     (np.zeros((4, 8, 8), np.int16), TypeError), (None, TypeError)],
-)  # fmt: skip
-def test_packed_arrays(device, array, error):
-    twin = crowd(device)
-    twin.both("begin", ["a", "b"], [1, 3], None)
-    given = None if array is None else to_device(device, array)
-    in_step(twin, lambda cache: cache.attention_qkv(0, given), error, "qkv")
-    twin.attend()
-    twin.both("end")
-    twin.check()
-
-
 def test_packed_rows_need_one_width(device):
     """With V of another width than K, rows cannot be packed."""
     twin = Twin(device, v_head_dim=12)
     twin.prefill("a", 2)
     twin.both("begin", ["a"], [1], None)
     given = to_device(device, np.zeros((1, 8, 8), F))
-    in_step(twin, lambda cache: cache.attention_qkv(0, given), (ValueError, kv.KvcupyError))
+    in_step(twin, lambda c: c.attention_qkv(0, given), (ValueError, kv.KvcupyError))
     twin.attend()
     twin.both("end")
+
+
+# --- Latents ---
+
+R, P = 16, 8
+LATENT = {
+    "latent_dim": R, "rope_dim": P, "head_dim": R + P, "num_kv_heads": 1, "num_q_heads": 6
+}  # fmt: skip
+
+
+def test_attention_mla(device):
+    """A missing scale of scores, shapes and formats of each part, attention of the other kind."""
+    twin = Twin(device, seed=7, **LATENT)
+    twin.prefill("a", 9)
+    twin.both("begin", ["a"], [2], None)
+    good = {"query": np.zeros((2, 6, R + P), F), "latent": np.zeros((2, R), F),
+            "rope_key": np.zeros((2, P), F)}  # fmt: skip
+
+    def attend(**changes):
+        arguments = {"sm_scale": 0.1, **good, **changes}
+        on_device = {n: device.asarray(a) if isinstance(a, np.ndarray) else a
+                     for n, a in arguments.items() if a is not None}  # fmt: skip
+        return lambda c: c.attention_mla(0, **on_device)
+
+    in_step(twin, attend(sm_scale=None), TypeError, "sm_scale")
+    for name, array in good.items():
+        for wrong in (array[:1], array[..., 1:]):
+            in_step(twin, attend(**{name: np.ascontiguousarray(wrong)}), ValueError, name)
+        in_step(twin, attend(**{name: array.astype(np.float64)}), BOTH, name)
+    wide = [device.asarray(np.zeros((2, h, R + P), F)) for h in (6, 1, 1)]
+    in_step(twin, lambda c: c.attention(0, *wide), (TypeError, kv.KvcupyError))
+    twin.attend()
+    twin.both("end")
+    twin.check()
+    plain = Twin(device, seed=8)
+    plain.prefill("a", 5)
+    plain.both("begin", ["a"], [2], None)
+    in_step(plain, attend(), (TypeError, kv.KvcupyError))
+    plain.attend()
+    plain.both("end")
 
 
 # --- forward ---
@@ -300,70 +509,31 @@ def test_a_block_that_raises_in_a_full_cache(device):
     twin.step("b", [2])
 
 
-def test_attention_that_raises_in_a_block(device):
-    """An argument error leaves the block like any other exception."""
-    twin = crowd(device)
-    with pytest.raises(ValueError, match=r"\bquery\b"), twin.cache.forward(["a"], [2]):
-        twin.cache.attention(0, *rows(twin, 2, heads=3))
-    twin.check()
-    goes_on(twin)
-
-
-def test_a_block_that_cannot_begin(device):
+def test_a_block_that_cannot_begin_or_go_on(device):
+    """It does not run; within another step it is refused; an argument error leaves it too."""
     twin = crowd(device)
     ran = []
 
-    def enter(cache):
-        with cache.forward(["a", "who"], [1, 1]):
-            ran.append(1)
+    def enter(seqs, heads=4):
+        def call(cache):
+            with cache.forward(seqs, [2] * len(seqs)):
+                ran.append(1)
+                cache.attention(0, *rows(twin, 2, heads=heads))
 
-    unchanged(twin, enter, kv.UnknownSequence)
+        return call
+
+    unchanged(twin, enter(["a", "who"]), kv.UnknownSequence)
     assert not ran
-    goes_on(twin)
-
-
-def test_blocks_within_blocks(device):
-    """The inner one is refused; the outer one is not harmed."""
-    twin = Twin(device)
-    twin.prefill("a", 3, "b", 2)
+    with pytest.raises(ValueError, match=r"\bquery\b"):
+        enter(["a"], heads=3)(twin.cache)
+    twin.check()
     twin.model.begin(["a"], [2])
     with twin.cache.forward(["a"], [2]):
-        with pytest.raises(kv.KvcupyError), twin.cache.forward(["b"], [1]):
-            pass
+        in_step(twin, enter(["b"]), kv.KvcupyError)
         twin.attend()
     twin.model.end()
     twin.check()
-
-
-def test_a_block(device):
-    """It begins and ends a step, trees included."""
-    twin = Twin(device)
-    twin.prefill("a", 3)
-    twin.model.begin(["a"], [7], [BINARY])
-    with twin.cache.forward(["a"], [7], token_tree=[BINARY]):
-        twin.attend()
-    twin.model.end()
-    twin.commit(["a"], [5])
-
-
-def test_faults_in_the_arrays_of_a_step_are_no_business_of_others(device):
-    """NaN and infinities in one sequence of a step reach no other, nor its next step."""
-    twin = Twin(device, num_layers=1)
-    twin.prefill("a", 5)
-    twin.cache.add_sequence("bad")
-    query, key, value = rows(twin, 4)
-    for array in (query, key, value):
-        array[2:] = float("nan")
-    twin.model.begin(["a"], [2])
-    with twin.cache.forward(["a", "bad"], [2, 2]):
-        got = twin.cache.attention(0, query, key, value)
-    want, allowed = twin.model.attention(
-        0, *(as_numpy(device, a, "fp32")[:2] for a in (query, key, value))
-    )
-    twin.model.end()
-    assert (np.abs(as_numpy(device, got, "fp32")[:2] - want) <= allowed).all()
-    twin.cache.remove_sequence("bad")
-    twin.check()
+    goes_on(twin)
 
 
 def test_what_raises_writes_nothing_to_the_pool(device):
@@ -399,9 +569,71 @@ def test_page_copies_after_a_failure_that_surfaced(device):
     cache.fork_sequence("a", "b")
     with pytest.raises(kv.DeviceError):
         stream.synchronize()
-    inherited = cache._steps._ring.uploader._last
+    inherited = cache._steps._ring.copies._last
     poll(lambda: inherited.error() is not None, PATIENCE_S)
     cache.fork_sequence("a", "c", 6)
     cache._steps.access.copy_stream.synchronize()
     want, got = (device.to_numpy(cache.get_kv(name, 4, 6)[0]) for name in "ac")
     assert got.any() and np.array_equal(got, want)
+
+
+# --- The constructor ---
+
+GOOD = {
+    "num_layers": 2, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_pages": 4,
+    "device": "host",
+}  # fmt: skip
+OPTIONS = {
+    "num_layers": (0, -1, 1.5, True, None), "num_q_heads": (0, 3, 1.5, "4"),
+    "num_kv_heads": (0, -2, 1.5), "head_dim": (0, 1.5), "num_pages": (0, -3, 2.0),
+    "page_size": (0, 1.5), "dtype": ("fp12", 3, None), "rope_mode": ("outline", 1),
+    "max_batch_tokens": (0, -1, 1.5), "v_head_dim": (0, 1.5), "slots_in_flight": (0, 1.5),
+    "k_scale": (0.5, np.float32([1])), "v_scale": (0.5,), "device": ("gpu",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in OPTIONS.items() for v in vs])
+def test_options(name, value):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        kv.PagedKVCache(**{**GOOD, name: value})
+    assert re.search(rf"\b{name}\b", str(caught.value)), caught.value
+
+
+def test_scales_of_one():
+    """They are accepted for a cache that is not quantised, as in operations."""
+    cache = kv.PagedKVCache(**GOOD, k_scale=1.0, v_scale=1.0)
+    assert cache.pool.dtype == "bf16"
+
+
+def test_rotation_in_attention_needs_a_table():
+    with pytest.raises(ValueError, match=r"^rope: expected a table"):
+        kv.PagedKVCache(**GOOD, rope_mode="inline")
+
+
+@pytest.mark.parametrize("rope", [
+    np.zeros((9, 10), np.float32), np.zeros((9, 7), np.float32), np.zeros((9, 8), np.float64),
+    np.zeros(8, np.float32), np.zeros((0, 8), np.float32), "table",
+])  # fmt: skip
+def test_tables_that_do_not_fit(rope):
+    with pytest.raises((TypeError, ValueError), match=r"\brope\b"):
+        kv.PagedKVCache(
+            num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8, num_pages=4, rope=rope,
+            device="host",
+        )  # fmt: skip
+
+
+def test_constructor_takes_keywords_alone():
+    with pytest.raises(TypeError):
+        kv.PagedKVCache(2, 4, 2, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("num_kv_heads", {"num_kv_heads": 2}), ("head_dim", {"head_dim": R}),
+     ("rope_dim", {"rope_dim": None}), ("rope_dim", {"rope_dim": 0}),
+     ("rope", {"rope": rope_of(P + 2)}), ("v_head_dim", {"v_head_dim": 8}),
+     ("latent_dim", {"latent_dim": 0})],
+)  # fmt: skip
+def test_options_of_latents(name, options):
+    with pytest.raises((TypeError, ValueError), match=rf"\b({name})\b"):
+        kv.PagedKVCache(**{"num_layers": 1, "num_pages": 4, "device": "host", **LATENT, **options})

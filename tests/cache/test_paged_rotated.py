@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from helpers import from_values, full_only
 from test_four_bit_pages import (
-    HEADS,
     WIDTH,
     attended,
     check_contents_forks_and_files,
@@ -16,42 +15,6 @@ from test_four_bit_pages import (
 
 import kvcupy as kv
 from kvcupy.reference.attention import rotate_keys
-
-
-def step(cache, rng, seqs, counts, fmt, **options):
-    """Attend in both layers over what `get_kv` gives, and compare."""
-    device = cache.device
-    query, key, value = (
-        from_values(rng.standard_normal((sum(counts), n, WIDTH)), fmt)
-        for n in (2 * HEADS, HEADS, HEADS)
-    )
-    with cache.forward(seqs, counts):
-        outs = [
-            cache.attention(layer, *map(device.asarray, (query, key, value)), **options)
-            for layer in range(2)
-        ]
-    device.synchronize()
-    start = 0
-    for seq, count in zip(seqs, counts, strict=True):
-        k, v = read(cache, seq, 0, cache.sequence_length(seq))
-        for layer, out in enumerate(outs):
-            want = attended(query[start : start + count].astype(np.float32), k[layer], v[layer], 2)
-            got = device.to_numpy(out)[start : start + count].astype(np.float64)
-            np.testing.assert_allclose(got, want, atol=0.03 if fmt == "bf16" else 1e-5)
-        start += count
-
-
-@pytest.mark.parametrize("query_fmt", ["fp32", "bf16"])
-@pytest.mark.parametrize("fmt", ["nvfp4", full_only("mxfp4"), full_only("int4"), "int4_g128"])
-def test_attention(device, fmt, query_fmt):
-    """Prefill, a fork within a page, a prefix that several share, and decode."""
-    cache, rng = new_cache(device, f"{fmt}+hadamard", cascade=True), np.random.default_rng(3)
-    cache.add_sequence(0)
-    step(cache, rng, [0], [9], query_fmt)
-    cache.fork_sequence(0, 1, at=6)
-    step(cache, rng, [1, 0], [1, 2], query_fmt)
-    cache.fork_sequence(0, 2)
-    step(cache, rng, [0, 1, 2], [1, 1, 1], query_fmt)
 
 
 @pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from paged_tiers_cases import PAGE, Prefixed, fresh, hashes_of, same_outputs, tokens_of
+from paged_tiers_cases import PAGE, Prefixed, fresh, tokens_of
 from stream_cases import Gate
 from table_cases import background
 
@@ -11,19 +11,6 @@ import kvcupy as kv
 
 PROMPT = tokens_of(1, 14)
 OTHER = PROMPT[:8] + tokens_of(2, 6)
-
-
-@pytest.mark.parametrize("write", ["through", "back"])
-def test_blocks_come_back_from_host_memory(device, write):
-    one = Prefixed(device, num_pages=5, tiers={"write": write})
-    prompts = [tokens_of(seed, 13) for seed in range(4)]
-    one.publish(*prompts)
-    for tokens in prompts:
-        assert one.known(tokens) == (12, fresh(device, tokens[:12])[1])
-    one.prefill("s", prompts[0])
-    assert one.bits("s") == fresh(device, prompts[0][:12], prompts[0][12:])[1]
-    assert one.tiers.stats()["host_hits"] > 0
-    one.assert_no_leak()
 
 
 def test_blocks_come_back_from_disk(device, tmp_path):
@@ -36,18 +23,6 @@ def test_blocks_come_back_from_disk(device, tmp_path):
     assert one.tiers.stats()["disk_hits"] > 0
     one.assert_no_leak()
     one.tiers.close()
-
-
-def test_a_cache_full_of_blocks_takes_new_sequences(device):
-    one = Prefixed(device, num_pages=6, host_pages=4)
-    one.publish(PROMPT[:12], tokens_of(5, 12))
-    assert one.cache.num_available_pages == 0
-    one.cache.add_sequence("s")
-    out = one.step("s", OTHER)
-    same_outputs(out, fresh(device, OTHER)[0])
-    one.step("s", tokens_of(6, 10))
-    assert one.tiers.stats()["device_blocks"] == 0
-    one.assert_no_leak()
 
 
 @pytest.mark.parametrize("looks", range(5))
@@ -97,18 +72,6 @@ def test_full_when_everything_is_in_use(device):
             call()
         assert one.state() == before
     one.step("a", [1, 2], "b", [3])
-    one.assert_no_leak()
-
-
-def test_no_room_for_known_blocks(device):
-    one = Prefixed(device, num_pages=5)
-    one.publish(PROMPT)
-    one.cache.add_sequence("s")
-    one.step("s", tokens_of(6, 12))
-    before = one.state()
-    with pytest.raises(kv.CacheFull, match="hashes"):
-        one.cache.add_sequence("t", hashes=hashes_of(PROMPT))
-    assert one.state() == before and "t" not in one.cache
     one.assert_no_leak()
 
 

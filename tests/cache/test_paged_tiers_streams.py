@@ -1,4 +1,4 @@
-"""What waits for what when sequences move between tiers, with and without each wait."""
+"""The waits of sequences that move between tiers, with and without each wait."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stream_cases import Gate, Log
 from table_cases import background
 
 from kvcupy import observe
-from kvcupy.cache.paged.moves import AccessOrder, PageAccess
+from kvcupy.cache.hazards import AccessOrder, PageAccess
 from kvcupy.cache.paged.sequences import CachedSequence
 from kvcupy.cache.paged.step import Step
 from kvcupy.cache.pages import PageAllocator
 
-# What is looked at is the host's part, not the kernels.
+# These tests check the host's bookkeeping, not the kernels.
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 PROMPT = tokens_of(1, 14)
@@ -201,7 +201,7 @@ def unordered(self, stream, *sequences):
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 @pytest.mark.parametrize("way", ["offload", "remove"])
 def test_a_save_waits_for_the_step_that_wrote(device, one, monkeypatch, way, dropped):
-    """That of a sequence that leaves, and that of blocks which the tiered cache gets."""
+    """The save of an offloaded sequence, and of blocks that the tiered cache takes over."""
     tokens, rows = tokens_of(3, 12), one.rows(tokens_of(3, 12))
     plain = Prefixed(device, tiered=False)
     plain.cache.add_sequence("late")

@@ -1,6 +1,6 @@
 """A paged cache on the host device without a compiler: the reference, and the same results.
 
-What other tests ask of the kernels is asked again, with the same tolerances.
+Tests of the kernels run again, with the same tolerances.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import logging
 import numpy as np
 import pytest
 import test_paged
-import test_paged_forks
 import test_paged_graphs
-import test_paged_quantised
-import test_paged_rope
-import test_paged_trees
-import test_paged_windows
-from helpers import again
+import test_paged_machine
+from helpers import again, examples
+from hypothesis import settings
 from paged_cases import BINARY, Twin, rope_of
 from test_without_compiler import device, fresh, warnings_are_errors
 
@@ -29,16 +26,20 @@ pytestmark = pytest.mark.again
 
 globals().update(
     again(test_paged)
-    | again(test_paged_forks)
-    | again(test_paged_quantised)
-    | again(test_paged_rope)
-    | again(test_paged_trees)
-    | again(test_paged_windows)
+    | again(test_paged_machine)
     | again(test_paged_graphs, "test_order", "test_bits_of_plain_calls", "test_ways_to_capture")
 )
 
 
-# --- What is said ---
+@pytest.fixture(autouse=True)
+def shorter_machine(monkeypatch):
+    """A closed PageSender leaves two sockets to the garbage collector, which warns of them."""
+    monkeypatch.setattr(test_paged_machine, "EXCHANGED", set())
+    few = settings(test_paged_machine.SETTINGS, max_examples=examples(12))
+    monkeypatch.setattr(test_paged_machine, "SETTINGS", few)
+
+
+# --- Warnings ---
 
 
 def everything(device, **options):

@@ -155,7 +155,7 @@ def test_a_victim_costs_the_same_among_many(name):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_that_are_set_aside_come_back_to_their_places(name, seed):
-    """Victims are those of an order in which every eviction passes all leased keys instead."""
+    """Victims equal an order in which every eviction skips all leased keys instead."""
     rng = random.Random(seed)
     order, passing = policies.make(name), policies.make(name)
     present, leased, aside, num_aside = [], [], {}, 0

@@ -394,7 +394,7 @@ def test_representations(device):
 
 
 def test_signatures():
-    """Those of API.md, with scales at the end."""
+    """The parameters of API.md, with scales at the end."""
     names = ["num_pages", "page_size", "num_layers"]
     rest = ["dtype", "layout", "placement", "device", "scales"]
     expected = {

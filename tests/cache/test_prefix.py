@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvcupy.cache.hashes import block_hashes, hash_list
+from kvcupy.cache.pages import block_hashes, hash_list
 
 # Of the hashes of 0 to 31 in blocks of 16, and a pool of 2 layers of 8 heads of 128 in bf16.
 GOLDEN_KEYS = [

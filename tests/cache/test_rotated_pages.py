@@ -25,7 +25,7 @@ def test_views_keep_their_rotation(device):
     views = (v, v[1:, 0], v[0, ..., None, :], moved, flat, v.without_owner(), again, apart)
     for view in (*views, arrays.transposed(apart, (1, 0, 2, 3)), apart[2]):
         assert view.encoding == kv.Encoding("nvfp4", hadamard=True), view
-    assert v[..., 64:128].rotated_width == 64  # a block of its own
+    assert v[..., 64:128].rotated_width == 64  # a whole block
     assert arrays.describe(v) == f"(4, {PAGE}, {HEADS}, 192) nvfp4, rotated"
     for cut in (slice(0, 128), slice(32, 96), slice(16, 192)):
         with pytest.raises(ValueError, match=r"columns: .*blocks of 64"):

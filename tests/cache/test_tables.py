@@ -1,4 +1,4 @@
-"""The tables of steps: what waits for what, each with its wait left out too, and what fails."""
+"""The tables of steps: their cost, streams, lifetime and failures. See `test_paged_order.py`."""
 
 from __future__ import annotations
 
@@ -11,138 +11,18 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import Gate, Log, delay
-from table_cases import HOLD_S, OrderCase, Source, World, background, dropped
+from table_cases import HOLD_S, Source, World, background
 
 import kvcupy as kv
 from kvcupy import observe
 from kvcupy.arrays import ArrayView, contiguous_strides
+from kvcupy.cache.hazards import CopyStream
 from kvcupy.cache.paged.tables import TableRing
 from kvcupy.devices.host import HostDevice
 
 # Order -------------------------------------------------------------------------------------------
 #
 # Each case leads up to the wait that it is about, which is what comes after its `yield`.
-
-
-def host_waits_for_the_copy(num_slots):
-    """Before it repacks a slot, whose last tables may still be being copied."""
-
-    def program(case):
-        world = case.world
-        world.step(0)
-        gate = Gate(world.copy_stream)
-        for seed in range(1, num_slots + 1):
-            world.step(seed)
-        yield
-        case.finish_on_host(gate, lambda: world.step(9))
-
-    return program, num_slots, "host", 0
-
-
-def copy_waits_for_the_reader(num_slots):
-    """The copy to a slot waits for those who read what was there before."""
-
-    def program(case):
-        world = case.world
-        gate = Gate(world.compute)
-        for seed in range(num_slots):
-            world.step(seed)
-        world.copy_stream.synchronize()
-        yield
-        world.step(9)
-        case.finish(gate, world.copy_stream.done)
-
-    return program, num_slots, "copy", 0
-
-
-def copy_waits_for_every_reader(case):
-    world = case.world
-    gate = Gate(world.other)
-    world.step(0, world.compute, world.other)
-    world.copy_stream.synchronize()
-    world.compute.synchronize()
-    yield
-    world.step(9)
-    case.finish(gate, world.copy_stream.done)
-
-
-def compute_waits_for_the_copy(case):
-    world = case.world
-    world.step(0)  # else the memory might hold the right bytes from before
-    world.device.synchronize()
-    gate = Gate(world.copy_stream)
-    yield
-    world.step(1)
-    case.finish(gate, world.compute.done)
-
-
-def every_reader_waits_for_the_copy(case):
-    world = case.world
-    world.step(0)
-    world.device.synchronize()
-    gate = Gate(world.copy_stream)
-    yield
-    world.step(1, world.compute, world.other)
-    case.finish(gate, world.other.done)
-
-
-def graphs_copy_waits_for_the_last_launch(case):
-    world = case.world
-    graph, outs = world.capture(0)
-    gate = Gate(world.compute)
-    world.graph_step(1, graph, outs)
-    world.copy_stream.synchronize()
-    yield
-    world.graph_step(2, graph, outs)
-    case.finish(gate, world.copy_stream.done)
-
-
-def graphs_copy_waits_for_every_launch(case):
-    """Two graphs share their tables, and run on two streams."""
-    world = case.world
-    graphs = pieces(world, 2)
-    gate = Gate(world.other)
-    piecewise(world, 1, graphs, (world.compute, world.other))
-    world.copy_stream.synchronize()
-    world.compute.synchronize()
-    yield
-    piecewise(world, 2, graphs, (world.compute,))
-    case.finish(gate, world.copy_stream.done)
-
-
-def launch_waits_for_the_copy(case):
-    world = case.world
-    graph, outs = world.capture(0)
-    world.graph_step(1, graph, outs)
-    world.device.synchronize()
-    gate = Gate(world.copy_stream)
-    yield
-    world.graph_step(2, graph, outs)
-    case.finish(gate, world.compute.done)
-
-
-def every_launch_waits_for_the_copy(case):
-    world = case.world
-    graphs = pieces(world, 2)
-    piecewise(world, 1, graphs, (world.compute, world.other))
-    world.device.synchronize()
-    gate = Gate(world.copy_stream)
-    yield
-    piecewise(world, 2, graphs, (world.compute, world.other))
-    case.finish(gate, world.other.done)
-
-
-def host_waits_for_the_graphs_copy(case):
-    """Of the launch before the last one, whose pinned memory is repacked."""
-    world = case.world
-    graph, outs = world.capture(0)
-    world.graph_step(1, graph, outs)
-    world.device.synchronize()
-    gate = Gate(world.copy_stream)
-    world.graph_step(2, graph, outs)
-    world.graph_step(3, graph, outs)
-    yield
-    case.finish_on_host(gate, lambda: world.graph_step(4, graph, outs))
 
 
 def pieces(world, count, seed=0):
@@ -161,103 +41,7 @@ def pieces(world, count, seed=0):
     return found
 
 
-def piecewise(world, seed, graphs, streams):
-    """A step that launches one graph on each stream."""
-    source = Source(seed)
-    tables = world.ring.open(source)
-    for (graph, outs), stream in zip(graphs, streams, strict=False):
-        world.launch(graph, outs, source, stream)
-    tables.close()
-    return tables
-
-
 # The case, the slots of the ring, what waits, and which of its waits it is.
-ORDER_CASES = {
-    "host, one slot": host_waits_for_the_copy(1),
-    "host, two slots": host_waits_for_the_copy(2),
-    "host, three slots": host_waits_for_the_copy(3),
-    "copy, one slot": copy_waits_for_the_reader(1),
-    "copy, two slots": copy_waits_for_the_reader(2),
-    "copy, three slots": copy_waits_for_the_reader(3),
-    "copy, second reader": (copy_waits_for_every_reader, 1, "copy", 1),
-    "reader": (compute_waits_for_the_copy, 1, "compute", 0),
-    "second reader": (every_reader_waits_for_the_copy, 1, "other", 0),
-    "graph's copy": (graphs_copy_waits_for_the_last_launch, 1, "copy", 0),
-    "graph's copy, second launch": (graphs_copy_waits_for_every_launch, 1, "copy", 1),
-    "launch": (launch_waits_for_the_copy, 1, "compute", 0),
-    "second launch": (every_launch_waits_for_the_copy, 1, "other", 0),
-    "host, graph": (host_waits_for_the_graphs_copy, 1, "host", 0),
-}
-
-
-def begin(device, name, control):
-    program, num_slots, who, index = ORDER_CASES[name]
-    case = OrderCase(device, control, num_slots=num_slots)
-    rest = program(case)
-    next(rest)
-    return case.world, rest, who, index
-
-
-@pytest.mark.parametrize("name", ORDER_CASES)
-def test_order(device, monkeypatch, name):
-    world, rest, who, index = begin(device, name, control=False)
-    with dropped(monkeypatch, world, who, None) as seen:
-        assert next(rest, "ended") == "ended"
-    assert len(seen) == index + 1, "the waits that the control below counts on"
-    world.check()
-
-
-@pytest.mark.races
-@pytest.mark.parametrize("name", ORDER_CASES)
-def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
-    """The control of the test above."""
-    world, rest, who, index = begin(device, name, control=True)
-    with dropped(monkeypatch, world, who, index):
-        next(rest, None)
-    with pytest.raises(AssertionError, match="read"):
-        world.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ORDER_CASES)
-def test_order_on_a_gpu(monkeypatch, name):
-    test_order(kv.device("cuda"), monkeypatch, name)
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_the_host_runs_ahead_of_compute(device, num_slots):
-    """Twice as many steps as slots: the last ones wait on the copy stream, not on the host."""
-    world = World(device, num_slots)
-    gate = Gate(world.compute)
-    for seed in range(2 * num_slots):
-        world.step(seed)
-    assert not world.compute.done()
-    gate.open()
-    world.check()
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-def test_the_host_runs_ahead_of_the_copies(device, num_slots):
-    world = World(device, num_slots)
-    world.copy_stream.synchronize()
-    gate = Gate(world.copy_stream)
-    for seed in range(num_slots):
-        world.step(seed)
-    assert not world.copy_stream.done()
-    gate.open()
-    world.check()
-
-
-def test_launches_run_ahead_of_compute(device):
-    """Two fills are packed while the first launch is still to come."""
-    world = World(device)
-    graph, outs = world.capture(0)
-    gate = Gate(world.compute)
-    for seed in (1, 2, 3):
-        world.graph_step(seed, graph, outs)
-    assert not world.compute.done()
-    gate.open()
-    world.check()
 
 
 def test_streams_that_do_not_read_hold_nothing_up(device):
@@ -419,7 +203,7 @@ def test_memory_that_is_replaced_lives_until_it_is_read(device):
     world = World(device)
     world.step(0)
     device.synchronize()
-    gone = weakref.ref(world.ring._slots[0].target.whole.owner)
+    gone = weakref.ref(world.ring._slots[0].whole.owner)
     gate = Gate(world.compute)
     world.step(1)
     world.step(2, pages=100000)
@@ -531,7 +315,7 @@ def test_streams_are_counted_once(device):
 
 
 def test_streams_enter_before_their_work(device):
-    """Whoever enters may be held up, and what is read then is not in place before."""
+    """A stream may be held up as it enters: its tables need not be there before."""
     world = World(device)
     gates = []
     world.ring.before_use = lambda stream: gates.append(Gate(stream))
@@ -637,7 +421,7 @@ def test_rings_that_share_an_uploader():
     """A failure surfaces no more often than with one ring."""
     device = HostDevice()
     first = World(device)
-    second = World(device, copy_stream=first.ring.uploader)
+    second = World(device, copies=first.ring.copies)
     assert second.copy_stream is first.copy_stream
     gate = Gate(first.compute)
     first.compute.call(fail)
@@ -691,7 +475,7 @@ def test_a_given_copy_stream_that_fails_says_so_once():
 
 
 def test_a_copy_that_failed_is_made_again_for_the_next_stream():
-    """Within one step: what failed has surfaced, and the memory holds nothing of use."""
+    """Within one step: the failure has surfaced, and the memory is invalid."""
     world = World(HostDevice())
     world.step(0)
     world.copy_stream.call(fail)
@@ -774,7 +558,7 @@ def test_one_step_at_a_time(device):
 )
 def test_numbers_of_slots_that_make_no_ring(device, num_slots, error):
     with pytest.raises(error, match="num_slots"):
-        TableRing(device, None, num_slots, lambda stream: None)
+        TableRing(CopyStream(device), num_slots, lambda stream: None)
 
 
 # Random programs ---------------------------------------------------------------------------------

@@ -20,14 +20,6 @@ def insert_each(blocks, hashes):
 # Order -------------------------------------------------------------------------------------------
 
 
-def test_leaves_go_before_what_they_hang_on(device):
-    blocks = Blocks(device)
-    blocks.insert([A, B, C, D])
-    for left in ({A, B, C}, {A, B}, {A}, set()):
-        blocks.cache.evict(1)
-        assert blocks.blocks()[0] == left
-
-
 def test_a_suffix_that_was_inserted_under_a_lease_goes_before_its_prefix(device):
     """In both tiers: alone it would be of no use."""
     blocks = Blocks(device, 4, 4)
@@ -35,19 +27,6 @@ def test_a_suffix_that_was_inserted_under_a_lease_goes_before_its_prefix(device)
     with blocks.cache.acquire([A, B]):
         blocks.insert([C, D])
     assert blocks.order("device") == blocks.order("host") == [D, C, B, A]
-
-
-def test_host_pages_that_are_taken_are_the_callers(device):
-    """The cache counts them as its own no more, not even once they are freed."""
-    blocks = Blocks(device, 4, 4)
-    blocks.insert([A, B, C])
-    blocks.settle()
-    pages = blocks.cache.take_host_pages(3)  # one is free, two blocks go
-    host = blocks.tiers.host
-    assert len(host.copies) == 1 and not host.owned[pages].any()
-    assert host.owned.sum() == 1
-    host.pool.allocator.free(pages)
-    blocks.assert_no_leak()
 
 
 @pytest.mark.parametrize(
@@ -91,74 +70,7 @@ def test_a_policy_of_the_users_own(device):
     blocks.assert_no_leak()
 
 
-def test_acquire_evicts_for_itself(device):
-    blocks = Blocks(device, 4, 8)
-    blocks.insert([A, B, C, D])
-    blocks.evict_all()
-    blocks.insert([E, F, G])
-    blocks.use([A, B, C], known=3)
-    assert blocks.blocks()[0] == {A, B, C, E}
-    blocks.use([E, F, G], known=3)
-    assert blocks.cache.stats()["lost"] == 0
-
-
-def test_what_is_asked_for_is_not_evicted_for_the_rest(device):
-    """A and B are next to go, but belong to the lease that needs a page."""
-    blocks = Blocks(device, 3, 8)
-    blocks.insert([C])
-    blocks.cache.evict(1)
-    blocks.insert([B])
-    blocks.insert([A])
-    blocks.insert([D])
-    assert blocks.order("device") == [B, A, D]
-    blocks.use([A, B, C], known=3)
-    assert blocks.blocks()[0] == {A, B, C}
-
-
-def test_host_copies_that_are_being_loaded_are_not_evicted_for_saves(device):
-    """One exchange: the host copies that are loaded are not evicted for those that are saved."""
-    blocks = Blocks(device, 2, 3, write="back")
-    blocks.insert([A, B])
-    blocks.evict_all()
-    blocks.insert([C, D])
-    lease = blocks.cache.acquire([A, B])
-    assert blocks.blocks() == ({A, B}, {A, B, C}, set())
-    assert blocks.cache.stats()["lost"] == 1
-    lease.wait()
-    blocks.assert_holds(lease, [A, B])
-    lease.release()
-    blocks.use([C], known=1)
-
-
 # Nothing is lost while there is space ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "2q"])
-@pytest.mark.parametrize("write", ["through", "back"])
-def test_nothing_is_lost_while_the_host_has_space(device, write, policy):
-    blocks = Blocks(device, 4, 12, write=write, policy=policy)
-    hashes = list(range(100, 112))
-    for i in range(0, 12, 2):
-        short = 2 - blocks.device_pool.allocator.num_free
-        if short > 0:
-            blocks.cache.evict(short)
-        blocks.insert(hashes[i : i + 2])
-    for _ in range(2):
-        for i in range(0, 12, 3):
-            blocks.use(hashes[i : i + 3], known=3)
-    assert blocks.cache.stats()["lost"] == 0
-    blocks.assert_no_leak()
-
-
-def test_the_coldest_is_lost_when_there_is_no_space(device):
-    blocks = Blocks(device, 2, 2, write="back")
-    for hash in (A, B, C, D, E):
-        if not blocks.device_pool.allocator.num_free:
-            blocks.cache.evict(1)
-        blocks.insert([hash])
-    assert blocks.blocks() == ({D, E}, {B, C}, set())
-    found = blocks.cache.stats()
-    assert (found["lost"], found["device_evicted"], found["host_evicted"]) == (1, 3, 1)
 
 
 def test_more_leave_the_device_than_the_host_can_take(device):
@@ -168,17 +80,6 @@ def test_more_leave_the_device_than_the_host_can_take(device):
     assert blocks.blocks()[1] == {A, B}, "the last to go are kept"
     assert blocks.cache.stats()["lost"] == 2
     blocks.use([A, B], known=2)
-    blocks.assert_no_leak()
-
-
-def test_a_host_pool_that_others_use_too(device):
-    blocks = Blocks(device, 4, 4)
-    taken = blocks.host_pool.allocator.alloc(3)
-    blocks.insert([A, B])
-    assert blocks.blocks()[1] == {A}
-    blocks.cache.evict(2)
-    assert blocks.cache.match([A, B]) == (0, 1, 1, 1)
-    blocks.host_pool.allocator.free(taken)
     blocks.assert_no_leak()
 
 
@@ -235,32 +136,6 @@ def test_evicting_too_many_changes_nothing(device, policy):
     assert snapshot(blocks) == before
     lease.release()
     blocks.cache.evict(3)
-
-
-def test_more_blocks_than_the_device_has_pages(device):
-    blocks = Blocks(device, 2, 8)
-    for hashes in ([A, B], [C, D]):
-        blocks.insert(hashes)
-        blocks.evict_all()
-        blocks.settle()
-    before = snapshot(blocks)
-    with pytest.raises(kv.CacheFull):
-        blocks.cache.acquire([A, B, C])
-    assert snapshot(blocks) == before
-
-
-def test_pages_of_others_are_not_the_caches(device):
-    blocks = Blocks(device, 4, 8)
-    blocks.insert([A, B])
-    blocks.evict_all()
-    blocks.settle()
-    taken = blocks.device_pool.allocator.alloc(3)
-    before = snapshot(blocks)
-    with pytest.raises(kv.CacheFull, match="at most 1"):
-        blocks.cache.acquire([A, B])
-    assert snapshot(blocks) == before
-    blocks.device_pool.allocator.free(taken)
-    blocks.use([A, B], known=2)
 
 
 # Transfers in flight -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""kv.TieredCache when transfers fail: what was to be copied is forgotten, and nothing else."""
+"""kv.TieredCache when transfers fail: only the destination copies are forgotten."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tiered_cases import Blocks, in_time, snapshot
 
 import kvcupy as kv
 from kvcupy import observe
+from kvcupy.cache.tiered.tiers import BlockCompletion, CompletionQueue
 
 A, B, C, D = 0xA, 0xB, 0xC, 0xD
 
@@ -129,30 +130,6 @@ def test_acquire_waits_for_pages_that_a_failed_load_still_writes(blocks):
     blocks.device_pool.allocator.free(taken)
 
 
-def test_a_failed_load_that_was_not_waited_for(blocks):
-    gate = failing_stream(blocks, "load")
-    blocks.cache.acquire([A, B]).release()
-    gate.open()
-    with pytest.raises(kv.DeviceError):
-        blocks.settle()
-    blocks.use([A, B], known=2)
-    blocks.assert_no_leak()
-
-
-def test_a_failed_load_is_not_inserted_over(blocks):
-    """Its block may be inserted anew while leases still hold the pages of the failure."""
-    gate = failing_stream(blocks, "load")
-    lease = blocks.cache.acquire([A, B])
-    gate.open()
-    with pytest.raises(kv.DeviceError):
-        lease.wait()
-    assert blocks.insert([A]) == []
-    blocks.use([A, B], known=2)
-    lease.release()
-    blocks.use([A, B], known=2)
-    blocks.assert_no_leak()
-
-
 def test_a_load_that_is_interrupted_at_the_call(blocks, monkeypatch):
     """Other errors: `faults/`."""
     error = KeyboardInterrupt
@@ -207,22 +184,6 @@ def test_a_save_that_fails_behind_an_eviction(device):
     assert blocks.cache.stats()["lost"] == 2
     blocks.insert([A, B])
     blocks.use([A, B], known=2)
-    blocks.assert_no_leak()
-
-
-def test_a_load_of_a_save_that_was_never_issued(device):
-    """Nothing of the load itself has failed."""
-    blocks = Blocks(device, write="back")
-    blocks.insert([A, B])
-    with observe.attached(Log(refuse="save")):
-        blocks.cache.evict(1)
-        lease = blocks.cache.acquire([A, B])
-    if lease.num_blocks == 2:
-        with pytest.raises(kv.DeviceError, match="refused"):
-            lease.wait()
-    lease.release()
-    assert blocks.cache.match([A, B]) == (1, 1, 1, 1)
-    blocks.use([A], known=1)
     blocks.assert_no_leak()
 
 
@@ -355,10 +316,41 @@ def test_pages_that_were_never_written(device, write, evicted):
     with pytest.raises(kv.DeviceError, match="no such luck"):
         lease.wait()
     with pytest.raises(kv.DeviceError, match="no such luck"):
-        compute.synchronize()  # its owner is told too
+        compute.synchronize()  # its owner is notified too
     lease.release()
     blocks.settle_quietly()
     assert blocks.cache.match([A, B]) == (0, 0, 0, 0)
     blocks.insert([A, B])
     blocks.use([A, B], known=2)
     blocks.assert_no_leak()
+
+
+class Pending:
+    """A transfer that ends when the test says so."""
+
+    failure, num_bytes, elapsed_us, over = None, 7, 2e6, False
+
+    def done(self):
+        return self.over
+
+
+def test_completions_that_end_out_of_order_are_settled():
+    """Inserts are of independent streams; loads and saves end in their order."""
+    queue = CompletionQueue()
+    kinds = ("load", "load", "save", "save", "insert", "insert")
+    transfers = [Pending() for _ in kinds]
+    completions = [
+        queue.add(BlockCompletion(kind, transfer, ["a copy"], ()))
+        for kind, transfer in zip(kinds, transfers, strict=True)
+    ]
+    assert queue.settle() == []
+    assert queue.oldest() is completions[2], "a transfer rather than a stream of another user"
+    assert queue.saves() == completions[2:4]
+    for i in (0, 3, 5):
+        transfers[i].over = True
+    assert set(map(id, queue.settle())) == {id(completions[i]) for i in (0, 5)}
+    for i in (1, 2, 4):
+        transfers[i].over = True
+    assert set(map(id, queue.settle())) == {id(completions[i]) for i in (1, 2, 3, 4)}
+    queue.add_failed(completions[0])
+    assert queue.oldest() is completions[0] and queue.oldest() is None

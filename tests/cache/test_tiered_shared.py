@@ -1,4 +1,4 @@
-"""kv.TieredCache over a shared store: what comes from there, what goes there, and what fails."""
+"""kv.TieredCache over a shared store: fetches, puts and failures."""
 
 from __future__ import annotations
 
@@ -41,13 +41,6 @@ def later(function, seconds=0.05):
 
 
 # What is known -----------------------------------------------------------------------------------
-
-
-def test_match_counts_what_only_the_store_has(blocks):
-    blocks.publish(A, B, C, E)
-    match = blocks.cache.match(names(A, B, C, D, E))
-    assert match == (0, 0, 0, 3)
-    assert repr(match) == "Match(device=0, host=0, disk=0, shared=3)"
 
 
 def test_match_asks_once_and_only_for_what_is_missing(blocks):
@@ -184,7 +177,7 @@ def test_what_is_late_is_missing_and_comes_for_others(device):
         if hash == names(B)[0]:
             gates.append(Held(blocks.store, "get", after=True))
             for arrivals in blocks.tier._arrivals:
-                arrivals.settled.set()  # whoever waits goes on, as at the deadline
+                arrivals.settled.set()  # waiting threads continue, as at the deadline
         return genuine(hash, page)
 
     blocks.store._get = get
@@ -197,15 +190,6 @@ def test_what_is_late_is_missing_and_comes_for_others(device):
     assert blocks.cache.match(names(A, B, C))[:3] == (1, 3, 3)
     blocks.use(names(A, B, C), known=3)
     blocks.assert_no_leak()
-
-
-def test_a_deadline_of_nothing(blocks):
-    blocks.publish(A)
-    gate = Held(blocks.store, "match")
-    assert in_time(lambda: blocks.cache.acquire(names(A), deadline_s=0)).num_blocks == 0
-    gate.open()
-    blocks.idle()
-    blocks.use(names(A), known=1)
 
 
 def test_two_that_wait_share_one_call(device):
@@ -234,19 +218,6 @@ def test_two_that_wait_share_one_call(device):
         lease.release()
     fetched = [hash for hashes in blocks.store.asked("get") for hash in hashes]
     assert sorted(fetched) == names(A, B, C)
-    blocks.assert_no_leak()
-
-
-def test_prefetch(device):
-    blocks = SharedBlocks(device, 4, 16)
-    blocks.publish(A, B, D)
-    blocks.cache.prefetch(names(A, B, C, D))
-    blocks.idle()
-    assert blocks.cache.match(names(A, B))[:3] == (0, 2, 2)
-    gate = Held(blocks.store, "get")
-    blocks.use(names(A, B), known=2)
-    gate.open()
-    assert blocks.counts("hits", "misses") == (2, 2), "what is behind a gap is of no use"
     blocks.assert_no_leak()
 
 
@@ -768,18 +739,6 @@ def test_closing_ends_the_thread(blocks):
     blocks.cache.close()
 
 
-def test_a_cache_that_is_gone_leaves_no_thread(device):
-    blocks = SharedBlocks(device)
-    blocks.insert(names(A))
-    blocks.cache.flush()
-    worker, gone = blocks.tier._thread, weakref.ref(blocks.cache)
-    del blocks
-    gc.collect()
-    assert gone() is None
-    worker.join(PATIENCE_S)
-    assert not worker.is_alive()
-
-
 def test_a_closed_cache_is_gone_without_the_garbage_collector(device):
     """As it is without a store: its pools and streams go with the last reference."""
     gone = []
@@ -797,24 +756,6 @@ def test_a_closed_cache_is_gone_without_the_garbage_collector(device):
         assert [ref() for ref in gone] == [None] * 4
     finally:
         gc.enable()
-
-
-def test_a_save_in_flight_is_looked_at_less_and_less(blocks, monkeypatch):
-    pages = blocks.device_pool.allocator.alloc(1)
-    gate = Gate(blocks.engine.save_stream)
-    looked = []
-    genuine = blocks.tier._next
-
-    def count(shared):
-        looked.append(time.monotonic())
-        return genuine(shared)
-
-    monkeypatch.setattr(blocks.tier, "_next", count)
-    blocks.cache.insert(names(A), pages)
-    assert poll(lambda: len(looked) > 10, PATIENCE_S)
-    pause_s = looked[10] - looked[9]
-    gate.open()
-    assert pause_s >= 0.045, "a thread that sleeps wakes no earlier"
 
 
 def test_a_forked_child_is_refused(blocks):

@@ -1,4 +1,4 @@
-"""kv.TieredCache under any sequence of calls and failures: nothing leaks, hangs or is mixed up."""
+"""kv.TieredCache under random calls and failures: no block is lost, mixed up or leaked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvcupy import observe
 
 NUM_DEVICE = 5
 SEQUENCES = st.integers(10**19 + 1, 10**19 + 3)  # their blocks have hashes of 128 bits
-# Prefixes of three sequences, for the most part; blocks in any order, for once.
+# Mostly prefixes of three sequences, sometimes blocks in any order.
 CHAINS = st.builds(
     lambda chain, count: [10 * chain + i for i in range(count)],
     SEQUENCES,
@@ -40,40 +40,44 @@ CHAINS = st.builds(
 HASH = st.builds(lambda chain, i: 10 * chain + i, SEQUENCES, st.integers(0, 4))
 HASHES = st.one_of(CHAINS, CHAINS, CHAINS, st.lists(HASH, max_size=5))
 POLICIES = st.sampled_from(["lru", "fifo", "lfu", "2q"])
+LAYOUTS = st.sampled_from(["layer_first", "page_first", "page_first_direct", "page_head"])
 
 
 class Machine(RuleBasedStateMachine):
-    """Fifteen blocks, in a device pool of 5 pages, some pages of host memory, some slots."""
+    """15 blocks, a device pool of 5 pages, 1 to 14 host pages, and up to 6 slots on disk."""
 
     device = None
 
     @initialize(
-        on_host=st.integers(1, 14), slots=st.integers(0, 6), policy=POLICIES,
+        on_host=st.integers(1, 14), slots=st.integers(0, 6), policy=POLICIES, layout=LAYOUTS,
         write=st.sampled_from(["through", "back"]), calm=st.booleans(),
+        placement=st.sampled_from(["pinned", "pageable"]), alone=st.booleans(),
     )  # fmt: skip
-    def start(self, on_host, slots, policy, write, calm):
-        self.calm = calm  # nothing is made to fail
+    def start(self, on_host, slots, policy, write, calm, alone, layout, placement):
+        self.calm = calm  # no failures are injected
+        self.alone = alone  # the cache is the only user of the host pool
         self.stack = ExitStack()
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = {"policy": policy, "write": write}
         if slots:
             self.options |= {"disk": folder / "kv", "disk_bytes": 4096 * (2 + slots)}
-        self.blocks = self.make(NUM_DEVICE, on_host)
-        self.leases = []  # with what they should hold, and whether they may fail
+        host = {"layout": layout, "placement": placement}
+        self.blocks = self.make(NUM_DEVICE, on_host, host=host)
+        self.leases = []  # (blocks, lease, hashes that it should hold)
         self.inserted = set()  # since the cache was made or cleared
         self.failures = self.reopened = False  # since then
-        self.mine = []  # device pages of the test's own
+        self.mine, self.mine_on_host = [], []  # pages that the test has allocated
         self.come_to_rest()
 
     def come_to_rest(self):
-        """Wait for what is done in the background, if anything is."""
+        """Wait for background work."""
 
     def in_reach(self, hashes):
-        """How many leading blocks can be acquired."""
+        """Count the leading blocks that can be acquired."""
         return self.blocks.cache.match(hashes).disk
 
     def known_elsewhere(self):
-        """Blocks that are in no tier, but can be acquired."""
+        """Return the blocks that are in no tier, but can be acquired."""
         return set()
 
     def make(self, *sizes, **pools):
@@ -85,9 +89,9 @@ class Machine(RuleBasedStateMachine):
         return result
 
     def unchanged_if_full(self, function, *args, still=True):
-        """Call; after CacheFull all must be as before. Returns None then.
+        """Call a function; after CacheFull check that nothing has changed, and return None.
 
-        Unless `still`, transfers may be under way, and what is seen changes as they end.
+        Without `still`, transfers may be in flight, and the state changes as they end.
         """
         before = None
         if still:
@@ -101,11 +105,11 @@ class Machine(RuleBasedStateMachine):
             return None
 
     def verify(self, lease, hashes):
-        """What has arrived is right, or the lease says that it has not."""
+        """Check that the blocks are whole, or that the lease reports a failure."""
         try:
             self.call(lease.wait)
         except kv.DeviceError:
-            assert self.failures, "nothing was made to fail"
+            assert self.failures, "no failure was injected"
             return
         self.blocks.assert_holds(lease, hashes)
 
@@ -120,25 +124,41 @@ class Machine(RuleBasedStateMachine):
         ]
         self.blocks.settle_quietly()
         if not self.failures:
+            before = snapshot(self.blocks)
             assert list(self.call(self.blocks.cache.match, hashes))[:3] == expected
+            assert snapshot(self.blocks) == before
 
     @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
     def acquire(self, hashes, keep, still=True):
         known = self.in_reach(hashes)
+        loads = set(hashes[:known]) - self.blocks.blocks()[0]
+        before = self.hits()
         lease = self.unchanged_if_full(self.blocks.cache.acquire, hashes, still=still)
         if lease is None:
             return
         assert lease.num_blocks <= known
-        assert lease.num_blocks == known or self.failures
+        if not self.failures:
+            assert lease.num_blocks == known
+            hits = known - len(loads), len(loads), len(hashes) - known, len(loads)
+            self.blocks.settle_quietly()
+            assert hits == tuple(np.subtract(self.hits(), before))
         if keep:
             self.leases.append((self.blocks, lease, hashes[: lease.num_blocks]))
         else:
             self.verify(lease, hashes[: lease.num_blocks])
             self.call(lease.release)
 
+    def hits(self):
+        """Count hits on the device, hits in lower tiers, misses, and loaded blocks."""
+        self.blocks.settle_quietly()
+        stats = self.blocks.cache.stats()
+        below = stats["host_hits"] + stats["disk_hits"]
+        loaded = stats["load_bytes"] // self.blocks.device_pool.page_bytes
+        return stats["device_hits"], below, stats["misses"], loaded
+
     @rule(hashes=CHAINS, still=st.booleans())
     def serve(self, hashes, still):
-        """What a server does: acquire, insert what is missing, release."""
+        """Acquire, insert the missing blocks and release, as a server does."""
         lease = self.unchanged_if_full(self.blocks.cache.acquire, hashes, still=still)
         if lease is not None:
             self.leases.append((self.blocks, lease, hashes[: lease.num_blocks]))
@@ -149,7 +169,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(chain=SEQUENCES, still=st.booleans())
     def use_all(self, chain, still):
-        """A whole sequence, for which others have to go."""
+        """Acquire a whole sequence, which evicts others."""
         self.acquire([10 * chain + i for i in range(NUM_DEVICE)], False, still)
 
     @precondition(lambda self: self.leases)
@@ -177,20 +197,43 @@ class Machine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, NUM_DEVICE), still=st.booleans())
     def evict(self, count, still):
-        self.unchanged_if_full(self.blocks.cache.evict, count, still=still)
+        self.blocks.settle_quietly()
+        device = self.blocks.tiers.device
+        unpinned = [h for h in device.order.victims() if not device.copies[h].pins]
+        before = self.blocks.blocks()[0]
+        evicted = self.unchanged_if_full(
+            lambda: self.blocks.cache.evict(count) is None, still=still
+        )  # fmt: skip
+        if evicted and not self.failures:
+            assert before - self.blocks.blocks()[0] == set(unpinned[:count])
+
+    @precondition(lambda self: not self.alone)
+    @rule(count=st.integers(0, 4))
+    def take_host_pages(self, count):
+        """Pages that the cache hands out are the caller's, also after they are freed."""
+        pages = self.unchanged_if_full(self.blocks.cache.take_host_pages, count, still=False)
+        if pages is not None:
+            assert len(pages) == count and not self.blocks.tiers.host.owned[pages].any()
+            self.blocks.host_pool.allocator.free(pages)
 
     @rule(name=st.sampled_from(["load_stream", "save_stream"]))
     def slow(self, name):
-        """Transfers take a while."""
+        """Delay transfers."""
         getattr(self.blocks.engine, name).call(lambda: time.sleep(0.005))
 
-    @rule(take=st.integers(0, 2))
-    def other_users(self, take):
-        """Pages of the device pool come and go."""
-        allocator = self.blocks.device_pool.allocator
-        if self.mine:
-            allocator.free(self.mine)
-        self.mine = allocator.alloc(min(take, allocator.num_free)).tolist()
+    @rule(take=st.integers(0, 2), take_on_host=st.integers(0, 2))
+    def other_users(self, take, take_on_host):
+        """Other users of the pools allocate and free pages."""
+        self.mine = self.exchange(self.blocks.device_pool.allocator, self.mine, take)
+        if not self.alone:
+            host = self.blocks.host_pool.allocator
+            self.mine_on_host = self.exchange(host, self.mine_on_host, take_on_host)
+
+    @staticmethod
+    def exchange(allocator, pages, take):
+        """Free pages, and allocate others."""
+        allocator.free(pages)
+        return allocator.alloc(min(take, allocator.num_free)).tolist()
 
     @rule()
     def flush(self):
@@ -202,17 +245,18 @@ class Machine(RuleBasedStateMachine):
             getattr(self, how)()
 
     def clear(self):
-        self.blocks.settle_quietly()  # what has failed fails nothing that comes later
+        self.blocks.settle_quietly()  # so that a failure does not affect later calls
+        before = snapshot(self.blocks)
         try:
             self.call(self.blocks.cache.clear)
         except kv.KvcupyError:
-            assert self.leases
+            assert self.leases and snapshot(self.blocks) == before
             return
         assert self.blocks.blocks() == (set(), set(), set())
         self.inserted, self.failures, self.reopened = self.known_elsewhere(), False, False
 
     def reopen(self):
-        """Close, with leases or without, and make another cache over pools and file."""
+        """Close the cache, with or without leases, and make another over its pools and file."""
         blocks = self.blocks
         self.call(blocks.cache.flush)
         on_disk = set(blocks.blocks()[2])
@@ -225,14 +269,14 @@ class Machine(RuleBasedStateMachine):
     # --- Failures ---
 
     def make_way(self):
-        """Let all go from the device that may, so that what is acquired must be loaded."""
+        """Evict all blocks that are not leased, so that acquired blocks must be loaded."""
         unleased = [c for c in self.blocks.tiers.device.copies.values() if not c.pins]
         self.unchanged_if_full(self.blocks.cache.evict, len(unleased))
 
     @precondition(lambda self: not self.calm)
     @rule(hashes=CHAINS, which=st.sampled_from(["load 0", "load 2", "save"]), keep=st.booleans())
     def refused(self, hashes, which, keep):
-        """Transfers that come up in a call are not issued."""
+        """The device refuses the transfers of a call."""
         self.failures = True
         if which != "save":
             self.make_way()
@@ -259,7 +303,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.calm)
     @rule(hashes=CHAINS, name=st.sampled_from(["load_stream", "save_stream"]), keep=st.booleans())
     def failing_work(self, hashes, name, keep):
-        """What is put on a stream from now on is skipped, until that is noticed."""
+        """Work of a stream fails, and later work is skipped until the failure is noticed."""
         if self.device.kind != "host":
             return
         self.failures = True
@@ -276,7 +320,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.calm)
     @rule(hashes=HASHES)
     def failing_compute(self, hashes):
-        """Pages are inserted that are never written."""
+        """Insert pages whose compute stream fails before it writes them."""
         if self.device.kind != "host":
             return
         self.failures = True
@@ -303,7 +347,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.calm and self.blocks.tiers.disk is not None)
     @rule(pick=st.integers(0, 99), keep=st.booleans())
     def damage(self, pick, keep):
-        """A byte of a block on disk flips, and the block is asked for."""
+        """Flip a byte of a block on disk, and acquire the block."""
         _, host, disk = self.blocks.blocks()
         candidates = sorted(disk - host)
         if not candidates:
@@ -340,7 +384,7 @@ class Machine(RuleBasedStateMachine):
                 assert owned - set(pages) <= set(leased), "pages of failed loads that are leased"
                 assert out == owned | set(self.mine) | set(leased)
             else:
-                assert out == owned == set(pages)
+                assert owned == set(pages) and out == owned | set(self.mine_on_host)
         if tiers.disk is not None:
             slots = list(tiers.disk.slots.values())
             assert sorted(slots + tiers.disk._free) == list(range(tiers.disk.num_slots))
@@ -348,7 +392,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def leased(self):
-        """Whatever is leased stays; what has failed on its way is its leases' alone."""
+        """Leased blocks stay; pages of failed loads belong to their leases."""
         pins = {}
         for blocks, lease, hashes in self.leases:
             assert lease.pages.tolist() == [copy.page for copy in lease._copies]
@@ -366,16 +410,17 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_lost(self):
-        """But by failures, and for want of room."""
+        """Blocks are lost only by failures and for lack of space."""
         known = set.union(*self.blocks.blocks()) | self.known_elsewhere()
         gone = self.inserted - known
         if not self.failures:
             found = self.blocks.cache.stats()
             assert len(gone) <= found["lost"]
-            # After reopening there is what only the disk has, and goes when that is full.
+            # After reopening, some blocks are only on disk, and are lost when that is full.
             disk = self.blocks.tiers.disk
             room = 0 if self.reopened else self.blocks.host_pool.num_pages
-            if len(self.inserted) <= max(room, 0 if disk is None else disk.num_slots):
+            room = max(room, 0 if disk is None else disk.num_slots)
+            if self.alone and len(self.inserted) <= room:
                 assert not gone, gone
         assert known <= self.inserted
 
@@ -387,6 +432,7 @@ class Machine(RuleBasedStateMachine):
                 self.call(lease.release)
             self.blocks.settle_quietly()
             self.blocks.device_pool.allocator.free(self.mine)
+            self.blocks.host_pool.allocator.free(self.mine_on_host)
             on_device = list(self.blocks.blocks()[0])
             for hash in on_device:
                 try:
@@ -415,22 +461,21 @@ def test_any_sequence_of_calls(device):
     run(Machine, device, 100)
 
 
-# With a shared store -----------------------------------------------------------------------------
-
-
 class SharingMachine(Machine):
-    """The same over a shared store, to which other processes add blocks, and which fails."""
+    """The same over a shared store that fails, and to which other processes add blocks."""
 
     @initialize(
         on_host=st.integers(1, 14), slots=st.sampled_from([0, 0, 4]), policy=POLICIES,
-        write=st.sampled_from(["through", "back"]), calm=st.booleans(),
-        shared_write=st.sampled_from(["through", "back", "second_use"]),
+        write=st.sampled_from(["through", "back"]), calm=st.booleans(), alone=st.booleans(),
+        shared_write=st.sampled_from(["through", "back", "second_use"]), layout=LAYOUTS,
         share=st.sampled_from([0.25, 1.0]), capacity=st.sampled_from([3, 100]),
     )  # fmt: skip
-    def start(self, on_host, slots, policy, write, calm, shared_write, share, capacity):
+    def start(
+        self, on_host, slots, policy, write, calm, alone, shared_write, layout, share, capacity
+    ):  # fmt: skip
         self.store = MemoryStore(capacity=capacity)
         self.sharing = {"shared_write": shared_write, "shared_prefetch": share}
-        super().start(on_host, slots, policy, write, calm)
+        super().start(on_host, slots, policy, write, calm, alone, layout, "pinned")
 
     def make(self, *sizes, **pools):
         made = SharedBlocks(
@@ -451,12 +496,12 @@ class SharingMachine(Machine):
 
     def clear(self):
         super().clear()
-        if not self.failures:  # it was cleared, and nothing is to fail from here on
+        if not self.failures:  # it was cleared: no failures from here on
             self.store.fail.clear()
             self.store.lacking.clear()
 
     def unchanged_if_full(self, function, *args, still=True):
-        """What an acquire has fetched stays in host memory; the device is as before."""
+        """Blocks that an acquire has fetched stay in host memory; the device is as before."""
         if function != self.blocks.cache.acquire or not still:
             return super().unchanged_if_full(function, *args, still=still)
         self.blocks.settle_quietly()
@@ -476,7 +521,7 @@ class SharingMachine(Machine):
 
     @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
     def acquire(self, hashes, keep, still=True):
-        """Too few pages for what comes from the store are no reason for CacheFull."""
+        """Too few pages for blocks from the store do not raise CacheFull."""
         before = self.in_reach(hashes)
         try:
             lease = self.call(self.blocks.cache.acquire, hashes)
@@ -492,7 +537,7 @@ class SharingMachine(Machine):
 
     @rule(hashes=HASHES, wait=st.sampled_from(["best_effort", "timeout"]))
     def acquire_in_time(self, hashes, wait):
-        """The store does not answer before the call returns."""
+        """Acquire while the store does not answer."""
         gate = Held(self.blocks.store, "match")
         try:
             lease = in_time(lambda: self.blocks.cache.acquire(hashes, wait=wait, deadline_s=0.001))
@@ -510,14 +555,14 @@ class SharingMachine(Machine):
 
     @rule(hashes=CHAINS)
     def publish(self, hashes):
-        """Another process has computed them."""
+        """Another process puts blocks into the store."""
         self.store.blocks.update((hash, self.blocks.stored(hash)) for hash in hashes)
         self.inserted |= set(hashes)
 
     @precondition(lambda self: not self.calm)
     @rule(calls=st.sets(st.sampled_from(["match", "get", "put"])))
     def failing_store(self, calls):
-        """Calls raise, until the next time."""
+        """Calls raise, until this rule runs again."""
         self.failures = True
         self.store.fail.clear()
         self.store.fail.update({name: ConnectionError("lost") for name in calls})
@@ -525,7 +570,7 @@ class SharingMachine(Machine):
     @precondition(lambda self: not self.calm)
     @rule(hashes=CHAINS)
     def losing_store(self, hashes):
-        """Some of its blocks do not come."""
+        """The store fails to deliver some blocks."""
         self.failures = True
         self.store.lacking.clear()
         self.store.lacking.update(hashes)
@@ -533,7 +578,7 @@ class SharingMachine(Machine):
     @precondition(lambda self: not self.calm)
     @rule()
     def evicting_store(self):
-        """It lets blocks go when it needs room, unknown to us."""
+        """The store evicts blocks."""
         self.failures = True
         for hash in list(self.store.blocks)[:3]:
             del self.store.blocks[hash]

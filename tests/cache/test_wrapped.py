@@ -11,6 +11,7 @@ import pytest
 from wrapped_cases import HEADS, KINDS, LAYERS, PAGES, SIZE, D, like, make
 
 import kvcupy as kv
+from kvcupy.arrays import probes
 
 torch = pytest.importorskip("torch")
 
@@ -309,7 +310,7 @@ def run(cache, seed):
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("mla", "page_head", "bytes",
                                                                "page_first_direct")])  # fmt: skip
 def test_a_paged_cache_over_arrays_of_others(kind):
-    """The same numbers as over a pool of its own, and the tokens are in the arrays."""
+    """The same numbers as over an allocated pool, and the tokens are in the arrays."""
     wrapped = make(kind, 1)
     own = like(wrapped, PAGES)
     cache = paged(wrapped.pool)
@@ -573,7 +574,7 @@ def test_arrays_of_a_gpu(monkeypatch):
     device = Gpu(0, api)
     monkeypatch.setitem(devices._devices, "cuda:0", device)
     monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: 0)
-    monkeypatch.setattr(kv.arrays, "_PROBES", dict(kv.arrays._PROBES))
+    monkeypatch.setattr(probes, "_PROBES", dict(probes._PROBES))
 
     def on_gpu(array):
         return SimpleNamespace(

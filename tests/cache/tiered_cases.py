@@ -1,4 +1,4 @@
-"""A cache of blocks whose content follows from their hashes, and what it looks like from inside."""
+"""A cache of blocks whose contents follow from their hashes, and its internal state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Blocks:
         self.device = device
         self.device_pool, self.host_pool = pools or (
             pool_of(device, on_device),
-            pool_of(device, on_host, layout="page_first", placement="pinned", **(host or {})),
+            pool_of(
+                device, on_host, **{"layout": "page_first", "placement": "pinned", **(host or {})}
+            ),
         )
         if not pools:
             load_kernels(self.device_pool, self.host_pool)
@@ -122,7 +124,7 @@ class Blocks:
 
 
 def snapshot(blocks):
-    """All that a call which raises must leave as it was."""
+    """Return the state that a call must not change if it raises."""
     tiers, seen = blocks.tiers, {}
     for tier in (tiers.device, tiers.host):
         allocator = tier.pool.allocator
@@ -141,7 +143,7 @@ def snapshot(blocks):
 
 
 def in_time(function, patience_s=PATIENCE_S):
-    """Call a function in a thread of its own; fail if it hangs."""
+    """Call a function in a separate thread; fail if it hangs."""
     outcome = []
 
     def run():

@@ -95,17 +95,6 @@ def test_the_host_device_needs_no_cuda_headers(host, monkeypatch, tmp_path, warn
     assert list(tmp_path.glob("*.so"))
 
 
-def test_error_raises_and_changes_nothing(no_compiler, monkeypatch, warned):
-    monkeypatch.setattr(kv.config, "fallback", "error")
-    case = Case(no_compiler, 17)
-    args, slots = arrays_of(small(case)), case.slots(range(6)).array
-    for _ in range(2):
-        with pytest.raises(kv.CompileError, match="no C\\+\\+ compiler was found"):
-            kv.store_kv(*args, slots)
-        case.check("", [])
-    assert warned() == []
-
-
 def test_the_setting_counts_at_the_call(no_compiler, monkeypatch):
     """A signature planned under one setting obeys the other one later."""
     case = Case(no_compiler, 18)
@@ -119,7 +108,7 @@ def test_the_setting_counts_at_the_call(no_compiler, monkeypatch):
 
 
 def test_an_error_raised_again_is_no_longer(no_compiler, monkeypatch):
-    """Each raise has a traceback of its own; one exception would collect them all."""
+    """Each raise has its own traceback; one exception would collect them all."""
     monkeypatch.setattr(kv.config, "fallback", "error")
     args = [np.zeros((2, 2, 4), np.float32) for _ in range(4)]
     depths = []

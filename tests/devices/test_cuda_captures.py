@@ -13,27 +13,18 @@ import pytest
 from fake_cuda import GLOBAL, RELAXED, THREAD_LOCAL, captured_by_another
 
 import kvcupy as kv
-from kvcupy import devices, scratch
+from kvcupy import scratch
 from kvcupy.config import config
-from kvcupy.devices import cuda, nvrtc
+from kvcupy.devices import nvrtc
 from kvcupy.devices.cuda_context import FOREIGN
 from kvcupy.errors import CaptureError, CompileError, DeviceError
-from kvcupy.ops import call as op_call
 
 MODES = [GLOBAL, THREAD_LOCAL, RELAXED]
 
 
 @pytest.fixture
-def device(api, monkeypatch):
-    device = cuda.CudaDevice(0, api)
-    monkeypatch.setitem(devices._devices, "cuda:0", device)
-    monkeypatch.setattr(scratch, "_captured", [])
-    monkeypatch.setattr(
-        nvrtc, "compile_cubin", lambda s, arch: nvrtc.Compiled(b"image", "name", "", arch)
-    )
-    op_call.forget()
-    yield device
-    op_call.forget()
+def device(device_of_kernels):
+    return device_of_kernels
 
 
 @pytest.fixture
@@ -546,7 +537,7 @@ def test_page_tables_are_not_made_in_a_capture(api, device):
 
 
 def test_nothing_is_launched_if_a_later_part_has_no_kernel(api, device, monkeypatch):
-    """With a second stream the rotation has a kernel of its own, and the copies have another."""
+    """With a second stream the rotation has one kernel, and the copies have another."""
     call, stream, loaded = calls_without_kernels(device)["rope_store_kv"], device.stream(), []
 
     def refuse(specialisation, arch):

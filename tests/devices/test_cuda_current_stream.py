@@ -12,7 +12,8 @@ import pytest
 from fake_cuda import FakeApi
 
 import kvcupy as kv
-from kvcupy.cache.paged.tables import DeviceBuffer
+from kvcupy.cache.hazards import CopyStream
+from kvcupy.cache.paged.tables import TableBuffer
 from kvcupy.devices import cuda
 
 DEFAULT = 0
@@ -142,7 +143,7 @@ def test_a_torch_that_has_used_no_gpu_is_not_asked(api, gpu, torch):
 def test_without_torch_or_with_half_of_it_it_is_cupys(api, gpu, monkeypatch):
     stream = gpu.stream()
     current_in_cupy(api, stream)
-    for module in (None, SimpleNamespace()):  # an import that failed, or goes on
+    for module in (None, SimpleNamespace()):  # an import that failed, or is running
         monkeypatch.setitem(sys.modules, "torch", module)
         assert gpu.as_stream(None) == stream
 
@@ -173,10 +174,10 @@ def test_memory_for_tables_is_behind_the_stream_whose_arena_it_came_from(api, gp
     for current in (None, ours):
         if current is not None:
             current_in_cupy(api, current)
-        buffer, copier = DeviceBuffer(gpu), gpu.stream()
-        buffer.reserve(100)
+        copies, copier = CopyStream(gpu), gpu.stream()
+        buffer = TableBuffer(copies, shapes={"slots": ((100,), "int32")})
         api.runtime.log.clear()
-        buffer.wait_for_readers(copier)
+        buffer.readers.take_over(copier)
         recorded = [entry[2] for entry in api.runtime.log if entry[0] == "record"]
         assert recorded == [DEFAULT if current is None else ours.pointer]
 

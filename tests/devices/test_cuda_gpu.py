@@ -1,4 +1,7 @@
-"""The GPU device on a GPU: that CUDA behaves as `test_cuda.py` takes it to."""
+"""The GPU device on a GPU: that CUDA behaves as `test_cuda.py` takes it to.
+
+`test_device_streams.py` and `test_device_runs.py` run here too, with --device cuda.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_device_runs import SIDES, Pieces
 
 import kvcupy as kv
-from kvcupy import formats, scratch
-from kvcupy.arrays import is_pinned
+from kvcupy import scratch
 from kvcupy.devices import nvrtc
 from kvcupy.devices.cuda_memory import RegisteredPages, numa_node
 from kvcupy.devices.cuda_streams import Stream
-from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
 from kvcupy.ops import call as op_call
 
@@ -93,22 +95,33 @@ def test_the_fallback_launch_computes_too(device, load, monkeypatch):
     np.testing.assert_array_equal(device.to_numpy(out), 3.0)
 
 
-def test_a_thread_that_never_used_cuda_can_launch(device, load):
+@pytest.mark.parametrize("work", ["a launch", "runs", "a function"])
+def test_a_thread_that_never_used_cuda_can_work(device, load, work):
     source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
-    function, stream, failures = load("scale"), device.stream(), []
+    function, stream, failures, seen = load("scale"), device.stream(), [], []
+    runs = runs_of(device, "device pinned", 20)
+    issue = {
+        "a launch": lambda: scale(device, function, out, source, 4.0, stream),
+        "runs": lambda: runs.enqueue(stream),
+        "a function": lambda: stream.call(lambda: seen.append(1)),
+    }[work]
 
-    def work():
+    def issue_and_wait():
         try:
-            scale(device, function, out, source, 4.0, stream)
-            stream.synchronize()
+            issue()
+            stream.record().synchronize()
         except Exception as error:
             failures.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=issue_and_wait)
     thread.start()
     thread.join()
     assert failures == []
-    np.testing.assert_array_equal(device.to_numpy(out), 4.0)
+    assert seen == [1] * (work == "a function")
+    if work == "a launch":
+        np.testing.assert_array_equal(device.to_numpy(out), 4.0)
+    if work == "runs":
+        runs.check()
 
 
 def test_a_refused_launch_tells_everything_and_harms_nothing(device, load):
@@ -118,189 +131,10 @@ def test_a_refused_launch_tells_everything_and_harms_nothing(device, load):
     stream.synchronize()
 
 
-def test_events_pass_when_the_work_before_them_is_done(device, delay):
-    stream = device.stream()
-    delay(stream)
-    event = stream.record()
-    assert not event.done()
-    assert not stream.done()
-    event.synchronize()
-    assert event.done()
-
-
-def test_a_wait_orders_streams_and_without_it_they_are_not(device, load, delay):
-    source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
-    middle = device.zeros(128, "fp32")
-    function = load("scale")
-    for waits in (True, False):
-        device.copy(middle, device.zeros(128, "fp32"))
-        device.synchronize()
-        first, second = device.stream(), device.stream()
-        delay(first)
-        scale(device, function, middle, source, 2.0, first)
-        if waits:
-            second.wait(first)
-        scale(device, function, out, middle, 3.0, second)
-        device.synchronize()
-        np.testing.assert_array_equal(device.to_numpy(out), 6.0 if waits else 0.0)
-
-
-def test_elapsed_time(device, delay):
-    stream, start, end = device.stream(), device.event(True), device.event(True)
-    stream.record(start)
-    delay(stream)
-    stream.record(end)
-    assert 10_000 < end.elapsed_us(start) < 10_000_000
-
-
 def test_priorities_reach_cuda(device, cupy):
     high, low = device.stream(priority=-1), device.stream(priority=0)
     assert cupy.cuda.runtime.streamGetPriority(high.pointer) < 0
     assert cupy.cuda.runtime.streamGetPriority(low.pointer) == 0
-
-
-def test_host_functions_run_in_order_and_their_exceptions_surface(device, delay):
-    stream, seen = device.stream(), []
-    delay(stream)
-    event = stream.record()
-    stream.call(lambda: seen.append("first"))
-    stream.call(lambda: 1 / 0)
-    stream.call(lambda: seen.append("second"))
-    assert not event.done() or seen
-    with pytest.raises(kv.DeviceError, match="ZeroDivisionError"):
-        stream.synchronize()
-    assert seen == ["first", "second"]
-    stream.synchronize()
-
-
-def test_owners_live_exactly_until_the_stream_has_passed(device, delay):
-    class Owner:
-        pass
-
-    stream, owner = device.stream(), Owner()
-    gone = weakref.ref(owner)
-    delay(stream)
-    device.run(lambda: None, stream, (owner,))
-    del owner
-    device.context.retired.reap()
-    assert gone() is not None
-    stream.synchronize()
-    assert gone() is None
-
-
-def test_memory_in_flight_is_not_handed_out_again(device, cupy, load, delay):
-    """CuPy's pool would give the block to the next allocation on the default stream at once."""
-    function, stream = load("scale"), device.stream()
-    source, out = device.asarray(np.full(1 << 16, 2, np.float32)), device.zeros(1 << 16, "fp32")
-    delay(stream)
-    scale(device, function, out, source, 1.0, stream)
-    del source
-    for _ in range(4):
-        cupy.full(1 << 16, 99, cupy.float32)
-    stream.synchronize()
-    np.testing.assert_array_equal(device.to_numpy(out), 2.0)
-
-
-# --- Capture ---
-
-
-def test_a_graph_with_a_fork_replays_and_reads_its_arrays_again(device, load):
-    source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
-    middle, function = device.zeros(128, "fp32"), load("scale")
-    main, other = device.stream(), device.stream()
-    with main.capture() as graph:
-        scale(device, function, middle, source, 2.0, main)
-        other.wait(main)
-        scale(device, function, out, middle, 5.0, other)
-        main.wait(other)
-    np.testing.assert_array_equal(device.to_numpy(out), 0.0)
-    for value in (1.0, 3.0):
-        device.copy(source, np.full(128, value, np.float32), stream=main)
-        graph.launch(main)
-        main.synchronize()
-        np.testing.assert_array_equal(device.to_numpy(out), 10.0 * value)
-
-
-def test_copies_and_host_functions_are_captured(device):
-    source, out = device.empty_pinned(256, "fp32"), device.empty_pinned(256, "fp32")
-    there, stream, seen = device.zeros(256, "fp32"), device.stream(), []
-    source[:], out[:] = 1.0, 0.0
-    with stream.capture() as graph:
-        device.copy(there, source, stream=stream)
-        device.copy(out, there, stream=stream)
-        stream.call(lambda: seen.append(float(out[0])))
-    for value in (4.0, 7.0):
-        source[:] = value
-        graph.launch(stream)
-        stream.synchronize()
-        np.testing.assert_array_equal(out, value)
-    assert seen == [4.0, 7.0]
-
-
-def test_the_graph_keeps_its_arrays(device, load, cupy):
-    function, stream = load("scale"), device.stream()
-    source, out = device.asarray(np.full(4096, 2, np.float32)), device.zeros(4096, "fp32")
-    with stream.capture() as graph:
-        scale(device, function, out, source, 1.0, stream)
-    del source
-    gc.collect()
-    held = [cupy.full(4096, 99, cupy.float32) for _ in range(8)]
-    device.synchronize()
-    graph.launch(stream)
-    stream.synchronize()
-    np.testing.assert_array_equal(device.to_numpy(out), 2.0)
-    assert len(held) == 8
-
-
-def usable(device, *streams):
-    for stream in streams:
-        assert not stream.capturing
-        stream.call(lambda: None)
-        stream.synchronize()
-    device.synchronize()
-
-
-@pytest.mark.parametrize("what", ["synchronize", "done", "capture", "event", "device", "outside"])
-def test_illegal_calls_leave_the_capture_whole(device, load, what):
-    out = device.asarray(np.ones(128, np.float32))
-    function, main, fork, outside = load("scale"), *(device.stream() for _ in range(3))
-    before = outside.record()
-    with main.capture() as graph:
-        fork.wait(main)
-        with pytest.raises(kv.CaptureError):
-            {
-                "synchronize": fork.synchronize,
-                "done": main.done,
-                "capture": lambda: fork.capture().__enter__(),
-                "event": lambda: main.record().done(),
-                "device": device.synchronize,
-                "outside": lambda: main.wait(before),
-            }[what]()
-        scale(device, function, out, out, 2.0, fork)
-        main.wait(fork)
-    graph.launch(main)
-    main.synchronize()
-    np.testing.assert_array_equal(device.to_numpy(out), 2.0)
-    usable(device, main, fork)
-
-
-def test_an_unjoined_fork_is_a_capture_error_and_streams_are_usable(device, load):
-    out = device.zeros(128, "fp32")
-    function, main, fork = load("scale"), device.stream(), device.stream()
-    with pytest.raises(kv.CaptureError, match="not joined"), main.capture():
-        fork.wait(main)
-        scale(device, function, out, out, 2.0, fork)
-    usable(device, main, fork)
-
-
-def test_an_exception_in_the_block_propagates_and_streams_are_usable(device, load):
-    out = device.zeros(128, "fp32")
-    function, main, fork = load("scale"), device.stream(), device.stream()
-    with pytest.raises(KeyError), main.capture():
-        fork.wait(main)
-        scale(device, function, out, out, 2.0, fork)
-        raise KeyError
-    usable(device, main, fork)
 
 
 # --- Other libraries ---
@@ -319,10 +153,7 @@ def test_cupy_streams(device, cupy, load, delay):
     assert cupy.cuda.Stream.from_external(ours).ptr == ours.pointer
 
 
-def test_torch_streams(device, load):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch without CUDA")
+def test_torch_streams(device, torch, load):
     foreign, function = torch.cuda.Stream(), load("scale")
     with torch.cuda.stream(foreign):
         current = device.as_stream(None, "torch")
@@ -336,10 +167,7 @@ def test_torch_streams(device, load):
         assert device.as_stream(None, "torch") == ours
 
 
-def test_a_launch_inside_torchs_capture(device, load):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch without CUDA")
+def test_a_launch_inside_torchs_capture(device, torch, load):
     tensor, function = torch.ones(128, device="cuda"), load("scale")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -351,14 +179,6 @@ def test_a_launch_inside_torchs_capture(device, load):
 
 
 # --- Captures of others ---
-
-
-@pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch without CUDA")
-    return torch
 
 
 class Attention:
@@ -494,35 +314,6 @@ def test_torchs_capture_beside_one_of_ours(device, torch):
     device.synchronize()
 
 
-def test_a_graph_is_not_launched_into_a_capture(device, load):
-    out = device.asarray(np.ones(128, np.float32))
-    function, inner_stream, outer_stream = load("scale"), device.stream(), device.stream()
-    with inner_stream.capture() as inner:
-        scale(device, function, out, out, 2.0, inner_stream)
-    with outer_stream.capture() as outer:
-        with pytest.raises(kv.CaptureError, match="into a capture"):
-            inner.launch(outer_stream)
-        scale(device, function, out, out, 3.0, outer_stream)
-    outer.launch(outer_stream)
-    outer_stream.synchronize()
-    np.testing.assert_array_equal(device.to_numpy(out), 3.0)
-
-
-def test_calls_without_a_kernel_raise(device, torch, monkeypatch):
-    def refuse(specialisation, arch):
-        raise CompileError("does not compile")
-
-    attend = Attention(torch)
-    op_call.forget()
-    monkeypatch.setattr(nvrtc, "compile_cubin", refuse)
-    monkeypatch.setattr(device._launcher, "_functions", {})
-    monkeypatch.setattr(device._launcher, "_refused", {})
-    monkeypatch.setattr(kv.config, "fallback", "warn")
-    with pytest.raises(CompileError, match="does not compile"):
-        attend()
-    op_call.forget()
-
-
 # --- A GPU that is not the current one ---
 
 
@@ -610,15 +401,6 @@ def test_no_memory_is_a_device_error(device):
         device.empty(1 << 50, "int8")
 
 
-@pytest.mark.parametrize("name", [*formats.FORMATS, "int64", "int32"])
-def test_arrays_of_every_format_go_there_and_back(device, name):
-    source = np.arange(24).reshape(4, 6).astype(formats.numpy_dtype(name))
-    there = device.asarray(source)
-    assert kv.arrays.view(there).format == name
-    np.testing.assert_array_equal(device.to_numpy(there).view(np.uint8), source.view(np.uint8))
-    assert not device.to_numpy(device.zeros((4, 6), name)).view(np.uint8).any()
-
-
 def resident_bytes():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) * 1024
@@ -693,54 +475,6 @@ def test_the_model_and_the_addresses(device, cupy):
 # --- Runs ---
 
 
-class Runs:
-    """Pieces of one array to be copied to another, in any order, with gaps that stay as they are.
-
-    `count` runs of different sizes, one of them empty, each in a slot of 4 KiB of its own.
-    """
-
-    SLOT_BYTES = 4096
-
-    def __init__(self, device, to, of, count):
-        random = np.random.default_rng(count)
-        self.device, self.count = device, count
-        self.values = random.integers(0, 256, (count, self.SLOT_BYTES), np.uint8)
-        self.dst = self._place(to, np.full_like(self.values, 0xEE))
-        self.src = self._place(of, self.values)
-        self.order = random.permutation(count)
-        self.sizes = random.integers(1, self.SLOT_BYTES + 1, count).astype(np.uint64)
-        self.sizes[count // 2] = 0
-
-    def _place(self, where, content):
-        if where == "device":
-            return self.device.asarray(content)
-        array = np.empty_like(content)
-        if where == "pinned":
-            array = self.device.empty_pinned(content.shape, "uint8")
-        array[...] = content
-        return array
-
-    @property
-    def arrays(self):
-        slots = np.arange(self.count, dtype=np.uint64) * self.SLOT_BYTES
-        to = np.uint64(kv.arrays.view(self.dst).pointer) + slots[self.order]
-        return to, np.uint64(kv.arrays.view(self.src).pointer) + slots, self.sizes
-
-    def enqueue(self, stream):
-        self.device.copy_runs(*self.arrays, stream, (self.dst, self.src))
-
-    def check(self):
-        expected = np.full_like(self.values, 0xEE)
-        for row, to, size in zip(self.values, self.order, self.sizes, strict=True):
-            expected[to, : int(size)] = row[: int(size)]
-        got = self.dst if isinstance(self.dst, np.ndarray) else self.device.to_numpy(self.dst)
-        np.testing.assert_array_equal(got, expected)
-
-
-SIDES = ["device pinned", "pinned device", "device device", "pinned pinned",
-         "device pageable", "pageable device"]  # fmt: skip
-
-
 @pytest.fixture
 def batches(device, monkeypatch):
     """How many runs each batch had."""
@@ -760,30 +494,33 @@ def test_a_driver_of_12_8_has_batches(device):
     assert (device.context.api.memcpy_batch is not None) == (version >= 12080)
 
 
+def runs_of(device, sides, count):
+    """Runs of up to 4 KiB, one of which is empty."""
+    sizes = np.random.default_rng(count).integers(1, 4097, count)
+    sizes[count // 2] = 0
+    return Pieces(device, sizes.tolist(), sides)
+
+
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("count", [2, 7, 3000])
-def test_runs_are_copied_exactly(device, batches, sides, count):
-    runs, stream = Runs(device, *sides.split(), count), device.stream()
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_runs_are_copied_exactly(device, monkeypatch, batches, sides, count, has_batches):
+    """As one batch, but for pageable memory, which a call may have to read before it returns."""
+    if not has_batches:
+        monkeypatch.setitem(vars(device.context.api), "memcpy_batch", None)
+    runs, stream = runs_of(device, sides, count), device.stream()
     runs.enqueue(stream)
     stream.synchronize()
     runs.check()
-    if count > 2 and device.context.api.memcpy_batch is not None:
-        assert batches == [count - 1]  # one is empty
-
-
-@pytest.mark.parametrize("sides", SIDES)
-def test_runs_are_copied_one_by_one_where_there_is_no_batch(device, monkeypatch, sides):
-    monkeypatch.setitem(vars(device.context.api), "memcpy_batch", None)
-    runs, stream = Runs(device, *sides.split(), 50), device.stream()
-    runs.enqueue(stream)
-    stream.synchronize()
-    runs.check()
+    is_batch = count > 2 and "pageable" not in sides
+    if device.context.api.memcpy_batch is not None:
+        assert batches == [count - 1] * is_batch  # one is empty
 
 
 @pytest.mark.parametrize("pointer", [0, 1, 2])
 def test_runs_on_the_default_streams(device, batches, pointer):
     """The driver refuses batches on the legacy one, by either name, but not on the thread's own."""
-    runs, stream = Runs(device, "device", "pinned", 20), Stream(device.context, pointer)
+    runs, stream = runs_of(device, "device pinned", 20), Stream(device.context, pointer)
     runs.enqueue(stream)
     stream.synchronize()
     runs.check()
@@ -791,77 +528,8 @@ def test_runs_on_the_default_streams(device, batches, pointer):
         assert len(batches) == (pointer == 2)
 
 
-def test_a_thread_that_never_used_cuda_can_copy_runs(device):
-    runs, stream, failures = Runs(device, "device", "pinned", 20), device.stream(), []
-
-    def work():
-        try:
-            runs.enqueue(stream)
-            stream.synchronize()
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert failures == []
-    runs.check()
-
-
-def test_runs_wait_their_turn_and_do_not_block(device, delay):
-    out, stream = Runs(device, "pinned", "device", 500), device.stream()
-    Runs(device, "pinned", "device", 500).enqueue(stream)  # what takes time at the first use only
-    device.synchronize()
-    delay(stream)
-    out.enqueue(stream)
-    assert not stream.done()
-    assert (out.dst == 0xEE).all()
-    stream.synchronize()
-    out.check()
-
-
-def test_runs_read_their_source_when_the_stream_gets_there(device, load, delay):
-    """What a kernel before them writes is what they copy."""
-    source, out = device.asarray(np.ones(256, np.float32)), device.empty_pinned(256, "fp32")
-    middle, stream = device.zeros(256, "fp32"), device.stream()
-    out[...] = 0
-    delay(stream)
-    scale(device, load("scale"), middle, source, 6.0, stream)
-    halves = np.array([0, 512], np.uint64)
-    to, of = (np.uint64(kv.arrays.view(a).pointer) + halves for a in (out, middle))
-    device.copy_runs(to, of, np.full(2, 512, np.uint64), stream, (out, middle))
-    stream.synchronize()
-    np.testing.assert_array_equal(out, 6.0)
-
-
-def test_runs_keep_their_arrays_until_they_are_done(device, cupy, delay):
-    runs, stream = Runs(device, "pinned", "device", 20), device.stream()
-    delay(stream)
-    runs.enqueue(stream)
-    runs.src = None
-    gc.collect()
-    for _ in range(4):
-        cupy.full(runs.values.shape, 0x99, cupy.uint8)
-    stream.synchronize()
-    runs.check()
-
-
-def test_captured_runs_are_copied_at_each_replay(device, batches):
-    runs, stream = Runs(device, "pinned", "pinned", 20), device.stream()
-    with stream.capture() as graph:
-        runs.enqueue(stream)
-    assert (runs.dst == 0xEE).all()
-    for value in (3, 4):
-        runs.values[...] = value
-        runs.src[...] = value
-        graph.launch(stream)
-        stream.synchronize()
-        runs.check()
-    assert batches == []
-
-
 def test_a_refused_run_is_a_device_error():
-    """In a process of its own, for the device may be lost afterwards."""
+    """In a separate process, for the device may be lost afterwards."""
     done = in_a_process_of_its_own("""
 import numpy as np
 import kvcupy as kv
@@ -880,46 +548,6 @@ except kv.DeviceError as error:
     assert done.stdout.startswith("raised"), done.stderr
     if ", run " in done.stdout:  # the driver need not say which
         assert f", run 3: {1 << 50} bytes" in done.stdout
-
-
-def test_pinned_memory_is_pinned_and_not_rounded_up(device, cupy):
-    array = device.empty_pinned((5 << 20) + 1, "int8")
-    assert is_pinned(array)
-    assert cupy.cuda.runtime.pointerGetMemoryType(array.ctypes.data) == 1
-    np.testing.assert_array_equal(device.carrier(kv.arrays.view(array)).shape, array.shape)
-
-
-LAYOUTS = {
-    "whole": lambda a: a,
-    "rows": lambda a: a[:, :, :40],
-    "many": lambda a: a[::2, 1:],
-    "turned": lambda a: a.transpose(1, 2, 0),
-    "back": lambda a: a[:, ::-1],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sides", ["device device", "device pinned", "pinned device",
-                                   "device pageable", "pageable device"])  # fmt: skip
-def test_copies_of_any_layout_are_exact(device, cupy, layout, sides):
-    shape, at = (24, 16, 64), LAYOUTS[layout]
-    values = np.random.default_rng(3).integers(0, 2**15, shape).astype(np.int32)
-
-    def make(kind, content):
-        if kind == "device":
-            return device.asarray(content)
-        array = device.empty_pinned(shape, "int32") if kind == "pinned" else np.empty_like(content)
-        array[...] = content
-        return array
-
-    to, of = sides.split()
-    dst, src, stream = make(to, np.zeros_like(values)), make(of, values), device.stream()
-    device.copy(at(dst), at(src), stream=stream)
-    stream.synchronize()
-    expected = np.zeros_like(values)
-    at(expected)[...] = at(values)
-    got = device.to_numpy(dst) if to == "device" else dst
-    np.testing.assert_array_equal(got, expected)
 
 
 def test_copies_with_pinned_memory_do_not_block(device, delay):
@@ -944,7 +572,7 @@ def in_a_process_of_its_own(program):
 
 
 def test_a_fault_on_the_device_surfaces_everywhere():
-    """In a process of its own, for the device is lost afterwards."""
+    """In a separate process, for the device is lost afterwards."""
     done = in_a_process_of_its_own(f"""
 import numpy as np
 import kvcupy as kv

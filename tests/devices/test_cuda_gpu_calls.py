@@ -1,5 +1,5 @@
 """Host functions, pinned memory, batches and current streams on a GPU: what a stand-in takes for
-granted. What could hang runs in a process of its own, which says where it hangs."""
+granted. A program that could hang runs in a separate process, which says where it hangs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_cuda_gpu import owner_of
 
 import kvcupy as kv
 from kvcupy.devices import host_memory
@@ -29,16 +30,8 @@ def device():
     return kv.device("cuda:0")
 
 
-@pytest.fixture
-def torch():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch without CUDA")
-    return torch
-
-
 def run_apart(program):
-    """Run a program on the GPU in a process of its own; fail with its threads if it hangs."""
+    """Run a program on the GPU in a separate process; fail with its threads if it hangs."""
     head = (
         "import faulthandler, os, sys, threading, time\n"
         f"faulthandler.dump_traceback_later({PATIENCE_S}, exit=True)\n"
@@ -163,31 +156,9 @@ def test_functions_on_the_default_streams_and_those_of_others(device, cupy):
         assert seen.pop() == stream.pointer
 
 
-def test_a_thread_that_never_used_cuda_puts_a_function_on_a_stream(device):
-    stream, seen, failures = device.stream(), [], []
-
-    def work():
-        try:
-            stream.call(lambda: seen.append(1))
-            stream.record().synchronize()
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert (seen, failures) == ([1], [])
-
-
-def owner_of(array):
-    while isinstance(array, np.ndarray):
-        array = array.base
-    return array.owner
-
-
 @pytest.mark.parametrize("num_bytes", [100, 1 << 20])
 def test_the_last_pinned_array_may_be_a_functions(device, cupy, num_bytes):
-    """It is released, and the stream goes on."""
+    """It is released, and the stream continues."""
     stream, array = device.stream(), device.empty_pinned(num_bytes, "int8")
     pointer, gone = array.ctypes.data, weakref.ref(owner_of(array))
     stream.call(lambda a=array: (time.sleep(0.05), a.fill(3)))
@@ -257,55 +228,6 @@ for num_bytes in (100, 1 << 20):
 print("done")
 """
     assert run_apart(program) == ["done"]
-
-
-# --- Batched copies ---
-
-
-def address_of(array):
-    return kv.arrays.view(array).pointer
-
-
-@pytest.mark.parametrize("to_gpu", [True, False])
-@pytest.mark.parametrize("pinned", [True, False])
-def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
-    """But for pageable memory, which a call may have to read before it returns."""
-    if device.context.api.memcpy_batch is None:
-        pytest.skip("the driver has no batched copy")
-    count, width = 64, 4096
-    rng = np.random.default_rng(7)
-    content = rng.integers(0, 256, (count, width), np.uint8)
-    if pinned:
-        host = device.empty_pinned((count, width), "uint8")
-    else:
-        host = np.empty((count, width), np.uint8)
-    gpu = device.zeros((count, width), np.uint8)
-    if to_gpu:
-        host[:] = content
-    else:
-        host[:] = 0
-        device.copy(gpu, content)
-    device.synchronize()
-    batches, real = [], device.context.api.memcpy_batch
-    monkeypatch.setitem(
-        vars(device.context.api), "memcpy_batch", lambda *a: batches.append(a[3]) or real(*a)
-    )
-    order = rng.permutation(count).astype(np.uint64) * width
-    straight = np.arange(count, dtype=np.uint64) * width
-    sizes = rng.integers(1, width, count).astype(np.uint64)
-    source, target = (host, gpu) if to_gpu else (gpu, host)
-    stream = device.stream()
-    device.copy_runs(
-        np.uint64(address_of(target)) + order, np.uint64(address_of(source)) + straight, sizes,
-        stream, (source, target), not pinned,
-    )  # fmt: skip
-    stream.synchronize()
-    want = np.zeros_like(content)
-    for row, at, size in zip(content, order // width, sizes, strict=True):
-        want[int(at), : int(size)] = row[: int(size)]
-    np.testing.assert_array_equal(device.to_numpy(target), want)
-    if device.context.api.runtime.deviceGetAttribute(91, device.context.index):
-        assert batches == [count] * pinned
 
 
 # --- Faults that the host knows of ---

@@ -1,4 +1,4 @@
-"""Memory of a GPU: for how long it is held against CuPy's pool, and what is said when it ends."""
+"""Memory of a GPU: how long CuPy's pool must not reuse it, and errors when it is exhausted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fake_cuda import CudaError
 from kvcupy import arrays, scratch
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda
-from kvcupy.devices.cuda_launch import CudaFunction
+from kvcupy.devices.cuda import CudaFunction
 from kvcupy.errors import DeviceError
 from kvcupy.kernels import Kernel
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import devices, scratch
-from kvcupy.devices import cuda, nvrtc
 from kvcupy.ops import call as op_call
 
 BLOCKING = (
@@ -24,16 +22,8 @@ READS_ON_THE_HOST = {"slot_mapping"}  # without its output, whose length it has 
 
 
 @pytest.fixture
-def device(api, monkeypatch):
-    device = cuda.CudaDevice(0, api)
-    monkeypatch.setitem(devices._devices, "cuda:0", device)
-    monkeypatch.setattr(scratch, "_captured", [])
-    monkeypatch.setattr(
-        nvrtc, "compile_cubin", lambda s, arch: nvrtc.Compiled(b"image", "name", "", arch)
-    )
-    op_call.forget()
-    yield device
-    op_call.forget()
+def device(device_of_kernels):
+    return device_of_kernels
 
 
 def split_attention(device):

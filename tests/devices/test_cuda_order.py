@@ -1,4 +1,7 @@
-"""The order checker on a GPU, through the stand-in: the same reports from what the device says."""
+"""The order checker on a GPU, through the stand-in: what is special there.
+
+`order/test_on_cuda.py` runs the tests of the checker on it.
+"""
 
 from __future__ import annotations
 
@@ -35,52 +38,6 @@ def kinds(checker):
     return [report.kind for report in checker.reports]
 
 
-EDGES = {
-    "wait": lambda device, main, other: other.wait(main),
-    "wrapper": lambda device, main, other: other.wait(cuda.Stream(main.context, main.pointer)),
-    "stream": lambda device, main, other: main.synchronize(),
-    "event": lambda device, main, other: main.record().synchronize(),
-    "device": lambda device, main, other: device.synchronize(),
-    "event done": lambda device, main, other: pass_and_ask(main, main.record()),
-    "stream done": lambda device, main, other: pass_and_ask(main, main),
-    "none": lambda device, main, other: None,
-    "the other way round": lambda device, main, other: main.wait(other),
-}
-
-
-def pass_and_ask(stream, point):
-    stream.context.api.machine.progress(stream.pointer)
-    assert point.done()
-
-
-@pytest.mark.parametrize("edge", EDGES)
-def test_edges(device, streams, arrays, edge):
-    (main, other), (x, pinned) = streams, arrays
-    with kv.order_checker("record") as checker:
-        device.copy(x, pinned, stream=main)
-        EDGES[edge](device, main, other)
-        device.copy(pinned, x, stream=other)
-    missing = edge in ("none", "the other way round")
-    assert kinds(checker) == ["RAW", "WAR"] * missing
-    if missing:
-        assert checker.reports[0].edge == "other.wait(main)"
-
-
-def test_pinned_memory(device, streams):
-    (main, _) = streams
-    with kv.order_checker("record") as checker:
-        pinned, x = device.empty_pinned((4, 2), np.float32), device.zeros((4, 2), np.float32)
-        pinned[...] = 1
-        device.copy(x[:2], pinned[:2], stream=main)
-        pinned[2:] = 2
-        assert checker.reports == []
-        pinned[1:] = 3
-        main.synchronize()
-        pinned[1:] = 4
-    assert kinds(checker) == ["WAR"]
-    assert checker.reports[0].edge == "main.synchronize()"
-
-
 def test_reading_results_waits_for_one_stream_alone(device, streams, arrays):
     (main, _), (x, pinned) = streams, arrays
     with kv.order_checker("record") as checker:
@@ -92,7 +49,7 @@ def test_reading_results_waits_for_one_stream_alone(device, streams, arrays):
 
 
 def test_streams_of_other_libraries_are_known_by_their_address(device, streams, arrays):
-    """Every call wraps such a stream anew."""
+    """Every call makes a new wrapper of such a stream."""
     (main, other), (x, pinned) = streams, arrays
 
     class Foreign:
@@ -104,25 +61,9 @@ def test_streams_of_other_libraries_are_known_by_their_address(device, streams, 
         device.copy(x, pinned, stream=main)
         with kv.declare(writes=x, stream=Foreign()):
             pass
-        other.wait(main)
+        other.wait(cuda.Stream(main.context, main.pointer))
         device.copy(pinned, x, stream=other)
     assert checker.reports == []
-
-
-def test_graphs(device, streams, arrays):
-    (main, other), (x, pinned) = streams, arrays
-    with kv.order_checker("record") as checker:
-        with main.capture() as graph:
-            device.copy(x, pinned, stream=main)
-        device.copy(pinned, x, stream=other)
-        assert checker.reports == [], "what is captured is not done"
-        main.wait(other)
-        graph.launch(main)
-        graph.launch(main)
-        assert checker.reports == []
-        device.copy(x, pinned, stream=other)
-    assert kinds(checker) == ["WAW"], "with the last of the launches"
-    assert checker.reports[0].first.operation == "copy in a graph"
 
 
 def test_another_librarys_capture_is_left_alone(api, device, streams, arrays):

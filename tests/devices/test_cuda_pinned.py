@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cuda import FakeApi, Memory
+from fake_cuda import FakeApi, Memory, log
 
 from kvcupy.arrays import is_pinned
 from kvcupy.devices import cuda, cuda_memory, host_memory
@@ -65,10 +65,6 @@ def attach(api, text="1\n", bus_id="0000:3b:00.0"):
     folder = api.pci_devices / bus_id
     folder.mkdir()
     (folder / "numa_node").write_text(text)
-
-
-def log(api, kind):
-    return [entry[1:] for entry in api.runtime.log if entry[0] == kind]
 
 
 # --- Near the GPU ---

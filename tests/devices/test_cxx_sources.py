@@ -42,7 +42,7 @@ def test_headers_are_parsed_once_for_all_kernels(programs):
 
 
 def test_headers_that_gcc_cannot_use_are_read_instead(programs):
-    """As those of another compiler with the same version text."""
+    """Such as headers of another compiler with the same version text."""
     cxx.build(COPY.specialise(16))
     (entry,) = cache.directory().glob("headers-*/host/*.gch")
     key, suffix = entry.parents[1].name, f"/host/{entry.name}"

@@ -122,7 +122,7 @@ def test_nothing_is_logged_without_a_driver_or_with_a_hidden_gpu(api, monkeypatc
 @pytest.mark.parametrize(("status", "lasts"), [(222, True), (209, True), (200, True), (2, False)])
 def test_an_image_that_the_driver_refuses_is_not_tried_again(api, monkeypatch, status, lasts):
     """Out of memory it may load later."""
-    from kvcupy.devices import cuda_launch
+    from kvcupy.devices import cuda
     from kvcupy.ops.store import COPY
 
     def refuse(path):
@@ -131,8 +131,8 @@ def test_an_image_that_the_driver_refuses_is_not_tried_again(api, monkeypatch, s
 
     loads: list[str] = []
     compiled = SimpleNamespace(image=b"", lowered_name="f", target="sm_90")
-    monkeypatch.setattr(cuda_launch.nvrtc, "compile_cubin", lambda *_: compiled)
-    monkeypatch.setattr(cuda_launch.nvrtc, "compiler", lambda: "NVRTC 12.9.86")
+    monkeypatch.setattr(cuda.nvrtc, "compile_cubin", lambda *_: compiled)
+    monkeypatch.setattr(cuda.nvrtc, "compiler", lambda: "NVRTC 12.9.86")
     monkeypatch.setattr(api.cupy, "RawModule", refuse)
     device = kv.device("cuda")
     for _ in range(2):

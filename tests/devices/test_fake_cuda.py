@@ -516,7 +516,7 @@ def test_a_query_that_keeps_the_interpreter_while_a_host_function_is_called_is_a
     with pytest.raises(Deadlock, match="GIL"):
         api.runtime.eventQuery(event)
     threading.Timer(0.05, end.set).start()
-    api.runtime.eventRecord(event, on.ptr)  # waits, and lets Python go on
+    api.runtime.eventRecord(event, on.ptr)  # waits, and lets Python run
     thread.join(5)
     assert len(api.machine.deadlocks) == 1
     api.machine.deadlocks.clear()  # it was meant

@@ -10,7 +10,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import full_only
 
 from kvcupy import sources
 from kvcupy.devices import cxx
@@ -358,40 +357,17 @@ def test_a_dynamic_scale_is_the_quotient_of_the_limit(library, number, fmt, limi
 MUTATIONS = {
     "subnormal e4m3 decoded as if normal": (
         "fp8.cuh", "0x5c005c00", "0x58005800", lambda x: decodes(x, "fp8_e4m3")),
-    "NaN of e4m3 decoded as 480": (
-        "fp8.cuh", "(values & ~nan) | (kNan & nan)", "values", lambda x: decodes(x, "fp8_e4m3")),
-    "448 decoded as NaN": (
-        "fp8.cuh", "0x3f003f00", "0x3e803e80", lambda x: decodes(x, "fp8_e4m3")),
     "the upper pair for the lower one": (
         "fp8.cuh", "0x1404", "0x3424", lambda x: decodes(x, "fp8_e5m2")),
     "int8 without its sign": (
         "fp8.cuh", "codes ^ 0x80808080", "codes", lambda x: decodes(x, "int8")),
-    "subnormal codes in units of their own": (
-        "fp8.cuh", "fmaxf(magnitude, kSmallestNormal)", "magnitude",
-        lambda x: encodes(x, "fp8_e4m3")),
     "no saturation": (
         "fp8.cuh", "fminf(fabsf(x), largest)", "fabsf(x)", lambda x: encodes(x, "fp8_e5m2")),
     "NaN as the largest": (
         "fp8.cuh", "x == x ? code : 0x7f", "code", lambda x: encodes(x, "fp8_e4m3")),
-    "ties towards zero": (
-        "fp8.cuh", "__fmaf_rn(__uint_as_float(power), kAligner, magnitude)",
-        "__fmaf_rn(__uint_as_float(power), kAligner, magnitude * 0.99999994f)",
-        lambda x: encodes(x, "fp8_e5m2")),
-    "the exponent with another bias": (
-        "fp8.cuh", "(1 << kDropped) + kBias", "(1 << kDropped) + kBias - 1",
-        lambda x: encodes(x, "fp8_e5m2")),
     "a reciprocal that falls short": (
         "numeric.cuh", "return next;", "return refined;",
         lambda x: test_a_refined_reciprocal_is_rounded_once(x, -1)),
-    "a quotient without its remainder": (
-        "numeric.cuh", "fabsf(exact) > 0.0f ? exact : rough", "rough",
-        lambda x: test_quotients_are_those_of_a_division(x, 0)),
-    "four codes with the signs of corrections": (
-        "fp8.cuh", "signs[i] == signs[i] ? __float_as_uint(signs[i]) : 0", "__float_as_uint(x[i])",
-        extreme_quotients),
-    "four codes of corrections that are NaN": (
-        "fp8.cuh", "codes[i] = signs[i] == signs[i] ?", "codes[i] = x[i] == x[i] ?",
-        extreme_quotients),
     "four codes, two of them swapped": (
         "fp8.cuh", "__byte_perm(codes[2], codes[3], 0x0040)",
         "__byte_perm(codes[3], codes[2], 0x0040)",
@@ -399,9 +375,6 @@ MUTATIONS = {
     "quotients by infinities corrected": (
         "numeric.cuh", "if (divisor == kInfinity || divisor == -kInfinity) divisor = 0.0f;", "",
         extreme_quotients),
-    "subnormal scales as they are": (
-        "numeric.cuh", "(exponent < 252 ? 253 - exponent : 1) << 23", "0x3f800000",
-        lambda x: test_quotients_are_those_of_a_division(x, 0)),
     "a scale with one rounding more": (
         "numeric.cuh", "__fmaf_rn(remainder, kReciprocal, quotient)", "quotient",
         lambda x: test_a_dynamic_scale_is_the_quotient_of_the_limit(x, 2, np.int8, 127.0)),
@@ -416,16 +389,7 @@ def encodes(library, fmt):
     test_every_kind_of_rounding_is_that_of_ml_dtypes(library, fmt, "four")
 
 
-TELLING = (
-    "subnormal e4m3 decoded as if normal", "the upper pair for the lower one",
-    "int8 without its sign", "no saturation", "NaN as the largest", "a reciprocal that falls short",
-    "four codes, two of them swapped", "quotients by infinities corrected",
-    "a scale with one rounding more",
-)  # fmt: skip
-"""One of each check and format, of those that do not take long."""
-
-
-@pytest.mark.parametrize("name", [n if n in TELLING else full_only(n) for n in MUTATIONS])
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_conversion_is_noticed(kernel_sources, tmp_path, name):
     file, old, new, check = MUTATIONS[name]
     kernel_sources.replace(file, old, new)
@@ -453,7 +417,7 @@ def test_a_row_is_copied_whole_and_no_more(library, size, streamed, ahead):
 
 # NVIDIA's headers ---------------------------------------------------------------------------------
 
-# What those headers expect of a compiler that is not NVIDIA's; the wheel has no such files.
+# Files that those headers include with other compilers than NVIDIA's; the wheel lacks them.
 STUBS = {
     "crt/host_defines.h": "\n".join(
         [

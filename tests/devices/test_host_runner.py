@@ -303,7 +303,7 @@ def test_shuffles(device, kind):
                 kind=kind,
                 width=width,
             )
-            # What comes from a lane that takes no part, or does not exist, is undefined.
+            # A value from a lane that takes no part, or does not exist, is undefined.
             lanes = np.arange(128)
             source = shuffled(kind, lanes, operand, width)[:threads]
             known = (mask != 0) & (source < threads)

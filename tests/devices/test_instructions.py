@@ -10,7 +10,6 @@ import helpers
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import full_only
 from test_host_numbers import numbers_for, pointer, require_same_codes, rounded
 
 from kvcupy.devices import cxx
@@ -65,32 +64,18 @@ def test_branches_give_what_plain_arithmetic_gives(branches):
 MUTATIONS = {
     "a NaN of e4m3 widened to a number": (
         "mma.cuh", "(magnitude + 0x00800080u) & 0x40004000u", "0", 750, "half_pairs_fp8_e4m3"),
-    "int8 around another origin": (
-        "mma.cuh", "0x64806480", "0x64906490", 800, "half_pairs_int8"),
-    "pairs of e4m3 in another order": ("mma.cuh", "0x3120", "0x3210", 890, "half_pairs_fp8_e4m3"),
     "signs of NaN kept by fp8": (
         "fp8.cuh", "signs[i] == signs[i] ? __float_as_uint(signs[i]) : 0",
         "__float_as_uint(signs[i])", 750, "encode_quotients_fp8_e4m3"),
-    "two of four codes swapped": (
-        "numeric.cuh", "codes_of_floats<T>(x.z, x.w) << 16", "codes_of_floats<T>(x.w, x.z) << 16",
-        890, "encode_fours"),
     "maxima that pass over a NaN": (
         "four_bit.cuh", "larger_or_nan<T>(top, magnitudes_of_pair<T>(pairs[i]))",
         "larger_of_pairs<T>(top, magnitudes_of_pair<T>(pairs[i]))", 800, "without_nan"),
-    "the last pair left out": (
-        "numeric.cuh", "for (int i = 1; i < kCount / 2; ++i) {\n        top",
-        "for (int i = 1; i + 1 < kCount / 2; ++i) {\n        top", 800, "absmax"),
-    "scales by the wrong bytes": (
-        "attention_decode_four_bit.cuh", "halves_of_e4m3(bytes >> 16)",
-        "halves_of_e4m3(bytes >> 8)", 890, "widen"),
     "codes above 1024 by a sixteenth too much": (
         "attention_decode_four_bit.cuh", "0xd480d480", "0xd490d490", 750, "spread_int4"),
 }  # fmt: skip
-TELLING = ("a NaN of e4m3 widened to a number", "signs of NaN kept by fp8",
-           "maxima that pass over a NaN", "codes above 1024 by a sixteenth too much")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n if n in TELLING else full_only(n) for n in MUTATIONS])
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_branch_is_noticed(kernel_sources, name):
     file, old, new, arch, check = MUTATIONS[name]
     kernel_sources.replace(file, old, new)

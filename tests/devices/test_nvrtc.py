@@ -201,31 +201,24 @@ def test_an_architecture_of_the_future_gets_ptx_that_keeps_subnormals(kernels):
 @pytest.mark.parametrize(
     ("arch", "supported", "expected"),
     [
-        ("sm_90", (80, 90, 100), ["sm_90"]),
-        ("sm_90a", (80, 90, 100), ["sm_90a"]),
-        ("sm_103", (80, 90, 100), ["compute_100"]),
-        ("sm_103", (90, 100, 101, 120), ["compute_100"]),  # 101 became 110, whose PTX is no use
-        ("sm_101", (90, 100, 101, 120), ["sm_101"]),
-        ("sm_110", (90, 100, 101, 120), ["compute_100"]),
-        ("sm_89", (80, 90), ["compute_80"]),
-        ("sm_90", (), ["sm_90", "compute_90", "compute_80", "compute_75"]),
+        ("sm_90", (80, 90, 100), "sm_90"),
+        ("sm_90a", (80, 90, 100), "sm_90a"),
+        ("sm_103", (80, 90, 100), "compute_100"),
+        ("sm_103", (90, 100, 101, 120), "compute_100"),  # 101 became 110, whose PTX is no use
+        ("sm_101", (90, 100, 101, 120), "sm_101"),
+        ("sm_110", (90, 100, 101, 120), "compute_100"),
+        ("sm_89", (80, 90), "compute_80"),
     ],
 )
 def test_targets(arch, supported, expected):
-    assert nvrtc.targets(arch, supported) == expected
+    assert nvrtc.target_for(arch, supported) == expected
 
 
 def test_an_architecture_too_old_for_nvrtc_is_a_compile_error():
     with pytest.raises(CompileError, match="sm_75 and newer"):
-        nvrtc.targets("sm_70", (75, 80))
+        nvrtc.target_for("sm_70", (75, 80))
 
 
 def test_a_name_that_is_no_architecture_is_refused():
     with pytest.raises(ValueError, match="arch: expected sm_NN, got 'gfx90a'"):
-        nvrtc.targets("gfx90a", (80,))
-
-
-def test_without_the_query_targets_are_tried_in_turn(kernels, monkeypatch):
-    monkeypatch.setattr(nvrtc, "supported_archs", lambda: ())
-    assert compile_in(kernels).target == "sm_90"
-    assert compile_in(kernels, arch="sm_990").target == "compute_120"
+        nvrtc.target_for("gfx90a", (80,))

@@ -1,6 +1,6 @@
 """The strict host device refuses what a GPU would punish, and nothing else.
 
-Each kind of fault has a kernel of its own (`kernels/strict.cu`) that is refused, with kernel,
+Each kind of fault has one kernel (`kernels/strict.cu`) that is refused, with kernel,
 thread and address, and one beside it without the fault that is not.
 """
 
@@ -366,7 +366,7 @@ def test_a_refusal_on_a_stream_surfaces_when_it_is_waited_for(run):
 
 
 def test_launches_of_many_threads(run):
-    """They share nothing of what is known of shared memory."""
+    """They share no knowledge of shared memory."""
     failures = []
 
     def work(wrong):

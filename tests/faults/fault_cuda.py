@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,11 +63,7 @@ class CudaWorld(World):
         api = self.api
         runtime, library = api.runtime, api.library
 
-        def refused() -> Refused:
-            return Refused()
-
-        def memory() -> Refused:
-            return Refused(2)
+        refused, memory = Refused, functools.partial(Refused, 2)
 
         def pinned() -> OutOfMemoryError:
             error = OutOfMemoryError(0, 0)
@@ -101,14 +99,8 @@ class CudaWorld(World):
             Point("cuStreamWriteValue32", ((library, "cuStreamWriteValue32_v2"),), None, answers),
             Point("cudaStreamBeginCapture", ((stream, "begin_capture"),), refused),
             Point("cudaGraphInstantiate", ((stream, "end_capture"),), refused, ends),
-            Point("thread, cuda", ((_threads(), "start"),), no_thread, counts=_of_kvcupy),
+            Point("thread, cuda", ((threading.Thread, "start"),), no_thread, counts=_of_kvcupy),
         )  # fmt: skip
-
-
-def _threads() -> Any:
-    import threading
-
-    return threading.Thread
 
 
 def _of_kvcupy(thread: Any) -> bool:

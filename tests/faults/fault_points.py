@@ -120,32 +120,18 @@ class Point:
 # --- What fails -----------------------------------------------------------------------------------
 
 
-def device_error() -> kv.DeviceError:
-    return kv.DeviceError(f"{MARK}: cudaErrorLaunchFailure")
+def raising(kind: type[Exception], text: str, **options: Any) -> Callable[[], Exception]:
+    """Return what makes an injected error."""
+    return lambda: kind(f"{MARK}: {text}", **options)
 
 
-def out_of_memory() -> MemoryError:
-    return MemoryError(f"{MARK}: cudaErrorMemoryAllocation")
-
-
-def no_pinned_memory() -> kv.DeviceError:
-    return kv.DeviceError(f"{MARK}: cudaErrorMemoryAllocation of pinned memory")
-
-
-def no_page() -> kv.CacheFull:
-    return kv.CacheFull(f"{MARK}: another thread took the last page")
-
-
-def compiler_crashed() -> kv.CompileError:
-    return kv.CompileError(f"{MARK}: the compiler was killed", transient=True)
-
-
-def no_thread() -> RuntimeError:
-    return RuntimeError(f"{MARK}: can't start new thread")
-
-
-def no_space_for_tensors() -> safetensors.SafetensorError:
-    return safetensors.SafetensorError(f"{MARK}: No space left on device (os error 28)")
+device_error = raising(kv.DeviceError, "cudaErrorLaunchFailure")
+out_of_memory = raising(MemoryError, "cudaErrorMemoryAllocation")
+no_pinned_memory = raising(kv.DeviceError, "cudaErrorMemoryAllocation of pinned memory")
+no_page = raising(kv.CacheFull, "another thread took the last page")
+compiler_crashed = raising(kv.CompileError, "the compiler was killed", transient=True)
+no_thread = raising(RuntimeError, "can't start new thread")
+no_space_for_tensors = raising(safetensors.SafetensorError, "No space left on device (os error 28)")
 
 
 def failing(number: int) -> Callable[[], OSError]:
@@ -226,7 +212,7 @@ HOST_POINTS = (
     Point("copy, in flight", ((_Host, "copy"),), device_error, _copy_later, later=True),
     Point("copy of runs, in flight", ((_Host, "copy_runs"),), device_error, _runs_later,
           later=True),
-    Point("array expressions", ((_Host, "run"),), device_error),
+    Point("run on the host", ((_Host, "run"),), device_error),
     Point("stream", ((_Host, "stream"),), device_error),
     Point("event", ((_Host, "event"),), device_error),
     Point("record", tuple((kind, "record") for kind in _Streams), device_error),

@@ -48,6 +48,12 @@ class Program:
     def __init__(self, device: Any, folder: Path) -> None:
         self.device, self.folder = device, folder
         self.results: dict[str, Any] = {}
+        self.call: dict[str, Any] = {}
+        self.prepare(device)
+        device.synchronize()
+
+    def prepare(self, device: Any) -> None:
+        """Make what the steps need."""
 
     def steps(self) -> list[Step]:
         raise NotImplementedError
@@ -57,7 +63,16 @@ class Program:
         return {}
 
     def result(self) -> dict[str, Any]:
-        return {name: bits(self.device, array) for name, array in self.results.items()}
+        seen = {**self.results, **self.call}
+        return {name: bits(self.device, array) for name, array in seen.items()}
+
+    def keep(self, name: str, function: Callable[[], Any]) -> Step:
+        """Return the step that calls a function and keeps what it returns."""
+
+        def run() -> None:
+            self.results[name] = function()
+
+        return name, run
 
     def reset(self) -> None:
         settle(self.device)
@@ -79,7 +94,7 @@ class Program:
 
 
 def bits(device: Any, array: Any) -> Any:
-    """Return an array as bytes; tuples of arrays likewise, and what is no array as it is."""
+    """Return an array as bytes; tuples of arrays likewise, and anything else unchanged."""
     if isinstance(array, (tuple, list)):
         return [bits(device, part) for part in array]
     if isinstance(array, np.ndarray):
@@ -96,8 +111,17 @@ def settle(device: Any) -> None:
             device.synchronize()
 
 
+def held_pages(*pools: Any) -> list[str]:
+    """Return the pools of which some pages are not free."""
+    return [
+        f"{pool.num_pages - pool.allocator.num_free} pages of {pool}"
+        for pool in pools
+        if pool.allocator.num_free != pool.num_pages
+    ]
+
+
 def proceed(device: Any) -> None:
-    """Let work go on where nothing waits for it: the stand-in for CUDA does none by itself."""
+    """Let work run that nothing waits for: the stand-in for CUDA runs none by itself."""
     if device.kind == "cuda":
         device.context.api.machine.progress()
 
@@ -111,11 +135,9 @@ class Call(Program):
     name = "store_kv"
     outputs: tuple[str, ...] = ()  # where several launches write them
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
         self.call = every_call.CALLS[self.name](device)
         self.stream = device.stream()
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         return [(self.name, self.run), ("synchronize", self.stream.synchronize)]
@@ -129,9 +151,6 @@ class Call(Program):
             return None
         written = self.outputs if self.launches else ()
         return {n: b for n, b in self.result().items() if n not in written}
-
-    def result(self) -> dict[str, Any]:
-        return {name: bits(self.device, value) for name, value in self.call.items()}
 
 
 class BoundCall(Call):
@@ -150,14 +169,12 @@ class BoundCall(Call):
 class Allocating(Program):
     """Operations that allocate what they return."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
         arguments = {name: make(device) for name, make in every_call.CALLS.items()}
         for call in arguments.values():
             for name in ("out", "lse_out", "k_out", "v_out", "query_out"):
                 call.pop(name, None)
         self.arguments = arguments
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         names = ["gather_kv", "paged_attention", "merge_states", "slot_mapping"]
@@ -172,14 +189,13 @@ class Allocating(Program):
             "max_positions": 32, "rotary_dim": 8, "device": self.device,
         }  # fmt: skip
 
-        if self.device.kind == "cuda":  # array expressions, which the stand-in does not have
+        if self.device.kind == "cuda":  # the reference, which the stand-in does not run
             del calls["page_table_csr"], calls["find_duplicate_slots"]
 
-        def run(name: str) -> None:
-            function, options = calls[name]
-            self.results[name] = function(**options)
-
-        return [(name, lambda name=name: run(name)) for name in calls]  # type: ignore[misc]
+        return [
+            self.keep(name, functools.partial(function, **options))
+            for name, (function, options) in calls.items()
+        ]
 
     def state(self, step: str) -> Any:
         return [bits(self.device, list(call.values())) for call in self.arguments.values()]
@@ -191,8 +207,8 @@ class TwoStreams(Call):
     name = "rope_store_kv"
     outputs = ("k_cache", "v_cache", "v_scale_cache", "query", "key", "query_out")
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         self.key = device.to_numpy(self.call["key"])
         self.call["alt_stream"] = device.stream()
 
@@ -219,8 +235,8 @@ class SplitAttention(Call):
     name = "paged_attention"
     outputs = ("out", "lse_out")
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         shape, array = (64, 16, 1, 8), every_call.array
         self.call = {
             "query": array(device, 1, 4, 8),
@@ -230,7 +246,6 @@ class SplitAttention(Call):
             "out": device.zeros((1, 4, 8), np.float32),
             "lse_out": device.zeros((1, 4), np.float32),
         }  # fmt: skip
-        device.synchronize()
 
 
 class Checked(Call):
@@ -270,13 +285,13 @@ class Explored(Program):
             second.synchronize()
             return bits(device, call["k_cache"])
 
-        def run() -> None:
+        def run() -> bool:
             explored = kv.explore(program, schedules=3, seed=1)
             if explored.failures:
                 raise kv.KvcupyError(str(explored.failures[0]))
-            self.results["ok"] = explored.ok
+            return explored.ok
 
-        return [("explore", run)]
+        return [self.keep("explore", run)]
 
 
 def pool_of(device: Any, num_pages: int, **options: Any) -> Any:
@@ -284,25 +299,27 @@ def pool_of(device: Any, num_pages: int, **options: Any) -> Any:
     return kv.KVPool(num_pages, PAGE, LAYERS, HEADS, WIDTH, device=device, **options)
 
 
+def parts_of(pool: Any) -> list[Any]:
+    """Return K, then V, of each layer."""
+    return [side(layer) for side in (pool.k, pool.v) for layer in range(LAYERS)]
+
+
 def filled(device: Any, pool: Any, seed: int) -> Any:
     """Fill a pool with random numbers; return it."""
     rng = np.random.default_rng(seed)
-    for side in (pool.k, pool.v):
-        for layer in range(LAYERS):
-            part = side(layer)
-            values = rng.standard_normal(part.shape).astype(np.float32)
-            if pool.placement == "device":
-                device.copy(part, device.asarray(values))
-            else:
-                part[...] = values
+    for part in parts_of(pool):
+        values = rng.standard_normal(part.shape).astype(np.float32)
+        if pool.placement == "device":
+            device.copy(part, device.asarray(values))
+        else:
+            part[...] = values
     device.synchronize()
     return pool
 
 
 def pages_of(device: Any, pool: Any) -> np.ndarray:
     """Return the bytes of all pages of a pool, (pages, bytes)."""
-    parts = [side(layer) for side in (pool.k, pool.v) for layer in range(LAYERS)]
-    arrays = [p if isinstance(p, np.ndarray) else device.to_numpy(p) for p in parts]
+    arrays = [p if isinstance(p, np.ndarray) else device.to_numpy(p) for p in parts_of(pool)]
     flat = [np.ascontiguousarray(a).reshape(pool.num_pages, -1).view(np.uint8) for a in arrays]
     return np.concatenate(flat, axis=1)
 
@@ -311,41 +328,49 @@ class Pools(Program):
     """Pools in every layout and placement, and over memory that is there."""
 
     def steps(self) -> list[Step]:
-        made = self.results
         device = self.device
 
-        def make(name: str, function: Callable[[], Any]) -> Step:
-            def run() -> None:
-                pool = function()
-                made[name] = [pool.num_bytes, pool.allocator.num_free, *map(bool, pool.parts)]
+        def facts(make: Callable[[], Any]) -> list[Any]:
+            pool = make()
+            return [pool.num_bytes, pool.allocator.num_free, *map(bool, pool.parts)]
 
-            return name, run
-
-        return [
-            make("layer_first", lambda: pool_of(device, 4)),
-            make("page_first", lambda: pool_of(device, 4, layout="page_first")),
-            make("scales", lambda: pool_of(device, 4, dtype="int8", scales=True)),
-            make("pinned", lambda: pool_of(device, 4, placement="pinned")),
-            make("pageable", lambda: pool_of(device, 4, placement="pageable")),
-            make("mla", lambda: kv.MLAPool(4, PAGE, LAYERS, 16, device=device)),
-            make("wrap", lambda: kv.KVPool.wrap(*(
-                device.zeros((LAYERS, 4, PAGE, HEADS, WIDTH), "fp32") for _ in range(2)))),
-        ]  # fmt: skip
+        of_four = functools.partial(pool_of, device, 4)
+        made: dict[str, Callable[[], Any]] = {
+            "layer_first": of_four,
+            "page_first": lambda: of_four(layout="page_first"),
+            "scales": lambda: of_four(dtype="int8", scales=True),
+            "pinned": lambda: of_four(placement="pinned"),
+            "pageable": lambda: of_four(placement="pageable"),
+            "mla": lambda: kv.MLAPool(4, PAGE, LAYERS, 16, device=device),
+            "wrap": lambda: kv.KVPool.wrap(
+                *(device.zeros((LAYERS, 4, PAGE, HEADS, WIDTH), "fp32") for _ in range(2))
+            ),
+        }
+        return [self.keep(name, functools.partial(facts, make)) for name, make in made.items()]
 
     def state(self, step: str) -> Any:
         return sorted(self.results)
 
 
-class TransferPages(Program):
+class TwoPools(Program):
+    """What begins with two pools in other layouts and a stream."""
+
+    far_options: ClassVar[dict[str, Any]] = {"placement": "pinned"}
+
+    def prepare(self, device: Any) -> None:
+        far = pool_of(device, 8, layout="page_first", **self.far_options)
+        self.near, self.far = filled(device, pool_of(device, 6), 1), filled(device, far, 2)
+        self.stream = device.stream()
+
+    def result(self) -> dict[str, Any]:
+        pools = {"near": self.near, "far": self.far}
+        return {name: pages_of(self.device, pool).tobytes() for name, pool in pools.items()}
+
+
+class TransferPages(TwoPools):
     """Pages from a pool to another, by each method."""
 
     methods = ("kernel", "copy", "staged", "auto")
-
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.near = filled(device, pool_of(device, 6), 1)
-        self.far = filled(device, pool_of(device, 8, layout="page_first", placement="pinned"), 2)
-        self.stream = device.stream()
 
     def steps(self) -> list[Step]:
         def run(method: str, first: int) -> None:
@@ -365,53 +390,45 @@ class TransferPages(Program):
         far, near = pages_of(self.device, self.far), pages_of(self.device, self.near)
         return np.delete(far, [first, first + 1], 0).tobytes(), near[:5].tobytes()
 
-    def result(self) -> dict[str, Any]:
-        pools = {"near": self.near, "far": self.far}
-        return {name: pages_of(self.device, pool).tobytes() for name, pool in pools.items()}
-
 
 # --- The engine -----------------------------------------------------------------------------------
 
 
-class Engine(Program):
+class Engine(TwoPools):
     """Saves and loads, several in one batch, waited for in every way."""
 
     method = "auto"
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.near = filled(device, pool_of(device, 6), 1)
-        self.far = filled(device, pool_of(device, 8, layout="page_first", placement="pinned"), 2)
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         self.far.allocator.free(self.far.allocator.alloc(8)[:3])  # the others are in use
         self.engine: Any = None
-        self.compute = device.stream()
         self.copies = [device.zeros((PAGE, HEADS, WIDTH), "fp32") for _ in range(LAYERS)]
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         def make() -> None:
             self.engine = kv.TransferEngine(self.near, self.far, method=self.method)
 
         def save() -> None:
-            transfers = [self.engine.save([i], [i + 4], after=self.compute) for i in (0, 1)]
+            transfers = [self.engine.save([i], [i + 4], after=self.stream) for i in (0, 1)]
             for transfer in transfers:
-                transfer.wait(self.compute)
+                transfer.wait(self.stream)
                 transfer.synchronize()
-            self.compute.synchronize()
+            self.stream.synchronize()
 
         def load() -> None:
             transfers = [self.engine.load([6], [4]), self.engine.load([7], [5])]
             self.engine._flush()
             for layer in range(LAYERS):
-                transfers[0].wait_layer(layer, self.compute)
-                self.device.copy(self.copies[layer], self.near.k(layer)[4], stream=self.compute)
-            transfers[1].wait(self.compute)
-            self.compute.synchronize()
+                transfers[0].wait_layer(layer, self.stream)
+                self.device.copy(self.copies[layer], self.near.k(layer)[4], stream=self.stream)
+            transfers[1].wait(self.stream)
+            self.stream.synchronize()
 
         def both() -> None:
             """A save and a load that touch the same pages, polled rather than waited for."""
-            load = self.engine.load([4], [3], after=self.compute)
-            save = self.engine.save([3], [3], after=self.compute)
+            load = self.engine.load([4], [3], after=self.stream)
+            save = self.engine.save([3], [3], after=self.stream)
             for transfer in (save, load):
                 while not transfer.done():
                     proceed(self.device)
@@ -444,12 +461,9 @@ class Engine(Program):
                 "copies": bits(self.device, self.copies)}  # fmt: skip
 
     def leaks(self) -> list[str]:
-        held = []
         for pool in (self.near, self.far):
             pool.allocator.free(pool.allocator.allocated())
-            if pool.allocator.num_free != pool.num_pages:
-                held.append(f"{pool.num_pages - pool.allocator.num_free} pages are held back")
-        return held
+        return held_pages(self.near, self.far)
 
 
 class EngineOfCopies(Engine):
@@ -461,34 +475,30 @@ class EngineOfCopies(Engine):
 # --- The paged cache ------------------------------------------------------------------------------
 
 
-class Migration(Program):
+class Migration(TwoPools):
     """Pages offered and pulled, in one process; a pull that fails is made again, as users do."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.near = filled(device, pool_of(device, 6), 1)
-        self.far = filled(device, pool_of(device, 8, layout="page_first"), 2)
+    far_options: ClassVar[dict[str, Any]] = {}
+
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         self.sender: Any = None
         self.receiver: Any = None
-        self.compute = device.stream()
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         def send() -> None:
-            if self.sender is not None:
-                self.sender.close()
+            self.close(self.sender)
             self.sender = kv.PageSender(self.near)
 
         def receive() -> None:
-            if self.receiver is not None:
-                self.receiver.close()
+            self.close(self.receiver)
             self.receiver = kv.PageReceiver(self.far)
 
         def pull() -> None:
             for attempt in range(3):
                 pages = self.near.allocator.alloc(2)
                 try:
-                    ticket = self.sender.offer(pages, after=self.compute)
+                    ticket = self.sender.offer(pages, after=self.stream)
                 except BaseException:
                     self.near.allocator.free(pages)
                     raise
@@ -496,17 +506,17 @@ class Migration(Program):
                     handle = self.receiver.pull(ticket, [4, 5])
                     proceed(self.device)
                     try:
-                        handle.wait_layer(1, self.compute)
+                        handle.wait_layer(1, self.stream)
                     finally:
                         while not handle.done():
                             proceed(self.device)
-                    self.compute.synchronize()
+                    self.stream.synchronize()
                     return
                 except (kv.TransferError, kv.DeviceError):
                     if attempt == 2:
                         raise
                     with suppress(kv.TransferError, kv.DeviceError):
-                        self.compute.synchronize()  # it failed with the pull that it waited for
+                        self.stream.synchronize()  # it failed with the pull that it waited for
                 finally:
                     self.sender.withdraw(ticket)
                     while self.near.allocator.num_free < 6:
@@ -519,14 +529,11 @@ class Migration(Program):
         others = np.delete(pages_of(self.device, self.far), [4, 5], 0).tobytes()
         return others, self.near.allocator.num_free, self.far.allocator.num_free
 
-    def result(self) -> dict[str, Any]:
-        return {"far": pages_of(self.device, self.far).tobytes()}
-
     def leaks(self) -> list[str]:
-        return [] if self.near.allocator.num_free == 6 else ["pages of the sender are not free"]
+        return held_pages(self.near)
 
-    def close(self) -> None:
-        for end in (self.sender, self.receiver):
+    def close(self, *ends: Any) -> None:
+        for end in ends or (self.sender, self.receiver):
             if end is not None:
                 end.close()
 
@@ -536,24 +543,25 @@ class Paged(Program):
 
     options: ClassVar[dict[str, Any]] = {}
     owns_pages = True  # rather than leases
+    set_span: tuple[Any, int, int] = ("fork", 2, 5)  # tokens of a sequence that `set_kv` writes
 
-    def __init__(self, device: Any, folder: Path, **more: Any) -> None:
-        super().__init__(device, folder)
+    def cache_options(self, device: Any) -> dict[str, Any]:
+        return self.options
+
+    def prepare(self, device: Any) -> None:
         options = {"num_layers": LAYERS, "num_q_heads": 4, "num_kv_heads": HEADS,
                    "head_dim": WIDTH, "num_pages": 24, "page_size": PAGE, "dtype": "fp32",
-                   **self.options, **more}  # fmt: skip
+                   **self.cache_options(device)}  # fmt: skip
         rng = np.random.default_rng(3)
-        self.rows = [
-            device.asarray(rng.standard_normal((LAYERS, 8, heads, WIDTH)).astype(np.float32))
-            for heads in (4, HEADS, HEADS)
-        ]
+        shapes = [(LAYERS, 10, heads, options["head_dim"]) for heads in (4, HEADS, HEADS)]
+        self.rows = [device.asarray(rng.standard_normal(s).astype(np.float32)) for s in shapes]
         self.cache = kv.PagedKVCache(device=device, **options)
         for part in (*self.cache.pool.parts, *self.cache.pool.scale_parts):
             ctypes.memset(part.pointer, 0xA5, part.size * part.itemsize)  # not a run before's bytes
         self.fresh: dict[Any, int] = {}  # tokens that the running step has appended
-        self.touched: tuple[Any, int, int] | None = None
+        self.appended: dict[Any, int] = {}  # tokens of the last step
+        self.history: dict[str, list[int]] = {}  # tokens of each step, by sequence
         self.stream = device.stream()
-        device.synchronize()
 
     # Parts of steps.
 
@@ -568,25 +576,44 @@ class Paged(Program):
         with self.cache.forward(names, counts, **options):
             return [self.attend(layer, sum(counts)) for layer in range(LAYERS)]
 
-    def steps(self) -> list[Step]:
-        cache, results = self.cache, self.results
+    def step(self, names: Any, *counts: int, **options: Any) -> Step:
+        """Return a whole step of some sequences."""
 
-        def step(names: str, *counts: int, **options: Any) -> Callable[[], None]:
-            def run() -> None:
-                key = f"out of {names} {counts}"
-                results[key] = self.forward(list(names), list(counts), **options)
+        def run() -> None:
+            outputs = self.forward(list(names), list(counts), **options)
+            self.results[f"out of {names} {counts}"] = outputs
+            for name, count in zip(names, counts, strict=True):
+                self.history.setdefault(name, []).append(count)
 
-            return run
+        return "forward", run
+
+    def set_kv(self) -> None:
+        name, start, stop = self.set_span
+        key, value = (a[:, : stop - start] for a in self.rows[1:])
+        self.cache.set_kv(name, start, key, value, stream=self.stream)
+        self.stream.synchronize()
+
+    def step_by_layer(self, key: str, names: str, *counts: int) -> list[Step]:
+        """Return the calls of a step: begin, each layer, end."""
+        cache = self.cache
 
         def begin() -> None:
-            cache.begin_forward(["a", "b"], [1, 2])
-            self.fresh = {"a": 1, "b": 2}
+            cache.begin_forward(list(names), list(counts))
+            self.appended = self.fresh = dict(zip(names, counts, strict=True))
 
-        def attention(layer: int) -> Callable[[], None]:
-            def run() -> None:
-                results[f"layer {layer}"] = self.attend(layer, 3, self.stream)
+        def attention(layer: int) -> None:
+            self.results[f"{key}, layer {layer}"] = self.attend(layer, sum(counts), self.stream)
 
-            return run
+        def end() -> None:
+            if self.fresh:  # ending is over even if it raises
+                self.fresh = {}
+                cache.end_forward()
+
+        layers = [("attention", functools.partial(attention, layer)) for layer in range(LAYERS)]
+        return [("begin", begin), *layers, ("end", end)]
+
+    def steps(self) -> list[Step]:
+        cache, results, step = self.cache, self.results, self.step
 
         def tables() -> None:
             to_numpy = self.device.to_numpy
@@ -596,51 +623,35 @@ class Paged(Program):
             assert indices.tolist() == [*table[0], *table[1][: indptr[2] - indptr[1]]]
             results["tables"] = [to_numpy(cache.query_positions()), indptr, last_page_len]
 
-        def end() -> None:
-            if self.fresh:  # ending is over even if it raises
-                self.fresh = {}
-                cache.end_forward()
-
         tree = step("ab", 4, 3, token_tree=[[-1, 0, 0, 2], [-1, 0, -1]])
 
         def commit() -> None:
             if cache.sequence_length("a") == 7:  # a failure has dropped the trees
-                tree()
+                tree[1]()
             cache.commit_token_tree(["a", "b"], [3, 2])
 
-        def get() -> None:
-            results["get_kv"] = cache.get_kv("a", 1, 10)
-
-        def set_() -> None:
-            key, value = (a[:, :3] for a in self.rows[1:])
-            cache.set_kv("fork", 2, key, value, stream=self.stream)
-            self.stream.synchronize()
-
+        begin, first, second, end = self.step_by_layer("step", "ab", 1, 2)
         return [
             ("add", lambda: cache.add_sequence("a")),
             ("add", lambda: cache.add_sequence("b")),
-            ("forward", step("ab", 6, 2)),
+            step("ab", 6, 2),
             ("fork", lambda: cache.fork_sequence("a", "fork", 6)),
             ("fork", lambda: cache.fork_sequence("a", "c", 4)),
-            ("begin", begin),
-            ("attention", attention(0)),
-            ("tables", tables),
-            ("attention", attention(1)),
-            ("end", end),
-            ("forward", tree),
+            begin, first, ("tables", tables), second, end,
+            tree,
             ("commit", commit),
             ("window", lambda: cache.enable_sliding_window("b", 4, 1)),
-            ("forward", step("b", 2)),
-            ("get_kv", get),
-            ("set_kv", set_),
+            step("b", 2),
+            self.keep("get_kv", lambda: cache.get_kv("a", 1, 10)),
+            ("set_kv", self.set_kv),
             ("save", lambda: cache.save_sequence("fork", self.folder / "fork")),
             ("save", lambda: cache.save_sequence("fork", self.folder / "fork")),  # over the other
             ("load", lambda: cache.load_sequence("loaded", self.folder / "fork")),
-            ("forward", step(["loaded", "c"], 1, 1)),  # type: ignore[arg-type]
+            step(["loaded", "c"], 1, 1),
             ("pop", lambda: cache.pop_tokens("a", 2)),
             ("remove", lambda: cache.remove_sequence("fork")),
-            ("forward", step("ac", 1, 3)),
-        ]
+            step("ac", 1, 3),
+        ]  # fmt: skip
 
     def state(self, step: str) -> Any:
         settle(self.device)
@@ -674,22 +685,32 @@ class Paged(Program):
         }
 
     def tokens(self, name: Any, step: str) -> Any:
-        """Return K and V of a sequence's tokens, but for those that the step is writing."""
-        cache, device = self.cache, self.device
+        """Return the bytes of a sequence's tokens, without those that the step is writing."""
+        cache, to_numpy = self.cache, self.device.to_numpy
         sequence = cache._sequences._known[name]
         if sequence.offloaded is not None:
             return None
-        length = sequence.length - self.fresh.get(name, 0)
-        positions = np.arange(length)
+        fresh = self.appended if step == "end" else self.fresh
+        positions = np.arange(sequence.length - fresh.get(name, 0))
         if step == "commit":
             positions = positions[: sequence.committed]
-        if step == "set_kv" and name == "fork":
-            positions = positions[(positions < 2) | (positions >= 5)]
+        written, start, stop = self.set_span
+        if step == "set_kv" and name == written:
+            positions = positions[(positions < start) | (positions >= stop)]
         places = positions + np.where(positions < sequence.sink_tokens, 0, sequence.evicted)
         slots = sequence.slots(places, PAGE)
-        parts = [side(layer) for side in (cache.pool.k, cache.pool.v) for layer in range(LAYERS)]
-        arrays = [np.asarray(device.to_numpy(part)) for part in parts]
-        return [a.reshape(24 * PAGE, -1)[slots].tobytes() for a in arrays]
+        seen, first = [], 0
+        for pool in (cache.pool, cache.past_pool):
+            if pool is None:
+                continue
+            num_slots = pool.num_pages * PAGE
+            own = slots[(slots >= first) & (slots < first + num_slots)] - first
+            first += num_slots
+            for part in parts_of(pool):
+                is_packed = isinstance(part, kv.ArrayView) and part.scales is not None
+                array = np.asarray(to_numpy(part.packed if is_packed else part))
+                seen.append(array.reshape(num_slots, -1)[own].tobytes())
+        return seen
 
     def result(self) -> dict[str, Any]:
         cache = self.cache
@@ -700,23 +721,22 @@ class Paged(Program):
 
     def reset(self) -> None:
         super().reset()
-        self.fresh = {}
+        self.fresh, self.appended = {}, {}
+        self.history.clear()
         self.cache.clear()
 
     def leaks(self) -> list[str]:
         settle(self.device)
         self.cache.clear()
-        pool = self.cache.pool
-        held = pool.num_pages - pool.allocator.num_free
         references = int(self.cache._sequences._references.sum())
-        return [f"{held} pages, {references} references"] if held or references else []
+        return held_pages(self.cache.pool) + [f"{references} references"] * bool(references)
 
 
 class PagedRotated(Paged):
     """The same with keys that are rotated."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder, rope=kv.rope_table(64, WIDTH, device=device))
+    def cache_options(self, device: Any) -> dict[str, Any]:
+        return {"rope": kv.rope_table(64, WIDTH, device=device)}
 
 
 class PagedCascade(Paged):
@@ -726,16 +746,12 @@ class PagedCascade(Paged):
 
     def steps(self) -> list[Step]:
         cache = self.cache
-
-        def step() -> None:
-            self.results["out"] = self.forward(["a", "fork", "b"], [1, 1, 1])
-
         return [
             ("add", lambda: cache.add_sequence("a")),
-            ("forward", lambda: self.forward(["a"], [8])),  # type: ignore[func-returns-value]
+            self.step("a", 8),
             ("fork", lambda: cache.fork_sequence("a", "fork")),
             ("fork", lambda: cache.fork_sequence("a", "b", 7)),
-            ("forward", step),
+            self.step(["a", "fork", "b"], 1, 1, 1),
             ("clear", cache.clear),
         ]
 
@@ -746,47 +762,14 @@ class PagedPast(Paged):
     options: ClassVar[dict[str, Any]] = {
         "demotion": kv.Demotion("nvfp4", recent=4, first=1, num_pages=16), "head_dim": 2 * WIDTH,
     }  # fmt: skip
-
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.appended: dict[Any, int] = {}  # tokens of the last step
-        rng = np.random.default_rng(6)
-        self.rows = [
-            device.asarray(rng.standard_normal((LAYERS, 10, n, 2 * WIDTH)).astype(np.float32))
-            for n in (4, HEADS, HEADS)
-        ]
-        device.synchronize()
+    set_span = "b", 6, 11
 
     def steps(self) -> list[Step]:
-        cache, results = self.cache, self.results
+        cache = self.cache
         number = itertools.count()
 
         def stepped(names: str, *counts: int) -> list[Step]:
-            key = f"step {next(number)}"
-
-            def begin() -> None:
-                cache.begin_forward(list(names), list(counts))
-                self.appended = self.fresh = dict(zip(names, counts, strict=True))
-
-            def attention(layer: int) -> None:
-                results[f"{key}, layer {layer}"] = self.attend(layer, sum(counts), self.stream)
-
-            def end() -> None:
-                if self.fresh:  # ending is over even if it raises
-                    self.fresh = {}
-                    cache.end_forward()
-
-            layers = [("attention", lambda layer=layer: attention(layer))  # type: ignore[misc]
-                      for layer in range(LAYERS)]  # fmt: skip
-            return [("begin", begin), *layers, ("end", end)]
-
-        def set_() -> None:
-            key, value = (a[:, :5] for a in self.rows[1:])
-            cache.set_kv("b", 6, key, value, stream=self.stream)
-            self.stream.synchronize()
-
-        def get() -> None:
-            results["get_kv"] = cache.get_kv("a", 1, 11)
+            return self.step_by_layer(f"step {next(number)}", names, *counts)
 
         path = self.folder / "b"
         return [
@@ -797,7 +780,7 @@ class PagedPast(Paged):
             *stepped("abc", 1, 3, 2),
             ("pop", lambda: cache.pop_tokens("a", 7)),  # likewise
             *stepped("ac", 2, 4),
-            ("get_kv", get), ("set_kv", set_),
+            self.keep("get_kv", lambda: cache.get_kv("a", 1, 11)), ("set_kv", self.set_kv),
             ("save", lambda: cache.save_sequence("b", path)),
             ("load", lambda: cache.load_sequence("d", path)),
             ("window", lambda: cache.enable_sliding_window("d", 5, 1)),
@@ -825,41 +808,17 @@ class PagedPast(Paged):
             known = self.cache._sequences._known
             steps.demote([known[name] for name in self.appended])
 
-    def tokens(self, name: Any, step: str) -> Any:
-        """Return the bytes of a sequence's tokens, each in its own format."""
-        cache, to_numpy = self.cache, self.device.to_numpy
-        sequence = cache._sequences._known[name]
-        fresh = self.appended if step == "end" else self.fresh
-        positions = np.arange(sequence.length - fresh.get(name, 0))
-        if step == "set_kv" and name == "b":
-            positions = positions[(positions < 6) | (positions >= 11)]
-        places = positions + np.where(positions < sequence.sink_tokens, 0, sequence.evicted)
-        slots = sequence.slots(places, PAGE)
-        seen = []
-        for pool, first in ((cache.pool, 0), (cache.past_pool, cache.pool.num_pages * PAGE)):
-            own = slots[(slots >= first) & (slots < first + pool.num_pages * PAGE)] - first
-            for part in (side(layer) for side in (pool.k, pool.v) for layer in range(LAYERS)):
-                is_packed = isinstance(part, kv.ArrayView) and part.scales is not None
-                array = np.asarray(to_numpy(part.packed if is_packed else part))
-                seen.append(array.reshape(pool.num_pages * PAGE, -1)[own].tobytes())
-        return seen
-
     def leaks(self) -> list[str]:
-        held = super().leaks()
-        pool = self.cache.past_pool
-        if pool.allocator.num_free != pool.num_pages:
-            held.append(f"{pool.num_pages - pool.allocator.num_free} pages of the past")
-        return held
+        return super().leaks() + held_pages(self.cache.past_pool)
 
 
 class PagedGraph(Paged):
     """A step that is captured, and replayed for later steps."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         self.graph: Any = None
         self.outs = [device.zeros((2, 4, WIDTH), "fp32") for _ in range(LAYERS)]
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         cache, stream = self.cache, self.stream
@@ -882,21 +841,18 @@ class PagedGraph(Paged):
                 self.graph.launch(stream)
                 stream.synchronize()
 
-        def read(name: str) -> Callable[[], None]:
-            def run() -> None:
-                self.results[name] = [self.device.to_numpy(out) for out in self.outs]
-
-            return run
+        def read() -> list[Any]:
+            return [self.device.to_numpy(out) for out in self.outs]
 
         return [
             ("add", lambda: cache.add_sequence("a")),
             ("add", lambda: cache.add_sequence("b")),
-            ("forward", lambda: self.forward(["a", "b"], [3, 5])),  # type: ignore
+            self.step("ab", 3, 5),
             ("capture", capture),
             ("replay", replay),
-            ("read", read("first")),
+            self.keep("first", read),
             ("replay", replay),
-            ("read", read("second")),
+            self.keep("second", read),
         ]
 
 
@@ -923,17 +879,15 @@ class Tiered(Program):
     first = 1000  # hash
     kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
         self.near = pool_of(device, 4)
         self.far = pool_of(device, 4, layout="page_first", placement="pinned")
-        self.path = folder / "tier"
+        self.path = self.folder / "tier"
         self.compute = device.stream()
         rng = np.random.default_rng(4)
         self.stock = rng.standard_normal((8, 2 * LAYERS, PAGE, HEADS, WIDTH)).astype(np.float32)
         self.blocks = [[device.asarray(part) for part in block] for block in self.stock]
         self.tiers: Any = None
-        device.synchronize()
 
     def open(self) -> None:
         self.tiers = kv.TieredCache(
@@ -950,8 +904,7 @@ class Tiered(Program):
         pages = self.near.allocator.alloc(len(missing))
         try:
             for page, block in zip(pages.tolist(), missing, strict=True):
-                parts = [s(layer) for s in (self.near.k, self.near.v) for layer in range(LAYERS)]
-                for part, values in zip(parts, self.blocks[block], strict=True):
+                for part, values in zip(parts_of(self.near), self.blocks[block], strict=True):
                     self.device.copy(part[page], values, stream=self.compute)
             unneeded = self.tiers.insert(
                 [self.first + b for b in missing], pages, after=self.compute
@@ -964,7 +917,7 @@ class Tiered(Program):
         self.compute.synchronize()
 
     def use(self, *blocks: int) -> None:
-        """Acquire blocks, and compare their bytes; those that are lost are inserted anew."""
+        """Acquire blocks, and compare their bytes; lost ones are inserted again."""
         while blocks:
             with self.tiers.acquire([self.first + b for b in blocks], deadline_s=0) as lease:
                 lease.wait(self.compute)
@@ -1049,11 +1002,7 @@ class Tiered(Program):
 
     def leaks(self) -> list[str]:
         self.reset()
-        return [
-            f"{pool.num_pages - pool.allocator.num_free} pages of {pool}"
-            for pool in (self.near, self.far)
-            if pool.allocator.num_free != pool.num_pages
-        ]
+        return held_pages(self.near, self.far)
 
     def close(self) -> None:
         self.reset()
@@ -1077,12 +1026,12 @@ def finish_store_work(tiers: Any) -> None:
 
 
 class TieredShared(Tiered):
-    """Over a shared store, in place of the file; its thread takes its steps when it is told."""
+    """Over a shared store, in place of the file; its thread takes steps when a program asks."""
 
     first = 2**64
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         self.stored: dict[int, list[Any]] = {}
 
     def open(self) -> None:
@@ -1094,17 +1043,14 @@ class TieredShared(Tiered):
 
     def put(self, hashes: list[int], pages: list[int]) -> list[str]:
         for hash, page in zip(hashes, pages, strict=True):
-            self.stored[hash] = [np.array(part[page]) for part in self.far_parts()]
+            self.stored[hash] = [np.array(part[page]) for part in parts_of(self.far)]
         return ["stored"] * len(hashes)
 
     def get(self, hashes: list[int], pages: list[int]) -> list[bool]:
         for hash, page in zip(hashes, pages, strict=True):
-            for part, values in zip(self.far_parts(), self.stored[hash], strict=True):
+            for part, values in zip(parts_of(self.far), self.stored[hash], strict=True):
                 part[page] = values
         return [True] * len(hashes)
-
-    def far_parts(self) -> list[Any]:
-        return [s(layer) for s in (self.far.k, self.far.v) for layer in range(LAYERS)]
 
     def insert(self, *blocks: int) -> None:
         super().insert(*blocks)
@@ -1126,18 +1072,25 @@ class TieredShared(Tiered):
         self.stored.clear()
 
 
+def was_lost(sequence: Any) -> bool:
+    """Return whether a copy of its pages has failed: it can only be removed."""
+    offloaded, saves = sequence.offloaded, []
+    if offloaded is not None:
+        saves = [part.save for part in (offloaded, offloaded.past) if part is not None]
+    return any(work.failure is not None for work in (*sequence.loads, *saves))
+
+
 class PagedTiers(Paged):
     """A `PagedKVCache` with a tiered cache: prefixes, offload and onboard."""
 
     owns_pages = False
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         self.host = pool_of(device, 12, layout="page_first", placement="pinned")
         self.tiers = self.make_tiers()
         self.cache.attach(self.tiers)
         self.hashes = kv.block_hashes(range(8), PAGE)
-        self.history: dict[str, list[int]] = {}  # tokens of each step
 
     def make_tiers(self) -> Any:
         return kv.TieredCache(self.cache.pool, self.host)
@@ -1152,42 +1105,31 @@ class PagedTiers(Paged):
     def steps(self) -> list[Step]:
         cache = self.cache
 
-        def step(name: str, count: int) -> Callable[[], None]:
-            def run() -> None:
-                self.results[f"{name} {count}"] = self.forward([name], [count])
-                self.history.setdefault(name, []).append(count)
-
-            return run
-
         def fork() -> None:
             cache.fork_sequence("b", "c", 8)
             self.history["c"] = [8]
 
-        def remove(name: str) -> Callable[[], None]:
-            return lambda: cache.remove_sequence(name)
-
         return [
             ("add", lambda: self.add("a")),
-            ("forward", step("a", 8)),
-            ("remove", remove("a")),
+            self.step("a", 8),
+            ("remove", lambda: cache.remove_sequence("a")),
             ("evict", lambda: self.tiers.evict(int(self.tiers.stats()["device_blocks"]))),
             ("add", lambda: self.add("b")),
-            ("forward", step("b", 2)),
+            self.step("b", 2),
             ("offload", lambda: cache.offload("b")),
             ("onboard", lambda: cache.onboard("b")),
-            ("forward", step("b", 1)),
+            self.step("b", 1),
             ("fork", fork),
-            ("forward", step("c", 3)),
+            self.step("c", 3),
             ("offload", lambda: cache.offload("c")),
-            ("remove", remove("c")),
+            ("remove", lambda: cache.remove_sequence("c")),
         ]
 
     def repair(self, step: str) -> None:
-        """Compute sequences anew whose pages could not be loaded: they can only be removed."""
+        """Replace sequences whose pages could not be loaded."""
         cache = self.cache
         for name, sequence in list(cache._sequences._known.items()):
-            saves = [] if sequence.offloaded is None else [sequence.offloaded.save]
-            if all(work.failure is None for work in (*sequence.loads, *saves)):
+            if not was_lost(sequence):
                 continue
             cache.remove_sequence(name)
             cache.add_sequence(name, self.hashes)
@@ -1211,109 +1153,56 @@ class PagedTiers(Paged):
     def reset(self) -> None:
         super().reset()
         self.tiers.clear()
-        self.history.clear()
 
     def leaks(self) -> list[str]:
-        held = []
         settle(self.device)
         self.cache.clear()
         self.tiers.clear()
-        for pool in (self.cache.pool, self.host):
-            if pool.allocator.num_free != pool.num_pages:
-                held.append(f"{pool.num_pages - pool.allocator.num_free} pages of {pool}")
-        return held
+        return held_pages(self.cache.pool, self.host)
 
 
-class SteppingAside(Program):
-    """A sequence of a `PagedKVCache` with demoted pages, which goes to host memory and back."""
+class PagedTiersPast(PagedTiers):
+    """A sequence with demoted pages, which goes to host memory and back."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.cache = kv.PagedKVCache(
-            num_layers=LAYERS, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH,
-            num_pages=8, page_size=PAGE, dtype="fp32", device=device,
-            demotion=kv.Demotion("fp8_e4m3", recent=3, num_pages=6),
-        )  # fmt: skip
-        self.host = pool_of(device, 8, layout="page_first", placement="pinned")
-        self.tiers = kv.TieredCache(self.cache.pool, self.host)
-        self.cache.attach(self.tiers)
-        rng = np.random.default_rng(6)
-        rows = rng.standard_normal((LAYERS, 4 * PAGE, HEADS, WIDTH)).astype(np.float32)
-        self.rows = [device.asarray(part) for part in rows]
-        self.begin()
-        self.expected = self.contents()
-        self.cache.offload("a")  # the stand-in for CUDA has no array expressions for it
+    options: ClassVar[dict[str, Any]] = {
+        "demotion": kv.Demotion("fp8_e4m3", recent=3, num_pages=12)
+    }  # fmt: skip
+
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
+        self.add_demoted()
+        self.cache.offload("a")  # the stand-in for CUDA does not run the reference for it
         self.cache.onboard("a")
-        assert self.contents() == self.expected
 
-    def begin(self) -> None:
+    def add_demoted(self) -> None:
         self.cache.add_sequence("a")
-        with self.cache.forward(["a"], [4 * PAGE]):
-            for layer, rows in enumerate(self.rows):
-                self.cache.attention(layer, rows, rows, rows)
-        settle(self.device)
-
-    def contents(self) -> Any:
-        return bits(self.device, self.cache.get_kv("a", 0, 4 * PAGE))
+        for count in (8, 6):
+            self.forward(["a"], [count])
 
     def steps(self) -> list[Step]:
         def offload() -> None:
-            if self.sequence.offloaded is None:
+            if self.cache._sequences.find("a").offloaded is None:
                 self.cache.offload("a")
 
-        def read() -> None:
-            self.results["contents"] = self.contents()
-
-        return [
-            ("offload", offload), ("onboard", lambda: self.cache.onboard("a")), ("read", read),
-        ] * 2  # fmt: skip
-
-    @property
-    def sequence(self) -> Any:
-        return self.cache._sequences.find("a")
+        onboard = ("onboard", lambda: self.cache.onboard("a"))
+        read = self.keep("get_kv", lambda: self.cache.get_kv("a", 0, 14))
+        return [("offload", offload), onboard, read] * 2
 
     def repair(self, step: str) -> None:
-        """Compute the sequence anew if its pages did not get there: it can only be removed."""
-        offloaded = self.sequence.offloaded
-        saves = [] if offloaded is None else [offloaded.save]
-        if offloaded is not None and offloaded.past is not None:
-            saves.append(offloaded.past.save)
-        if any(work.failure is not None for work in (*self.sequence.loads, *saves)):
+        """Replace the sequence if its pages were not copied."""
+        if was_lost(self.cache._sequences.find("a")):
             self.cache.remove_sequence("a")
-            self.begin()
-
-    def state(self, step: str) -> Any:
-        settle(self.device)
-        cache, engine = self.cache, self.cache._tiers._past_engine
-        pools = [cache.pool, cache.past_pool, self.host]
-        far = None if engine is None else engine.host_pool.allocator.num_free
-        return (
-            None if self.sequence.offloaded is None else True,
-            [pool.allocator.num_free for pool in pools], None if step == "offload" else far,
-        )  # fmt: skip
-
-    def result(self) -> dict[str, Any]:
-        assert self.results["contents"] == self.expected
-        return self.results
+            self.add_demoted()
 
     def reset(self) -> None:
         super().reset()
-        self.cache.clear()
         settle(self.device)
-        self.begin()
+        self.add_demoted()
 
     def leaks(self) -> list[str]:
-        settle(self.device)
-        self.cache.clear()
-        settle(self.device)
+        held = super().leaks() + held_pages(self.cache.past_pool)
         engine = self.cache._tiers._past_engine
-        pools = [self.cache.pool, self.cache.past_pool, self.host]
-        pools += [] if engine is None else [engine.host_pool]
-        return [
-            f"{pool.num_pages - pool.allocator.num_free} pages of {pool}"
-            for pool in pools
-            if pool.allocator.num_free != pool.num_pages
-        ]
+        return held if engine is None else held + held_pages(engine.host_pool)
 
 
 class PagedExchange(Paged):
@@ -1321,8 +1210,8 @@ class PagedExchange(Paged):
 
     owns_pages = False
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
         self.sender = kv.PageSender(self.cache.pool)
         self.receiver = kv.PageReceiver(self.cache.pool)
         self.ticket = b""
@@ -1356,43 +1245,19 @@ class PagedExchange(Paged):
     def steps(self) -> list[Step]:
         cache = self.cache
 
-        def step(name: str, count: int) -> Callable[[], None]:
-            def run() -> None:
-                self.results[f"{name} {count}"] = self.forward([name], [count])
-
-            return run
-
-        def begin() -> None:
-            cache.begin_forward(["a"], [3])
-            self.fresh = {"a": 3}
-
-        def attention(layer: int) -> Callable[[], None]:
-            def run() -> None:
-                self.results[f"layer {layer}"] = self.attend(layer, 3, self.stream)
-
-            return run
-
-        def end() -> None:
-            if self.fresh:  # ending is over even if it raises
-                self.fresh = {}
-                cache.end_forward()
-
+        begin, first, second, end = self.step_by_layer("step", "a", 3)
         return [
             ("add", lambda: cache.add_sequence("a")),
-            ("forward", step("a", 6)),
+            self.step("a", 6),
             ("export", self.export),
-            ("forward", step("a", 2)),
+            self.step("a", 2),
             ("import", lambda: self.import_("b", 6)),
-            ("forward", step("b", 1)),
-            ("begin", begin),
-            ("attention", attention(0)),
-            ("export", self.export),
-            ("attention", attention(1)),
-            ("end", end),
+            self.step("b", 1),
+            begin, first, ("export", self.export), second, end,
             ("import", lambda: self.import_("c", 11)),
             ("remove", lambda: cache.remove_sequence("a")),
-            ("forward", step("c", 1)),
-        ]
+            self.step("c", 1),
+        ]  # fmt: skip
 
     @property
     def is_open(self) -> bool:
@@ -1448,19 +1313,8 @@ class PagedShared(PagedExchange, PagedTiers):
         tiers.acquire = functools.partial(tiers.acquire, deadline_s=0)  # what there is by now
         return tiers
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.hashes = kv.block_hashes(range(8), PAGE)
-
     def steps(self) -> list[Step]:
         cache = self.cache
-
-        def step(name: str, count: int) -> Callable[[], None]:
-            def run() -> None:
-                self.results[f"{name} {count}"] = self.forward([name], [count])
-                self.history.setdefault(name, []).append(count)
-
-            return run
 
         def remove(name: str) -> Callable[[], None]:
             def run() -> None:
@@ -1485,15 +1339,15 @@ class PagedShared(PagedExchange, PagedTiers):
 
         return [
             ("add", lambda: self.add("a")),
-            ("forward", step("a", 8)),
+            self.step("a", 8),
             ("remove", remove("a")),
             ("evict", evict),
             ("add", add),
-            ("forward", step("b", 3)),
+            self.step("b", 3),
             ("export", lambda: self.export("b")),
-            ("forward", step("b", 1)),
+            self.step("b", 1),
             ("import", lambda: self.import_("c", 11, "b")),
-            ("forward", step("c", 2)),
+            self.step("c", 2),
             ("remove", remove("c")),
             ("remove", remove("b")),
         ]
@@ -1524,37 +1378,35 @@ class PagedShared(PagedExchange, PagedTiers):
 class Streams(Program):
     """Streams that wait for one another, host functions, events with times."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
         self.call = every_call.store_kv(device)
         self.main = self.side = None
         self.seen: list[str] = []
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         device = self.device
 
         def streams() -> None:
-            self.main, self.side = device.stream(), device.stream()  # type: ignore[assignment]
+            self.main, self.side = device.stream(), device.stream()
 
         def forked() -> None:
             kv.fork(self.main, self.side)
             kv.store_kv(**self.call, stream=self.side)
             kv.join(self.main, self.side)
             kv.keep_alive([self.call["key"]], self.side)
-            self.main.synchronize()  # type: ignore[attr-defined]
+            self.main.synchronize()
 
         def called() -> None:
-            self.main.call(lambda: self.seen.append("called"))  # type: ignore[attr-defined]
+            self.main.call(lambda: self.seen.append("called"))
 
         def synchronized() -> None:
-            self.main.synchronize()  # type: ignore[attr-defined]
+            self.main.synchronize()
             self.results["seen"] = list(self.seen)
 
         def timed() -> None:
             first, last = (device.event(timing=True) for _ in range(2))
-            self.main.record(first)  # type: ignore[attr-defined]
-            self.main.record(last)  # type: ignore[attr-defined]
+            self.main.record(first)
+            self.main.record(last)
             assert last.elapsed_us(first) >= 0
             self.results["timed"] = True
 
@@ -1570,21 +1422,16 @@ class Streams(Program):
         super().reset()
         self.seen.clear()
 
-    def result(self) -> dict[str, Any]:
-        stored = {name: bits(self.device, value) for name, value in self.call.items()}
-        return {**super().result(), **stored}
-
 
 class Graph(Program):
     """Operations of two streams in a graph, launched several times."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
         self.store, self.gather = every_call.store_kv(device), every_call.gather_kv(device)
         self.gather |= {name: self.store[name] for name in ("k_cache", "v_cache", "v_scale_cache")}
+        self.call = self.store | self.gather
         self.main, self.side = device.stream(), device.stream()
         self.graph: Any = None
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         def capture() -> None:
@@ -1609,21 +1456,13 @@ class Graph(Program):
         settle(self.device)
         return self.main.capturing, self.side.capturing
 
-    def result(self) -> dict[str, Any]:
-        return {
-            name: bits(self.device, value)
-            for name, value in (*self.store.items(), *self.gather.items())
-        }
-
 
 class Timeline(Program):
     """An operation under a timeline, which is saved."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
         self.call, self.stream = every_call.store_kv(device), device.stream()
         self.recorded: Any = None
-        device.synchronize()
 
     def steps(self) -> list[Step]:
         def record() -> None:
@@ -1643,10 +1482,6 @@ class Timeline(Program):
 
         return len(observe.observers)
 
-    def result(self) -> dict[str, Any]:
-        stored = {name: bits(self.device, value) for name, value in self.call.items()}
-        return {**super().result(), **stored}
-
 
 # --- Files ----------------------------------------------------------------------------------------
 
@@ -1656,9 +1491,8 @@ class Disk(Program):
 
     page_bytes = 5000
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
-        self.path = folder / "tier"
+    def prepare(self, device: Any) -> None:
+        self.path = self.folder / "tier"
         self.tier: Any = None
         rng = np.random.default_rng(5)
         self.pages = [memoryview(rng.bytes(self.page_bytes)) for _ in range(8)]
@@ -1695,11 +1529,8 @@ class Disk(Program):
                     self.tier.write(slot, block, self.pages[block])
             self.results["read"] = sorted(blocks)
 
-        def close() -> None:
-            self.tier.close()
-
-        def entries() -> None:
-            self.results["entries"] = sorted(self.tier.entries())
+        close = ("close", lambda: self.tier.close())
+        entries = self.keep("entries", lambda: sorted(self.tier.entries()))
 
         def drop() -> None:
             self.tier.drop(4)
@@ -1708,8 +1539,8 @@ class Disk(Program):
         return [
             ("DiskTier", open_), ("write", write(0, 0)), ("write", write(1, 1)),
             ("write_many", write_many), ("read_many", read), ("write", write(1, 6)),
-            ("drop", drop), ("flush", lambda: self.tier.flush()), ("close", close),
-            ("DiskTier", open_), ("entries", entries), ("read_many", read), ("close", close),
+            ("drop", drop), ("flush", lambda: self.tier.flush()), close,
+            ("DiskTier", open_), entries, ("read_many", read), close,
         ]  # fmt: skip
 
     def state(self, step: str) -> Any:
@@ -1719,9 +1550,6 @@ class Disk(Program):
         own = {"write": (0, 1), "write_many": (2, 3, 4, 5), "drop": (4,)}.get(step, ())
         return [(h, slot) for h, slot in sorted(self.tier.entries()) if slot not in own]
 
-    def result(self) -> dict[str, Any]:
-        return dict(self.results)
-
     def close(self) -> None:
         if self.tier is not None:
             self.tier.close()
@@ -1730,8 +1558,7 @@ class Disk(Program):
 class Shared(Program):
     """A shared store in memory: opened by two users, blocks put and got, some evicted, removed."""
 
-    def __init__(self, device: Any, folder: Path) -> None:
-        super().__init__(device, folder)
+    def prepare(self, device: Any) -> None:
         self.pools = [kv.KVPool(8, PAGE, LAYERS, HEADS, WIDTH, device="host") for _ in range(2)]
         self.stores: list[kv.SharedStore | None] = [None, None]
         self.hashes = kv.block_hashes(range(8), 1)
@@ -1780,9 +1607,6 @@ class Shared(Program):
         reader = self.stores[1]
         return there, None if reader is None or step == "put" else reader.match(self.hashes)
 
-    def result(self) -> dict[str, Any]:
-        return dict(self.results)
-
     def close(self) -> None:
         for store in self.stores:
             if store is not None:
@@ -1805,7 +1629,9 @@ class KernelCache(Program):
                 with cache_in(self.folder / "cache"):
                     made = kernel_cache.get_or_make(f"cubin-{name}", lambda: content)
                     self.results[f"bytes {name}"] = made
-                    path = kernel_cache.file(f"host-{name}", ".so", lambda p: written(p, content))
+                    path = kernel_cache.file(
+                        f"host-{name}", ".so", lambda path: path.write_bytes(content)
+                    )
                     self.results[f"file {name}"] = path.read_bytes().startswith(content)
                     kernel_cache.store(f"cubin-{name}-2", content, aliases=[f"cubin-{name}-3"])
 
@@ -1826,20 +1652,15 @@ class KernelCache(Program):
         return dict(self.results)
 
 
-def written(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-
-
 class Calibration(Program):
     """Thresholds of transfers, stored for a device."""
 
     def steps(self) -> list[Step]:
-        def save() -> None:
+        def save() -> str:
             with cache_in(self.folder):
-                path = calibrate.save("a model", {"model": "a model"})
-            self.results["path"] = path.name
+                return calibrate.save("a model", {"model": "a model"}).name
 
-        return [("save", save), ("save", save)]
+        return [self.keep("save", save)] * 2
 
     def state(self, step: str) -> Any:
         return files(self.folder)
@@ -1861,7 +1682,7 @@ def _calls() -> Iterator[type[Program]]:
 def programs() -> dict[str, type[Program]]:
     """Return all programs by name."""
     found = {kind.__name__: kind for kind in _calls()}
-    bases = Program, Call, BoundCall
+    bases = Program, Call, BoundCall, TwoPools
     for kind in globals().values():
         if inspect.isclass(kind) and issubclass(kind, Program) and kind not in bases:
             found[kind.__name__] = kind

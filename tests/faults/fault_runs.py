@@ -3,7 +3,7 @@
 program    step 1 | step 2 | ...                 each step: state before, call
 fault               call 7 of `launch` raises    state after == state before, the error names
                                                  the cause, and the same step then succeeds
-end        result == that of a run without fault; nothing is held, no file is left open
+end        result as in a run without fault; nothing is held, no file is left open
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class World:
 
 @contextmanager
 def running(kind: type[Program], world: World, *, kernels: bool) -> Iterator[Program]:
-    """Prepare a program in a folder of its own, and release what it holds."""
+    """Prepare a program in a new folder, and release what it holds."""
     world.renew(kernels=kernels)
     folder = Path(tempfile.mkdtemp(prefix="kvcupy-faults-"))
     program = None

@@ -19,7 +19,7 @@ from fault_runs import World, calls_met, run, survey
 
 import kvcupy as kv
 from kvcupy.cache.engine import Batch
-from kvcupy.cache.paged.past import Past
+from kvcupy.cache.paged.moves import Past
 from kvcupy.cache.paged.step import Steps
 from kvcupy.cache.tiered.disk import DiskTier
 from kvcupy.cache.tiered.tiers import Tiers
@@ -126,10 +126,10 @@ def test_work_that_was_submitted_without_a_thread_is_not_done_later(tmp_path, mo
     gate, held = threading.Event(), []
     with DiskTier(tmp_path / "tier", 2**16, size, {}, num_threads=3) as tier:
         for _ in range(2):  # all the threads that it may have
-            tier._threads.submit(gate.wait)
+            tier._helpers._executor.submit(gate.wait)
         memory = {slot: bytearray([slot]) * size for slot in slots}
         items = [(slot, slot, memoryview(memory[slot])) for slot in slots]
-        submitted = type(tier._threads).submit
+        submitted = type(tier._helpers._executor).submit
 
         def submit(self, *call):
             held.append(submitted(self, *call))  # in the queue
@@ -137,7 +137,7 @@ def test_work_that_was_submitted_without_a_thread_is_not_done_later(tmp_path, mo
 
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(type(tier._threads), "submit", submit)
+                patch.setattr(type(tier._helpers._executor), "submit", submit)
                 assert tier.write_many(items) == [None] * len(items)
             for slot in slots:
                 memory[slot][:] = b"\xff" * size

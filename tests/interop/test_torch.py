@@ -35,8 +35,7 @@ from torch_calls import (  # noqa: E402
 )
 
 import kvcupy.interop.torch as kvt  # noqa: E402
-from kvcupy.interop import torch_operators  # noqa: E402
-from kvcupy.interop.torch_operators import KERNELS, OPERATORS  # noqa: E402
+from kvcupy.interop.torch import KERNELS, OPERATORS  # noqa: E402
 
 DYNAMIC = ("slot_mapping", "page_table_csr", "find_duplicate_slots")  # whose results' lengths are
 NO_BACKWARD = "kvcupy has no backward: call this under torch.no_grad()"
@@ -95,14 +94,6 @@ def test_schemas_have_the_operations_defaults():
                 assert argument.default_value is None
 
 
-def test_results_are_never_arguments():
-    """A schema without aliases in what it returns; outputs are written instead."""
-    for name in NAMES:
-        schema = operator(name)._schema
-        assert all(r.alias_info is None for r in schema.returns), name
-        assert schema.is_mutable or schema.returns, name
-
-
 def test_compilers_keep_strides_and_leave_waits_out_of_graphs():
     known = torch.Tag
     strides = getattr(known, "needs_exact_strides", known.needs_fixed_stride_order)
@@ -115,21 +106,23 @@ def test_compilers_keep_strides_and_leave_waits_out_of_graphs():
 # --- Results, and what is written ---
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_is_what_the_schema_says(calls, name):
+def test_what_is_written_is_what_the_schema_says(calls, name, mode, compile_):
     """Bit for bit what kvcupy's own function does, versions included; it returns the outputs."""
     own, theirs = copied(calls[name]), copied(calls[name])
-    function = function_of(name)
-    want = leaves(getattr(kv, function)(**own))
+    function = getattr(kvt, function_of(name))
+    want = leaves(getattr(kv, function_of(name))(**own))
     written = {a.name for a in operator(name)._schema.arguments if a.is_write}
     before = {n: x._version for n, x in theirs.items() if isinstance(x, torch.Tensor)}
-    got = leaves(getattr(kvt, function)(**theirs))
+    run = function if mode == "eager" else compile_(lambda **call: function(**call))
+    got = leaves(run(**theirs))
     assert {n for n, v in before.items() if theirs[n]._version > v} == written & before.keys()
     assert_same(theirs, own)
     for i, (x, y) in enumerate(zip(got, want, strict=True)):
         assert_bits(x, torch.as_tensor(y), f"result {i}")
     outputs = [theirs[n] for n in ("k_out", "v_out", "out", "lse_out") if n in theirs]
-    if name.endswith("_out") and got:
+    if name.endswith("_out") and got and mode == "eager":
         assert [id(x) for x in got] == [id(x) for x in outputs][: len(got)]
 
 
@@ -155,40 +148,6 @@ def test_kvcupys_own_functions_are_traced_as_operators(compile_):
     want = step(query, rows, *caches, *tables)
     assert torch.equal(compile_(step)(query, rows, *compiled, *tables), want)
     assert torch.equal(caches, compiled) and caches.any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_without_graph_breaks(calls, name, compile_):
-    own, compiled = copied(calls[name]), copied(calls[name])
-    function = getattr(kvt, function_of(name))
-    want = leaves(function(**own))
-    before = {n: x._version for n, x in compiled.items() if isinstance(x, torch.Tensor)}
-    written = {a.name for a in operator(name)._schema.arguments if a.is_write}
-    got = leaves(compile_(lambda call: function(**call))(compiled))
-    assert_same(compiled, own)
-    for i, (x, y) in enumerate(zip(got, want, strict=True)):
-        assert_bits(x, y, f"result {i}")
-    assert {n for n, v in before.items() if compiled[n]._version > v} == written & before.keys()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_fakes(calls, name):
-    """Shapes, dtypes, strides and devices of what the operation returns, and nothing is run."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    call = copied(calls[name])
-    unchanged = copied(call)
-    function = getattr(kvt, function_of(name))
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        fakes = {n: mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
-                 for n, x in call.items()}  # fmt: skip
-        fake = leaves(function(**fakes))
-    assert_same(call, unchanged)
-    for x, y in zip(fake, leaves(function(**call)), strict=True):
-        assert (x.dtype, x.device, x.ndim) == (y.dtype, y.device, y.ndim)
-        if name not in DYNAMIC:
-            assert (x.shape, x.stride()) == (y.shape, y.stride())
 
 
 def test_fakes_of_lengths_that_values_decide(calls):
@@ -249,6 +208,10 @@ def test_attention_over_bytes_of_four_bits(device):
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (query, *caches, table, lens)]
         assert kvt.paged_attention(*fakes, format="nvfp4").shape == got.shape
+        gathered, _ = kvt.gather_kv(*fakes[1:3], mode.from_tensor(slots), format="nvfp4")
+        assert gathered.shape == rows.shape
+    gathered, _ = kvt.gather_kv(*caches, slots, format="nvfp4")
+    assert (gathered - rows).norm() < 0.2 * rows.norm()
 
 
 @pytest.mark.parametrize("shape", ["slots", "NHD", "HND", "two axes"])
@@ -271,24 +234,32 @@ def test_merged_states_of_one_array(device):
     assert_bits(out, kv.merge_states(states, lse, None, None)[0], "out")
 
 
-@pytest.mark.parametrize("name", ["apply_rope", "rope_store_kv", "rope_store_mla"])
-def test_rotations_without_a_query(calls, name, compile_):
-    own, compiled = copied(calls[name]), copied(calls[name])
-    own["query"] = compiled["query"] = None
-    getattr(kv, name)(**own)
-    compile_(getattr(kvt, name))(**compiled)
-    assert_same(compiled, own)
+SECTIONS = {"positions": torch.tensor([[3, 4, 7], [1, 2, 3], [1, 1, 2]]), "sections": (1, 1, 0),
+            "sections_interleaved": True}  # fmt: skip
+VARIANTS = [
+    ("apply_rope", {"query": None}),
+    ("rope_store_kv", {"query": None}),
+    ("rope_store_mla", {"query": None}),
+    ("apply_rope", SECTIONS),
+    ("paged_attention", {"window": 1, "sink_tokens": 2, "return_lse": True}),
+    ("paged_attention", {"window": 1, "sinks": torch.linspace(-1, 1, 4), "return_lse": True}),
+]
 
 
-def test_sections_of_positions(calls, compile_):
-    own, compiled = copied(calls["apply_rope"]), copied(calls["apply_rope"])
-    for call in (own, compiled):
-        call.update(positions=call["positions"].expand(3, 3) // torch.tensor(
-            [[1], [2], [3]], device=call["positions"].device), sections=(1, 1, 0),
-            sections_interleaved=True)  # fmt: skip
-    kv.apply_rope(**own)
-    compile_(kvt.apply_rope)(**compiled)
-    assert_same(compiled, own)
+@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=lambda value: str(value)[:40])
+def test_variants_of_calls(calls, name, changes, device, compile_):
+    changes = {
+        n: x.to(torch_device(device)) if isinstance(x, torch.Tensor) else x
+        for n, x in changes.items()
+    }
+    own = copied(calls[name]) | changes
+    want = leaves(getattr(kv, name)(**own))
+    function = getattr(kvt, name)
+    for run in (function, compile_(lambda **call: function(**call))):
+        call = copied(calls[name]) | changes
+        for x, y in zip(leaves(run(**call)), want, strict=True):
+            assert_bits(x, y, "result")
+        assert_same(call, own)
 
 
 # --- Numbers or tensors, and bytes ---
@@ -312,45 +283,29 @@ def test_scales_are_numbers_or_tensors(device, scale, compile_):
     assert_bits(store(compile_(kvt.store_kv)), want, "compiled")
 
 
-def test_sinks_are_logits_and_sink_tokens_a_count(calls):
-    call = copied(calls["paged_attention"])
-    for kept in ({"sink_tokens": 2}, {"sinks": torch.randn(4, device=call["query"].device)}):
-        want = kv.paged_attention(**call, window=1, **kept, return_lse=True)
-        got = kvt.paged_attention(**call, window=1, **kept, return_lse=True)
-        for x, y, name in zip(got, want, ("out", "lse"), strict=True):
-            assert_bits(x, y, name)
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
-@pytest.mark.parametrize("name", ["store_kv", "rope_store_kv", "gather_kv", "paged_attention"])
-def test_caches_as_bytes(calls, name, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "format"),
+    [("float8_e4m3fn", "fp8_e4m3"), ("float8_e5m2", "fp8_e5m2"), ("int8", "int8")],
+)
+@pytest.mark.parametrize(
+    "name", ["store_kv", "store_mla", "rope_store_kv", "gather_kv", "paged_attention"]
+)
+def test_caches_as_bytes(calls, name, dtype, format):
     """uint8 with a format does what the dtype does."""
-    dtype = getattr(torch, dtype)
     typed, raw = copied(calls[name]), copied(calls[name])
-    for cache in ("k_cache", "v_cache"):
-        typed[cache] = (torch.rand(calls[name][cache].shape) * 9).to(typed[cache].device, dtype)
+    caches = [n for n, a in OPERATIONS[name].public_arguments.items() if a.cache]
+    for cache in caches:
+        values = (torch.rand(calls[name][cache].shape) * 9).to(typed[cache].device)
+        typed[cache] = values.to(getattr(torch, dtype))
         raw[cache] = typed[cache].clone().view(torch.uint8)
-    format = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}.get(str(dtype)[6:], "int8")
-    function = getattr(kvt, function_of(name))
-    want = leaves(function(**typed))
-    got = leaves(function(**raw, format=format))
+    function = getattr(kvt, name)
+    want, got = leaves(function(**typed)), leaves(function(**raw, format=format))
     for i, (x, y) in enumerate(zip(got, want, strict=True)):
         assert_bits(x, y, f"result {i}")
-    for cache in ("k_cache", "v_cache"):
-        assert_bits(raw[cache].view(dtype), typed[cache], cache)
+    for cache in caches:
+        assert_bits(raw[cache].view(getattr(torch, dtype)), typed[cache], cache)
     operator_arguments = operands(name, {**raw, "format": format})
     torch.library.opcheck(operator(name), *operator_arguments, test_utils="test_faketensor")
-
-
-def test_bytes_of_mla(device):
-    on = torch_device(device)
-    latent, key = torch.randn(1, 12, device=on), torch.randn(1, 4, device=on)
-    raw = torch.zeros(8, 16, dtype=torch.uint8, device=on)
-    typed = raw.clone().view(torch.float8_e5m2)
-    slots = torch.tensor([2], device=on)
-    kvt.store_mla(latent, key, raw, slots, format="fp8_e5m2", scale=0.5)
-    kv.store_mla(latent, key, typed, slots, scale=0.5)
-    assert_bits(raw.view(torch.float8_e5m2), typed, "cache")
 
 
 def test_a_format_that_is_not_the_caches(calls):
@@ -452,10 +407,6 @@ def both(device, transform):
             want, got = eager(*eager.inputs(batch)), run(*other.inputs(batch))
         assert_bits(got, want, f"out of {batch}")
         assert_bits(other.cache, eager.cache, f"cache after {batch}")
-
-
-def test_a_layer_over_a_combined_cache(device, compile_):
-    both(device, compile_)
 
 
 def test_a_layer_of_any_batch_is_traced_once(device, compile_):
@@ -621,12 +572,12 @@ def test_streams_of_kvcupy(calls, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_run_on_the_current_stream(calls, name, monkeypatch):
-    """That of torch, in its captures too: none is passed on, and kvcupy asks for it."""
+    """No stream is passed on, and kvcupy asks torch for its own, in torch's captures too."""
     (found,) = (each for each in OPERATORS if each.name == name)
     passed = []
     declaration = copy(found.declaration)
     declaration.function = lambda **values: passed.append(values)
-    monkeypatch.setattr(torch_operators, "_FUNCTIONS", {})
+    monkeypatch.setattr(kvt, "_FUNCTIONS", {})
     replace(found, declaration=declaration).kernel(*operands(name, copied(calls[name]))[0])
     assert not {"stream", "alt_stream"} & passed[0].keys()
     assert (
@@ -657,70 +608,53 @@ def test_no_streams_where_a_call_is_traced(calls, device, name, compile_):
         compile_(lambda call: kvt.rope_store_kv(**call, **{name: stream}))(call)
 
 
-def test_tensors_are_recorded_on_the_streams(monkeypatch):
-    """Those of a GPU, arguments, outputs and results alike; stand-ins, for there may be none."""
+@pytest.mark.parametrize("whose", ["kvcupy", "cupy", "protocol", "torch"])
+def test_tensors_are_recorded_on_the_stream(monkeypatch, whose):
+    """Arguments, outputs and results of a GPU, for which there are stand-ins.
 
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-        device = SimpleNamespace(index=1)
-
-        def record_stream(self, stream):
-            recorded.append((self, stream))
-
-    class TorchStream:
-        pass
-
-    recorded, external, lent = [], [], []
-    monkeypatch.setattr(torch.cuda, "Stream", TorchStream)
-    monkeypatch.setattr(
-        torch.cuda, "ExternalStream", lambda *of: external.append(of) or ("external", of[0])
-    )
-    own_stream, torchs = SimpleNamespace(pointer=77), TorchStream()
-    own_stream.lend, torchs.lend = (lambda: lent.append(77)), (lambda: lent.append(torchs))
-    gpu = SimpleNamespace(as_stream=lambda stream: stream)
-    monkeypatch.setattr(kvt, "devices", SimpleNamespace(get={"cuda:1": gpu}.__getitem__))
-    key, cache, out, result = (torch.zeros(1).as_subclass(OnGpu) for _ in range(4))
-    monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: (result, None))
-    got = kvt._on_streams(
-        "store", (key, None, torch.zeros(1), [cache], 5), {"out": out},
-        {"stream": own_stream, "alt_stream": torchs},
-    )  # fmt: skip
-    assert got == (result, None) and external == [(77, key.device)] * 4
-    assert lent == [77, torchs] * 4
-    expected = [(x, s) for x in (key, cache, out, result) for s in (("external", 77), torchs)]
-    assert [(id(x), s) for x, s in recorded] == [(id(x), s) for x, s in expected]
-
-
-@pytest.mark.parametrize("whose", ["kvcupy", "cupy", "protocol"])
-def test_a_tensor_may_be_freed_long_after_the_stream_that_it_was_recorded_on(monkeypatch, whose):
-    """torch records an event on the stream then, by its address."""
+    A tensor may be freed long after the stream: torch then records an event on it by its address.
+    """
 
     class OnGpu(torch.Tensor):
         is_cuda = True
         device = SimpleNamespace(index=0)
 
         def record_stream(self, stream):
-            recorded.append(stream.cuda_stream)
+            recorded.append((id(self), stream.cuda_stream))
+
+    class TorchStream:
+        cuda_stream = None
 
     api, recorded = FakeApi(), []
     gpu = CudaDevice(0, api)
     monkeypatch.setitem(devices._devices, "cuda:0", gpu)
+    monkeypatch.setattr(torch.cuda, "Stream", TorchStream)
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda pointer, _: SimpleNamespace(cuda_stream=pointer)
     )
-    monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: None)
+    key, cache, out, result = (torch.zeros(1).as_subclass(OnGpu) for _ in range(4))
+    monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: (result, None))
     stream = gpu.stream() if whose == "kvcupy" else api.cupy.cuda.Stream(non_blocking=True)
     if whose == "protocol":
         stream = StreamAddress(stream.ptr, stream)
-    tensor = torch.zeros(1).as_subclass(OnGpu)
-    kvt._on_streams("store", (tensor,), {}, {"stream": stream})
+    if whose == "torch":
+        own, stream = stream, TorchStream()
+        stream.cuda_stream = own.ptr
+    got = kvt._on_streams(
+        "store", (key, None, torch.zeros(1), [cache], 5), {"out": out},
+        {"stream": stream, "alt_stream": gpu.stream()},
+    )  # fmt: skip
+    assert got == (result, None)
     del stream
     gc.collect()
-    (pointer,) = recorded
-    event = api.runtime.eventCreateWithFlags(2)
-    api.runtime.eventRecord(event, pointer)
-    assert api.runtime.eventQuery(event) == 600
-    api.runtime.eventSynchronize(event)
+    pointers = [pointer for _, pointer in recorded[:2]]
+    assert recorded == [(id(x), at) for x in (key, cache, out, result) for at in pointers]
+    assert len(set(pointers)) == 2
+    for pointer in pointers:
+        event = api.runtime.eventCreateWithFlags(2)
+        api.runtime.eventRecord(event, pointer)
+        assert api.runtime.eventQuery(event) == 600
+        api.runtime.eventSynchronize(event)
 
 
 # --- Pools and other memory ---
@@ -777,9 +711,9 @@ def test_a_paged_cache_over_tensors_that_a_graph_writes(device, compile_):
     assert_bits(out, want, "out")
 
 
-@pytest.mark.parametrize("format", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"])
-def test_arrays_as_tensors(device, format):
-    array = device.zeros((3, 4), format)
+def test_arrays_as_tensors(device):
+    """`test_dlpack_export.py` has every format."""
+    array = device.zeros((3, 4), "fp8_e4m3")
     tensor = kvt.as_tensor(array)
     assert tensor.shape == (3, 4) and str(tensor.device) == torch_device(device)
     tensor.view(torch.int8)[1] = 60
@@ -787,18 +721,6 @@ def test_arrays_as_tensors(device, format):
     assert kvt.as_tensor(tensor) is tensor
     with pytest.raises(TypeError, match=r"^array: expected an array, got list"):
         kvt.as_tensor([1])
-
-
-def test_scales_of_a_pool(device):
-    pool = kv.KVPool(4, 2, 1, 2, 8, dtype="int8", scales=True, device=device)
-    scales = [kvt.as_tensor(pool.k_scale(0)), kvt.as_tensor(pool.v_scale(0))]
-    key = torch.full((1, 2, 8), 127.0, device=torch_device(device))
-    kvt.store_kv(
-        key, key, pool.torch_k(0), pool.torch_v(0), torch.tensor([3], device=key.device),
-        k_scale_cache=scales[0], v_scale_cache=scales[1],
-    )  # fmt: skip
-    device.synchronize()
-    assert device.to_numpy(pool.k_scale(0))[3].tolist() == [1.0, 1.0]
 
 
 def test_a_table_of_rope(device):

@@ -131,7 +131,7 @@ def test_assisted_generation(models, name):
     require_same(model, inputs, prompt_lookup_num_tokens=3)
 
 
-def test_a_second_turn_goes_on_from_the_first(models):
+def test_a_second_turn_continues_the_first(models):
     model, inputs = models("llama"), prompts(2)
     caches = {
         "eager": transformers.DynamicCache(),
@@ -152,50 +152,36 @@ def test_prefill_in_chunks(models, padding):
     require_same(models("gemma3"), prompts(padding=padding), prefill_chunk_size=5)
 
 
+def logits_of(model, implementation, inputs, **options):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(**inputs, **options).logits.float()[inputs["attention_mask"].bool()]
+
+
+QUANTISED = {"bf16": 0.02, "fp8_e4m3": 0.1, "int8": 0.03, torch.float8_e5m2: 0.2, None: 0.03}
+
+
 @pytest.mark.parametrize("own", ["kvcupy", "sdpa"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", QUANTISED)
 def test_quantised(models, dtype, own):
-    """Logits of one forward differ by what the format rounds away."""
-    model, inputs = models("llama"), prompts()
-    bound = {"bf16": 0.02, "fp8_e4m3": 0.1, "int8": 0.03}.get(dtype, 0.2)
-    logits = {}
-    for implementation, cache in {
-        "eager": None, own: PagedCache(model.config, num_pages=99, dtype=dtype)
-    }.items():  # fmt: skip
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            logits[implementation] = model(**inputs, past_key_values=cache).logits
-    real = inputs["attention_mask"].bool()
-    difference = (logits[own] - logits["eager"])[real].norm() / logits["eager"][real].norm()
-    assert 0 < difference < bound
-
-
-def test_bf16_model():
-    model = model_of("qwen3").bfloat16()
-    inputs = prompts()
-    logits = {}
-    for implementation in ("eager", "kvcupy"):
-        model.set_attn_implementation(implementation)
-        cache = PagedCache(model.config, num_pages=99) if implementation == "kvcupy" else None
-        with torch.no_grad():
-            logits[implementation] = model(**inputs, past_key_values=cache).logits.float()
-    assert cache.pages.pool.dtype == "bf16"
-    real = inputs["attention_mask"].bool()
-    difference = (logits["kvcupy"] - logits["eager"])[real].norm() / logits["eager"][real].norm()
-    assert difference < 0.03
+    """Logits of one forward differ by what the format rounds away; None: a bf16 model."""
+    model = models("llama") if dtype else model_of("qwen3").bfloat16()
+    inputs, cache = prompts(), PagedCache(model.config, num_pages=99, dtype=dtype)
+    expected = logits_of(model, "eager", inputs)
+    difference = logits_of(model, own, inputs, past_key_values=cache) - expected
+    assert 0 < difference.norm() / expected.norm() < QUANTISED[dtype]
+    assert dtype is not None or cache.pages.pool.dtype == "bf16"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_without_a_cache(models, name, padded):
-    model, inputs = models(name), prompts(padding=(5, 0, 11) if padded else (0, 0, 0))
-    logits = {}
-    for implementation in ("eager", "kvcupy"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            logits[implementation] = model(**inputs, use_cache=False).logits
-    real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(logits["kvcupy"][real], logits["eager"][real], rtol=1e-4, atol=1e-4)
+    inputs = prompts(padding=(5, 0, 11) if padded else (0, 0, 0))
+    own, expected = (
+        logits_of(models(name), implementation, inputs, use_cache=False)
+        for implementation in ("kvcupy", "eager")
+    )
+    torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -278,7 +264,7 @@ def test_rows_that_are_forked_share_pages(llama):
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("padding", [(0, 0, 0), (5, 0, 11)])
 def test_rows_after_reorder_and_crop(llama, padding, count):
-    """Each row goes on as if it had been computed alone; 8 tokens are more than one of them has."""
+    """Each row continues as if computed alone; one of them has fewer than 8 tokens."""
     inputs = prompts(padding=padding)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     new = torch.randint(3, 64, (4, 3))
@@ -344,50 +330,37 @@ def test_too_few_pages(llama):
         forward(llama, PagedCache(llama.config, num_pages=2, page_size=4), ids)
 
 
-def refuse(error, match, call, cache):
-    before = state(cache)
-    with pytest.raises(error, match=match):
-        call()
-    assert state(cache) == before
-
-
 def test_refused_calls(llama):
     cache, inputs = PagedCache(llama.config, num_pages=20, page_size=4), prompts()
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     forward(llama, cache, ids, mask)
+    before = state(cache)
     new, ones = ids[:, :1], torch.ones(3, 1, dtype=torch.long)
+    longer, key = torch.cat([mask, ones], 1), torch.zeros(3, 2, 1, 16)
+
+    def go(*arguments, implementation="kvcupy"):
+        llama.set_attn_implementation(implementation)
+        forward(llama, cache, *arguments)
+
     for match, call in {
-        "attention_mask: .*no change": lambda: forward(
-            llama, cache, new, torch.cat([1 - mask, ones], 1)
-        ),
-        "attention_mask: .*earlier tokens": lambda: forward(llama, cache, new),
-        r"attention_mask: .*\(3, 18\)": lambda: forward(llama, cache, new, mask),
-        "key_states: .*batch of 3": lambda: forward(
-            llama, cache, new[:2], torch.cat([mask, ones], 1)[:2]
-        ),
-        "attention_mask: .*sdpa": lambda: forward(
-            llama, cache, new, torch.zeros(3, 1, 1, 18)
-        ),
+        "attention_mask: .*no change": lambda: go(new, torch.cat([1 - mask, ones], 1)),
+        "attention_mask: .*earlier tokens": lambda: go(new),
+        r"attention_mask: .*\(3, 18\)": lambda: go(new, mask),
+        "key_states: .*batch of 3": lambda: go(new[:2], longer[:2]),
+        "attention_mask: .*sdpa": lambda: go(new, torch.zeros(3, 1, 1, 18)),
+        "past_key_values: .*without padding": lambda: go(new, longer, implementation="eager"),
         "tokens_to_remove: .*-17 to 0, got 3": lambda: cache.crop(3),
         "tokens_to_remove: .*-17 to 0, got -18": lambda: cache.crop(-18),
         "beam_idx: .*0 to 2, got 3": lambda: cache.reorder_cache(torch.tensor([0, 3])),
         "repeats": lambda: cache.batch_repeat_interleave(0),
-    }.items():  # fmt: skip
-        refuse(ValueError, match, call, cache)
-    key = torch.zeros(3, 2, 1, 16)
-    llama.set_attn_implementation("eager")
-    refuse(
-        ValueError, "past_key_values: .*without padding",
-        lambda: forward(llama, cache, new, torch.cat([mask, ones], 1)), cache,
-    )  # fmt: skip
-    llama.set_attn_implementation("kvcupy")
-    refuse(
-        kv.KvcupyError, "layer_idx: expected layer 0 next, got 1",
-        lambda: cache.attend(1, torch.zeros(3, 4, 1, 16), key, key), cache,
-    )  # fmt: skip
-    refuse(
-        ValueError, "heads and widths", lambda: cache.update(key[..., :8], key, 1), cache,
-    )  # fmt: skip
+        "heads and widths": lambda: cache.update(key[..., :8], key, 1),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+        assert state(cache) == before
+    with pytest.raises(kv.KvcupyError, match="layer_idx: expected layer 0 next, got 1"):
+        cache.attend(1, torch.zeros(3, 4, 1, 16), key, key)
+    assert state(cache) == before
 
 
 def test_training_is_refused(llama):

@@ -8,7 +8,7 @@ import every_call
 import torch
 
 import kvcupy.interop.torch as kvt
-from kvcupy.interop.torch_operators import OPERATORS, Operator
+from kvcupy.interop.torch import OPERATORS, Operator
 
 Call = dict[str, Any]
 
@@ -16,7 +16,7 @@ NAMES = tuple(each.name for each in OPERATORS)
 
 
 def tensors(call: Call) -> Call:
-    """Return a call's arrays as tensors, each with memory of its own."""
+    """Return a call's arrays as tensors, each with separate memory."""
     return {n: kvt.as_tensor(x).clone() if hasattr(x, "shape") else x for n, x in call.items()}
 
 

@@ -48,7 +48,7 @@ __global__ void any_bits(const __grid_constant__ AtomicsParams p) {
   atomicOr(word_of<T>(p, self), reinterpret_cast<const T*>(p.in)[self]);
 }
 
-// Every thread draws a number of its own; the literal 1 takes the type of the word.
+// Every thread draws a different number; the literal 1 takes the type of the word.
 template <typename T>
 __global__ void draw_numbers(const __grid_constant__ AtomicsParams p) {
   const int self = thread_in_grid();

@@ -53,7 +53,7 @@ __global__ void tree_sum(const __grid_constant__ ThreadsParams p) {
   if (threadIdx.x == 0) p.out[blockIdx.x] = sums[0];
 }
 
-// What dynamic shared memory holds when a block begins; then it is overwritten.
+// Copy the contents of dynamic shared memory when a block begins, then overwrite them.
 // grid: any, block: kBlock, smem: kBlock ints
 template <int kBlock>
 __global__ void read_fresh_shared(const __grid_constant__ ThreadsParams p) {

@@ -160,7 +160,7 @@ __global__ void reads_unwritten(const __grid_constant__ StrictParams p) {
   p.out[i] = bytes[(i + 1) % blockDim.x];
 }
 
-// What the block before has left is not there.
+// A block does not see what the previous block left.
 template <bool kStatic>
 __global__ void reads_of_the_block_before(const __grid_constant__ StrictParams p) {
   char* bytes = shared_bytes<kStatic>();

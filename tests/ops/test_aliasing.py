@@ -181,7 +181,7 @@ def test_rows_beside_after_rows_in_place(device, looked_at):
 
 
 def test_layers_one_behind_the_other(device, looked_at, monkeypatch):
-    """Those of a model are tested in one pass, not each with each."""
+    """The layers of a model are compared in one pass, not in pairs."""
     pools = [device.zeros((4, 2, 3), np.float32) for _ in range(64)]
     pages = {**copy_pages(device), "cache": pools}
     tested = []

@@ -449,3 +449,18 @@ def test_more_tiles_than_a_grid_takes_in_one_dimension(device):
     table = device.asarray(numbers.astype(np.int32).reshape(count, 1))
     out = kv.paged_attention(query, key, value, table, lengths)
     np.testing.assert_array_equal(device.to_numpy(out).ravel(), numbers)
+
+
+def test_outputs_may_be_adjacent(device):
+    case = AttentionCase(device, 7)
+    args = case.arguments([9, 6], [4, 2], widths=(8, 8))
+    near = case.output("fp32", (6 * 4 * 9,))
+    out = near.sub(lambda a: a[:192].reshape(6, 4, 8))
+    case.attend(args, out, near.sub(lambda a: a[192:].reshape(6, 4)))
+
+
+def test_inputs_may_share_memory(device):
+    """One cache for keys and values, one array for both lengths."""
+    case = AttentionCase(device, 10)
+    args = case.arguments([5, 5], [5, 5], widths=(8, 8))
+    case.attend({**args, "v_cache": args["k_cache"], "query_lens": args["seq_lens"]})

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, QUERY_CACHE_PAIRS, SCALE_KINDS, AttentionCase
+from attention_checks import check_attention_visible_nan
 from helpers import FORMATS, QUANTISED, Arg, all_patterns, from_values
 
 import kvcupy as kv
@@ -161,7 +162,7 @@ def reference_of(args):
 @pytest.mark.parametrize("formats", [("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "fp8_e5m2")],
                          ids="-".join)  # fmt: skip
 def test_an_infinity_in_v_stays_one(device, formats, shape, alike):
-    """It reaches its own column of its own sequence; two of opposite sign make NaN."""
+    """It reaches only the column and the sequence it is in; two of opposite sign make NaN."""
     fmt, cache_fmt = formats
     case = AttentionCase(device, 10)
     args = case.arguments([33, 1, 70], fmt=fmt, cache_fmt=cache_fmt, loud=0.5, page_size=16,
@@ -259,3 +260,8 @@ def test_what_store_kv_writes(device, fmt):
     step = {"fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8, "int8": 1 / 127}[fmt]
     assert np.abs(stored - rows[0].astype(float)).max() <= 8 * step
     case.attend(args)
+
+
+@pytest.mark.parametrize("arch", [0, 75, 89])
+def test_a_visible_nan_is_seen(kernel_sources, arch):
+    check_attention_visible_nan(kernel_sources.device("-O0", f"-DKVCUPY_ARCH={10 * arch}"))

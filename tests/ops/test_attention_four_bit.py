@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views
+from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views, rotated
 from four_bit_cases import FOUR_BIT, KINDS, split_cache
 from helpers import from_values, full_only
 
@@ -13,48 +13,54 @@ from kvcupy import reference
 
 LENS, NEW = [6, 1, 9], [2, 1, 5]
 both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
+stored = pytest.mark.parametrize("stored", [lambda args: args, rotated], ids=["plain", "rotated"])
+"""As rows are, or as rows that were rotated before they were stored."""
 SCALES = ("none", "float", "one element", "per head")
 
 
 @pytest.mark.covering(2)
 @both
+@stored
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("cache_fmt", FOUR_BIT)
 @pytest.mark.parametrize("fmt", FLOATS)
-def test_formats(device, fmt, cache_fmt, scales, new):
+def test_formats(device, fmt, cache_fmt, scales, stored, new):
     case = AttentionCase(device, 1)
     kinds = scales, SCALES[SCALES.index(scales) - 1]
-    case.attend(
-        case.arguments(LENS, new, fmt=fmt, cache_fmt=cache_fmt, widths=(128, 256), scales=kinds)
-    )
+    args = case.arguments(LENS, new, fmt=fmt, cache_fmt=cache_fmt, widths=(128, 256), scales=kinds)
+    case.attend(stored(args))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @both
+@stored
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
 @pytest.mark.parametrize("how", [a for a in ARRANGEMENTS if a != "wider rows"])
-def test_arrangements(device, how, fmt, new):
+def test_arrangements(device, how, fmt, stored, new):
     case = AttentionCase(device, 2)
-    case.attend(case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=(64, 64), how=how))
+    args = case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=(64, 64), how=how)
+    case.attend(stored(args))
 
 
 @both
-def test_rows_at_any_byte(device, new):
+@stored
+def test_rows_at_any_byte(device, stored, new):
     """Rows of 9, 18, 27 and 36 bytes, at odd addresses too."""
     for fmt, widths, how in (
         ("nvfp4", (16, 32), "NHD"), ("nvfp4", (48, 64), "HND"), ("nvfp4", (32, 32), "wider rows"),
         ("mxfp4", (96, 32), "NHD"), ("int4", (32, 96), "NHD"),
     ):  # fmt: skip
         case = AttentionCase(device, 3)
-        case.attend(
-            case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=widths, how=how,
-                           scales=("per head", "float"), heads=(6, 3), page_size=3)
-        )  # fmt: skip
+        args = case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=widths, how=how,
+                              scales=("per head", "float"), heads=(6, 3), page_size=3)  # fmt: skip
+        case.attend(stored(args))
 
 
+@pytest.mark.covering(2)
 @both
+@stored
 @pytest.mark.parametrize("fmt", KINDS)
-def test_scales_in_an_array_of_their_own(device, fmt, new):
+def test_scales_in_an_array_of_their_own(device, fmt, stored, new):
     """Pages of vLLM: the codes of a page, then its scales."""
     if device.kind != "host":
         pytest.skip("the case views NumPy arrays")
@@ -64,18 +70,21 @@ def test_scales_in_an_array_of_their_own(device, fmt, new):
     for name in ("k_cache", "v_cache"):
         array, mirror, _ = split_cache(case, fmt, pages, page_size, 2, 128, usual=True)
         args[name] = Views(array, mirror)
-    case.attend(args)
+    case.attend(stored(args))
 
 
+@pytest.mark.covering(2)
 @both
+@stored
 @pytest.mark.parametrize("fmt", KINDS)
-def test_masks(device, fmt, new):
+def test_masks(device, fmt, stored, new):
     case = AttentionCase(device, 5)
     lens, new = [75, 0, 40, 13], new and [9, 0, 3, 13]
     args = case.arguments(
         lens, new, fmt="fp16", cache_fmt=fmt, widths=(128, 128), heads=(6, 2), page_size=16,
         padding=2 if new else 0, scales=("per head", "float"),
     )  # fmt: skip
+    args = stored(args)
     case.attend(args, window=17, sink_tokens=5)
     case.attend(args, sinks=case.sinks(6), logits_soft_cap=6.0)
     if new:
@@ -182,9 +191,10 @@ def test_scales_of_slots_are_refused(device):
         case.issue(args | {"k_scale_cache": scales})
 
 
-def test_a_cache_without_pages(device):
+@pytest.mark.parametrize("encoding", ["nvfp4", "nvfp4+hadamard"])
+def test_a_cache_without_pages(device, encoding):
     """Whose codes are not even copied for keys that are missing."""
-    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4")
+    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), encoding)
     case = AttentionCase(device, 13)
     query = case.queries("bf16", 2, 4, 128).array
     table, lens = (device.asarray(np.array(x, np.int32)) for x in ([[-1, -1], [-1, -1]], [5, 7]))
@@ -193,13 +203,18 @@ def test_a_cache_without_pages(device):
     kv.check_faults(device)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("how", ["plain", "rope", "k_cache", "v_cache", "k_cache v_cache"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)])
-def test_widths_of_tensor_cores(device, widths, fmt, rope):
-    """Padded and not, in words of 4 bytes and of 8; those of two bytes on the plain path."""
+def test_widths_of_tensor_cores(device, widths, fmt, how):
+    """Padded and not, in words of 4 bytes and of 8; words of 2 bytes take the plain path.
+
+    Keys are rotated on read, or K, V or both were rotated before they were stored.
+    """
     case = AttentionCase(device, 14)
     args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=(4, 2),
                           page_size=16, scales=("float", "per head"))  # fmt: skip
-    case.attend(args | (case.rope(64, positions=60) if rope else {}))
+    if how == "rope":
+        args |= case.rope(64, positions=60)
+    case.attend(rotated(args, *how.split()) if "cache" in how else args)

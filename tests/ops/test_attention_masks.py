@@ -9,7 +9,6 @@ import pytest
 from attention_cases import AttentionCase
 from helpers import from_values
 
-import kvcupy as kv
 from kvcupy import reference
 from kvcupy.testing.tolerances import attention_errors
 
@@ -232,33 +231,3 @@ def test_against_torch(device, fmt, mask):
     )
     got = reference.decode(out.view, fmt)
     assert (np.abs(got - want) <= allowed + 1e-5).all()
-
-
-@pytest.mark.parametrize("fmt", ["fp32", "fp16", "bf16"])
-def test_torch_tensors(device, fmt):
-    """In and out, on their own stream, with a bool mask of torch's."""
-    torch = pytest.importorskip("torch")
-    if device.kind == "cuda" and not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    place = "cuda" if device.kind == "cuda" else "cpu"
-    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    case = AttentionCase(device, 13)
-    args = case.arguments([9, 6], [5, 1], fmt=fmt, cache_fmt="fp8_e4m3", scales=("float", "none"))
-    args["tree_mask"] = case.tree([5, 1])
-
-    def tensor(arg):
-        if isinstance(arg, (float, str)):
-            return arg
-        kind = {**kinds, "fp8_e4m3": torch.float8_e4m3fn}.get(arg.fmt)
-        flat = torch.from_numpy(np.ascontiguousarray(arg.view).view(np.uint8).copy()).to(place)
-        if arg.view.dtype == bool:
-            return flat.bool().reshape(arg.view.shape)
-        return flat.view(kind or getattr(torch, arg.fmt)).reshape(arg.view.shape)
-
-    got = kv.paged_attention(**{name: tensor(arg) for name, arg in args.items()})
-    assert got.dtype == kinds[fmt] and got.device.type == place
-    stored = got.cpu().contiguous().view(torch.uint8).numpy().view(from_values(0.0, fmt).dtype)
-    out, lse = case.results(args)
-    case.issue(args, out, lse)
-    case.settle(args, out.array, out, lse)
-    assert np.array_equal(reference.bits_of(stored, fmt), reference.bits_of(out.view, fmt))

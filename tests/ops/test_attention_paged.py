@@ -84,8 +84,14 @@ def ragged_arrays(rng):
     return *rows, pages, np.array([16, 5, 9]), np.array([4, 2, 3])
 
 
-@pytest.mark.parametrize("sums", [[-9, 3, 40, 44], [0, 30, 3, 44], [0, -5, -6, 44], [7, 3, 2, 1]],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sums",
+    [
+        [-9, 3, 40, 44], [0, 30, 3, 44], [0, -5, -6, 44], [7, 3, 2, 1],
+        [0, 30, 34, 45], [0, 60, 70, 80], [50, 50, 50, 50],
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_sums_of_query_lens_that_are_none(device, sums, fmt):
     """Nothing outside of the query is read or written, and the first wrong one is reported."""
@@ -96,7 +102,11 @@ def test_sums_of_query_lens_that_are_none(device, sums, fmt):
     case.issue(args, out, lse)
     with pytest.raises(kv.IndexFault, match="paged_attention: cu_query_lens") as caught:
         kv.check_faults(device)
-    wrong = [(i, n) for i, n in enumerate(sums) if n < max(0, *sums[max(0, i - 1) : i], 0)]
+    num_tokens = 44
+    wrong = [
+        (i, n) for i, n in enumerate(sums)
+        if n > num_tokens or n < max(0, *sums[max(0, i - 1) : i], 0)
+    ]  # fmt: skip
     assert any(f"[{i}] is {n}," in str(caught.value) for i, n in wrong), (wrong, caught.value)
     out.view[...], lse.view[...] = out.live(), lse.live()
     case.check_buffers()

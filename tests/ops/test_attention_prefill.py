@@ -48,7 +48,7 @@ def own_device(kernel_sources):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("by_shuffles", ["false", "true"])
 def test_a_warp_multiplies_matrices(own_device, fmt, by_shuffles):
-    """Two warps, each with matrices of its own, in many orders of their lanes."""
+    """Two warps with different matrices, in many orders of their lanes."""
     rng = np.random.default_rng(1)
     a = rng.standard_normal((2, 16, 16)).astype(DTYPE[fmt])
     b = rng.standard_normal((2, 16, 8)).astype(DTYPE[fmt])

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views, as_rotated, rotated
-from four_bit_cases import FOUR_BIT, KINDS, split_cache
+from attention_cases import AttentionCase, Views, as_rotated, rotated
 from helpers import full_only
 
-import kvcupy as kv
 from kvcupy import formats, reference
-
-LENS, NEW = [6, 1, 9], [2, 1, 5]
-both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
-SCALES = ("none", "float", "one element", "per head")
-
-
-@pytest.mark.covering(2)
-@both
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("cache_fmt", FOUR_BIT)
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_formats(device, fmt, cache_fmt, scales, new):
-    case = AttentionCase(device, 1)
-    kinds = scales, SCALES[SCALES.index(scales) - 1]
-    args = case.arguments(LENS, new, fmt=fmt, cache_fmt=cache_fmt, widths=(128, 256), scales=kinds)
-    case.attend(rotated(args))
-
 
 WIDTHS = [
     (fmt, width)
@@ -44,71 +25,6 @@ def test_widths(device, fmt, width, query):
     args = case.arguments([70, 33], [2, 1], fmt=query, cache_fmt=fmt, widths=(width, width),
                           heads=(6, 2), page_size=16, scales=("float", "per head"))  # fmt: skip
     case.attend(rotated(args))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("which", [("k_cache",), ("v_cache",), ("k_cache", "v_cache")])
-@pytest.mark.parametrize(
-    "widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)], ids=str
-)
-def test_k_and_v_by_themselves(device, widths, which, fmt):
-    """Padded and not, on tensor cores; mxfp4 with scales of two bytes on the plain path."""
-    case = AttentionCase(device, 3)
-    args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=(4, 2),
-                          page_size=16, scales=("float", "per head"))  # fmt: skip
-    case.attend(rotated(args, *which))
-
-
-@pytest.mark.covering(1)
-@both
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
-@pytest.mark.parametrize("how", [a for a in ARRANGEMENTS if a != "wider rows"])
-def test_arrangements(device, how, fmt, new):
-    case = AttentionCase(device, 4)
-    args = case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=(64, 64), how=how)
-    case.attend(rotated(args))
-
-
-def test_rows_at_any_byte(device):
-    for fmt, widths, how in (
-        ("nvfp4", (16, 32), "NHD"), ("nvfp4", (48, 64), "HND"), ("nvfp4", (32, 32), "wider rows"),
-        ("int4", (32, 96), "NHD"),
-    ):  # fmt: skip
-        case = AttentionCase(device, 5)
-        args = case.arguments(LENS, NEW, fmt="bf16", cache_fmt=fmt, widths=widths, how=how,
-                              scales=("per head", "float"), heads=(6, 3), page_size=3)  # fmt: skip
-        case.attend(rotated(args))
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", full_only("int4")])
-def test_scales_in_an_array_of_their_own(device, fmt):
-    """Pages of vLLM: the codes of a page, then its scales."""
-    if device.kind != "host":
-        pytest.skip("the case views NumPy arrays")
-    case = AttentionCase(device, 6)
-    args = case.arguments([9, 5], fmt="bf16", cache_fmt="nvfp4", widths=(128, 128))
-    pages, page_size = args["k_cache"].view.shape[:2]
-    for name in ("k_cache", "v_cache"):
-        array, mirror, _ = split_cache(case, fmt, pages, page_size, 2, 128, usual=True)
-        args[name] = Views(array, mirror)
-    case.attend(rotated(args))
-
-
-@both
-@pytest.mark.parametrize("fmt", [full_only(f) if f == "int4_g128" else f for f in KINDS])
-def test_masks(device, fmt, new):
-    case = AttentionCase(device, 7)
-    lens, new = [75, 0, 40, 13], new and [9, 0, 3, 13]
-    args = rotated(case.arguments(
-        lens, new, fmt="fp16", cache_fmt=fmt, widths=(128, 128), heads=(6, 2), page_size=16,
-        padding=2 if new else 0, scales=("per head", "float"),
-    ))  # fmt: skip
-    case.attend(args, window=17, sink_tokens=5)
-    case.attend(args, sinks=case.sinks(6), logits_soft_cap=6.0)
-    if new:
-        case.attend(args, causal=False)
-        case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sink_tokens=2)
 
 
 def test_splits(device):
@@ -204,13 +120,3 @@ def test_infinite_and_missing_numbers_stay_in_their_rows(device):
     touched[0, 1] = touched[1, 2] = True
     assert np.isnan(reference.decode(got, "bf16")[touched]).all()
     np.testing.assert_array_equal(got[~touched], want[~touched])
-
-
-def test_a_cache_without_pages(device):
-    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4+hadamard")
-    case = AttentionCase(device, 14)
-    query = case.queries("bf16", 2, 4, 128).array
-    table, lens = (device.asarray(np.array(x, np.int32)) for x in ([[-1, -1], [-1, -1]], [5, 7]))
-    out = kv.paged_attention(query, cache, cache, table, lens)
-    assert not device.to_numpy(out).astype(np.float32).any()
-    kv.check_faults(device)

@@ -9,7 +9,16 @@ import weakref
 
 import numpy as np
 import pytest
-from every_call import CALLS, gather_kv, merge_states, paged_attention, rope_store_kv, store_kv
+from every_call import (
+    CALLS,
+    arrays_of,
+    gather_kv,
+    merge_states,
+    paged_attention,
+    rope_store_kv,
+    store_kv,
+)
+from stream_cases import Log
 
 import kvcupy as kv
 from kvcupy import devices, observe
@@ -64,10 +73,6 @@ BOUND = {
     "find_duplicate_slots": (kv.find_duplicate_slots, duplicates),
     "transfer_pages": (kv.transfer_pages, pools),
 }
-
-
-def arrays_of(call):
-    return {name: value for name, value in call.items() if hasattr(value, "shape")}
 
 
 def parts_of(value):
@@ -168,21 +173,6 @@ def test_both_streams_of_a_rotation_vary(device, varying):
     main, other = (fixed | passed).values()
     assert [o.stream for o in log.operations] == [main, main, other]
     assert outcome(device, call, None) == expected
-
-
-class Log:
-    """The operations that were announced."""
-
-    def __init__(self):
-        self.operations = []
-
-    def before(self, operation):
-        self.operations.append(operation)
-
-    def after(self, operation):
-        pass
-
-    recorded = waited = lambda self, *a: None
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -524,9 +514,10 @@ def test_tensors():
 # Time ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("only_numpy")
 @pytest.mark.parametrize(("names", "most"), [((), 7), (("key", "value"), 10)])
 def test_a_bound_call_is_short(lenient_host, names, most):
-    """In Python frames; that of another bound call of the operation in between costs nothing."""
+    """In Python frames; another bound call of the operation in between costs none."""
     device = kv.device("host")
     call = {n: x for n, x in store_kv(device).items() if "scale" not in n}
     call["k_cache"], call["v_cache"] = (device.zeros((8, 2, w), np.float32) for w in (8, 6))

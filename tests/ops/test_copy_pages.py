@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from helpers import examples, refused, repeat_rows
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_cases import PagesCase
 
 import kvcupy as kv
 from kvcupy import reference
-from kvcupy.arrays import ArrayView
 
 SRC, DST = (2, 7, 0), (5, 1, 3)
 
@@ -209,43 +206,8 @@ def test_any_copy(device, call):
     case.copy(cache, case.indices(src, *call["index"][0]), case.indices(dst, *call["index"][1]))
 
 
-def test_explicit_stream(device):
-    case = PagesCase(device, 13)
-    case.copy(case.pages((8, 20)), [2, 8, 0], [5, 1, 3], stream=device.stream())
-
-
-def test_in_a_graph(device):
-    case = PagesCase(device, 14)
-    stream = device.stream()
-    cache, src, dst = case.pages((8, 20)), case.indices(SRC), case.indices(DST)
-    case.copy(cache, src, dst, stream=stream)
-    with stream.capture() as graph:
-        kv.copy_pages(cache.array, src.array, dst.array, stream=stream)
-    cache.view[...] = case.rng.integers(0, 256, cache.view.shape, dtype=np.uint8)
-    cache.buffer.restore()
-    device.synchronize()
-    cache.buffer.check()
-    graph.launch(stream)
-    stream.synchronize()
-    reference.copy_pages(cache.view, src.view, dst.view)
-    case.finish(([], []))
-
-
-def test_torch_tensors(device):
-    torch = pytest.importorskip("torch")
-    if device.kind == "cuda" and not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    place = "cuda" if device.kind == "cuda" else "cpu"
-    cache = torch.arange(8 * 6, dtype=torch.float32).to(torch.bfloat16).reshape(8, 6).to(place)
-    want = cache.clone()
-    want[list(DST)] = want[list(SRC)]
-    kv.copy_pages(cache, *(torch.tensor(pages, device=place) for pages in (SRC, DST)))
-    kv.check_faults(device)
-    assert torch.equal(cache, want)
-
-
 def filled_pool(device, kind, layout, fmt, **options):
-    """A pool of random bits, and those of its parts and scales, pages first."""
+    """A pool of random bits, and the bits of its parts and scales, pages first."""
     shape = (8, 4, 3)
     if kind == "mla":
         pool = kv.MLAPool(*shape, 6, dtype=fmt, layout=layout, device=device, **options)
@@ -311,90 +273,3 @@ def test_what_only_looks_like_a_pool(device):
     Parts.parts[1][2] = 5
     kv.copy_pages(Parts(), *(device.asarray(np.array(pages)) for pages in (SRC, DST)))
     assert device.to_numpy(Parts.parts[1])[[2, 5, 1]].tolist() == [[5] * 4, [5] * 4, [0] * 4]
-
-
-BOTH = (TypeError, ValueError)
-ERRORS = {
-    "cache None": (TypeError, "cache", lambda c: {"cache": None}),
-    "cache 0-D": (ValueError, "cache", lambda c: {"cache": c.device.zeros((), np.float32)}),
-    "a pool of one array that is none": (
-        TypeError,
-        "cache",
-        lambda c: {"cache": SimpleNamespace(parts=(c.pages((8, 3)).array, None))},
-    ),
-    "a pool on another device": (
-        BOTH,
-        "cache|src_pages",
-        lambda c: {
-            "cache": SimpleNamespace(parts=(ArrayView(0, (8, 3), (3, 1), "int8", "cuda:7"),))
-        },
-    ),
-    "no arrays": (ValueError, "cache", lambda c: {"cache": ()}),
-    "arrays of unlike page counts": (
-        ValueError,
-        "cache",
-        lambda c: {"cache": (c.pages((8, 3)).array, c.pages((9, 3)).array)},
-    ),
-    "pages at stride zero": (
-        ValueError,
-        "cache",
-        lambda c: {
-            "cache": c.place(np.zeros((1, 6), np.uint8), "", lambda a: repeat_rows(a, 8)).array
-        },
-    ),
-    "arrays overlap": (
-        ValueError,
-        "cache",
-        lambda c: (
-            lambda both: {
-                "cache": (both.sub(lambda a: a[:, :5]).array, both.sub(lambda a: a[:, 4:]).array)
-            }
-        )(c.pages((8, 9))),
-    ),
-    "src_pages float": (
-        TypeError,
-        "src_pages",
-        lambda c: {"src_pages": c.device.zeros((3,), np.float32)},
-    ),
-    "dst_pages int16": (
-        TypeError,
-        "dst_pages",
-        lambda c: {"dst_pages": c.device.zeros((3,), np.int16)},
-    ),
-    "src_pages list": (TypeError, "src_pages", lambda c: {"src_pages": [0, 1, 2]}),
-    "dst_pages 2-D": (
-        ValueError,
-        "dst_pages",
-        lambda c: {"dst_pages": c.device.zeros((3, 1), np.int64)},
-    ),
-    "lengths differ": (
-        ValueError,
-        "src_pages|dst_pages",
-        lambda c: {"dst_pages": c.device.zeros((4,), np.int64)},
-    ),
-    "stream": (TypeError, "stream", lambda c: {"stream": "main"}),
-}
-
-
-@pytest.mark.parametrize("wrong", ERRORS)
-def test_wrong_arguments(device, wrong):
-    error, name, change = ERRORS[wrong]
-    case = PagesCase(device, 15)
-    call = {
-        "cache": case.pages((8, 6)).array,
-        "src_pages": case.indices(SRC).array,
-        "dst_pages": case.indices(DST).array,
-        **change(case),
-    }
-    refused(case, lambda: kv.copy_pages(**call), error, name)
-
-
-def test_read_only_caches_are_refused(device):
-    case = PagesCase(device, 16)
-    cache = case.pages((8, 6)).array
-    if not isinstance(cache, np.ndarray):
-        pytest.skip("this array library has no read-only arrays")
-    cache.flags.writeable = False
-    with pytest.raises(ValueError, match=r"\bcache\b"):
-        kv.copy_pages(cache, case.indices(SRC).array, case.indices(DST).array)
-    case.finish(([], []))

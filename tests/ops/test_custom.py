@@ -1,4 +1,4 @@
-"""Kernels of one's own: compiled for both devices, checked against their mirror, and in order."""
+"""User-defined kernels: compiled for both devices, checked against their mirror, and in order."""
 
 from __future__ import annotations
 

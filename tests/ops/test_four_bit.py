@@ -7,7 +7,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, FOUR_BIT, KINDS, place_rows, split_cache
+from four_bit_cases import FLOATS, FOUR_BIT, KINDS, check_gather, place_rows, split_cache
 from helpers import FORMATS, LAYOUTS, Case, cache_shape, refused
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
 from store_calls import shuffled_slots
@@ -44,20 +44,15 @@ def test_store_in_every_format(device, source, fmt, scale):
 def test_gather_in_every_format(device, target, fmt, scale):
     case = Case(device, 2)
     caches = [case.output(fmt, (64, 3, n), name=f"cache {n}") for n in (128, 384)]
-    outs = [case.output(target, (48, 3, n), name=f"out {n}") for n in (128, 384)]
-    for out in outs:
-        out.buffer.exact = False
-    case.call(
-        "gather_kv", *caches, shuffled_slots(case, 48, 64), k_out=outs[0], v_out=outs[1],
-        k_scale=SCALES[scale], v_scale=0.5,
-    )  # fmt: skip
+    shapes, slots = [(48, 3, n) for n in (128, 384)], shuffled_slots(case, 48, 64)
+    check_gather(case, caches, slots, shapes, target, k_scale=SCALES[scale], v_scale=0.5)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("fmt", KINDS)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "slots", "2-D"])
 def test_layouts_there_and_back(device, layout, fmt):
-    """Also from one cache into another, as rows of its own format."""
+    """Also from one cache into another, as rows of that format."""
     case = Case(device, 3)
     shape = (lambda width: (9, width)) if layout == "2-D" else (lambda width: (9, 3, width))
     key, value = (place_rows(case, "bf16", shape(n)) for n in (128, 256))
@@ -79,10 +74,7 @@ def test_words_of_every_size(device):
         caches = [case.output("nvfp4", (3, 3, 2, width)) for _ in range(2)]
         slots = shuffled_slots(case, 7, 9)
         case.store_kv(key, value, *caches, slots)
-        outs = [case.output(source, (7, 2, width)) for _ in range(2)]
-        for out in outs:
-            out.buffer.exact = False
-        case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1])
+        check_gather(case, caches, slots, [(7, 2, width)] * 2, source)
 
 
 @pytest.mark.parametrize("misalign", [0, 1, 4])
@@ -93,10 +85,7 @@ def test_rows_at_any_element(device, misalign):
     caches = [case.output("mxfp4", (9, 2, 32), misalign=3) for _ in range(2)]
     slots = shuffled_slots(case, 7, 9)
     case.store_kv(key, value, *caches, slots)
-    outs = [case.output("fp16", (7, 2, 32), misalign=misalign) for _ in range(2)]
-    for out in outs:
-        out.buffer.exact = False
-    case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1])
+    check_gather(case, caches, slots, [(7, 2, 32)] * 2, "fp16", misalign=misalign)
 
 
 def test_key_and_value_of_two_formats(device):
@@ -108,26 +97,28 @@ def test_key_and_value_of_two_formats(device):
         )  # fmt: skip
         slots = shuffled_slots(case, 9, 12)
         case.store_kv(key, value, k_cache, v_cache, slots, k_scale=0.5)
-        outs = [case.output("bf16", (9, 2, n)) for n in (128, 64)]
-        for out in outs:
-            out.buffer.exact = False
-        case.call("gather_kv", k_cache, v_cache, slots, k_out=outs[0], v_out=outs[1], k_scale=0.5)
+        shapes = [(9, 2, n) for n in (128, 64)]
+        check_gather(case, (k_cache, v_cache), slots, shapes, "bf16", k_scale=0.5)
 
 
+@pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("fmt", KINDS)
-def test_scales_in_an_array_of_their_own(device, fmt):
+def test_scales_in_an_array_of_their_own(device, fmt, rotates):
     """Pages of vLLM: the codes of a page, then its scales. Gathered into packed rows, and back."""
     if device.kind != "host":
         pytest.skip("strides over memory that the test makes with NumPy")
     case = Case(device, 7)
     caches = [split_cache(case, fmt, 4, 3, 2, n) for n in (128, 256)]
     arrays, mirrors = [c[0] for c in caches], [c[1] for c in caches]
+    for array, mirror in zip(arrays, mirrors, strict=True):
+        array.rotated_width = mirror.rotated_width = array.shape[-1] * rotates
     key, value = (place_rows(case, "bf16", (9, 2, n)) for n in (128, 256))
     slots = shuffled_slots(case, 9, 12)
     kv.store_kv(key.array, value.array, *arrays, slots, v_scale=3.0)
     reference.store_kv(key.view, value.view, *mirrors, slots, v_scale=3.0)
     case.check_buffers()
     rows = [case.output(fmt, (9, 2, n), name=f"rows {n}") for n in (128, 256)]
+    rows = [row.rotated() if rotates else row for row in rows]
     kv.gather_kv(*arrays, slots, k_out=rows[0].array, v_out=rows[1].array)
     reference.gather_kv(*mirrors, slots, k_out=rows[0].view, v_out=rows[1].view)
     case.check_buffers()
@@ -292,9 +283,6 @@ def test_every_format_as_users_run_it(users_device):
         caches = [case.output(fmt, (64, 3, n)) for n in (128, 384)]
         slots = shuffled_slots(case, 48, 64)
         case.store_kv(key, value, *caches, slots, k_scale=0.3)
-        outs = [case.output(source, (48, 3, n)) for n in (128, 384)]
-        for out in outs:
-            out.buffer.exact = False
-        case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1], k_scale=0.3)
+        check_gather(case, caches, slots, [(48, 3, n) for n in (128, 384)], source, k_scale=0.3)
         args = store_arguments(case, source, fmt, width=128, v_width=256, rotary_dim=48)
         case.store(*args, SLOTS)

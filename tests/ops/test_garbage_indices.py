@@ -26,7 +26,7 @@ GARBAGE = sorted({sign * far for far in FAR for sign in (1, -1)} | {-(2**31), -(
 
 
 def of_dtype(values, dtype):
-    """Those of `values` that an index array can hold, the others brought to its ends."""
+    """Clamp `values` to what an index array can hold."""
     info = np.iinfo(INDEX_DTYPE[dtype])
     return np.array([min(max(int(v), info.min), info.max) for v in values], np.int64)
 
@@ -107,7 +107,7 @@ def test_transfer_pages(device, src, dst, dtype, method):
 
 
 def attend_anyhow(device, heads, lens, seq_lens, table, dtype, fmt, max_rows):
-    """Attend, with `lens` (or None), `seq_lens` and `table` as they are."""
+    """Attend, with any `lens` (or None), `seq_lens` and `table`."""
     case = AttentionCase(device, 6)
     rows = len(seq_lens) if lens is None else max_rows
     case_args = {

@@ -15,16 +15,12 @@ from helpers import (
     all_patterns,
     cache_shape,
     check_faults,
-    compare,
     examples,
     from_values,
-    random_elements,
-    refused,
-    repeat_rows,
-    rounding_boundaries,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_calls import COMBINED, TWO_HEAD_SCALES, telling_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -41,18 +37,6 @@ SLOTS = (7, 0, -1, 11, 3, 4, 7)
 
 
 # Formats and scales --------------------------------------------------------------------------
-
-
-def telling_values(source, destination):
-    """All patterns of a source of 8 or 16 bits; from fp32, all rounding boundaries and noise."""
-    if source != "fp32":
-        return all_patterns(source)
-    noise = random_elements(np.random.default_rng(1), "fp32", 4096)
-    return (
-        noise
-        if destination == "fp32"
-        else np.concatenate([rounding_boundaries(destination), noise])
-    )
 
 
 @pytest.mark.covering
@@ -133,15 +117,7 @@ def test_dequantisation_is_one_float32_product(device, fmt, wrong):
     case.gather(cache, cache, range(8), *outs, k_scale=float(scale), v_scale=np.float32([scale]))
 
 
-SCALES = {
-    "none": None,
-    "float": 0.7,
-    "one element": np.float32([1.3]),
-    "per head": np.float32([0.2, 5.0]),
-}
-
-
-@pytest.mark.parametrize(("k", "v"), [*itertools.permutations([*SCALES, "dynamic"], 2)])
+@pytest.mark.parametrize(("k", "v"), [*itertools.permutations([*TWO_HEAD_SCALES, "dynamic"], 2)])
 def test_scales_differ_for_key_and_value(device, k, v):
     case = GatherCase(device, 3)
     caches = [case.input("int8", (3, 4, 2, w)) for w in (16, 10)]
@@ -152,7 +128,7 @@ def test_scales_differ_for_key_and_value(device, k, v):
                 case.rng.uniform(0.01, 3, (12, 2)).astype(np.float32), "fp32"
             )
         else:
-            options[f"{side}_scale"] = SCALES[name]
+            options[f"{side}_scale"] = TWO_HEAD_SCALES[name]
     case.gather(*caches, SLOTS, *(case.output("bf16", (7, 2, w)) for w in (16, 10)), **options)
 
 
@@ -166,7 +142,7 @@ def test_same_format_ignores_scales(device):
 
 
 def test_format_of_outputs_that_are_allocated(device):
-    """That of `dtype`, else of the cache, and bf16 where that is quantised."""
+    """`dtype`, else the format of the cache, or bf16 if that is quantised."""
     for fmt in FORMATS:
         case = GatherCase(device, 5)
         caches = [case.input(fmt, (12, 2, 16)) for _ in range(2)]
@@ -205,19 +181,14 @@ def test_layouts(device, layout, pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS[::3], ids="-".join)
+@pytest.mark.parametrize("kind", COMBINED)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_combined_caches(device, layout, pair):
-    base = cache_shape(layout, 3, 4, 2, 16)
-    for shape, k_cut, v_cut in (
-        ((3, 2, *base[1:]), lambda a: a[:, 0], lambda a: a[:, 1]),
-        ((2, *base), lambda a: a[0], lambda a: a[1]),
-        ((*base[:-1], 32), lambda a: a[..., :16], lambda a: a[..., 16:]),
-        ((3, 3, 2, *base[1:]), lambda a: a[:, 1, 0], lambda a: a[:, 1, 1]),
-    ):
-        case = GatherCase(device, 8)
-        both = case.input(pair[0], shape)
-        outs = [case.output(pair[1], (7, 2, 16)) for _ in range(2)]
-        case.gather(both.sub(k_cut), both.sub(v_cut), SLOTS, *outs, layout=layout)
+def test_combined_caches(device, layout, kind, pair):
+    case = GatherCase(device, 8)
+    shape, cuts = COMBINED[kind](*cache_shape(layout, 3, 4, 2, 16))
+    both = case.input(pair[0], shape)
+    outs = [case.output(pair[1], (7, 2, 16)) for _ in range(2)]
+    case.gather(*map(both.sub, cuts), SLOTS, *outs, layout=layout)
 
 
 OUTPUT_VIEWS = {
@@ -467,235 +438,6 @@ def test_any_call(device, call):
 # Streams, exporters, errors ------------------------------------------------------------------
 
 
-def test_explicit_stream(device):
-    case = GatherCase(device, 20)
-    caches, outs = small(case, "fp8_e4m3")
-    case.gather(*caches, [3, 9, -1, 0, 7, 2], *outs, stream=device.stream())
-    case.gather(*caches, [3, 9, -1, 0, 7, 2], stream=device.stream())
-
-
-def test_in_a_graph(device):
-    """A captured gather runs at replay, and reads its arrays then."""
-    case = GatherCase(device, 21)
-    stream = device.stream()
-    caches, outs = small(case)
-    slots = case.slots([5, 2, -1, 0, 7, 1])
-    case.gather(*caches, slots, *outs, stream=stream)
-    with stream.capture() as graph:
-        kv.gather_kv(
-            *(a.array for a in caches),
-            slots.array,
-            k_out=outs[0].array,
-            v_out=outs[1].array,
-            stream=stream,
-        )
-    for cache in caches:
-        content = random_elements(case.rng, "bf16", cache.view.size).reshape(cache.view.shape)
-        cache.view.view(np.uint16)[...] = content.view(np.uint16)
-        cache.buffer.restore()
-    device.synchronize()
-    for out in outs:
-        out.buffer.check()  # nothing has run yet
-    graph.launch(stream)
-    stream.synchronize()
-    reference.gather_kv(
-        *(a.view for a in caches), slots.view, k_out=outs[0].view, v_out=outs[1].view
-    )
-    case.check("gather_kv", [])
-
-
-def test_torch_tensors(device):
-    torch = pytest.importorskip("torch")
-    if device.kind == "cuda" and not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    place = "cuda" if device.kind == "cuda" else "cpu"
-    rng = np.random.default_rng(22)
-    mirror = random_elements(rng, "fp8_e4m3", 3 * 2 * 4 * 2 * 8).reshape(3, 2, 4, 2, 8)
-    cache = torch.from_numpy(mirror.view(np.uint8).copy()).view(torch.float8_e4m3fn).to(place)
-    slots = np.array([7, -1, 11, 0], np.int32)
-    on_device = torch.from_numpy(slots).to(place)
-    outs = [torch.ones((4, 2, 8), dtype=torch.bfloat16, device=place) for _ in range(2)]
-    wants = [np.ones((4, 2, 8), DTYPE["bf16"]) for _ in range(2)]
-    kv.gather_kv(cache[:, 0], cache[:, 1], on_device, k_scale=0.5, k_out=outs[0], v_out=outs[1])
-    outputs = kv.gather_kv(cache[:, 0], cache[:, 1], on_device, k_scale=0.5)
-    kv.check_faults(device)
-    reference.gather_kv(
-        mirror[:, 0], mirror[:, 1], slots, k_scale=0.5, k_out=wants[0], v_out=wants[1]
-    )
-    for out, want in zip(outs, wants, strict=True):
-        got = out.cpu().view(torch.uint8).numpy().view(want.dtype)
-        compare(got, want, "bf16", exact=False, name="output", seed=22)
-    for out, want in zip(outputs, wants, strict=True):
-        want[1] = 0
-        assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
-        got = out.cpu().view(torch.uint8).numpy().view(want.dtype)
-        compare(got, want, "bf16", exact=False, name="made", seed=22)
-
-
-BOTH = (TypeError, ValueError)
-ERRORS = {
-    "k_cache 1-D": (ValueError, "k_cache", lambda c: {"k_cache": c.input("bf16", (16,)).array}),
-    "k_cache float64": (
-        TypeError,
-        "k_cache",
-        lambda c: {"k_cache": c.device.zeros((8, 2, 8), np.float64)},
-    ),
-    "k_cache untagged": (
-        TypeError,
-        "k_cache",
-        lambda c: {"k_cache": c.device.zeros((8, 2, 8), np.uint16)},
-    ),
-    "v_cache None": (TypeError, "v_cache", lambda c: {"v_cache": None}),
-    "v_cache slots": (
-        ValueError,
-        "k_cache|v_cache",
-        lambda c: {"v_cache": c.input("bf16", (9, 2, 6)).array},
-    ),
-    "v_cache heads": (
-        ValueError,
-        "k_cache|v_cache|v_out",
-        lambda c: {"v_cache": c.input("bf16", (8, 3, 6)).array},
-    ),
-    "k_cache last dimension strided": (
-        ValueError,
-        "k_cache",
-        lambda c: {"k_cache": c.input("bf16", (8, 2, 16), lambda a: a[..., ::2]).array},
-    ),
-    "k_out width": (ValueError, "k_out", lambda c: {"k_out": c.output("bf16", (6, 2, 6)).array}),
-    "k_out heads": (ValueError, "k_out", lambda c: {"k_out": c.output("bf16", (6, 3, 8)).array}),
-    "v_out tokens": (
-        ValueError,
-        "v_out|slots",
-        lambda c: {"v_out": c.output("bf16", (5, 2, 6)).array},
-    ),
-    "v_out float64": (
-        TypeError,
-        "v_out",
-        lambda c: {"v_out": c.device.zeros((6, 2, 6), np.float64)},
-    ),
-    "v_out 2-D": (ValueError, "v_out", lambda c: {"v_out": c.output("bf16", (6, 12)).array}),
-    "k_out last dimension strided": (
-        ValueError,
-        "k_out",
-        lambda c: {"k_out": c.output("bf16", (6, 2, 16), lambda a: a[..., ::2]).array},
-    ),
-    "k_out at stride zero": (
-        ValueError,
-        "k_out",
-        lambda c: {"k_out": c.output("bf16", (1, 2, 8), lambda a: repeat_rows(a, 6)).array},
-    ),
-    "outputs overlap": (
-        ValueError,
-        "k_out|v_out",
-        lambda c: (
-            lambda both: {
-                "k_out": both.sub(lambda a: a[..., :8]).array,
-                "v_out": both.sub(lambda a: a[..., 7:]).array,
-            }
-        )(c.output("bf16", (6, 2, 13))),
-    ),
-    "k_out overlaps k_cache": (
-        ValueError,
-        "k_out|k_cache",
-        lambda c: (
-            lambda both: {
-                "k_out": both.sub(lambda a: a[:6]).array,
-                "k_cache": both.sub(lambda a: a[5:]).array,
-            }
-        )(c.output("bf16", (13, 2, 8))),
-    ),
-    "v_out overlaps k_cache": (
-        ValueError,
-        "v_out|k_cache",
-        lambda c: (
-            lambda both: {
-                "v_out": both.sub(lambda a: a[:6, :, :6]).array,
-                "k_cache": both.sub(lambda a: a[5:]).array,
-            }
-        )(c.output("bf16", (13, 2, 8))),
-    ),
-    "dtype unknown": (BOTH, "dtype", lambda c: {"dtype": "float99"}),
-    "dtype against k_out": (BOTH, "dtype|k_out", lambda c: {"dtype": "fp32"}),
-    "slots float": (TypeError, "slots", lambda c: {"slots": c.device.zeros((6,), np.float32)}),
-    "slots int16": (TypeError, "slots", lambda c: {"slots": c.device.zeros((6,), np.int16)}),
-    "slots list": (TypeError, "slots", lambda c: {"slots": [0] * 6}),
-    "slots 2-D": (ValueError, "slots", lambda c: {"slots": c.device.zeros((6, 1), np.int64)}),
-    "layout": (ValueError, "layout", lambda c: {"layout": "NDH"}),
-    "k_scale on bf16": (ValueError, "k_scale", lambda c: {"k_scale": 2.0}),
-    "v_scale zero": (
-        ValueError,
-        "v_scale",
-        lambda c: {"v_cache": c.input("int8", (8, 2, 6)).array, "v_scale": 0.0},
-    ),
-    "v_scale of three": (
-        ValueError,
-        "v_scale",
-        lambda c: {
-            "v_cache": c.input("int8", (8, 2, 6)).array,
-            "v_scale": c.device.asarray(np.ones(3, np.float32)),
-        },
-    ),
-    "k_scale_cache shape": (
-        ValueError,
-        "k_scale_cache",
-        lambda c: {
-            "k_cache": c.input("int8", (8, 2, 8)).array,
-            "k_scale_cache": c.input("fp32", (7, 2)).array,
-        },
-    ),
-    "k_scale_cache float64": (
-        TypeError,
-        "k_scale_cache",
-        lambda c: {
-            "k_cache": c.input("int8", (8, 2, 8)).array,
-            "k_scale_cache": c.device.zeros((8, 2), np.float64),
-        },
-    ),
-    "k_scale beside k_scale_cache": (
-        ValueError,
-        "k_scale|k_scale_cache",
-        lambda c: {
-            "k_cache": c.input("int8", (8, 2, 8)).array,
-            "k_scale": 2.0,
-            "k_scale_cache": c.input("fp32", (8, 2)).array,
-        },
-    ),
-    "stream": (TypeError, "stream", lambda c: {"stream": "main"}),
-}
-
-
-@pytest.mark.parametrize("wrong", ERRORS)
-def test_wrong_arguments(device, wrong):
-    error, name, change = ERRORS[wrong]
-    case = GatherCase(device, 23)
-    caches, outs = small(case)
-    call = {
-        "k_cache": caches[0].array,
-        "v_cache": caches[1].array,
-        "slots": case.slots(range(6)).array,
-        "k_out": outs[0].array,
-        "v_out": outs[1].array,
-    }
-    call.update(change(case))
-    refused(case, lambda: kv.gather_kv(**call), error, name)
-
-
-@pytest.mark.parametrize("output", ["k_out", "v_out"])
-def test_read_only_outputs_are_refused(device, output):
-    case = GatherCase(device, 24)
-    caches, outs = small(case)
-    arrays = {"k_out": outs[0].array, "v_out": outs[1].array}
-    if not isinstance(arrays[output], np.ndarray):
-        pytest.skip("this array library has no read-only arrays")
-    arrays[output].flags.writeable = False
-    refused(
-        case,
-        lambda: kv.gather_kv(*(a.array for a in caches), case.slots(range(6)).array, **arrays),
-        ValueError,
-        output,
-    )
-
-
 def test_read_only_and_repeated_caches_are_fine(device):
     """A cache is an input here."""
     case = GatherCase(device, 25)
@@ -704,14 +446,6 @@ def test_read_only_and_repeated_caches_are_fine(device):
     if isinstance(caches[0].array, np.ndarray):
         caches[0].array.flags.writeable = False
     case.gather(*caches, [3, 1, -1, 7, 0, 5], *outs)
-
-
-def test_options_are_keywords(device):
-    case = GatherCase(device, 26)
-    caches, outs = small(case)
-    with pytest.raises(TypeError):
-        kv.gather_kv(*(a.array for a in (*caches, case.slots(range(6)), *outs)))
-    case.check("", [])
 
 
 def test_comparison_sees_one_changed_bit(device):

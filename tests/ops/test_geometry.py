@@ -16,7 +16,7 @@ from page_cases import PagesCase
 import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices.host import HostDevice
-from kvcupy.ops.call import spread, widest
+from kvcupy.ops.launch import spread, widest
 
 work = given(
     num_rows=st.one_of(st.integers(1, 300), st.integers(1, 2**31 - 1)),

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, AttentionCase
-from helpers import examples, from_values, refused, repeat_rows
+from helpers import examples, from_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -244,77 +244,3 @@ def test_cascade(device, options):
     }
     own = case.attend({**args, **apart}, **options)
     merged_matches(case, whole, (shared, own), args)
-
-
-# Errors --------------------------------------------------------------------------------------
-
-
-def error_cases():
-    """Yield (id, error, what the message names, changes to a valid call)."""
-    both = (TypeError, ValueError)
-    for name, shape in (("out_a", (6, 3, 8)), ("out_b", (6, 3, 8)),
-                        ("lse_a", (6, 3)), ("lse_b", (6, 3))):  # fmt: skip
-        side, is_out = name[-2:], name.startswith("out")
-        any_side = f"out{side}|lse{side}|out_a|lse_a"
-        wrong = "fp16" if is_out else "fp32"
-        for other in ((5, *shape[1:]), (7, *shape[1:]), (6, 4, *shape[2:]), shape[:-1]):
-            yield f"{name} {other}", ValueError, any_side, {name: (wrong, other)}
-        yield f"{name} float64", TypeError, name, {name: (np.float64, shape)}
-        yield f"{name} int32", TypeError, name, {name: (np.int32, shape)}
-        yield f"{name} list", TypeError, name, {name: [1.0]}
-        yield f"{name} None", both, f"{name}|{name[:-1]}a|{any_side}|out_b|lse_b", {name: None}
-    yield "out_b format", both, "out_b|out_a", {"out_b": ("bf16", (6, 3, 8))}
-    yield "lse_a fp16", TypeError, "lse_a", {"lse_a": ("fp16", (6, 3))}
-    yield "out_a quantised", TypeError, "out_a", {"out_a": ("int8", (6, 3, 8))}
-    yield "out shape", ValueError, "out", {"out": ("fp16", (6, 3, 9))}
-    yield "out rows", ValueError, "out", {"out": ("fp16", (5, 3, 8))}
-    yield "out format", both, "out", {"out": ("fp32", (6, 3, 8))}
-    yield "out list", TypeError, "out", {"out": [1.0]}
-    yield "lse_out shape", ValueError, "lse_out", {"lse_out": ("fp32", (6, 4))}
-    yield "lse_out format", TypeError, "lse_out", {"lse_out": ("fp16", (6, 3))}
-    for base in ("10", "E", 2, None, 2.718):
-        yield f"lse_base {base!r}", both, "lse_base", {"lse_base": base}
-
-
-ERRORS = list(error_cases())
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "change"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
-)
-def test_wrong_arguments(device, error, name, change):
-    case = AttentionCase(device, 10)
-    shape = (6, 3, 8)
-    args = dict(zip(("out_a", "lse_a"), state(case, "fp16", shape), strict=True))
-    args |= dict(zip(("out_b", "lse_b"), state(case, "fp16", shape), strict=True))
-    args |= dict(zip(("out", "lse_out"), results(case, "fp16", shape), strict=True))
-    call = {n: a.array for n, a in args.items()}
-    for argument, value in change.items():
-        if isinstance(value, tuple):
-            kind, value_shape = value
-            value = (case.input(kind, value_shape).array if isinstance(kind, str)
-                     else device.zeros(value_shape, kind))  # fmt: skip
-        call[argument] = value
-    refused(case, lambda: kv.merge_states(**call), error, name)
-
-
-def test_overlapping_outputs_are_refused(device):
-    """A state may be overwritten where it is, not shifted, and not by the other output."""
-    case = AttentionCase(device, 11)
-    shape = (4, 2, 8)
-    states = [a.array for _ in "ab" for a in state(case, "fp32", shape)]
-    memory = case.output("fp32", (80 + 64,))
-
-    def part(start, *shape):
-        return memory.sub(lambda a: a[start : start + int(np.prod(shape))].reshape(shape)).array
-
-    def refuse(names, *args, **options):
-        refused(case, lambda: kv.merge_states(*args, **options), ValueError, names)
-
-    refuse("out|out_a", part(0, *shape), *states[1:], out=part(8, *shape))
-    refuse("out|out_b", *states[:2], part(16, *shape), states[3], out=part(8, *shape))
-    refuse("out|lse_a", states[0], part(60, 4, 2), *states[2:], out=part(0, *shape))
-    refuse("out|lse_out", *states, out=part(0, *shape), lse_out=part(63, 4, 2))
-    refuse("lse_out|lse_b", *states[:3], part(0, 4, 2), lse_out=part(1, 4, 2))
-    flat = case.output("fp32", (1, 2, 8), lambda a: repeat_rows(a, 4)).array
-    refuse("out", *states, out=flat)

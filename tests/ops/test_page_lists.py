@@ -9,7 +9,7 @@ from devices.fake_cuda import FakeApi
 import kvcupy as kv
 from kvcupy.arrays import array_at
 from kvcupy.devices import cuda
-from kvcupy.ops.page_pairs import PagePairs
+from kvcupy.ops.transfer_kernels import PagePairs
 
 SRC, DST = [3, 1, 7], [2, 0, 5]
 

@@ -11,6 +11,7 @@ from every_call import (
     CALLS,
     apply_rope,
     array,
+    arrays_of,
     copy_pages,
     gather_kv,
     indices,
@@ -21,10 +22,6 @@ from every_call import (
 
 import kvcupy as kv
 from kvcupy.ops import call as op_call
-
-
-def arrays_of(call):
-    return {name: value for name, value in call.items() if hasattr(value, "shape")}
 
 
 @pytest.fixture
@@ -267,7 +264,7 @@ def test_an_option_may_be_any_truth(device, made, operation, name):
 
 
 def test_operations_do_not_take_one_anothers_plans(device, made):
-    """`rope_store_kv` after `apply_rope` with the same rows, and the other way round."""
+    """`rope_store_kv` after `apply_rope` with the same rows, and in the opposite order."""
     for _ in range(2):
         for operation, make in CALLS.items():
             getattr(kv, operation)(**make(device))
@@ -315,40 +312,12 @@ def test_a_warm_call_is_short(monkeypatch):
     assert 0 < len(called) <= 17, "\n".join(called)
 
 
-# Addresses ------------------------------------------------------------------------------------
-
-
-def at_odd_address(device, like):
-    """Return zeros like an array, one byte from where its elements belong."""
-    raw = device.zeros(like.nbytes + 1, np.uint8)
-    return raw[1:].view(like.dtype).reshape(like.shape)
-
-
-WIDE = [
-    (operation, name)
-    for operation, make in CALLS.items()
-    for name, value in arrays_of(make(kv.devices.get("host"))).items()
-    if value.dtype.itemsize > 1 and operation != "copy_pages"  # which moves bytes
-]
-
-
-@pytest.mark.parametrize(("operation", "name"), WIDE, ids=str)
-def test_elements_at_odd_addresses_are_refused(device, made, operation, name):
-    """A GPU cannot read them; the plan found for the aligned call must not let them by either."""
-    getattr(kv, operation)(**CALLS[operation](device))
-    call = CALLS[operation](device)
-    call[name] = at_odd_address(device, call[name])
-    before = {n: device.to_numpy(value).tobytes() for n, value in arrays_of(call).items()}
-    with pytest.raises(ValueError, match=rf"^{name}: expected elements at multiples"):
-        getattr(kv, operation)(**call)
-    device.synchronize()
-    for n, value in arrays_of(call).items():
-        assert device.to_numpy(value).tobytes() == before[n], n
+# Outputs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["merge_states", "paged_attention"])
 def test_outputs_that_are_not_zeroed_are_written_whole(device, monkeypatch, name):
-    """Those of a sequence without keys, and of one that is longer than its row, too."""
+    """Also outputs of a sequence without keys, and of one that is longer than its row."""
     arguments = CALLS[name](device)
     if name == "paged_attention":
         arguments["seq_lens"] = indices(device, 0, 99)

@@ -18,16 +18,10 @@ from rope_cases import (
     mla_arguments,
     store_arguments,
 )
+from store_calls import COMBINED, TWO_HEAD_SCALES
 
 import kvcupy as kv
 from kvcupy import reference
-
-SCALES = {
-    "none": None,
-    "float": 0.7,
-    "one element": np.float32([1.3]),
-    "per head": np.float32([0.2, 5.0]),
-}
 
 
 @pytest.mark.parametrize("cache_fmt", FORMATS)
@@ -45,7 +39,7 @@ def test_store_in_every_format(device, fmt, cache_fmt):
 @pytest.mark.parametrize("cache_fmt", QUANTISED)
 @pytest.mark.parametrize("fmt", FLOATS)
 def test_store_with_dynamic_scales(device, fmt, cache_fmt):
-    """The scale is that of the rotated key."""
+    """The scale is computed from the rotated key."""
     for layout, width in (("NHD", 64), ("HND", 20), ("slots", 256)):
         case = RopeCase(device, 26)
         args = store_arguments(case, fmt, cache_fmt, layout=layout, width=width)
@@ -56,7 +50,7 @@ def test_store_with_dynamic_scales(device, fmt, cache_fmt):
             case.store(*args, [7, 12, -1, 11, 3, 4], **scales, write_key=write_key)
 
 
-@pytest.mark.parametrize(("k", "v"), [*itertools.permutations([*SCALES, "dynamic"], 2)])
+@pytest.mark.parametrize(("k", "v"), [*itertools.permutations([*TWO_HEAD_SCALES, "dynamic"], 2)])
 def test_store_with_scales_of_each_kind(device, k, v):
     case = RopeCase(device, 27)
     args = store_arguments(case, "bf16", "fp8_e4m3", layout="NHD")
@@ -65,7 +59,7 @@ def test_store_with_scales_of_each_kind(device, k, v):
         if name == "dynamic":
             options[f"{side}_scale_cache"] = case.output("fp32", (12, 2))
         else:
-            options[f"{side}_scale"] = SCALES[name]
+            options[f"{side}_scale"] = TWO_HEAD_SCALES[name]
     case.store(*args, SLOTS, **options)
 
 
@@ -84,20 +78,14 @@ def test_store_layouts(device, layout, pair):
         case.store(*args, SLOTS[::-1], **options, interleaved=True)
 
 
-@pytest.mark.parametrize("kind", ["pages", "first", "last", "layer"])
+@pytest.mark.parametrize("kind", COMBINED)
 def test_store_in_combined_caches(device, kind):
     for layout, fmt in itertools.product(LAYOUTS, ("bf16", "fp8_e4m3")):
         case = RopeCase(device, 30)
         args = store_arguments(case, v_width=8)[:5]
-        base = cache_shape(layout, 3, 4, 2, 8)
-        shape, k_cut, v_cut = {
-            "pages": ((3, 2, *base[1:]), lambda a: a[:, 0], lambda a: a[:, 1]),
-            "first": ((2, *base), lambda a: a[0], lambda a: a[1]),
-            "last": ((*base[:-1], 16), lambda a: a[..., :8], lambda a: a[..., 8:]),
-            "layer": ((3, 3, 2, *base[1:]), lambda a: a[:, 1, 0], lambda a: a[:, 1, 1]),
-        }[kind]
+        shape, cuts = COMBINED[kind](*cache_shape(layout, 3, 4, 2, 8))
         both = case.output(fmt, shape)
-        case.store(*args, both.sub(k_cut), both.sub(v_cut), SLOTS, layout=layout)
+        case.store(*args, *map(both.sub, cuts), SLOTS, layout=layout)
 
 
 @pytest.mark.parametrize("pair", [("bf16", "bf16"), ("fp16", "int8")], ids="-".join)
@@ -142,19 +130,21 @@ def test_store_of_strided_rows(device, view):
         )
 
 
+@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("write_key", [True, False])
 @pytest.mark.parametrize("query", ["in place", "out", "none"])
-def test_store_outputs(device, query, write_key):
-    """`write_key=False` leaves the key's bits, `query_out` those of the query."""
+def test_outputs(device, query, write_key, latent):
+    """`write_key=False` leaves the key's bits, `query_out` the query's."""
     for cache_fmt in ("bf16", "fp8_e5m2"):
         case = RopeCase(device, 33)
-        args = list(store_arguments(case, cache_fmt=cache_fmt, rotary_dim=6))
+        arguments = mla_arguments if latent else store_arguments
+        args = list(arguments(case, cache_fmt=cache_fmt, rotary_dim=6))
         options = {"write_key": write_key}
         if query == "none":
             args[0] = None
         elif query == "out":
             options["query_out"] = case.output("bf16", (6, 3, 8))
-        case.store(*args, SLOTS, **options)
+        (case.store_mla_rotated if latent else case.store)(*args, SLOTS, **options)
 
 
 def test_key_and_value_follow_their_own_formats(device):
@@ -355,20 +345,6 @@ def test_mla_in_every_format(device, fmt, cache_fmt, interleaved):
         case.store_mla_rotated(*args, SLOTS, interleaved=interleaved, scale=scale)
 
 
-@pytest.mark.parametrize("write_key", [True, False])
-@pytest.mark.parametrize("query", ["in place", "out", "none"])
-def test_mla_outputs(device, query, write_key):
-    for cache_fmt in ("bf16", "fp8_e4m3"):
-        case = RopeCase(device, 46)
-        args = list(mla_arguments(case, cache_fmt=cache_fmt, rotary_dim=6))
-        options = {"write_key": write_key}
-        if query == "none":
-            args[0] = None
-        elif query == "out":
-            options["query_out"] = case.output("bf16", (6, 3, 8))
-        case.store_mla_rotated(*args, SLOTS, **options)
-
-
 def test_mla_views(device):
     """Latent and key are one projection, the query is the end of wider heads."""
     for cache_fmt, interleaved in itertools.product(("bf16", "int8"), (False, True)):
@@ -407,3 +383,10 @@ def test_mla_scale(device, fmt):
         case.store_mla_rotated(
             *mla_arguments(case, "fp32", fmt, rank=96, width=32), SLOTS, scale=scale
         )
+
+
+def test_key_that_is_not_written_may_be_the_value(device):
+    case = RopeCase(device, 64)
+    _, key, _, table, positions, *_ = store_arguments(case)
+    caches = [case.output("bf16", (12, 2, 8)) for _ in range(2)]
+    case.store(None, key, key, table, positions, *caches, SLOTS, write_key=False)

@@ -1,4 +1,4 @@
-"""The rotary operations on streams, in graphs, and with arrays of other libraries."""
+"""The rotary operations on two streams, and beside transformers."""
 
 from __future__ import annotations
 
@@ -6,28 +6,15 @@ import numpy as np
 import pytest
 from helpers import QUANTISED, from_values
 from rope_cases import (
-    FLOATS,
     SLOTS,
     RopeCase,
-    arguments,
-    assert_rotated,
     bits,
     clear_faults,
     mirrored_array,
-    mla_arguments,
     store_arguments,
 )
 
 import kvcupy as kv
-from kvcupy import reference
-
-
-def test_explicit_stream(device):
-    stream = device.stream()
-    case = RopeCase(device, 50)
-    case.apply(*arguments(case), stream=stream)
-    case.store(*store_arguments(case, cache_fmt="int8"), SLOTS, stream=stream)
-    case.store_mla_rotated(*mla_arguments(case), SLOTS, stream=stream)
 
 
 def twin_cases(device, seed, pair):
@@ -128,13 +115,12 @@ def test_work_before_and_after_two_streams_keeps_its_order(device):
     same_bytes(all_bytes(double[0]), all_bytes(single[0]))
 
 
-@pytest.mark.parametrize("alt", [False, True])
 @pytest.mark.parametrize("pair", [("bf16", "bf16"), ("fp16", "fp8_e4m3")], ids="-".join)
-def test_in_a_graph(device, pair, alt):
+def test_two_streams_in_a_graph(device, pair):
     """Captured, nothing runs; a replay reads its arrays then, and gives the bytes of a call."""
     eager, captured = twin_cases(device, 54, pair)
     stream = device.stream()
-    streams = {"stream": stream, **({"alt_stream": device.stream()} if alt else {})}
+    streams = {"stream": stream, "alt_stream": device.stream()}
     warm = twin_cases(device, 55, pair)[0]
     device.synchronize()
     issue_raw(*warm[1:], **streams)
@@ -168,69 +154,6 @@ def test_in_a_graph(device, pair, alt):
         stream.synchronize()
         clear_faults(device)
         same_bytes(all_bytes(captured[0]), want)
-
-
-def test_apply_rope_in_a_graph(device):
-    case = RopeCase(device, 57)
-    query, key, table, positions = args = arguments(case)
-    stream = device.stream()
-    case.apply(*args, stream=stream)
-    with stream.capture() as graph:
-        kv.apply_rope(*(a.array for a in args), stream=stream)
-    for buffer in case.buffers:
-        buffer.check()
-    graph.launch(stream)
-    stream.synchronize()
-    for rows in (query, key):
-        case.take_over(rows, None, table, positions, None, {})
-    case.finish("apply_rope", table, positions, [])
-
-
-def torch_kind(torch, fmt):
-    return {
-        "fp32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-        "fp8_e4m3": torch.float8_e4m3fn,
-    }[fmt]
-
-
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_torch_tensors(device, fmt):
-    torch = pytest.importorskip("torch")
-    if device.kind == "cuda" and not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    rng = np.random.default_rng(58)
-    qkv = from_values(rng.standard_normal((5, 7, 16)), fmt)
-    place = "cuda" if device.kind == "cuda" else "cpu"
-
-    def tensor(array, kind):
-        return torch.from_numpy(array.view(np.uint8).copy()).view(kind).to(place)
-
-    live = tensor(qkv, torch_kind(torch, fmt))
-    cache = tensor(np.zeros((8, 2, 2, 16), np.uint8), torch.float8_e4m3fn)
-    mirror = np.zeros((8, 2, 2, 16), from_values(0.0, "fp8_e4m3").dtype)
-    table = reference.rope_table(30, 16)
-    positions, slots = np.array([3, 29, 0, 11]), np.array([7, -1, 0, 2], np.int32)
-    kv.rope_store_kv(
-        live[:, :3],
-        live[:, 3:5],
-        live[:, 5:],
-        torch.from_numpy(table).to(place),
-        torch.from_numpy(positions).to(place),
-        cache[:, 0],
-        cache[:, 1],
-        torch.from_numpy(slots).to(place),
-        k_scale=0.5,
-    )
-    kv.check_faults(device)
-    got = live.cpu().view(torch.uint8).numpy().view(qkv.dtype)
-    assert_rotated(got[:4, :5], qkv[:4, :5], *reference.cos_sin(table, positions))
-    assert np.array_equal(bits(got[:, 5:]), bits(qkv[:, 5:]))
-    assert np.array_equal(bits(got[4:]), bits(qkv[4:]))
-    reference.store_kv(got[:, 3:5], got[:, 5:], mirror[:, 0], mirror[:, 1], slots, k_scale=0.5)
-    stored = cache.cpu().view(torch.uint8).numpy()
-    assert np.array_equal(stored, mirror.view(np.uint8))
 
 
 def test_against_transformers(device):

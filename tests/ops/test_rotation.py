@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, KINDS, content, place_rows, split_cache
-from helpers import FORMATS, LAYOUTS, Case, cache_shape, refused
+from four_bit_cases import FLOATS, KINDS, content, place_rows
+from four_bit_checks import pools, there_and_back
+from helpers import FORMATS, Case, refused
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
-from store_calls import shuffled_slots
 from transfer_cases import TransferCase
 
 import kvcupy as kv
@@ -22,25 +22,6 @@ WIDTHS = [
     if width % formats.FOUR_BIT[fmt].group == 0
 ]  # fmt: skip
 """Every format with every block that has whole groups."""
-
-
-def there_and_back(case, fmt, widths, source, target, *, slots=9, heads=2, layout="slots"):
-    """Store K and V and gather them, each rotated or not; arguments hold bits of every kind."""
-    key, value = (place_rows(case, source, (slots, heads, n)) for n in widths)
-    for rotates_key, rotates_value in ((True, True), (True, False), (False, True)):
-        caches = [
-            case.output(fmt, cache_shape(layout, 4, 3, heads, n), name=f"cache {n}") for n in widths
-        ]
-        rotates = rotates_key, rotates_value
-        caches = [c.rotated() if r else c for c, r in zip(caches, rotates, strict=True)]
-        options = {"layout": layout} if layout in LAYOUTS else {}
-        options["k_scale"] = 0.37
-        chosen = shuffled_slots(case, slots, 12)
-        case.store_kv(key, value, *caches, chosen, **options)
-        outs = [case.output(target, (slots, heads, n), name=f"out {n}") for n in widths]
-        for out in outs:
-            out.buffer.exact = False
-        case.call("gather_kv", *caches, chosen, k_out=outs[0], v_out=outs[1], **options)
 
 
 @pytest.mark.covering(1)
@@ -70,25 +51,8 @@ def test_a_thread_alone(users_device):
 
 
 @pytest.mark.parametrize("fmt", KINDS)
-def test_scales_in_an_array_of_their_own(device, fmt):
-    if device.kind != "host":
-        pytest.skip("strides over memory that the test makes with NumPy")
-    case = Case(device, 4)
-    caches = [split_cache(case, fmt, 4, 3, 2, n) for n in (128, 256)]
-    arrays = [c[0] for c in caches]
-    for array, (_, mirror, _) in zip(arrays, caches, strict=True):
-        array.rotated_width = mirror.rotated_width = array.shape[-1]
-    key, value = (place_rows(case, "bf16", (9, 2, n)) for n in (128, 256))
-    slots = shuffled_slots(case, 9, 12)
-    mirrors = [c[1] for c in caches]
-    kv.store_kv(key.array, value.array, *arrays, slots, v_scale=3.0)
-    reference.store_kv(key.view, value.view, *mirrors, slots, v_scale=3.0)
-    case.check_buffers()
-
-
-@pytest.mark.parametrize("fmt", KINDS)
 def test_latents(device, fmt):
-    """Without the rope part, which is stored as it is."""
+    """Without the rope part, which is stored unchanged."""
     for latent_width, rope_width in ((512, 128), (384, 128)):
         case = Case(device, 5)
         latent = place_rows(case, "bf16", (6, latent_width))
@@ -170,21 +134,6 @@ def test_rope_store_mla(device):
 SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
 
 
-def pools(case, src, dst, widths=(128, 256), **geometry):
-    """A source and a target, each of a format and whether it is rotated."""
-    geometry = {
-        "pages": 4, "page_size": 3, "layers": 2, "multipliers": case.multipliers,
-        "content": content(case), **geometry,
-    }  # fmt: skip
-    return [
-        case.pool(
-            layout, fmt, widths=widths, scales=fmt in ("fp8_e4m3", "int8"),
-            encoding="+hadamard" if rotated else "", **geometry,
-        )
-        for layout, (fmt, rotated) in zip(("layer_first", "page_first"), (src, dst), strict=True)
-    ]  # fmt: skip
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["kernel", "staged"])
 @pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
@@ -255,22 +204,21 @@ def test_copies_of_pages(device):
 # Plans, round trips, refusals ----------------------------------------------------------------
 
 
-def test_plans_tell_rotated_rows_apart(device):
+def test_plans_tell_encodings_apart(device):
     """Calls that differ in nothing else, one after another, over the same bytes."""
     rng = np.random.default_rng(1)
     rows = device.asarray(rng.standard_normal((4, 2, 64)).astype(np.float32))
     slots = device.asarray(np.arange(4))
+    raws = [device.zeros((4, 2, 36), np.uint8) for _ in "kv"]
     stored = {}
-    for encoding in ("nvfp4", "nvfp4+hadamard") * 2:
-        raw = device.zeros((4, 2, 36), np.uint8)
-        cache = kv.view_as(raw, encoding)
-        other = kv.view_as(device.zeros((4, 2, 36), np.uint8), encoding)
-        kv.store_kv(rows, rows, cache, other, slots)
-        got = device.to_numpy(raw).tobytes()
+    for encoding in ("nvfp4", "nvfp4+hadamard", "nvfp4+four_over_six") * 2:
+        caches = [kv.view_as(raw, encoding) for raw in raws]
+        kv.store_kv(rows, rows, *caches, slots)
+        got = device.to_numpy(raws[0]).tobytes()
         assert stored.setdefault(encoding, got) == got
-        back, _ = kv.gather_kv(cache, other, slots, dtype="fp32")
+        back, _ = kv.gather_kv(*caches, slots, dtype="fp32")
         np.testing.assert_allclose(device.to_numpy(back), device.to_numpy(rows), atol=0.5)
-    assert stored["nvfp4"] != stored["nvfp4+hadamard"]
+    assert len(set(stored.values())) == 3
 
 
 @pytest.mark.parametrize("fmt", ["int4_g64", "mxfp4", "nvfp4"])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, place_rows
-from helpers import Case, cache_shape, full_only
-from mutation_cases import Mutation
+from four_bit_cases import FLOATS, content, place_rows
+from four_bit_checks import check_scale_rule
+from helpers import Case, full_only
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
-from store_calls import shuffled_slots
-from test_transfer_four_bit import content
 from transfer_cases import TransferCase
 
 import kvcupy as kv
@@ -23,28 +21,15 @@ def ruled(argument):
     return argument.ruled("four_over_six")
 
 
-def check_store(device, source="fp32", rotates=False, layout="slots", seed=1):
-    """K by the rule and V not, and the other way round, in rows of several packs per thread."""
-    case = Case(device, seed)
-    key, value = (place_rows(case, source, (24, 2, n)) for n in (128, 384))
-    shapes = [cache_shape(layout, 9, 3, 2, n) for n in (128, 384)]
-    caches = [case.output("nvfp4", shape, name="cache") for shape in shapes]
-    if rotates:
-        caches = [cache.rotated() for cache in caches]
-    for chosen in ((ruled(caches[0]), caches[1]), (caches[0].ruled("absmax"), ruled(caches[1]))):
-        options = {"k_scale": 0.37, "v_scale": np.float32([1.0, 1.9])}
-        case.store_kv(key, value, *chosen, shuffled_slots(case, 24, 27), **options)
-
-
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("source", [*FLOATS, full_only("fp8_e4m3")])
 def test_store(device, source, rotates):
-    check_store(device, source, rotates)
+    check_scale_rule(device, source, rotates)
 
 
 @pytest.mark.parametrize("rotates", [False, True])
 def test_store_by_threads_alone(users_device, rotates):
-    check_store(users_device, "bf16", rotates)
+    check_scale_rule(users_device, "bf16", rotates)
 
 
 @pytest.mark.parametrize("rotates", [False, True])
@@ -144,20 +129,6 @@ def test_views_and_arrays_keep_the_rule(device):
     assert apart[1:].scale_rule == "four_over_six"
 
 
-def test_plans_tell_the_rules_apart(device):
-    """Calls that differ in nothing else, one after another, over the same bytes."""
-    rows = np.random.default_rng(9).standard_normal((4, 2, 64)).astype(np.float32)
-    rows, slots = device.asarray(rows), device.asarray(np.arange(4))
-    raws = [device.zeros((4, 2, 36), np.uint8) for _ in "kv"]
-    stored = []
-    for encoding in ("nvfp4", "nvfp4" + RULE) * 2:
-        caches = [kv.view_as(raw, encoding) for raw in raws]
-        kv.store_kv(rows, rows, *caches, slots)
-        stored.append(device.to_numpy(raws[0]).tobytes())
-    assert stored[:2] == stored[2:]
-    assert stored[0] != stored[1]
-
-
 def test_pools_and_caches_say_it(device):
     """Their bytes are of one format: pages are exchanged, and identities are the same."""
     pools = [kv.KVPool(4, 4, 2, 2, 64, dtype="nvfp4" + rule, device=device) for rule in ("", RULE)]
@@ -224,28 +195,3 @@ def test_refusals(what):
     call, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         call()
-
-
-# Deliberate faults -------------------------------------------------------------------------------
-
-HEADER = "four_bit.cuh"
-MUTATIONS = {
-    "the larger error": Mutation(
-        "error_of_four < error_of_six", "error_of_four > error_of_six", check_store, HEADER),
-    "always four": Mutation("error_of_four < error_of_six", "true", check_store, HEADER),
-    "the scale of six for codes of four": Mutation(
-        "if (prefers_four) bits = other;", "", check_store, HEADER),
-    "three over six": Mutation("__fmul_rn(4.0f, scale)", "__fmul_rn(3.0f, scale)", check_store,
-                               HEADER),
-    "magnitudes of errors": Mutation(
-        "__fadd_rn(sum, __fmul_rn(error, error))", "__fadd_rn(sum, fabsf(error))", check_store,
-        HEADER),
-    "for everyone": Mutation(
-        "is_encoded = operand.group_scales.four_over_six;", "is_encoded = true;", check_store,
-        HEADER),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [n if n == "always four" else full_only(n) for n in MUTATIONS])
-def test_a_broken_kernel_is_noticed(kernel_sources, name):
-    MUTATIONS[name].must_be_noticed(kernel_sources)

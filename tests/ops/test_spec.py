@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import every_call
@@ -16,7 +17,9 @@ from kvcupy.ops.spec import Argument
 
 @pytest.fixture
 def append(monkeypatch):
-    """A new operation: rows appended behind those that sequences have, and how many there were."""
+    """A new operation: rows appended behind a sequence's rows, and how many there were."""
+    with contextlib.suppress(ImportError):
+        import kvcupy.interop.torch  # noqa: F401  # registers operators of the other operations
     monkeypatch.setattr(spec, "OPERATIONS", dict(spec.OPERATIONS))
     declaration = Operation(
         "append_rows", Argument("rows", "tokens kv_heads head_dim"),
@@ -60,7 +63,7 @@ def test_an_example_has_the_shapes_that_are_declared(append, device):
 
 def test_operators_of_torch(append):
     pytest.importorskip("torch")
-    from kvcupy.interop.torch_operators import operators
+    from kvcupy.interop.torch import operators
 
     arguments = (
         "Tensor rows, Tensor(a!) cache, Tensor slots, Tensor? scale=None, "
@@ -74,7 +77,7 @@ def test_operators_of_torch(append):
 
 def test_new_outputs_have_the_declared_shapes(append):
     torch = pytest.importorskip("torch")
-    from kvcupy.interop.torch_operators import new_outputs
+    from kvcupy.interop.torch import new_outputs
 
     values = {"rows": torch.zeros(3, 2, 8), "slots": torch.zeros(3, dtype=torch.int64)}
     (count,) = new_outputs(append, values).values()

@@ -20,7 +20,7 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_calls import PAIRS, SCALES, shuffled_slots, telling_values
+from store_calls import COMBINED, PAIRS, SCALES, shuffled_slots, telling_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -90,22 +90,6 @@ def test_key_and_value_follow_their_own_formats(device, pairs):
     case.store_kv(key, value, k_cache, v_cache, shuffled_slots(case, 9, 16))
 
 
-def test_untagged_bits_are_tagged_with_view_as(device):
-    for fmt in ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8"):
-        case = Case(device, 3)
-        key, value = case.input("bf16", (5, 2, 8)), case.input("bf16", (5, 2, 8))
-        caches = [case.output(fmt, (8, 2, 8)) for _ in range(2)]
-        for arg in (key, value, *caches):
-            arg.array = kv.view_as(arg.raw_array, arg.fmt)
-        case.store_kv(key, value, *caches, [3, 0, 7, -1, 2])
-
-
-def test_view_as_refuses_what_cannot_be(device):
-    for dtype, fmt in ((np.uint8, "bf16"), (np.uint16, "fp8_e4m3"), (np.uint16, "float99")):
-        with pytest.raises((TypeError, ValueError)):
-            kv.view_as(device.zeros((4, 4), dtype), fmt)
-
-
 # Layouts, strides and widths -----------------------------------------------------------------
 
 
@@ -121,30 +105,15 @@ def test_layouts(device, layout, pair):
     case.store_kv(key, value, k_cache, v_cache, shuffled_slots(case, 9, 12), **options)
 
 
-def combined(case, layout, fmt, kind, *, pages=4, size=4, heads=2, width=16):
-    """K and V caches cut from one array, in the ways that engines do."""
-    base = cache_shape(layout, pages, size, heads, width)
-    if kind == "pages":  # (num_pages, 2, ...)
-        both = case.output(fmt, (pages, 2, *base[1:]))
-        return both.sub(lambda a: a[:, 0]), both.sub(lambda a: a[:, 1])
-    if kind == "first":  # (2, num_pages, ...)
-        both = case.output(fmt, (2, *base))
-        return both.sub(lambda a: a[0]), both.sub(lambda a: a[1])
-    if kind == "last":  # (..., D + Dv)
-        both = case.output(fmt, (*base[:-1], 2 * width))
-        return both.sub(lambda a: a[..., :width]), both.sub(lambda a: a[..., width:])
-    both = case.output(fmt, (pages, 3, 2, *base[1:]))  # one layer of a pool whose pages come first
-    return both.sub(lambda a: a[:, 1, 0]), both.sub(lambda a: a[:, 1, 1])
-
-
 @pytest.mark.parametrize("pair", PAIRS[::3], ids="-".join)
-@pytest.mark.parametrize("kind", ["pages", "first", "last", "layer"])
+@pytest.mark.parametrize("kind", COMBINED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_combined_caches(device, layout, kind, pair):
     case = Case(device, 14)
-    k_cache, v_cache = combined(case, layout, pair[1], kind)
+    shape, cuts = COMBINED[kind](*cache_shape(layout, 4, 4, 2, 16))
+    both = case.output(pair[1], shape)
     key, value = case.input(pair[0], (8, 2, 16)), case.input(pair[0], (8, 2, 16))
-    case.store_kv(key, value, k_cache, v_cache, shuffled_slots(case, 8, 16), layout=layout)
+    case.store_kv(key, value, *map(both.sub, cuts), shuffled_slots(case, 8, 16), layout=layout)
 
 
 INPUT_VIEWS = {
@@ -406,3 +375,12 @@ def test_no_tokens_in_a_plain_numpy_array():
     k_cache, v_cache = np.ones((4, 2, 8), np.float16), np.ones((4, 2, 8), np.float16)
     kv.store_kv(empty, empty, k_cache, v_cache, np.zeros(0, np.int64))
     assert (k_cache == 1).all() and (v_cache == 1).all()
+
+
+def test_neighbours_and_shared_inputs_are_allowed(device):
+    """Touching is not overlapping, and inputs may share their bytes."""
+    case = Case(device, 40)
+    memory = case.output("bf16", (22, 2, 8))
+    key = memory.sub(lambda a: a[:6])
+    caches = [memory.sub(lambda a, s=start: a[s : s + 8]) for start in (6, 14)]
+    case.store_kv(key, key, *caches, [3, 7, 0, -1, 1, 5])

@@ -7,7 +7,16 @@ import itertools
 import numpy as np
 import pytest
 from helpers import LAYOUTS, QUANTISED, Case, all_patterns, cache_shape, from_values
-from store_calls import SCALES, by_reciprocal, in_float64, shuffled_slots, traps
+from store_calls import (
+    NANS,
+    SCALES,
+    by_reciprocal,
+    in_float64,
+    rows_with_nans,
+    shuffled_slots,
+    special_rows,
+    traps,
+)
 
 from kvcupy import reference
 
@@ -138,20 +147,7 @@ def test_dynamic_scale_sees_every_element(device, source, fmt, width):
 
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_dynamic_scale_of_special_rows(device, fmt):
-    big, inf, nan = np.finfo(np.float32).max, np.inf, np.nan
-    rows = [
-        [0] * 5,
-        [-0.0] * 5,
-        [nan] * 5,
-        [inf, 1, -1, 0, 2],
-        [nan, -inf, 1e30, 0, -3e38],
-        [1e-7, -1e-7, 0, 0, 1e-9],
-        [1e-6, 0, 0, 0, 0],
-        [1e-42, 0, 0, 0, -1e-45],
-        [big, -big, 1, 0, 1e36],
-        [nan, 3, -4, 0, 1],
-        [np.float32(1.1e-6), 0, 0, 0, 0],
-    ]
+    rows = special_rows(np.finfo(np.float32).max)
     case = Case(device, 10)
     key = case.place(np.float32(rows)[:, None], "fp32")
     caches = [case.output(fmt, (12, 1, 5)) for _ in range(2)]
@@ -166,14 +162,10 @@ def test_dynamic_scale_of_special_rows(device, fmt):
     )
 
 
-@pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
+@pytest.mark.parametrize("bits", NANS)
 def test_dynamic_scale_passes_over_every_nan(device, bits):
     """A signalling one too, which C's fmaxf lets win."""
-    rows = np.full((4, 2, 256), 0.5, np.float32)
-    rows[:, :, 0] = 7
-    rows.view(np.uint32)[1, :, 1:] = bits
-    rows.view(np.uint32)[2, :, 128::2] = bits
-    rows.view(np.uint32)[3, :, 64] = bits
+    rows = np.repeat(rows_with_nans(bits)[:, None], 2, axis=1)
     case = Case(device, bits)
     key, value = case.place(rows, "fp32"), case.place(rows[:, :, ::-1], "fp32")
     caches = [case.output("int8", (5, 2, 256)) for _ in range(2)]

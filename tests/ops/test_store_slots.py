@@ -107,28 +107,8 @@ def test_skip_slot_beside_padding_and_faults(device):
     case = Case(device, 58)
     case.store_kv(*small(case), [5, 0, 7, -1, 8, 1], skip_slot=7)
     case.store_kv(*small(case), [5, 0, 7, -1, 3, 1], skip_slot=-1)
-
-
-@pytest.mark.parametrize(
-    ("skip", "error"),
-    [
-        (5.0, TypeError),
-        (True, TypeError),
-        ("5", TypeError),
-        (2**63, ValueError),
-        (-(2**70), ValueError),
-    ],
-    ids=str,
-)
-def test_skip_slot_is_a_64_bit_int(device, skip, error):
-    """Also after a call with an equal one: 5 == 5.0, 1 == True."""
-    case = Case(device, 60)
-    args = small(case)
-    for good in (5, 1, np.int64(5), np.int32(1)):
-        case.store_kv(*args, [2, 0, 5, -1, 1, 7], skip_slot=good)
-        with pytest.raises(error, match="skip_slot"):
-            kv.store_kv(*(a.array for a in args), case.slots(range(6)).array, skip_slot=skip)
-    case.check("", [])
+    for kind in (np.int32, np.int64):
+        case.store_kv(*small(case), [5, 0, 7, -1, 3, 1], skip_slot=kind(7))
 
 
 def test_zero_tokens(device):

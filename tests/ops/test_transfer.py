@@ -109,7 +109,7 @@ def test_placements(device, placements, method):
 @every_method
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_scales_go_along(device, layouts, method, fmt):
-    """Bit for bit, and those of other pages and layers stay."""
+    """Bit for bit, and scales of other pages and layers stay."""
     case = TransferCase(device, 4)
     pools = two_pools(case, layouts, fmt=fmt, pages=(7, 9), heads=3, scales=True)
     case.transfer(*pools, SRC, DST, method=method)
@@ -263,7 +263,7 @@ LAYERS = [
 @every_method
 @some_pairs
 def test_layers(device, layers, method, layouts):
-    """One, or several in any order, evenly spaced or not; the others stay as they are."""
+    """One, or several in any order, evenly spaced or not; the others stay unchanged."""
     case = TransferCase(device, 13)
     case.transfer(
         *two_pools(case, layouts, layers=5, page_size=2), SRC, DST, method=method, layers=layers

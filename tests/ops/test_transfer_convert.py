@@ -6,13 +6,23 @@ import itertools
 
 import numpy as np
 import pytest
+from four_bit_cases import FOUR_BIT, content
 from helpers import FORMATS, QUANTISED, examples, from_values, full_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_calls import by_reciprocal, in_float64, telling_values, traps
+from store_calls import (
+    NANS,
+    by_reciprocal,
+    in_float64,
+    rows_with_nans,
+    special_rows,
+    telling_values,
+    traps,
+)
 from transfer_cases import PLACEMENTS, POOL_LAYOUTS, TransferCase, reaches
 
 from kvcupy import reference
+from kvcupy.formats import FOUR_BIT as FOUR_BIT_FORMATS
 
 SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
 METHODS = ("kernel", "staged", "auto")
@@ -30,11 +40,20 @@ def scale_options(pair):
 
 def pools(case, pair, scales=(False, False), layouts=("layer_first", "page_first"), **geometry):
     """A source of usual and special values, with usual and extreme scales, and a target."""
-    geometry = {"pages": 4, "page_size": 3, "layers": 2, "content": case.values, **geometry}
-    geometry.setdefault("multipliers", case.multipliers)
+    four_bit = not set(pair).isdisjoint(FOUR_BIT)
+    geometry = {
+        "pages": 4, "page_size": 3, "layers": 2, "multipliers": case.multipliers,
+        "content": content(case) if four_bit else case.values, **geometry,
+    }  # fmt: skip
+    if four_bit and "latent" not in geometry:
+        geometry = {"widths": (128, 256), **geometry}
+    placements, pages = geometry.pop("placements", ("device",) * 2), geometry.pop("pages")
+    pages = pages if isinstance(pages, tuple) else (pages, pages)
     return [
-        case.pool(layout, fmt, scales=has_scales, **geometry)
-        for layout, fmt, has_scales in zip(layouts, pair, scales, strict=True)
+        case.pool(layout, fmt, scales=has, placement=placement, pages=count, **geometry)
+        for layout, fmt, has, placement, count in zip(
+            layouts, pair, scales, placements, pages, strict=True
+        )
     ]
 
 
@@ -67,13 +86,17 @@ def test_every_pair_of_formats(device, pair, method):
 @every_method
 @pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
 def test_every_pair_of_layouts(device, layouts, method):
-    for pair, scales in (
-        (("bf16", "fp8_e4m3"), (False, True)),
-        (("int8", "fp16"), (True, False)),
-        (("fp8_e5m2", "int8"), (True, True)),
+    for pair, scales, widths in (
+        (("bf16", "fp8_e4m3"), (False, True), (8, 5)),
+        (("int8", "fp16"), (True, False), (8, 5)),
+        (("fp8_e5m2", "int8"), (True, True), (8, 5)),
+        (("bf16", "nvfp4"), (False, False), (96, 64)),
+        (("nvfp4", "bf16"), (False, False), (96, 64)),
+        (("fp8_e4m3", "int4"), (True, False), (96, 64)),
+        (("int4", "fp8_e4m3"), (False, True), (96, 64)),
     ):
         case = TransferCase(device, 2)
-        both = pools(case, pair, scales, layouts, heads=3, widths=(8, 5))
+        both = pools(case, pair, scales, layouts, heads=3, widths=widths)
         case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
@@ -159,20 +182,7 @@ def test_scaling_is_two_float32_divisions(device, fmt, method):
 @pytest.mark.parametrize("source", ["fp32", "fp16", "bf16"])
 @every_method
 def test_special_rows(device, fmt, source, method):
-    big, inf, nan = 3e38 if source != "fp16" else 65504, np.inf, np.nan
-    rows = [
-        [0] * 5,
-        [-0.0] * 5,
-        [nan] * 5,
-        [inf, 1, -1, 0, 2],
-        [nan, -inf, 1e30, 0, -3e38],
-        [1e-7, -1e-7, 0, 0, 1e-9],
-        [1e-6, 0, 0, 0, 0],
-        [1e-42, 0, 0, 0, -1e-45],
-        [big, -big, 1, 0, 1e36],
-        [nan, 3, -4, 0, 1],
-        [1.1e-6, 0, 0, 0, 0],
-    ]
+    rows = special_rows(3e38 if source != "fp16" else 65504)
     case = TransferCase(device, 6)
     for scales in (True, False):
         both = pools(
@@ -182,14 +192,10 @@ def test_special_rows(device, fmt, source, method):
         case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
-@pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
+@pytest.mark.parametrize("bits", NANS)
 def test_scales_pass_over_every_nan(device, bits):
     """A signalling one too, which C's fmaxf lets win."""
-    rows = np.full((4, 256), 0.5, np.float32)
-    rows[:, 0] = 7
-    rows.view(np.uint32)[1, 1:] = bits
-    rows.view(np.uint32)[2, 128::2] = bits
-    rows.view(np.uint32)[3, 64] = bits
+    rows = rows_with_nans(bits)
     case = TransferCase(device, bits)
     src = case.pool(
         pages=2, fmt="fp32", widths=(256, 256), content=lambda _, count: np.resize(rows, count)
@@ -233,7 +239,7 @@ def test_wide_rows_are_read_once(kernel_sources, source, width):
 
 
 def test_scales_to_scales(device):
-    """What fp8 means goes to int8; one row's scale says nothing of its neighbour's."""
+    """The values of fp8 rows go to int8; the scale of a row does not affect its neighbour's."""
     case = TransferCase(device, 7)
     for method, (layouts, by) in itertools.product(
         METHODS, zip(LAYOUT_PAIRS[::5], ("usual", "ones", "tiny", "huge"), strict=True)
@@ -274,47 +280,54 @@ def test_placements(device, placements, method):
     if not reaches(device, method, *placements):
         pytest.skip("kernels of a GPU reach no pageable memory")
     case = TransferCase(device, 8)
-    geometry = {"pages": 4, "page_size": 3, "content": case.values}
-    for pair, scales in ((("fp16", "int8"), (False, True)), (("fp8_e4m3", "fp32"), (True, False))):
-        src, dst = (
-            case.pool(
-                layout, fmt, placement=placement, scales=has, multipliers=case.multipliers,
-                **geometry,
-            )
-            for layout, fmt, placement, has in zip(
-                ("layer_first", "page_head"), pair, placements, scales, strict=True
-            )
-        )  # fmt: skip
-        case.transfer(src, dst, SRC, DST, method=method, convert=True)
+    for pair, scales in (
+        (("fp16", "int8"), (False, True)),
+        (("fp8_e4m3", "fp32"), (True, False)),
+        (("fp16", "mxfp4"), (False, False)),
+        (("mxfp4", "fp16"), (False, False)),
+    ):
+        both = pools(case, pair, scales, ("layer_first", "page_head"), placements=placements)
+        case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
 @every_method
 @pytest.mark.parametrize("layers", [0, [2, 0], [4, 1, 2], range(0, 5, 2), [], None], ids=str)
 def test_layers(device, layers, method):
     """Scales of other layers stay too."""
-    case = TransferCase(device, 9)
-    both = pools(case, ("bf16", "int8"), (False, True), layers=5)
-    case.transfer(*both, SRC, DST, method=method, convert=True, layers=layers)
+    for pair, scales in (
+        (("bf16", "int8"), (False, True)),
+        (("fp32", "int4_g64"), (False, False)),
+        (("int4_g64", "fp32"), (False, False)),
+    ):
+        case = TransferCase(device, 9)
+        both = pools(case, pair, scales, layers=5)
+        case.transfer(*both, SRC, DST, method=method, convert=True, layers=layers)
 
 
 @every_method
-def test_pages_of_every_kind(device, method):
+@pytest.mark.parametrize(
+    ("pair", "scales"),
+    [
+        (("bf16", "int8"), (False, True)),
+        (("fp8_e5m2", "fp32"), (True, False)),
+        (("bf16", "nvfp4"), (False, False)),
+        (("nvfp4", "bf16"), (False, False)),
+    ],
+    ids=str,
+)
+def test_pages_of_every_kind(device, pair, scales, method):
     """Past the end on either side, negative, none; arrays of any type and stride."""
     case = TransferCase(device, 10)
-    for pair, scales in ((("bf16", "int8"), (False, True)), (("fp8_e5m2", "fp32"), (True, False))):
-        both = [
-            case.pool(fmt=fmt, scales=has, pages=pages, content=case.values, multipliers=ones)
-            for fmt, has, pages in zip(pair, scales, (5, 7), strict=True)
-        ]
-        for src, dst in (
-            ([4, 5, 0, -1, 2], [6, 1, 3, 9, 7]),
-            ([2**31, 1], [1, 2**63 - 1]),
-            ([], []),
-            ([0, 0, 0], [5, 4, 0]),
-        ):
-            case.transfer(*both, src, dst, method=method, convert=True)
-            placed = case.indices(src, "int64", -2), case.indices(dst)
-            case.transfer(*both, *placed, method=method, convert=True)
+    both = pools(case, pair, scales, pages=(5, 7), multipliers=ones)
+    for src, dst in (
+        ([4, 5, 0, -1, 2], [6, 1, 3, 9, 7]),
+        ([2**31, 1], [1, 2**63 - 1]),
+        ([], []),
+        ([0, 0, 0], [5, 4, 0]),
+    ):
+        case.transfer(*both, src, dst, method=method, convert=True)
+        placed = case.indices(src, "int64", -2), case.indices(dst)
+        case.transfer(*both, *placed, method=method, convert=True)
 
 
 @pytest.mark.parametrize("max_blocks", [1, 2, 7])
@@ -347,9 +360,18 @@ def test_more_than_a_staging_buffer_holds(device, pair, scales, method):
     case.transfer(*both, rng.permutation(12), rng.permutation(12), method=method, convert=True)
 
 
+FOUR_BIT_PAIRS = [
+    pair
+    for packed, other in itertools.product(FOUR_BIT, FORMATS)
+    for pair in ((packed, other), (other, packed))
+]
+
+
 @st.composite
 def conversions(draw):
-    pair = draw(st.sampled_from(PAIRS))
+    pair = draw(st.one_of(st.sampled_from(PAIRS), st.sampled_from(FOUR_BIT_PAIRS)))
+    group = max(FOUR_BIT_FORMATS[fmt].group if fmt in FOUR_BIT else 1 for fmt in pair)
+    width = st.integers(1, 40) if group == 1 else st.integers(1, 6).map(lambda n: n * group)
     return {
         "seed": draw(st.integers(0, 2**32 - 1)),
         "pair": pair,
@@ -360,13 +382,13 @@ def conversions(draw):
             "pages": draw(st.integers(1, 5)),
             "page_size": draw(st.integers(1, 5)),
             "layers": draw(st.integers(1, 3)),
-            "widths": draw(st.tuples(st.integers(1, 40), st.integers(1, 40))),
+            "widths": draw(st.tuples(width, width)),
             "heads": draw(st.integers(1, 3)),
         },
     }
 
 
-@settings(max_examples=examples(80), deadline=None, database=None)
+@settings(max_examples=examples(120), deadline=None, database=None)
 @given(call=conversions())
 def test_any_conversion(device, call):
     case = TransferCase(device, call["seed"])

@@ -7,10 +7,8 @@ import itertools
 import numpy as np
 import pytest
 from four_bit_cases import FOUR_BIT, KINDS, content, hard_rows
-from helpers import FORMATS, QUANTISED, examples, full_only
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transfer_cases import PLACEMENTS, POOL_LAYOUTS, TransferCase, reaches
+from helpers import FORMATS, QUANTISED, full_only
+from transfer_cases import POOL_LAYOUTS, TransferCase
 
 import kvcupy as kv
 from kvcupy import formats
@@ -50,17 +48,6 @@ def test_every_format(device, packed, other, narrows, method):
         case = TransferCase(device, (start, scales))
         layouts = LAYOUT_PAIRS[(start + 5 * scales) % len(LAYOUT_PAIRS)]
         both = pools(case, packed, other, narrows, layouts, scales=scales)
-        case.transfer(*both, SRC, DST, method=method, convert=True)
-
-
-@pytest.mark.covering
-@every_method
-@each_way
-@pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
-def test_every_pair_of_layouts(device, layouts, narrows, method):
-    case = TransferCase(device, 1)
-    for packed, other in (("nvfp4", "bf16"), ("int4", "fp8_e4m3")):
-        both = pools(case, packed, other, narrows, layouts, scales=True, heads=3, widths=(96, 64))
         case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
@@ -132,50 +119,6 @@ def test_rows_are_those_that_store_kv_stores(device, packed, source):
     device.synchronize()
     for got, want in zip(dst.parts, stored.parts, strict=True):
         np.testing.assert_array_equal(got.by_layer(got.download()), want.by_layer(want.download()))
-
-
-@every_method
-@each_way
-@pytest.mark.parametrize("placements", list(itertools.product(PLACEMENTS, repeat=2)), ids="-".join)
-def test_placements(device, placements, narrows, method):
-    if not reaches(device, method, *placements):
-        pytest.skip("kernels of a GPU reach no pageable memory")
-    case = TransferCase(device, 4)
-    pair = ("fp16", "mxfp4") if narrows else ("mxfp4", "fp16")
-    both = [
-        case.pool(
-            layout, fmt, placement=placement, pages=4, page_size=3, widths=(64, 96),
-            content=content(case),
-        )
-        for layout, fmt, placement in zip(
-            ("layer_first", "page_head"), pair, placements, strict=True
-        )
-    ]  # fmt: skip
-    case.transfer(*both, SRC, DST, method=method, convert=True)
-
-
-@every_method
-@each_way
-@pytest.mark.parametrize("layers", [0, [2, 0], range(0, 5, 2), []], ids=str)
-def test_layers(device, layers, narrows, method):
-    case = TransferCase(device, 5)
-    both = pools(case, "int4_g64", "fp32", narrows, layers=5)
-    case.transfer(*both, SRC, DST, method=method, convert=True, layers=layers)
-
-
-@every_method
-@each_way
-def test_pages_of_every_kind(device, narrows, method):
-    """Past the end on either side, negative, none; arrays of any type and stride."""
-    case = TransferCase(device, 6)
-    both = pools(case, "nvfp4", "bf16", narrows, pages=5)
-    for src, dst in (
-        ([4, 3, 0, -1, 2], [5, 1, 3, 9, 0]), ([2**31, 1], [1, 2**63 - 1]), ([], []),
-        ([0, 0, 0], [3, 4, 0]),
-    ):  # fmt: skip
-        case.transfer(*both, src, dst, method=method, convert=True)
-        placed = case.indices(src, "int64", -2), case.indices(dst)
-        case.transfer(*both, *placed, method=method, convert=True)
 
 
 @each_way
@@ -285,40 +228,3 @@ def test_what_does_not_fit_is_refused(device):
     with pytest.raises(ValueError, match=r"^dst_pool: .*64\).* like V .*96\)"):
         kv.transfer_pages(src.pool, wider.pool, [0], [0], convert=True)
     case.finish()
-
-
-@st.composite
-def conversions(draw):
-    packed = draw(st.sampled_from(FOUR_BIT))
-    group = formats.FOUR_BIT[packed].group
-    return {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "packed": packed,
-        "other": draw(st.sampled_from(FORMATS)),
-        "narrows": draw(st.booleans()),
-        "scales": draw(st.booleans()),
-        "layouts": draw(st.sampled_from(LAYOUT_PAIRS)),
-        "method": draw(st.sampled_from(METHODS)),
-        "geometry": {
-            "pages": draw(st.integers(1, 5)),
-            "page_size": draw(st.integers(1, 5)),
-            "layers": draw(st.integers(1, 3)),
-            "widths": tuple(group * draw(st.integers(1, 6)) for _ in "kv"),
-            "heads": draw(st.integers(1, 3)),
-        },
-    }
-
-
-@settings(max_examples=examples(40), deadline=None, database=None)
-@given(call=conversions())
-def test_any_conversion(device, call):
-    case = TransferCase(device, call["seed"])
-    both = pools(
-        case, call["packed"], call["other"], call["narrows"], call["layouts"],
-        scales=call["scales"], **call["geometry"],
-    )  # fmt: skip
-    count = call["geometry"]["pages"]
-    src_pages = case.rng.integers(-1, count + 1, count)
-    case.transfer(
-        *both, src_pages, case.rng.permutation(count), method=call["method"], convert=True
-    )

@@ -1,4 +1,4 @@
-"""Transfers where kernels do not reach all memory, as those of a GPU do not.
+"""Transfers between memory that kernels do not all reach, as on a GPU.
 
 `Picky` is a host device whose kernels reach what it allocated itself, and pinned memory: so page
 lists must be sent to it, and pageable pools go by the copy engine.
@@ -22,7 +22,7 @@ PAIRS = ([3, 11, 0, 4, 5], [7, 0, 11, 3, 2])
 
 
 class Picky(HostDevice):
-    """A host device with memory of its own, and defaults as for a copy engine."""
+    """A host device with separate memory, and defaults as for a copy engine."""
 
     has_copy_engine = True
 
@@ -108,7 +108,7 @@ def test_a_page_past_the_end_is_reported_from_a_list_that_was_sent(picky):
 
 
 def test_lists_in_flight_are_not_overwritten(picky):
-    """Two transfers wait on a stream: the second has a list of its own."""
+    """Two transfers wait on a stream: the second has another list."""
     near, far = pool(picky, "device"), pool(picky, "pinned", seed=1)
     kv.transfer_pages(far, near, [0], [0], method="kernel")  # a buffer comes back from here
     want = moved(picky, near, far, ([1, 3], [2, 4]))
@@ -203,18 +203,18 @@ def test_converting_between_pageable_pools_is_refused(picky):
 
 def test_more_pieces_than_a_launch_counts_are_refused_before_the_first(device, monkeypatch):
     """The second set of layers has too many: the first is not moved either."""
-    from kvcupy.ops import call
+    from kvcupy.ops import transfer
 
     case = TransferCase(device, 60)
     src, dst = case.pool("page_first", layers=6), case.pool("page_head", layers=6, pages=13)
-    counted = call.require_countable
+    counted = transfer.require_countable
 
     def few(num_rows, name):
         if num_rows > 60:
             raise ValueError(f"{name}: expected at most 60 rows, got {num_rows}")
         counted(num_rows, name)
 
-    monkeypatch.setattr(call, "require_countable", few)
+    monkeypatch.setattr(transfer, "require_countable", few)
     with pytest.raises(ValueError, match="src_pages: expected at most 60"):
         case.issue(src, dst, [3, 5, 7], [1, 2, 12], layers=[0, 2, 3, 4, 5], method="kernel")
     case.finish()

@@ -172,7 +172,7 @@ def test_a_consumer_on_the_same_stream(device, method):
 
 @every_method
 def test_streams_side_by_side(device, method):
-    """Several streams at once, each with pools of its own, do not disturb one another."""
+    """Several streams at once, with different pools, do not disturb one another."""
     case = TransferCase(device, 7)
     geometry = {"pages": 70, "page_size": 16, "layers": 4, "widths": (64, 64)}
     streams = [device.stream() for _ in range(4)]

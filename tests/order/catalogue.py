@@ -227,11 +227,11 @@ def sites_of(file: str, *names: str) -> tuple[Edge, ...]:
     return tuple([Edge(name, partial(sites.watched, name)) for name in full])
 
 
-ENGINE, PAGES = "cache/engine.py", "cache/pages.py"
+ENGINE, HAZARDS, PAGES = (f"cache/{name}.py" for name in ("engine", "hazards", "pages"))
 TIERED, TIERS, LEASES, STORE_TIER = (
     f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
 )
-TABLES, MOVES, STEP = (f"cache/paged/{name}.py" for name in ("tables", "moves", "step"))
+TABLES, EXCHANGE, STEP = (f"cache/paged/{name}.py" for name in ("tables", "exchange", "step"))
 
 _FORK = sites_of("streams.py", "fork: first.record()", "fork: other.wait(event)")
 _JOIN = sites_of("streams.py", "join: first.wait(other.record())", "join: other.record()")
@@ -244,11 +244,15 @@ _OTHER = "TransferQueue._issue: stream.wait(other.stream if earlier.end is None 
 _HELD = "TransferEngine._submit: self.device_pool.allocator._mark_busy(device_list, batch)"
 _IS_OVER = "Batch.done: (self.stream if self.end is None else self.end).done()"
 _WRITTEN = sites_of(
-    PAGES, "StreamCompletion.__init__: stream.record()", "StreamCompletion.done: self._event.done()"
+    HAZARDS,
+    "StreamCompletion.__init__: stream.record()",
+    "StreamCompletion.done: self._event.done()",
 ) + sites_of(TIERED, "_insert: written.done()")
+_RECORDED = "AccessOrder._record: stream.record(self._spare.pop() if self._spare else None)"
+_READ = "AccessOrder.take_over: stream.wait(access.event or self._record_late(access))"
 _ACCESS = sites_of(
-    MOVES, "AccessOrder.begin: stream.wait(access.event)",
-    "AccessOrder._record: stream.record(self._spare.pop() if self._spare else None)",
+    HAZARDS, "AccessOrder.begin: stream.wait(access.event or self._record_late(access))",
+    _RECORDED,
 )  # fmt: skip
 
 
@@ -286,10 +290,9 @@ PROTOCOLS = [
     ),
     Protocol.of(
         protocols.inserted_and_cleared, name="tiers, cleared", edges=_WRITTEN + sites_of(
-            PAGES, "StreamCompletion._behind: relay.wait(self._event)",
+            HAZARDS, "StreamCompletion._behind: relay.wait(self._event)",
             "StreamCompletion.synchronize: self._behind().synchronize()",
-            "PageAllocator._wait: transfer.synchronize()",
-        ) + sites_of(
+        ) + sites_of(PAGES, "PageAllocator._wait: transfer.synchronize()") + sites_of(
             TIERED,
             "_hold: tiers.device.pool.allocator._mark_busy("
             "[copy.page for copy in inserted], written)",
@@ -302,8 +305,9 @@ PROTOCOLS = [
             "TransferQueue._issue: stream.record()",
         ) + sites_of(
             PAGES, "PageAllocator._wait: transfer.synchronize()", "_is_done: transfer.done()",
-            "StreamCompletion.wait: self._event.done()",
-            "StreamCompletion.wait_layer: self.wait(stream)",
+        ) + sites_of(
+            HAZARDS, "StreamCompletion.wait: self._event.done()",
+            "Completion.wait_layer: self.wait(stream)",
         ) + sites_of(
             LEASES, "Lease.wait: self.completion.wait(self._waiting(stream))",
             "Lease.wait_layer: self.completion.wait_layer(layer, self._waiting(stream))",
@@ -321,7 +325,7 @@ PROTOCOLS = [
         name="tiers, acquire while evicting", edges=_WRITTEN + sites_of(
             ENGINE, _HELD, _OTHER, _END, "TransferQueue._issue: stream.record()",
         ) + sites_of(
-            PAGES, "StreamCompletion._behind: relay.wait(self._event)",
+            HAZARDS, "StreamCompletion._behind: relay.wait(self._event)",
             "StreamCompletion.wait: self._behind().record()",
             "StreamCompletion.wait: waiting.wait(self._behind().record())",
         ) + sites_of(
@@ -362,8 +366,9 @@ PROTOCOLS = [
         protocols.offload_demoted, name="offload and onboard", edges=_AFTER + _ACCESS + sites_of(
             ENGINE, _HELD, _END,
         ) + sites_of(
-            MOVES, "PageAccess.on: load.wait(stream)", "PageAccess.on: self.order.begin(stream)",
-            "Tiers.offload: self._access.order.end(engine.save_stream)",
+            HAZARDS, "PageAccess.on: load.wait(stream)", "PageAccess.on: self.order.begin(stream)",
+        ) + sites_of(
+            EXCHANGE, "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
             "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
         ) + sites_of(
@@ -373,12 +378,12 @@ PROTOCOLS = [
     ),
     Protocol.of(
         protocols.prefix_from_tiers, name="prefixes from tiers", edges=_AFTER + _ACCESS + sites_of(
-            MOVES, "PageAccess.on: self.order.begin(stream)",
+            HAZARDS, "PageAccess.on: self.order.begin(stream)",
         ) + sites_of(STEP, "Step.wait_layer: load.wait_layer(layer, stream)"),
     ),
     Protocol.of(
         protocols.saved_to_a_file, name="sequences in files", edges=_ACCESS + sites_of(
-            MOVES, "PageAccess.on: self.order.begin(stream)",
+            HAZARDS, "PageAccess.on: self.order.begin(stream)",
         ) + sites_of(STEP, "Steps._close: self._order.end(stream)"),
     ),
     Protocol.of(
@@ -400,19 +405,19 @@ def cases_of(cases: dict[str, order_case.OrderCase], *words: str) -> dict[str, A
 
 _PAGE_CASES, _ACCESS_CASES = page_order_cases.ORDER_CASES, access_order_cases.ORDER_CASES
 _TABLE_SITES = sites_of(
+    HAZARDS, "CopyStream.record: self.stream.record(self._recorded if event is None else event)"
+) + sites_of(
     TABLES, "StepTables.on: stream.wait(self._slot.copied)",
-    "Uploader.upload: self.stream.record(pinned.copied)",
 )  # fmt: skip
 PROTOCOLS += [
     from_cases(name, cases, edges)
     for name, cases, edges in (
         (
             "ring of tables", table_order_cases.ORDER_CASES, _TABLE_SITES + sites_of(
-                TABLES, "Uploader.upload: target.wait_for_readers(self.stream)",
-                "DeviceBuffer.wait_for_readers: copy_stream.wait(event)",
-                "DeviceBuffer.read_by: stream.record(event)",
-                "StepTables.close: self._slot.target.read_by(stream)",
-                "Uploader._synchronize: copied.synchronize()",
+                TABLES, "TableBuffer.upload: self.readers.take_over(stream)",
+                "StepTables.close: self._slot.readers.end(stream)",
+            ) + sites_of(
+                HAZARDS, _READ, _RECORDED, "CopyStream.synchronize: copied.synchronize()",
             ),
         ),
         ("fork of a sequence", cases_of(_PAGE_CASES, "fork"), _ACCESS),
@@ -424,7 +429,7 @@ PROTOCOLS += [
             "pages between streams",
             {name: case for name, case in _ACCESS_CASES.items() if "slid" not in name},
             _ACCESS + sites_of(
-                MOVES, "PageAccess.on: self.order.begin(stream)",
+                HAZARDS, "PageAccess.on: self.order.begin(stream)",
                 "PageAccess.on: self.order.end(stream)", "PageAccess.on: self.order.end(user)",
             ) + sites_of(
                 STEP, "Steps._close: self._order.end(stream)",
@@ -433,9 +438,8 @@ PROTOCOLS += [
         (
             "captured steps", graph_order_cases.ORDER_CASES, _ACCESS + sites_of(
                 TABLES, "CapturedTables.before: stream.wait(self.buffer.copied)",
-                "CapturedTables.after: self.buffer.target.read_by(stream)",
-                "DeviceBuffer.wait_for_readers: copy_stream.wait(event)",
-            ),
+                "CapturedTables.after: self.buffer.readers.end(stream)",
+            ) + sites_of(HAZARDS, _READ),
         ),
     )
 ]  # fmt: skip
@@ -460,7 +464,7 @@ ON_A_GPU = "of the library's current stream: on the host device that is the call
 NOT_NEEDED = {
     f"{file} {name}": why
     for file, names in {
-        "arrays.py": {
+        "arrays/probes.py": {
             "wait_for_producers: stream.wait(cuda_api.StreamAddress(int(pointer)))": ON_A_GPU,
         },
         ENGINE: {
@@ -482,7 +486,6 @@ NOT_NEEDED = {
             "Landing.synchronize: self._over.wait(None if deadline_s is None else "
             "max(0.0, deadline_s))": _THREADS,
             "Landing.wait: self.synchronize()": _THREADS,
-            "Landing.wait_layer: self.synchronize()": _THREADS,
             "PageReceiver._run: pull._landing.synchronize()": _THREADS,
             "_Workers.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
             "PageReceiver.pull: self._pool.allocator._mark_busy(ordered, pull._landing)": _SOCKETS,
@@ -504,12 +507,18 @@ NOT_NEEDED = {
             "PageSender._written_by: self._pool.allocator._mark_busy(pages, completion)": _SOCKETS,
             "PageSender.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
         },
-        PAGES: {"StreamCompletion.failure: self._relay.synchronize()": _FAILURES},
+        HAZARDS: {
+            "StreamCompletion.failure: self._relay.synchronize()": _FAILURES,
+            "CopiedPages.succeeded: self._event.done()": _FAILURES,
+            "CopyStream.recover: self.synchronize(self._last)": _FAILURES,
+            "PageAccess.on: self._copies.record()": _FAILURES,
+        },
         "cache/paged/cache.py": {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end()": _ANOTHER,
-            "PagedKVCache.fork_sequence: self._steps.fork(source, child, int(at), inherit_window)":
+            "PagedKVCache.fork_sequence: "
+            "self._steps.fork(self._steps.settled(parent, 'parent'), child, at, inherit_window)":
                 _ANOTHER,
         },
         "cache/paged/contents.py": {
@@ -517,26 +526,19 @@ NOT_NEEDED = {
             "Contents.save: stream.synchronize()": _DONE_AT_RETURN,
             "Contents._save_widened: stream.synchronize()": _DONE_AT_RETURN,
         },
-        "cache/paged/exchange.py": {
-            f"SequencePull.{call}: pull.{call}({arguments})": _ANOTHER
-            for call, arguments in {
-                "done": "", "synchronize": "", "wait": "stream", "wait_layer": "layer, stream",
-            }.items()
-        },
-        MOVES: {
-            "CopiedPages.__init__: stream.record()": _FAILURES,
-            "CopiedPages.done: self._event.done()": _FAILURES,
-            "CopiedPages.succeeded: self._event.done()": _FAILURES,
-            "CopiedPages.synchronize: self._event.synchronize()": _FAILURES,
-            "CopiedPages.wait_layer: self.wait(stream)": _FAILURES,
-            "PageAccess.on: uploader.record()": _FAILURES,
-            "Tiers.onboard: host.save.synchronize()": _SAVED,
-            "Tiers.onboard: past.save.synchronize()": _SAVED,
+        EXCHANGE: {
+            **{
+                f"SequencePull.{call}: pull.{call}({arguments})": _ANOTHER
+                for call, arguments in {
+                    "done": "", "synchronize": "", "wait": "stream", "wait_layer": "layer, stream",
+                }.items()
+            },
+            "Tiers.onboard: part.save.synchronize()": _SAVED,
         },
         STEP: {"Steps.fork: self._sequences.fork(parent, child, at, inherit_window)": _ANOTHER},
         TABLES: {
-            "DeviceBuffer.wait_for_readers: copy_stream.wait(self._unrecorded[-1])": ON_A_GPU,
-            "Uploader.record: self.stream.record(self._recorded)": _FAILURES,
+            "TableBuffer.upload: self._copies.record(pinned.copied)": _ANOTHER,
+            "TableBuffer.upload: self._copies.synchronize(pinned.copied)": _ANOTHER,
         },
         TIERED: {
             "TieredCache._wait_for_arrivals: arrivals.settled.wait(seconds)": _THREADS,
@@ -560,8 +562,8 @@ NOT_NEEDED = {
         },
         "remote/stores/shm.py": {
             "ShmBackend._parts: block.begin()": "begins a checksum, not a copy",
-            "_Helpers.each: job.wait()": _THREADS,
         },
+        "cache/threads.py": {"Helpers.each: job.wait()": _THREADS},
         "remote/stores/store.py": {
             "SharedStore._hold_back: self.pool.allocator._mark_busy(pages, completion)": _NO_STREAM,
         },

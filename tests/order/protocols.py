@@ -1,6 +1,6 @@
 """The protocols between streams that kvcupy relies on, as small programs that can be explored.
 
-Each takes a device, puts work on streams of its own, and returns all that must not depend on their
+Each takes a device, puts work on new streams, and returns all that must not depend on their
 order. Nothing is held up, and no thread is started: the simulated device decides who goes first.
 """
 
@@ -24,6 +24,11 @@ SHAPE = {"page_size": 2, "num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "dty
 ROW = (2, 1, 4)  # a page of a layer
 
 
+def parts_of(pool, layers=(0, 1)):
+    """Return layer and array of K and V of each layer."""
+    return [(layer, side(layer)) for layer in layers for side in (pool.k, pool.v)]
+
+
 class Pools:
     """A pool of the device, one of the host, and a compute stream that writes and reads pages."""
 
@@ -35,41 +40,46 @@ class Pools:
         self.compute.name = "compute"
         self.seen = []
         for sign, pool in ((1, self.pool), (-1, self.host)):
-            for layer in range(2):
-                for part in (pool.k(layer), pool.v(layer)):
-                    for page in range(pool.num_pages):
-                        part[page] = sign * (10 * page + layer + 1)
+            for layer, part in parts_of(pool):
+                for page in range(pool.num_pages):
+                    part[page] = sign * (10 * page + layer + 1)
         # Values to write, so that no program allocates in between.
         self._values = itertools.count(100)
 
     def write(self, page, stream=None, layers=(0, 1)):
         value = np.full(ROW, next(self._values), np.float32)
-        for layer in layers:
-            for part in (self.pool.k(layer), self.pool.v(layer)):
-                self.device.copy(part[page], value, stream=stream or self.compute)
+        for _, part in parts_of(self.pool, layers):
+            self.device.copy(part[page], value, stream=stream or self.compute)
 
     def read(self, page, stream=None, layers=(0, 1)):
-        for layer in layers:
-            for part in (self.pool.k(layer), self.pool.v(layer)):
-                self.seen.append(self.device.zeros(ROW, "fp32"))
-                self.device.copy(self.seen[-1], part[page], stream=stream or self.compute)
+        for _, part in parts_of(self.pool, layers):
+            self.seen.append(self.device.zeros(ROW, "fp32"))
+            self.device.copy(self.seen[-1], part[page], stream=stream or self.compute)
 
     def on_host(self, *pages):
         """What pages of the host pool hold, which nothing writes any more."""
-        for part in [view(layer) for view in (self.host.k, self.host.v) for layer in (0, 1)]:
+        for _, part in parts_of(self.host):
             for page in pages:
                 with kv.declare(reads=part[page]):
                     self.seen.append(np.array(part[page]))
 
     def fill(self, page):
         """Let the host overwrite a page of the host pool."""
-        for part in [view(layer) for view in (self.host.k, self.host.v) for layer in (0, 1)]:
+        for _, part in parts_of(self.host):
             with kv.declare(writes=part[page]):
                 part[page] = 77
 
     def results(self):
         self.device.synchronize()
         return self.seen
+
+    def all_results(self):
+        """What all pages hold, when all is over."""
+        self.device.synchronize()
+        for page in range(self.pool.num_pages):
+            self.read(page)
+        self.on_host(*range(self.host.num_pages))
+        return self.results()
 
 
 # --- Streams --------------------------------------------------------------------------------------
@@ -170,18 +180,14 @@ def save_and_load_the_same_pages(device):
         engine.load(*loaded, after=w.compute)
         engine.save(*saved, after=w.compute)
     engine._flush()
-    device.synchronize()
-    for page in range(6):
-        w.read(page)
-    w.on_host(*range(6))
-    return w.results()
+    return w.all_results()
 
 
 def batches_that_are_over_are_forgotten(device):
     """A queue looks which of its batches are over, and waits for the others."""
     w = Pools(device, 6, 6)
     streams = {"load_stream": device.stream(), "save_stream": device.stream()}
-    engine = kv.TransferEngine(w.pool, w.host, **streams)  # which waits for none of its own
+    engine = kv.TransferEngine(w.pool, w.host, **streams)  # which does not wait for its batches
     engine.save([0], [1], after=w.compute)
     engine._flush()
     engine.save([1], [2], after=w.compute)
@@ -194,11 +200,7 @@ def batches_that_are_over_are_forgotten(device):
     engine.save([4], [5], after=w.compute)
     engine.save([3], [4], after=w.compute)
     engine._flush()
-    device.synchronize()
-    for page in range(6):
-        w.read(page)
-    w.on_host(*range(6))
-    return w.results()
+    return w.all_results()
 
 
 def pages_freed_in_flight(device):
@@ -265,7 +267,7 @@ class Tiers(Pools):
 
 
 def tiered_eviction(device):
-    """Evicted pages are saved first, then written by somebody else, and come back by layer."""
+    """Evicted pages are saved first, then written by another stream, and come back by layer."""
     w = Tiers(device, write="back")
     w.insert(1, 2, 3)
     w.cache.evict(2)
@@ -391,8 +393,7 @@ class SharedTiers(Tiers):
 
     def get(self, hashes, pages):
         for hash, page in zip(hashes, pages, strict=True):
-            parts = [view(layer) for view in (self.host.k, self.host.v) for layer in (0, 1)]
-            for part, values in zip(parts, self.stored[hash], strict=True):
+            for (_, part), values in zip(parts_of(self.host), self.stored[hash], strict=True):
                 with kv.declare(writes=part[page]):
                     part[page] = values
         return [True] * len(hashes)
@@ -474,7 +475,7 @@ def offload_and_onboard(device):
 
 
 def offload_a_fork(device):
-    """Pages that two sequences share are saved for one while the other goes on."""
+    """Pages that two sequences share are saved for one while the other continues."""
     w = World(device, num_pages=8)
     w.cache.attach(tiers_of(w, 4))
     w.prefill("a", 8)
@@ -599,10 +600,9 @@ def scratch_reuse(device):
         for layout, placement in (("layer_first", "device"), ("page_first", "pinned"))
     ]
     for number, pool in enumerate(pools):
-        for layer in (0, 1):
-            for part in (pool.k(layer), pool.v(layer)):
-                for page in range(4):
-                    part[page] = 1 + number + 10 * page + 100 * layer
+        for layer, part in parts_of(pool):
+            for page in range(4):
+                part[page] = 1 + number + 10 * page + 100 * layer
     streams, seen = [device.stream() for _ in range(2)], []
     for page, stream in enumerate(streams):
         kv.transfer_pages(pools[0], pools[1], [page], [3 - page], method="staged", stream=stream)
@@ -610,7 +610,7 @@ def scratch_reuse(device):
         kv.copy_pages(pools[0], np.array([page]), np.array([page + 2]), stream=stream)
     device.synchronize()
     for pool in pools:
-        seen += [np.array(part) for layer in (0, 1) for part in (pool.k(layer), pool.v(layer))]
+        seen += [np.array(part) for _, part in parts_of(pool)]
     return seen
 
 

@@ -22,17 +22,16 @@ from unittest.mock import patch
 import kvcupy as kv
 from kvcupy import streams
 from kvcupy.cache.engine import Batch, Transfer
-from kvcupy.cache.paged.moves import AccessOrder
+from kvcupy.cache.hazards import AccessOrder, Completion, StreamCompletion
 from kvcupy.cache.paged.step import Step
-from kvcupy.cache.paged.tables import DeviceBuffer
-from kvcupy.cache.pages import PageAllocator, StreamCompletion
+from kvcupy.cache.pages import PageAllocator
 from kvcupy.cache.tiered.leases import Lease, LeaseCompletion
 from kvcupy.cache.tiered.tiers import BlockCompletion
 from kvcupy.devices import cuda_streams, host_streams
 from kvcupy.order.explore import SimulatedStream
 
 PACKAGE = Path(kv.__file__).parent
-WITHIN = ("arrays.py", "cache/", "ops/", "remote/", "scratch.py", "streams.py")
+WITHIN = ("arrays/", "cache/", "ops/", "remote/", "scratch.py", "streams.py")
 """What issues work for users. The rest observes, measures, or is a device."""
 WHEELS = ("remote/migration/nixl", "remote/stores/mooncake")
 """What waits for other projects' engines, not for streams."""
@@ -47,13 +46,14 @@ PRIMITIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (cuda_streams.Stream, _STREAM),
     (cuda_streams.Event, ("synchronize", "done")),
     (streams, ("fork", "join")),
-    *((kind, _COMPLETION) for kind in (Batch, BlockCompletion, LeaseCompletion, StreamCompletion)),
+    *((kind, _COMPLETION) for kind in (Batch, BlockCompletion, LeaseCompletion)),
+    (Completion, ("wait_layer",)),
+    (StreamCompletion, ("wait", "synchronize", "done")),
     (Batch, ("join",)),
     (Transfer, _COMPLETION),
     (Lease, ("wait", "wait_layer")),
-    (AccessOrder, ("begin", "end")),
+    (AccessOrder, ("begin", "end", "take_over")),
     (Step, ("wait_layer",)),
-    (DeviceBuffer, ("read_by", "wait_for_readers")),
     (PageAllocator, ("_mark_busy",)),
 )
 NAMES = frozenset(name for _, names in PRIMITIVES for name in names)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcupy.arrays import view
-from kvcupy.order.byte_ranges import ByteRanges, byte_ranges, locate
+from kvcupy.order.history import ByteRanges, byte_ranges, locate
 
 MEMORY = np.zeros(4096, np.uint8)
 BASE = MEMORY.__array_interface__["data"][0]

@@ -7,6 +7,7 @@ import inspect
 import re
 import threading
 import weakref
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -36,10 +37,6 @@ def world(device):
     return World(device)
 
 
-def nothing(world):
-    """Leave the edge out."""
-
-
 def kinds(checker):
     return [report.kind for report in checker.reports]
 
@@ -47,25 +44,25 @@ def kinds(checker):
 # --- Kinds, and what orders -----------------------------------------------------------------------
 
 
-def read_after_write(world, edge):
-    world.device.copy(world.x, world.y, stream=world.copy)
-    edge(world)
-    world.device.copy(world.z, world.x, stream=world.main)
+PROGRAMS = {"RAW": ("xy", "zx"), "WAR": ("zx", "xy"), "WAW": ("xy", "xz")}  # targets and sources
 
 
-def write_after_read(world, edge):
-    world.device.copy(world.z, world.x, stream=world.copy)
-    edge(world)
-    world.device.copy(world.x, world.y, stream=world.main)
+def run(world, kind, edge):
+    """Copy on one stream, then on the other, with an edge in between."""
+    for copied, stream in zip(PROGRAMS[kind], (world.copy, world.main), strict=True):
+        target, source = (getattr(world, name) for name in copied)
+        if stream is world.main:
+            edge(world)
+        world.device.copy(target, source, stream=stream)
 
 
-def write_after_write(world, edge):
-    world.device.copy(world.x, world.y, stream=world.copy)
-    edge(world)
-    world.device.copy(world.x, world.z, stream=world.main)
+def poll_until_done(what):
+    while not what.done():
+        pass
 
 
-PROGRAMS = {"RAW": read_after_write, "WAR": write_after_read, "WAW": write_after_write}
+def record_again(world):
+    world.main.wait(world.copy.record(world.early))
 
 
 def wait_for_a_late_event(world):
@@ -81,17 +78,6 @@ def by_way_of_a_third_stream(world):
     world.main.wait(third)
 
 
-def poll_the_event(world):
-    event = world.copy.record()
-    while not event.done():
-        pass
-
-
-def poll_the_stream(world):
-    while not world.copy.done():
-        pass
-
-
 EDGES = {
     "wait for the stream": lambda world: world.main.wait(world.copy),
     "wait for an event": lambda world: world.main.wait(world.copy.record()),
@@ -102,8 +88,11 @@ EDGES = {
     "the host waits for the stream": lambda world: world.copy.synchronize(),
     "the host waits for an event": lambda world: world.copy.record().synchronize(),
     "the host waits for the device": lambda world: world.device.synchronize(),
-    "the host finds the event done": poll_the_event,
-    "the host finds the stream done": poll_the_stream,
+    "the host finds the event done": lambda world: poll_until_done(world.copy.record()),
+    "the host finds the stream done": lambda world: poll_until_done(world.copy),
+    "an event that is recorded again": lambda world: world.main.wait(
+        world.copy.record(world.early)
+    ),
 }
 
 
@@ -111,28 +100,16 @@ EDGES = {
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
 def test_an_edge_orders(world, kind, edge):
     with kv.order_checker() as checker:
-        PROGRAMS[kind](world, edge)
+        world.early = world.copy.record()
+        run(world, kind, edge)
     assert checker.reports == []
 
 
-def wait_the_other_way_round(world):
-    world.copy.wait(world.main)
-
-
-def wait_for_an_early_event(world):
-    event = world.early
-    world.main.wait(event)
-
-
-def wait_for_an_event_that_was_never_recorded(world):
-    world.main.wait(world.device.event())
-
-
 NO_EDGES = {
-    "none": nothing,
-    "the other way round": wait_the_other_way_round,
-    "never recorded": wait_for_an_event_that_was_never_recorded,
-    "an event before the work": wait_for_an_early_event,
+    "none": lambda world: None,
+    "the other way round": lambda world: world.copy.wait(world.main),
+    "never recorded": lambda world: world.main.wait(world.device.event()),
+    "an event before the work": lambda world: world.main.wait(world.early),
     "another stream": lambda world: world.main.wait(world.device.stream()),
     "the host waits for another stream": lambda world: world.main.synchronize(),
 }
@@ -143,21 +120,11 @@ NO_EDGES = {
 def test_without_it_there_is_a_report(world, kind, edge):
     with kv.order_checker("record") as checker:
         world.early = world.copy.record()
-        PROGRAMS[kind](world, edge)
+        run(world, kind, edge)
     (report,) = checker.reports
     assert report.kind == kind
     assert (report.first.operation, report.second.operation) == ("copy", "copy")
     assert (report.first.stream, report.second.stream) == (world.copy.name, world.main.name)
-
-
-def test_an_event_that_was_recorded_again_stands_for_its_last_point(world):
-    with kv.order_checker("record") as checker:
-        event = world.copy.record()
-        world.device.copy(world.x, world.y, stream=world.copy)
-        world.copy.record(event)
-        world.main.wait(event)
-        world.device.copy(world.z, world.x, stream=world.main)
-    assert checker.reports == []
 
 
 # --- Reports --------------------------------------------------------------------------------------
@@ -317,43 +284,44 @@ def test_layers_and_pages_of_a_pool(device, layout):
     device.synchronize()
 
 
-def test_pages_that_attention_reads(device):
-    """Only the pages of its sequences, up to their lengths."""
-    k, v = (device.zeros((8, 4, 2, 8), "fp16") for _ in "kv")
-    rows, query = device.zeros((1, 2, 8), "fp16"), device.zeros((2, 2, 8), "fp16")
-    out = device.zeros((2, 2, 8), "fp16")
-    table, lengths = np.array([[2, 5, 2147480000], [6, -1, 3]], np.int32), np.array([6, 3])
-    read = {8, 9, 10, 11, 20, 21, 24, 25, 26}
-    main, other = device.stream(), device.stream()
-    for slot in range(32):
-        where = device.asarray(np.array([slot]))
-        device.synchronize()
-        with kv.order_checker("record") as checker:
-            kv.paged_attention(
-                query, k, v, device.asarray(table), device.asarray(lengths), out=out, stream=main
-            )
-            kv.store_kv(rows, rows, k, v, where, stream=other)
-        assert kinds(checker) == ["WAR"] * (slot in read), slot
-    device.synchronize()
+def attend_to_pages(device, k, v, main):
+    """Only pages of its sequences, up to their lengths."""
+    query, out = (device.zeros((2, 2, 8), "fp16") for _ in range(2))
+    table = device.asarray(np.array([[2, 5, 2147480000], [6, -1, 3]], np.int32))
+    lengths = device.asarray(np.array([6, 3]))
+    return lambda: kv.paged_attention(query, k, v, table, lengths, out=out, stream=main)
 
 
-def test_keys_behind_an_evicted_span(device):
+def attend_behind_an_evicted_span(device, k, v, main):
     """Positions from 2 on lie three slots further."""
-    k, v = (device.zeros((4, 4, 2, 8), "fp16") for _ in "kv")
-    rows, query, out = (device.zeros((1, 2, 8), "fp16") for _ in range(3))
+    query, out = (device.zeros((1, 2, 8), "fp16") for _ in range(2))
     one = [device.asarray(np.array([n], np.int32)) for n in (5, 2, 3)]
     tables = dict(zip(("seq_lens", "evicted_starts", "evicted_lens"), one, strict=True))
     table = device.asarray(np.array([[2, 1]], np.int32))
     step = attention.StepAttention(block_table=table, **tables)
     options = attention.check_options("NHD", None, True, None, None, None)
-    main, other = device.stream(), device.stream()
-    for slot in range(16):
+    return lambda: step.run(attention.LayerArrays(k, v), query, out, options, stream=main)
+
+
+@pytest.mark.parametrize(
+    ("attending", "num_pages", "read"),
+    [
+        (attend_to_pages, 8, {8, 9, 10, 11, 20, 21, 24, 25, 26}),
+        (attend_behind_an_evicted_span, 4, {8, 9, 5, 6, 7}),
+    ],
+)
+def test_slots_that_attention_reads(device, attending, num_pages, read):
+    """A store to a slot conflicts with it if it reads that slot."""
+    k, v = (device.zeros((num_pages, 4, 2, 8), "fp16") for _ in "kv")
+    rows, main, other = device.zeros((1, 2, 8), "fp16"), device.stream(), device.stream()
+    attend = attending(device, k, v, main)
+    for slot in range(4 * num_pages):
         where = device.asarray(np.array([slot]))
         device.synchronize()
         with kv.order_checker("record") as checker:
-            step.run(attention.LayerArrays(k, v), query, out, options, stream=main)
+            attend()
             kv.store_kv(rows, rows, k, v, where, stream=other)
-        assert kinds(checker) == ["WAR"] * (slot in {8, 9, 5, 6, 7}), slot
+        assert kinds(checker) == ["WAR"] * (slot in read), slot
     device.synchronize()
 
 
@@ -616,7 +584,7 @@ def test_inside_a_graph(world, forks, joins):
 
 
 def test_a_refused_launch_orders_nothing(world):
-    device, main, side, other = world.device, world.main, world.copy, device_stream(world)
+    device, main, side, other = world.device, world.main, world.copy, world.device.stream()
     written, read = device.zeros((8, 4), "fp32"), device.zeros((8, 4), "fp32")
     with kv.order_checker():
         graph = fork_and_join(world)
@@ -639,7 +607,7 @@ def test_a_refused_launch_orders_nothing(world):
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("kind", ["RAW", "WAR"])
 def test_around_a_launch(world, ordered, kind):
-    device, other = world.device, device_stream(world)
+    device, other = world.device, world.device.stream()
     with kv.order_checker("record") as checker:
         graph = fork_and_join(world)
         if kind == "RAW":
@@ -657,10 +625,6 @@ def test_around_a_launch(world, ordered, kind):
     if not ordered:
         inside = checker.reports[0].first if kind == "RAW" else checker.reports[0].second
         assert inside.operation == "copy in a graph" and "launched at" in inside.site
-
-
-def device_stream(world):
-    return world.device.stream()
 
 
 def test_what_is_captured_is_not_done(world):
@@ -746,19 +710,14 @@ def wait_until_idle(stream):
     assert passed.wait(20)
 
 
+@contextmanager
 def observe_nothing():
-    from contextlib import contextmanager
-
-    @contextmanager
-    def block():
-        observers = observe.observers
-        observe._notify(())
-        try:
-            yield
-        finally:
-            observe._notify(observers)
-
-    return block()
+    observers = observe.observers
+    observe._notify(())
+    try:
+        yield
+    finally:
+        observe._notify(observers)
 
 
 def test_operations_keep_their_own_arrays(device):

@@ -146,29 +146,22 @@ def test_a_host_that_asks_once_may_come_too_early():
         assert result.ok == loops
 
 
-@pytest.mark.parametrize("late", [0, 5])
-def test_a_failure_is_minimal_and_repeated(late):
+@pytest.mark.parametrize(("late", "most"), [(0, 2), (5, 2), (60, 9)])
+def test_a_failure_is_minimal_and_repeated(late, most):
+    """Two steps: the host continues, then the consumer does. Long schedules are shortened too."""
+
     def program(device):
         return double(device, waits=False, late=late)
 
     result = kv.explore(program, seed=7)
     (failure,) = result.failures
-    assert sum(map(bool, failure.schedule)) == 2, "the host goes on, then the consumer does"
+    assert 2 <= sum(map(bool, failure.schedule)) <= most
     assert failure.seed >= 7 and result.seed == 7
     assert str(failure.seed) in str(failure) and "replay=" in str(failure)
     for replay in (failure, failure.schedule):
         again = kv.explore(program, replay=replay)
         assert not again.ok and again.schedules == 2
         assert np.array_equal(again.failures[0].outcome, failure.outcome)
-
-
-def test_long_schedules_are_shortened_too():
-    def program(device):
-        return double(device, waits=False, late=60)
-
-    (failure,) = kv.explore(program).failures
-    assert not kv.explore(program, replay=failure).ok
-    assert sum(map(bool, failure.schedule)) < 10
 
 
 def test_a_seed_gives_the_same_again():
@@ -191,20 +184,20 @@ def test_programs_that_raise():
     assert not always.ok and len(always.failures) == 1
 
 
+def test_what_is_no_program():
+    with pytest.raises(TypeError, match=r"^program: expected a function of a device, got 5"):
+        kv.explore(5)
+
+
 def test_a_deadlock_is_found():
     def program(device):
         a, b = device.stream(), device.stream()
-        event = a.record()
-        b.wait(event)
+        b.wait(a.record())
         b.synchronize()
         with pytest.raises(kv.DeviceError, match="deadlock"):
-            device._scheduler_of_test(lambda: False)
+            device.context._scheduler.run_until(lambda: False)
 
-    def run(device):
-        device._scheduler_of_test = device.context._scheduler.run_until
-        program(device)
-
-    assert kv.explore(run, schedules=5).ok
+    assert kv.explore(program, schedules=5).ok
 
 
 def test_failures_on_streams_surface():
@@ -234,12 +227,9 @@ def test_rare_orders_are_met():
     assert not kv.explore(deep).ok
 
 
-@pytest.mark.parametrize(
-    ("options", "error"), [({"schedules": 0}, "schedules: expected None or at least 1, got 0")]
-)
-def test_arguments(options, error):
-    with pytest.raises(ValueError, match=error):
-        kv.explore(double, **options)
+def test_arguments():
+    with pytest.raises(ValueError, match="schedules: expected None or at least 1, got 0"):
+        kv.explore(double, schedules=0)
     with pytest.raises(TypeError, match="program: expected arrays, numbers or strings, got set"):
         kv.explore(lambda device: {1})
 
@@ -260,116 +250,6 @@ def test_dicts_are_equal_in_any_order():
         return finished
 
     assert len(kv.explore(program, schedules=None).outcomes) == 1
-
-
-# --- Protocols ------------------------------------------------------------------------------------
-
-
-def forked(device, out=()):
-    """Fork and join around work on a second stream."""
-    x, y = device.zeros(4, "fp32"), device.zeros(4, "fp32")
-    main, side = device.stream(), device.stream()
-    device.copy(x, np.ones(4, np.float32), stream=main)
-    if "fork" not in out:
-        kv.fork(main, side)
-    device.copy(y, x, stream=side)
-    if "join" not in out:
-        kv.join(main, side)
-    device.copy(x, y, stream=main)
-    device.copy(y, np.zeros(4, np.float32), stream=main)
-    device.synchronize()
-    return x, y
-
-
-def stored(device, out=()):
-    """Kernels: a store on one stream, a gather on another."""
-    k, v = (device.zeros((8, 1, 4), "fp32") for _ in "kv")
-    rows, slots = device.zeros((2, 1, 4), "fp32"), np.array([5, 2])
-    rows[...] = 3
-    main, side = device.stream(), device.stream()
-    kv.store_kv(rows, rows, k, v, slots, stream=side)
-    if "wait" not in out:
-        main.wait(side)
-    outputs = {f"{name}_out": device.zeros((2, 1, 4), "fp32") for name in "kv"}
-    kv.gather_kv(k, v, slots, **outputs, stream=main)
-    device.synchronize()
-    return outputs
-
-
-def loaded(device, out=()):
-    """A load, layer by layer, into pages that the compute stream has read; then a save."""
-    pools = [
-        kv.KVPool(3, 2, 2, 1, 4, dtype="fp32", placement=placement, device=device)
-        for placement in ("device", "pinned")
-    ]
-    engine, compute, seen = kv.TransferEngine(*pools), device.stream(), []
-    for layer in range(2):
-        pools[0].k(layer)[...], pools[1].k(layer)[...] = 1 + layer, 5 + layer
-    before = device.zeros((2, 1, 4), "fp32")
-    device.copy(before, pools[0].k(1)[2], stream=compute)
-    after = device.stream() if "after" in out else compute
-    transfer = engine.load([0], [2], after=after)
-    for layer in range(2):
-        if "wait_layer" not in out:
-            transfer.wait_layer(layer, compute)
-        target = device.zeros((2, 1, 4), "fp32")
-        device.copy(target, pools[0].k(layer)[2], stream=compute)
-        seen.append(target)
-    device.copy(pools[0].k(0)[1], np.full((2, 1, 4), 9, np.float32), stream=compute)
-    engine.save([1], [1], after=device.stream() if "save" in out else compute).synchronize()
-    transfer.synchronize()
-    device.synchronize()
-    return before, seen, pools[1].k(0)[1].copy()
-
-
-def replayed(device, out=()):
-    """A graph of two streams, launched twice, and its input changed in between."""
-    x, y, z = (device.zeros(4, "fp32") for _ in range(3))
-    main, side, total = device.stream(), device.stream(), []
-    with main.capture() as graph:
-        kv.fork(main, side)
-        device.copy(y, x, stream=side)
-        kv.join(main, side)
-        device.copy(z, y, stream=main)
-    for number in (1, 2):
-        device.copy(x, np.full(4, number, np.float32), stream=side)
-        if "before" not in out:
-            main.wait(side)
-        graph.launch(main)
-        total.append(device.zeros(4, "fp32"))
-        device.copy(total[-1], z, stream=main)
-        if "behind" not in out:
-            side.wait(main)
-    device.synchronize()
-    return total
-
-
-PROTOCOLS = {
-    forked: ("fork", "join"),
-    stored: ("wait",),
-    loaded: ("after", "wait_layer", "save"),
-    replayed: ("before", "behind"),
-}
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda p: p.__name__)
-def test_a_protocol_comes_out_the_same_in_every_order(protocol):
-    with kv.order_checker() as checker:
-        result = kv.explore(protocol, schedules=examples(40))
-    assert result.ok, "\n".join(map(str, result.failures))
-    assert checker.reports == []
-
-
-@pytest.mark.parametrize(
-    ("protocol", "wait"), [(p, wait) for p, waits in PROTOCOLS.items() for wait in waits]
-)
-def test_without_one_of_its_waits_it_does_not(protocol, wait):
-    """Both find it: the scheduler an order that goes wrong, the checker the missing wait."""
-    result = kv.explore(lambda device: protocol(device, {wait}), schedules=60)
-    assert not result.ok
-    with kv.order_checker("record") as checker:
-        protocol(kv.device("host"), {wait})
-    assert checker.reports
 
 
 def test_the_device_is_one_of_the_host(monkeypatch):

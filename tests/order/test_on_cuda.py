@@ -1,6 +1,6 @@
 """The order checker and the controls of migration on a GPU, by the stand-in.
 
-Reports and controls are the same as on the host device. Streams go on by chance.
+Reports and controls are the same as on the host device. Streams run by chance.
 """
 
 from __future__ import annotations

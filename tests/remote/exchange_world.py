@@ -26,7 +26,7 @@ class Exporter:
     Parameters
     ----------
     engine, listen : of the sender
-    past : whether old pages are demoted; they have a sender of their own
+    past : whether old pages are demoted; they have a separate sender
     """
 
     def __init__(self, seed, engine, listen, num_pages=24, *, past=False):
@@ -79,7 +79,7 @@ class Exporter:
                 self.names.remove(name)
 
     def export(self, lease_s=20.0):
-        """Export some sequence, now or within a step; None if there is none or no page for it.
+        """Export some sequence, now or within a step; None without a sequence or a page for it.
 
         Returns ticket, length and contents; contents None: the step was taken back.
         """

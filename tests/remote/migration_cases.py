@@ -224,7 +224,7 @@ class Proxy:
     Parameters
     ----------
     change, change_up : take the bytes that come from the sender, or from the receiver, and how many
-        came before on this connection; return what goes on. `None` ends the connection
+        came before on this connection; return the bytes to forward. `None` ends the connection
     """
 
     def __init__(self, change=None, change_up=None):
@@ -272,7 +272,7 @@ class Proxy:
                     self.gate.wait(PATIENCE_S)
                 target.sendall(changed)
         self._end(source, target)
-        with suppress(OSError):  # who still sends finds out only when there is room again
+        with suppress(OSError):  # a blocked peer notices the end only when there is space again
             while source.recv(1 << 16):
                 pass
 

@@ -24,7 +24,7 @@ def answer(**values):
 def stop_after(count):
     """Stop this process once so many pieces of page data were sent.
 
-    A signal stops the main thread first: the one that sends waits by itself until all go on.
+    A signal stops the main thread first: the one that sends waits until all continue.
     """
     send = protocol.Channel.send_data
     left, continued = [count], threading.Event()

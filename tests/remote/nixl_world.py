@@ -1,4 +1,4 @@
-"""What a sender or a receiver has in a process of its own (`line_process`)."""
+"""The state of a sender or receiver in a separate process (`line_process`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis or Valkey server of a test's own: free port, Unix socket, nothing saved."""
+"""A Redis or Valkey server of one test: free port, Unix socket, nothing saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port():
 
 
 class RedisServer:
-    """A server process. `options` are those of redis-server, such as "--requirepass", "x"."""
+    """A server process with options of redis-server, such as "--requirepass", "x"."""
 
     def __init__(self, folder, *options, tls=False, program=(PROGRAM,)):
         self.folder = Path(folder)
@@ -91,7 +91,7 @@ class RedisServer:
 
 @contextmanager
 def servers_in(tmp_path):
-    """Yield what starts servers by their options; they end with the block."""
+    """Yield a function that starts servers with options; they end with the block."""
     servers = []
 
     def start(*options, **how):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
+
 import numpy as np
 
 import kvcupy as kv
@@ -17,12 +20,12 @@ def new_pool(num_pages=8, *, layout="page_first_direct", **changes):
 
 
 def block_hashes(count, first=0):
-    """Hashes of 128 bits, each of a prompt of its own."""
+    """Hashes of 128 bits, each of another prompt."""
     return [kv.block_hashes([first + i], 1)[0] for i in range(count)]
 
 
 def contents(block_hash, num_bytes):
-    """What is always stored under a hash: words that differ by place and by hash."""
+    """Return the contents of a hash: words that differ by offset and hash."""
     words = np.arange(-(-num_bytes // 8), dtype=np.uint64)
     words *= np.uint64(0x9E3779B97F4A7C15)
     words += np.uint64((block_hash * 0xC2B2AE3D27D4EB4F ^ block_hash >> 64) & (1 << 64) - 1)
@@ -30,7 +33,7 @@ def contents(block_hash, num_bytes):
 
 
 def fill(pool, pages, hashes):
-    """Write what belongs to some hashes into pages."""
+    """Write the contents of hashes into pages."""
     wire = WirePages(pool)
     for page, block_hash in zip(pages, hashes, strict=True):
         wire.write_from(page, contents(block_hash, wire.block_bytes))
@@ -44,7 +47,7 @@ def bytes_of(pool, page):
 
 
 def holds(pool, page, block_hash):
-    """Whether a page has what belongs to a hash."""
+    """Return whether a page has the contents of a hash."""
     return bytes_of(pool, page) == contents(block_hash, pool.page_bytes)
 
 
@@ -61,7 +64,7 @@ class Writer:
         return self.store.put(hashes, pages)
 
     def get(self, *hashes):
-        """Return which blocks were there; those must be right."""
+        """Return which blocks arrived, after checking their contents."""
         pages = list(range(self.pool.num_pages))[: len(hashes)]
         there = self.store.get(hashes, pages)
         for page, block_hash, hit in zip(pages, hashes, there, strict=True):
@@ -73,3 +76,19 @@ class Writer:
 
     def __exit__(self, *exception):
         self.store.close()
+
+
+# --- Blocks of a backend alone ---
+
+
+def soon(seconds=60.0):
+    """Return a deadline."""
+    return time.monotonic() + seconds
+
+
+def key_of(number):
+    return hashlib.blake2b(b"%d" % number, digest_size=32).digest()
+
+
+def content(key, num_bytes):
+    return hashlib.shake_128(key).digest(num_bytes)

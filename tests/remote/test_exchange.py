@@ -1,4 +1,4 @@
-"""`PagedKVCache.export_sequence` and `import_sequence`: a sequence as it was, or nothing at all."""
+"""`PagedKVCache.export_sequence` and `import_sequence`: a sequence arrives whole, or not at all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from line_process import PATIENCE_S, poll
 from paged_cases import rope_of
 from paged_snapshot import snapshot
 from paged_tiers_cases import (
@@ -27,31 +28,20 @@ from stream_cases import Gate
 from table_cases import background
 
 import kvcupy as kv
+from kvcupy.cache.hazards import PageAccess
 from kvcupy.cache.paged import exchange
-from kvcupy.cache.paged.moves import PageAccess
 from kvcupy.cache.paged.sequences import CachedSequence
 from kvcupy.cache.paged.step import Step
 
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 SECRET = b"a secret of tests, long enough"
-PATIENCE_S = 60  # for what must come about
-HOLD_S = 0.05  # in which what must not come about would
-
-
-def poll(seen, patience_s=PATIENCE_S):
-    """Whether something is seen in time."""
-    end = time.monotonic() + patience_s
-    while not seen():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
+HOLD_S = 0.05  # long enough for a missing wait to show
 
 
 @contextmanager
 def beside(device, work):
-    """Run what waits for layers: a GPU takes them by way of staging pages, and blocks the host."""
+    """Run work that waits for layers. With a GPU, staging pages make it block the host."""
     with background(work) as thread:
         if device.kind == "host":
             thread.join(PATIENCE_S)
@@ -125,14 +115,16 @@ KINDS = {
 }
 
 
+def on(device, options):
+    """Return options of a cache, with arrays of its device."""
+    return {n: device.asarray(v) if n == "rope" else v for n, v in options.items()}
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("count", [1, PAGE, 2 * PAGE + 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_comes_over_bit_for_bit_and_goes_on(device, kind, count):
-    options = dict(KINDS[kind])
-    if "rope" in options:
-        options["rope"] = device.asarray(options["rope"])
-    with Pair(device, secret=SECRET, **options) as pair:
+    with Pair(device, secret=SECRET, **on(device, KINDS[kind])) as pair:
         pair.prefill("s", tokens_of(1, count))
         pull = pair.receive("t", pair.export("s"))
         assert pair.two.cache.sequence_length("t") == pair.two.cache.total_length == count
@@ -165,31 +157,19 @@ def test_its_window_comes_over(pair, slid):
     pair.assert_no_leak()
 
 
-def test_its_hashes_come_over(device):
-    """With them its blocks go to a tiered cache over there."""
+@pytest.mark.parametrize("computed", [3 * PAGE + 1, PAGE + 2])
+def test_its_hashes_come_over(device, computed):
+    """With them its blocks go to a tiered cache over there, also of a prompt that is not computed
+    to its end: it has hashes of pages that are still to come."""
     tokens = tokens_of(1, 3 * PAGE + 1)
     with Pair(device, tiered=True) as there, Pair(device, tiered=True) as here:
-        there.one.prefill("s", tokens)
-        with kv.PageReceiver(here.one.cache.pool) as receiver:
-            here.one.cache.import_sequence("t", there.export("s"), receiver)
-            here.one.step("t", [5])
-            here.one.cache.remove_sequence("t")
-        assert here.one.known(tokens)[0] == 3 * PAGE
-        there.assert_no_leak()
-        here.assert_no_leak()
-
-
-def test_a_prompt_that_is_not_computed_to_its_end(device):
-    """It has hashes of pages that are still to come; a receiver refused more than there are."""
-    tokens = tokens_of(1, 3 * PAGE)
-    with Pair(device, tiered=True) as there, Pair(device, tiered=True) as here:
         there.one.cache.add_sequence("s", hashes_of(tokens))
-        there.one.step("s", tokens[: PAGE + 2])
+        there.one.step("s", tokens[:computed])
         with kv.PageReceiver(here.one.cache.pool) as receiver:
             here.one.cache.import_sequence("t", there.export("s"), receiver)
-            here.one.step("t", tokens[PAGE + 2 :])
+            here.one.step("t", tokens[computed:] or [5])
             here.one.cache.remove_sequence("t")
-        assert here.one.known(tokens)[0] == PAGE
+        assert here.one.known(tokens)[0] == computed // PAGE * PAGE
         there.assert_no_leak()
         here.assert_no_leak()
 
@@ -292,13 +272,15 @@ def test_without_a_reference_it_would(pair, monkeypatch):
 
 
 def test_pages_are_held_until_the_receiver_has_them(pair):
-    pair.prefill("s", tokens_of(1, 2 * PAGE + 2))
+    """Then the next step takes them, though nobody asks for `num_available_pages`."""
+    count = pair.one.cache.pool.num_pages
+    pair.prefill("s", tokens_of(1, count * PAGE))
     ticket = pair.export("s")
     pair.one.cache.remove_sequence("s")
-    assert pair.one.cache.num_available_pages == pair.one.cache.pool.num_pages - 3
+    assert pair.one.cache.num_available_pages == 0
     pair.receive("t", ticket).synchronize()
     pair.settle()
-    assert pair.one.cache.num_available_pages == pair.one.cache.pool.num_pages
+    pair.prefill("u", tokens_of(2, count * PAGE))
     pair.assert_no_leak()
 
 
@@ -317,17 +299,6 @@ def test_pages_that_nobody_fetches_come_back(pair, ending):
     with pytest.raises(kv.TransferError):
         pull.synchronize()
     pair.two.cache.remove_sequence("t")
-    pair.assert_no_leak()
-
-
-def test_pages_come_back_where_they_are_needed(pair):
-    """Nobody asks for `num_available_pages`: the next step takes them."""
-    count = pair.one.cache.pool.num_pages
-    pair.prefill("s", tokens_of(1, count * PAGE))
-    pair.receive("t", pair.export("s")).synchronize()
-    pair.one.cache.remove_sequence("s")
-    pair.settle()
-    pair.prefill("u", tokens_of(2, count * PAGE))
     pair.assert_no_leak()
 
 
@@ -473,20 +444,6 @@ def test_what_is_written_before_the_call_comes_over_too(device):
         pair.assert_no_leak()
 
 
-def test_a_step_that_is_taken_back_withdraws_it(pair):
-    pair.prefill("s", tokens_of(1, 6))
-    with pytest.raises(KeyboardInterrupt), pair.one.cache.forward(["s"], [3]):
-        pull = pair.receive("t", pair.export("s"))
-        pair.one.attend(0, pair.one.rows([1, 2, 3]))
-        raise KeyboardInterrupt
-    with pytest.raises(kv.TransferError) as raised:
-        pull.synchronize()
-    assert raised.value.reason == "withdrawn"
-    assert pair.one.cache.sequence_length("s") == 6
-    pair.two.cache.remove_sequence("t")
-    pair.assert_no_leak()
-
-
 def test_a_graph_goes_out_when_its_step_has_ended(device):
     """Nothing announces the layers of a graph."""
     with Pair(device, max_seq_len=32) as pair:
@@ -510,14 +467,19 @@ def test_a_graph_goes_out_when_its_step_has_ended(device):
         pair.assert_no_leak()
 
 
-def test_a_transfer_that_fails_leaves_a_sequence_to_be_removed(pair):
-    """The others are as they were, and the pages come back."""
+def test_a_step_that_is_taken_back_withdraws_what_it_exports(pair):
+    """The import can only be removed; the others are as they were, and the pages come back."""
     pair.prefill("s", tokens_of(1, 6))
     pair.receive("other", pair.export("s")).synchronize()
     bits = pair.two.bits("other")
     with pytest.raises(KeyboardInterrupt), pair.one.cache.forward(["s"], [3]):
-        pair.receive("t", pair.export("s"))
+        pull = pair.receive("t", pair.export("s"))
+        pair.one.attend(0, pair.one.rows([1, 2, 3]))
         raise KeyboardInterrupt
+    with pytest.raises(kv.TransferError) as raised:
+        pull.synchronize()
+    assert raised.value.reason == "withdrawn"
+    assert pair.one.cache.sequence_length("s") == 6
     pair.settle()
     with pytest.raises(kv.TransferError, match="withdrawn"):
         pair.two.step("t", [1])
@@ -535,7 +497,7 @@ def test_a_cancelled_import(pair):
         pair.two.cache.remove_sequence("t")
         for layer in range(NUM_LAYERS):
             pair.one.attend(layer, pair.one.rows(tokens))
-    assert pair.sender.withdraw(ticket)  # else somebody might fetch it yet
+    assert pair.sender.withdraw(ticket)  # else another receiver might still fetch it
     pair.assert_no_leak()
 
 
@@ -591,37 +553,36 @@ def test_an_import_that_failed_is_not_exported(pair):
 # --- What is refused ---
 
 
-def refused_exports(pair):
-    """Calls that raise, and what they name."""
-    one, sender = pair.one.cache, pair.sender
-    return {
-        "unknown": (lambda: one.export_sequence("u", sender), kv.UnknownSequence, "seq"),
-        "no name": (lambda: one.export_sequence([], sender), TypeError, "seq"),
-        "empty": (lambda: one.export_sequence("e", sender), ValueError, "seq"),
-        "tree": (lambda: one.export_sequence("tree", sender), ValueError, "seq"),
-        "no sender": (lambda: one.export_sequence("s", None), ValueError, "sender"),
-        "other pool": (
-            lambda: one.export_sequence("s", kv.PageSender(pair.two.cache.pool)),
-            ValueError, "sender",
-        ),
-        "lease": (lambda: one.export_sequence("s", sender, lease_s=-1), ValueError, "lease_s"),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "name", ["unknown", "no name", "empty", "tree", "no sender", "other pool", "lease"]
+    ("name", "options", "error", "argument"),
+    [
+        ("u", {}, kv.UnknownSequence, "seq"),
+        ([], {}, TypeError, "seq"),
+        ("e", {}, ValueError, "seq"),
+        ("tree", {}, ValueError, "seq"),
+        ("s", {"sender": None}, ValueError, "sender"),
+        ("s", {"sender": "of another pool"}, ValueError, "sender"),
+        ("s", {"lease_s": -1}, ValueError, "lease_s"),
+        ("s", {"sender": "closed"}, kv.KvcupyError, "PageSender: closed"),
+    ],
+    ids=["unknown", "no name", "empty", "tree", "no sender", "other pool", "lease", "closed"],
 )
-def test_an_export_that_is_refused_changes_nothing(pair, name):
+def test_an_export_that_is_refused_changes_nothing(pair, name, options, error, argument):
     pair.prefill("s", tokens_of(1, 6))
     pair.one.cache.add_sequence("e")
     pair.one.cache.add_sequence("tree")
     with pair.one.cache.forward(["tree"], [2], token_tree=[[-1, 0]]):
         for layer in range(NUM_LAYERS):
             pair.one.attend(layer, pair.one.rows([1, 2]))
-    call, error, argument = refused_exports(pair)[name]
+    arguments = {"sender": pair.sender, **options}
+    if arguments["sender"] == "of another pool":
+        arguments["sender"] = kv.PageSender(pair.two.cache.pool)
+    if arguments["sender"] == "closed":
+        arguments["sender"] = pair.sender
+        pair.sender.close()
     before = snapshot(pair.one.cache, ["s"])
     with pytest.raises(error, match=f"^{argument}"):
-        call()
+        pair.one.cache.export_sequence(name, **arguments)
     assert snapshot(pair.one.cache, ["s"]) == before
     assert not pair.sender.stats()["offers"]
     pair.assert_no_leak()
@@ -640,32 +601,24 @@ def test_a_window_that_slides_at_the_end_of_the_step_is_refused(pair):
     pair.assert_no_leak()
 
 
-def test_a_closed_sender_is_refused(pair):
-    pair.prefill("s", tokens_of(1, 6))
-    pair.sender.close()
-    with pytest.raises(kv.KvcupyError, match="closed"):
-        pair.export("s")
-    pair.assert_no_leak()
+DIFFER = (kv.TransferError, ValueError)
 
 
-def other_caches():
-    """Caches that cannot hold what the fp32 cache exports, and what the error names."""
-    return {
-        "pages": ({"num_pages": 2}, kv.CacheFull, "free"),
-        "heads": ({"num_kv_heads": 4}, (kv.TransferError, ValueError), "heads"),
-        "width": ({"head_dim": 16}, (kv.TransferError, ValueError), "head_dim"),
-        "format": ({"dtype": "bf16"}, (kv.TransferError, ValueError), "dtype"),
-        "page": ({"page_size": 8}, (kv.TransferError, ValueError), "page_size"),
-        "rope": ({"rope": True}, (kv.TransferError, ValueError), "rope_mode"),
-    }
-
-
-@pytest.mark.parametrize("kind", other_caches())
-def test_an_import_that_does_not_fit_changes_nothing(device, kind):
-    options, error, text = other_caches()[kind]
-    if "rope" in options:
-        options = {"rope": device.asarray(rope_of(8))}
-    with Pair(device, other=options) as pair:
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"num_pages": 2}, kv.CacheFull, "free"),
+        ({"num_kv_heads": 4}, DIFFER, "heads"),
+        ({"head_dim": 16}, DIFFER, "head_dim"),
+        ({"dtype": "bf16"}, DIFFER, "dtype"),
+        ({"page_size": 8}, DIFFER, "page_size"),
+        ({"rope": rope_of(8)}, DIFFER, "rope_mode"),
+    ],
+    ids=["pages", "heads", "width", "format", "page", "rope"],
+)
+def test_an_import_that_does_not_fit_changes_nothing(device, options, error, text):
+    """Into a cache that cannot hold what the fp32 cache exports."""
+    with Pair(device, other=on(device, options)) as pair:
         pair.prefill("s", tokens_of(1, 2 * PAGE + 2))
         pair.two.cache.add_sequence("k")
         ticket = pair.export("s")
@@ -724,30 +677,27 @@ def failing_once(monkeypatch, kind, name):
     monkeypatch.setattr(kind, name, fail_once)
 
 
-@pytest.mark.parametrize("part", ["offer", "on"])
-def test_an_export_that_fails_holds_nothing(pair, monkeypatch, part):
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        ("export", (kv.PageSender, "offer")),
+        ("export", (PageAccess, "on")),
+        ("import", (kv.PageReceiver, "pull")),
+        ("import", (PageAccess, "on")),
+    ],
+)
+def test_a_call_that_fails_holds_nothing(pair, monkeypatch, call, part):
     pair.prefill("s", tokens_of(1, 6))
+    ticket = pair.export("s") if call == "import" else b""
     before = snapshot(pair.one.cache, ["s"])
-    failing_once(monkeypatch, *{"offer": (kv.PageSender, "offer"), "on": (PageAccess, "on")}[part])
+    failing_once(monkeypatch, *part)
     with pytest.raises(kv.DeviceError, match="fault"):
-        pair.export("s")
+        pair.receive("t", ticket or pair.export("s"))
     assert snapshot(pair.one.cache, ["s"]) == before
-    assert pair.one.cache._sequences._references.max() == 1
-    pair.receive("t", pair.export("s"))
-    assert pair.two.bits("t") == pair.one.bits("s")
-    pair.assert_no_leak()
-
-
-def test_an_import_that_fails_holds_nothing(pair, monkeypatch):
-    pair.prefill("s", tokens_of(1, 6))
-    ticket = pair.export("s")
-    for part in ((kv.PageReceiver, "pull"), (PageAccess, "on")):
-        failing_once(monkeypatch, *part)
-        with pytest.raises(kv.DeviceError, match="fault"):
-            pair.receive("t", ticket)
-        assert "t" not in pair.two.cache and pair.two.cache.total_length == 0
-        assert pair.two.cache.num_available_pages == pair.two.cache.pool.num_pages
-    pair.receive("t", ticket)
+    assert call == "import" or pair.one.cache._sequences._references.max() == 1
+    assert "t" not in pair.two.cache and pair.two.cache.total_length == 0
+    assert pair.two.cache.num_available_pages == pair.two.cache.pool.num_pages
+    pair.receive("t", ticket or pair.export("s"))
     assert pair.two.bits("t") == pair.one.bits("s")
     pair.assert_no_leak()
 

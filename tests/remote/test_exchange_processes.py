@@ -1,6 +1,6 @@
-"""Sequences that come from another process at random: what one held when it was exported, or none.
+"""Random imports from another process: a sequence as it was when it was exported, or a failure.
 
-Each schedule changes, exports, imports, goes on with, cancels, withdraws and removes sequences; the
+Each schedule changes, exports, imports, extends, cancels, withdraws and removes sequences; the
 exporting process may be stopped and killed.
 """
 

@@ -151,7 +151,7 @@ def test_the_receiver_is_stopped(process):  # noqa: F811
             sender.layer_done(ticket, layer)
         eventually(lambda: expire_leases(sender))
         receiver.signal(signal.SIGCONT)
-        # What was sent under the lease is complete all the same, where sockets took all of it.
+        # Bytes that were sent under the lease arrive, if the sockets took all of them.
         assert receiver.ask("wait", sources=list(range(12)))["reason"] in ("", "lost", "expired")
 
 
@@ -178,7 +178,7 @@ def test_withdrawn_from_a_stopped_receiver(process, listen, tmp_path):  # noqa: 
 
 @pytest.mark.parametrize("ends", [full_only("deadline"), "cancel", full_only("close")])
 def test_a_stopped_sender_lands_nothing_later(process, receiving, ends):  # noqa: F811
-    """It stops in the middle of a layer, and goes on when the pages have another owner."""
+    """It stops in the middle of a layer, and continues when the pages have another owner."""
     sender = process("sender", pool=LARGE)
     receiver, pool = receiving(**LARGE)
     pages = pool.allocator.alloc(12)

@@ -222,7 +222,7 @@ def test_nonsense_behind_the_handshake(nonsense, monkeypatch):
 def test_requests_that_ask_for_too_much():
     with pair() as (sender, receiver, source, _):
         ticket = receiver.inspect(sender.offer(source.allocator.alloc(1)))
-        from kvcupy.remote.migration.sender import PULL_HEAD
+        from kvcupy.remote.migration.endpoint import PULL_HEAD
 
         number, generation, token = ticket.number, ticket.generation, ticket.token
         for request, reason in [

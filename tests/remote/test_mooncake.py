@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from line_process import poll
 from mooncake_servers import free_ports, needs_mooncake, pause, servers_in
+from shared_cases import content, key_of, soon
 
 import kvcupy as kv
 from kvcupy.remote.stores import mooncake
@@ -38,18 +38,6 @@ def in_place(monkeypatch):
 def servers(tmp_path):
     with servers_in(tmp_path) as start:
         yield start
-
-
-def soon(seconds=60.0):
-    return time.monotonic() + seconds
-
-
-def key_of(number):
-    return hashlib.blake2b(b"%d" % number, digest_size=32).digest()
-
-
-def content(key, num_bytes):
-    return hashlib.shake_128(key).digest(num_bytes)
 
 
 KEYS = [key_of(i) for i in range(8)]
@@ -91,17 +79,17 @@ class Pages:
         return all(self.block(page) == wiped for page in range(self.pool.num_pages))
 
 
+def open_backend(url="mooncake://127.0.0.1:1", wire=None, **options):
+    options = {"namespace": b"tenant", "capacity_bytes": None, "deadline": soon(), **options}
+    return mooncake.open_backend(url, wire or Pages().wire, **options)
+
+
 @pytest.fixture
 def backend_of():
     opened = []
 
-    def open_one(servers, pages, namespace=b"tenant", **options):
-        opened.append(
-            mooncake.open_backend(
-                servers.url, pages.wire, namespace=namespace, capacity_bytes=None, deadline=soon(),
-                host="127.0.0.1", **options,
-            )
-        )  # fmt: skip
+    def open_one(servers, pages, **options):
+        opened.append(open_backend(servers.url, pages.wire, host="127.0.0.1", **options))
         return opened[-1]
 
     yield open_one
@@ -119,10 +107,7 @@ def store(tmp_path_factory):
 
         def backend(namespace):
             if namespace not in opened:
-                opened[namespace] = mooncake.open_backend(
-                    started.url, Pages().wire, namespace=namespace, capacity_bytes=None,
-                    deadline=soon(), host="127.0.0.1",
-                )  # fmt: skip
+                opened[namespace] = open_backend(started.url, namespace=namespace, host="127.0.0.1")
             opened[namespace].remove(soon())
             return opened[namespace]
 
@@ -189,15 +174,6 @@ class TestStore:
             for key, block in zip(KEYS[:6], summed, strict=False):
                 assert block.checksum("sum64") == checksum([content(key, BLOCK_BYTES)], "sum64")
         assert pieces[3:] == [[1] * 3, [1] * 3, [1] * 2, [9] * 8]
-
-    def test_tenants(self, store):
-        pages, one, other = Pages(), store(b"one"), store(b"other")
-        put(one, pages, KEYS)
-        assert other.exists(KEYS, soon()) == [False] * 8
-        put(other, pages, KEYS[:3])
-        assert one.remove(soon()) == 8
-        assert not any(one.exists(KEYS, soon()))
-        assert other.exists(KEYS[:3], soon()) == [True] * 3
 
     def test_the_first_writer_wins(self, store):
         pages, backend = Pages(), store(b"one")
@@ -314,10 +290,7 @@ class TestLost:
     def test_no_master(self):
         start = time.monotonic()
         with pytest.raises(BackendLost, match="no answer"):
-            mooncake.open_backend(
-                f"mooncake://127.0.0.1:{free_ports(1)[0]}", Pages().wire, namespace=b"t",
-                capacity_bytes=None, deadline=soon(),
-            )  # fmt: skip
+            open_backend(f"mooncake://127.0.0.1:{free_ports(1)[0]}")
         assert time.monotonic() - start < 30  # Mooncake itself takes 90 s, and holds Python's lock
 
     def test_a_stopped_master(self, servers):
@@ -325,10 +298,7 @@ class TestLost:
         pause(started.master)
         start = time.monotonic()
         with pytest.raises(BackendLost, match="in time"):
-            mooncake.open_backend(
-                started.url, Pages().wire, namespace=b"t", capacity_bytes=None,
-                deadline=time.monotonic() + 0.3,
-            )  # fmt: skip
+            open_backend(started.url, deadline=soon(0.3))
         assert time.monotonic() - start < 20
 
     @pytest.mark.full
@@ -510,33 +480,6 @@ def shared_store(started, pages, **options):
 @needs_mooncake
 class TestSharedStore:
     @pytest.mark.full
-    def test_layouts_and_tenants(self, servers):
-        started = servers()
-        started.add_node(64 * MEBIBYTE)
-        direct, by_page = Pages(), Pages(layout="page_first")
-        direct.fill(KEYS)
-        with (
-            shared_store(started, direct, tenant="one") as one,
-            shared_store(started, by_page, tenant="one") as same,
-            shared_store(started, by_page, tenant="other") as other,
-        ):
-            assert one.put(HASHES, range(8)) == ["stored"] * 8
-            assert same.match(HASHES) == 8 and other.match(HASHES) == 0
-            assert same.get(HASHES, range(8)) == [True] * 8
-            assert by_page.has(KEYS)
-            assert other.get(HASHES, range(8)) == [False] * 8
-            # A block that is not what was put under its key is a miss, and makes way.
-            keys = one._keys.keys(HASHES)
-            header = one._header(keys[1], SummedBlock(direct.blocks[1], "none"))
-            one._backend.discard(keys[1:2], soon())
-            one._backend.put(keys[1:2], direct.blocks[:1], [header], soon())
-            assert one.get(HASHES[:3], [5, 6, 7]) == [True, False, True]
-            assert one.match(HASHES) == 1
-            other.remove()
-            one.remove()
-            assert same.match(HASHES) == 0
-
-    @pytest.mark.full
     def test_pages_of_a_late_call_are_held_back(self, servers):
         started = servers()
         node = started.add_node(64 * MEBIBYTE)
@@ -579,11 +522,8 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("arguments, error, name", ARGUMENTS)
 def test_arguments_that_do_not_fit(arguments, error, name):
-    arguments = {
-        "url": "mooncake://127.0.0.1:1", "namespace": b"t", "capacity_bytes": None, **arguments
-    }  # fmt: skip
     with pytest.raises(error, match=name):
-        mooncake.open_backend(arguments.pop("url"), Pages().wire, deadline=soon(), **arguments)
+        open_backend(**arguments)
 
 
 def test_a_system_without_threads_is_a_lost_store_until_it_has_some(monkeypatch):
@@ -605,10 +545,7 @@ def test_a_system_without_threads_is_a_lost_store_until_it_has_some(monkeypatch)
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     with pytest.raises(ImportError, match=r"\[mooncake\].*libibverbs1"):
-        mooncake.open_backend(
-            "mooncake://127.0.0.1:1", Pages().wire, namespace=b"t", capacity_bytes=None,
-            deadline=soon(),
-        )  # fmt: skip
+        open_backend()
 
 
 def test_rdma_registers_the_pool_alone():
@@ -621,7 +558,4 @@ def test_rdma_registers_the_pool_alone():
     ((pointer, num_bytes),) = mooncake._regions(WirePages(wrapped))
     assert (pointer, num_bytes) == (both.ctypes.data, both.nbytes)
     with pytest.raises(ValueError, match="host_pool"):
-        mooncake.open_backend(
-            "mooncake://127.0.0.1:1", WirePages(kv.KVPool(8, layout="page_first", **SHAPE)),
-            namespace=b"t", capacity_bytes=None, deadline=soon(), protocol="rdma",
-        )  # fmt: skip
+        open_backend(wire=WirePages(kv.KVPool(8, layout="page_first", **SHAPE)), protocol="rdma")

@@ -1,6 +1,6 @@
-"""The engine "nixl" between processes: what comes over, and what never lands after it was given up.
+"""The engine "nixl" between processes: pages arrive, and never after a pull was abandoned.
 
-UCX is told to use TCP, over which a stopped owner of memory stops a READ too, as RDMA in software
+UCX is set to use TCP, over which a stopped owner of memory stops a READ too, as RDMA in software
 does; by shared memory it would be over at once.
 """
 
@@ -119,7 +119,7 @@ def stop_in_a_read(sender, receiver, deadline_s=30.0, **options):
     receiver.do("w.pull.wait_layer(0)")
     sender.send("[w.sender.layer_done(w.ticket, layer) for layer in (1, 2)]")
     sender.wait_stopped()
-    # READ, though nothing of it has come.
+    # The READ is in flight, and no bytes have arrived.
     assert receiver.do("""
 engine = w.receiver._engine
 answer(poll(lambda: engine._pending() or w.pull.failure) and not w.pull.failure)
@@ -518,7 +518,7 @@ def test_joined_blocks_move_the_same_bytes():
 
 
 def test_layers_are_joined_only_where_they_lie_side_by_side_in_every_page():
-    """Those of the first page do here; pages of the second layer are twice as far apart."""
+    """The layers of the first page are contiguous; the second layer has another page stride."""
     pages, layers = np.array([0, 1]), range(2)
     regions = nixl_agents.Regions(*np.array([[[0, 10]], [[20, 40]], [[10, 10]]]))
     assert not regions.is_by_page
@@ -530,7 +530,7 @@ def test_layers_are_joined_only_where_they_lie_side_by_side_in_every_page():
     assert even.is_by_page
     addresses, _, sizes = nixl_agents.blocks_of(even, pages, even, pages, layers, by_page=True)
     assert (addresses.tolist(), sizes.tolist()) == ([0], [40])
-    # What was found out of them is no part of what a sender says of them.
+    # Cached properties are not part of a sender's description.
     peer = nixl.Peer(b"opaque", nixl_agents.Process.own(), even)
     assert nixl.Peer.decoded(peer.encoded()).regions.is_by_page
 
@@ -636,7 +636,7 @@ def test_the_sender_helps_reads_while_checksums_are_calculated(monkeypatch):
 
 @needs_nixl
 def test_pages_are_released_by_the_thread_that_reads_ahead():
-    """To who closes the sender then."""
+    """The caller closes the sender in `release`."""
     pool = kv.KVPool(2, 4, 2, 2, 8, dtype="fp16", device="host")
     sender, released = kv.PageSender(pool, engine="nixl"), []
     engine = sender._engine
@@ -666,30 +666,6 @@ def test_pages_are_released_by_the_thread_that_reads_ahead():
     ahead._thread.join(30)
     assert not ahead._thread.is_alive() and engine._agent._agent is None
     pool.allocator.check_leaks()
-
-
-def test_looks_whether_layers_are_ready_become_rarer(monkeypatch):
-    monkeypatch.setattr(nixl, "_READY_POLL_S", 1e-3)
-    monkeypatch.setattr(nixl, "_MAX_READY_POLL_S", 64e-3)
-    pool = kv.KVPool(6, 4, 2, 2, 8, dtype="fp16", device="host")
-    blocks, ahead = nixl_agents.BlockAddresses(pool), nixl._ChecksumWorker()
-    pauses_s, wait = [], ahead._changed.wait
-
-    def noted(timeout=None):
-        if timeout is not None:
-            pauses_s.append(timeout)
-        return wait(timeout)
-
-    monkeypatch.setattr(ahead._changed, "wait", noted)
-    offer = FakeOffer(pool, [0])
-    ahead.add(nixl._LayerGroups(offer, blocks, BEST_ALGORITHM))
-    assert poll(lambda: len(pauses_s) >= 9)
-    assert pauses_s[:9] == [1e-3 * 2**i for i in range(7)] + [64e-3] * 2
-    offer.ready.add(0)
-    assert poll(lambda: pauses_s[-1] == 1e-3 or 1e-3 in pauses_s[1:])
-    offer.ready.add(1)
-    assert poll(lambda: not ahead._offers)
-    ahead.close(time.monotonic() + 30)
 
 
 @pytest.mark.parametrize(
@@ -956,16 +932,6 @@ class BusyExecutor:
     def submit(self, function):
         self.submitted.append(function)  # the one of Python does so, too
         raise RuntimeError("can't start new thread")
-
-
-def test_a_pull_verifies_by_itself_what_no_thread_takes():
-    executor, done = BusyExecutor(), []
-    verification = nixl._Verification(FakeTask(), None, executor)
-    for number in range(3):
-        verification._add(partial(done.append, number))
-    verification.submit()
-    in_time(verification.finish)
-    assert done == [0, 1, 2]
 
 
 def test_what_a_thread_takes_late_is_not_done_beside_the_pull():

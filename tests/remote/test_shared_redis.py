@@ -1,8 +1,7 @@
-"""The Redis backend with real servers: what is stored, refused, lost, late or nonsense."""
+"""The Redis backend with real servers: stored, refused, lost, late and invalid replies."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shutil
@@ -17,6 +16,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from redis_server import certificates, cluster_in, needs_redis, sentinel_in, servers_in
+from shared_cases import content, key_of, soon
 
 # isort: split
 from redis.connection import SSLConnection
@@ -35,18 +35,6 @@ HEADER = b"header of a block"
 def redis_server(tmp_path):
     with servers_in(tmp_path) as start:
         yield start
-
-
-def soon(seconds=30.0):
-    return time.monotonic() + seconds
-
-
-def content(key, num_bytes=BLOCK_BYTES):
-    return hashlib.shake_128(key).digest(num_bytes)
-
-
-def key_of(number):
-    return hashlib.blake2b(b"%d" % number, digest_size=32).digest()
 
 
 class Memory:
@@ -83,6 +71,15 @@ class Memory:
         return (self.bytes == PATTERN).all()
 
 
+def assert_there(backend, keys, sizes=SIZES):
+    """Get blocks, and compare all of them and what lies between."""
+    memory = Memory(len(keys), sizes)
+    assert backend.get(keys, memory.blocks, soon()) == [HEADER] * len(keys)
+    for i, key in enumerate(keys):
+        assert memory.block(i) == content(key, sum(sizes))
+    assert memory.gaps_are_whole
+
+
 def filled(keys, sizes=SIZES):
     return Memory(len(keys), sizes).fill(keys).blocks
 
@@ -109,41 +106,16 @@ KEYS = [key_of(i) for i in range(9)]
 
 @needs_redis
 class TestServer:
-    @pytest.mark.parametrize("kind", ["tcp", "unix"])
-    def test_blocks_come_back_in_place(self, redis_server, kind):
-        server = redis_server()
-        backend = open_backend(server.url if kind == "tcp" else server.unix_url)
-        connections = ask(backend, "INFO", "stats")["total_connections_received"]
-        assert backend.exists(KEYS, soon()) == [False] * 9
-        assert put(backend, KEYS[:8]) == ["stored"] * 8
-        assert put(backend, KEYS) == ["known"] * 8 + ["stored"]
-        assert put(backend, []) == backend.get([], [], soon()) == backend.exists([], soon()) == []
-        backend.remove(soon())
-        assert backend.exists(KEYS, soon()) == [False] * 9
-        put(backend, KEYS[1:])
-        memory = Memory(9)
-        assert backend.get(KEYS, memory.blocks, soon()) == [None] + [HEADER] * 8
-        assert memory.block(0) == bytes([PATTERN]) * BLOCK_BYTES
-        assert [memory.block(i) for i in range(1, 9)] == [content(key) for key in KEYS[1:]]
-        assert memory.gaps_are_whole
-        assert backend.stats() == {"timeouts": 0, "wrong_replies": 0, "errors": 0}
-        assert ask(backend, "INFO", "stats")["total_connections_received"] == connections
-
     def test_other_pieces_of_the_same_block(self, redis_server):
         backend = open_backend(redis_server().url)
         put(backend, KEYS)
-        memory = Memory(9, (BLOCK_BYTES - 700, *[1] * 700))
-        assert backend.get(KEYS, memory.blocks, soon()) == [HEADER] * 9
-        assert [memory.block(i) for i in range(9)] == [content(key) for key in KEYS]
-        assert memory.gaps_are_whole
+        assert_there(backend, KEYS, (BLOCK_BYTES - 700, *[1] * 700))
 
     def test_the_first_writer_wins(self, redis_server):
         backend = open_backend(redis_server().url)
         put(backend, KEYS[:1])
         assert backend.put(KEYS[:1], filled(KEYS[1:2]), [b"other"], soon()) == ["known"]
-        memory = Memory(1)
-        assert backend.get(KEYS[:1], memory.blocks, soon()) == [HEADER]
-        assert memory.block(0) == content(KEYS[0])
+        assert_there(backend, KEYS[:1])
 
     def test_a_value_of_another_size_is_a_miss(self, redis_server):
         backend = open_backend(redis_server().url)
@@ -162,16 +134,8 @@ class TestServer:
         assert headers[2] != HEADER
         assert memory.gaps_are_whole
         assert backend.stats()["wrong_replies"] == 2
-        assert [memory.block(i) for i in (0, 1, 5, 6, 7, 8)] == [
-            content(KEYS[i]) for i in (0, 1, 5, 6, 7, 8)
-        ]
-
-    def test_damaged_blocks_are_discarded(self, redis_server):
-        backend = open_backend(redis_server().url)
-        put(backend, KEYS)
-        backend.discard(KEYS[2:4], soon())
-        assert backend.exists(KEYS, soon()) == [True] * 2 + [False] * 2 + [True] * 5
-        assert backend.busy(KEYS) is None
+        for i in (0, 1, 5, 6, 7, 8):
+            assert memory.block(i) == content(KEYS[i], BLOCK_BYTES)
 
     def test_a_key_of_another_type_is_a_miss(self, redis_server):
         backend = open_backend(redis_server().url)
@@ -208,9 +172,7 @@ class TestServer:
         stored = outcomes.index("full")
         assert 0 < stored < 8
         assert outcomes == ["stored"] * stored + ["full"] * (8 - stored)
-        memory = Memory(stored, (1 << 20,))
-        assert backend.get(keys[:stored], memory.blocks, soon()) == [HEADER] * stored
-        assert memory.block(0) == content(keys[0], 1 << 20)
+        assert_there(backend, keys[:stored], (1 << 20,))
         backend.remove(soon())
         assert put(backend, keys[:1], (1 << 20,)) == ["stored"]
 
@@ -225,9 +187,7 @@ class TestServer:
                 for _ in range(20):
                     keys = [key_of(order.randrange(60)) for _ in range(5)]
                     assert set(put(backend, keys)) <= {"stored", "known"}
-                    memory = Memory(5)
-                    assert backend.get(keys, memory.blocks, soon()) == [HEADER] * 5
-                    assert [memory.block(i) for i in range(5)] == [content(key) for key in keys]
+                    assert_there(backend, keys)
             except BaseException as error:
                 failures.append(error)
 
@@ -244,15 +204,14 @@ class TestServer:
         backend = open_backend(redis_server().url)
         put(backend, KEYS)
         child = os.fork()
-        if child == 0:  # no assertion: pytest would go on in two processes
+        if child == 0:  # no assertion: pytest would continue in two processes
             status = 1
             try:
                 status = 0 if backend.exists(KEYS, soon()) == [True] * 9 else 2
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-        memory = Memory(9)
-        assert backend.get(KEYS, memory.blocks, soon()) == [HEADER] * 9
+        assert_there(backend, KEYS)
         assert backend.stats()["errors"] == 0
 
 
@@ -321,7 +280,7 @@ class TestLost:
         for call in (
             lambda end: backend.get(KEYS, memory.blocks, end),
             lambda end: backend.exists(KEYS, end),
-            lambda end: put_before(backend, end),
+            lambda end: backend.put(KEYS, filled(KEYS), [HEADER] * 9, end),
         ):
             start = time.monotonic()
             with pytest.raises(BackendLost, match="no answer in time"):
@@ -362,12 +321,12 @@ class TestLost:
                     assert {type(r) for r in results} <= {type(nothing), bytes, str, bool}
                     if nothing is None:
                         for i, header in enumerate(results):
-                            assert header is None or memory.block(i) == content(KEYS[i])
+                            whole = memory.block(i) == content(KEYS[i], BLOCK_BYTES)
+                            assert header is None or whole
                 fired = failing.disarm()
                 assert set(put(backend, KEYS)) <= {"stored", "known"}
-                assert backend.get(KEYS, memory.blocks, soon()) == [HEADER] * 9
-                assert [memory.block(i) for i in range(9)] == [content(key) for key in KEYS]
                 assert memory.gaps_are_whole
+                assert_there(backend, KEYS)
                 backend.remove(soon())
                 backend.close()
                 if not fired:
@@ -376,7 +335,7 @@ class TestLost:
 
 
 class Failing:
-    """Makes the call of a number to any socket fail, of those of this process' clients."""
+    """Makes one numbered call to a socket of this process's clients fail."""
 
     NAMES = ("connect", "sendall", "recv_into", "recv", "setsockopt")
 
@@ -401,10 +360,6 @@ class Failing:
     def disarm(self):
         fired, self._number = self._count >= self._number, 0
         return fired
-
-
-def put_before(backend, end):
-    return backend.put(KEYS, filled(KEYS), [HEADER] * 9, end)
 
 
 @needs_redis
@@ -439,25 +394,13 @@ class TestAccess:
         url = server.url.replace("//", "//cache:secret@")
         backend = open_backend(url + "/3")
         assert put(backend, KEYS) == ["stored"] * 9
-        assert backend.get(KEYS, Memory(9).blocks, soon()) == [HEADER] * 9
+        assert_there(backend, KEYS)
         assert open_backend(url).exists(KEYS, soon()) == [False] * 9
         assert backend.remove(soon()) == 9
         with pytest.raises(BackendLost, match="DB index is out of range"):
             open_backend(url + "/99")
         with pytest.raises(BackendLost, match="no permissions"):
             ask(backend, "FLUSHALL")
-
-    @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
-    def test_session_tickets_of_tls_are_no_reply(self, redis_server, tmp_path):
-        """The server sends them at any time after the handshake; they carry no data."""
-        ca, certificate, key = certificates(tmp_path)
-        server = redis_server(
-            "--tls-cert-file", str(certificate), "--tls-key-file", str(key),
-            "--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no", tls=True,
-        )  # fmt: skip
-        url = server.url.replace("redis:", "rediss:")
-        for _ in range(40):
-            open_backend(url, ssl_ca_certs=ca).close()
 
     @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
     def test_tls(self, redis_server, tmp_path):
@@ -467,11 +410,11 @@ class TestAccess:
             "--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no", tls=True,
         )  # fmt: skip
         url = server.url.replace("redis:", "rediss:")
+        for _ in range(40):  # session tickets, which come at any time, are no reply
+            open_backend(url, ssl_ca_certs=ca).close()
         backend = open_backend(url, ssl_ca_certs=ca)
         assert put(backend, KEYS) == ["stored"] * 9
-        memory = Memory(9)
-        assert backend.get(KEYS, memory.blocks, soon()) == [HEADER] * 9
-        assert [memory.block(i) for i in range(9)] == [content(key) for key in KEYS]
+        assert_there(backend, KEYS)
         assert open_backend(url, ssl_cert_reqs="none").exists(KEYS, soon()) == [True] * 9
         with pytest.raises(BackendLost, match="certificate verify failed"):
             open_backend(url)
@@ -481,7 +424,7 @@ class TestAccess:
             open_backend(server.url)
         server.pause()
         with pytest.raises(BackendLost, match="in time"):
-            backend.get(KEYS, memory.blocks, time.monotonic() + 0.3)
+            backend.get(KEYS, Memory(9).blocks, soon(0.3))
 
 
 class Impostor:
@@ -600,7 +543,7 @@ class TestNonsense:
     def test_mutated_replies_stay_within_the_buffers(self, impostor):
         order = random.Random(20261122)
         good = b"".join(
-            b"$%d\r\n" % (BLOCK_BYTES + len(HEADER)) + HEADER + content(key) + b"\r\n"
+            b"$%d\r\n" % (BLOCK_BYTES + len(HEADER)) + HEADER + content(key, BLOCK_BYTES) + b"\r\n"
             for key in KEYS[:3]
         )
         honest = [good, b":1\r\n:0\r\n:1\r\n", b"+OK\r\n$-1\r\n-OOM full\r\n", b"+PONG\r\n"]
@@ -737,9 +680,7 @@ class TestSeveralServers:
             assert put(backend, many) == ["stored"] * 300
             assert put(backend, many) == ["known"] * 300
             assert put(other, KEYS) == ["stored"] * 9
-            memory = Memory(300)
-            assert backend.get(many, memory.blocks, soon()) == [HEADER] * 300
-            assert [memory.block(i) for i in range(300)] == [content(key) for key in many]
+            assert_there(backend, many)
             sizes = [ask(open_backend(node.url), "DBSIZE") for node in nodes]
             assert min(sizes) > 50 and sum(sizes) == 309
             backend.discard(many[:2], soon())
@@ -780,7 +721,7 @@ class TestSeveralServers:
             memory, headers = Memory(9), None
             while headers is None and time.monotonic() < end:
                 with suppress(BackendLost):
-                    headers = backend.get(KEYS, memory.blocks, time.monotonic() + 2)
+                    headers = backend.get(KEYS, memory.blocks, soon(2))
             assert headers == [HEADER] * 9
-            assert [memory.block(i) for i in range(9)] == [content(key) for key in KEYS]
+            assert_there(backend, KEYS)
             assert put(backend, [key_of(99)]) == ["stored"]

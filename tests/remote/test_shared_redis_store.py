@@ -11,10 +11,9 @@ from pathlib import Path
 import helpers
 import pytest
 from redis_server import free_port, needs_redis, servers_in
-from shared_cases import Writer, block_hashes, bytes_of, holds, new_pool
+from shared_cases import Writer, block_hashes, bytes_of, new_pool
 
 import kvcupy as kv
-from kvcupy.remote.stores import store as shared_store
 
 HASHES = block_hashes(6)
 
@@ -42,34 +41,6 @@ def key_of(user, block_hash):
     return user.store._backend._key(key)
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_layouts_share_blocks(redis_server, kind, layout):
-    server = redis_server()
-    url = server.url if kind == "tcp" else server.unix_url
-    with Writer(url) as one, Writer(url, layout=layout) as other:
-        assert one.put(*HASHES[:5]) == ["stored"] * 5
-        assert other.put(*HASHES) == ["known"] * 5 + ["stored"]
-        assert other.store.match(HASHES) == 6
-        assert other.get(*HASHES) == one.get(*HASHES) == [True] * 6
-
-
-def test_tenants_and_models_share_nothing(redis_server):
-    url = redis_server().url
-    with (
-        Writer(url, tenant="one") as one, Writer(url, tenant="other") as other,
-        Writer(url, tenant="one", model="m") as model,
-    ):  # fmt: skip
-        one.put(*HASHES)
-        for user in (other, model):
-            assert user.store.match(HASHES) == 0 and user.get(*HASHES) == [False] * 6
-            user.put(*HASHES[:2])
-        other.store.remove()
-        assert other.store.match(HASHES) == 0
-        assert one.store.match(HASHES) == 6
-        assert model.store.match(HASHES) == 2
-
-
 DAMAGES = {
     "a byte of the payload": lambda user, key: ask(user, b"SETRANGE", key, b"2000", b"?!"),
     "a byte of the header": lambda user, key: ask(user, b"SETRANGE", key, b"20", b"?!"),
@@ -94,16 +65,6 @@ def test_damaged_blocks_are_misses(redis_server, name):
         assert user.get(*HASHES) == [True] * 3 + [False] + [True] * 2
         assert bytes_of(user.pool, 9) == guard
         assert stats_of(user, "lost", "hits", "misses") == (0, 5, 1)
-
-
-def test_a_damaged_block_is_stored_again(redis_server, monkeypatch):
-    monkeypatch.setattr(shared_store, "_NEGATIVE_CACHE_TTL_S", 0.0)
-    with Writer(redis_server().url) as user:
-        user.put(*HASHES)
-        DAMAGES["a byte of the payload"](user, key_of(user, HASHES[3]))
-        assert user.get(*HASHES) == [True] * 3 + [False] + [True] * 2
-        assert user.put(*HASHES) == ["known"] * 3 + ["stored"] + ["known"] * 2
-        assert user.get(*HASHES) == [True] * 6
 
 
 def test_a_lost_server_is_left_alone_for_a_while(redis_server, monkeypatch):
@@ -227,11 +188,3 @@ def start_user(url, seed, seconds):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": f"{root}:{Path(__file__).parent}"},
     )  # fmt: skip
-
-
-def test_control_without_checksums_damaged_bytes_are_served(redis_server):
-    with Writer(redis_server().url, checksum="none") as user:
-        user.put(*HASHES)
-        DAMAGES["a byte of the payload"](user, key_of(user, HASHES[3]))
-        assert user.store.get(HASHES, range(6)) == [True] * 6
-        assert not holds(user.pool, 3, HASHES[3])

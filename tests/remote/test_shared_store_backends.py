@@ -1,4 +1,4 @@
-"""What kv.SharedStore makes of a backend that is lost, late, wrong, or not done with memory."""
+"""kv.SharedStore over a backend that is lost, late, wrong, or still accesses memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcupy.remote.wire import WirePages
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self):
         self.now = 1000.0
@@ -29,7 +29,7 @@ class Clock:
 
 
 class Shelf:
-    """A backend in a dictionary, which does what a test tells it to."""
+    """A backend in a dictionary, with failures that a test requests."""
 
     blocks_per_get = 3
     put_asks_first = False
@@ -117,7 +117,7 @@ def open_over(shelf, *, layout="page_first_direct", retries=0, num_pages=8):
 
 @pytest.fixture(params=["page_first_direct", "layer_first"])
 def store(shelf, request):
-    """Over pages that are handed to the backend as they are, and that go through a buffer."""
+    """Over pages that the backend accesses directly, and pages that are copied to a buffer."""
     return open_over(shelf, layout=request.param)
 
 
@@ -191,6 +191,8 @@ def test_damaged_blocks_are_misses_and_dropped(store, shelf, clock, name):
     shelf.blocks[damaged] = DAMAGES[name](*shelf.blocks[damaged])
     fill(store.pool, range(3), HASHES[3:6])
     assert store.get(HASHES[:3], range(3)) == [False, True, True]
+    if not WirePages(store.pool).is_direct:  # it has come to a buffer
+        assert holds(store.pool, 0, HASHES[3])
     stats = store.stats()
     unknown = name == "byte 4 of the header" or name == "byte 5 of the header"
     assert (stats["damaged"], stats["unverified"]) == ((0, 1) if unknown else (1, 0))
@@ -205,19 +207,11 @@ def test_damaged_blocks_are_misses_and_dropped(store, shelf, clock, name):
         assert store.get(HASHES[:1], [1]) == [True] and holds(store.pool, 1, HASHES[0])
 
 
-def test_a_damaged_block_never_reaches_a_page_through_a_buffer(shelf):
-    store = open_over(shelf, layout="layer_first")
-    put(store, 1)
-    [key] = store._keys.keys(HASHES[:1])
-    shelf.blocks[key] = shelf.blocks[key][0], contents(5, store.pool.page_bytes)
-    before = bytes_of(store.pool, 3)
-    assert store.get(HASHES[:1], [3]) == [False]
-    assert bytes_of(store.pool, 3) == before
-
-
-def test_blocks_that_could_not_be_fetched_are_asked_for_again_later(store, shelf, clock):
+@pytest.mark.parametrize("results", [(), ([None, None],)], ids=["none", "misses"])
+def test_blocks_that_could_not_be_fetched_are_asked_for_again_later(store, shelf, clock, results):
+    """Such as blocks of a dead node, which the store's index still has."""
     put(store)
-    shelf.failures = [BackendLost("gone")]
+    shelf.failures = [BackendLost("gone", *results)]
     assert store.get(HASHES[:2], [0, 1]) == [False, False]
     shelf.calls.clear()
     assert store.get(HASHES[:4], range(4)) == [False, False, True, True]
@@ -225,16 +219,6 @@ def test_blocks_that_could_not_be_fetched_are_asked_for_again_later(store, shelf
     assert [call for call in shelf.calls if call[0] == "get"] == [("get", 2)]
     clock.now += 10.1
     assert store.get(HASHES[:4], range(4)) == [True] * 4 and store.match(HASHES[:4]) == 4
-
-
-def test_blocks_that_a_lost_call_did_not_deliver_are_asked_for_again_later(store, shelf, clock):
-    """Such as those of a node that died, which the store's index still has."""
-    put(store)
-    shelf.failures = [BackendLost("gone", [None, None])]
-    assert store.get(HASHES[:2], [0, 1]) == [False, False]
-    assert store.match(HASHES[:4]) == 0 and store.match(HASHES[2:4]) == 2
-    clock.now += 10.1
-    assert store.match(HASHES[:4]) == 4
 
 
 def test_blocks_that_were_not_asked_for_are_there_when_the_store_is(store, shelf, clock):
@@ -253,12 +237,6 @@ def test_the_keys_that_failed_are_bounded(store, monkeypatch):
     monkeypatch.setattr(store_module, "_NEGATIVE_CACHE_SIZE", 5)
     store._note_failed([bytes([n]) for n in range(9)])
     assert [*store._retry_at] == [bytes([n]) for n in range(4, 9)]
-
-
-def test_misses_are_not_failures(store, shelf):
-    assert store.get(HASHES[:1], [0]) == [False]
-    put(store, 1)
-    assert store.get(HASHES[:1], [1]) == [True]
 
 
 # --- Lost and late ---
@@ -310,13 +288,10 @@ def test_a_lost_call_is_repeated_as_often_as_asked_for(shelf, clock):
     shelf.failures, shelf.takes_s = [BackendLost("gone")] * 3, 6.0
     assert store.match(HASHES[1:2]) == 0
     assert len(shelf.failures) == 2, "there is no time left"
-
-
-def test_a_call_that_would_fail_again_is_not_repeated(shelf, clock):
-    store = open_over(shelf, retries=2)
+    store._skipped_until, shelf.takes_s = 0.0, 0.0
     shelf.failures = [BackendLost("bytes are under way", repeatable=False)] * 3
-    assert store.match(HASHES[:1]) == 0
-    assert len(shelf.failures) == 2
+    assert store.match(HASHES[1:2]) == 0
+    assert len(shelf.failures) == 2, "it would fail again"
 
 
 def test_after_three_lost_calls_it_is_left_alone_for_ten_seconds(store, shelf, clock):
@@ -427,7 +402,7 @@ def test_a_server_that_is_not_there_when_it_is_opened(monkeypatch, shelf):
 
 
 class Landing:
-    """A transfer that goes on after a get has given up."""
+    """A transfer that continues after a get has given up."""
 
     def __init__(self):
         self.over, self.failure = False, None
@@ -443,47 +418,34 @@ class Landing:
     def wait_layer(self, layer, stream=None): ...
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_pages_are_held_back_while_something_may_land_in_them(shelf, lost):
+@pytest.mark.parametrize(
+    ("call", "failures", "outcome", "num_held"),
+    [
+        ("get", [], [True, False, False], 2),
+        ("get", [BackendLost("gone")], [False] * 3, 3),
+        ("get", [KeyboardInterrupt()], None, 3),
+        ("put", [None, BackendLost("late", ["stored", "failed", "known"])],
+         ["stored", "failed", "known"], 1),
+        ("put", [None, KeyboardInterrupt()], None, 3),
+    ],
+    ids=["get", "get, lost", "get, interrupted", "put, late", "put, interrupted"],
+)  # fmt: skip
+def test_pages_that_the_engine_may_still_use_are_held_back(
+    shelf, call, failures, outcome, num_held
+):
     store = open_over(shelf)
     put(store, 2)
     allocator = store.pool.allocator
     pages = allocator.alloc(3)
-    shelf.completion = Landing()
-    shelf.failures = [BackendLost("gone")] if lost else []
-    asked = HASHES[0], HASHES[6], HASHES[7]
-    assert store.get(asked, pages) == [not lost, False, False]
+    hashes = HASHES[2:5] if call == "put" else (HASHES[0], *HASHES[6:])
+    fill(store.pool, pages, hashes)
+    shelf.completion, shelf.failures = Landing(), [*failures]
+    try:
+        assert getattr(store, call)(hashes, pages) == outcome
+    except KeyboardInterrupt:
+        assert outcome is None
     allocator.free(pages)
-    assert allocator.num_free == 8 - (3 if lost else 2)
-    shelf.completion.over = True
-    assert allocator.num_free == 8
-
-
-def test_pages_of_a_put_that_is_still_read_are_held_back(shelf):
-    store = open_over(shelf)
-    allocator = store.pool.allocator
-    pages = allocator.alloc(3)
-    fill(store.pool, pages, HASHES[:3])
-    shelf.completion = Landing()
-    shelf.failures = [None, BackendLost("late", ["stored", "failed", "known"])]
-    assert store.put(HASHES[:3], pages) == ["stored", "failed", "known"]
-    allocator.free(pages)
-    assert allocator.num_free == 7
-    shelf.completion.over = True
-    assert allocator.num_free == 8
-
-
-@pytest.mark.parametrize("call", ["get", "put"])
-def test_pages_of_an_interrupted_call_are_held_back(shelf, call):
-    store = open_over(shelf)
-    allocator = store.pool.allocator
-    pages = allocator.alloc(3)
-    shelf.completion = Landing()
-    shelf.failures = [KeyboardInterrupt()] if call == "get" else [None, KeyboardInterrupt()]
-    with pytest.raises(KeyboardInterrupt):
-        getattr(store, call)(HASHES[:3], pages)
-    allocator.free(pages)
-    assert allocator.num_free == 5
+    assert allocator.num_free == 8 - num_held
     shelf.completion.over = True
     assert allocator.num_free == 8
 
@@ -505,7 +467,8 @@ def test_a_buffer_is_not_used_again_while_something_may_land_in_it(shelf):
 
 
 def test_closing_waits_for_a_call_in_flight(store, shelf, monkeypatch):
-    inside, go_on = threading.Event(), threading.Event()
+    inside, go_on, found = threading.Event(), threading.Event(), []
+    put(store)
     real = shelf.exists
 
     def pause(keys, deadline):
@@ -514,24 +477,24 @@ def test_closing_waits_for_a_call_in_flight(store, shelf, monkeypatch):
         return real(keys, deadline)
 
     shelf.exists = pause
-    call = threading.Thread(target=lambda: store.match(HASHES))
+    call = threading.Thread(target=lambda: found.append(store.match(HASHES)))
+    closing = threading.Thread(target=store.close)
     call.start()
     assert inside.wait(60)
-    closing = threading.Thread(target=store.close)
     closing.start()
     closing.join(0.05)
-    assert not shelf.closed
-    go_on.set()
-    closing.join(60)
-    call.join(60)
-    store.close()
-    assert shelf.closed == 1
+    assert closing.is_alive() and not shelf.closed
     for action in (
         lambda: store.match(HASHES), lambda: put(store), lambda: store.get(HASHES, range(8)),
         store.stats, store.remove,
     ):  # fmt: skip
         with pytest.raises(kv.KvcupyError, match=r"^store: expected an open store"):
             action()
+    go_on.set()
+    closing.join(60)
+    call.join(60)
+    store.close()
+    assert shelf.closed == 1 and found == [4]
 
 
 def test_headers_are_read_like_a_list(store):

@@ -14,6 +14,7 @@ import pytest
 from shared_cases import Writer, block_hashes, bytes_of, contents, fill, holds, new_pool
 
 import kvcupy as kv
+from kvcupy.cache.threads import Helpers
 from kvcupy.remote.stores import shm
 from kvcupy.remote.stores.backend import SummedBlock
 from kvcupy.remote.wire import HASHERS, WirePages, checksum
@@ -136,7 +137,7 @@ def test_what_a_thread_takes_late_is_waited_for(monkeypatch):
             gate.wait()
         copied.append(item)
 
-    helpers = shm._Helpers(1)
+    helpers = Helpers(1, "kvcupy-shared")
     monkeypatch.setattr(helpers, "_executor", Crowded())
     caller = threading.Thread(target=helpers.each, args=(copy, [0, 1], 1))
     caller.start()
@@ -148,7 +149,7 @@ def test_what_a_thread_takes_late_is_waited_for(monkeypatch):
 
 
 def test_a_call_that_fails_returns_when_no_thread_copies_any_more(opened, monkeypatch):
-    """Whoever fails, the others end the block that they are at, and take no further ones."""
+    """If one thread fails, the others finish their current block, and take no more."""
     user, hashes = opened(threads=2), block_hashes(BLOCKS)
     user.put(*hashes)
     real, begun, copied, both = shm._read_parts, [], [], threading.Barrier(2)
@@ -214,7 +215,8 @@ def test_blocks_that_are_asked_for_twice_or_have_no_space(opened, per_lock):
     outcomes = user.put(*hashes[3:])
     assert outcomes == ["stored"] * 4 + ["full"], "blocks of one call do not evict each other"
     assert user.get(*hashes) == [False] * 3 + [True] * 4 + [False]
-    assert user.store.stats()["recovered"] == 0
+    stats = user.store.stats()
+    assert (stats["full"], stats["evicted"], stats["recovered"]) == (1, 3, 0)
 
 
 def test_a_repair_in_the_middle_of_a_put_keeps_the_blocks_that_it_has_slots_for(opened):
@@ -253,7 +255,7 @@ def test_damage_is_noticed_whatever_the_parts(opened, monkeypatch, part_bytes, s
     backend = user.store._backend
     start = backend._layout.payload_at(backend._find(user.store._keys.keys(hashes)[1]))
     backend._bytes[start + 200_000] ^= 1
-    for algorithm in HASHERS:  # its own, or another, which is calculated anew
+    for algorithm in HASHERS:  # its own, or another, which is calculated again
         other = opened(checksum=algorithm)
         assert other.get(hashes[0]) == [True]
     assert other.get(*hashes) == [True, False]
@@ -282,7 +284,7 @@ def test_a_summed_block(algorithm):
 
 @pytest.fixture
 def in_memory():
-    """A folder of a file system in memory: others have faults of their own."""
+    """A folder of an in-memory file system; other file systems cause additional faults."""
     if sys.platform != "linux" or not os.access("/dev/shm", os.W_OK):
         pytest.skip("counts page faults of /dev/shm, as Linux has them")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

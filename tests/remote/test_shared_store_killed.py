@@ -38,7 +38,7 @@ def test_killed_at_every_step_a_writer_leaves_whole_blocks(tmp_path):
     assert len(report) == 9 * 5 - 1
     for seen in report:
         killed, in_repair = seen["killed"][0], seen["killed"][1:]
-        # The second block has no step of its own where the first was the last that had room.
+        # The second block has no separate step if the first took the last space.
         assert killed == -signal.SIGKILL, seen
         assert seen["found"] == seen["read"] == seen["blocks"], "what is found can be read"
         assert seen["read_before"] <= seen["found_before"]

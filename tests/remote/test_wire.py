@@ -42,7 +42,7 @@ def wrapped(kind):
         layers = [rng.integers(0, 255, (2, PAGES, SIZE, HEADS, 36), np.uint8) for _ in "123"]
         views = [kv.view_as(layer, "nvfp4") for layer in layers]
         return kv.KVPool.wrap([layer[0] for layer in views], [layer[1] for layer in views])
-    if kind == "list":  # in allocations of their own
+    if kind == "list":  # in separate allocations
         both = [[array(PAGES, SIZE, HEADS) for _ in range(LAYERS)] for _ in range(2)]
     elif kind == "combined":  # vLLM: K and V of a layer in one array
         layers = [array(2, PAGES, SIZE, HEADS) for _ in range(LAYERS)]

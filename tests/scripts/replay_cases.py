@@ -31,16 +31,9 @@ def write_trace(path, requests):
             file.write(json.dumps(asdict(request)) + "\n")
 
 
-def requests_of_ids(*ids):
-    """Requests a second apart that ask for blocks of these numbers."""
-    from common.workload import Request
-
-    return [Request(1e3 * n, 512 * len(each), 1, tuple(each)) for n, each in enumerate(ids)]
-
-
 def small_settings(sizes, **changes):
     """Pages of 1 KiB in two layers."""
-    from replay.settings import Settings, Shape
+    from replay.run import Settings, Shape
     from replay.simulation import Sizes
 
     return Settings(Sizes(*sizes), Shape(2, 16, 1, 8), **changes)
@@ -65,7 +58,7 @@ def simulated(settings, requests):
 
 
 def assert_as_simulated(outcome, settings, requests):
-    """Check that every byte was right, and every count that of the simulation."""
+    """Check that every byte was right, and that every count is the simulation's."""
     from replay.report import COMPARED, MOVED, counted
 
     expected, page_bytes = simulated(settings, requests), settings.shape.page_bytes

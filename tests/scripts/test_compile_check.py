@@ -52,44 +52,31 @@ def test_processes_find_what_this_one_finds():
     assert done == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_warning_is_reported():
-    (problem,) = run(specialise("warns")).problems
-    assert "faulty.cu:warns<128> sm_80" in problem
-    assert "unused" in problem
+# Kernel, options of `run`, and what its one problem says.
+FAULTY = {
+    "a warning": ("warns", 128, {}, r"faulty.cu:warns<128> sm_80: .*unused"),
+    "spilled registers": ("spills", 30, {"options": ("-maxrregcount=24",)},
+                          r", [1-9]\d* bytes spilled: expected none"),
+    "an array in memory": ("stack", 16, {}, "64 bytes of stack, 0 bytes spilled"),
+    "over the budget": ("spills", 30, {"budgets": {"spills": 40}},
+                        "registers, over the budget of 40"),
+    "no budget": ("wide", 128, {"budgets": {}}, "wide has no entry in REGISTER_BUDGET"),
+    "it does not compile": ("broken", 128, {}, "NoSuchType"),
+    "PTX instead of a cubin": ("wide", 128, {"archs": ("sm_999",)}, "sm_999"),
+}  # fmt: skip
 
 
-def test_spilled_registers_are_reported():
-    assert run(specialise("spills", 30)).ok
-    (problem,) = run(specialise("spills", 30), options=("-maxrregcount=24",)).problems
-    assert "bytes spilled: expected none" in problem
-    assert " 0 bytes spilled" not in problem
+@pytest.mark.parametrize("case", FAULTY)
+def test_what_is_wrong_is_reported(case):
+    name, value, options, said = FAULTY[case]
+    report = run(specialise(name, value), **options)
+    assert not report.ok and re.search(said, "".join(report.problems), re.DOTALL)
+    assert len(report.problems) == 1
 
 
-def test_an_array_in_memory_is_reported():
-    (problem,) = run(specialise("stack", 16)).problems
-    assert "64 bytes of stack, 0 bytes spilled" in problem
-
-
-def test_registers_over_the_budget_are_reported():
-    (problem,) = run(specialise("spills", 30), budgets={"spills": 40}).problems
-    assert "registers, over the budget of 40" in problem
-
-
-def test_a_kernel_without_a_budget_is_reported():
-    (problem,) = run(specialise("wide"), budgets={}).problems
-    assert "wide has no entry in REGISTER_BUDGET" in problem
-
-
-def test_a_kernel_that_does_not_compile_is_reported_and_the_others_are_not():
-    report = run(specialise("broken"), specialise("wide"))
-    assert [bool(entry.problems) for entry in report.entries] == [True, False]
-    assert "NoSuchType" in report.problems[0]
-
-
-def test_ptx_instead_of_a_cubin_is_reported():
-    report = run(specialise("wide"), archs=("sm_999",))
-    assert "sm_999" in str(report)
-    assert not report.ok
+def test_others_than_the_broken_kernel_are_compiled():
+    report = run(specialise("broken"), specialise("wide"), specialise("spills", 30))
+    assert [bool(entry.problems) for entry in report.entries] == [True, False, False]
 
 
 def test_narrow_accesses_are_reported_where_wide_ones_are_promised():

@@ -1,4 +1,4 @@
-"""The roofline counts what stands in the machine code, and its arithmetic is that of the table."""
+"""The roofline counts what stands in the machine code, and computes its bounds by the table."""
 
 from __future__ import annotations
 
@@ -124,31 +124,72 @@ def test_products_of_tensor_cores():
     assert list(map(sass.products_of, codes)) == [2048, 1024, 4096, 0]
 
 
-# A branch on a pointer of the Params: null or not.
-OPTIONAL = listing(
-    "ULDC.64 UR4, c[0x0][0x160]",
-    "ISETP.NE.U32.AND P0, PT, RZ, UR4, PT",
-    "ISETP.NE.AND.EX P0, PT, RZ, UR5, PT, P0",
-    "LDG.E.128 R4, [R2.64]",
-    "@!P0 BRA `(.without)",
-    "MUFU.RCP R0, R4",
-    "MUFU.RCP R0, R0",
-    ".without:",
-    "EXIT",
-)
+# What decides a branch: lines, Params, how often the cheapest and the dearest way pass MUFU.SIN.
+OPTIONAL = (  # a pointer of the Params, null or not
+    "ULDC.64 UR4, c[0x0][0x160]", "ISETP.NE.U32.AND P0, PT, RZ, UR4, PT",
+    "ISETP.NE.AND.EX P0, PT, RZ, UR5, PT, P0", "LDG.E.128 R4, [R2.64]", "@!P0 BRA `(.without)",
+    "MUFU.SIN R0, R4", "MUFU.SIN R0, R0", ".without:", "EXIT",
+)  # fmt: skip
+END = "LDG.E.128 R4, [R12.64]", "@P2 BRA `(.right)", "MUFU.SIN R0, R0", ".right:", "EXIT"
+DIVISION = (  # 1000 over a word, as compilers write it: an estimate, and two corrections
+    "MOV R9, 0x3e8", "I2F.U32.RP R0, c[0x0][0x160]", "MUFU.RCP R0, R0",
+    "IADD3 R2, R0, 0xffffffe, RZ", "F2I.FTZ.U32.TRUNC.NTZ R3, R2", "MOV R2, RZ",
+    "IADD3 R5, RZ, -R3, RZ", "IMAD R5, R5, c[0x0][0x160], RZ", "IMAD.HI.U32 R2, R3, R5, R2",
+    "IMAD.HI.U32 R2, R2, R9, RZ", "IADD3 R5, -R2, RZ, RZ", "IMAD R0, R5, c[0x0][0x160], R9",
+    "ISETP.GE.U32.AND P0, PT, R0, c[0x0][0x160], PT", "@P0 IADD3 R0, R0, -c[0x0][0x160], RZ",
+    "@P0 IADD3 R2, R2, 0x1, RZ", "ISETP.GE.U32.AND P1, PT, R0, c[0x0][0x160], PT",
+    "@P1 IADD3 R2, R2, 0x1, RZ",
+)  # fmt: skip
+KNOWN = "MOV R0, 0x5", "MOV R2, 0x7", "MOV R8, 0x8085", "MOV R1, 0x6"
+PREDICATES = (
+    "MOV R0, 0x5", "MOV R2, 0xff", "ISETP.EQ.AND P0, PT, R0, 0x7, PT",
+    "ISETP.EQ.AND P1, PT, R0, 0x5, PT",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("address, expected", [((0, 0), 0), ((0x1000, 0), 2), ((0, 0x7F), 2)])
-def test_params_decide_branches(address, expected):
-    code = read(OPTIONAL, *address)
-    for dearest in (False, True):
-        assert names(code.path(None, 16, dearest=dearest)).count("MUFU.RCP") == expected
+def kept(others: str, bit: int) -> tuple[str, ...]:
+    """P2 as bit 2 of a word, whose other bits come from another word; R1 is 6, R2 is unknown."""
+    return (
+        "MOV R0, 0x4", "MOV R1, 0x6", "ISETP.NE.AND P2, PT, R0, c[0x0][0x160], PT",
+        f"P2R R3, PR, {others}, 0x4", "ISETP.NE.AND P2, PT, R8, RZ, PT",
+        f"LOP3.LUT P2, RZ, R3, {bit:#x}, RZ, 0xc0, !PT", END[0], "@!P2 BRA `(.right)", *END[2:],
+    )  # fmt: skip
 
 
-def test_a_branch_on_data_gives_two_bounds():
-    code = paths.Code(OPTIONAL)
-    assert "MUFU.RCP" not in names(code.path(None, 16))
-    assert names(code.path(None, 16, dearest=True)).count("MUFU.RCP") == 2
+DECIDED = [
+    (OPTIONAL, (0, 0), (0, 0)), (OPTIONAL, (0x1000, 0), (2, 2)), (OPTIONAL, (0, 0x7F), (2, 2)),
+    (OPTIONAL, None, (0, 2)),  # nothing is known: two bounds
+    *[((*DIVISION, f"ISETP.EQ.AND P2, PT, R2, {quotient:#x}, PT", *END), (divisor,), (0, 0))
+      for divisor, quotient in ((1, 1000), (3, 333), (7, 142), (1000, 1))],
+    *[((*KNOWN, line, f"ISETP.EQ.AND P2, PT, {result}, PT", *END), (), (0, 0)) for line, result in (
+        ("SHFL.BFLY PT, R1, R0, 0x1, 0x1f", "R1, 0x5"),
+        ("VIADDMNMX R1, R0, 0x4, R2, !PT", "R1, 0x9"),  # the larger of 5 + 4 and 7
+        ("VIADDMNMX R1, R0, 0x4, R2, PT", "R1, 0x7"),
+        ("PRMT R1, R0, 0x4000, R2", "R1, 0x7050505"),
+        ("PRMT R1, R8, 0x9910, RZ", "R1, 0xffff8085"),  # of 0x8085, by its sign
+    )],
+    *[((*PREDICATES, *lines, *END), (), (0, 0)) for lines in (
+        ("P2R R3, PR, RZ, 0x3", "ISETP.EQ.AND P2, PT, R3, 0x2, PT"),
+        ("P2R R3, PR, R2, 0x3", "ISETP.EQ.AND P2, PT, R3, 0xfe, PT"),  # other bits unchanged
+        ("MOV R3, 0x80ff", "PRMT R3, R3, 0x9910, RZ", "ISETP.EQ.AND P2, PT, R3, -0x7f01, PT"),
+        ("MOV R3, 0x1234", "PRMT R3, R3, 0x0514, R2", "ISETP.EQ.AND P2, PT, R3, 0x340012ff, PT"),
+    )],
+    *[((f"MOV R0, {word:#x}", "LOP3.LUT P2, RZ, R0, 0x3, RZ, 0xc0, !PT", *END), (), (count, count))
+      for word, count in ((4, 1), (5, 0))],
+    *[(kept(others, bit), (word,), counts) for word, others, bit, counts in (
+        (4, "RZ", 4, (0, 0)), (5, "RZ", 4, (1, 1)), (5, "RZ", 2, (0, 0)), (4, "R1", 2, (1, 1)),
+        (4, "R1", 4, (0, 0)), (5, "R2", 4, (0, 1)),
+    )],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "words", "counts"), DECIDED)
+def test_what_is_known_decides_branches(lines, words, counts):
+    text = listing(*lines)
+    thread = FirstThread(0, 16) if lines[:4] == KNOWN else None
+    code = paths.Code(text) if words is None else read(text, *words, thread=thread)
+    ways = [code.path(None, 16, dearest=dearest) for dearest in (False, True)]
+    assert tuple(names(way).count("MUFU.SIN") for way in ways) == counts
 
 
 def test_an_array_that_is_not_there_is_not_read():
@@ -179,95 +220,6 @@ def test_functions_are_for_rare_cases_and_far_branches_are_not_functions():
     path = paths.Code(text).path(None, 16)
     assert names(path)[-1] == "EXIT" and "MUFU.RCP" not in names(path)
     assert names(path).count("FFMA") == 2  # there is no way around the call here
-
-
-@pytest.mark.parametrize("divisor, quotient", [(1, 1000), (3, 333), (7, 142), (1000, 1)])
-def test_divisions_by_params_are_known(divisor, quotient):
-    """As compilers write them: an estimate, and two corrections."""
-    text = listing(
-        "MOV R9, 0x3e8", "I2F.U32.RP R0, c[0x0][0x160]", "MUFU.RCP R0, R0",
-        "IADD3 R2, R0, 0xffffffe, RZ", "F2I.FTZ.U32.TRUNC.NTZ R3, R2", "MOV R2, RZ",
-        "IADD3 R5, RZ, -R3, RZ", "IMAD R5, R5, c[0x0][0x160], RZ", "IMAD.HI.U32 R2, R3, R5, R2",
-        "IMAD.HI.U32 R2, R2, R9, RZ", "IADD3 R5, -R2, RZ, RZ", "IMAD R0, R5, c[0x0][0x160], R9",
-        "ISETP.GE.U32.AND P0, PT, R0, c[0x0][0x160], PT", "@P0 IADD3 R0, R0, -c[0x0][0x160], RZ",
-        "@P0 IADD3 R2, R2, 0x1, RZ", "ISETP.GE.U32.AND P1, PT, R0, c[0x0][0x160], PT",
-        "@P1 IADD3 R2, R2, 0x1, RZ", f"ISETP.EQ.AND P2, PT, R2, {quotient:#x}, PT",
-        "LDG.E.128 R4, [R12.64]", "@P2 BRA `(.right)", "MUFU.SIN R0, R0", "BRA `(.end)", ".right:",
-        "MUFU.COS R0, R0", ".end:", "EXIT",
-    )  # fmt: skip
-    for dearest in (False, True):
-        path = read(text, divisor).path(None, 16, dearest=dearest)
-        assert "MUFU.COS" in names(path) and "MUFU.SIN" not in names(path)
-
-
-@pytest.mark.parametrize("instruction, decided", [
-    ("SHFL.BFLY PT, R1, R0, 0x1, 0x1f", "R1, 0x5"),
-    ("VIADDMNMX R1, R0, 0x4, R2, !PT", "R1, 0x9"),  # the larger of 5 + 4 and 7
-    ("VIADDMNMX R1, R0, 0x4, R2, PT", "R1, 0x7"),
-    ("PRMT R1, R0, 0x4000, R2", "R1, 0x7050505"),
-    ("PRMT R1, R8, 0x9910, RZ", "R1, 0xffff8085"),  # of 0x8085, by its sign
-])  # fmt: skip
-def test_what_the_first_thread_computes_is_known(instruction, decided):
-    text = listing(
-        "MOV R0, 0x5", "MOV R2, 0x7", "MOV R8, 0x8085", instruction,
-        f"ISETP.EQ.AND P0, PT, {decided}, PT",
-        "LDG.E.128 R4, [R12.64]", "@P0 BRA `(.right)", "MUFU.SIN R0, R0", ".right:", "EXIT",
-    )  # fmt: skip
-    code = read(text, thread=FirstThread(0, 16))
-    assert "MUFU.SIN" not in names(code.path(None, 16, dearest=True))
-
-
-@pytest.mark.parametrize("saved, restored", [
-    (("P2R R3, PR, RZ, 0x3",), "ISETP.EQ.AND P2, PT, R3, 0x2, PT"),
-    (("P2R R3, PR, R2, 0x3",), "ISETP.EQ.AND P2, PT, R3, 0xfe, PT"),  # other bits as they were
-    (("MOV R3, 0x80ff", "PRMT R3, R3, 0x9910, RZ"), "ISETP.EQ.AND P2, PT, R3, -0x7f01, PT"),
-    (("MOV R3, 0x1234", "PRMT R3, R3, 0x0514, R2"), "ISETP.EQ.AND P2, PT, R3, 0x340012ff, PT"),
-])  # fmt: skip
-def test_a_predicate_that_is_kept_in_a_register_is_known(saved, restored):
-    text = listing(
-        "MOV R0, 0x5", "MOV R2, 0xff", "ISETP.EQ.AND P0, PT, R0, 0x7, PT",
-        "ISETP.EQ.AND P1, PT, R0, 0x5, PT", *saved, restored, "LDG.E.128 R4, [R12.64]",
-        "@P2 BRA `(.right)", "MUFU.SIN R0, R0", "BRA `(.end)", ".right:", "MUFU.COS R0, R0",
-        ".end:", "EXIT",
-    )  # fmt: skip
-    for dearest in (False, True):
-        path = read(text).path(None, 16, dearest=dearest)
-        assert "MUFU.COS" in names(path) and "MUFU.SIN" not in names(path)
-
-
-@pytest.mark.parametrize("word, count", [(4, 0), (5, 1)])
-def test_a_predicate_of_bits_is_known(word, count):
-    text = listing(
-        "LOP3.LUT P0, RZ, R0, 0x3, RZ, 0xc0, !PT", "LDG.E.128 R4, [R12.64]",
-        "@!P0 BRA `(.none)", "MUFU.SIN R0, R0", ".none:", "EXIT",
-    )  # fmt: skip
-    text = f"{listing(f'MOV R0, {word:#x}')}\n{text}"
-    for dearest in (False, True):
-        path = read(text).path(None, 16, dearest=dearest)
-        assert names(path).count("MUFU.SIN") == count
-
-
-@pytest.mark.parametrize(
-    ("word", "others", "bit", "counts"),
-    [
-        (4, "RZ", 4, [0, 0]),
-        (5, "RZ", 4, [1, 1]),
-        (5, "RZ", 2, [0, 0]),
-        (4, "R1", 2, [1, 1]),  # R1 is 6
-        (4, "R1", 4, [0, 0]),
-        (5, "R2", 4, [0, 1]),  # R2 is unknown
-    ],
-)
-def test_predicates_that_are_kept_in_a_register_are_known(word, others, bit, counts):
-    """P2 as bit 2 of a word, whose other bits are those of another."""
-    text = listing(
-        "MOV R0, 0x4", "MOV R1, 0x6", "ISETP.NE.AND P2, PT, R0, c[0x0][0x160], PT",
-        f"P2R R3, PR, {others}, 0x4", "ISETP.NE.AND P2, PT, R8, RZ, PT",
-        f"LOP3.LUT P0, RZ, R3, {bit:#x}, RZ, 0xc0, !PT", "LDG.E.128 R4, [R12.64]",
-        "@!P0 BRA `(.none)", "MUFU.SIN R0, R0", ".none:", "EXIT",
-    )  # fmt: skip
-    ways = [read(text, word).path(None, 16, dearest=dearest) for dearest in (False, True)]
-    assert [names(way).count("MUFU.SIN") for way in ways] == counts
 
 
 @pytest.mark.parametrize("arch", chips.DEFAULT_ARCHS)
@@ -377,7 +329,7 @@ def alone(*lines: str) -> tuple[float, int]:
 
 def test_a_load_is_waited_for_where_it_is_used():
     assert alone("LDG.E.128 R4, [R2.64]", "FADD R0, R4, R1") == (501, 16)
-    # Two at a time, one after the other, and one whose address is that of an index.
+    # Two at a time, one after the other, and one whose address is an index.
     both = "LDG.E.128 R4, [R2.64]", "LDG.E.128 R8, [R2.64]"
     assert alone(*both, "FADD R0, R8, R4") == (502, 32)
     assert alone(both[0], "FADD R0, R4, R1", both[1], "FADD R0, R8, R1") == (1002, 16)

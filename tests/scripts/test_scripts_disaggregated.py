@@ -53,24 +53,23 @@ def test_two_processes_give_the_tokens_of_one(device_name, tmp_path, capfd, engi
 
 def test_other_tokens_are_noticed(device_name, monkeypatch):
     import disaggregated_demo
-    from serving.disaggregated import Node
+    from disaggregated_demo import PairedNode
 
-    generate = Node.generate
+    generate = PairedNode.generate
 
     def generate_others(self, prompts, count):
         outputs = generate(self, prompts, count)
         outputs[1][-1] ^= 1
         return outputs
 
-    monkeypatch.setattr(Node, "generate", generate_others)
+    monkeypatch.setattr(PairedNode, "generate", generate_others)
     with pytest.raises(disaggregated_demo.WrongTokens, match="layer by layer"):
         run(device_name)
 
 
 def test_what_is_hidden():
     """Of medians: 4 ms of migration, of which 1 is waited for when the computation has ended."""
-    from disaggregated_demo import times_of
-    from serving.disaggregated import LAYERS, NO_EXPORT, WHOLE, Prefilled
+    from disaggregated_demo import LAYERS, NO_EXPORT, WHOLE, Prefilled, times_of
 
     samples = {
         LAYERS: [Prefilled(1, 0.0, 0.010, 0.0, 0.010 + s) for s in (0.0005, 0.001, 0.009)],
@@ -87,7 +86,7 @@ def test_what_is_hidden():
 
 
 def test_spans_of_pages_begin_when_their_layer_is_written():
-    from serving.disaggregated import Prefilled, on_their_way
+    from disaggregated_demo import Prefilled, on_their_way
 
     spans = tuple(
         Span(name, "compute", us, 5.0)

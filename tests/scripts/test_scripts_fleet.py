@@ -19,14 +19,14 @@ def requests():
 
 
 def fleet_of(nodes, sizes=(60, 150), **changes):
-    from replay.fleet import Fleet
+    from fleet_simulation import Fleet
     from replay.simulation import Sizes
 
     return Fleet(nodes, Sizes(*sizes), **changes)
 
 
 def served(requests, fleet):
-    from replay.fleet import simulate_fleet
+    from fleet_simulation import simulate_fleet
 
     return simulate_fleet(requests, fleet)
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import kvcupy as kv
 from kvcupy.cuda_api import install_cublas
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MULTIPLY = {"overlap.products", "serving.llama", "common.measure"}
-NUMPY_ALONE = {"quantisation.rows", "quantisation.schemes"}  # on no device
+NUMPY_ALONE = {"quantisation_study"}  # on no device
 ON_THE_HOST = {"quantisation_study"}  # whose arrays are NumPy's
 DEMOS = ("overlap.steps", "overlap.offload", "serve_demo")
 
@@ -39,19 +37,12 @@ class NoProducts:
 
 
 @pytest.mark.parametrize("script", DEMOS)
-def test_cublas_is_asked_for_before_anything_is_measured(monkeypatch, script):
-    monkeypatch.setattr(kv, "default_device", NoProducts)
+def test_cublas_is_asked_for_before_anything_is_measured(script):
     with pytest.raises(SystemExit) as caught:
-        run = importlib.import_module(script).run
-        run(*[NoProducts()] * script.startswith("overlap"), argparse.Namespace(device=None))
+        importlib.import_module(script).run(NoProducts(), argparse.Namespace())
     text = str(caught.value)
     assert text.startswith("cuda:0: ") and "libcublas.so.12" in text
     assert text.endswith(f"{install_cublas()}, or run it with --device host")
-
-
-def test_where_products_work_the_device_is_the_one_that_is_named(device):
-    measure = importlib.import_module("common.measure")
-    assert measure.device_for_products(device.name) is device
 
 
 def multiplies(tree):
@@ -76,5 +67,4 @@ def test_no_other_script_multiplies():
             n.name for n in tree.body if isinstance(n, ast.FunctionDef)
         }:
             source = (SCRIPTS / f"{name}.py").read_text()
-            is_asked = re.search(r"device_for_products\(|require_products\(device\)", source)
-            assert name in ON_THE_HOST or name in DEMOS or is_asked, name
+            assert name in ON_THE_HOST or "require_products(device)" in source, name

@@ -131,24 +131,74 @@ def sandbox(tmp_path):
     return Sandbox(tmp_path)
 
 
-@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
-def test_active_environment_is_used_and_nothing_installed(sandbox, variable):
-    sandbox.python(sandbox.checkout / ".venv")
-    active = sandbox.python("active")
-    sandbox.run("demo.sh", "--tokens", "8", "--out", "a b", **{variable: active})
-    assert sandbox.calls == [
-        "active scripts/common/needs.py demo",
-        "active scripts/overlap_demo.py --out build/overlap_demo --tokens 8 --out a b",
-    ]
+NEEDS = "scripts/common/needs.py"
+DEMO = "scripts/overlap_demo.py --out build/overlap_demo"
+SUITE = "-m pytest -n auto --dist worksteal"
+# What runs in which environment: the active one, the checkout's .venv, or the system's.
+CALLS = {
+    "the active environment is used, and nothing installed": (
+        "demo.sh --tokens 8 --out", "active .venv", {},
+        [f"active {NEEDS} demo", f"active {DEMO} --tokens 8 --out a b"]),
+    "tests get the remaining arguments": (
+        "test.sh -x --torch -k", "active", {},
+        [f"active {NEEDS} test --torch", f"active {SUITE} -x -k a b"]),
+    "a GPU report gets torch by itself": (
+        "gpu_report.sh --quick --out", "active", {},
+        [f"active {NEEDS} report", f"active {NEEDS} report", f"active {NEEDS} report --torch",
+         "active -m gpu.report --quick --out a b"]),
+    "and on request does not": (
+        "gpu_report.sh --no-torch --only", "active", {},
+        [f"active {NEEDS} report", "active -m gpu.report --only a b"]),
+    "a smoke run needs what the demo needs": (
+        "gpu_smoke.sh --device", "active", {},
+        [f"active {NEEDS} demo", "active -m gpu.report --smoke --device a b"]),
+    "a GPU report that lacks the rest asks for no torch": (  # it would only take longer to fail
+        "gpu_report.sh", "active", {"NEEDS": "matplotlib", "OFFLINE": 1},
+        ["active -m gpu.report a b"]),
+    "its help installs nothing": (
+        "gpu_report.sh --quick --help", "system", {"NEEDS": "numpy"},
+        ["system -c import sys; print(sys.executable)", "system -m gpu.report --help"]),
+    "the checkout's environment is used where none is active": (
+        "test.sh", ".venv system", {}, [f".venv {NEEDS} test", f".venv {SUITE} a b"]),
+    "a Python that has everything is used directly": (
+        "demo.sh", "system", {}, [f"system {DEMO} a b"]),
+    "an environment is made and filled where something is missing": (
+        "demo.sh", "system", {"NEEDS": "-e\\n.[host,plot]"},
+        [".venv -m pip install --quiet --disable-pip-version-check -e .[host,plot]",
+         f".venv {DEMO} a b"]),
+    "it is made without ensurepip": (
+        "demo.sh", "system", {"NEEDS": "numpy", "NO_ENSUREPIP": 1},
+        ["system -m venv --without-pip .venv", f".venv {DEMO} a b"]),
+    "offline what is not essential is left out": (
+        "demo.sh", "active", {"NEEDS": "matplotlib", "OFFLINE": 1}, [f"active {DEMO} a b"]),
+    "offline the Python is used that the environment was made from": (
+        "demo.sh", "system", {"NEEDS": "matplotlib", "OFFLINE": 1}, [f"system {DEMO} a b"]),
+}  # fmt: skip
 
 
-def test_tests_get_the_remaining_arguments(sandbox):
-    active = sandbox.python("active")
-    sandbox.run("test.sh", "-x", "--torch", "-k", "store", VIRTUAL_ENV=active)
-    assert sandbox.calls == [
-        "active scripts/common/needs.py test --torch",
-        "active -m pytest -n auto --dist worksteal -x -k store",
-    ]
+@pytest.mark.parametrize("case", CALLS)
+def test_what_runs_where(sandbox, case):
+    script, there, variables, expected = CALLS[case]
+    if ".venv" in there:
+        sandbox.python(sandbox.checkout / ".venv")
+    if "system" in there:
+        sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    if "active" in there:
+        active = sandbox.python("active")
+        variables = {**variables, "CONDA_PREFIX" if "test" in script else "VIRTUAL_ENV": active}
+    name, *arguments = script.split()
+    said = sandbox.run(name, *arguments, "a b", **variables)
+    if "NEEDS" not in variables and there != "system":
+        assert sandbox.calls == expected
+    assert [call for call in sandbox.calls if call in expected] == expected
+    assert sandbox.calls[-1] == expected[-1]
+    assert ("Going on without it" in said) == ("OFFLINE" in variables)
+    forbidden = ["system -m pip"] + ["needs.py", "install"] * ("--help" in script)
+    forbidden += ["--torch"] * ("OFFLINE" in variables)
+    assert not any(text in call for call in sandbox.calls for text in forbidden if
+                   not call.startswith("system -m pip --version"))  # fmt: skip
+    made = (sandbox.checkout / ".venv").exists()
+    assert made == (".venv" in there or any(call.startswith(".venv") for call in expected))
 
 
 def test_reports_of_sanitizers_are_printed_and_fail(sandbox):
@@ -165,71 +215,6 @@ def test_reports_of_sanitizers_are_printed_and_fail(sandbox):
     assert not any("pytest" in call for call in sandbox.calls)
 
 
-def test_a_gpu_report_gets_torch_by_itself_and_the_remaining_arguments(sandbox):
-    active = sandbox.python("active")
-    sandbox.run("gpu_report.sh", "--quick", "--out", "a b", VIRTUAL_ENV=active)
-    assert sandbox.calls == [
-        "active scripts/common/needs.py report", "active scripts/common/needs.py report",
-        "active scripts/common/needs.py report --torch",
-        "active -m gpu.report --quick --out a b",
-    ]  # fmt: skip
-    sandbox.run("gpu_report.sh", "--no-torch", "--only", "ncu", VIRTUAL_ENV=active)
-    assert sandbox.calls == [
-        "active scripts/common/needs.py report", "active -m gpu.report --only ncu"
-    ]  # fmt: skip
-
-
-def test_a_smoke_run_installs_what_the_demo_needs(sandbox):
-    active = sandbox.python("active")
-    sandbox.run("gpu_smoke.sh", "--device", "cuda:1", VIRTUAL_ENV=active)
-    assert sandbox.calls == [
-        "active scripts/common/needs.py demo", "active -m gpu.report --smoke --device cuda:1"
-    ]  # fmt: skip
-
-
-def test_a_gpu_report_without_the_rest_asks_for_no_torch(sandbox):
-    """What could not be installed is not there either: torch would only take longer to fail."""
-    active = sandbox.python("active")
-    sandbox.run("gpu_report.sh", NEEDS="matplotlib", OFFLINE=1, VIRTUAL_ENV=active)
-    assert not any("--torch" in call for call in sandbox.calls)
-    assert sandbox.calls[-1] == "active -m gpu.report"
-
-
-def test_help_of_the_gpu_report_installs_nothing(sandbox):
-    sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    sandbox.run("gpu_report.sh", "--quick", "--help", NEEDS="numpy")
-    assert sandbox.calls[-1] == "system -m gpu.report --help"
-    assert not any("needs.py" in call or "install" in call for call in sandbox.calls)
-
-
-def test_own_environment_is_used_when_none_is_active(sandbox):
-    sandbox.python(sandbox.checkout / ".venv")
-    sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    sandbox.run("test.sh")
-    assert sandbox.calls == [
-        ".venv scripts/common/needs.py test",
-        ".venv -m pytest -n auto --dist worksteal",
-    ]
-
-
-def test_python_that_has_everything_is_used_as_it_is(sandbox):
-    sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    sandbox.run("demo.sh")
-    assert sandbox.calls[-1] == "system scripts/overlap_demo.py --out build/overlap_demo"
-    assert not (sandbox.checkout / ".venv").exists()
-
-
-def test_environment_is_made_and_filled_where_something_is_missing(sandbox):
-    sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    said = sandbox.run("demo.sh", NEEDS="-e\\n.[host,plot]")
-    assert ".venv -m pip install --quiet --disable-pip-version-check -e .[host,plot]" in (
-        sandbox.calls
-    )
-    assert sandbox.calls[-1] == ".venv scripts/overlap_demo.py --out build/overlap_demo"
-    assert not any(call.startswith("system -m pip") for call in sandbox.calls)
-    assert ".[host,plot]" in said
-
-
 def test_environment_without_pip_is_filled_from_outside(sandbox):
     active = sandbox.python("active")
     (active / "bin" / "python").write_text(STAND_IN.replace("${NO_PIP:-}", "x"))
@@ -241,50 +226,28 @@ def test_environment_without_pip_is_filled_from_outside(sandbox):
     )
 
 
-def test_environment_is_made_without_ensurepip(sandbox):
-    sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    sandbox.run("demo.sh", NEEDS="numpy", NO_ENSUREPIP=1)
-    assert "system -m venv --without-pip .venv" in sandbox.calls
+# Script, what there is, variables, and what is said when it gives up.
+GIVEN_UP = {
+    "no way to make an environment": (
+        "system", {"NEEDS": "numpy", "NO_ENSUREPIP": 1, "NO_PIP": 1}, "apt install python3-venv"),
+    "offline, without what is essential": (
+        "active", {"NEEDS": "numpy", "OFFLINE": 1, "ESSENTIAL": "numpy"}, "Could not install"),
+    "offline, where the rest must be whole": (
+        "active", {"NEEDS": "numpy", "OFFLINE": 1, "CI": "true"}, "Could not install"),
+    "an old Python": ("active", {"OLD": 1}, "active: expected Python 3.10"),
+    "no Python at all": ("", {}, "No Python 3.10"),
+}  # fmt: skip
 
 
-def test_no_way_to_make_an_environment_is_explained(sandbox):
-    sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    said = sandbox.run("demo.sh", NEEDS="numpy", NO_ENSUREPIP=1, NO_PIP=1, fails=True)
-    assert "apt install python3-venv" in said
-
-
-def test_offline_goes_on_without_what_is_not_essential(sandbox):
-    active = sandbox.python("active")
-    said = sandbox.run("demo.sh", NEEDS="matplotlib", OFFLINE=1, VIRTUAL_ENV=active)
-    assert "Going on without it" in said
-    assert sandbox.calls[-1] == "active scripts/overlap_demo.py --out build/overlap_demo"
-
-
-def test_offline_falls_back_to_the_python_that_the_environment_was_made_from(sandbox):
-    sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    sandbox.run("demo.sh", NEEDS="matplotlib", OFFLINE=1)
-    assert sandbox.calls[-1] == "system scripts/overlap_demo.py --out build/overlap_demo"
-    assert not (sandbox.checkout / ".venv").exists()
-
-
-@pytest.mark.parametrize("variables", [{"ESSENTIAL": "numpy"}, {"CI": "true"}])
-def test_offline_gives_up_where_the_rest_cannot_run_or_must_be_whole(sandbox, variables):
-    active = sandbox.python("active")
-    said = sandbox.run(
-        "demo.sh", NEEDS="numpy", OFFLINE=1, VIRTUAL_ENV=active, fails=True, **variables
-    )
-    assert "Could not install" in said
+@pytest.mark.parametrize("case", GIVEN_UP)
+def test_what_is_said_when_it_gives_up(sandbox, case):
+    there, variables, expected = GIVEN_UP[case]
+    if there == "system":
+        sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    elif there:
+        variables = {**variables, "VIRTUAL_ENV": sandbox.python("active")}
+    assert expected in sandbox.run("demo.sh", fails=True, **variables)
     assert not any("overlap_demo" in call for call in sandbox.calls)
-
-
-def test_old_python_is_refused_by_name(sandbox):
-    active = sandbox.python("active")
-    said = sandbox.run("test.sh", VIRTUAL_ENV=active, OLD=1, fails=True)
-    assert str(active) in said and "3.10" in said
-
-
-def test_no_python_at_all_is_explained(sandbox):
-    assert "No Python 3.10" in sandbox.run("test.sh", fails=True)
 
 
 # .ci/run -----------------------------------------------------------------------------------------
@@ -394,30 +357,23 @@ def test_what_is_missing_is_installed_by_the_extra_that_brings_it(needs, task, a
     assert needs.missing(task) == (["-e", f"{ROOT}[{extras}]"] if extras else [])
 
 
-def test_a_compiler_from_a_wheel_is_a_compiler(needs):
-    needs.absent.update({"c++"})
-    assert needs.missing("demo") == []
-
-
-def test_what_the_package_itself_requires_comes_with_it(needs):
-    needs.absent.add("numpy")
-    assert needs.missing("demo") == ["-e", str(ROOT)]
-
-
-def test_headers_are_for_gpus(needs, monkeypatch):
-    needs.absent.add("headers")
-    assert needs.missing("demo") == []
-    monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
-    assert needs.missing("demo")[:2] == ["-e", f"{ROOT}[cuda13]"]
-
-
-@pytest.mark.parametrize(("cuda", "extra"), [(12, "cuda12"), (13, "cuda13")])
-def test_a_gpu_asks_for_the_cupy_that_its_driver_takes(needs, monkeypatch, cuda, extra):
-    needs.absent.add("cupy")
-    assert needs.missing("demo") == []  # no GPU, no CuPy
-    monkeypatch.setattr(needs, "driver_cuda", lambda: cuda)
+@pytest.mark.parametrize(
+    ("absent", "driver", "expected"),
+    [
+        ({"c++"}, 0, None),  # a compiler from a wheel is one
+        ({"numpy"}, 0, ""),
+        ({"headers"}, 0, None),
+        ({"headers"}, 13, "[cuda13]"),
+        ({"cupy"}, 0, None),  # no GPU, no CuPy
+        ({"cupy"}, 12, "[cuda12]"),
+        ({"cupy"}, 13, "[cuda13]"),
+    ],
+)
+def test_what_the_demo_needs_on_this_machine(needs, monkeypatch, absent, driver, expected):
+    needs.absent.update(absent)
+    monkeypatch.setattr(needs, "driver_cuda", lambda: driver)
     monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False)
-    assert needs.missing("demo") == ["-e", f"{ROOT}[{extra}]"]
+    assert needs.missing("demo") == ([] if expected is None else ["-e", f"{ROOT}{expected}"])
 
 
 @pytest.mark.parametrize("task", ["demo", "test", "dev"])

@@ -68,7 +68,7 @@ def test_memory_that_grows_is_noticed(device_name, capsys, few_plans):
     kept = []
 
     def keep():
-        """Map memory of its own: what the heap gives may have been resident before."""
+        """Map new memory: the heap's may have been resident before."""
         kept.append(mmap.mmap(-1, 320_000))
         kept[-1].write(b"1" * 320_000)
 
@@ -132,7 +132,7 @@ def test_wrong_conversions_are_noticed(device, monkeypatch, tmp_path):
     from soaking.contents import PAST
     from soaking.server import Server
 
-    monkeypatch.setattr("kvcupy.cache.paged.past.store_kv", lambda *_, **__: None)
+    monkeypatch.setattr("kvcupy.cache.paged.moves.store_kv", lambda *_, **__: None)
     server = Server(device, PAST, 5, tmp_path, check_every=1)
     with pytest.raises(Broken, match=r"rows differ|off by"):
         for _ in range(200):

@@ -20,14 +20,14 @@ def normal(*shape):
 
 
 def scheme_of(fmt, **fields):
-    from quantisation.schemes import Scheme
+    from quantisation_study import Scheme
 
     return Scheme(fmt, **fields)
 
 
 def rows_of(scheme, tokens=24, heads=2, width=32):
     """Queries of twice the heads, and rows as a scheme stores them."""
-    from quantisation.schemes import cached
+    from quantisation_study import cached
 
     table = reference.rope_table(tokens, width)
     keys, values = normal(tokens, heads, width), normal(tokens, heads, width)
@@ -35,38 +35,23 @@ def rows_of(scheme, tokens=24, heads=2, width=32):
 
 
 @pytest.mark.usefixtures("lenient_host")
-@pytest.mark.parametrize("fmt", ["nvfp4", "int8"])
-def test_rows_are_what_a_cache_holds(fmt):
+@pytest.mark.parametrize(("fmt", "fields", "suffix"), [
+    ("int8", {}, ""), ("nvfp4", {}, ""), ("int4", {"hadamard": True}, "+hadamard"),
+    ("nvfp4", {"hadamard": True, "four_over_six": True}, "+hadamard+four_over_six"),
+])  # fmt: skip
+def test_rows_are_what_a_cache_holds(fmt, fields, suffix):
     rows, slots, device = normal(8, 2, 64), np.arange(8), kv.device("host")
-    cache = [device.zeros((8, 2, 64), fmt) for _ in "kv"]
+    cache = [device.zeros((8, 2, 64), fmt + suffix) for _ in "kv"]
     scales = {f"{x}_scale_cache": np.zeros((8, 2), np.float32) for x in "kv" if fmt == "int8"}
     kv.store_kv(rows, rows, *cache, slots, **scales)
     held, _ = kv.gather_kv(*cache, slots, dtype="fp32", **scales)
-    np.testing.assert_array_equal(scheme_of(fmt).stored(rows), held)
-
-
-def test_the_better_scale_of_each_group():
-    rows = normal(64, 128)
-    six, both = (scheme_of("nvfp4", four_over_six=f).stored(rows) for f in (False, True))
-    six, both = (np.square(x - rows).reshape(-1, 16).sum(axis=1) for x in (six, both))
-    assert (both <= six).all()
-    assert 0.1 < (both < six).mean() < 0.9
-
-
-def test_a_rotation_spreads_an_outlier():
-    rows = normal(64, 128)
-    rows[:, 5] *= 50
-    errors = [
-        np.linalg.norm(scheme_of("int4_g128", hadamard=h).stored(rows) - rows)
-        for h in (False, True)
-    ]
-    assert errors[1] < errors[0] / 2
+    np.testing.assert_array_equal(scheme_of(fmt, **fields).stored(rows), held)
 
 
 @pytest.mark.parametrize("recent, sinks", [(0, 0), (5, 0), (0, 3), (5, 3), (1, 1)])
 @pytest.mark.parametrize("block", [7, 128])
 def test_attention_by_one_query_at_a_time(recent, sinks, block, monkeypatch):
-    from quantisation import schemes
+    import quantisation_study as schemes
 
     monkeypatch.setattr(schemes, "QUERIES_PER_BLOCK", block)
     scheme = scheme_of("int4", recent=recent, sinks=sinks)
@@ -89,7 +74,7 @@ def test_attention_by_one_query_at_a_time(recent, sinks, block, monkeypatch):
 
 
 def test_a_window_of_everything_is_a_cache_of_16_bits():
-    from quantisation.schemes import attend, cached, output_error
+    from quantisation_study import attend, cached, output_error
 
     table, keys, values = reference.rope_table(24, 32), normal(24, 2, 32), normal(24, 2, 32)
     query, exact = normal(24, 4, 32), scheme_of("bf16")
@@ -101,7 +86,7 @@ def test_a_window_of_everything_is_a_cache_of_16_bits():
 
 
 def test_what_all_keys_share_is_no_error():
-    from quantisation.schemes import Attended, logit_error
+    from quantisation_study import Attended, logit_error
 
     logits = normal(2, 8, 8)
     want, shifted = (Attended(x, normal(8, 2, 4)) for x in (logits, logits + normal(2, 8, 1)))
@@ -110,7 +95,7 @@ def test_what_all_keys_share_is_no_error():
 
 
 def test_keys_before_rope_are_rotated_by_their_readers():
-    from quantisation.schemes import cached, rope
+    from quantisation_study import cached, rope
 
     table, keys = reference.rope_table(8, 32), normal(8, 2, 32)
     scheme = scheme_of("int8", pre_rope=True)
@@ -122,7 +107,7 @@ def test_keys_before_rope_are_rotated_by_their_readers():
 
 
 def test_projections_of_a_gguf_file_pair_the_halves_of_heads():
-    from quantisation.schemes import rope
+    from quantisation_study import rope
     from serving.gguf import halves_paired
 
     weight, x, table = normal(2 * 8, 5), normal(6, 5), reference.rope_table(6, 8)

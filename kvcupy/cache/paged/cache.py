@@ -4,41 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ... import devices, metrics
-from ...arrays import address_of, describe, view
+from ... import metrics
+from ...arrays import address_of, view
 from ...config import cache_logger
-from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
-from ...formats import FORMATS, Encoding
 from ...ops import call, checks
-from ...ops.attention import check_query
-from ..hashes import hash_list
-from ..pool import KVPool, MLAPool, Pool, positive_int
+from ..pages import hash_list
+from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache
+from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, rope_of, scales_of
 from .contents import Contents
-from .exchange import (
-    Exports,
-    PullProtocol,
-    ReceiverProtocol,
-    SenderProtocol,
-    SequencePull,
-    decode_state,
-    encode_state,
-)
-from .layers import Layers, rope_of, scales_of
-from .moves import Tiers
-from .past import Demotion, Past, past_pool_of
-from .sequences import CachedSequence, Sequences
-from .step import Step, Steps, require_on_device
+from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
+from .layers import Layers
+from .moves import Past
+from .sequences import Sequences
+from .step import Step, Steps
 from .tables import StepTables, Tables, block_table
 
-_PAGE_SIZE, _DTYPE = 16, "bf16"  # defaults
 _NO_STEP = "no step is running: call begin_forward first"
 
 
@@ -50,11 +37,11 @@ class PagedKVCache(ProcessLocal):
     num_layers, num_q_heads, num_kv_heads, head_dim, num_pages, page_size : counts. With `pool` only
         num_q_heads is needed; the others, where they are not left at their defaults, must agree
         with it
-    v_head_dim : the width of V; None is that of K
+    v_head_dim : the width of V; None: head_dim
     latent_dim, rope_dim : for multi-head latent attention, instead of num_kv_heads and head_dim: a
         token has one row, the latent and then the rope part. See `attention_mla`
-    dtype : encoding of the cache: an Encoding or its string, or a dtype. Of latents the rope part
-        is never rotated
+    dtype : encoding of the cache: an Encoding or its string, or a dtype. The rope part of a latent
+        row never gets the Hadamard rotation
     k_scale, v_scale : static scales of a quantised cache: a number, or float32 (H,), (L, 1) or
         (L, H). Without any it has one scale per token and head (with latent_dim: scale 1)
     rope : float32 (max_positions, rotary_dim) on the device, from `rope_table`; None: no rotation
@@ -66,11 +53,11 @@ class PagedKVCache(ProcessLocal):
         rope, else all pages
     cascade : whether neighbours in a batch that share their first pages read those once; None:
         where that moves fewer bytes
-    device : a Device or its name; None is the default device
-    copy_stream : a stream for tables and page copies; None: one of its own
+    device : a Device or its name; None: the default device
+    copy_stream : a stream for tables and page copies; None: the cache makes one
     pool : a KVPool, or an MLAPool with latent_dim, that has the pages, also over existing memory
-        (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so that other users
-        may allocate some of them
+        (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so other users may
+        allocate some of them
     slots_in_flight : steps whose tables may be uploading or in use at once
     demotion : a `Demotion`: how old tokens are kept in a narrower encoding; None: all are kept in
         dtype. See the notes on precision
@@ -97,16 +84,17 @@ class PagedKVCache(ProcessLocal):
     Capture: legal for steps of one token per sequence; see `attention`.
 
     Precision: with `demotion`, the end of a step demotes each page of its sequences that holds none
-    of their first `first` and none of their last `recent` committed tokens: it is converted on the
-    copy stream, behind all work on it so far, and is free. Where no page for old tokens is free, it
-    stays in dtype until the end of a later step. A page that several sequences
-    share is converted once: each moves to the demoted page when it leaves its own window, and the
-    last frees the other. A token that is demoted stays so, also if tokens behind it are popped;
-    appending to a demoted page, or forking within it, converts it back to dtype with the values
-    that are left. Scales are one per token and head, or those of groups. Attention reads each
-    format by a launch of its own and merges them. Not with `demotion`: latent_dim, k_scale and
-    v_scale, cascade=True, a `window` of attention longer than recent + 1 or with first keys, and
-    page tables for other libraries. `offload` and `export_sequence` move demoted pages as they are.
+    of their first `first` and none of their last `recent` committed tokens: the page is converted
+    on the copy stream, behind all work on it so far, and freed. Where no page for old tokens is
+    free, it stays in dtype until the end of a later step. A page that several sequences share is
+    converted once: each sequence moves to the demoted page when the page leaves its recent tokens,
+    and the last one frees the original. A demoted token stays demoted, also if tokens behind it are
+    popped; appending to a demoted page, or forking within it, converts the page back to dtype with
+    the values that are left. Scales are one per token and head, or one per group. Attention reads
+    each format by a separate launch and merges the results. Not with `demotion`: latent_dim,
+    k_scale and v_scale, cascade=True, a `window` of attention longer than recent + 1 or with first
+    keys, and page tables for other libraries. `offload` and `export_sequence` move demoted pages
+    without converting them.
 
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
@@ -130,8 +118,8 @@ class PagedKVCache(ProcessLocal):
     def __init__(
         self, *,
         num_q_heads: int, num_layers: int | None = None, num_kv_heads: int | None = None,
-        head_dim: int | None = None, num_pages: int | None = None, page_size: int = _PAGE_SIZE,
-        dtype: Any = _DTYPE, rope: Any = None, interleaved: bool = False, rope_mode: str = "normal",
+        head_dim: int | None = None, num_pages: int | None = None, page_size: int = PAGE_SIZE,
+        dtype: Any = DTYPE, rope: Any = None, interleaved: bool = False, rope_mode: str = "normal",
         max_batch_tokens: int = 8192, device: Any = None, copy_stream: Any = None,
         slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
         rope_dim: int | None = None,
@@ -139,19 +127,12 @@ class PagedKVCache(ProcessLocal):
         cascade: bool | None = None, pool: Pool | None = None,
         demotion: Demotion | None = None,
     ) -> None:  # fmt: skip
-        if isinstance(pool, MLAPool) and latent_dim is None and pool.rope_dim:
-            latent_dim = pool.latent_dim
-        if isinstance(pool, MLAPool) and latent_dim is not None and rope_dim is None:
-            rope_dim = pool.head_dim - positive_int(latent_dim, "latent_dim")
-            if rope_dim < 1:
-                raise ValueError(
-                    f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}"
-                )
-        pool = _pool_of(
+        has_static_scales = k_scale is not None or v_scale is not None
+        pool, latent_dim = pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
             v_head_dim=v_head_dim, latent_dim=latent_dim, rope_dim=rope_dim,
-            has_static_scales=k_scale is not None or v_scale is not None,
+            has_static_scales=has_static_scales,
         )  # fmt: skip
         rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
@@ -159,36 +140,27 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
-        self.past_pool = past_pool_of(pool, demotion)
-        num_all_pages = pool.num_pages
-        if self.past_pool is not None:
-            if cascade:
-                raise ValueError("cascade: expected None or False with demotion, got True")
-            if k_scale is not None or v_scale is not None:
-                raise ValueError("k_scale, v_scale: expected None with demotion")
-            cascade = False
-            num_all_pages += self.past_pool.num_pages
-        max_tokens = rotary.max_positions or num_all_pages * pool.page_size
-        if max_seq_len is not None:
-            max_tokens = positive_int(max_seq_len, "max_seq_len")
-        self.pool = pool
-        self.device = pool.device
+        self.pool, self.device = pool, pool.device
+        self.past_pool = past_pool_of(pool, demotion, cascade, has_static_scales)
         self._num_q_heads = int(num_q_heads)
         self._is_latent = latent_dim is not None
         self._rope_mode = rotary.mode
         self._warned = False
-        kept = (0, 0) if demotion is None else (demotion.recent, demotion.first)
-        past_layers = None
-        if self.past_pool is not None:
+        num_all_pages, past_layers, past_allocator, kept = pool.num_pages, None, None, (0, 0)
+        if self.past_pool is not None and demotion is not None:
+            cascade, kept = False, (demotion.recent, demotion.first)
+            num_all_pages += self.past_pool.num_pages
             past_layers = Layers(self.past_pool, self._num_q_heads, rotary, [])
+            past_allocator = self.past_pool.allocator
         self._layers = Layers(
             pool, self._num_q_heads, rotary, scales_of(pool, k_scale, v_scale), past_layers, *kept
         )
         self._past: Past | None = None
-        past_allocator = None
         if self.past_pool is not None and past_layers is not None:
             self._past = Past(pool, self.past_pool, self._layers, past_layers, *kept)
-            past_allocator = self.past_pool.allocator
+        max_tokens = rotary.max_positions or num_all_pages * pool.page_size
+        if max_seq_len is not None:
+            max_tokens = positive_int(max_seq_len, "max_seq_len")
         self._sequences = Sequences(pool.allocator, pool.page_size, past_allocator)
         self._steps = Steps(
             pool, self._layers, self._sequences,
@@ -200,9 +172,12 @@ class PagedKVCache(ProcessLocal):
             cascade=cascade,
             past=self._past,
         )  # fmt: skip
-        self._contents = Contents(pool, self._layers, self._steps.access, self._past)
-        self._tiers = Tiers(pool, self._sequences, self._steps.access, self.past_pool)
-        self._exports = Exports(pool, self._sequences, self._steps.access, self._tiers)
+        access = self._steps.access
+        self._contents = Contents(pool, self._layers, access, self._past)
+        self._tiers = Tiers(pool, self._sequences, access, self.past_pool)
+        self._exchange = Exchange(
+            pool, self._sequences, self._contents, self._tiers, access, self._past
+        )
         metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
@@ -217,17 +192,15 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are not allocated, and that nothing holds back for an unknown time."""
-        self._exports.reclaim()
+        """Pages that are free, or become free when the transfers that touch them are done."""
+        self._exchange.reclaim()
         return self.pool.allocator.num_available
 
     @property
     def num_available_past_pages(self) -> int:
         """Pages for old tokens that are not allocated; 0 without `demotion`."""
-        if self.past_pool is None:
-            return 0
-        self._exports.reclaim()
-        return self.past_pool.allocator.num_available
+        self._exchange.reclaim()
+        return 0 if self.past_pool is None else self.past_pool.allocator.num_available
 
     @property
     def total_length(self) -> int:
@@ -241,9 +214,9 @@ class PagedKVCache(ProcessLocal):
 
         Parameters
         ----------
-        hashes : of the blocks of its prompt, one per page, as `block_hashes` gives them; they need
-            a tiered cache (`attach`). The sequence begins with the leading blocks that are cached:
-            `sequence_length` says how many tokens need not be computed. Its other full pages go to
+        hashes : of the blocks of its prompt, one per page, from `block_hashes`; needs a tiered
+            cache (`attach`). The sequence begins with the leading blocks that are cached:
+            `sequence_length` is how many tokens need not be computed. Its other full pages go to
             the tiered cache when the sequence is removed
 
         Raises
@@ -254,9 +227,9 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: blocks are loaded in the background; the attention of each layer waits for its own
-        part. That hashes describe the tokens is up to the caller. Where the logits of a prompt's
-        last token are needed, leave out the hash of the block that ends with it.
+        Stream: blocks are loaded in the background; the attention of each layer waits for its
+        layer. The caller must ensure that the hashes match the tokens. Where the logits of a
+        prompt's last token are needed, leave out the hash of the block that ends with it.
         """
         if hashes is None:
             self._sequences.add(seq)
@@ -271,7 +244,7 @@ class PagedKVCache(ProcessLocal):
     def remove_sequence(self, seq: Hashable) -> None:
         """Remove a sequence, in any order; pages that no other shares become free.
 
-        Full pages of its own that have hashes go to the tiered cache instead.
+        Unshared full pages that have hashes go to the tiered cache instead.
 
         Raises
         ------
@@ -283,13 +256,9 @@ class PagedKVCache(ProcessLocal):
         self._sequences.remove(seq, self._tiers.publish(sequence))
 
     def fork_sequence(
-        self,
-        parent: Hashable,
-        child: Hashable,
-        at: int | None = None,
-        *,
+        self, parent: Hashable, child: Hashable, at: int | None = None, *,
         inherit_window: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add a sequence that begins with the first tokens of another.
 
         Parameters
@@ -313,19 +282,7 @@ class PagedKVCache(ProcessLocal):
         shared. Stream: a partial one is copied on the copy stream, behind all steps so far. Bytes:
         at most one page, read and written.
         """
-        source = self._settled(parent, "parent")
-        self._sequences.require_new(child, "child")
-        if at is None:
-            at = source.length
-        checks.require_int(at, "at")
-        if not 0 <= at <= source.length:
-            raise ValueError(f"at: expected 0 to {source.length}, got {at}")
-        if not inherit_window and source.window and at > source.sink_tokens:
-            raise ValueError(
-                f"at: expected at most the {source.sink_tokens} sink_tokens of the parent's "
-                f"sliding window with inherit_window=False, got {at}"
-            )
-        self._steps.fork(source, child, int(at), inherit_window)
+        self._steps.fork(self._steps.settled(parent, "parent"), child, at, inherit_window)
 
     def pop_tokens(self, seq: Hashable, n: int) -> None:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.
@@ -336,7 +293,7 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
         """
-        sequence = self._settled(seq)
+        sequence = self._steps.settled(seq)
         checks.require_int(n, "n")
         if not 0 <= n <= sequence.length:
             raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
@@ -344,7 +301,7 @@ class PagedKVCache(ProcessLocal):
         del sequence.hashes[sequence.length // self.pool.page_size :]
 
     def sequence_length(self, seq: Hashable) -> int:
-        """Return how many tokens a sequence has, those of a tree to be committed included.
+        """Return how many tokens a sequence has, including an uncommitted tree.
 
         Raises
         ------
@@ -375,15 +332,7 @@ class PagedKVCache(ProcessLocal):
         """
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
-        positive_int(window, "window")
-        checks.require_int(sink_tokens, "sink_tokens")
-        if not 0 <= sink_tokens < 2**31:
-            raise ValueError(f"sink_tokens: expected 0 to 2**31 - 1, got {sink_tokens}")
-        if sequence.evicted and sink_tokens != sequence.sink_tokens:
-            raise ValueError(
-                f"sink_tokens: expected {sequence.sink_tokens} as before, got {sink_tokens}"
-            )
-        sequence.window, sequence.sink_tokens = int(window), int(sink_tokens)
+        sequence.set_window(window, sink_tokens)
         if self._rope_mode == "normal" and not self._warned:
             self._warned = True
             cache_logger.warning(
@@ -416,12 +365,12 @@ class PagedKVCache(ProcessLocal):
         CacheFull : there are too few pages
         KvcupyError : a step is running
 
-        After an error everything is as it was.
+        After an error nothing has changed.
 
         Notes
         -----
-        Stream: host work, but for partial pages that are shared: they are copied on the copy
-        stream. Host work grows with the batch, not with the number of sequences in the cache.
+        Stream: host work, except that shared partial pages are copied on the copy stream. Host work
+        grows with the batch, not with the number of sequences in the cache.
         """
         self._steps.begin(seqs, append_lens, token_tree)
 
@@ -459,7 +408,7 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError, ValueError : an argument does not fit; nothing has changed
         KvcupyError : one belongs to the running step
-        DeviceError : a copy or a launch was refused, perhaps after others; no node is kept
+        DeviceError : a copy or a launch failed, perhaps after others; no node is kept
 
         Notes
         -----
@@ -485,8 +434,7 @@ class PagedKVCache(ProcessLocal):
             T' may be more than their number: rows past the tokens are ignored
         key, value : (T', H, D), (T', H, Dv)
         out : (T', Hq, Dv), written in place; None: allocated, zero past the tokens
-        sm_scale, window, sink_tokens, sinks, logits_soft_cap : of this layer, as in
-            `paged_attention`
+        sm_scale, window, sink_tokens, sinks, logits_soft_cap : as in `paged_attention`
         stream : the compute stream; None: the current one of the query's library
 
         Returns
@@ -499,16 +447,16 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : an argument does not fit; nothing was written
         CaptureError : in a capture, a step of more than one token per sequence, torch tensors
             without `out`, or a stream that another library captures
-        DeviceError : a launch was refused, and may be repeated; or pages of a sequence could not be
-            loaded or copied, and then it can only be removed
+        DeviceError : a launch failed, and may be repeated; or pages of a sequence could not be
+            loaded or copied, and the sequence can then only be removed
 
         Notes
         -----
         Inputs are not modified. Stream: the first call of a step uploads its tables; the stream
         waits for them once. Capture: legal in a step of one token per sequence; for torch tensors,
         with `out`. A launch of the graph, between begin_forward and end_forward, runs the step that
-        was begun, of as many sequences or fewer; its tables are uploaded before the launch. An
-        output that the captured call allocated is written by each launch.
+        was begun, of as many sequences or fewer; its tables are uploaded before the launch. Each
+        launch writes the output that the captured call allocated.
         """
         if self._is_latent:
             raise KvcupyError("this cache holds latents: call attention_mla")
@@ -527,26 +475,13 @@ class PagedKVCache(ProcessLocal):
 
         Parameters
         ----------
-        qkv : (T', Hq + 2 H, D): query heads, then those of K, then of V
-        layer, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap, stream : as in
-            `attention`
+        qkv : (T', Hq + 2 H, D): query heads, then K heads, then V heads
+        others : as in `attention`
         """
-        rows, width = view(qkv, "qkv"), self._layers.width
-        heads = self._num_q_heads + 2 * self.pool.num_kv_heads
-        num_tokens = self._running()[0].num_tokens
-        if width != self._layers.v_width:
-            raise ValueError(f"qkv: expected a cache with one width for K and V, got {self.pool}")
-        check_query(rows, "qkv")
-        if rows.shape[1:] != (heads, width) or rows.shape[0] < num_tokens:
-            raise ValueError(
-                f"qkv: expected at least {num_tokens} rows of ({heads}, {width}), "
-                f"got {describe(rows)}"
-            )
-        ends = self._num_q_heads, self._num_q_heads + self.pool.num_kv_heads
+        rows = self._layers.split_qkv(qkv, self._running()[0].num_tokens)
         return self.attention(
-            layer, rows[:, : ends[0]], rows[:, ends[0] : ends[1]], rows[:, ends[1] :],
-            out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens, sinks=sinks,
-            logits_soft_cap=logits_soft_cap, stream=stream,
+            layer, *rows, out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens,
+            sinks=sinks, logits_soft_cap=logits_soft_cap, stream=stream,
         )  # fmt: skip
 
     def attention_mla(
@@ -563,7 +498,7 @@ class PagedKVCache(ProcessLocal):
         latent, rope_key : (T', R), (T', P)
         sm_scale : what scores are multiplied by; it depends on the widths before absorption
         out : (T', Hq, R)
-        layer, window, sink_tokens, sinks, logits_soft_cap, stream : as in `attention`
+        others : as in `attention`
         """
         if not self._is_latent:
             raise KvcupyError("this cache holds K and V: call attention")
@@ -659,7 +594,7 @@ class PagedKVCache(ProcessLocal):
         """
         self._require_one_pool("page_table_csr")
         self._running()
-        lists = self._steps.lists(self._stream(stream))
+        lists = self._steps.lists(self.pool._as_stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
         return indptr, indices, last_page_len
 
@@ -689,14 +624,7 @@ class PagedKVCache(ProcessLocal):
         Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, behind
         all steps so far.
         """
-        sequence = self._on_device(seq)
-        for name, number in (("start", start), ("stop", stop)):
-            checks.require_int(number, name)
-        if not 0 <= start <= sequence.length:
-            raise ValueError(f"start: expected 0 to {sequence.length}, got {start}")
-        if not start <= stop <= sequence.length:
-            raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
-        return self._contents.read(sequence, start, stop, dtype, stream)
+        return self._contents.read(self._steps.on_device(seq), start, stop, dtype, stream)
 
     def set_kv(self, seq: Hashable, start: int, k: Any, v: Any, *, stream: Any = None) -> None:
         """Overwrite K and V of tokens of a sequence; other sequences that share them keep theirs.
@@ -714,8 +642,8 @@ class PagedKVCache(ProcessLocal):
         CacheFull : a shared page must be copied and none is free
         KvcupyError : the sequence belongs to the running step
         CaptureError : the stream is being captured
-        DeviceError : a launch was refused; the tokens from `start` on are undefined, and may be in
-            pages of their own
+        DeviceError : a launch failed; the tokens from `start` on are undefined, and may be in
+            unshared pages
 
         After any other error nothing has changed.
 
@@ -723,16 +651,10 @@ class PagedKVCache(ProcessLocal):
         -----
         To bring in tokens that were computed elsewhere: begin_forward, end_forward, set_kv.
         """
-        sequence = self._on_device(seq)
+        sequence = self._steps.on_device(seq)
         self._steps.require_outside(seq)
-        checks.require_int(start, "start")
-        key, value = self._contents.check(k, v)
+        key, value = self._contents.check(sequence, start, k, v)
         stop = start + key.shape[1]
-        if not 0 <= start <= stop <= sequence.length:
-            raise ValueError(
-                f"start: expected {key.shape[1]} tokens from there within {sequence.length}, "
-                f"got {start}"
-            )
         if start == stop:
             return
         own = self.device.as_stream(stream, key.library)
@@ -758,7 +680,7 @@ class PagedKVCache(ProcessLocal):
         Stream: waits for all steps so far. Capture: illegal. Demoted tokens are written as
         `get_kv` gives them; loading the file demotes them again.
         """
-        self._contents.save(self._settled(seq), path)
+        self._contents.save(self._steps.settled(seq), path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -776,11 +698,16 @@ class PagedKVCache(ProcessLocal):
         saved = self._contents.open(path)
         sequence = self._sequences.add(seq)
         try:
-            reserved = self._sequences.reserve([sequence], [saved.length])
-            self._sequences.grow([sequence], [saved.length], reserved)
             sequence.window, sequence.sink_tokens = saved.window, saved.sink_tokens
-            self._contents.restore(sequence, saved)
-            self._steps.demote([sequence])
+            while sequence.length < saved.length:
+                count = saved.length - sequence.length
+                if self.past_pool is not None:  # demoting a part makes room for the next
+                    room = self.num_available_pages * self.pool.page_size
+                    count = min(count, room or count)
+                reserved = self._sequences.reserve([sequence], [count])
+                self._sequences.grow([sequence], [count], reserved)
+                self._contents.restore(sequence, saved, sequence.length - count)
+                self._steps.demote([sequence])
         except BaseException:
             self._sequences.remove(seq)
             raise
@@ -808,9 +735,9 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: who calls `acquire` of the tiered cache beside this one gives it a stream `after`
-        that is behind all compute streams and the copy stream: what is loaded may come to pages
-        that a sequence has just released, and that they still work on.
+        Stream: a direct call of the tiered cache's `acquire` needs a stream `after` that is behind
+        all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
+        just released, and on which these streams still work.
         """
         self._tiers.attach(tiers, num_past_host_pages)
 
@@ -821,23 +748,23 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
-        CacheFull : the host pool is full, and nothing can be evicted, or there is no room for its
+        CacheFull : the host pool is full and nothing can be evicted, or there is no space for its
             demoted pages; nothing has changed
         KvcupyError : it belongs to the running step
         DeviceError, MemoryError : there is no memory for demoted pages; nothing has changed
 
         Notes
         -----
-        Demoted pages are moved as they are, not converted.
+        Demoted pages are not converted.
         Stream: the copy waits for all steps so far. Pages are free once it has read them, shared
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
         """
         self._tiers.require("seq")
-        self._tiers.offload(self._settled(seq))
+        self._tiers.offload(self._steps.settled(seq))
 
     def onboard(self, seq: Hashable) -> None:
-        """Bring an offloaded sequence back; one that is on the device stays as it is.
+        """Bring an offloaded sequence back; one that is on the device is left alone.
 
         Raises
         ------
@@ -848,7 +775,7 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         Stream: it is loaded in the background, layer by layer; the attention of each layer waits
-        for its own part. The host waits for the save, if that is not done yet.
+        for its layer. The host waits for the save, if that is not done yet.
         """
         self._tiers.onboard(self._sequences.find(seq))
 
@@ -862,16 +789,16 @@ class PagedKVCache(ProcessLocal):
 
         Parameters
         ----------
-        seq : a sequence with tokens, also one of the running step: what is offered is then the end
-            of that step, and each layer goes out as soon as its attention has run
+        seq : a sequence with tokens. One of the running step is offered in its state at the end of
+            that step, and each layer goes out as soon as its attention has run
         sender : a PageSender of the `pool` of this cache
-        lease_s : seconds for which the pages are held, unless a receiver renews that
+        lease_s : seconds for which the pages are held, unless a receiver renews the lease
         past_sender : a PageSender of `past_pool`, for demoted pages; None: there must be none. It
             has the secret of `sender`
 
         Returns
         -------
-        bytes : the ticket, for `import_sequence` of a cache over there
+        bytes : the ticket, for `import_sequence` of the other cache
 
         Raises
         ------
@@ -885,31 +812,21 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        What is offered is the sequence as it is at the call. It may be extended, forked or removed
-        at once: its pages are held until the receiver has them, the lease is over or the sender
-        closes. Who appends to its last page copies that page first. Pages that are let go become
-        free at the next call that needs pages, or asks for `num_available_pages`; full ones with
-        hashes of a removed sequence go to the tiered cache then.
+        The offer has the sequence's state at the call. The sequence may be extended, forked or
+        removed at once: its pages are held until the receiver has them, the lease is over or the
+        sender closes. Appending to its last page copies that page first. Pages that are no longer
+        held become free at the next call that needs or counts pages; full pages with hashes, of a
+        removed sequence, then go to the tiered cache.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
-        Demoted pages are offered as they are, by an offer of their own that the ticket names; who
-        withdraws the ticket leaves that to its lease.
+        Demoted pages are offered unconverted, by a separate offer that the ticket names; a caller
+        that withdraws the ticket leaves the separate offer to its lease.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
-        sequence = self._exported(seq)
-        if getattr(sender, "pool", None) is not self.pool:
-            raise ValueError("sender: expected a PageSender of the pool of this cache")
-        self._check_past(past_sender, "past_sender", "PageSender")
-        if past_sender is None and any(self._sequences.past_range(sequence)):
-            raise ValueError(
-                f"past_sender: expected a PageSender of past_pool, for {seq!r} has demoted pages, "
-                "got None"
-            )
         step = self._steps.running if self._steps.is_running(seq) else None
-        export = self._exports.start(
-            sequence, sender, past_sender,
-            partial(encode_state, sequence, self._exchanged(), self.pool.page_size),
-            self._exchanged_past() or {}, by_layer=step is not None, lease_s=lease_s,
+        export = self._exchange.export(
+            seq, self._steps.on_device(seq), sender, past_sender,
+            by_layer=step is not None, lease_s=lease_s,
         )  # fmt: skip
         if step is not None:
             step.exports.append(export)
@@ -923,23 +840,23 @@ class PagedKVCache(ProcessLocal):
 
         Parameters
         ----------
-        ticket : what `export_sequence` returned over there
+        ticket : what `export_sequence` of the other cache returned
         receiver : a PageReceiver of the `pool` of this cache
-        deadline_s : seconds after which the transfer has failed if it is not complete, the rest of
-            a step included in which the sequence was exported
+        deadline_s : seconds after which the transfer fails if it is not complete, including the
+            rest of the step in which the sequence was exported
         past_receiver : a PageReceiver of `past_pool`, for demoted pages; None: there must be none.
             It has the secret of `receiver`
 
         Returns
         -------
-        Pull : the transfer, for who wants to wait for it, or to cancel it; a `SequencePull`, which
-            is used alike, if there are demoted pages beside others
+        Pull : a handle to wait for the transfer or to cancel it; a `SequencePull` with the same
+            methods if there are demoted pages beside others
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit, the sequence exists, or the ticket is of a
-            sequence that this cache cannot hold, such as one with pages that were demoted with
-            another `past`, `recent` or `sinks`
+        TypeError, ValueError : an argument does not fit, the sequence exists, or this cache cannot
+            hold the sequence of the ticket, such as one whose pages were demoted by another
+            `Demotion`
         TransferError : the ticket was made with another secret or for another kind of pool
         CacheFull : there are too few pages
 
@@ -948,99 +865,14 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         The sequence may be used at once. Stream: its pages arrive in the background, layer by
-        layer; the attention of each layer waits for its own part, which raises TransferError if the
+        layer; the attention of each layer waits for its layer, and raises TransferError if the
         transfer fails. The sequence can then only be removed, and its pages become free when
         nothing can land in them any more.
         """
         self._sequences.require_new(seq, "seq")
-        if getattr(receiver, "pool", None) is not self.pool:
-            raise ValueError("receiver: expected a PageReceiver of the pool of this cache")
-        self._check_past(past_receiver, "past_receiver", "PageReceiver")
-        offered = receiver.inspect(ticket)
-        state, num_pages, demoted = decode_state(
-            offered.attachment, self._exchanged(), self.pool.page_size, self._exchanged_past()
-        )
-        pulled: list[tuple[ReceiverProtocol, bytes, int]] = []  # with the number of pages
-        if demoted is None:
-            pulled.append((receiver, ticket, num_pages))
-        elif past_receiver is None:
-            raise ValueError(
-                "past_receiver: expected a PageReceiver of past_pool, for the ticket has demoted "
-                "pages, got None"
-            )
-        else:
-            if num_pages > demoted.count:
-                pulled.append((receiver, ticket, num_pages - demoted.count))
-            pulled.append((past_receiver, demoted.ticket or ticket, demoted.count))
-        for by, named, count in pulled:
-            if (got := by.inspect(named).num_pages) != count:
-                raise ValueError(f"ticket: expected {count} pages of its sequence, got {got}")
-        start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
-        pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
-        combined = self._sequences.combine(pages, past_pages, start)
-        pulls: list[PullProtocol] = []
-        try:
-            after = self._steps.access.copy_stream_behind_all()
-            for by, named, _ in pulled:
-                into = pages if by is receiver else past_pages
-                pulls.append(by.pull(named, into, deadline_s=deadline_s, after=after))
-        except BaseException:
-            for pull in pulls:
-                pull.cancel()
-            self._sequences.free(combined)
-            raise
-        self._sequences.receive(seq, state, combined, pulls)
-        return pulls[0] if len(pulls) == 1 else SequencePull((pulls[0], pulls[1]))
-
-    def _exported(self, seq: Hashable) -> CachedSequence:
-        """Return a sequence that can be exported."""
-        sequence = self._on_device(seq)
-        if sequence.parents:
-            raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
-        if sequence.length == 0:
-            raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
-        if self._steps.is_running(seq) and sequence.num_beyond_window:
-            raise ValueError(
-                f"seq: the window of {seq!r} slides at the end of the step; export it after that"
-            )
-        return sequence
-
-    def _exchanged(self) -> dict[str, str]:
-        """Return what caches that exchange sequences must have in common."""
-        return {**self._contents.fields(), "page_size": str(self.pool.page_size)}
-
-    def _exchanged_past(self) -> dict[str, str] | None:
-        """Return what caches that exchange demoted pages must have in common; None without past."""
-        past = self._past
-        if past is None:
-            return None
-        kept = {"past": past.pool.stored_as, "recent": past.recent, "sinks": past.sinks}
-        return {name: str(value) for name, value in kept.items()}
-
-    def _check_past(self, end: Any, name: str, kind: str) -> None:
-        """Raise unless a sender or receiver of demoted pages is None, or of the past's pool."""
-        if end is None:
-            return
-        if self.past_pool is None:
-            raise ValueError(f"{name}: expected None without past, got {end!r}")
-        if getattr(end, "pool", None) is not self.past_pool:
-            raise ValueError(f"{name}: expected a {kind} of the past_pool of this cache")
+        return self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
 
     # --- Parts ---
-
-    def _on_device(self, seq: Hashable, name: str = "seq") -> CachedSequence:
-        """Return a sequence; raise if it is offloaded."""
-        sequence = self._sequences.find(seq, name)
-        require_on_device(sequence, seq, name)
-        return sequence
-
-    def _settled(self, seq: Hashable, name: str = "seq") -> CachedSequence:
-        """Return a sequence; raise if it is in the running step or its tree is not committed."""
-        sequence = self._on_device(seq, name)
-        self._steps.require_outside(seq, name)
-        if sequence.parents:
-            raise ValueError(f"{name}: {seq!r} has a token tree: call commit_token_tree first")
-        return sequence
 
     def _require_one_pool(self, name: str) -> None:
         """Raise if the pages of a sequence may be of two pools."""
@@ -1054,85 +886,10 @@ class PagedKVCache(ProcessLocal):
         return steps.running, steps.tables
 
     def _tables(self, stream: Any) -> Tables:
-        return self._running()[1].on(self._stream(stream))
-
-    def _stream(self, stream: Any) -> Stream:
-        return self.device.as_stream(stream, self.pool.parts[0].library)
+        _, tables = self._running()
+        return tables.on(self.pool._as_stream(stream))
 
 
 def _sequence_samples(cache: PagedKVCache) -> Iterator[tuple[str, metrics.Labels, float]]:
     yield "kvcupy_sequences", (), len(cache._sequences)
     yield "kvcupy_sequence_tokens", (), cache.total_length
-
-
-def _pool_of(
-    pool: Pool | None, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any,
-    num_pages: int | None, page_size: int, dtype: Any, device: Any, v_head_dim: int | None,
-    latent_dim: int | None, rope_dim: int | None, has_static_scales: bool,
-) -> Pool:  # fmt: skip
-    """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
-    if pool is not None:
-        _require_kind(pool, latent_dim)
-    if latent_dim is not None:
-        row = positive_int(latent_dim, "latent_dim") + positive_int(rope_dim, "rope_dim")
-        if v_head_dim is not None:
-            raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
-        for name, value, own in (("num_kv_heads", num_kv_heads, 1), ("head_dim", head_dim, row)):
-            if value is not None and positive_int(value, name) != own:
-                raise ValueError(f"{name}: expected None or {own} with latent_dim, got {value}")
-        head_dim = row
-    elif rope_dim is not None:
-        raise ValueError(f"rope_dim: expected None without latent_dim, got {rope_dim}")
-    if pool is not None:
-        counts = {
-            "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
-            "num_pages": num_pages, "v_head_dim": v_head_dim,
-            "page_size": None if page_size == _PAGE_SIZE else page_size,
-        }  # fmt: skip
-        _require_pool(
-            pool, counts, None if dtype is _DTYPE else dtype, device, latent_dim, has_static_scales
-        )
-        return pool
-    shared: dict[str, Any] = {
-        "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
-        "dtype": dtype, "device": device,
-    }  # fmt: skip
-    if latent_dim is None:
-        format = FORMATS.get(Encoding.of(dtype).format)  # groups of four bits have scales anyway
-        dynamic = format is not None and format.quantised and not has_static_scales
-        return KVPool(  # raises for None, by the argument's name
-            **shared, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
-            scales=dynamic,
-        )  # fmt: skip
-    return MLAPool(**shared, latent_dim=latent_dim, rope_dim=head_dim - latent_dim)
-
-
-def _require_kind(pool: Any, latent_dim: int | None) -> None:
-    """Raise TypeError unless a pool is of K and V, or of latents, as the other arguments say."""
-    expected = KVPool if latent_dim is None else MLAPool
-    if not isinstance(pool, expected):
-        beside = "without" if latent_dim is None else "with"
-        raise TypeError(
-            f"pool: expected a {expected.__name__} {beside} latent_dim, got {type(pool).__name__}"
-        )
-
-
-def _require_pool(
-    pool: Any, counts: dict[str, int | None], dtype: Any, device: Any, latent_dim: int | None,
-    has_static_scales: bool,
-) -> None:  # fmt: skip
-    """Raise if the other arguments contradict a pool, or attention cannot read its pages."""
-    for name, value in counts.items():
-        if value is not None and positive_int(value, name) != getattr(pool, name):
-            raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
-    own = pool.encoding
-    if dtype is not None and Encoding.of(dtype) not in (own, Encoding(own.format)):
-        raise ValueError(f"dtype: expected {pool.encoding} as in pool, got {dtype!r}")
-    if device is not None and devices.get(device) is not pool.device:
-        raise ValueError(f"device: expected {pool.device.name} as in pool, got {device!r}")
-    if pool.placement != "device":
-        raise ValueError(f"pool: expected pages on the device, got {pool}")
-    if isinstance(pool, MLAPool) and pool.rope_dim and latent_dim != pool.latent_dim:
-        raise ValueError(f"latent_dim: expected {pool.latent_dim} as in pool, got {latent_dim}")
-    if has_static_scales and pool.scale_parts:
-        raise ValueError(f"k_scale, v_scale: expected None with the scales of {pool}")

@@ -1,6 +1,6 @@
-"""What the sequences of a paged cache hold, read and written as arrays and as files.
+"""The tokens of sequences of a paged cache, read and written as arrays and as files.
 
-A file is of the safetensors format: tensors bit for bit, and metadata that say what they are.
+A file has the safetensors format: tensors bit for bit, and metadata that describe them.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from ... import formats
 from ...arrays import ArrayView, columns, describe, view, view_as
 from ...devices.protocol import Stream
 from ...errors import file_path
-from ...formats import FOUR_BIT, numpy_dtype, rotated
+from ...formats import CACHE_FORMATS, FOUR_BIT, rotated
 from ...ops import call, checks
-from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv
+from ...ops.transfer_kernels import upload
+from ..hazards import PageAccess
 from ..pool import MLAPool, Pool
 from .layers import Layers
-from .moves import PageAccess
-from .past import Past, wide_format
+from .moves import Past
 from .sequences import CachedSequence, Ints
 
-Tensor = tuple[str, tuple[int, ...], Any]  # format, shape, and bits: an array or other memory
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 PathLike = str | os.PathLike[str]
 
 KIND = {"kvcupy": "1", "kind": "sequence"}  # metadata of every file
 
-# The format's names of our formats, in files; calls of the package take NumPy's names.
+# Names of number formats in files; calls of the package take NumPy's names.
 _TAGS = {
     "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2",
     "I8": "int8",
 }  # fmt: skip
 
-_OWN = ("length", "window", "sink_tokens")  # metadata that may differ from sequence to sequence
+_OWN = ("length", "window", "sink_tokens")  # metadata of a sequence
+_BYTES = "int8"  # format of four-bit rows in a file
 
 
 @dataclass(frozen=True)
 class SavedSequence:
-    """What a file holds of a sequence; tensors by name."""
+    """The contents of a file; tensors by name."""
 
     length: int
     window: int
     sink_tokens: int
-    tensors: Mapping[str, Tensor]
+    tensors: Arrays
 
 
 class Contents:
@@ -62,8 +63,7 @@ class Contents:
 
     Parameters
     ----------
-    layers, access : those of the cache whose pool it is
-    past : where its old tokens are; None: in the pool like the others
+    past : the pool of old tokens; None: they are in `pool` like the others
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Contents:
         self._pool, self._layers, self._access = pool, layers, access
         self._device = pool.device
         self._is_latent = isinstance(pool, MLAPool)
-        # Of each layer: arguments of a gather that converts; K and V as they are.
+        # Of each layer: arguments of a gather that converts; K and V as stored.
         self._arguments: list[dict[str, Any]] = []
         self._bits: list[tuple[ArrayView, ArrayView]] = []
         for arguments in layers.caches:
@@ -88,11 +88,15 @@ class Contents:
         self, sequence: CachedSequence, start: int, stop: int, dtype: Any, stream: Any
     ) -> tuple[Any, Any]:
         """Return K and V of positions: (L, n, H, D), (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
-        own = self._device.as_stream(stream, self._pool.parts[0].library)
+        for name, number in (("start", start), ("stop", stop)):
+            checks.require_int(number, name)
+        if not 0 <= start <= sequence.length:
+            raise ValueError(f"start: expected 0 to {sequence.length}, got {start}")
+        if not start <= stop <= sequence.length:
+            raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
+        own = self._pool._as_stream(stream)
         with self._access.on(own, sequence):
-            format = wide_format(self._pool)
-            if dtype is not None:
-                format = call.format_name(dtype)
+            format = self._row_format if dtype is None else call.format_name(dtype)
             k, v = (self._zeros(part, stop - start, format, own) for part in self._bits[0])
             for rows, slots, is_past in self._spans(sequence, start, stop):
                 uploaded = upload([slots], self._device, own)[0]
@@ -106,8 +110,11 @@ class Contents:
                     )  # fmt: skip
         return (k[:, :, 0], v[:, :, 0]) if self._is_latent else (k, v)
 
-    def check(self, key: Any, value: Any) -> tuple[ArrayView, ArrayView]:
-        """Raise if `write` cannot write K and V; return both as views."""
+    def check(
+        self, sequence: CachedSequence, start: Any, key: Any, value: Any
+    ) -> tuple[ArrayView, ArrayView]:
+        """Raise if `write` cannot write K and V from position `start` on; return both as views."""
+        checks.require_int(start, "start")
         views = view(key, "k"), view(value, "v")
         for rows, name, part in zip(views, "kv", self._bits[0], strict=True):
             checks.number_format(rows, name)
@@ -122,6 +129,12 @@ class Contents:
             if rows.device != self._device.name:
                 raise ValueError(f"{name}: expected it on {self._device.name}, got {rows.device}")
             checks.require_contiguous(rows, name)
+        num_tokens = views[0].shape[1]
+        if not 0 <= start <= start + num_tokens <= sequence.length:
+            raise ValueError(
+                f"start: expected {num_tokens} tokens from there within {sequence.length}, "
+                f"got {start}"
+            )
         return views
 
     def write(
@@ -143,9 +156,9 @@ class Contents:
     def _spans(
         self, sequence: CachedSequence, start: int, stop: int
     ) -> list[tuple[slice, Ints, bool]]:
-        """Return the slots of the tokens at some positions, pool by pool.
+        """Return the slots of the tokens at some positions, in runs within one pool.
 
-        Each with which of those tokens they are, and whether in the pool of old tokens.
+        A run has the range of its tokens, their slots, and whether it is in the pool of old tokens.
         """
         if start == stop:
             return []
@@ -163,46 +176,32 @@ class Contents:
     # --- Files ---
 
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write the tokens of a sequence to a file, as they are stored. Waits for them."""
-        stream = self._device.as_stream(None, self._pool.parts[0].library)
+        """Write the tokens of a sequence to a file, in the format of the cache. Waits for them."""
+        stream = self._pool._as_stream(None)
         arrays: dict[str, Any] = {}
-        if self._past is not None:
-            self._save_widened(sequence, path, stream)
-            return
-        with self._access.on(stream, sequence):
-            slots = self._slots(sequence, 0, sequence.length, stream)
-            for names, caches in self._stored():
-                format = caches[0][0].format
-                outs = [self._zeros(c, sequence.length, format, stream) for c in caches[0]]
-                for layer, (k, v) in enumerate(caches):
-                    if sequence.length:
-                        gather_kv(
-                            k, v, slots, k_out=outs[0][layer], v_out=outs[1][layer], stream=stream
-                        )
-                arrays.update(zip(names, outs, strict=True))
-            stream.synchronize()
-            tensors = {}
-            for name, array in arrays.items():
-                v, data = view(array), self._device.to_numpy(array)
-                if v.scales is None:
-                    tensors[name] = v.format, v.shape, data
-                else:  # files have no such format
-                    tensors[name] = _BYTES, data.shape, data.view(np.int8)
-        own = {name: str(getattr(sequence, name)) for name in _OWN}
-        write_file(path, tensors, {**self.fields(), **own})
-
-    def _save_widened(self, sequence: CachedSequence, path: str | Path, stream: Stream) -> None:
-        """Write the tokens of a sequence to a file, old ones widened to the others' format."""
-        arrays = self.read(sequence, 0, sequence.length, None, stream)
+        if self._past is not None:  # demoted tokens are converted
+            k, v = self.read(sequence, 0, sequence.length, None, stream)
+            arrays = {"k": k, "v": v}
+        else:
+            with self._access.on(stream, sequence):
+                slots = self._slots(sequence, 0, sequence.length, stream)
+                for names, caches in self._stored():
+                    format = caches[0][0].format
+                    outs = [self._zeros(c, sequence.length, format, stream) for c in caches[0]]
+                    for (k, v), k_out, v_out in zip(caches, *outs, strict=True):
+                        if sequence.length:
+                            gather_kv(k, v, slots, k_out=k_out, v_out=v_out, stream=stream)
+                    arrays.update(zip(names, outs, strict=True))
         stream.synchronize()
-        tensors = {}
-        for name, array in zip(("k", "v"), arrays, strict=True):
-            tensors[name] = view(array).format, view(array).shape, self._device.to_numpy(array)
+        tensors = {name: self._device.to_numpy(array) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            if view(array).scales is not None:  # files have no such format
+                tensors[name] = tensors[name].view(np.int8)
         own = {name: str(getattr(sequence, name)) for name in _OWN}
         write_file(path, tensors, {**self.fields(), **own})
 
     def open(self, path: str | Path) -> SavedSequence:
-        """Return what a file holds; raise unless it is of a sequence of such a cache."""
+        """Return the contents of a file; raise unless this cache can hold the sequence."""
         tensors, metadata = read_file(path)
         check_metadata(metadata, self.fields())
         try:
@@ -212,7 +211,7 @@ class Contents:
                 f"path: expected a saved sequence, got {path} without {_OWN}"
             ) from None
         expected = self._expected(max(0, length))
-        got = {name: (format, tuple(shape)) for name, (format, shape, _) in tensors.items()}
+        got = {name: (formats.tag(array.dtype), array.shape) for name, array in tensors.items()}
         if length < 0 or got != expected:
             raise ValueError(f"path: expected {path} to hold {expected}, got {got}")
         if window < 0 or sink_tokens < 0:
@@ -222,30 +221,47 @@ class Contents:
             )
         return SavedSequence(length, window, sink_tokens, tensors)
 
-    def restore(self, sequence: CachedSequence, saved: SavedSequence) -> None:
-        """Write what a file holds to the slots of a sequence, which is complete at return."""
-        stream = self._device.as_stream(None, self._pool.parts[0].library)
+    def restore(self, sequence: CachedSequence, saved: SavedSequence, start: int) -> None:
+        """Write the tokens of a file from `start` to the length that the sequence has so far.
+
+        They are complete at return.
+        """
+        stream, stop = self._pool._as_stream(None), sequence.length
+        tensors = {name: tensor[:, start:stop] for name, tensor in saved.tensors.items()}
+        if self._is_widened:
+            key, value = (view(self._device.asarray(tensors[name])) for name in ("k", "v"))
+            self.write(sequence, start, key, value, stream)
+            stream.synchronize()
+            return
         with self._access.on(stream):
-            slots = self._slots(sequence, 0, saved.length, stream)
+            slots = self._slots(sequence, start, stop, stream)
             for names, caches in self._stored():
-                rows = []
-                for name in names:
-                    format, shape, data = saved.tensors[name]
-                    bits = np.frombuffer(data, numpy_dtype(format)).reshape(shape)
-                    uploaded = self._device.asarray(bits)
-                    rows.append(uploaded)
+                rows = [self._device.asarray(tensors[name]) for name in names]
                 if caches[0][0].scales is not None:
                     rows = [
                         view_as(own, rotated(v.format, v.rotated_width))
                         for own, v in zip(rows, caches[0], strict=True)
                     ]
                 for layer, (k, v) in enumerate(caches):
-                    if saved.length:
-                        store_kv(rows[0][layer], rows[1][layer], k, v, slots, stream=stream)
+                    store_kv(rows[0][layer], rows[1][layer], k, v, slots, stream=stream)
             stream.synchronize()
+
+    @property
+    def _row_format(self) -> str:
+        """The default format of `read`: the pool's, or bf16 if that is quantised."""
+        return "bf16" if CACHE_FORMATS[self._pool.dtype].quantised else self._pool.dtype
+
+    @property
+    def _is_widened(self) -> bool:
+        """Whether files hold bf16, not the format of the pool: `save` converts demoted tokens."""
+        return self._past is not None and CACHE_FORMATS[self._pool.dtype].quantised
 
     def _expected(self, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return format and shape of the tensors of so many tokens, by name."""
+        if self._is_widened:
+            format, layers = self._row_format, self._pool.num_layers
+            parts = zip(("k", "v"), self._bits[0], strict=True)
+            return {name: (format, (layers, count, *_row(cache))) for name, cache in parts}
         return {
             name: _in_file(cache.format, (len(caches), count, *_row(cache)))
             for names, caches in self._stored()
@@ -253,7 +269,7 @@ class Contents:
         }
 
     def fields(self) -> dict[str, str]:
-        """Return what a file, or another cache, must have in common with this one."""
+        """Return the fields that a file, or another cache, must have in common with this one."""
         pool = self._pool
         digest = hashlib.sha256()
         for arguments in self._arguments:
@@ -270,7 +286,7 @@ class Contents:
         }  # fmt: skip
 
     def _stored(self) -> list[tuple[tuple[str, str], list[tuple[ArrayView, ArrayView]]]]:
-        """Return what is stored, in pairs: two names, and both caches of each layer."""
+        """Return the stored arrays in pairs: two names, and both arrays of each layer."""
         names = ("latent", "rope_key") if self._is_latent else ("k", "v")
         pairs = [(names, self._bits)]
         if self._pool.scale_parts:
@@ -290,9 +306,6 @@ class Contents:
         return upload([slots], self._device, stream)[0]
 
 
-_BYTES = "int8"  # as which the rows of a four-bit format are in a file
-
-
 def _in_file(format: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Return format and shape of an array in a file."""
     four_bit = FOUR_BIT.get(format)
@@ -309,25 +322,23 @@ def _row(cache: ArrayView) -> tuple[int, ...]:
 # --- Files ---
 
 
-def write_file(
-    path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]
-) -> None:
-    """Write a file, or replace one: as a whole, else what was there before stays.
+def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) -> None:
+    """Write or replace a file, as a whole: after an error the old file is unchanged.
 
-    Bytes: all are written once, to a file beside `path` that takes its name when all are on disk;
-    what is contiguous is not copied before.
+    Bytes: all are written once, to a file beside `path` that takes its name when all are on disk.
+    Contiguous arrays are not copied.
     """
     package = _package()
     path = file_path(path, "path")
-    if path.exists() and not path.is_file():  # a device, say, which the new file would replace
+    if path.exists() and not path.is_file():  # such as a device, which the file would replace
         raise ValueError(f"path: expected the name of a file, got {path}")
-    bits = {name: _bits(name, *tensor) for name, tensor in tensors.items()}
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     specs = {
         name: package.TensorSpec(
-            dtype=formats.numpy_dtype(tensors[name][0]).name, shape=tensors[name][1],
-            data_ptr=array.ctypes.data, data_len=array.nbytes,
+            dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
         )
-        for name, array in bits.items()
+        for name, array in arrays.items()
     }  # fmt: skip
     described = {**{name: str(value) for name, value in metadata.items()}, **KIND}
     temporary = path.with_name(f".kvcupy-{secrets.token_hex(8)}")
@@ -347,12 +358,12 @@ def write_file(
         raise
 
 
-def read_file(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_file(path: PathLike) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file.
 
-    Bytes: those of the header. The arrays are the file itself, mapped, and are loaded where they
-    are read. They keep the old contents if the file is replaced, as `write_file` does; if it is
-    truncated meanwhile, reading them kills the process.
+    Bytes: the header. The arrays are the mapped file, and are loaded where they are read. They keep
+    the old contents if the file is replaced, as by `write_file`; if it is truncated meanwhile,
+    reading them kills the process.
     """
     package = _package()
     path = file_path(path, "path")
@@ -372,7 +383,7 @@ def read_file(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def check_metadata(metadata: Mapping[str, str], expected: Mapping[str, object]) -> None:
-    """Raise if metadata are not those of a saved sequence, or differ in an expected field.
+    """Raise if metadata do not describe a saved sequence, or differ in an expected field.
 
     >>> check_metadata({"kvcupy": "1", "kind": "sequence", "num_layers": "32"}, {"num_layers": 28})
     Traceback (most recent call last):
@@ -396,21 +407,9 @@ def _package() -> Any:
     return safetensors
 
 
-def _bits(name: str, format: str, shape: tuple[int, ...], data: Any) -> np.ndarray[Any, Any]:
-    """Return the bits of a tensor as one contiguous array, of as many bytes as its shape says."""
-    if format not in formats.FORMATS:
-        known = ", ".join(formats.FORMATS)
-        raise ValueError(f"tensors: expected one of {known} for {name}, got {format!r}")
-    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-    num_bytes = formats.FORMATS[format].itemsize
-    for n in shape:
-        num_bytes *= n
-    if array.nbytes != num_bytes:  # the package reads them by address
-        raise ValueError(f"tensors: expected {num_bytes} bytes of {name}, got {array.nbytes}")
-    return np.ascontiguousarray(array)
-
-
-def _mapped(path: Path, name: str, entry: Any, mapped: mmap.mmap, start: int) -> Tensor:
+def _mapped(
+    path: Path, name: str, entry: Any, mapped: mmap.mmap, start: int
+) -> np.ndarray[Any, Any]:
     """Return a tensor of a file as part of its mapping."""
     format = _TAGS.get(entry["dtype"])
     if format is None:
@@ -419,9 +418,8 @@ def _mapped(path: Path, name: str, entry: Any, mapped: mmap.mmap, start: int) ->
             f"in {path}"
         )
     first, last = entry["data_offsets"]
-    dtype, shape = formats.numpy_dtype(format), tuple(entry["shape"])
     bits = np.frombuffer(mapped, np.uint8, last - first, start + first)
-    return format, shape, bits.view(dtype).reshape(shape)
+    return bits.view(formats.numpy_dtype(format)).reshape(entry["shape"])
 
 
 def _system_error(error: Exception, path: Path) -> Exception:

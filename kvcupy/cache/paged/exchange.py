@@ -1,11 +1,10 @@
-"""Sequences that move between caches: what a ticket says of one, and the pages held for it.
+"""Sequences that leave the pages of a cache, for host memory or another cache, and come back.
 
     exporting cache   hold pages | offer | ... layer 0 is written, layer 1 is written ... | release
     importing cache                 allocate pages | pull | attention waits layer by layer
 
-Demoted pages are offered by a sender of their own, as they are; its ticket is part of the other's.
-A held page is shared: whoever would write to it copies it first, and it is freed with the last
-reference.
+Demoted pages are offered unconverted by a second sender; its ticket is part of the first ticket.
+A held page is shared: a sequence copies it before a write, and it is freed with the last reference.
 """
 
 from __future__ import annotations
@@ -13,44 +12,45 @@ from __future__ import annotations
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from ...devices.protocol import Stream
-from ...errors import TransferError
-from ..hashes import hash_list
-from ..pool import Pool
-from .moves import PageAccess, Tiers
-from .sequences import CachedSequence, Ints, Sequences
+from ...errors import CacheFull, TransferError
+from ..engine import TransferEngine
+from ..hazards import Completion, CopiedPages, PageAccess
+from ..pages import PageAllocator, hash_list
+from ..pool import Pool, pool_like, positive_int
+from ..tiered.cache import TieredCache
+from ..tiered.leases import Lease
+from .contents import Contents
+from .moves import Past
+from .sequences import CachedSequence, Ints, OffloadedPages, Sequences
 
 
 class SenderProtocol(Protocol):
-    """What exports need of a `PageSender`."""
+    """The part of a `PageSender` that exports use."""
 
     def offer(self, pages: Any, **options: Any) -> bytes: ...
     def layer_done(self, ticket: bytes, layer: int, stream: Any) -> None: ...
     def withdraw(self, ticket: bytes) -> None: ...
 
 
-class PullProtocol(Protocol):
-    """What imports need of a `Pull`."""
+class PullProtocol(Completion, Protocol):
+    """The part of a `Pull` that imports use."""
 
     num_pages: int
     num_bytes: int
 
     @property
     def failure(self) -> TransferError | None: ...
-    def done(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def wait_layer(self, layer: int, stream: Any = None) -> None: ...
     def cancel(self) -> None: ...
 
 
 class ReceiverProtocol(Protocol):
-    """What imports need of a `PageReceiver`."""
+    """The part of a `PageReceiver` that imports use."""
 
     def inspect(self, ticket: Any) -> Any: ...
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float, after: Any) -> PullProtocol: ...
@@ -64,13 +64,13 @@ _MAX_NUMBER = 2**62
 
 @dataclass(frozen=True)
 class DemotedPages:
-    """What a ticket says of the demoted pages of a sequence.
+    """The part of a ticket about the demoted pages of a sequence.
 
     Attributes
     ----------
-    start, count : at which of its pages they begin, and how many there are
-    ticket : of their offer; empty: they are all the pages it has, and the ticket is that itself
-    fields : what caches must have in common that exchange them: format, recent, sinks
+    start, count : index of the first of them in the sequence, and their number
+    ticket : of their offer; empty if the sequence has no other pages: its ticket is for these
+    fields : format, recent and sinks, which both caches must have in common
     """
 
     start: int
@@ -86,7 +86,7 @@ class DemotedPages:
 
     @classmethod
     def decoded(cls, described: Any, fields: Mapping[str, str], num_pages: int) -> DemotedPages:
-        """Return what `encoded` gave, of a sequence of so many pages; ValueError if it differs."""
+        """Return the result of `encoded`; ValueError unless it fits the fields and the pages."""
         if not isinstance(described, dict) or set(described) != {
             "start", "count", "ticket", "fields"
         }:  # fmt: skip
@@ -114,9 +114,9 @@ def encode_state(
     page_size: int,
     demoted: DemotedPages | None = None,
 ) -> bytes:
-    """Describe a sequence as canonical JSON, with what a cache must have in common.
+    """Describe a sequence as canonical JSON, with the `fields` that both caches have in common.
 
-    Its hashes are those of full pages: a prompt that is not computed to its end has more.
+    Only hashes of full pages are included: a prompt that is not computed to its end has more.
 
     >>> encode_state(CachedSequence(), {"rope_mode": "none"}, 16)  # doctest: +ELLIPSIS
     b'{"evicted":0,"fields":{"rope_mode":"none"},"hashes":[],"kind":"kvcupy sequence",...}'
@@ -141,10 +141,10 @@ def decode_state(
     encoded: bytes, fields: Mapping[str, str], page_size: int,
     past_fields: Mapping[str, str] | None = None,
 ) -> tuple[CachedSequence, int, DemotedPages | None]:  # fmt: skip
-    """Return a sequence as `encode_state` described it, without pages, and how many it needs.
+    """Return the sequence of `encode_state` without pages, the number of pages, and demoted pages.
 
-    ValueError that names the ticket unless all of it is consistent, and `fields` are the same, and
-    `past_fields` where pages are demoted (None: they must not be).
+    ValueError that names the ticket unless all of it is consistent, `fields` are the same, and
+    `past_fields` where pages are demoted (None: none may be).
     """
     described = _parsed(encoded)
     if described.get("kind") != _KIND or described.get("version") != _VERSION:
@@ -161,7 +161,7 @@ def decode_state(
             raise ValueError(f"ticket: expected {name} to be a count, got {number!r}")
     length, evicted = numbers["length"], numbers["evicted"]
     window, sink_tokens = numbers["window"], numbers["sink_tokens"]
-    # A page that holds evicted places alone is released, so that less than two are left.
+    # Pages of evicted places only are released, so the span is shorter than two pages.
     if evicted and not (window and sink_tokens <= length and evicted < 2 * page_size):
         raise ValueError(f"ticket: expected no evicted span of {evicted} in {numbers}")
     if length == 0 or numbers["num_pages"] != -(-(length + evicted) // page_size):
@@ -213,11 +213,166 @@ def _hashes(encoded: Any, most: int) -> list[int]:
     return hashes
 
 
-# --- Exports ---
+# --- Tiers ---
+
+
+class Tiers:
+    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache."""
+
+    def __init__(
+        self, pool: Pool, sequences: Sequences, access: PageAccess, past_pool: Pool | None = None
+    ) -> None:
+        self.tiered: TieredCache | None = None  # once attached
+        self._pool, self._past_pool = pool, past_pool
+        self._sequences, self._access = sequences, access
+        # Between the pool of old tokens and host memory, made when it is first needed.
+        self._past_engine: TransferEngine | None = None
+        self._num_past_host_pages = 0
+
+    def attach(self, tiers: Any, num_past_host_pages: Any) -> None:
+        """Use a tiered cache from now on, and evict its blocks where pages are needed."""
+        if not isinstance(tiers, TieredCache):
+            raise TypeError(f"tiers: expected a TieredCache, got {tiers!r}")
+        if tiers.device_pool is not self._pool:
+            raise ValueError("tiers: expected one whose device_pool is the pool of this cache")
+        if self.tiered is not None:
+            raise ValueError("tiers: expected to be attached once, got a second one")
+        if num_past_host_pages is not None:
+            count = positive_int(num_past_host_pages, "num_past_host_pages")
+            if self._past_pool is None:
+                raise ValueError(f"num_past_host_pages: expected None without past, got {count}")
+            self._num_past_host_pages = count
+        self.tiered = tiers
+        # Not a method: in a cycle, all pools would stay until Python looks for cycles.
+        self._sequences.evict = partial(_evict, tiers, self._pool.allocator)
+
+    def require(self, name: str) -> TieredCache:
+        """Return the tiered cache; raise if it is missing. `name` is the argument that needs it."""
+        if self.tiered is None:
+            raise ValueError(f"{name}: expected a cache with a tiered cache; call attach first")
+        return self.tiered
+
+    def acquire(self, hashes: Sequence[int]) -> Lease:
+        """Return a lease of the leading blocks that the tiered cache knows."""
+        return self.require("hashes").acquire(hashes, after=self._access.copy_stream_behind_all())
+
+    def offload(self, sequence: CachedSequence) -> None:
+        """Save the pages of a sequence to host memory, unconverted, and release them."""
+        tiers = self.require("seq")
+        if sequence.num_pages == 0:
+            return
+        pages, past_pages, past_start = self._sequences.split(sequence)
+        stream = self._access.copy_stream
+        host_pages, past_host_pages = self._take_host_pages(tiers, len(pages), len(past_pages))
+        parts = [(tiers.engine, pages, host_pages)]
+        if len(past_pages):
+            parts.append((self._engine_of_past(), past_pages, past_host_pages))
+        saves = []
+        try:
+            with self._access.on(stream, sequence):
+                pass  # the saves wait for what the copy stream waits for
+            for engine, numbers, host_numbers in parts:
+                saves.append(engine.save(numbers, host_numbers, after=stream))
+                engine._flush()
+        except BaseException:
+            for engine, _, host_numbers in parts:
+                engine.host_pool.allocator.free(host_numbers)
+            raise
+        if len(self._sequences.owned(sequence, sequence.num_pages)) < sequence.num_pages:
+            # A sequence that shares a page may soon own it alone, and write during the save.
+            for engine, _, _ in parts:
+                self._access.order.end(engine.save_stream)
+        past = None
+        if len(past_pages):
+            past = OffloadedPages(past_host_pages, saves[1], parts[1][0])
+        offloaded = OffloadedPages(host_pages, saves[0], tiers.engine, past, past_start)
+        self._sequences.offload(sequence, offloaded)
+
+    def onboard(self, sequence: CachedSequence) -> None:
+        """Load the pages of an offloaded sequence; one on the device is left alone."""
+        host = sequence.offloaded
+        if host is None:
+            return
+        parts = [host] if host.past is None else [host, host.past]
+        for part in parts:
+            part.save.synchronize()
+        counts = [len(part.pages) for part in parts]
+        pages = self._sequences.allocate_both(counts[0], sum(counts[1:]))
+        combined = self._sequences.combine(*pages, host.past_start)
+        loads = []
+        try:
+            stream = self._access.copy_stream_behind_all()
+            for part, numbers in zip(parts, pages, strict=False):
+                loads.append(part.engine.load(part.pages, numbers, after=stream))
+                part.engine._flush()
+        except BaseException:
+            self._sequences.free(combined)
+            raise
+        self._sequences.onboard(sequence, combined, loads)
+        host.free()
+
+    def _engine_of_past(self) -> TransferEngine:
+        """Return the engine between the pool of demoted pages and its host pool, made once."""
+        if self._past_engine is None:
+            past_pool = self._past_pool
+            assert past_pool is not None
+            count = self._num_past_host_pages or past_pool.num_pages
+            host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
+            self._past_engine = TransferEngine(past_pool, host_pool)
+        return self._past_engine
+
+    def _take_host_pages(
+        self, tiers: TieredCache, count: int, past_count: int
+    ) -> tuple[Ints, Ints]:
+        """Take pages in host memory for both formats, all or none."""
+        if not past_count:
+            taken: Ints = tiers.take_host_pages(count)
+            return taken, taken[:0]
+        past_allocator = self._engine_of_past().host_pool.allocator
+        past_pages = past_allocator.alloc(past_count)
+        try:
+            return tiers.take_host_pages(count), past_pages
+        except BaseException:
+            past_allocator.free(past_pages)
+            raise
+
+    def publish(self, sequence: CachedSequence) -> set[int]:
+        """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
+        tiers = self.tiered
+        if tiers is None or tiers.closed or sequence.offloaded:
+            return set()
+        if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
+            return set()
+        count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
+        owned = self._sequences.owned(sequence, count)
+        owned = owned[sequence.pages[owned] < self._pool.num_pages]  # not the demoted ones
+        pages = sequence.pages[owned].tolist()
+        if not pages:
+            return set()
+        hashes = [sequence.hashes[i] for i in owned.tolist()]
+        unneeded = tiers.insert(hashes, pages, after=self._access.copy_stream_behind_all())
+        return set(pages) - set(unneeded)
+
+
+def _evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
+    """Evict blocks so that `count` pages are free, now or when transfers that touch them end.
+
+    Pages become free at any time, so each number is asked for once.
+    """
+    missing = count - allocator.num_free
+    if missing <= 0:
+        return
+    try:
+        tiers.evict(missing)
+    except CacheFull:  # pages that transfers still touch are needed too
+        tiers.evict(max(0, count - allocator.num_available))
+
+
+# --- Other caches ---
 
 
 class Export:
-    """A sequence that is offered layer by layer: what it was at the call.
+    """A sequence that is offered layer by layer: in its state at the call.
 
     Attributes
     ----------
@@ -261,63 +416,79 @@ class _Held:
         self.num_offers = 0
 
 
-class Exports:
-    """The exports of a cache, whose pages it holds until their offers are over.
+class Exchange:
+    """Offers sequences of a cache to other caches, and adds theirs.
 
-    An offer ends in a thread of its sender. What that held is released by the thread that uses the
-    cache, when it needs pages or counts them.
+    The pages of an offered sequence are held until its offers are over. An offer ends in a thread
+    of its sender; the thread that uses the cache releases the pages when it needs or counts pages.
     """
 
-    def __init__(self, pool: Pool, sequences: Sequences, access: PageAccess, tiers: Tiers) -> None:
-        self._pool, self._sequences = pool, sequences
-        self._access, self._tiers = access, tiers
+    def __init__(
+        self, pool: Pool, sequences: Sequences, contents: Contents, tiers: Tiers,
+        access: PageAccess, past: Past | None,
+    ) -> None:  # fmt: skip
+        self._pool, self._sequences, self._contents = pool, sequences, contents
+        self._tiers, self._access, self._past = tiers, access, past
         self._ended: deque[_Held] = deque()  # each once for every offer that is over
-        # Not a method: in a cycle, all pools would stay until Python looks for those.
+        # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
-    def start(
-        self, sequence: CachedSequence, sender: SenderProtocol, past_sender: SenderProtocol | None,
-        describe: Callable[[DemotedPages | None], bytes], past_fields: Mapping[str, str], *,
-        by_layer: bool, lease_s: float,
+    def export(
+        self, seq: Hashable, sequence: CachedSequence, sender: SenderProtocol,
+        past_sender: SenderProtocol | None, *, by_layer: bool, lease_s: float,
     ) -> Export:  # fmt: skip
-        """Offer the pages of a sequence, behind all work so far or by layer.
+        """Offer a sequence, behind all work so far or, in a step, layer by layer.
 
-        Demoted pages are offered as a whole, by `past_sender`; `describe` says what the ticket is
-        of.
+        Demoted pages are offered as a whole, by `past_sender`.
         """
-        stream = self._access.copy_stream
+        if sequence.parents:
+            raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
+        if sequence.length == 0:
+            raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
+        if by_layer and sequence.num_beyond_window:
+            raise ValueError(
+                f"seq: the window of {seq!r} slides at the end of the step; export it after that"
+            )
+        self._require_pools("sender", "PageSender", sender, past_sender)
         pages, past_pages, start = self._sequences.split(sequence)
+        if past_sender is None and len(past_pages):
+            raise ValueError(
+                f"past_sender: expected a PageSender of past_pool, for {seq!r} has demoted pages, "
+                "got None"
+            )
+        stream = self._access.copy_stream
         if len(past_pages) or not by_layer:
             with self._access.on(stream, sequence):
                 pass  # the offer waits for what the copy stream waits for
         self._sequences.reclaim = self._reclaim
         held = _Held(self._sequences.hold(sequence))
 
-        def offer(by: SenderProtocol, numbers: Ints, attachment: bytes, **how: Any) -> bytes:
+        def offer(by: SenderProtocol, numbers: Ints, state: bytes, **options: Any) -> bytes:
+            release = partial(_let_go, self._ended, held)
             ticket = by.offer(
-                numbers, lease_s=lease_s, release=partial(_let_go, self._ended, held),
-                attachment=attachment, **how,
-            )  # fmt: skip
+                numbers, lease_s=lease_s, release=release, attachment=state, **options
+            )
             held.num_offers += 1
             return ticket
 
         demoted, past_offer = None, None
         try:
             if past_sender is not None and len(past_pages):
-                demoted = DemotedPages(start, len(past_pages), b"", past_fields)
-                described = b"" if len(pages) else describe(demoted)
-                past_ticket = offer(past_sender, past_pages, described, after=stream)
+                demoted = DemotedPages(start, len(past_pages), b"", self._past_fields() or {})
+                state = b"" if len(pages) else self._describe(sequence, demoted)
+                past_ticket = offer(past_sender, past_pages, state, after=stream)
                 if not len(pages):
                     return Export(past_sender, past_ticket, 0)
                 past_offer = past_sender, past_ticket
                 demoted = replace(demoted, ticket=past_ticket)
+            state = self._describe(sequence, demoted)
             after = None if by_layer else stream
-            ticket = offer(sender, pages, describe(demoted), after=after, by_layer=by_layer)
+            ticket = offer(sender, pages, state, after=after, by_layer=by_layer)
         except BaseException:
             if past_offer is None:
                 self._sequences.drop(held.sequence)
             else:
-                past_offer[0].withdraw(past_offer[1])  # which lets go of what is held
+                past_offer[0].withdraw(past_offer[1])  # which releases what is held
             raise
         return Export(sender, ticket, self._pool.num_layers if by_layer else 0, past_offer)
 
@@ -333,21 +504,87 @@ class Exports:
             finally:
                 self._sequences.drop(held.sequence, published)
 
+    def add(
+        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol,
+        past_receiver: ReceiverProtocol | None, deadline_s: float,
+    ) -> PullProtocol | SequencePull:  # fmt: skip
+        """Add the sequence that a ticket describes; its pages arrive in the background."""
+        self._require_pools("receiver", "PageReceiver", receiver, past_receiver)
+        state, num_pages, demoted = decode_state(
+            receiver.inspect(ticket).attachment, self._fields(), self._pool.page_size,
+            self._past_fields(),
+        )  # fmt: skip
+        pulled: list[tuple[ReceiverProtocol, bytes, int]] = []  # with the number of pages
+        if demoted is None:
+            pulled.append((receiver, ticket, num_pages))
+        elif past_receiver is None:
+            raise ValueError(
+                "past_receiver: expected a PageReceiver of past_pool, for the ticket has demoted "
+                "pages, got None"
+            )
+        else:
+            if num_pages > demoted.count:
+                pulled.append((receiver, ticket, num_pages - demoted.count))
+            pulled.append((past_receiver, demoted.ticket or ticket, demoted.count))
+        for by, named, count in pulled:
+            if (got := by.inspect(named).num_pages) != count:
+                raise ValueError(f"ticket: expected {count} pages of its sequence, got {got}")
+        start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
+        pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
+        combined = self._sequences.combine(pages, past_pages, start)
+        pulls: list[PullProtocol] = []
+        try:
+            after = self._access.copy_stream_behind_all()
+            for by, named, _ in pulled:
+                into = pages if by is receiver else past_pages
+                pulls.append(by.pull(named, into, deadline_s=deadline_s, after=after))
+        except BaseException:
+            for pull in pulls:
+                pull.cancel()
+            self._sequences.free(combined)
+            raise
+        self._sequences.receive(seq, state, combined, pulls)
+        return pulls[0] if len(pulls) == 1 else SequencePull((pulls[0], pulls[1]))
+
+    def _require_pools(self, name: str, kind: str, end: Any, past_end: Any) -> None:
+        """Raise unless senders, or receivers, are of the pools of this cache."""
+        if getattr(end, "pool", None) is not self._pool:
+            raise ValueError(f"{name}: expected a {kind} of the pool of this cache")
+        if past_end is None:
+            return
+        if self._past is None:
+            raise ValueError(f"past_{name}: expected None without past, got {past_end!r}")
+        if getattr(past_end, "pool", None) is not self._past.pool:
+            raise ValueError(f"past_{name}: expected a {kind} of the past_pool of this cache")
+
+    def _describe(self, sequence: CachedSequence, demoted: DemotedPages | None) -> bytes:
+        return encode_state(sequence, self._fields(), self._pool.page_size, demoted)
+
+    def _fields(self) -> dict[str, str]:
+        """Return what caches that exchange sequences must have in common."""
+        return {**self._contents.fields(), "page_size": str(self._pool.page_size)}
+
+    def _past_fields(self) -> dict[str, str] | None:
+        """Return what caches that exchange demoted pages must have in common; None without any."""
+        past = self._past
+        if past is None:
+            return None
+        return {
+            "past": past.pool.stored_as, "recent": str(past.recent), "sinks": str(past.sinks),
+        }  # fmt: skip
+
 
 def _let_go(ended: deque[_Held], held: _Held, pages: object) -> None:
     ended.append(held)
 
 
-def _reclaim(exports: weakref.ref[Exports]) -> None:
-    if (owner := exports()) is not None:
+def _reclaim(exchange: weakref.ref[Exchange]) -> None:
+    if (owner := exchange()) is not None:
         owner.reclaim()
 
 
-# --- Imports ---
-
-
-class SequencePull:
-    """The pulls of a sequence's pages of two formats as one: a `Completion`, used like a `Pull`.
+class SequencePull(Completion):
+    """The pulls of a sequence's pages of both formats: a `Completion`, used like a `Pull`.
 
     Attributes
     ----------
@@ -390,6 +627,6 @@ class SequencePull:
             pull.wait_layer(layer, stream)
 
     def cancel(self) -> None:
-        """Give the rest up, as `Pull.cancel` does."""
+        """Cancel the rest, as `Pull.cancel` does."""
         for pull in self._pulls:
             pull.cancel()

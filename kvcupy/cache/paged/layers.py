@@ -1,4 +1,4 @@
-"""What a paged cache does in each layer: write K and V of the new tokens, and attend."""
+"""The work of a paged cache in each layer: write K and V of the new tokens, and attend."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from ... import devices, scratch
+from ... import scratch
 from ...arrays import ArrayView, columns, describe, probe_arguments, strides_of, view
 from ...devices.protocol import Device, Stream
-from ...formats import CACHE_FORMATS, bytes_per_element
+from ...formats import bytes_per_element
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_kernels import AttentionOptions
@@ -23,12 +21,9 @@ from ..pool import MLAPool, Pool
 from .tables import TRANSPOSED_TABLE, Tables, block_table, past_table
 
 _MAX_CHECKED = 256  # kinds of rows that are remembered, and pairs of addresses
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _ROWS = ("query", "key", "value", "out", "sinks")
 
-ROPE_MODES = ("none", "normal", "inline")
-
-# Tables of a step that attention takes as arguments of the same name, where the step has them.
+# Tables of a step that are arguments of attention with the same names, where the step has them.
 _TABLES = (
     "seq_lens", "query_lens", "cu_query_lens", "tree_mask", "evicted_starts", "evicted_lens",
     "tree_lens", "tree_positions",
@@ -59,20 +54,20 @@ class Rope:
 
 
 class StepCalls:
-    """What the calls of a step have in common in all layers.
+    """The calls of a step, which all layers share.
 
     Attributes
     ----------
     tables : of the step
     store : writes K and V, or latents, perhaps rotated
-    rotation : rotates queries where keys are cached as they are; else None
+    rotation : rotates queries where keys are cached raw; else None
     attention : over all keys
-    prefix, rest : of a cascade, attention over the shared prefixes and over what follows them
-    past, first, rest : where some tokens are of the pool of old tokens, attention over them, over
-        those before and over those behind them
+    prefix, rest : of a cascade, attention over the shared prefixes and over the keys behind them
+    past, first, rest : where some tokens are in the pool of old tokens, attention over them, and
+        over the keys before and behind them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
         by the format of rotated queries, or the number of states that are merged
-    is_captured : whether a graph reads the tables: it outlives the step, and so has its own scratch
+    is_captured : whether a graph reads the tables: it outlives the step, and has its own scratch
     """
 
     def __init__(self, tables: Tables, rope: Rope, is_latent: bool) -> None:
@@ -123,7 +118,7 @@ class StepCalls:
     def masked_past(self) -> StepAttention:
         """Attention over old tokens that a window hides from some queries and not from others.
 
-        As `attention`, which then is over all others, it has the pages by position.
+        It has pages by position, as has `attention`, which is then over all other tokens.
         """
         return StepAttention(**{**self._shared, "block_table": past_table(self.tables)})
 
@@ -133,14 +128,14 @@ class Layers:
 
     Parameters
     ----------
-    scales : for each layer, the static scales of K and V; empty if none, or if the pool has its own
-    past : the layers of the pool of old tokens; None: there is none
-    recent, sinks : tokens of a sequence that are not in it: the last, and the first
+    scales : for each layer, the static scales of K and V; empty without static scales
+    past : the layers of the pool of old tokens, or None
+    recent, sinks : numbers of a sequence's last and first tokens that are not in that pool
 
     Attributes
     ----------
     caches : of each layer, the arguments of a gather that name its arrays
-    store : what writes K and V, or latents
+    store : the operation that writes K and V, or latents
     stores : of each layer, the arguments of `store` that name its arrays
     key_bytes : of K and V of a token in a layer
     state_bytes : of the float32 result of the query heads of a token
@@ -152,7 +147,7 @@ class Layers:
     ) -> None:  # fmt: skip
         self._past, self._recent, self._sinks = past, recent, sinks
         self._device: Device = pool.device
-        self._num_q_heads = num_q_heads
+        self._num_q_heads, self._num_kv_heads = num_q_heads, pool.num_kv_heads
         self._dtype = pool.dtype
         self.rope = rope
         self._is_latent = isinstance(pool, MLAPool)
@@ -195,7 +190,7 @@ class Layers:
         # Addresses of query, out and sinks that were checked, for rows of one kind.
         self._allowed: set[tuple[int, int, int]] = set()
         self._allowed_kind: Any = None
-        # Kind and number of tokens of the last call, its options, and what they came to.
+        # Kind and number of tokens of the last call, its options, and the results of the checks.
         self._last: tuple[Any, ...] = (None,) * 8
         widths = self.width + (0 if self._is_latent else self.v_width)
         self.key_bytes = int(pool.num_kv_heads * widths * bytes_per_element(pool.dtype))
@@ -205,7 +200,7 @@ class Layers:
         self, query: Any, key: Any, value: Any, out: Any, num_tokens: int,
         sm_scale: Any, window: Any, sink_tokens: Any, sinks: Any, logits_soft_cap: Any,
     ) -> tuple[ArrayView, AttentionOptions, tuple[Any, ...], tuple[int, ...], object]:  # fmt: skip
-        """Raise what attention would raise, before anything is written.
+        """Raise the errors of attention, before anything is written.
 
         Returns
         -------
@@ -219,7 +214,7 @@ class Layers:
         except TypeError:
             for name, array in zip(_ROWS, arrays, strict=True):
                 if array is not None:
-                    view(array, name)  # raises, naming what is not an array
+                    view(array, name)  # raises, naming the argument that is not an array
             raise
         if kind != self._kind:
             self._kind = kind
@@ -291,7 +286,7 @@ class Layers:
         return rows.without_owner()
 
     def _check_addresses(self, query: ArrayView, out: Any, sinks: Any) -> None:
-        """Raise if attention could not read or write here, which it says after keys are stored."""
+        """Raise if attention could not read or write these arrays."""
         written = None if out is None else view(out, "out")
         logits = None if sinks is None else view(sinks, "sinks")
         checks.require_aligned([("query", query), ("out", written), ("sinks", logits)])
@@ -303,6 +298,22 @@ class Layers:
         checks.require_disjoint(
             [("out", written)], [(n, v) for n, v in inputs if isinstance(v, ArrayView)]
         )
+
+    def split_qkv(self, qkv: Any, num_tokens: int) -> tuple[ArrayView, ArrayView, ArrayView]:
+        """Return the query, K and V in one array of a step, (T', Hq + 2 H, D)."""
+        rows, width, ends = view(qkv, "qkv"), self.width, (self._num_q_heads, -self._num_kv_heads)
+        heads = self._num_q_heads + 2 * self._num_kv_heads
+        if width != self.v_width:
+            raise ValueError(
+                f"qkv: expected a cache with one width for K and V, got {width} and {self.v_width}"
+            )
+        check_query(rows, "qkv")
+        if rows.shape[1:] != (heads, width) or rows.shape[0] < num_tokens:
+            raise ValueError(
+                f"qkv: expected at least {num_tokens} rows of ({heads}, {width}), "
+                f"got {describe(rows)}"
+            )
+        return rows[:, : ends[0]], rows[:, ends[0] : ends[1]], rows[:, ends[1] :]
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
         """Raise if the parts of a latent have the wrong shape or format."""
@@ -337,8 +348,8 @@ class Layers:
     ) -> None:  # fmt: skip
         """Write the rows of the step's tokens, and attend with them.
 
-        Of MLA, the key is the latent and the value the rope key. The arguments are what `check`
-        returned, with `out`; `past_distance` is that of the step.
+        With MLA, the key is the latent and the value the rope key. The arguments come from `check`,
+        with `out`; `past_distance` comes from the step.
         """
         step = self._step
         if step is None or step.tables is not tables:
@@ -356,73 +367,51 @@ class Layers:
                 stream,
             )  # fmt: skip
             at_query = query.pointer
-        own = self._arrays[layer]
-        if step.past is not None:
-            # A graph is launched for other sequences too.
-            is_past_hidden = 0 < options.window <= past_distance + 1 and not step.is_captured
-            self._run_past(layer, step, step.past, query, at_query, arrays, pointers, out, kind,
-                           options, is_past_hidden, stream)  # fmt: skip
-            return
-        # A window depends on the position of each query, which a pass over a prefix does not know.
-        if step.prefix is None or options.window:
-            step.attention.issue(
-                (query, out, None, sinks), (at_query, at_out, 0, at_sinks), kind, own, stream,
-                (options,),
+        passes = [(step.attention, self._arrays[layer], options, True)]
+        # A window depends on the position of each query, which is unknown in a pass over a prefix.
+        if step.past is not None or (step.prefix is not None and not options.window):
+            passes = self._passes(layer, step, options, past_distance)
+        if len(passes) == 1:
+            passes[0][0].issue(
+                (query, out, None, sinks), (at_query, at_out, 0, at_sinks), kind, passes[0][1],
+                stream, (options,),
             )  # fmt: skip
             return
-        # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
-        scratch = step.scratch.get((stream, 2)) or self._borrow_states(step, stream, 2)
-        states, lse, merged_lse, first, second, first_lse, second_lse = scratch
-        unmasked = options._replace(causal=False, sink_keys=0)
-        step.prefix.issue(
-            (query, first, first_lse, None), (at_query, first.pointer, first_lse.pointer, 0), kind,
-            own, stream, (unmasked,),
-        )  # fmt: skip
-        step.rest.issue(
-            (query, second, second_lse, sinks),
-            (at_query, second.pointer, second_lse.pointer, at_sinks), kind, own, stream, (options,),
-        )  # fmt: skip
-        merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
-
-    def _run_past(
-        self, layer: int, step: StepCalls, past: StepAttention, query: Any, at_query: int,
-        arrays: tuple[Any, ...], pointers: tuple[int, ...], out: Any, kind: object,
-        options: AttentionOptions, is_past_hidden: bool, stream: Stream,
-    ) -> None:  # fmt: skip
-        """Attend over old tokens, over those before and behind them, and merge."""
-        assert self._past is not None
-        sinks, at_out, at_sinks = arrays[4], pointers[3], pointers[4]
-        own, old = self._arrays[layer], self._past._arrays[layer]
-        if is_past_hidden:
-            step.rest.issue(
-                (query, out, None, sinks), (at_query, at_out, 0, at_sinks), kind, own, stream,
-                (options,),
-            )  # fmt: skip
-            return
-        if options.window:
-            calls = [
-                (step.attention, own, options, sinks, at_sinks),
-                (step.masked_past, old, options, None, 0),
-            ]
-        else:
-            unmasked = options._replace(causal=False, sink_keys=0)
-            calls = [
-                (step.rest, own, options, sinks, at_sinks), (past, old, unmasked, None, 0),
-            ]  # fmt: skip
-            if self._sinks:
-                calls.append((step.first, own, unmasked, None, 0))
-        count = len(calls)
+        count = len(passes)
         scratch = step.scratch.get((stream, count)) or self._borrow_states(step, stream, count)
         states, lse, merged_lse, *parts = scratch
-        for call, of_layer, own_options, logits, at_logits, state, state_lse in (
-            (*calls[i], parts[i], parts[count + i]) for i in range(count)
+        for (attend, own, own_options, has_sinks), state, state_lse in zip(
+            passes, parts[:count], parts[count:], strict=True
         ):
-            call.issue(
+            logits, at_logits = (sinks, at_sinks) if has_sinks else (None, 0)
+            attend.issue(
                 (query, state, state_lse, logits),
-                (at_query, state.pointer, state_lse.pointer, at_logits), kind, of_layer, stream,
+                (at_query, state.pointer, state_lse.pointer, at_logits), kind, own, stream,
                 (own_options,),
             )  # fmt: skip
         merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
+
+    def _passes(
+        self, layer: int, step: StepCalls, options: AttentionOptions, past_distance: int
+    ) -> list[tuple[StepAttention, LayerArrays, AttentionOptions, bool]]:
+        """Return the passes over the keys of a step: calls, arrays, options, and which has sinks.
+
+        Shared prefixes have a pass, and so have old tokens; the results are merged.
+        """
+        own, unmasked = self._arrays[layer], options._replace(causal=False, sink_keys=0)
+        if step.past is None or self._past is None:
+            assert step.prefix is not None
+            return [(step.prefix, own, unmasked, False), (step.rest, own, options, True)]
+        old = self._past._arrays[layer]
+        # A graph may be launched for other sequences.
+        if 0 < options.window <= past_distance + 1 and not step.is_captured:
+            return [(step.rest, own, options, True)]  # the window hides all old tokens
+        if options.window:
+            return [(step.attention, own, options, True), (step.masked_past, old, options, False)]
+        passes = [(step.rest, own, options, True), (step.past, old, unmasked, False)]
+        if self._sinks:
+            passes.append((step.first, own, unmasked, False))
+        return passes
 
     def _rotate(
         self, layer: int, rows: tuple[Any, Any, Any], pointers: tuple[int, int, int], kind: object,
@@ -456,11 +445,11 @@ class Layers:
         return whole
 
     def end_step(self) -> None:
-        """Give back the scratch memory that the layers of the step have shared."""
+        """Return the scratch memory that the layers of the step shared."""
         self._step = None
 
     def _borrow_query(self, step: StepCalls, stream: Stream, format: str) -> tuple[ArrayView, ...]:
-        """Borrow memory for rotated queries: all of it, what MLA does not rotate, and the rest."""
+        """Borrow memory for rotated queries: all of it, the part that MLA copies, and the rest."""
         shape = step.num_tokens, self._num_q_heads, self.width
         whole = copied = rotated = borrow(self._device, shape, format, stream)
         if self._is_latent:
@@ -470,7 +459,7 @@ class Layers:
         return whole, copied, rotated
 
     def _borrow_states(self, step: StepCalls, stream: Stream, count: int) -> tuple[ArrayView, ...]:
-        """Borrow memory for so many states: all outputs, all LSE, merged LSE; each output, LSE."""
+        """Borrow memory for `count` states: all outputs, all LSE, merged LSE; each output, LSE."""
         rows = step.num_tokens, self._num_q_heads
         states = borrow(self._device, (count, *rows, self.v_width), "fp32", stream)
         lse = borrow(self._device, (count + 1, *rows), "fp32", stream)
@@ -482,79 +471,10 @@ class Layers:
 
 
 def borrow(device: Device, shape: tuple[int, ...], format: str, stream: Stream) -> ArrayView:
-    """Return scratch memory, which is the caller's until work in flight has used it."""
+    """Return scratch memory, reserved until work in flight has used it."""
     strides = strides_of(shape, format)
     memory = scratch.borrow(device, shape[0] * strides[0], stream)
     return ArrayView(
         memory.pointer, shape, strides, format, memory.device,
         library=memory.library, owner=memory.owner,
     )  # fmt: skip
-
-
-# --- Arguments of a cache ---
-
-
-def rope_of(
-    table: Any, mode: Any, interleaved: Any, device: Device, head_dim: int, latent_dim: int | None
-) -> Rope:
-    """Check the arguments that say how keys are rotated."""
-    if not isinstance(mode, str) or mode not in ROPE_MODES:
-        raise ValueError(f"rope_mode: expected one of {', '.join(ROPE_MODES)}, got {mode!r}")
-    if not isinstance(interleaved, (bool, np.bool_)):
-        raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
-    if table is None:
-        return Rope(None, "none", False, latent_dim or 0)
-    rows = view(table, "rope")
-    first = latent_dim or 0
-    if rows.format != "fp32" or rows.ndim != 2 or rows.shape[0] == 0:
-        raise ValueError(f"rope: expected (max_positions, rotary_dim) fp32, got {describe(rows)}")
-    if rows.shape[1] % 2 or not 2 <= rows.shape[1] <= head_dim - first:
-        raise ValueError(
-            f"rope: expected an even rotary_dim up to {head_dim - first}, got {describe(rows)}"
-        )
-    if rows.device != device.name:
-        raise ValueError(f"rope: expected it on {device.name}, got {rows.device}")
-    checks.require_contiguous(rows, "rope")
-    checks.require_aligned([("rope", rows)])
-    return Rope(rows, str(mode), bool(interleaved), first)
-
-
-def scales_of(pool: Pool, k_scale: Any, v_scale: Any) -> list[tuple[Any, Any]]:
-    """Return the static scales of K and V of each layer; empty if there are none."""
-    if k_scale is None and v_scale is None:
-        return []
-    if not CACHE_FORMATS[pool.dtype].quantised:
-        name = "k_scale" if k_scale is not None else "v_scale"
-        raise ValueError(f"{name}: expected None for a cache of {pool.dtype}")
-    if isinstance(pool, MLAPool):
-        if v_scale is not None:
-            raise ValueError("v_scale: expected None with latent_dim, whose one scale is k_scale")
-        v_scale = k_scale
-    k_scales = _scale_per_layer(pool, k_scale, "k_scale")
-    v_scales = _scale_per_layer(pool, v_scale, "v_scale")
-    return list(zip(k_scales, v_scales, strict=True))
-
-
-def _scale_per_layer(pool: Pool, scale: Any, name: str) -> list[Any]:
-    if scale is None or not checks.is_array(scale):
-        if scale is not None:
-            checks.require_number(scale, name)
-            # Any int compares with a Python float.
-            if not (0 < scale <= _MAX_FLOAT32 and np.float32(scale) > 0):
-                raise ValueError(f"{name}: expected a finite number above zero, got {scale!r}")
-        return [scale] * pool.num_layers
-    scales = view(scale, name)
-    num_heads = pool.num_kv_heads
-    rows = [(num_heads,), (1,)]
-    if scales.format != "fp32" or not (
-        scales.shape in rows
-        or (scales.shape[:1] == (pool.num_layers,) and scales.shape[1:] in rows)
-    ):
-        raise ValueError(
-            f"{name}: expected a number, or ({num_heads},), ({pool.num_layers}, 1) or "
-            f"({pool.num_layers}, {num_heads}) fp32, got {describe(scales)}"
-        )
-    own: ArrayView = view(pool.device.asarray(devices.get(scales.device).to_numpy(scale)))
-    if own.ndim == 1:
-        return [own] * pool.num_layers
-    return [own[layer] for layer in range(pool.num_layers)]

@@ -1,12 +1,12 @@
-"""Which pages, and how many tokens, the sequences of a paged cache have. Host work only.
+"""The pages and the tokens of the sequences of a paged cache. Host work only.
 
 A token has a *position*, counted in what is cached, and a *place*, which says where its row lies:
 `pages[place // page_size]`, offset `place % page_size`. They differ where a sliding window has
 evicted tokens behind the sink tokens: the evicted places lie between, until they fill pages that
 can be freed.
 
-Where old tokens are kept in a narrower format, their pages are of a second pool. They are numbered
-on from those of the first, so that a list of pages names both.
+Where old tokens are kept in a narrower format, their pages are of a second pool. Their numbers
+follow the numbers of the first pool, so a list of pages names both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import numpy as np
 
 from ...errors import CacheFull, UnknownSequence
 from ...ops import checks
-from ..pages import Completion, PageAllocator
+from ..engine import TransferEngine
+from ..hazards import Completion
+from ..pages import PageAllocator
+from ..pool import positive_int
 from ..tiered.leases import Lease
 
 Ints = np.ndarray[Any, Any]
@@ -33,12 +36,12 @@ class CachedSequence:
 
     Attributes
     ----------
-    length : tokens cached, those of a pending tree included
+    length : tokens cached, including a pending tree
     evicted : places between the sink tokens and the token after them that hold no token
     window, sink_tokens : the last and the first tokens that a sliding window keeps; window 0: none
-    parents : of the nodes of the tree that is not committed yet, which are its last tokens
-    hashes : by which a tiered cache knows its first full pages, or will know them
-    loads : of transfers, leases and copies that bring some of its pages
+    parents : of the nodes of the uncommitted tree, which are its last tokens
+    hashes : of its first full pages, in a tiered cache now or later
+    loads : transfers, leases and copies that bring some of its pages
     offloaded : its pages in host memory, instead of any on the device; None: it is on the device
     """
 
@@ -101,6 +104,18 @@ class CachedSequence:
         beyond = self.length - self.sink_tokens - self.window
         return beyond if self.window and beyond > 0 else 0
 
+    def set_window(self, window: Any, sink_tokens: Any) -> None:
+        """Set the sliding window; raise if it does not fit the tokens that are evicted already."""
+        positive_int(window, "window")
+        checks.require_int(sink_tokens, "sink_tokens")
+        if not 0 <= sink_tokens < 2**31:
+            raise ValueError(f"sink_tokens: expected 0 to 2**31 - 1, got {sink_tokens}")
+        if self.evicted and sink_tokens != self.sink_tokens:
+            raise ValueError(
+                f"sink_tokens: expected {self.sink_tokens} as before, got {sink_tokens}"
+            )
+        self.window, self.sink_tokens = int(window), int(sink_tokens)
+
     def evicted_before(self, length: int) -> int:
         """Return how many evicted places lie before the end if it had `length` tokens."""
         return self.evicted if length > self.sink_tokens else 0
@@ -108,25 +123,23 @@ class CachedSequence:
 
 @dataclass(frozen=True, eq=False)
 class OffloadedPages:
-    """Pages in host memory that hold an offloaded sequence, and the transfer that fills them.
+    """Pages in host memory that hold an offloaded sequence, and the transfer `save` to them.
 
     Attributes
     ----------
-    pages, allocator : of the host pool
-    save : fills them
-    past : those of its demoted pages, in that format, if it has any
-    past_start : at which of its pages these begin
+    engine : of that transfer
+    past : the host pages of its demoted pages, if it has any, from its page `past_start` on
     """
 
     pages: Ints
     save: Completion
-    allocator: PageAllocator
+    engine: TransferEngine
     past: OffloadedPages | None = None
     past_start: int = 0
 
     def free(self) -> None:
         """Free the pages, as soon as no transfer touches them."""
-        self.allocator.free(self.pages)
+        self.engine.host_pool.allocator.free(self.pages)
         if self.past is not None:
             self.past.free()
 
@@ -143,18 +156,11 @@ class PageCopy:
 
 @dataclass
 class Reservation:
-    """Pages for the tokens of a step, allocated but not yet part of any sequence.
+    """Pages for the tokens of a step, allocated but not yet part of any sequence."""
 
-    Attributes
-    ----------
-    copies : of last pages that are partial and shared
-    pages : all pages allocated
-    num_new : pages that each sequence gets beside those copies
-    """
-
-    pages: Ints
-    copies: list[PageCopy]
-    num_new: list[int]
+    pages: Ints  # all of them
+    copies: list[PageCopy]  # of last pages that are partial and shared
+    num_new: list[int]  # the other pages, by sequence
 
 
 class Sequences:
@@ -174,14 +180,14 @@ class Sequences:
         if past_allocator is not None:
             num_pages += past_allocator.num_pages
         self._references = np.zeros(num_pages, np.int32)
-        # Of shared pages that some sequence has left behind: the demoted page, and its copy. Of
-        # demoted pages: the page that they are of.
+        # By shared page that some sequence has left behind: the demoted page, and its copy. By
+        # demoted page: the original.
         self._demoted: dict[int, tuple[int, Completion]] = {}
         self._origins: dict[int, int] = {}
         self._leased = LeasedPages(self._references)
         # Called when too few pages are free, with how many are needed.
         self.evict: Callable[[int], object] | None = None
-        # Called before pages are allocated: some that were held may have been let go.
+        # Called before pages are allocated: pages that were held may have become free.
         self.reclaim: Callable[[], object] | None = None
         self._known: dict[Hashable, CachedSequence] = {}
         self.total_length = 0
@@ -193,14 +199,14 @@ class Sequences:
         return len(self._known)
 
     def find(self, seq: Hashable, name: str = "seq") -> CachedSequence:
-        """Return a sequence by its name; `name` is that of the argument, for errors."""
+        """Return a sequence; `name` is the argument, for errors."""
         sequence = self._known.get(_hashable(seq, name))
         if sequence is None:
             raise UnknownSequence(f"{name}: expected a sequence of this cache, got {seq!r}")
         return sequence
 
     def find_all(self, seqs: Sequence[Hashable], name: str) -> list[CachedSequence]:
-        """Return several sequences by their names; raise if one comes twice."""
+        """Return several sequences; raise if one comes twice."""
         try:
             sequences = list(map(self._known.__getitem__, seqs))
         except (KeyError, TypeError):
@@ -236,12 +242,12 @@ class Sequences:
         return sequence
 
     def owned(self, sequence: CachedSequence, count: int) -> Ints:
-        """Return the indices of those of its first `count` pages that no other sequence shares."""
+        """Return the indices of unshared pages among the first `count` of a sequence."""
         indices: Ints = np.flatnonzero(self._references[sequence.pages[:count]] == 1)
         return indices
 
     def remove(self, seq: Hashable, published: Collection[int] = ()) -> None:
-        """Drop a sequence; free its pages, but for shared ones and for those it has `published`."""
+        """Drop a sequence; free its pages, except shared and `published` ones."""
         sequence = self.find(seq)
         if sequence.offloaded is not None:
             sequence.offloaded.free()
@@ -250,7 +256,7 @@ class Sequences:
         del self._known[seq]
 
     def drop(self, sequence: CachedSequence, published: Collection[int] = ()) -> None:
-        """Release the pages of a sequence, but for those that it has `published`."""
+        """Release the pages of a sequence, except the `published` ones."""
         if published:
             self._references[list(published)] = 0
             self.forget_demoted(published)
@@ -260,9 +266,9 @@ class Sequences:
             self._release(sequence.pages)
 
     def hold(self, sequence: CachedSequence) -> CachedSequence:
-        """Return the pages of a sequence as they are now, with its hashes; `drop` releases them.
+        """Return a copy of a sequence that shares its pages, until `drop` releases them.
 
-        They are shared, the partial one too: whoever appends to the sequence copies that first.
+        The partial page is shared too: appending to the sequence copies it first.
         """
         held = CachedSequence()
         held.length = sequence.length
@@ -279,9 +285,9 @@ class Sequences:
     # --- Growing and shrinking ---
 
     def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
-        """Allocate the pages that sequences need for so many more tokens each; all or none."""
+        """Allocate the pages that sequences need for more tokens, `counts` each; all or none."""
         size = self._page_size
-        dropped: dict[int, int] = {}  # references to a page that copies of this call replace
+        dropped: dict[int, int] = {}  # by page, references that copies of this call replace
         shared: list[tuple[CachedSequence, int, int]] = []
         num_new = []
         references = self._references.item  # a scalar of NumPy takes several times as long
@@ -303,9 +309,9 @@ class Sequences:
     def grow(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], reserved: Reservation
     ) -> None:
-        """Append so many tokens to each sequence, in the reserved pages.
+        """Append tokens to each sequence, in the reserved pages.
 
-        Pages that were replaced keep their references until `release_replaced` or `shrink`.
+        Replaced pages keep their references until `release_replaced` or `shrink`.
         """
         self._references[reserved.pages] = 1
         for copy in reserved.copies:
@@ -346,7 +352,7 @@ class Sequences:
             self.forget_demoted(sequence.pages[-1:].tolist())
 
     def slide(self, sequence: CachedSequence) -> None:
-        """Evict the tokens that have left a sequence's window, and the pages that only they had."""
+        """Evict the tokens that have left a sequence's window, and pages that have no others."""
         beyond = sequence.num_beyond_window
         if not beyond:
             return
@@ -368,12 +374,24 @@ class Sequences:
     # --- Sharing ---
 
     def fork(
-        self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool = True
+        self, parent: CachedSequence, child: Hashable, at: int | None, inherit_window: bool = True
     ) -> tuple[int, int] | None:
         """Add a sequence of the first `at` tokens of another, which shares its full pages.
 
         Returns the source and the target of a page to be copied, if the last one is partial.
         """
+        self.require_new(child, "child")
+        if at is None:
+            at = parent.length
+        checks.require_int(at, "at")
+        if not 0 <= at <= parent.length:
+            raise ValueError(f"at: expected 0 to {parent.length}, got {at}")
+        if not inherit_window and parent.window and at > parent.sink_tokens:
+            raise ValueError(
+                f"at: expected at most the {parent.sink_tokens} sink_tokens of the parent's "
+                f"sliding window with inherit_window=False, got {at}"
+            )
+        at = int(at)
         evicted = parent.evicted_before(at)
         full, partial = divmod(at + evicted, self._page_size)
         fresh = self.allocate(1 if partial else 0)
@@ -389,9 +407,8 @@ class Sequences:
         self.total_length += at
         return (int(parent.pages[full]), int(fresh[0])) if partial else None
 
-    def shared(self, sequence: CachedSequence, places: Ints) -> Ints:
-        """Return the indices of a sequence's pages that hold some places and are shared."""
-        indices: Ints = np.unique(places // self._page_size)
+    def shared(self, sequence: CachedSequence, indices: Ints) -> Ints:
+        """Return the indices, of some of a sequence's pages, whose pages are shared."""
         shared: Ints = indices[self._references[sequence.pages[indices]] > 1]
         return shared
 
@@ -464,16 +481,14 @@ class Sequences:
     # --- Old tokens in a narrower format ---
 
     def past_range(self, sequence: CachedSequence) -> tuple[int, int]:
-        """Return the indices of a sequence's first demoted page and behind its last; they are
-        neighbours. Both are 0 if it has none."""
+        """Return the range of a sequence's demoted pages, which are neighbours; (0, 0) for none."""
         if self._past_allocator is None:
             return 0, 0
         demoted = np.flatnonzero(sequence.pages >= self.first_past)
         return (int(demoted[0]), int(demoted[-1]) + 1) if len(demoted) else (0, 0)
 
     def split(self, sequence: CachedSequence) -> tuple[Ints, Ints, int]:
-        """Return a sequence's pages of the cache's own pool, those of the pool of old tokens by
-        their numbers there, and at which of its pages the latter begin; int64."""
+        """Return a sequence's pages in each pool, and the index of its first demoted page."""
         start, stop = self.past_range(sequence)
         pages = sequence.pages.astype(np.int64)
         return np.delete(pages, slice(start, stop)), pages[start:stop] - self.first_past, start
@@ -495,10 +510,9 @@ class Sequences:
             raise
 
     def leaving(self, sequence: CachedSequence, recent: int, sinks: int) -> range:
-        """Return the indices of the pages that are to be demoted next.
+        """Return the indices of the pages to demote next, behind the demoted ones.
 
-        They hold none of the first `sinks` tokens and none of the last `recent` committed ones, and
-        follow those that are demoted already.
+        They hold none of the first `sinks` tokens and none of the last `recent` committed ones.
         """
         oldest = sequence.committed - recent  # the first token that is recent
         if oldest <= 0:
@@ -515,7 +529,7 @@ class Sequences:
     def demoted(self, page: int) -> tuple[int, Completion] | None:
         """Return the demoted page of a shared page, and its copy, if another sequence has left it.
 
-        One whose copy has failed is forgotten.
+        A page whose copy has failed is forgotten.
         """
         known = self._demoted.get(page)
         if known is not None and known[1].failure is not None:
@@ -533,7 +547,7 @@ class Sequences:
         self._release(np.array([old]))
 
     def forget_demoted(self, pages: Iterable[int]) -> None:
-        """Forget what pages of either pool were demoted to or from: they are written, or freed."""
+        """Forget the demoted pages or originals of pages that are to be written or freed."""
         if not self._demoted:
             return
         for page in pages:
@@ -560,8 +574,8 @@ class Sequences:
 class LeasedPages:
     """Leases of pages that a tiered cache owns, each held while a sequence uses one of its pages.
 
-    Each lease refers to its pages, as sequences do: so a page has more references than leases while
-    it is in use, and no sequence writes to it, because it is shared.
+    A lease counts as one reference to each of its pages. So a page in use has more references than
+    leases, and no sequence writes to it, because it is shared.
     """
 
     def __init__(self, references: Ints) -> None:
@@ -578,7 +592,7 @@ class LeasedPages:
         self._references[lease.pages] += 1
 
     def release_unused(self, pages: Iterable[int]) -> None:
-        """Release the leases of some pages of which no page is in use any more."""
+        """Release leases of some pages if no page of the lease is in use any more."""
         leases = {id(lease): lease for page in pages for lease in self._of.get(page, ())}
         for lease in leases.values():
             if any(self._references[p] != len(self._of[p]) for p in lease.pages.tolist()):

@@ -1,6 +1,6 @@
 """A step of a paged cache, from begin_forward to end_forward.
 
-`Step` says which sequences get how many tokens, and computes the tables of that; `Steps` begins,
+`Step` has the sequences and their numbers of new tokens, and computes the tables; `Steps` begins,
 ends and takes back steps as transactions.
 """
 
@@ -17,12 +17,11 @@ from ... import metrics
 from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
-from ..pages import Completion
+from ..hazards import AccessOrder, Completion, CopiedPages, CopyStream, PageAccess, loads_of
 from ..pool import Pool
 from .exchange import Export
 from .layers import Layers
-from .moves import AccessOrder, CopiedPages, PageAccess, PageMover
-from .past import Past
+from .moves import PageMover, Past
 from .sequences import (
     CachedSequence,
     Ints,
@@ -39,9 +38,9 @@ Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
 
 # In a cascade, shared keys are read once instead of once per sequence; in return every token's
-# result is written, read and merged, twice in float32, by two more launches. Where the host device
-# breaks even; not tried on a GPU, whose L2 has some of what is read again.
-_MIN_SAVED = 20  # times those bytes
+# result is written, read and merged, twice in float32, by two more launches. The break-even point
+# of the host device in multiples of these bytes; not measured on a GPU, whose L2 keeps some keys.
+_MIN_SAVED = 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Cascade:
 
     Attributes
     ----------
-    lengths : tokens of each group's prefix, int32 (groups,); 0 where there is none
+    lengths : tokens of each group's prefix, int32 (groups,); 0 without a prefix
     counts : sequences of each group
     pages : of each prefix, int32 (groups, most pages), padded with zeros
     """
@@ -71,19 +70,18 @@ class Step:
 
     Attributes
     ----------
-    names, sequences, counts : which sequences get how many tokens, in the order of their rows
+    names, sequences, counts : the sequences and their numbers of tokens, in the order of their rows
     in_tree : for each, whether its tokens are nodes of a tree
     page_size, max_pages : slots per page; pages per sequence that a captured step has space for
     num_layers : of the cache
     tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None
-    copies : of shared pages that were replaced for it
-    copied : their completion, if there are any
-    first_past : the number from which on pages are of the pool of old tokens; None: there is none
-    exports : of sequences of it, whose layers go out as they are written
-    loads : of transfers, leases and copies that bring some pages of its sequences
-    past_distance : the least number of tokens between old ones and the first new one of a sequence,
-        once `tables` has been called
+    copies, copied : shared pages that were replaced for the step, and the completion of the copies
+    first_past : the first page number of the pool of old tokens, or None
+    exports : of its sequences; each layer is sent once it is written
+    loads : transfers, leases and copies that bring some pages of its sequences
+    past_distance : the minimum number of tokens between old ones and the first new one of a
+        sequence, once `tables` has been called
     """
 
     names: list[Hashable]
@@ -106,7 +104,7 @@ class Step:
         self.has_trees = True in self.in_tree
         self.is_decode = self.num_tokens == len(self.counts) and not self.has_trees
         self.num_pages = max([s.num_pages for s in self.sequences])  # of the longest
-        self.loads = list({id(load): load for s in self.sequences for load in s.loads}.values())
+        self.loads = loads_of(self.sequences)
         self._layers_waited = 0
 
     @property
@@ -133,7 +131,7 @@ class Step:
         Returns
         -------
         positions int32 (T,), slots int64 (T,), block_table int32 (B, pages of the longest),
-        seq_lens int32 (B,); and where they matter query_lens, evicted_starts, evicted_lens,
+        seq_lens int32 (B,); where they matter query_lens, evicted_starts, evicted_lens,
         tree_lens int32 (B,), cu_query_lens int32 (B + 1,), tree_mask bool (T, nodes),
         tree_positions int32 (B, nodes), and of a cascade prefix_table int32 (groups, pages),
         prefix_lens, prefix_queries int32 (groups,), cu_prefix_queries int32 (groups + 1,),
@@ -168,7 +166,7 @@ class Step:
         return {"indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)}
 
     def captured_shapes(self) -> Shapes:
-        """Return shape and format of the arrays that a captured step like this one reads."""
+        """Return shape and format of the arrays that such a captured step reads."""
         if not self.is_decode:
             raise CaptureError("append_lens: expected one token per sequence in a captured step")
         count = len(self.counts)
@@ -214,10 +212,10 @@ class Step:
     # --- Parts of the tables ---
 
     def _plain(self, table: Ints) -> dict[str, Ints]:
-        """Write the pages of each sequence into its row; return what every step has beside it.
+        """Write the pages of each sequence into its row; return the other tables of every step.
 
-        Evicted spans only where there are any. Methods of arrays rather than functions of NumPy,
-        which go through several Python frames.
+        Evicted spans are included if there are any. Calls methods of arrays, because functions of
+        NumPy go through several Python frames.
         """
         sequences, num_tokens = self.sequences, self.num_tokens
         lengths, evicted = [], []
@@ -250,9 +248,9 @@ class Step:
         return {"positions": positions.astype(np.int32), "slots": slots, **tables}
 
     def _split(self, table: Ints, past_table: Ints) -> dict[str, Ints]:
-        """Move the pages of old tokens, and return between which positions those are.
+        """Move the pages of old tokens to their table, and return the range of their positions.
 
-        Each table is -1 where a page is in the other: attention sees no key there.
+        Each table is -1 where the page is in the other one: attention sees no key there.
         """
         demoted = table >= self.first_past
         past_table[...] = np.where(demoted, table - self.first_past, -1)
@@ -306,7 +304,7 @@ class Steps:
     Attributes
     ----------
     running : the step between its begin and its end, or None
-    tables : those of the running step
+    tables : of the running step
     access : access to the pages outside of attention
     """
 
@@ -321,11 +319,11 @@ class Steps:
         self._max_batch_tokens, self._max_pages = max_batch_tokens, max_pages
         self._cascade = cascade
         self._order = AccessOrder()
-        begin = self._order.begin
-        self._ring = TableRing(pool.device, copy_stream, slots_in_flight, begin)
-        # By the same uploader: a failure on the copy stream surfaces once.
-        self._lists_ring = TableRing(pool.device, self._ring.uploader, slots_in_flight, begin)
-        self.access = PageAccess(self._order, self._ring)
+        copies = CopyStream(pool.device, copy_stream)
+        self._ring, self._lists_ring = (
+            TableRing(copies, slots_in_flight, self._order.begin) for _ in range(2)
+        )
+        self.access = PageAccess(copies, self._order, self._ring.streams_in_step)
         self._lists: StepTables | None = None
         self._begun_s: float | None = None  # when, if that is measured
         self.running: Step | None = None
@@ -334,6 +332,20 @@ class Steps:
     def is_running(self, seq: Hashable) -> bool:
         """Return whether a sequence belongs to the running step."""
         return self.running is not None and seq in self.running.names
+
+    def on_device(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+        """Return a sequence; raise if it is offloaded."""
+        sequence = self._sequences.find(seq, name)
+        _require_on_device(sequence, seq, name)
+        return sequence
+
+    def settled(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+        """Return a sequence; raise if it is in the running step or its tree is not committed."""
+        sequence = self.on_device(seq, name)
+        self.require_outside(seq, name)
+        if sequence.parents:
+            raise ValueError(f"{name}: {seq!r} has a token tree: call commit_token_tree first")
+        return sequence
 
     def require_outside(self, seq: Hashable, name: str = "seq") -> None:
         """Raise if a sequence belongs to the running step."""
@@ -403,13 +415,13 @@ class Steps:
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
 
     def _finish_exports(self, step: Step) -> None:
-        """Let those layers of exported sequences go out whose attention did not run here."""
+        """Let the layers of exported sequences go out whose attention did not run in the step."""
         if not step.exports:
             return
         stream = self.access.copy_stream
         try:
             with self.access.on(stream, *step.sequences):
-                pass  # what loads their pages is waited for too
+                pass  # waits for the loads of their pages too
             for export in step.exports:
                 export.finish(stream)
         except BaseException:
@@ -437,7 +449,7 @@ class Steps:
             self._sequences.shrink(step.sequences, step.counts, step.copies)
 
     def lists(self, stream: Stream) -> Tables:
-        """Return the page lists of the running step, which are uploaded only if asked for."""
+        """Return the page lists of the running step; the first call uploads them."""
         if stream.capturing:
             raise CaptureError("page_table_csr: its lengths differ each step; use block_table")
         if self._lists is None:
@@ -487,7 +499,7 @@ class Steps:
                 with self.access.on(stream, *sequences):
                     self._mover.move_slots(src[moved], dst[moved], stream)
                     copied = CopiedPages(stream)
-            except DeviceError:  # some arrays may have been moved: not to be moved again
+            except DeviceError:  # some arrays may have been moved, and must not be moved again
                 for sequence in sequences:
                     committed = sequence.committed
                     sequence.parents.clear()
@@ -504,10 +516,10 @@ class Steps:
     # --- Pages ---
 
     def demote(self, sequences: Sequence[CachedSequence]) -> None:
-        """Replace pages that sequences have left behind, as far as there are pages for them.
+        """Replace pages that sequences have left behind, while there are pages for old tokens.
 
         After an error none is replaced. A shared page is converted once: the next sequence that
-        leaves it takes what it was converted to.
+        leaves it takes the same demoted page.
         """
         past = self._past
         if past is None:
@@ -534,7 +546,7 @@ class Steps:
                 known.free(fresh)
                 raise
             metrics.add("kvcupy_demoted_pages_total", len(pages))
-        blocked: set[int] = set()  # sequences that keep a page: those behind it are kept too
+        blocked: set[int] = set()  # sequences that keep a page, and so all pages behind it
         for sequence, index, page in leaving:
             before = known.demoted(page)
             target, completion = before or (targets.get(page), copied)
@@ -545,7 +557,9 @@ class Steps:
             if completion not in sequence.loads:
                 _add_load(sequence, completion)
 
-    def fork(self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool) -> None:
+    def fork(
+        self, parent: CachedSequence, child: Hashable, at: int | None, inherit_window: bool
+    ) -> None:
         """Add a sequence that shares the first tokens of another."""
         pages = self._sequences.fork(parent, child, at, inherit_window)
         if pages is not None:
@@ -558,30 +572,24 @@ class Steps:
 
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""
-        shared = self._sequences.shared(sequence, places)
-        if len(shared):
-            self._unshare(sequence, shared)
         indices = np.unique(places // self._pool.page_size)
+        shared = self._sequences.shared(sequence, indices)
+        if len(shared):
+            pages = sequence.pages[shared]
+            demoted = pages >= self._sequences.first_past
+            past_count, fresh = int(demoted.sum()), np.empty(len(shared), np.int64)
+            fresh[~demoted], past = self._sequences.allocate_both(
+                len(shared) - past_count, past_count
+            )
+            fresh[demoted] = past + self._sequences.first_past
+            try:
+                copied = self._copy_pages(pages.tolist(), fresh.tolist(), sequence)
+            except BaseException:
+                self._sequences.free(fresh)
+                raise
+            _add_load(sequence, copied)
+            self._sequences.replace(sequence, shared, fresh)
         self._sequences.forget_demoted(sequence.pages[indices].tolist())
-
-    def _unshare(self, sequence: CachedSequence, shared: Ints) -> None:
-        pages = sequence.pages[shared]
-        demoted = pages >= self._sequences.first_past
-        fresh = np.empty(len(shared), np.int64)
-        fresh[~demoted] = self._sequences.allocate(len(shared) - int(demoted.sum()))
-        try:
-            if demoted.any():
-                fresh[demoted] = self._sequences.allocate_past(int(demoted.sum()))
-        except BaseException:
-            self._sequences.free(fresh[~demoted])
-            raise
-        try:
-            copied = self._copy_pages(pages.tolist(), fresh.tolist(), sequence)
-        except BaseException:
-            self._sequences.free(fresh)
-            raise
-        _add_load(sequence, copied)
-        self._sequences.replace(sequence, shared, fresh)
 
     def _copy_pages(
         self, src: list[int], dst: list[int], *sequences: CachedSequence
@@ -622,7 +630,7 @@ class Steps:
         nodes: list[Nodes] = list(entries)
         for i, (name, sequence, n) in enumerate(zip(names, sequences, counts, strict=True)):
             if sequence.offloaded is not None:
-                require_on_device(sequence, name, "seqs")
+                _require_on_device(sequence, name, "seqs")
             end = sequence.length + n
             if entries[i] is not None:
                 nodes[i] = new = check_tree_nodes(entries[i], len(sequence.parents), n)
@@ -655,16 +663,16 @@ class Steps:
 # --- Arguments ---
 
 
-def require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> None:
+def _require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> None:
     """Raise if a sequence is offloaded."""
     if sequence.offloaded is not None:
         raise ValueError(f"{name}: {seq!r} is offloaded: call onboard first")
 
 
 def _add_load(sequence: CachedSequence, copied: Completion) -> None:
-    """Note what brings pages of a sequence, and forget earlier copies that have succeeded.
+    """Add a load of a sequence, and forget earlier copies that have succeeded.
 
-    Steps that attend forget them too, but there may be none.
+    Steps that attend forget them too, but there may be no such step.
     """
     sequence.loads = [
         load for load in sequence.loads if not (isinstance(load, CopiedPages) and load.succeeded)
@@ -675,7 +683,7 @@ def _add_load(sequence: CachedSequence, copied: Completion) -> None:
 def _check_batch(
     seqs: Any, append_lens: Any, token_tree: Any, name: str = "append_lens"
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the arguments of a step as lists of equal length; `name` is that of the second."""
+    """Return the arguments of a step as lists of equal length; `name` is the second argument."""
     names, counts = _as_list(seqs, "seqs"), _as_list(append_lens, name)
     if not names:
         raise ValueError("seqs: expected at least one sequence, got none")
@@ -704,9 +712,9 @@ def _as_list(values: Any, name: str) -> list[Any]:
 def find_cascade(
     sequences: Sequence[CachedSequence], is_shared: Sequence[bool], page_size: int
 ) -> Cascade | None:
-    """Group neighbours by the leading pages that they share; None if none share any.
+    """Group neighbours by the leading pages that they share; None if there are no shared pages.
 
-    `is_shared` says of each whether another sequence shares its first page.
+    `is_shared` is True for a sequence whose first page is shared by another.
     """
     groups: list[tuple[Ints, int]] = []  # pages of the prefix, sequences
     for sequence, shared in zip(sequences, is_shared, strict=True):
@@ -716,7 +724,7 @@ def find_cascade(
         if shared and groups:
             prefix, count = groups[-1]
             common = _num_common(prefix, pages)
-            # A third sequence joins only if the others lose nothing of what they share already.
+            # A third sequence joins only if it has the whole prefix that the others share.
             if common and (count == 1 or common == len(prefix)):
                 groups[-1] = prefix[:common], count + 1
                 continue
@@ -740,7 +748,7 @@ def _num_common(a: Ints, b: Ints) -> int:
 
 
 def cascade_pays(saved_keys: int, num_tokens: int, key_bytes: int, state_bytes: int) -> bool:
-    """Return whether two passes and a merge move less than reading `saved_keys` again does.
+    """Return whether two passes and a merge move fewer bytes than reading `saved_keys` again.
 
     >>> cascade_pays(31 * 2048, 32, 4096, 16384), cascade_pays(16, 2, 4096, 16384)
     (True, False)

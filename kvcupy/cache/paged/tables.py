@@ -4,11 +4,11 @@
     copy stream                  | copy 0             | copy 1    wait for the readers of 0 | copy
     compute stream   ... earlier work ...  wait for copy 0 | attention, every layer | event ...
 
-Nothing is uploaded before a stream asks for it, and each stream waits once per step. Every wait is
-for an event, and the host waits only for the last copy out of the pinned memory that it writes.
+Tables are uploaded when a stream first needs them, and each stream waits once per step. Every wait
+is for an event, and the host waits only for the last copy out of the pinned memory that it writes.
 
-Graphs read tables at addresses that stay the same. Each launch happens in a step, whose tables are
-uploaded there first:
+Graphs read tables at fixed addresses. Each launch happens in a step, whose tables are uploaded
+before it:
 
     host               pack            launch | pack                              launch
     copy stream        | copy, event          | wait for the readers, copy, event
@@ -18,7 +18,7 @@ uploaded there first:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -26,8 +26,9 @@ import numpy as np
 
 from ... import formats, observe
 from ...arrays import ArrayView, contiguous_strides, describe, reshaped, transposed, view
-from ...devices.protocol import Device, Event, Stream
-from ...errors import CaptureError, DeviceError, KvcupyError
+from ...devices.protocol import Device, Stream
+from ...errors import CaptureError, KvcupyError
+from ..hazards import AccessOrder, CopyStream
 from ..pool import positive_int
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
@@ -41,13 +42,12 @@ TRANSPOSED_TABLE = "transposed_block_table"
 Where there is a pool of old tokens, the columns of its pages follow.
 """
 
-_ALIGNMENT = 16  # bytes; what the widest load of a kernel asks for
+_ALIGNMENT = 16  # bytes, of the widest load of a kernel
 _MIN_BYTES = 4096
-_MAX_SPARE_EVENTS = 8  # that device memory keeps for later readers
 
 
 def block_table(tables: Tables) -> ArrayView:
-    """Return a step's page table, (sequences, pages), in whichever order it lies in memory."""
+    """Return a step's page table, (sequences, pages), in either order in memory."""
     table = tables.get("block_table")
     if table is not None:
         return table
@@ -55,7 +55,7 @@ def block_table(tables: Tables) -> ArrayView:
 
 
 def past_table(tables: Tables) -> ArrayView:
-    """Return a step's page table of old tokens, likewise."""
+    """Return a step's page table of old tokens, (sequences, pages)."""
     table = tables.get("past_table")
     if table is not None:
         return table
@@ -100,7 +100,7 @@ class Layout:
         }  # fmt: skip
 
     def check(self, arrays: Arrays) -> None:
-        """Raise if arrays do not fit; the last one may be shorter than its space on axis 0."""
+        """Raise if arrays do not fit; axis 0 of the last one may be shorter than its space."""
         for number, (name, (shape, format)) in enumerate(self.shapes.items(), start=1):
             array = arrays[name]
             shorter = number == len(self.shapes) and array.shape[:1] < shape[:1]
@@ -109,7 +109,7 @@ class Layout:
                 raise ValueError(f"{name}: expected {expected}, got {describe(view(array))}")
 
     def pack(self, arrays: Arrays, buffer: np.ndarray[Any, Any]) -> int:
-        """Write arrays that fit into a buffer, int8 (bytes,); return how many bytes are in use."""
+        """Write arrays into a buffer, int8 (bytes,); return the number of bytes in use."""
         end = 0
         for name in self.shapes:
             array, start = arrays[name], self._offsets[name]
@@ -135,178 +135,55 @@ class PinnedBuffer:
         self._replaced: list[object] = []  # freeing pinned memory waits for the device
 
     def reserve(self, num_bytes: int) -> None:
-        """Have at least so many bytes. The last copy must be done."""
+        """Make sure of at least `num_bytes`. The last copy must be done."""
         if self.bytes.size < num_bytes:
             self._replaced.append(self.bytes)
             self.bytes = self._device.empty_pinned((_rounded(num_bytes),), np.int8)
             self.whole = view(self.bytes)
 
 
-class DeviceBuffer:
-    """Memory of the device that copies overwrite, and the streams that read it in between.
-
-    Attributes
-    ----------
-    whole : the memory as int8 (bytes,); None before `reserve`
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.whole: ArrayView | None = None
-        self._device = device
-        self._readers: dict[Stream, Event] = {}
-        self._unrecorded: list[Stream] = []  # to be waited for too, with all their work
-        self._replaced: list[ArrayView] = []
-        self._spare: list[Event] = []
-
-    def reserve(self, num_bytes: int) -> ArrayView:
-        """Have at least so many bytes, and return the memory; old memory lives for its readers."""
-        if self.whole is None or self.whole.shape[0] < num_bytes:
-            whole = view(self._device.empty((_rounded(num_bytes),), np.int8))
-            if self.whole is not None:
-                self._replaced.append(self.whole)
-            self.whole = whole
-            # The previous owner of this memory may still use it in the order of the stream that is
-            # current here. Not `zeros`: it waits, or, in a capture, is repeated by every launch.
-            self._unrecorded.append(self._device.as_stream(None, whole.library))
-        return self.whole
-
-    def read_by(self, stream: Stream) -> None:
-        """Record that `stream` may read the memory up to here. Never raises a device's failure."""
-        if stream.capturing:
-            self._unrecorded.append(stream)
-            return
-        event = self._readers.get(stream)
-        try:
-            if event is None:
-                event = self._spare.pop() if self._spare else self._device.event()
-            self._readers[stream] = stream.record(event)
-        except KvcupyError:  # the stream has failed, and reports it to whatever waits for it
-            self._unrecorded.append(stream)
-
-    def wait_for_readers(self, copy_stream: Stream) -> None:
-        """Make `copy_stream` wait until no stream reads the memory any more."""
-        while self._readers:
-            stream, event = next(iter(self._readers.items()))
-            copy_stream.wait(event)
-            del self._readers[stream]
-            if len(self._spare) < _MAX_SPARE_EVENTS:
-                self._spare.append(event)
-        while self._unrecorded:
-            if self._unrecorded[-1].capturing:
-                raise CaptureError(
-                    f"{self._unrecorded[-1].name} is being captured and may still use the memory "
-                    "that this step needs; end its capture first"
-                )
-            copy_stream.wait(self._unrecorded[-1])
-            self._unrecorded.pop()
-        if self._replaced:
-            # The stream keeps them alive until it gets here.
-            self._device.run(lambda: None, copy_stream, [old.owner for old in self._replaced])
-            self._replaced.clear()
-
-
-class Uploader:
-    """Uploads arrays to the device on the copy stream, its own if none is passed."""
-
-    def __init__(self, device: Device, stream: Any = None) -> None:
-        self.device = device
-        self.stream: Stream = device.stream() if stream is None else device.as_stream(stream)
-        if stream is None:
-            self.stream.name = "tables"
-        self._owns_stream = stream is None
-        self._last: Event | None = None
-        self._recorded: Event | None = None
-
-    def upload(
-        self, arrays: Arrays, layout: Layout, pinned: PinnedBuffer, target: DeviceBuffer
-    ) -> None:
-        """Copy arrays that fit a layout to `target`, by way of `pinned`, and record its event.
-
-        The host waits for the last copy out of `pinned`, the copy stream for the readers of
-        `target`. After an error both may be used again. A failure of a copy stream that the user
-        passed surfaces here too.
-        """
-        self.recover()
-        self._synchronize(pinned.copied)
-        pinned.reserve(layout.num_bytes)
-        whole = target.reserve(layout.num_bytes)
-        if observe.order_observers:
-            packed = observe.Access(pinned.whole, name="pinned tables")
-            observe.touched_by_host("pack", (), (packed,))
-        num_bytes = layout.pack(arrays, pinned.bytes)
-        target.wait_for_readers(self.stream)
-        # The first bytes of both.
-        source = reshaped(pinned.whole, (num_bytes,), pinned.whole.strides)
-        copy = reshaped(whole, (num_bytes,), whole.strides)
-        self.device.copy(copy, source, stream=self.stream)
-        self.stream.record(pinned.copied)
-        self._last = pinned.copied
-
-    def recover(self) -> None:
-        """Make the stream fit for work: behind a failure that has not surfaced it would be skipped.
-
-        The failure is raised if the user passed the stream.
-        """
-        if self.stream.capturing:
-            raise CaptureError(f"copy_stream: {self.stream.name} is being captured")
-        if self._last is not None and self._last.error() is not None:
-            self._synchronize(self._last)
-
-    def record(self) -> None:
-        """Record other work that was put on the stream, for `recover`."""
-        self._last = self._recorded = self.stream.record(self._recorded)
-
-    def _synchronize(self, copied: Event) -> None:
-        """Wait for a copy, and let what has failed before it surface.
-
-        No user ever looks at a stream of the cache's own. The users of a failed copy learn of it by
-        their own streams, which have waited for it.
-        """
-        try:
-            copied.synchronize()
-        except DeviceError:
-            if not self._owns_stream:
-                raise
-
-
 class TableBuffer:
-    """Device memory for tables, and the pinned memory by way of which they are uploaded.
+    """Device memory for tables, and the pinned memory from which they are uploaded.
 
     Parameters
     ----------
-    num_pinned : uploads of which one may be packed while the one before it is being copied
-    shapes : of tables that stay where they are; None: each upload has its own layout
+    num_pinned : pinned buffers: one may be packed while another is being copied
+    shapes : of tables at fixed addresses; None: each upload has its own layout
 
     Attributes
     ----------
     views : the tables, by name, of the last upload; with `shapes` at full size, from the start
     copied : the event behind the last upload
-    target : the memory
+    readers : the streams that read the tables, behind which the next upload overwrites them
+    whole : the device memory as int8 (bytes,), or None
     """
 
     def __init__(
-        self, uploader: Uploader, num_pinned: int = 1, shapes: Shapes | None = None
+        self, copies: CopyStream, num_pinned: int = 1, shapes: Shapes | None = None
     ) -> None:
-        self.target = DeviceBuffer(uploader.device)
         self.views: Tables = {}
-        self._uploader = uploader
-        self._pinned = [PinnedBuffer(uploader.device) for _ in range(num_pinned)]
+        self.readers = AccessOrder()
+        self.whole: ArrayView | None = None
+        self._copies, self._device = copies, copies.stream.device
+        self._pinned = [PinnedBuffer(self._device) for _ in range(num_pinned)]
         self.copied = self._pinned[-1].copied
         self._uploads = 0
         self._fixed = shapes is not None
         self._layout = Layout(shapes or {})
         self._signature: list[tuple[str, tuple[int, ...], Any]] = []  # of the laid out arrays
         self._viewed: ArrayView | None = None  # memory that the views are of
+        self._replaced: list[ArrayView] = []  # memory that readers may still use
         if self._fixed:
-            self._viewed = self.target.reserve(self._layout.num_bytes)
+            self._viewed = self._reserve()
             self.views = self._layout.views(self._viewed)
 
-    @property
-    def shapes(self) -> Shapes:
-        return self._layout.shapes
-
     def upload(self, arrays: Arrays) -> None:
-        """Upload arrays, behind the readers of those before them. See `Uploader.upload`."""
+        """Upload arrays, behind the readers of those before them.
+
+        The host waits for the last copy out of the pinned memory, the copy stream for the readers.
+        After an error the buffer may be used again. A failure of a copy stream that the user passed
+        surfaces here too.
+        """
         if self._fixed:
             self._layout.check(arrays)
         else:
@@ -316,13 +193,40 @@ class TableBuffer:
                 self._layout, self._signature = Layout(shapes), signature
                 self._viewed = None
         pinned = self._pinned[self._uploads % len(self._pinned)]
-        self._uploader.upload(arrays, self._layout, pinned, self.target)
+        self._copies.recover()
+        self._copies.synchronize(pinned.copied)
+        pinned.reserve(self._layout.num_bytes)
+        whole = self.whole
+        if whole is None or whole.shape[0] < self._layout.num_bytes:
+            whole = self._reserve()
+        if observe.order_observers:
+            packed = observe.Access(pinned.whole, name="pinned tables")
+            observe.touched_by_host("pack", (), (packed,))
+        num_bytes = self._layout.pack(arrays, pinned.bytes)
+        stream = self._copies.stream
+        self.readers.take_over(stream)
+        if self._replaced:  # the stream keeps them alive until it gets here
+            self._device.run(lambda: None, stream, [old.owner for old in self._replaced])
+            self._replaced.clear()
+        source = reshaped(pinned.whole, (num_bytes,), pinned.whole.strides)
+        copy = reshaped(whole, (num_bytes,), whole.strides)
+        self._device.copy(copy, source, stream=stream)
+        self._copies.record(pinned.copied)
         self._uploads += 1
         self.copied = pinned.copied
-        if self._viewed is not self.target.whole:
-            assert self.target.whole is not None
-            self.views = self._layout.views(self.target.whole)
-            self._viewed = self.target.whole
+        if self._viewed is not whole:
+            self.views, self._viewed = self._layout.views(whole), whole
+
+    def _reserve(self) -> ArrayView:
+        """Allocate device memory for the layout; memory that is replaced lives for its readers."""
+        whole = view(self._device.empty((_rounded(self._layout.num_bytes),), np.int8))
+        if self.whole is not None:
+            self._replaced.append(self.whole)
+        self.whole = whole
+        # The previous owner of this memory may still use it in the order of the stream that is
+        # current here. Not `zeros`: it waits, or, in a capture, is repeated by every launch.
+        self.readers.end_later(self._device.as_stream(None, whole.library))
+        return whole
 
 
 # --- Steps ---
@@ -335,49 +239,45 @@ class TableSource(Protocol):
         """Return the arrays that attention of this step reads."""
 
     def captured_shapes(self) -> Shapes:
-        """Return what a captured step like this one reads; raise if it cannot be captured."""
+        """Return the arrays that a captured step reads; raise if the step cannot be captured."""
 
     def captured_tables(self, shapes: Shapes) -> Arrays:
-        """Return arrays of these shapes, the last perhaps shorter on axis 0; raise if none fit."""
+        """Return arrays of `shapes`, the last possibly shorter on axis 0; raise if too large."""
 
     def before_launch(self, stream: Stream) -> None:
-        """Let `stream` wait for what else the step needs, before a launch of a graph."""
+        """Let `stream` wait for the loads of the step, before a launch of a graph."""
 
 
 class TableRing:
-    """Uploads the tables of each step with one copy, while those of earlier steps are being read.
+    """Uploads the tables of each step with one copy, while tables of earlier steps are being read.
 
     Parameters
     ----------
-    copy_stream : Stream, or a CuPy or torch stream; None: one of its own. Or the `uploader` of
-        another ring, to share its stream
+    copies : the stream of the uploads
     num_slots : steps whose tables may be in flight or in use at once, at least 1
     before_use : called with each stream before its first work of a step, as `AccessOrder.begin`
 
     Attributes
     ----------
+    copies : the stream of the uploads
     current : the step that is open, or None
-    uploader, copy_stream : what uploads the tables, and on which stream
     """
 
     def __init__(
-        self, device: Device, copy_stream: Any, num_slots: int,
-        before_use: Callable[[Stream], object],
-    ) -> None:  # fmt: skip
+        self, copies: CopyStream, num_slots: int, before_use: Callable[[Stream], object]
+    ) -> None:
         positive_int(num_slots, "num_slots")
-        shared = isinstance(copy_stream, Uploader)
-        self.uploader: Uploader = copy_stream if shared else Uploader(device, copy_stream)
-        self.before_use = before_use
+        self.copies, self.before_use = copies, before_use
         self.current: StepTables | None = None
-        self._slots = [TableBuffer(self.uploader) for _ in range(num_slots)]
+        self._slots = [TableBuffer(copies) for _ in range(num_slots)]
         self._uploads = 0
 
-    @property
-    def copy_stream(self) -> Stream:
-        return self.uploader.stream
+    def streams_in_step(self) -> Sequence[Stream]:
+        """Return the streams that have worked for the open step."""
+        return self.current.streams if self.current is not None else ()
 
     def open(self, source: TableSource, tables: Callable[[], Arrays] | None = None) -> StepTables:
-        """Begin a step; nothing is put on any stream. `tables` stand in for those of the source."""
+        """Begin a step; no stream gets work. `tables` replaces the tables of the source."""
         if self.current is not None:
             raise KvcupyError("a step is open already: close it first")
         self.current = StepTables(self, source, tables or source.tables)
@@ -414,13 +314,12 @@ class StepTables:
         """Return the tables, for work that is put on `stream` from now on.
 
         The first call of a step uploads them, the first for each further stream makes it wait.
-        After an error nothing is lost: the next call uploads the tables again.
+        After an error the next call uploads the tables again.
 
         Returns
         -------
         Views of device memory, valid until the step is closed. While `stream` is captured: views of
-        memory that stays where it is, to which every launch of the graph uploads the tables of the
-        step that is open then
+        fixed memory, to which every launch of the graph uploads the tables of the step then open
         """
         if self._closed:
             raise KvcupyError("the step is over: its tables are gone")
@@ -430,7 +329,7 @@ class StepTables:
         if tables is not None:
             return tables
         if self._slot is None or self._slot.copied.error() is not None:
-            self._readers = {}  # of a copy that has failed, if there are any: all wait once more
+            self._readers = {}  # all readers of a failed copy wait again
             self._slot = self._ring.upload(self._tables())
         stream.wait(self._slot.copied)
         self.use_on(stream)
@@ -438,15 +337,15 @@ class StepTables:
         return self._slot.views
 
     def use_on(self, stream: Stream) -> None:
-        """Add `stream` to those that work for the step, before its first work."""
+        """Add `stream` to the streams of the step, before its first work."""
         if stream not in self.streams:
             self._ring.before_use(stream)
             self.streams.append(stream)
 
     def close(self) -> None:
-        """End the step: the next upload to its memory waits for what its readers hold by now.
+        """End the step: the next upload to its memory waits for its readers. Idempotent.
 
-        Nothing is recorded in a stream that is being captured. A second call does nothing.
+        Nothing is recorded in a stream that is being captured.
         """
         if self._closed:
             return
@@ -454,7 +353,7 @@ class StepTables:
         self._ring.current = None
         if self._slot is not None:
             for stream in self._readers:
-                self._slot.target.read_by(stream)
+                self._slot.readers.end(stream)
 
     def _for_graph(self, stream: Stream) -> Tables:
         if not stream.retains_owners:
@@ -469,12 +368,11 @@ class StepTables:
 
 
 class CapturedTables:
-    """The tables that graphs captured in one step share; those of a later step must fit."""
+    """The tables that graphs captured in one step share; tables of a later step must fit."""
 
     def __init__(self, ring: TableRing, shapes: Shapes) -> None:
-        self._ring = ring
-        # Two pinned buffers, so that one is packed while the other is being copied.
-        self.buffer = TableBuffer(ring.uploader, 2, shapes)
+        self._ring, self._shapes = ring, shapes
+        self.buffer = TableBuffer(ring.copies, 2, shapes)
         self._step: Callable[[], StepTables | None] = lambda: None  # whose tables they are
 
     def before(self, stream: Stream) -> None:
@@ -483,7 +381,7 @@ class CapturedTables:
         if step is None:
             raise KvcupyError("a graph that attends over the cache is launched outside of a step")
         if self._step() is not step or self.buffer.copied.error() is not None:
-            self.buffer.upload(step.source.captured_tables(self.buffer.shapes))
+            self.buffer.upload(step.source.captured_tables(self._shapes))
             self._step = ref(step)
         stream.wait(self.buffer.copied)
         step.use_on(stream)
@@ -491,9 +389,9 @@ class CapturedTables:
 
     def after(self, stream: Stream) -> None:
         """Record that a launch on `stream` reads the tables."""
-        self.buffer.target.read_by(stream)
+        self.buffer.readers.end(stream)
 
 
 def _rounded(num_bytes: int) -> int:
-    """Return the bytes of a buffer that need not grow for every step that is a little longer."""
+    """Return a buffer size that need not grow whenever a step is a little longer."""
     return max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())

@@ -13,8 +13,8 @@ from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
 from ...streams import stream_after
 from ..engine import TransferEngine
-from ..hashes import hash_list
-from ..pages import Pages, StreamCompletion, page_array
+from ..hazards import StreamCompletion
+from ..pages import Pages, hash_list, page_array
 from . import policies
 from .disk import DiskBlocks
 from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire

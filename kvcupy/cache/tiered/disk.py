@@ -1,4 +1,4 @@
-"""Blocks in a file: written in an order that a crash cannot hurt, and verified when read."""
+"""Blocks in a file: written in a crash-safe order, and verified when they are read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import os
 import stat
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +24,7 @@ from ...errors import ProcessLocal, file_path
 from ...formats import stored_as
 from ...observe import Access
 from ...ops import checks
+from ..threads import Helpers
 from . import disk_format
 from .disk_format import Layout, Record
 
@@ -40,25 +39,25 @@ Parts = list[memoryview]  # one page as bytes
 _Job = tuple[Any, ...]
 _Result = TypeVar("_Result")
 
-_MAX_PARTS = 1024  # memory areas that one call to the system takes
+_MAX_PARTS = 1024  # buffers per system call
 
 
 class DiskBlocks:
-    """The disk tier of a cache: which slot of a file has which block, and in which order they go.
+    """The disk tier of a cache: the blocks in the slots of a file, and their eviction order.
 
-    The caller holds a lock. Pages are accessed by the processor: no transfer may write those that
-    are written to disk, or touch those that are read from it.
+    The caller holds a lock. The CPU accesses the pages: no transfer may write pages that are being
+    written to disk, or access pages that are being read from it.
 
     Parameters
     ----------
-    pool : of the host
+    pool : the host pool
 
     Attributes
     ----------
     slots : by hash
-    num_slots, page_bytes : as of `DiskTier`
-    read_bytes, read_s, written_bytes, write_s : moved so far, and how long that took
-    errors : writes that failed, and blocks that were damaged
+    num_slots, page_bytes : as in `DiskTier`
+    read_bytes, read_s, written_bytes, write_s : cumulative bytes and seconds
+    errors : number of failed writes and damaged blocks
     """
 
     def __init__(self, path: Any, num_bytes: int, pool: Pool, order: Policy) -> None:
@@ -73,7 +72,7 @@ class DiskBlocks:
         self.slots: dict[int, int] = {}
         self.read_bytes = self.written_bytes = self.errors = 0
         self.read_s = self.write_s = 0.0
-        for hash, slot in self._file.entries():  # oldest first; the last of a hash counts
+        for hash, slot in self._file.entries():  # oldest first; the newest of a hash counts
             self._forget([hash] if hash in self.slots else [])
             self.slots[hash] = slot
             order.add(hash)
@@ -88,32 +87,34 @@ class DiskBlocks:
         return len(self._free)
 
     def choose(self, count: int, keep: Container[int] = ()) -> list[int]:
-        """Choose up to `count` blocks to evict, in order; nothing changes."""
+        """Choose up to `count` blocks to evict, in order; they stay until they are evicted."""
         if count <= 0:
             return []
         return list(islice((h for h in self.order.victims() if h not in keep), count))
 
     def evict(self, hashes: Iterable[int]) -> None:
-        """Forget blocks, so that others can be written to their slots."""
+        """Forget blocks, and free their slots."""
         self._free += self._forget(hashes)
 
     def use(self, hashes: Sequence[int]) -> None:
-        """Mark blocks as used, from the last of a prefix to its first."""
+        """Mark blocks as used, from the last block of a prefix to the first."""
         slots, touch = self.slots, self.order.touch
         for hash in reversed(hashes):
             if hash in slots:
                 touch(hash)
 
     def write(self, pages: Mapping[int, int]) -> dict[int, OSError]:
-        """Write host pages, by hash, to free slots, of which there must be enough.
+        """Write host pages, by hash, to free slots; return the errors by hash.
 
-        Returns the errors of blocks that could not be written, by hash.
+        Enough slots must be free.
         """
         started = time.perf_counter()
         slots = [self._free.pop() for _ in pages]
         try:
             results = self._write(slots, list(pages), list(pages.values()))
-        except BaseException:  # an interrupt; opening the file finds what was written
+        except (
+            BaseException
+        ):  # an interrupt; blocks that were written are found when the file is opened
             self._free += slots
             raise
         failed = {}
@@ -133,9 +134,9 @@ class DiskBlocks:
         return failed
 
     def read(self, hashes: Sequence[int], pages: Sequence[int]) -> int:
-        """Read blocks into host pages, and forget those that are damaged.
+        """Read blocks into host pages; return the number of leading blocks that were read.
 
-        Returns how many leading blocks have been read; the pages of the others are undefined.
+        Damaged blocks are forgotten. The contents of the other pages are undefined.
         """
         started = time.perf_counter()
         whole = self._read(hashes, pages)
@@ -149,7 +150,7 @@ class DiskBlocks:
         return next((i for i, good in enumerate(whole) if not good), len(hashes))
 
     def clear(self, order: Policy) -> None:
-        """Empty every slot, and start with a new order of eviction."""
+        """Empty every slot, and start with a new eviction order."""
         for slot in self.slots.values():
             try:
                 self._file.drop(slot)
@@ -194,7 +195,7 @@ class DiskBlocks:
         return whole
 
     def _announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
-        """Announce to order checkers that the processor reads pages, or writes them."""
+        """Notify order checkers that the CPU reads or writes pages."""
         if observe.order_observers:
             parts = (*self._pool.parts, *self._pool.scale_parts)
             accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
@@ -233,7 +234,7 @@ def _axes_in_memory(part: ArrayView) -> str:
 
 
 def _identity(pool: Pool) -> dict[str, str]:
-    """Describe what the bytes of a page mean."""
+    """Describe the format of a page."""
     parts = (*pool.parts, *pool.scale_parts)
     # The axes of wrapped arrays may be stored in any order.
     axes = {"axes": ", ".join(map(_axes_in_memory, parts))} if pool.is_wrapped else {}
@@ -253,17 +254,17 @@ def _identity(pool: Pool) -> dict[str, str]:
 class DiskTier(ProcessLocal):
     """Keeps blocks in the slots of one file, each under its hash.
 
-    The table never has the record of a payload that is not whole: it is emptied first, and written
-    last.
+    A record is emptied before its payload is written, and written after it, so the table never
+    has the record of an incomplete payload.
 
     Parameters
     ----------
-    path : of the file, which is created unless it exists and is not empty
-    num_bytes : size of the file, for as many slots as fit. All of it is allocated at once
-    page_bytes : bytes of a block, below 2**32
-    identity : what a block consists of, such as layout, format and shape, in at most some 4000
-        bytes; a file is opened again only with the same
-    num_threads : that `read_many` and `write_many` share, including the caller's
+    path : path of the file, created if it does not exist
+    num_bytes : size of the file, which is allocated at once and has as many slots as fit
+    page_bytes : bytes per block, below 2**32
+    identity : description of a block, such as layout, format and shape, in at most about 4000
+        bytes; reopening the file requires the same identity
+    num_threads : number of threads of `read_many` and `write_many`, including the caller's
 
     Attributes
     ----------
@@ -271,23 +272,22 @@ class DiskTier(ProcessLocal):
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit. `disk`: the file is not one of a disk tier,
-        has a damaged header, or another version, identity or size
+    TypeError, ValueError : an argument is invalid. `disk`: the file is not a disk tier's, its
+        header is damaged, or it has another version, identity or size
     BlockingIOError : another process, or another tier, has the file open
     OSError : the disk is full, or the file cannot be opened
 
     Notes
     -----
-    Threads may share a tier. The caller orders operations on one slot; if they overlap, reads of it
-    may return False, but never wrong data.
+    Threads may share a tier. The caller orders operations on one slot; if they overlap, reads of
+    the slot may return False, but never wrong data.
 
-    A process that is killed loses the block that it was writing and no other; blocks for which
-    `write` had returned are there. After a failure of the system, blocks are there that were
-    written before a `flush` that had returned; later ones may be missing. The file stays locked
-    while a forked child has it too.
+    A killed process loses only the blocks that it was writing. After a system failure, blocks
+    written before the last completed `flush` are intact; later ones may be missing. The file stays
+    locked while a forked child has it open.
 
-    A page is given as contiguous memory, or as a sequence of contiguous parts that add up to one;
-    the parts need not be the same when it is read. The memory is in use until the call returns.
+    A page is contiguous memory, or a sequence of contiguous parts with the total size of a page;
+    the parts may differ between write and read. The memory is in use until the call returns.
 
     Examples
     --------
@@ -315,9 +315,9 @@ class DiskTier(ProcessLocal):
         self._layout = Layout.fit(int(num_bytes), int(page_bytes))
         self.num_slots, self.page_bytes = self._layout.num_slots, self._layout.page_bytes
         self.path = file_path(path, "disk")
-        self._records: dict[int, Record] = {}  # by slot, those that are valid
-        self._changed = threading.Condition()  # guards the records and the two below
-        self._num_users = 0  # calls that use the file now
+        self._records: dict[int, Record] = {}  # valid records, by slot
+        self._changed = threading.Condition()  # guards the records and the next two fields
+        self._num_users = 0  # calls in progress
         self._closed = False
         header = disk_format.encode_header(self._layout, identity)
         self._file = _open_locked(self.path)
@@ -332,8 +332,7 @@ class DiskTier(ProcessLocal):
             raise
         newest = max((record.generation for record in self._records.values()), default=0)
         self._generations = itertools.count(newest + 1)
-        self._num_threads = int(num_threads)
-        self._threads = ThreadPoolExecutor(max(1, self._num_threads - 1), "kvcupy disk")
+        self._helpers = Helpers(int(num_threads) - 1, "kvcupy disk")
 
     def __repr__(self) -> str:
         used = len(self._records)
@@ -346,10 +345,10 @@ class DiskTier(ProcessLocal):
         self.close()
 
     def entries(self) -> list[tuple[int, int]]:
-        """Return hash and slot of every block, in the order in which they were written.
+        """Return hash and slot of every block, in the order of their writes.
 
-        After opening, that is the table of the file; whether a payload is whole shows when it is
-        read. A hash that was written to two slots is listed twice.
+        After opening, these are the records of the file; payloads are verified when they are read.
+        A hash that was written to two slots is listed twice.
         """
         with self._using(), self._changed:
             records = list(self._records.values())
@@ -359,40 +358,40 @@ class DiskTier(ProcessLocal):
     # --- One block ---
 
     def write(self, slot: int, hash: int, data: Buffer) -> None:
-        """Write a block of a page, replacing what the slot had.
+        """Write a block to a slot, replacing its previous block.
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit; nothing has changed
-        OSError : the write failed. The slot is empty, and others are as before
+        TypeError, ValueError : an argument is invalid; nothing has changed
+        OSError : the write failed. The slot is empty, and other slots are unchanged
         """
         job = self._job(slot, hash, data, "data")
         with self._using():
             self._write(*job, next(self._generations))
 
     def read(self, slot: int, hash: int, into: Buffer) -> bool:
-        """Read a block into writable memory of a page, if the slot has it whole.
+        """Read a block into writable memory, if the slot has it undamaged.
 
         Returns
         -------
-        False if the slot is empty or has another hash; or if its payload cannot be read or is not
-            what was written, and then the slot is emptied. `into` is then undefined
+        False if the slot is empty or has another hash; or if its payload cannot be read or is
+            damaged, and then the slot is emptied. The contents of `into` are then undefined
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit
+        TypeError, ValueError : an argument is invalid
         """
         job = self._job(slot, hash, into, "into")
         with self._using():
             return self._read(*job)
 
     def drop(self, slot: int) -> None:
-        """Empty a slot, if it is not empty already.
+        """Empty a slot.
 
         Raises
         ------
-        TypeError, ValueError : there is no such slot
-        OSError : the file could not be written, and may have the block when it is opened again
+        TypeError, ValueError : `slot` is out of range
+        OSError : the write failed; the file may have the block when it is reopened
         """
         slot = self._slot(slot)
         with self._using(), self._naming_file():
@@ -401,15 +400,16 @@ class DiskTier(ProcessLocal):
     # --- Many blocks ---
 
     def write_many(self, items: Iterable[Item]) -> list[OSError | None]:
-        """Write blocks as `write` does, several at a time; later ones count as written later.
+        """Write blocks concurrently; `entries` lists them in the order of the items.
 
         Returns
         -------
-        for each, None, or the error with which it failed
+        for each block None, or the error of its write
 
         Raises
         ------
-        TypeError, ValueError : an item does not fit, or two have one slot; nothing has changed
+        TypeError, ValueError : an item is invalid, or two items have the same slot; nothing has
+            changed
         """
         jobs = [self._job(slot, hash, data, "data") for slot, hash, data in items]
         slots = [slot for slot, _, _ in jobs]
@@ -427,65 +427,47 @@ class DiskTier(ProcessLocal):
             return self._share(write, [(*job, next(self._generations)) for job in jobs])
 
     def read_many(self, items: Iterable[Item]) -> list[bool]:
-        """Read blocks as `read` does, several at a time; return for each whether it was whole."""
+        """Read blocks concurrently; return the result of `read` for each."""
         jobs = [self._job(slot, hash, into, "into") for slot, hash, into in items]
         with self._using():
             return self._share(self._read, jobs)
 
     def _share(self, work: Callable[..., _Result], jobs: Sequence[_Job]) -> list[_Result]:
         """Do jobs in several threads, including this one; return when all of them are done."""
-        num_threads = max(1, min(self._num_threads, len(jobs)))
-        shares: list[Future[list[_Result]]] = [Future() for _ in range(num_threads)]
-        untaken = deque(enumerate(shares))
+        results: dict[int, _Result] = {}
 
-        def take_shares() -> None:
-            with suppress(IndexError):
-                while True:
-                    first, share = untaken.popleft()
-                    try:
-                        share.set_result([work(*job) for job in jobs[first::num_threads]])
-                    except BaseException as error:
-                        share.set_exception(error)
+        def do(number: int) -> None:
+            results[number] = work(*jobs[number])
 
-        for _ in range(1, num_threads):
-            try:
-                self._threads.submit(take_shares)
-            except RuntimeError:
-                # No thread can be started, as at the interpreter's exit. The executor may call
-                # what was submitted all the same, even after this has returned: by then no share
-                # is left, for the jobs use the caller's memory.
-                break
-        take_shares()
-        wait(shares)
-        done = [share.result() for share in shares]
-        return [done[i % num_threads][i // num_threads] for i in range(len(jobs))]
+        self._helpers.each(do, range(len(jobs)), min(self._helpers.count, len(jobs) - 1))
+        return [results[number] for number in range(len(jobs))]
 
     # --- The file ---
 
     def flush(self) -> None:
-        """Wait until everything written is on the disk itself.
+        """Wait until all written data is on the disk.
 
         Raises
         ------
-        OSError : the disk failed; what was written since the last `flush` may be lost
+        OSError : the disk failed; data written since the last `flush` may be lost
         """
         with self._using(), self._naming_file() as descriptor:
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Close the file after the calls of other threads. Repeated calls do nothing.
+        """Close the file when the calls of other threads have ended. Idempotent.
 
-        What was written outlives the process without `flush`, but not a failure of the system.
+        Without `flush`, written data survives the end of the process, but not a system failure.
         """
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._num_users)
         self._file.close()
-        self._threads.shutdown()
+        self._helpers.close()
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Keep the file from being closed; ValueError if it is."""
+        """Keep the file open during a call; ValueError if it is closed."""
         with self._changed:
             if self._closed:
                 raise ValueError(f"disk: expected an open tier, got {self.path} after close()")
@@ -499,7 +481,7 @@ class DiskTier(ProcessLocal):
 
     @contextmanager
     def _naming_file(self) -> Iterator[int]:
-        """Give the descriptor of the file; errors of the system name the file."""
+        """Yield the file descriptor; OSErrors name the file."""
         try:
             yield self._file.fileno()
         except OSError as error:
@@ -509,7 +491,7 @@ class DiskTier(ProcessLocal):
     # --- Arguments ---
 
     def _job(self, slot: int, hash: int, memory: Buffer, name: str) -> tuple[int, int, Parts]:
-        """Return the arguments of a read ("into") or a write ("data"), checked."""
+        """Check the arguments of a read ("into") or a write ("data")."""
         slot = self._slot(slot)
         checks.require_int(hash, "hash")
         return slot, disk_format.require_hash(hash), self._parts(memory, name)
@@ -521,7 +503,7 @@ class DiskTier(ProcessLocal):
         return int(slot)
 
     def _parts(self, memory: Buffer, name: str) -> Parts:
-        """Return memory as bytes, in parts none of which is empty."""
+        """Return memory as bytes, in non-empty parts."""
         parts = []
         for view in [memory] if isinstance(memory, memoryview) else memory:
             if not isinstance(view, memoryview):
@@ -537,7 +519,7 @@ class DiskTier(ProcessLocal):
             raise ValueError(f"{name}: expected {self.page_bytes} bytes, got {num_bytes}")
         return parts
 
-    # --- Slots, while the file is in use and arguments are checked ---
+    # --- Slots, with checked arguments, while the file is open ---
 
     def _write(self, slot: int, hash: int, parts: Parts, generation: int) -> None:
         """Write a block; OSError leaves the slot empty."""
@@ -552,7 +534,7 @@ class DiskTier(ProcessLocal):
                 self._records[slot] = record
 
     def _read(self, slot: int, hash: int, parts: Parts) -> bool:
-        """Read a block; empty the slot where that is not what was written."""
+        """Read a block; empty the slot if the payload is unreadable or damaged."""
         record = self._records.get(slot)
         if record is None or record.hash != hash:
             return False
@@ -565,15 +547,15 @@ class DiskTier(ProcessLocal):
             return True
         try:
             self._invalidate(slot, only=record)
-        except OSError as error:  # opening the file finds the slot damaged again
+        except OSError as error:  # the damage is found again after reopening
             cache_logger.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
         return False
 
     def _invalidate(self, slot: int, only: Record | None = None) -> None:
-        """Empty a slot, or do so only if `only` is still its record."""
+        """Empty a slot; with `only`, not if another record has replaced it."""
         with self._changed:
             if only is not None and self._records.get(slot) is not only:
-                return  # another write has replaced it meanwhile
+                return  # another write has replaced it
             self._records.pop(slot, None)
             empty = memoryview(disk_format.NO_RECORD)
             _write_all(self._file.fileno(), [empty], self._layout.record_at(slot))
@@ -591,12 +573,12 @@ class DiskTier(ProcessLocal):
             raise
 
     def _load(self, identity: Mapping[str, str]) -> None:
-        """Check a file, and read its table."""
+        """Check a file, and read its records."""
         descriptor, layout = self._file.fileno(), self._layout
         size = os.fstat(descriptor).st_size
         header = os.pread(descriptor, disk_format.BLOCK_BYTES, 0)
         disk_format.check_header(header, layout, identity, self.path)
-        _allocate(descriptor, layout.num_bytes)  # it was truncated, or its creation was killed
+        _allocate(descriptor, layout.num_bytes)  # truncated, or its creation was interrupted
         table = memoryview(bytearray(layout.table_bytes))
         _read_all(descriptor, [table], layout.record_at(0))
         for slot in range(layout.num_slots):
@@ -613,13 +595,13 @@ class DiskTier(ProcessLocal):
 
 
 def _open_locked(path: Path) -> io.FileIO:
-    """Open a file to read and write, created if necessary, and lock it.
+    """Open a file for reading and writing, create it if necessary, and lock it.
 
     Raises
     ------
-    BlockingIOError : another process has it, or another tier of this one
+    BlockingIOError : another process or another tier has it open
     ValueError : `path` is not a regular file
-    OSError : it cannot be opened, or the system lacks file locks or vectored reads and writes
+    OSError : it cannot be opened, or the system lacks file locks or vectored I/O
     """
     try:
         import fcntl
@@ -628,7 +610,7 @@ def _open_locked(path: Path) -> io.FileIO:
     if fcntl is None or not hasattr(os, "preadv"):
         raise OSError(errno.ENOTSUP, "disk: expected a system with flock and preadv", str(path))
     while True:
-        # Readable by its owner alone: prompts can be reconstructed from keys and values.
+        # Only readable by the owner, since keys and values reveal prompts.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         file = io.FileIO(descriptor, "r+b")
         try:
@@ -649,7 +631,7 @@ def _open_locked(path: Path) -> io.FileIO:
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Extend a file to a length, with its blocks allocated if the file system can do that."""
+    """Extend a file, with its space allocated if the file system can do that."""
     if os.fstat(descriptor).st_size >= num_bytes:
         return
     if hasattr(os, "posix_fallocate"):
@@ -659,11 +641,11 @@ def _allocate(descriptor: int, num_bytes: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-    os.ftruncate(descriptor, num_bytes)  # a full disk is then reported by a write
+    os.ftruncate(descriptor, num_bytes)  # then only writes report a full disk
 
 
 def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
-    """Write parts from an offset of a file on; OSError unless all could be written."""
+    """Write all parts at an offset of a file."""
     while parts:
         done = os.pwritev(descriptor, parts[:_MAX_PARTS], offset)
         if not done:
@@ -672,7 +654,7 @@ def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
 
 
 def _read_all(descriptor: int, parts: list[memoryview], offset: int) -> bool:
-    """Fill parts from an offset of a file on; False if the file ends before."""
+    """Fill parts from an offset of a file; return False if the file ends before."""
     while parts:
         done = os.preadv(descriptor, parts[:_MAX_PARTS], offset)
         if not done:
@@ -682,7 +664,7 @@ def _read_all(descriptor: int, parts: list[memoryview], offset: int) -> bool:
 
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of parts after their first `done` bytes."""
+    """Return the parts without their first `done` bytes."""
     for i, part in enumerate(parts):
         if done < len(part):
             return [part[done:], *parts[i + 1 :]]
@@ -691,7 +673,7 @@ def _after(parts: list[memoryview], done: int) -> list[memoryview]:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the one at a path."""
+    """Return whether a path still refers to an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

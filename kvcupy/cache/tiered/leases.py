@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
-from ..pages import waiting_stream
+from ..hazards import waiting_stream
 from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ import numpy as np
 from ... import metrics
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ..engine import Transfer, TransferEngine
-from ..pages import Pages, StreamCompletion
+from ..hazards import StreamCompletion
+from ..pages import Pages
 from .disk import DiskBlocks
 from .policies import Policy
 

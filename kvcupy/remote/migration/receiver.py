@@ -16,24 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import metrics, observe
-from ...cache.pages import Pages, StreamCompletion, page_array, waiting_stream
-from ...cache.pool import Pool, positive_int
-from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal, TransferError
+from ...cache.hazards import Completion, StreamCompletion, waiting_stream
+from ...cache.pages import Pages, page_array
+from ...cache.pool import positive_int
+from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
 from ...observe import Operation
 from ...streams import stream_after
-from . import engine_for, protocol
+from . import protocol
+from .endpoint import GRANT_HEAD, PULL_HEAD, Endpoint, accesses, common_digest, positive_seconds
 from .engines import PullTask
-from .layers import PageBytes
 from .protocol import CONFIRMED, DONE, GRANT, PULL, START, Address, Channel, Lost, Ticket
-from .sender import (
-    GRANT_HEAD,
-    PULL_HEAD,
-    accesses,
-    common_digest,
-    identity_of,
-    positive_seconds,
-    staging_of,
-)
 
 if TYPE_CHECKING:
     from ...devices.protocol import Event, Stream
@@ -46,7 +38,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _QUIET_POLL_S = 0.02
 
 
-class PageReceiver(ProcessLocal):
+class PageReceiver(Endpoint):
     """Fetches pages that a `PageSender` of another process, or of this one, offers.
 
     Parameters
@@ -82,18 +74,12 @@ class PageReceiver(ProcessLocal):
         staging_pages: int | None = None, max_pulls: int = 64,
         max_quarantined_pages: int | None = None,
     ) -> None:  # fmt: skip
-        self._identity = identity_of(pool, heads, model)
-        self._digest = common_digest(self._identity)
-        self._pool: Pool = pool
-        self._secret = protocol.checked_secret(secret)
-        self._tls = protocol.checked_tls(tls)
+        super().__init__(pool, secret, heads, model, tls)
         self._max_pulls = positive_int(max_pulls, "max_pulls")
         if max_quarantined_pages is None:
             max_quarantined_pages = max(1, pool.num_pages // 2)
         self._max_quarantined = positive_int(max_quarantined_pages, "max_quarantined_pages")
-        self._staging = staging_of(pool, staging_pages)
-        self._engine = engine_for(engine, pool)
-        self._page_bytes: dict[range, PageBytes] = {}
+        self._open_engine(engine, staging_pages)
         # Checked tickets with their plans, by sender and address.
         self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
         self._lock = threading.Lock()  # guards the fields below
@@ -101,24 +87,11 @@ class PageReceiver(ProcessLocal):
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
         self._counts: Counter[str] = Counter()
-        self._closed = False
-        self._pid = os.getpid()
         protocol.closed_in_children.add(self)
         metrics.follow(self, _samples, partial(_totals, self._counts))
 
     def __repr__(self) -> str:
         return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
-
-    @property
-    def pool(self) -> Pool:
-        """The destination pool."""
-        return self._pool
-
-    def __enter__(self) -> PageReceiver:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def inspect(self, ticket: bytes) -> Ticket:
         """Decode a ticket: `num_pages`, `hashes` and `attachment`, among others.
@@ -177,7 +150,9 @@ class PageReceiver(ProcessLocal):
         ordered = self._checked_pages(pages, tickets)
         seconds = positive_seconds(deadline_s, "deadline_s")
         parts = self._plan(tickets)
-        completion = None if after is False else self._used_by(after)
+        completion = None
+        if after is not False:
+            completion = StreamCompletion(stream_after(self._pool.device, after, "a pull"))
         pull = Pull(self, parts, ordered, time.monotonic() + seconds, completion)
         with self._lock:
             self._require_open()
@@ -253,19 +228,6 @@ class PageReceiver(ProcessLocal):
             pull._close_in_child()
 
     # --- Arguments ---
-
-    def _require_own_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise KvcupyError(
-                f"PageReceiver: belongs to process {self._pid}, which forked this one"
-            )
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise KvcupyError("PageReceiver: closed")
-
-    def _used_by(self, stream: Any) -> StreamCompletion:
-        return StreamCompletion(stream_after(self._pool.device, stream, "a pull"))
 
     def _checked_pages(self, pages: Any, tickets: Sequence[Ticket]) -> Pages:
         listed = page_array(pages)
@@ -403,8 +365,8 @@ class PageReceiver(ProcessLocal):
     ) -> bool:
         """Request pages from a sender; return whether the sender must wait for START."""
         run_pages = len(pull._pages)
-        if self._staging is not None and self._engine.staged:
-            run_pages = min(run_pages, self._staging.share)
+        if self._used_staging is not None:
+            run_pages = min(run_pages, self._used_staging.share)
         waits = pull._is_used()
         request = PULL_HEAD.pack(
             ticket.number, ticket.generation, ticket.token, heads.start, len(heads), run_pages,
@@ -495,12 +457,7 @@ class PageReceiver(ProcessLocal):
     ) -> PullTask:
         start = self._identity.head_start
         local = range(heads.start - start, heads.stop - start)
-        staging = self._staging if self._engine.staged else None
-        with self._lock:
-            if local not in self._page_bytes:
-                of = self._pool if staging is None else staging.pool
-                self._page_bytes[local] = PageBytes(of, local)
-            page_bytes = self._page_bytes[local]
+        staging, page_bytes = self._used_staging, self._bytes_of(local)
         if len(granted) < GRANT_HEAD.size:
             raise Lost("truncated grant")
         lease_ms, run_pages, *sizes = GRANT_HEAD.unpack_from(granted)
@@ -508,20 +465,13 @@ class PageReceiver(ProcessLocal):
         expected = [len(pull._pages), self._pool.num_layers, page_bytes.page_bytes]
         if sizes != expected or not 1 <= run_pages <= max_run_pages:
             raise Lost("the grant does not match the ticket")
-        stream: list[Any] = []
-
-        def own_stream() -> Any:
-            if not stream:
-                stream.append(self._pool.device.stream())
-            return stream[0]
-
         return PullTask(
             channel, self._pool, pull._pages, local, number=ticket.number,
             generation=ticket.generation, key=protocol.offer_key(self._secret, ticket.token),
             peer=granted[GRANT_HEAD.size :], lease_s=max(0.01, lease_ms / 1e3),
             deadline=pull._deadline, run_pages=run_pages,
-            page_bytes=page_bytes, staging=staging, stream=own_stream, check=pull._check,
-            arrived=pull._part_arrived,
+            page_bytes=page_bytes, staging=staging, stream=self._lazy_stream(),
+            check=pull._check, arrived=pull._part_arrived,
         )  # fmt: skip
 
     def _quarantined(self) -> int:
@@ -585,7 +535,7 @@ class _Workers:
             del job  # refers to the pull
 
 
-class Landing:
+class Landing(Completion):
     """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull."""
 
     failure: BaseException | None = None  # `Pull.failure` has the error
@@ -604,9 +554,6 @@ class Landing:
         self._over.wait(None if deadline_s is None else max(0.0, deadline_s))
 
     def wait(self, stream: Any = None) -> None:
-        self.synchronize()
-
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
         self.synchronize()
 
 
@@ -640,7 +587,7 @@ class Pull(ProcessLocal):
         self._landing = Landing(unbounded=not receiver._engine.bounded)
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
-        self._is_staged = receiver._staging is not None and receiver._engine.staged
+        self._is_staged = receiver._used_staging is not None
         self._changed = threading.Condition()
         self._channels: list[Channel] = []
         self._missing = [len(parts)] * pool.num_layers  # number of missing parts, by layer

@@ -7,38 +7,38 @@ import math
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ... import metrics, observe
-from ...cache.hashes import hash_list
-from ...cache.pages import Pages, StreamCompletion, page_array
-from ...cache.pool import Pool, positive_int
+from ...cache.hazards import StreamCompletion
+from ...cache.pages import Pages, hash_list
+from ...cache.pool import positive_int
 from ...config import cache_logger
-from ...errors import CaptureError, KvcupyError, ProcessLocal, TransferError
-from ...observe import Access
+from ...errors import CaptureError, KvcupyError, TransferError
 from ...ops import checks
 from ...streams import stream_after
-from ..identity import PoolIdentity
-from . import engine_for, protocol
+from . import protocol
+from .endpoint import (
+    GRANT_HEAD,
+    PULL_HEAD,
+    Endpoint,
+    accesses,
+    checked_page_list,
+    positive_seconds,
+)
 from .engines import Offered, Service
-from .layers import PageBytes, Staging, staging_for
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
-
-# Number, generation, token; first head, number of heads; pages per run; whether START follows.
-PULL_HEAD = struct.Struct(">QQ16sIIII")
-GRANT_HEAD = struct.Struct(">QIIIQ")  # lease in ms, pages per run, pages, layers, page bytes
 
 _IDLE_TIMEOUT_S = 60.0
 _MAX_CONCURRENT_HANDSHAKES = 16
@@ -72,7 +72,7 @@ class _Offer:
     offered: Offered = field(init=False)  # the engine's view, until the release
 
 
-class PageSender(ProcessLocal):
+class PageSender(Endpoint):
     """Offers pages of a pool to other processes, which fetch them with a `PageReceiver`.
 
     Parameters
@@ -135,11 +135,7 @@ class PageSender(ProcessLocal):
         tls: Any = None, staging_pages: int | None = None, advertise: str | None = None,
         max_connections: int = 64,
     ) -> None:  # fmt: skip
-        self._identity = identity_of(pool, heads, model)
-        self._digest = common_digest(self._identity)
-        self._pool: Pool = pool
-        self._secret = protocol.checked_secret(secret)
-        self._tls = protocol.checked_tls(tls)
+        super().__init__(pool, secret, heads, model, tls)
         self._max_connections = positive_int(max_connections, "max_connections")
         address = Address.parse(listen, "listen")
         if not (address.is_local or self._secret or self._tls):
@@ -149,10 +145,8 @@ class PageSender(ProcessLocal):
         advertised = None if advertise is None else Address.parse(advertise, "advertise")
         if advertised is None and address.is_wildcard:
             raise ValueError(f"advertise: expected the address of this machine, for {address}")
-        self._staging = staging_of(pool, staging_pages)
-        self._engine = engine_for(engine, pool)
+        self._open_engine(engine, staging_pages)
         self._id = secrets.token_bytes(16)
-        self._page_bytes: dict[range, PageBytes] = {}
         self._changed = threading.Condition()  # guards the fields below
         self._offers: dict[int, _Offer] = {}  # open offers, by number
         self._unreleased: set[_Offer] = set()  # open and ended offers
@@ -167,8 +161,6 @@ class PageSender(ProcessLocal):
         self._to_abort: list[tuple[float, _Offer, Channel]] = []  # if still blocked at that time
         self._wakes_at = 0.0  # next wakeup of the keeper thread, by time.monotonic
         self._counts: Counter[str] = Counter()
-        self._closed = False
-        self._pid = os.getpid()
         self._server, listening = address.listen()
         self.address = str(listening)
         self._advertised = self.address if advertised is None else str(advertised)
@@ -192,17 +184,6 @@ class PageSender(ProcessLocal):
 
     def __repr__(self) -> str:
         return f"<PageSender at {self.address}, {len(self._offers)} offers>"
-
-    @property
-    def pool(self) -> Pool:
-        """The pool of the offered pages."""
-        return self._pool
-
-    def __enter__(self) -> PageSender:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # --- Offers ---
 
@@ -424,14 +405,6 @@ class PageSender(ProcessLocal):
             self._pool.allocator._mark_busy(pages, completion)
         return completion
 
-    def _require_own_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise KvcupyError(f"PageSender: belongs to process {self._pid}, which forked this one")
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise KvcupyError("PageSender: closed")
-
     def _offer_of(self, ticket: Any) -> _Offer | None:
         """Return the offer of a ticket, or None if its pages are released."""
         self._require_own_process()
@@ -499,7 +472,7 @@ class PageSender(ProcessLocal):
         self._pool.allocator.free(pages)
 
     def _notify(self) -> None:
-        with suppress(OSError):
+        with self._changed, suppress(OSError):  # the lock: the keeper may be closing the socket
             self._wake.send(b"\0", socket.MSG_DONTWAIT)
 
     # --- Keeper thread: accepts connections, ends expired offers ---
@@ -528,7 +501,9 @@ class PageSender(ProcessLocal):
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
                 self._accept()
-        self._server.close()
+        with self._changed:
+            for each in (self._server, self._wake, self._woken):
+                each.close()
 
     def _accept(self) -> None:
         try:
@@ -687,19 +662,12 @@ class PageSender(ProcessLocal):
         self, channel: Channel, offer: _Offer, heads: range, run_pages: int, peer: bytes, *,
         waits: bool,
     ) -> None:  # fmt: skip
-        staging = self._staging if self._engine.staged else None
+        staging = self._used_staging
         page_bytes = self._bytes_of(heads)
         run_pages = min(run_pages, len(offer.pages) if staging is None else staging.share)
-        stream: list[Any] = []
-
-        def own_stream() -> Any:
-            if not stream:
-                stream.append(self._pool.device.stream())
-            return stream[0]
-
         service = Service(
             channel, offer.offered, heads, peer=peer, lease_s=offer.lease_s, run_pages=run_pages,
-            page_bytes=page_bytes, staging=staging, stream=own_stream,
+            page_bytes=page_bytes, staging=staging, stream=self._lazy_stream(),
             renew=partial(self._renew, offer),
         )  # fmt: skip
         grant = GRANT_HEAD.pack(
@@ -744,14 +712,6 @@ class PageSender(ProcessLocal):
             self._counts["refused_pulls"] += 1
         channel.refuse(reason, message, time.monotonic() + protocol.HANDSHAKE_S)
         return True
-
-    def _bytes_of(self, heads: range) -> PageBytes:
-        """Return the bytes of some heads, of the pool or of the staging pool."""
-        if heads not in self._page_bytes:
-            staging = self._staging if self._engine.staged else None
-            of = self._pool if staging is None else staging.pool
-            self._page_bytes[heads] = PageBytes(of, heads)
-        return self._page_bytes[heads]
 
     def _offered(self, offer: _Offer) -> Offered:
         return Offered(
@@ -823,64 +783,3 @@ def _unlink(path: str, inode: int) -> None:
     with suppress(OSError):
         if _inode(path) == inode:
             Path(path).unlink()
-
-
-# --- Arguments of senders and receivers -----------------------------------------------------------
-
-
-def identity_of(pool: Any, heads: Any, model: Any) -> PoolIdentity:
-    """Make an identity from the arguments of a sender or receiver."""
-    if heads is None:
-        return PoolIdentity.of(pool, model=model)
-    if not (isinstance(heads, tuple) and len(heads) == 2):
-        raise TypeError(f"heads: expected (first, total), got {heads!r}")
-    for number in heads:
-        checks.require_int(number, "heads")
-    first, total = map(int, heads)
-    try:
-        return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
-    except ValueError as error:
-        raise ValueError(f"heads: {error}") from None
-
-
-@lru_cache(64)
-def common_digest(identity: PoolIdentity) -> bytes:
-    """Digest the fields that the pools of sender and receiver must share: all except the range of
-    heads and the layout."""
-    return replace(
-        identity, head_start=0, num_kv_heads=identity.total_kv_heads, wire="page_first_direct"
-    ).digest()
-
-
-def staging_of(pool: Pool, staging_pages: Any) -> Staging | None:
-    """Check the argument `staging_pages`, and create staging if requested or needed."""
-    if staging_pages is not None:
-        staging_pages = positive_int(staging_pages, "staging_pages")
-    return staging_for(pool, staging_pages)
-
-
-def checked_page_list(pages: Any) -> Pages:
-    """Copy pages, which an allocator has checked, to an int64 array in the same order."""
-    listed: Pages = np.ascontiguousarray(page_array(pages), np.int64).copy()
-    return listed
-
-
-def positive_seconds(value: Any, name: str) -> float:
-    """Check an argument in seconds, and return it as a float."""
-    checks.require_number(value, name)
-    if not 0 < value <= _MAX_SECONDS:
-        raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
-    return float(value)
-
-
-_MAX_SECONDS = 1e6
-
-
-def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:
-    """Describe accesses to a layer of some pages, for observers."""
-    return [
-        Access(part[page, layer - group.layers.start], name="pages")
-        for group in pool.groups if layer in group.layers
-        for part in (*group.parts, *group.scale_parts)
-        for page in pages.tolist()
-    ]  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from ...cache.pages import Completion
+from ...cache.hazards import Completion
 from ..wire import HASHERS, Hasher, checksum
 
 Block = Sequence[memoryview]  # the bytes of a block in wire order, in contiguous pieces

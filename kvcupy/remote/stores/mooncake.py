@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from ...cache.hazards import Completion
 from ...config import cache_logger
 from ...errors import ProcessLocal
 from ...extras import install
@@ -729,7 +730,7 @@ class _Worker(threading.Thread):
             del job  # releases the memory that the job kept alive
 
 
-class _Quiet:
+class _Quiet(Completion):
     """The Completion of calls that were abandoned, or that failed during a transfer."""
 
     failure = None
@@ -746,7 +747,4 @@ class _Quiet:
             client.quiet.wait()
 
     def wait(self, stream: Any = None) -> None:
-        self.synchronize()
-
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
         self.synchronize()

@@ -28,15 +28,14 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...cache.threads import Helpers
 from ...config import cache_logger
 from ...errors import ProcessLocal, file_path
 from ...ops import checks
@@ -57,8 +56,6 @@ try:
     import fcntl
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
-
-_Item = TypeVar("_Item")
 
 VERSION = 1
 HEADER_BYTES = 4096
@@ -170,7 +167,7 @@ class ShmBackend(ProcessLocal):
         self._mask = layout.num_buckets - 1
         self._mutex = threading.Lock()  # flock excludes processes, not threads
         self.blocks_per_get = max(1, _MAX_BATCH_BYTES // layout.block_bytes)
-        self._helpers = _Helpers(threads - 1)
+        self._helpers = Helpers(threads - 1, "kvcupy-shared")
         self._putting: _Put | None = None  # the put that holds the lock
         self._is_mapped = bytearray(layout.num_slots)  # slots whose pages this process has mapped
         self._torn = 0
@@ -697,86 +694,6 @@ def _write_parts(parts: _Parts) -> None:
         if update is not None:
             update(in_block)
         in_slot[:] = in_block
-
-
-class _Helpers:
-    """Threads that help callers to copy blocks, started on demand.
-
-    Parameters
-    ----------
-    count : maximum number of threads, for all callers together
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._executor = futures.ThreadPoolExecutor(count, "kvcupy-shared") if count else None
-
-    def each(self, function: Callable[[_Item], None], items: Iterable[_Item], share: int) -> None:
-        """Call a function with each item, in this thread and `share` others.
-
-        Returns when all calls have ended. If a call raises, items that no thread has taken are
-        skipped, and the exception propagates.
-        """
-        if not share or self._executor is None:
-            for item in items:
-                function(item)
-            return
-        job = _Job(function, items)
-        with suppress(RuntimeError):  # thread limit of the system: the caller does all the work
-            for _ in range(share):
-                self._executor.submit(job.work)
-        job.work()
-        job.wait()
-
-    def close(self) -> None:
-        """Stop the threads; no call may be in progress."""
-        if self._executor is not None:
-            self._executor.shutdown()
-
-
-class _Job(Generic[_Item]):
-    """Items that several threads work on.
-
-    An executor that could not start a thread keeps the call queued, and may run it much later.
-    Completion therefore depends on the items taken, not on the calls submitted.
-    """
-
-    def __init__(self, function: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-        self._function, self._rest = function, deque(items)
-        self._changed = threading.Condition()
-        self._num_working = 0
-        self._error: BaseException | None = None
-
-    def work(self) -> None:
-        """Work on items until none are left; `wait` raises errors."""
-        with self._changed:
-            self._num_working += 1
-        try:
-            while True:
-                try:
-                    item = self._rest.popleft()
-                except IndexError:
-                    return
-                self._function(item)
-        except BaseException as error:
-            self._rest.clear()
-            self._error = self._error or error
-        finally:
-            with self._changed:
-                self._num_working -= 1
-                self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until no thread works on an item, despite interrupts; then raise any error."""
-        while self._num_working:
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._num_working)
-            except BaseException as error:  # such as KeyboardInterrupt
-                self._error = error
-        failure, self._error = self._error, None
-        if failure is not None:
-            raise failure
 
 
 class _Put:

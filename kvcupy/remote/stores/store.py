@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import struct
@@ -191,6 +192,7 @@ class SharedStore(ProcessLocal):
                 open_backend = import_module(f".{_BACKENDS[scheme]}", __package__).open_backend
             else:
                 open_backend = registered[scheme].load()
+            _require_options(open_backend, options)
             backend = open_backend(
                 url, pages, namespace=keys.namespace, capacity_bytes=capacity_bytes,
                 deadline=time.monotonic() + seconds, **options,
@@ -657,6 +659,17 @@ class _Headers(Sequence[bytes]):
 def _chunks(numbers: list[int], count: int) -> Iterator[list[int]]:
     for start in range(0, len(numbers), count):
         yield numbers[start : start + count]
+
+
+def _require_options(open_backend: Callable[..., Any], options: dict[str, Any]) -> None:
+    known = inspect.signature(open_backend).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in options:
+        if name not in known:
+            common = "url", "pages", "namespace", "capacity_bytes", "deadline"
+            own = ", ".join(n for n in known if n not in common)
+            raise TypeError(f"options: expected some of {own}, got {name}")
 
 
 def _seconds(deadline_s: Any) -> float:

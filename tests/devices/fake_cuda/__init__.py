@@ -3,7 +3,7 @@
 Device memory is host memory. Work waits in its stream until it is waited for (or
 `machine.progress`), captured work runs when its graph is launched, arrays come from a
 stream-ordered pool like CuPy's, and host functions run on a thread that holds the driver's lock.
-Nothing of a thread, a handle or an address is taken that CUDA would refuse.
+Threads, handles and addresses that CUDA would refuse are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .statuses import (
 __all__ = [
     "GLOBAL", "ILLEGAL", "INVALIDATED", "RELAXED", "THREAD_LOCAL", "UNJOINED", "UNSUPPORTED",
     "BatchDriver", "Capture", "CudaError", "Deadlock", "FakeApi", "Machine", "Memory",
-    "OutOfMemoryError", "busy", "captured_by_another",
+    "OutOfMemoryError", "busy", "captured_by_another", "log",
 ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class FakeApi(cuda_api.CudaApi):
     default_stream = 0
 
     def __init__(self, packed=True, seed=None):
-        """With a seed streams go on by themselves, in an order drawn from it."""
+        """With a seed streams run by themselves, in an order drawn from it."""
         self.machine = machine = Machine()
         machine.chance = None if seed is None else random.Random(seed)
         self.runtime = runtime = Runtime(machine)
@@ -245,3 +245,8 @@ def captured_by_another(api, stream=None, mode=GLOBAL):
     foreign.begin_capture(mode)
     yield foreign
     foreign.graph = foreign.end_capture()
+
+
+def log(api, kind):
+    """Return what the runtime has logged of one kind of call."""
+    return [entry[1:] for entry in api.runtime.log if entry[0] == kind]

@@ -61,8 +61,8 @@ class PooledMemory:
 
 
 class Pool:
-    """CuPy's default pool: an arena for each device and each stream that is current when somebody
-    allocates. A block goes back there, whatever other streams still do with it."""
+    """CuPy's default pool: an arena for each device and each stream that is current at an
+    allocation. A block goes back there, whatever other streams still do with it."""
 
     def __init__(self, runtime, current_stream):
         self._runtime, self._current_stream = runtime, current_stream
@@ -89,7 +89,7 @@ class Pool:
 
     def used_bytes(self):
         free = sum(block.size for arena in self._arenas.values() for block in arena)
-        return sum(len(m.bytes) for m in self._runtime.allocated.values()) - free
+        return sum(len(m.bytes) for m in list(self._runtime.allocated.values())) - free
 
 
 class MemoryPointer:

@@ -74,7 +74,7 @@ def open_device(patch, seed=None):
 
 @contextmanager
 def device_of_test(request):
-    """Let a test use a new stand-in whose streams go on by chance, as `--strict-seed` draws."""
+    """Let a test use a new stand-in whose streams run by chance, as `--strict-seed` draws."""
     seed = zlib.crc32(request.node.nodeid.encode()) ^ request.config.option.strict_seed
     with pytest.MonkeyPatch.context() as patch:
         device = open_device(patch, seed)

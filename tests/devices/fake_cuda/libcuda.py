@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 
 from kvcupy.cuda_api import BATCH_TYPE
 
@@ -20,20 +19,16 @@ class BatchDriver:
     indices from which they hold, and the stream.
     """
 
-    def __init__(self, names=("cuGetProcAddress_v2", "cuGetProcAddress"), found=0):
+    def __init__(self, found=0):
         self.asked = []
         self.calls = []
         self.status, self.fail_index = 0, None
         self._found = found
         self._entry = BATCH_TYPE(self._copy)
-        for name in names:
-            setattr(self, name, functools.partial(self._look_up, name))
 
-    def _look_up(self, how, name, address, version, flags, found=None):
-        assert (found is None) == (how == "cuGetProcAddress")
-        self.asked.append((how, name, version, flags.value))
-        if found is not None:
-            found._obj.value = self._found
+    def cuGetProcAddress_v2(self, name, address, version, flags, found):
+        self.asked.append((name, version, flags.value))
+        found._obj.value = self._found
         if self._found != 1:  # there, though perhaps not for the version that was asked for
             address._obj.value = ctypes.cast(self._entry, ctypes.c_void_p).value
         return 0

@@ -1,7 +1,7 @@
 """What CUDA does behind the calls: contexts, streams whose work runs late, captures, memory.
 
-Work waits in its stream until somebody waits for it (then only what must go first is done), or
-`progress` lets it run. With `Machine.chance` streams go on by themselves at every call, in random
+Work stays in its stream until a caller waits for it (then only what must go first is done), or
+`progress` lets it run. With `Machine.chance` streams run by themselves at every call, in random
 order. Handles 0 and 1 are the legacy default stream of the device that is current, 2 is the
 calling thread's own; here the legacy stream of device 0 is known as 0, so a test may name it.
 """
@@ -36,7 +36,14 @@ _PATIENCE = 5  # seconds until a wait for the driver's lock counts as a deadlock
 
 
 class Capture:
-    """A capture in progress. `nodes` is its work, in the order of issue."""
+    """A capture in progress.
+
+    Attributes
+    ----------
+    nodes : its work, in the order of issue
+    counts : of each stream, how much it has done in the capture; to join it counts too
+    known : of each stream, how much of each stream's is known to be done before it continues
+    """
 
     _ids = itertools.count(1)
 
@@ -44,10 +51,26 @@ class Capture:
         self.id = next(self._ids)
         self.origin, self.mode = origin, mode
         self.thread = threading.get_ident()
-        self.streams = {origin}
-        self.joined = {origin}
+        self.counts = {}
+        self.known = {}
+        self.enter(origin)
         self.invalidated = False
         self.nodes = []
+
+    def enter(self, stream):
+        self.counts[stream] = 0
+        self.known[stream] = {}
+        self.note(stream)
+
+    def note(self, stream):
+        """Note that a stream has done something that must be joined."""
+        self.counts[stream] += 1
+        self.known[stream][stream] = self.counts[stream]
+
+    @property
+    def is_joined(self):
+        known = self.known[self.origin]
+        return all(known.get(stream, 0) == count for stream, count in self.counts.items())
 
 
 class Work:
@@ -80,8 +103,8 @@ class Machine:
 
     Attributes
     ----------
-    chance : random.Random, by which streams go on while the host does something else; or None
-    held : streams whose work does not finish before somebody waits for it
+    chance : random.Random, by which streams run while the host does something else; or None
+    held : streams whose work does not finish before a caller waits for it
     capturing : stream -> Capture
     deadlocks : every Deadlock that was raised, for some are swallowed on their way
     """
@@ -101,7 +124,7 @@ class Machine:
         self._free_handles = []  # of what was destroyed: the next one made has the latest
         self._destroyed = itertools.count()
         self._priorities = {}  # stream -> random number; the highest one that can goes first
-        self._running = threading.RLock()  # whoever holds it is the GPU
+        self._running = threading.RLock()  # the thread that holds it is the GPU
         self._driver = threading.Lock()  # what the driver holds around a host function
         self._driver_thread = None
         self._driver_needs_gil = False
@@ -131,7 +154,7 @@ class Machine:
 
     def destroy(self, handle):
         """Destroy a stream. Its work is done all the same; its handle is the next stream's."""
-        self.stream(handle)  # raises if it is none
+        self.stream(handle)  # raises if it is no stream
         self.require_safe()  # CUDA does not promise that it is not
         if capture := self.capturing.pop(handle, None):
             capture.invalidated = True
@@ -163,6 +186,7 @@ class Machine:
         capture = self.capturing.get(stream)
         if capture is not None:
             capture.nodes.append((function, is_ready))
+            capture.note(stream)
             return None
         others = ()
         if self.is_legacy(stream):
@@ -261,12 +285,12 @@ class Machine:
         return max(ready, key=lambda work: self._priorities[work.stream], default=None)
 
     def go_on(self):
-        """Let streams go on for a while, as they do beside the host."""
+        """Let streams run for a while, as they do beside the host."""
         while self.chance is not None and self.chance.random() < 0.5 and self.step():
             pass
 
     def in_background(self, handle=None):
-        """Let the work of a stream, or of all, run on a thread of its own; return the thread."""
+        """Let the work of a stream, or of all, run on another thread; return the thread."""
         thread = threading.Thread(target=self.progress, args=(handle,), daemon=True)
         thread.start()
         return thread
@@ -298,8 +322,11 @@ class Machine:
             raise AssertionError(f"{error!r} left a host function") from error
 
     def enter(self, keeps_gil=False):
-        """Begin a call of the runtime, which gives the thread a context. Whoever keeps the GIL must
-        not wait for the driver: the host function that it is about to call waits for the GIL."""
+        """Begin a call of the runtime, which gives the thread a context.
+
+        A caller that keeps the GIL must not wait for the driver: the host function that the driver
+        is about to call waits for the GIL.
+        """
         if threading.get_ident() == self._driver_thread:
             raise CudaError(NOT_PERMITTED)
         self.thread.has_context = True
@@ -334,7 +361,7 @@ class Machine:
         return capture
 
     def end(self, stream):
-        """End a capture and return it; its streams are usable again, whatever came of it."""
+        """End a capture and return it; its streams are usable again, even if it failed."""
         capture = self.capturing.get(stream)
         if capture is None:
             raise CudaError(UNSUPPORTED)
@@ -343,11 +370,11 @@ class Machine:
             raise CudaError(UNMATCHED)
         if capture.mode != RELAXED and capture.thread != threading.get_ident():
             raise CudaError(WRONG_THREAD)
-        for member in capture.streams:
+        for member in capture.counts:
             self.capturing.pop(member, None)
         if capture.invalidated:
             raise CudaError(INVALIDATED)
-        if capture.streams != capture.joined:
+        if not capture.is_joined:
             raise CudaError(UNJOINED)
         return capture
 
@@ -400,10 +427,12 @@ class Machine:
         if there:
             if there.invalidated:
                 raise CudaError(INVALIDATED)
-            there.streams.add(stream)
-            self.capturing[stream] = there
-            if stream == there.origin:
-                there.joined.add(event.stream)
+            if here is None:
+                there.enter(stream)
+                self.capturing[stream] = there
+            known = there.known[stream]
+            for other, count in event.known.items():
+                known[other] = max(known.get(other, 0), count)
         elif here:
             here.invalidated = True
             raise CudaError(ISOLATION)
@@ -419,6 +448,7 @@ class Event:
     def __init__(self, device):
         self.device = device
         self.stream = self.capture = self.work = None
+        self.known = {}  # in a capture, what of each stream is done when the event is
 
 
 class Memory:

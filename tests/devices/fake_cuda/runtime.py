@@ -88,7 +88,7 @@ class Runtime:
         self._machine.enter(keeps_gil=True)
         self._machine.require_safe()
         self.log.append(("context", self.current))
-        used = sum(len(memory.bytes) for memory in self.allocated.values())
+        used = sum(len(memory.bytes) for memory in list(self.allocated.values()))
         return self.limit_bytes - used, self.limit_bytes
 
     def deviceGetAttribute(self, attribute, index):
@@ -109,7 +109,7 @@ class Runtime:
 
     def deviceSynchronize(self):
         self._machine.enter()
-        for capture in self.capturing.values():
+        for capture in list(self.capturing.values()):
             capture.invalidated = True
         self.check_status(UNSUPPORTED if self.capturing else self.fault)
         self._machine.progress_device()
@@ -133,8 +133,7 @@ class Runtime:
             raise CudaError(INVALID_HANDLE)
         known.work = self._machine.submit(where, lambda: None)
         known.stream, known.capture = where, self.capturing.get(where)
-        if known.capture and where != known.capture.origin:
-            known.capture.joined.discard(where)
+        known.known = dict(known.capture.known[where]) if known.capture else {}
         self.log.append(("record", event, stream))
 
     def _event_status(self, event):
@@ -226,7 +225,7 @@ class Runtime:
         self._machine.enter()
         self._machine.require_safe()
         self.check_status(self.fault)
-        used = sum(len(memory.bytes) for memory in self.allocated.values())
+        used = sum(len(memory.bytes) for memory in list(self.allocated.values()))
         self.check_status(OUT_OF_MEMORY if used + size > self.limit_bytes else 0)
         alike = [m for m in self._freed if len(m.bytes) == size]
         memory = alike[-1] if alike else Memory(size)
@@ -328,7 +327,7 @@ class Runtime:
         return any(start <= ptr < start + size for start, size in blocks)
 
     def _device_of_memory(self, ptr):
-        for start, memory in self.allocated.items():
+        for start, memory in list(self.allocated.items()):
             if start <= ptr < start + len(memory.bytes):
                 return memory.device
         return None
@@ -338,7 +337,7 @@ class Runtime:
 
     def _holds(self, ptr, size):
         """Whether bytes lie in one allocation; of pageable memory that is not known."""
-        blocks = {**{p: len(m.bytes) for p, m in self.allocated.items()}, **self.pinned}
+        blocks = {**{p: len(m.bytes) for p, m in list(self.allocated.items())}, **self.pinned}
         return all(ptr + size <= p + n for p, n in blocks.items() if p <= ptr < p + n)
 
     def _reaches(self, ptr):

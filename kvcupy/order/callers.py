@@ -1,0 +1,106 @@
+"""Where an operation was called from: file and line, and the variable names of its streams."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from .history import Work
+
+_MAX_NAMING_FRAMES = 8
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).parent))
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Return whether a frame is neither kvcupy's nor torch's, whose dispatcher calls operators.
+
+    torch, which may not have been imported, is recognised by the names of its modules.
+    """
+    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return module != "torch" and not frame.f_code.co_filename.startswith(_LIBRARY)
+
+
+def users_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the user's frames of a call, innermost first."""
+    while frame is not None:
+        if _is_users(frame):
+            yield frame
+        frame = frame.f_back
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function by name.
+
+    Before Python 3.13 a frame keeps the dict that it was asked for, and with it every array.
+    """
+    asked = frame.f_locals
+    variables = dict(asked)
+    if type(asked) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        asked.clear()
+    return variables
+
+
+def site(frame: FrameType) -> str:
+    """Return file and line of the user's innermost call."""
+    user = next(users_frames(frame), frame)
+    return f"{user.f_code.co_filename}:{user.f_lineno}"
+
+
+def stack_level(frame: FrameType | None) -> int:
+    """Return the stack level of the user's innermost frame, for a warning issued in `frame`."""
+    depth = 1
+    while frame is not None and not _is_users(frame):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def names_of_streams(*works: Work) -> list[str]:
+    """Return what the caller's code calls the streams: variables, attributes, else their names.
+
+    The innermost function that knows all of them decides.
+    """
+    names: list[list[str]] = []
+    asked = [stream for work in works if (stream := work.stream()) is not None]
+    for frame in islice(users_frames(sys._getframe()), _MAX_NAMING_FRAMES):
+        names.append([_name_in(frame, stream) for stream in asked])
+    best = max(names, key=lambda own: sum(map(bool, own)), default=[])
+    chosen = dict(zip(map(id, asked), best, strict=False))
+    return [
+        chosen.get(id(work.stream())) or re.sub(r"\W+", "_", work.stream_name) for work in works
+    ]
+
+
+def _name_in(frame: FrameType, stream: Any) -> str:
+    """Return what a function calls a stream; empty if it has no name for it."""
+    variables = variables_of(frame)
+    for name, value in (*variables.items(), *frame.f_globals.items()):
+        if _is_stream(value, stream):
+            return str(name)
+    for name, value in variables.items():
+        for attribute, held in list(getattr(value, "__dict__", {}).items()):
+            if _is_stream(held, stream):
+                return f"{name}.{attribute}"
+    return ""
+
+
+def _is_stream(value: Any, stream: Any) -> bool:
+    """Return whether a variable holds a stream, as kvcupy's or another library's object."""
+    if value is stream:
+        return True
+    kind = type(value)
+    if hasattr(kind, "identity") and hasattr(kind, "record"):
+        return bool(value.identity == stream.identity)
+    for pointer in ("cuda_stream", "ptr"):  # of torch, of CuPy
+        if hasattr(kind, pointer) and hasattr(kind, "wait_event"):
+            return bool(getattr(value, pointer) == getattr(stream, "pointer", None))
+    return False

@@ -1,0 +1,306 @@
+"""Kernels that are broken in one place are noticed by the checks of the operations.
+
+The mutants are made by general operators (`mutants.py`), a sample of each file: two of them, with
+`--full` more. One that no check can notice is listed below with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import attention_checks as attention
+import four_bit_checks as four_bit
+import operation_checks as operations
+import pytest
+import test_indexing
+from mutants import STRICT, USERS, Build, Mutant, Runner, mutants
+
+STORES = (
+    operations.check_copy, operations.check_convert, operations.check_dynamic_of_any_rows,
+    operations.check_copy_of_odd_pages, operations.check_convert_to_fp8, operations.check_mla,
+    operations.check_dynamic, operations.check_convert_to_fp16,
+)  # fmt: skip
+GATHERS = (
+    operations.check_gather, operations.check_gather_static, operations.check_gather_dynamic,
+)  # fmt: skip
+ROPES = (
+    operations.check_rotation, operations.check_interleaved_rotation, operations.check_norm,
+    operations.check_partial_norm, operations.check_sections,
+    operations.check_interleaved_sections, operations.check_rope_store,
+    operations.check_good_positions, operations.check_rope_store_beside,
+    operations.check_rope_store_dynamic, operations.check_rope_store_mla,
+)  # fmt: skip
+TRANSFERS = (
+    operations.check_transfer, operations.check_transfer_by_copies,
+    operations.check_transfer_of_a_few_short_rows,
+    operations.check_transfer_of_long_rows, operations.check_transfer_converts,
+    operations.check_transfer_converts_wide_rows,
+)  # fmt: skip
+FOUR_BIT_STORES = (
+    four_bit.check_store,
+    partial(four_bit.check_store, fmt="mxfp4", source="bf16"),
+    partial(four_bit.check_store, fmt="int4"),
+    partial(four_bit.check_store, fmt="int4_g128"),
+    four_bit.check_narrow,
+    four_bit.check_scale_rule,
+    four_bit.check_rotated_blocks,
+    four_bit.check_long_rotated_rows,
+)
+FOUR_BIT_GATHERS = (
+    four_bit.check_gather,
+    partial(four_bit.check_gather, fmt="mxfp4"),
+    partial(four_bit.check_gather, fmt="int4_g64"),
+    four_bit.check_narrow,
+    four_bit.check_rotated_blocks,
+    four_bit.check_long_rotated_rows,
+)
+FOUR_BIT_TRANSFERS = (
+    four_bit.check_transfer,
+    partial(four_bit.check_transfer, src="fp16", dst="int4_g128", widths=(128, 128)),
+    partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(64, 32)),
+    partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(1056, 544)),
+    partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(64, 32), scales=False),
+    partial(four_bit.check_transfer, src="mxfp4", dst="fp32", widths=(64, 32)),
+    partial(
+        four_bit.check_transfer, src="fp16", dst="nvfp4", widths=(128, 192), rotates=(False, True)
+    ),
+    partial(
+        four_bit.check_transfer, src="nvfp4", dst="fp32", widths=(128, 192), rotates=(True, False)
+    ),
+    partial(
+        four_bit.check_transfer, src="mxfp4", dst="int8", widths=(128, 1152), rotates=(True, False)
+    ),
+    partial(
+        four_bit.check_transfer, src="nvfp4", dst="mxfp4", widths=(128, 192), rotates=(True, True)
+    ),
+    four_bit.check_transfer_of_latents,
+)
+FOUR_BIT_ROPES = (
+    four_bit.check_rope, partial(four_bit.check_rope, v_width=1024), four_bit.check_rotated_rope,
+)  # fmt: skip
+FOUR_BIT_ATTENTION = (
+    four_bit.check_attention,
+    partial(four_bit.check_attention, cache_fmt="mxfp4", widths=(128, 128)),
+    partial(four_bit.check_attention, cache_fmt="int4"),
+    partial(four_bit.check_attention, cache_fmt="int4_g64", widths=(128, 128)),
+    partial(four_bit.check_attention, widths=(128, 128), rope=True),
+    partial(four_bit.check_attention, cache_fmt="int4", widths=(128, 128), rope=True),
+    partial(four_bit.check_attention, widths=(128, 128), rope=True, interleaved=True),
+    four_bit.check_attention_large_values,
+    partial(four_bit.check_attention, widths=(192, 128), stored_rotated=True),
+    partial(four_bit.check_attention, widths=(256, 256), stored_rotated=True),
+    partial(four_bit.check_attention, stored_rotated=True),
+    four_bit.check_attention_loud,
+    four_bit.check_attention_latents,
+)
+FOUR_BIT_PLAIN_ATTENTION = (
+    partial(four_bit.check_attention, fmt="fp32", widths=(64, 96)),
+    partial(four_bit.check_attention, cache_fmt="int4", fmt="fp32", widths=(128, 128), rope=True),
+    partial(four_bit.check_attention, fmt="fp32", widths=(96, 128), stored_rotated=True),
+    partial(four_bit.check_attention_latents, latent=512),
+)
+PLAIN_ATTENTION = (
+    attention.check_attention_decode, attention.check_attention_append,
+    attention.check_attention_long_decode, attention.check_attention_decode_int8_plain,
+    attention.check_attention_append_masks, attention.check_attention_evicted_spans,
+    attention.check_attention_evicted_span_at_the_end, attention.check_attention_trees,
+    attention.check_attention_shared_keys, attention.check_attention_rotated_keys,
+    attention.check_attention_interleaved, attention.check_attention_rotated_packs,
+    attention.check_attention_interleaved_packs, attention.check_attention_faults,
+    attention.check_attention_full_table,
+    attention.check_attention_append_faults,
+)  # fmt: skip
+DECODES = (
+    attention.check_attention_decode_bf16, attention.check_attention_long_decode_fp16,
+    attention.check_attention_long_decode_fp8, attention.check_attention_decode_int8,
+    attention.check_attention_decode_rising_scales, attention.check_attention_decode_fp8,
+    attention.check_attention_decode_masks_fp16, attention.check_attention_append_whole_tiles,
+    attention.check_attention_evicted_spans_fp16, attention.check_attention_small_trees_bf16,
+    attention.check_attention_decode_tree, attention.check_attention_kept_keys_in_order,
+    attention.check_attention_rotated_keys_fp16, attention.check_attention_rotated_bytes,
+    attention.check_attention_interleaved_bytes, attention.check_attention_faults_fp16,
+    attention.check_attention_decode_heads_first,
+)  # fmt: skip
+LATENTS = (
+    attention.check_attention_latent, attention.check_attention_latent_fp8,
+    attention.check_attention_wide_rows,
+)  # fmt: skip
+HEADS = (
+    attention.check_attention_heads, attention.check_attention_heads_fp8,
+    attention.check_attention_heads_wide_rows, attention.check_attention_heads_bits,
+)  # fmt: skip
+PREFILLS = (
+    attention.check_attention_append_bf16, attention.check_attention_append_long,
+    attention.check_attention_append_masks_bf16, attention.check_attention_append_places,
+    attention.check_attention_shared_keys_fp16, attention.check_attention_trees_fp16,
+    attention.check_attention_append_rotated_keys, attention.check_attention_append_interleaved,
+    attention.check_attention_append_quantised,
+)  # fmt: skip
+SLOTS = (
+    operations.check_slot_mapping,
+    *(
+        partial(test_indexing.test_garbage_lengths_never_write_past_the_output, name=name)
+        for name in test_indexing.GARBAGE
+    ),
+)
+MERGES = (attention.check_merge_two, attention.check_merge_many)
+USERS_ATTENTION = (
+    attention.check_few_rows, attention.check_many_rows, attention.check_no_keys_of_a_tile,
+    attention.check_values_that_are_no_numbers, attention.check_scores_that_are_no_numbers,
+    attention.check_attention_decode_int8, attention.check_four_bits,
+    attention.check_rotated_four_bits, attention.check_stored_rotated,
+)  # fmt: skip
+
+FP8_ATTENTION = (
+    attention.check_attention_visible_nan, attention.check_attention_long_decode_fp8,
+    attention.check_attention_decode_fp8, attention.check_attention_heads_fp8,
+)  # fmt: skip
+
+CHECKS = {
+    "attention.cu": PLAIN_ATTENTION + FOUR_BIT_PLAIN_ATTENTION,
+    "attention.cuh": PLAIN_ATTENTION + DECODES + PREFILLS,
+    "attention_decode_four_bit.cuh": FOUR_BIT_ATTENTION,
+    "attention_decode_heads.cu": HEADS,
+    "attention_decode_latent.cu": LATENTS,
+    "attention_decode_mma.cu": DECODES + FOUR_BIT_ATTENTION,
+    "attention_decode_mma.cuh": DECODES + LATENTS + HEADS,
+    "attention_end.cuh": PLAIN_ATTENTION + DECODES[:7] + PREFILLS,
+    "attention_prefill.cu": PREFILLS,
+    "attention_prefill.cuh": PREFILLS,
+    "attention_rope.cuh": PLAIN_ATTENTION[7:13] + DECODES[-5:] + PREFILLS[-4:],
+    "attention_rows.cuh": FOUR_BIT_PLAIN_ATTENTION + PLAIN_ATTENTION,
+    "attention_tiles.cuh": PREFILLS + DECODES,
+    "cache_rows.cuh": STORES + GATHERS,
+    "common.cuh": STORES + MERGES + ROPES,
+    "faults.cu": (operations.check_transfer_by_copies,),
+    "four_bit.cuh": FOUR_BIT_STORES + FOUR_BIT_GATHERS + FOUR_BIT_ROPES + FOUR_BIT_TRANSFERS,
+    "fp8.cuh": (
+        *STORES,
+        *FP8_ATTENTION,
+        *GATHERS,
+        operations.check_transfer_converts,
+    ),
+    "gather.cu": GATHERS,
+    "gather_four_bit.cu": FOUR_BIT_GATHERS,
+    "hadamard.cuh": FOUR_BIT_ATTENTION[-5:] + FOUR_BIT_PLAIN_ATTENTION[-2:],
+    "indexing.cu": SLOTS,
+    "kv_operand.cuh": GATHERS + STORES,
+    "merge.cu": (*MERGES, attention.check_attention_long_append),
+    "mma.cuh": FP8_ATTENTION + PREFILLS + FOUR_BIT_ATTENTION[:1],
+    "numeric.cuh": STORES + GATHERS + TRANSFERS[3:],
+    "pages.cu": (operations.check_pages,),
+    "rope.cu": ROPES + FOUR_BIT_ROPES,
+    "store.cu": STORES,
+    "store_four_bit.cu": FOUR_BIT_STORES,
+    "transfer.cu": TRANSFERS + FOUR_BIT_TRANSFERS,
+    "transfer_rows.cuh": TRANSFERS,
+    "host/attention.h": USERS_ATTENTION,
+}
+"""By file of the kernels, what looks at it: quick checks, and those that see the most, first.
+
+`attention_latent.cuh` is left out: it decides whether values are fetched again, only a matter
+of speed.
+"""
+
+ARCHS = {"fp8.cuh": 75, "mma.cuh": 75}
+"""Files with branches of GPUs, and the one whose branches run; else a processor's do."""
+
+EQUIVALENT = {
+    "gather.cu: if (i < p.v.width) v.load(v_in + i * kInBytes); -> if (i <= p.v.width) "
+    "v.load(v_in + i * kInBytes);":
+        "It reads past a row what it does not store.",
+    "store.cu: if (i < k_width) k.load(k_in + i * kInBytes); -> if (i <= k_width) "
+    "k.load(k_in + i * kInBytes);":
+        "It reads past a row what it does not store.",
+    "gather_four_bit.cu: if (has_v) load_in_group<TFormat>(v_in, at, p.v, v, v_bits); -> "
+    "if (true) load_in_group<TFormat>(v_in, at, p.v, v, v_bits);":
+        "It reads past a row what it does not store.",
+    "gather_four_bit.cu: for (int first = 0; first < operand.width; first += "
+    "kElementsAlone) { -> for (int first = 0; first <= operand.width; first += "
+    "kElementsAlone) {":
+        "A row is whole steps, and after the last nothing is left of it.",
+    "four_bit.cuh: } else if (word_bytes == 2) { -> } else if (false) { #2":
+        "Single bytes instead of words are slower and the same.",
+    "indexing.cu: return page > (kLargest - offset) / page_size ? kLargest : page * "
+    "page_size + offset; -> return page >= (kLargest - offset) / page_size ? kLargest : "
+    "page * page_size + offset;":
+        "Both slots are past the end of every cache.",
+    "kv_operand.cuh: if constexpr (kQuantised<TOut>) return "
+    "quantise<TOut>(to_floats(in), scale); -> if constexpr (true) return "
+    "quantise<TOut>(to_floats(in), scale);":
+        "The scale of other formats is 1.",
+    "numeric.cuh: if (divisor == kInfinity || divisor == -kInfinity) divisor = 0.0f; -> "
+    "if (false) divisor = 0.0f;":
+        "A correction with an infinity is NaN, and NaN corrects nothing.",
+    "attention_decode_four_bit.cuh: return a.page_bytes == b.page_bytes && "
+    "a.offset_bytes == b.offset_bytes && -> return a.page_bytes != b.page_bytes && "
+    "a.offset_bytes == b.offset_bytes &&":
+        "Arrays are then addressed one by one, which is slower; no caller differs in pages alone.",
+    "attention_tiles.cuh: const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) -> "
+    "const int permuted = kRowBytes % 129 == 0 ? chunk ^ (row & 7)":
+        "Chunks lie elsewhere for all who read and write them; banks conflict.",
+    "host/attention.h: entry = entry_of(p, place); -> ;":
+        "The page of each key is looked up again, which is slower.",
+    "host/attention.h: if constexpr (kMost > 2 && kProductRows > 2) { -> if constexpr (true) {":
+        "It chooses how many rows are multiplied at once.",
+    "transfer.cu: if (p.dst_v_scale && p.v_width) scales[1] = v_scale_to[r]; -> if (true) "
+    "scales[1] = v_scale_to[r];":
+        "Without scales of V its address is null.",
+    "mma.cuh: constexpr bool kTuring = kArch != 0 && kArch < 800; -> constexpr bool "
+    "kTuring = kArch != 0 && kArch <= 800;":
+        "It differs on sm_80 alone.",
+    "mma.cuh: if constexpr (!kCopiesAreAsync) { -> if constexpr (false) {":
+        "On a processor either copy is one of bytes.",
+}  # fmt: skip
+"""By the name of a mutant that no check can notice, the reason."""
+
+
+def mutants_of(file: str) -> list[Mutant]:
+    if file.startswith("host/"):
+        return mutants(file, {"KVCUPY_HOST_VARIANTS": 1})
+    return mutants(file, {"KVCUPY_STRICT": 1, "KVCUPY_ARCH": 10 * ARCHS.get(file, 0)})
+
+
+def runner_of(file: str, folder: Path) -> Runner:
+    builds = USERS if file.startswith("host/") else STRICT
+    if file in ARCHS:
+        builds = (Build(True, 32, (f"-DKVCUPY_ARCH={10 * ARCHS[file]}",)), *builds, *USERS)
+    return Runner(folder, CHECKS[file], builds)
+
+
+@pytest.mark.usefixtures("kernel_sources")  # broken on purpose: not for sanitizers
+@pytest.mark.parametrize("file", CHECKS)
+def test_mutants_are_noticed(request, tmp_path, file):
+    count = 4 if request.config.option.full else 2
+    candidates = [m for m in mutants_of(file) if m.name not in EQUIVALENT]
+    compiled = runner_of(file, tmp_path).compiled(candidates, count)
+    assert [m.name for m, noticed in compiled if not noticed] == []
+
+
+def test_listed_mutants_exist():
+    assert set(EQUIVALENT) <= {m.name for file in CHECKS for m in mutants_of(file)}
+
+
+ALL = dict.fromkeys(check for checks in CHECKS.values() for check in checks)
+
+
+def name_check(check: partial[object] | Callable[[object], object]) -> str:
+    """Return the name of a check, with its options."""
+    if isinstance(check, partial):
+        return f"{check.func.__name__}, {', '.join(map(str, check.keywords.values()))}"
+    return check.__name__
+
+
+@pytest.mark.parametrize("check", ALL, ids=name_check)
+def test_kernels_as_they_are(kernel_sources, check):
+    check(kernel_sources.device())
+
+
+@pytest.mark.parametrize("check", ALL, ids=name_check)
+def test_kernels_as_users_run_them(kernel_sources, lenient_host, check):
+    """Likewise where it is not strict, and one thread has a row, with its own vector code."""
+    device = kernel_sources.device()
+    device.warp_lanes = 1
+    check(device)
