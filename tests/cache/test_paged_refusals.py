@@ -256,23 +256,23 @@ def gaps(device):
 
 
 def elsewhere(device):
-    here = view(GOOD(device))
+    here = view(ROWS(device))
     return ArrayView(here.pointer, here.shape, here.strides, here.format, "cuda:77")
 
 
-GOOD = made(2, 2, 2, 8)
+ROWS = made(2, 2, 2, 8)
 
 # fmt: off
 SETS = [
-    (-1, GOOD, GOOD, ValueError, "start"),
-    (11, GOOD, GOOD, ValueError, "start|k"),
+    (-1, ROWS, ROWS, ValueError, "start"),
+    (11, ROWS, ROWS, ValueError, "start|k"),
     (13, made(2, 0, 2, 8), made(2, 0, 2, 8), ValueError, "start|k"),
-    (1.0, GOOD, GOOD, TypeError, "start"),
-    (0, made(3, 2, 2, 8), GOOD, ValueError, "k"),
-    (0, made(2, 2, 3, 8), GOOD, ValueError, "k"),
-    (0, made(2, 2, 2, 9), GOOD, ValueError, "k"),
-    (0, GOOD, made(2, 2, 2, 9), ValueError, "v"),
-    (0, GOOD, made(2, 3, 2, 8), ValueError, "v|k"),
+    (1.0, ROWS, ROWS, TypeError, "start"),
+    (0, made(3, 2, 2, 8), ROWS, ValueError, "k"),
+    (0, made(2, 2, 3, 8), ROWS, ValueError, "k"),
+    (0, made(2, 2, 2, 9), ROWS, ValueError, "k"),
+    (0, ROWS, made(2, 2, 2, 9), ValueError, "v"),
+    (0, ROWS, made(2, 3, 2, 8), ValueError, "v|k"),
     (0, made(2, 2, 16), made(2, 2, 16), ValueError, "k"),
     (0, made(2, 2, 2, 8, dtype=np.int64), made(2, 2, 2, 8, dtype=np.int64), TypeError, "k"),
     *((3, *pair, error, name)
@@ -283,7 +283,7 @@ SETS = [
         (made(2, 2, 2, 8, dtype=np.float64), TypeError),
         (gaps, ValueError),
         (elsewhere, ValueError),
-    ] for name, pair in [("k", (bad, GOOD)), ("v", (GOOD, bad))]),
+    ] for name, pair in [("k", (bad, ROWS)), ("v", (ROWS, bad))]),
 ]
 # fmt: on
 
