@@ -1,12 +1,12 @@
 // Merge states of attention: outputs over different keys and the logarithms (lse) of their weights.
 //
-// A row is one (token, head) of all states. A group of `lanes` neighbouring threads (a power of
-// two, up to a warp) takes one: lane i sums the packs i, i + lanes, ... of it over the states, so
-// that an output may be written where a state was read. The lse of a row are shared out to its
-// lanes for their largest and for the sum of weights against it; each lane finds the weights again
-// in L1. The rows of kStates states are loaded before the first is used. A state that saw no key
-// (lse minus infinity) is not read: its row may hold anything. States past the last that saw one,
-// such as the splits that a short sequence leaves without keys, cost no more than their lse.
+// A row is one (token, head) of all states. Lane i of a row takes its packs i, i + lanes, ..., so
+// that an output may be written where a state was read. Two states: a group of up to a warp takes a
+// row. More: the states of a row may be dealt out to several stripes of lanes, which have a block
+// to themselves; their sums are added in order, so that results do not vary. Each lane finds the
+// weights of states again in L1. A state that saw no key (lse minus infinity) is not read: its row
+// may hold anything. States past the last that saw one, such as the splits that a short sequence
+// leaves without keys, cost no more than their lse.
 //
 // Bytes: each row of a state that saw a key is read once, each row of out is written once, plus one
 // lse per row and state.
@@ -43,6 +43,7 @@ struct MergeParams {
   int width;
   int base_two;  // whether lse are to base 2, else natural
   int lane_shift;
+  int stripe_shift;  // log2(stripes of lanes that a row has), of more than two states
 };
 
 // Where one row is in each state.
@@ -101,105 +102,213 @@ __device__ __forceinline__ Weights<kStates> weigh(const float (&lse)[kStates], c
   return weights;
 }
 
-// TIn is TOut or float. kCount elements of TIn are a 16-byte word, or one element where that does
-// not fit. kStates is two, or, where more are to be merged, as many as registers hold. grid: (rows
-// / (block / lanes)), block: (a multiple of lanes and of 32), smem: 0
-template <typename TIn, typename TOut, int kCount, int kStates>
+// What a row is, and what comes of it.
+struct MergedRow {
+  int token;
+  int head;
+  StateRows in;
+  StateRows in_lse;
+  float sink;
+  char* out;
+
+  __device__ __forceinline__ MergedRow(const MergeParams& p, int row)
+      : token(row / p.num_heads), head(row - token * p.num_heads) {
+    in = find_states(p.out_a, p.out_a_rows, p.out_b, p.out_b_rows, p.out_state_bytes, token, head);
+    in_lse =
+        find_states(p.lse_a, p.lse_a_rows, p.lse_b, p.lse_b_rows, p.lse_state_bytes, token, head);
+    sink = p.sinks ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) : -kInfinity;
+    out = p.out + row_offset(p.out_rows, token, head);
+  }
+
+  __device__ __forceinline__ bool is_valid(const MergeParams& p) const {
+    return !p.num_valid || token < *reinterpret_cast<const int*>(p.num_valid);
+  }
+
+  __device__ __forceinline__ void store_lse(const MergeParams& p, float origin, float total) const {
+    if (!p.lse) return;
+    *reinterpret_cast<float*>(p.lse + row_offset(p.lse_rows, token, head)) =
+        origin + (p.base_two ? log2f(total) : logf(total));
+  }
+};
+
+// Where nobody saw a key, any origin of the weights will do but minus infinity.
+__device__ __forceinline__ float origin_of(float largest) {
+  return largest == -kInfinity ? 0.0f : largest;
+}
+
+__device__ __forceinline__ float inverse_of(float total) {
+  return total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
+}
+
+// Add the packs of kStates states from `first` on to `sum`, times their weights and `scale`.
+template <typename TIn, int kCount, int kStates>
+__device__ __forceinline__ void add_states(Pack<float, kCount>& sum, const StateRows& in, int first,
+                                           int element, const Weights<kStates>& weights,
+                                           float scale) {
+  Pack<TIn, kCount> packs[kStates];
+#pragma unroll
+  for (int j = 0; j < kStates; ++j) {
+    if (weights.counts[j]) packs[j].load(in.at(first + j) + element * sizeof(TIn));
+  }
+#pragma unroll
+  for (int j = 0; j < kStates; ++j) {
+    if (!weights.counts[j]) continue;
+    const Pack<float, kCount> values = to_floats(packs[j]);
+    const float weight = weights.factors[j] * scale;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      sum.values[k] = __fmaf_rn(weight, values.values[k], sum.values[k]);
+    }
+  }
+}
+
+__device__ __forceinline__ u32 lanes_of_row(int lanes) {
+  return (kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
+}
+
+// Two states. TIn is TOut or float. kCount elements of TIn are a 16-byte word, or one element where
+// that does not fit.
+// grid: (rows / (block / lanes)), block: (a multiple of lanes and of 32), smem: 0
+template <typename TIn, typename TOut, int kCount>
 __global__ void merge_states(const __grid_constant__ MergeParams p) {
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
-  if (row >= p.num_rows) return;
-  const int token = row / p.num_heads;
-  const int head = row - token * p.num_heads;
-  if (p.num_valid && token >= *reinterpret_cast<const int*>(p.num_valid)) return;
-  const StateRows in =
-      find_states(p.out_a, p.out_a_rows, p.out_b, p.out_b_rows, p.out_state_bytes, token, head);
-  const StateRows in_lse =
-      find_states(p.lse_a, p.lse_a_rows, p.lse_b, p.lse_b_rows, p.lse_state_bytes, token, head);
+  const int number = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+  if (number >= p.num_rows) return;
+  const MergedRow row(p, number);
+  if (!row.is_valid(p)) return;
 
-  // Load: the largest lse. Every lane reads both of two states; more are shared out to the lanes.
-  const float sink =
-      p.sinks ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) : -kInfinity;
-  const u32 row_lanes = (kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
-  float largest = sink;
-  float lse[kStates];
-  int used = 1;  // states up to the last that saw a key, at least one
-  if constexpr (kStates == 2) {
-    load_lse(in_lse, 0, p.num_states, lse);
-    largest = fmaxf(largest, fmaxf(lse[0], lse[1]));
-  } else {
-#pragma unroll 1
-    for (int state = lane; state < p.num_states; state += lanes) {
-      const float own = *reinterpret_cast<const float*>(in_lse.at(state));
-      largest = fmaxf(largest, own);
-      if (own != -kInfinity) used = state + 1;
-    }
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));
-      used = max(used, __shfl_xor_sync(row_lanes, used, distance));
-    }
-  }
-
-  // Convert: lse to weights. Where nobody saw a key, any origin will do but minus infinity.
-  const float origin = largest == -kInfinity ? 0.0f : largest;
-  float total = 0.0f;
-  Weights<kStates> weights;
-  if constexpr (kStates == 2) {
-    weights = weigh(lse, p, origin);
-    total = weights.factors[0] + weights.factors[1];
-  } else {
-#pragma unroll 1
-    for (int state = lane; state < used; state += lanes) {
-      const float own = *reinterpret_cast<const float*>(in_lse.at(state));
-      if (own != -kInfinity) total += power(own - origin, p.base_two);
-    }
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      total += __shfl_xor_sync(row_lanes, total, distance);
-    }
-  }
-  total += power(sink - origin, p.base_two);
-  const float scale = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
-
-  char* out = p.out + row_offset(p.out_rows, token, head);
+  float lse[2];
+  load_lse(row.in_lse, 0, p.num_states, lse);
+  const float origin = origin_of(fmaxf(row.sink, fmaxf(lse[0], lse[1])));
+  const Weights<2> weights = weigh(lse, p, origin);
+  const float total =
+      weights.factors[0] + weights.factors[1] + power(row.sink - origin, p.base_two);
+  const float scale = inverse_of(total);
   for (int i = lane * kCount; i < p.width; i += lanes * kCount) {
-    Pack<float, kCount> sum;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) sum.values[j] = 0.0f;
-    const int end = kStates == 2 ? 1 : used;
-#pragma unroll 1
-    for (int first = 0; first < end; first += kStates) {
-      if constexpr (kStates > 2) {
-        load_lse(in_lse, first, p.num_states, lse);
-        weights = weigh(lse, p, origin);
-      }
-      Pack<TIn, kCount> packs[kStates];
-      // Load
-#pragma unroll
-      for (int j = 0; j < kStates; ++j) {
-        if (weights.counts[j]) packs[j].load(in.at(first + j) + i * sizeof(TIn));
-      }
-      // Convert
-#pragma unroll
-      for (int j = 0; j < kStates; ++j) {
-        if (!weights.counts[j]) continue;
-        const Pack<float, kCount> values = to_floats(packs[j]);
-        const float weight = weights.factors[j] * scale;
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-          sum.values[k] = __fmaf_rn(weight, values.values[k], sum.values[k]);
-        }
-      }
-    }
-    // Store
-    from_floats<TOut>(sum).store(out + i * sizeof(TOut));
+    Pack<float, kCount> sum{};
+    add_states<TIn>(sum, row.in, 0, i, weights, scale);
+    from_floats<TOut>(sum).store(row.out + i * sizeof(TOut));
   }
 
   // The lse may overwrite a state's: all lanes must have read it first. Other rows of the warp may
   // have no lanes left, so this waits for the lanes of this row only.
-  if (lanes > 1) __syncwarp(row_lanes);
-  if (lane == 0 && p.lse) {
-    *reinterpret_cast<float*>(p.lse + row_offset(p.lse_rows, token, head)) =
-        origin + (p.base_two ? log2f(total) : logf(total));
+  if (lanes > 1) __syncwarp(lanes_of_row(lanes));
+  if (lane == 0) row.store_lse(p, origin, total);
+}
+
+// Any number of states, of which a thread has kStates in flight.
+constexpr int kStates = 8;
+constexpr int kMostWarps = 8;
+
+// What the warps of a row tell one another.
+struct RowShares {
+  float largest[kMostWarps];
+  int used[kMostWarps];
+  float totals[kMostWarps];
+};
+
+// Up to a warp of threads takes a row; or all of a block, kBlock, `lanes` times `stripes` of them.
+// grid: (rows / (block / threads)), block: (a multiple of threads and of 32), smem: with kBlock
+// RowShares, and a float32 for each element that a thread holds
+template <typename TIn, typename TOut, int kCount, bool kBlock>
+__global__ void __launch_bounds__(kMostWarps * 32, 2)
+    merge_many(const __grid_constant__ MergeParams p) {
+  const int lanes = 1 << p.lane_shift;
+  const int stripes = kBlock ? 1 << p.stripe_shift : 1;
+  const int threads = lanes * stripes;
+  const int thread = threadIdx.x & (threads - 1);
+  const int lane = thread & (lanes - 1);
+  const int stripe = thread >> p.lane_shift;
+  const int number =
+      kBlock ? blockIdx.x
+             : blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+  if (number >= p.num_rows) return;
+  const MergedRow row(p, number);
+  if (!row.is_valid(p)) return;
+  [[maybe_unused]] RowShares& shares = *dynamic_shared<RowShares>();
+  [[maybe_unused]] float* sums =
+      reinterpret_cast<float*>(&shares + 1);  // [stripes, lanes * kCount]
+  const int of_warp = kBlock ? 32 : lanes;
+  const u32 row_lanes = lanes_of_row(of_warp);
+  [[maybe_unused]] const int warp = threadIdx.x / 32;
+  [[maybe_unused]] const int warps = threads / 32;
+
+  // The largest lse, and how many states there are up to the last that saw a key, at least one.
+  float largest = row.sink;
+  int used = 1;
+#pragma unroll 1
+  for (int state = thread; state < p.num_states; state += threads) {
+    const float own = *reinterpret_cast<const float*>(row.in_lse.at(state));
+    largest = fmaxf(largest, own);
+    if (own != -kInfinity) used = state + 1;
   }
+  for (int distance = of_warp / 2; distance > 0; distance /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));
+    used = max(used, __shfl_xor_sync(row_lanes, used, distance));
+  }
+  if constexpr (kBlock) {
+    if (threadIdx.x % 32 == 0) {
+      shares.largest[warp] = largest;
+      shares.used[warp] = used;
+    }
+    __syncthreads();  // the shares of all warps are there
+    for (int i = 0; i < warps; ++i) {
+      largest = fmaxf(largest, shares.largest[i]);
+      used = max(used, shares.used[i]);
+    }
+  }
+
+  // The sum of weights
+  const float origin = origin_of(largest);
+  float total = 0.0f;
+#pragma unroll 1
+  for (int state = thread; state < used; state += threads) {
+    const float own = *reinterpret_cast<const float*>(row.in_lse.at(state));
+    if (own != -kInfinity) total += power(own - origin, p.base_two);
+  }
+  for (int distance = of_warp / 2; distance > 0; distance /= 2) {
+    total += __shfl_xor_sync(row_lanes, total, distance);
+  }
+  if constexpr (kBlock) {
+    if (threadIdx.x % 32 == 0) shares.totals[warp] = total;
+    __syncthreads();  // the totals of all warps are there
+    total = 0.0f;
+    for (int i = 0; i < warps; ++i) total += shares.totals[i];
+  }
+  total += power(row.sink - origin, p.base_two);
+  const float scale = inverse_of(total);
+
+  for (int first = 0; first < p.width; first += lanes * kCount) {
+    const int element = first + lane * kCount;
+    Pack<float, kCount> sum{};
+    if (element < p.width) {
+#pragma unroll 1
+      for (int state = stripe * kStates; state < used; state += stripes * kStates) {
+        float lse[kStates];
+        load_lse(row.in_lse, state, p.num_states, lse);
+        add_states<TIn>(sum, row.in, state, element, weigh(lse, p, origin), scale);
+      }
+    }
+    if constexpr (kBlock) {
+      if (first > 0) __syncthreads();  // the sums of the last elements are no longer needed
+      sum.store(reinterpret_cast<char*>(sums + thread * kCount));
+      __syncthreads();  // all stripes have read the row and left their sums
+      if (stripe == 0) {
+        for (int i = 1; i < stripes; ++i) {
+          Pack<float, kCount> other;
+          other.load(reinterpret_cast<const char*>(sums + (i * lanes + lane) * kCount));
+#pragma unroll
+          for (int k = 0; k < kCount; ++k) sum.values[k] += other.values[k];
+        }
+      }
+    }
+    if (stripe == 0 && element < p.width) {
+      from_floats<TOut>(sum).store(row.out + element * sizeof(TOut));
+    }
+  }
+
+  // As above: whoever reads the lse has read them all.
+  if (!kBlock && lanes > 1) __syncwarp(row_lanes);
+  if (thread == 0) row.store_lse(p, origin, total);
 }

@@ -60,7 +60,8 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_decode_mma": 255,  # two or three blocks of 128 threads an SM, as planned
     "attention_decode_latent": 255,  # two blocks of 128 threads an SM, as planned
     "attention_decode_heads": 255,  # a block of 256 threads an SM, as planned
-    "merge_states": 100,  # eight states in flight; two take 60
+    "merge_states": 64,
+    "merge_many": 128,  # eight states in flight; a block has up to 256 threads
     "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }
 

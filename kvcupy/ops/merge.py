@@ -14,7 +14,7 @@ from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import call, checks
 from .call import Operation, Plan, Views
-from .launch import Launch, Pointer, fields_of, require_countable, spread, widest
+from .launch import Geometry, Launch, Pointer, fields_of, require_countable, spread, widest
 from .spec import Argument
 
 _SHAPE, _SUMS = "tokens kv_heads head_dim", "tokens kv_heads"
@@ -54,30 +54,37 @@ PARAMS = np.dtype(
         *fields_of(np.uint64, "out_a lse_a out_b lse_b sinks num_valid out lse faults"),
         *((f"{name}_rows", _STRIDES) for name in _ROWS),
         *fields_of(np.int64, "out_state_bytes lse_state_bytes sink_bytes"),
-        *fields_of(np.int32, "num_states num_rows num_heads width base_two lane_shift"),
+        *fields_of(
+            np.int32, "num_states num_rows num_heads width base_two lane_shift stripe_shift"
+        ),
     ],
     align=True,
 )
 
-# By whether several threads share a row: they wait for one another before its lse is written.
-MERGE = {
-    shared: Kernel("merge.cu", "merge_states", PARAMS, "MergeParams", barriers=shared)
-    for shared in (True, False)
-}
+# Of two states and of more; by whether several threads share a row: they wait for one another.
+MERGE, MERGE_MANY = (
+    {
+        shared: Kernel("merge.cu", name, PARAMS, "MergeParams", barriers=shared)
+        for shared in (True, False)
+    }
+    for name in ("merge_states", "merge_many")
+)
 
-STATES = 8  # that a thread has in flight, where there are more than two
+_STATES = 8  # kStates of the kernel: in flight
+_MAX_LANES, _MAX_THREADS = 128, 256  # of a row of many states
+_SHARES = 3 * _MAX_THREADS // 32  # words of RowShares
 MERGED = ("fp32", "fp16", "bf16")
 
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a GPU is asked for."""
     return [
-        MERGE[True].specialise(FORMATS[source].ctype, FORMATS[target].ctype, count, states)
+        kernel[True].specialise(FORMATS[source].ctype, FORMATS[target].ctype, count, *block)
         for source in MERGED
         for target in MERGED
         if source in (target, "fp32")
         for count in (_pack(source), 1)
-        for states in (2, STATES)
+        for kernel, *block in ((MERGE,), (MERGE_MANY, "false"), (MERGE_MANY, "true"))
     ]
 
 
@@ -243,15 +250,39 @@ def _launch(
     count = pack if width % pack == 0 and widest(map(abs, steps)) == 16 else 1
     num_rows = num_tokens * num_heads
     require_countable(num_rows, "out_a")
-    geometry = spread(
-        num_rows, width // count, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32
+    num_states = params["num_states"]
+    stripes, geometry = (
+        1,
+        spread(
+            num_rows, width // count, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32
+        ),
     )
+    if num_states > 2 and device.warp_lanes > 1:
+        stripes, geometry = _spread_states(num_rows, width // count, num_states) or (1, geometry)
     params |= {"num_rows": num_rows, "num_heads": num_heads, "width": width}
-    params["lane_shift"] = geometry.lane_shift
-    states = 2 if params["num_states"] <= 2 else STATES
+    params |= {"lane_shift": geometry.lane_shift, "stripe_shift": stripes.bit_length() - 1}
+    threads = geometry.lanes * stripes
+    has_block = threads > 32
+    kernels, block = (MERGE, []) if num_states <= 2 else (MERGE_MANY, [str(has_block).lower()])
     ctypes = FORMATS[source].ctype, FORMATS[target].ctype
-    specialisation = MERGE[geometry.lanes > 1].specialise(*ctypes, count, states)
-    return Launch(device, specialisation, geometry.grid, geometry.block, 0, params, pointers, names)
+    specialisation = kernels[threads > 1].specialise(*ctypes, count, *block)
+    smem_bytes = 4 * (_SHARES + threads * count) if has_block else 0
+    return Launch(
+        device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers, names
+    )
+
+
+def _spread_states(num_rows: int, words: int, num_states: int) -> tuple[int, Geometry] | None:
+    """Give each row a block, if a warp would have much to do: stripes of lanes share its states.
+
+    A stripe takes at least as many states as it has in flight.
+    """
+    lanes = min(1 << max(0, words - 1).bit_length(), _MAX_LANES)
+    stripes = 1 << max(1, num_states // _STATES).bit_length() - 1
+    stripes = min(stripes, _MAX_THREADS // lanes)
+    if lanes * stripes <= 32:
+        return None
+    return stripes, Geometry(lanes, (num_rows, 1, 1), (lanes * stripes, 1, 1))
 
 
 def _pack(format: str) -> int:

@@ -598,9 +598,9 @@ def _tree_mask(case: Arguments, new: tuple[int, ...]) -> Array:
 @_case("merge_states", "neither saw a key", unseen="both")
 def _merge_states(
     case: Arguments, *, fmt: str = "bf16", out_fmt: str = "", base: str = "e", unseen: str = "",
-    states: int = 2,
+    states: int = 2, width: int = 64,
 ) -> Call:  # fmt: skip
-    tokens, heads, width, out_fmt = 7, 4, 64, out_fmt or fmt
+    tokens, heads, out_fmt = 7, 4, out_fmt or fmt
     outs = case.rng.standard_normal((states, tokens, heads, width))
     lses = (3 * case.rng.standard_normal((states, tokens, heads))).astype(np.float32)
     for state in {"": (), "one": (1,), "both": (0, 1)}[unseen]:
@@ -761,10 +761,11 @@ def _rotated(fmt: str, cache_fmt: str, count: str, reduces: str) -> dict[str, An
     return options
 
 
-def _merged(fmt: str, out_fmt: str, count: str, states: str) -> dict[str, Any] | None:
+def _merged(fmt: str, out_fmt: str, count: str, block: str = "") -> dict[str, Any] | None:
     if count == "1":
         return None
-    return {"fmt": _NAMES[fmt], "out_fmt": _NAMES[out_fmt], "states": min(int(states), 5)}
+    states = {"": {}, "false": {"states": 5}, "true": {"states": 33, "width": 256}}[block]
+    return {"fmt": _NAMES[fmt], "out_fmt": _NAMES[out_fmt], **states}
 
 
 def _attended(**changed: Any) -> dict[str, Any]:
@@ -865,6 +866,7 @@ _BUILDERS: dict[str, tuple[str, Callable[..., Call], _Options]] = {
         "paged_attention", _paged_attention, lambda ctype, keys: _latent(40, ctype)
     ),
     "merge_states": ("merge_states", _merge_states, _merged),
+    "merge_many": ("merge_states", _merge_states, _merged),
     "copy_pages": (
         "copy_pages", _copy_pages,
         _word(lambda elements: {"widths": (3 * elements, 5 * elements), "views": True}),

@@ -382,7 +382,8 @@ def _transferred(name: str, kernel: str, host_format: str, **options: Any) -> Ro
 def _merged(states: int) -> Row:
     moved = _WIDTH * (4 * states + 2)
     return Row(
-        f"merge_states of {states}", partial(_merge, states=states), "merge_states",
+        f"merge_states of {states}", partial(_merge, states=states),
+        "merge_states" if states == 2 else "merge_many",
         "head of a token", moved, _bytes(moved), _TOKENS * _QUERY_HEADS, word_bytes=8,
     )  # fmt: skip
 

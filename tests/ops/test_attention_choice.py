@@ -68,7 +68,7 @@ def names(launches):
 
 def test_a_single_sequence_is_split_and_merged(watch):
     launches = launched(watch())
-    assert names(launches) == ["attention_decode_mma", "merge_states"]
+    assert names(launches) == ["attention_decode_mma", "merge_many"]
     assert launches[0][1][2] == 64 * 16 // 256  # no split of less than 256 keys
 
 

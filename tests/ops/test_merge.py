@@ -159,6 +159,27 @@ def test_many(device, fmt, base, count):
         case.merge(*some, base=base)
 
 
+@formats
+@pytest.mark.parametrize(("count", "width"), [(3, 512), (16, 128), (129, 64), (70, 1100), (40, 7)])
+def test_a_row_of_several_warps(device, fmt, count, width):
+    """Also where its last states saw no key, where none did, and where it is no whole round."""
+    case = AttentionCase(device, count)
+    outs, lses = state(case, fmt, (count, 3, 2, width), empty=0.3)
+    lses.view[:, 0] = -INF
+    lses.view[count // 2 :, 1] = -INF
+    lses.buffer.restore()
+    case.merge(outs, lses, None, None, *results(case, fmt, (3, 2, width)))
+
+
+def test_results_of_several_warps_do_not_vary(device):
+    """Whatever the order of threads: sums are added in order."""
+    case = AttentionCase(device, 11)
+    some = state(case, "fp32", (128, 2, 2, 512), empty=0.2)
+    first, *others = (kv.merge_states(some[0].array, some[1].array, None, None) for _ in range(4))
+    for other, a in itertools.product(others, (0, 1)):
+        assert device.to_numpy(other[a]).tobytes() == device.to_numpy(first[a]).tobytes()
+
+
 def test_many_of_any_strides(device):
     case = AttentionCase(device, 7)
     outs = case.place(from_values(case.rng.standard_normal((6, 5, 3, 16)), "bf16"), "bf16",
