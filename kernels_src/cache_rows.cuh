@@ -7,6 +7,7 @@
 // warps share a row when there are too few rows to fill the device.
 #pragma once
 
+#include "index_load.cuh"
 #include "kv_operand.cuh"
 
 #ifdef KVCUPY_HOST_VARIANTS
@@ -45,19 +46,33 @@ struct CacheRow {
   i64 slot;  // negative: nothing to do
 };
 
-__device__ __forceinline__ CacheRow find_row(const CacheRowsParams& p) {
+// A row with its slot as given: `check_slot` must follow. Loads that do not depend on the slot go
+// between the two, so that they do not wait for it. Past the last row the slot is negative.
+__device__ __forceinline__ CacheRow begin_row(const CacheRowsParams& p) {
   const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
   if (row >= p.num_rows) return {0, 0, -1};
   const int token = p.num_heads == 1 ? row : row / p.num_heads;
   const int head = row - token * p.num_heads;
-  i64 slot = load_index(p.slots + token * p.slot_stride_bytes, p.index_bytes);
-  if (slot == p.skip_slot) slot = -1;
-  if (slot >= p.num_slots) {
-    const bool first_of_token = head == 0 && (threadIdx.x & ((1 << p.lane_shift) - 1)) == 0;
-    if (first_of_token && p.operation >= 0) report_fault(p.faults, p.operation, token, slot);
-    slot = -1;
+  const u64 slot = begin_index(p.slots + token * p.slot_stride_bytes, p.index_bytes);
+  return {token, head, static_cast<i64>(slot)};
+}
+
+// Take a slot that is skipped or past the end, which is a fault, for a negative one.
+__device__ __forceinline__ void check_slot(const CacheRowsParams& p, CacheRow& row) {
+  row.slot = index_of(row.slot, p.index_bytes);
+  if (row.slot == p.skip_slot) row.slot = -1;
+  if (row.slot < p.num_slots) return;
+  const bool first_of_token = row.head == 0 && (threadIdx.x & ((1 << p.lane_shift) - 1)) == 0;
+  if (first_of_token && p.operation >= 0) {
+    report_fault(p.faults, p.operation, row.token, row.slot);
   }
-  return {token, head, slot};
+  row.slot = -1;
+}
+
+__device__ __forceinline__ CacheRow find_row(const CacheRowsParams& p) {
+  CacheRow row = begin_row(p);
+  check_slot(p, row);
+  return row;
 }
 
 __device__ __forceinline__ char* outside_row(char* base, const KVOperand& operand,
@@ -92,16 +107,41 @@ __device__ __forceinline__ RowAhead cache_row_ahead([[maybe_unused]] const Cache
 #endif
 }
 
-// Copy the words of two rows, all loads of both before the first store.
-template <int kWordBytes>
-__device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* k_from, char* k_to,
-                                          const char* v_from, char* v_to,
+// Where copied rows go: `find` looks the place up, and says whether there is one; `k` and `v` then
+// return it.
+struct IntoCache {
+  const CacheRowsParams& p;
+  CacheRow& row;
+
+  __device__ __forceinline__ bool find() const {
+    check_slot(p, row);
+    return row.slot >= 0;
+  }
+  __device__ __forceinline__ char* k() const { return cache_row(p.k_cache, p.k, row, p); }
+  __device__ __forceinline__ char* v() const { return cache_row(p.v_cache, p.v, row, p); }
+};
+
+struct OutOfCache {
+  const CacheRowsParams& p;
+  const CacheRow& row;
+
+  __device__ __forceinline__ bool find() const { return true; }
+  __device__ __forceinline__ char* k() const { return outside_row(p.key, p.k, row); }
+  __device__ __forceinline__ char* v() const { return outside_row(p.value, p.v, row); }
+};
+
+// Copy the words of two rows, all loads of both before the first store. `to.find()` is called
+// once, after the first loads, by lanes that have words.
+template <int kWordBytes, typename Target>
+__device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* k_from,
+                                          const char* v_from, const Target& to,
                                           [[maybe_unused]] RowAhead ahead, int lane, int lanes) {
 #ifdef KVCUPY_HOST_VARIANTS
   if (lanes == 1) {
+    if (!to.find()) return;
     const bool streamed = p.num_rows * (i64{p.k.width} + p.v.width) >= kvcupy_host::kStreamedBytes;
-    kvcupy_host::copy_row(k_to, k_from, ahead.k, p.k.width, streamed);
-    kvcupy_host::copy_row(v_to, v_from, ahead.v, p.v.width, streamed);
+    kvcupy_host::copy_row(to.k(), k_from, ahead.k, p.k.width, streamed);
+    kvcupy_host::copy_row(to.v(), v_from, ahead.v, p.v.width, streamed);
     return;
   }
 #endif
@@ -110,8 +150,6 @@ __device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* 
   const int v_words = p.v.width / kWordBytes;
   const auto* k_in = reinterpret_cast<const Word<kWordBytes>*>(k_from);
   const auto* v_in = reinterpret_cast<const Word<kWordBytes>*>(v_from);
-  auto* k_out = reinterpret_cast<Word<kWordBytes>*>(k_to);
-  auto* v_out = reinterpret_cast<Word<kWordBytes>*>(v_to);
   for (int first = lane; first < k_words || first < v_words; first += lanes * kUnroll) {
     Word<kWordBytes> k[kUnroll];
     Word<kWordBytes> v[kUnroll];
@@ -123,6 +161,9 @@ __device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* 
       if (word < v_words) v[i] = v_in[word];
     }
     // Store
+    if (first == lane && !to.find()) return;
+    auto* k_out = reinterpret_cast<Word<kWordBytes>*>(to.k());
+    auto* v_out = reinterpret_cast<Word<kWordBytes>*>(to.v());
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int word = first + i * lanes;

@@ -14,9 +14,8 @@ __global__ void gather_copy(const __grid_constant__ CacheRowsParams p) {
   if (row.slot < 0) return;
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  copy_rows<kWordBytes>(p, cache_row(p.k_cache, p.k, row, p), outside_row(p.key, p.k, row),
-                        cache_row(p.v_cache, p.v, row, p), outside_row(p.value, p.v, row),
-                        cache_row_ahead(p, row), lane, lanes);
+  copy_rows<kWordBytes>(p, cache_row(p.k_cache, p.k, row, p), cache_row(p.v_cache, p.v, row, p),
+                        OutOfCache{p, row}, cache_row_ahead(p, row), lane, lanes);
 }
 
 // The scale of a row of the cache: its own, or its head's.

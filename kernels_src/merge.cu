@@ -102,7 +102,7 @@ __device__ __forceinline__ Weights<kStates> weigh(const float (&lse)[kStates], c
   return weights;
 }
 
-// What a row is, and what comes of it.
+// A row of the output: its states, and where it is written.
 struct MergedRow {
   int token;
   int head;
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 2)
     }
   }
 
-  // As above: whoever reads the lse has read them all.
+  // As above: all lanes must have read the lse.
   if (!kBlock && lanes > 1) __syncwarp(row_lanes);
   if (thread == 0) row.store_lse(p, origin, total);
 }

@@ -1,9 +1,10 @@
 // Store K and V rows into a cache, both in one launch.
 //
 // Threads map to rows as in cache_rows.cuh. All loads of K and V are issued before the first
-// store. MLA is the same kernel: latent and rope part are K and V of one cache row.
+// store, and the first of them beside the load of the slot. MLA is the same kernel: latent and rope
+// part are K and V of one cache row.
 //
-// Bytes: each K and V row is read once and written once, plus one index per token.
+// Bytes: each K and V row is read once, stored or not, and written once, plus one index per token.
 #include "cache_rows.cuh"
 
 // Same format in and out: bytes, whatever they mean. A row that arrives already quantised, in a
@@ -11,15 +12,14 @@
 // grid: (rows / (block / lanes)), block: (a multiple of lanes), smem: 0
 template <int kWordBytes>
 __global__ void store_copy(const __grid_constant__ CacheRowsParams p) {
-  const CacheRow row = find_row(p);
-  if (row.slot < 0) return;
+  CacheRow row = begin_row(p);
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  copy_rows<kWordBytes>(p, outside_row(p.key, p.k, row), cache_row(p.k_cache, p.k, row, p),
-                        outside_row(p.value, p.v, row), cache_row(p.v_cache, p.v, row, p), {}, lane,
-                        lanes);
-  if (lane == 0 && p.k_scale_cache) *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = 1.0f;
-  if (lane == 0 && p.v_scale_cache) *scale_address(p.v_scale_cache, p.v, row.slot, row.head) = 1.0f;
+  copy_rows<kWordBytes>(p, outside_row(p.key, p.k, row), outside_row(p.value, p.v, row),
+                        IntoCache{p, row}, {}, lane, lanes);
+  if (lane > 0 || row.slot < 0) return;
+  if (p.k_scale_cache) *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = 1.0f;
+  if (p.v_scale_cache) *scale_address(p.v_scale_cache, p.v, row.slot, row.head) = 1.0f;
 }
 
 // Another format, with scales that are known before the launch.
@@ -108,8 +108,7 @@ struct HeldRow {
 // multiple of lanes and of 32), smem: block / 32 floats
 template <typename TIn, typename TOut, int kCount>
 __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
-  const CacheRow row = find_row(p);
-  const bool active = row.slot >= 0;
+  CacheRow row = begin_row(p);
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const char* k_in = outside_row(p.key, p.k, row);
@@ -118,9 +117,9 @@ __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
   constexpr int kOutBytes = sizeof(TOut);
   const bool held = max(p.k.width, p.v.width) <= HeldRow<TIn, kCount>::kHeld * lanes * kCount;
 
-  // Load
-  const int k_width = active ? p.k.width : 0;
-  const int v_width = active ? p.v.width : 0;
+  // Load: also rows that turn out to be stored nowhere
+  const int k_width = p.k.width;
+  const int v_width = p.v.width;
   float* scratch = dynamic_shared<float>();
   HeldRow<TIn, kCount> k_row;
   HeldRow<TIn, kCount> v_row;
@@ -144,7 +143,8 @@ __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
       v_absmax = fmaxf(v_absmax, __shfl_xor_sync(kAllLanes, v_absmax, distance));
     }
   }
-  if (!active) return;
+  check_slot(p, row);
+  if (row.slot < 0) return;
   const float k_scale = dynamic_scale<TOut>(k_absmax);
   const float v_scale = dynamic_scale<TOut>(v_absmax);
 

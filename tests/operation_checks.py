@@ -60,6 +60,15 @@ def check_copy(device, page_size=4):
     return case
 
 
+def check_copy_by_int32(device):
+    """Padding is negative in int32 too, and no fault."""
+    case = Case(device, 2)
+    key, value = (case.input("bf16", (6, HEADS, 16)) for _ in "kv")
+    cached = caches(case, "bf16", (16, 16), 3, 4)
+    case.store_kv(key, value, *cached, case.slots([-1, 3, 11, -7, 0, -(2**31)], "int32"))
+    return case
+
+
 def check_copy_of_odd_pages(device):
     return check_copy(device, page_size=3)
 

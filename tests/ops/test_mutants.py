@@ -185,6 +185,7 @@ CHECKS = {
     "gather.cu": GATHERS,
     "gather_four_bit.cu": FOUR_BIT_GATHERS,
     "hadamard.cuh": FOUR_BIT_ATTENTION[-5:] + FOUR_BIT_PLAIN_ATTENTION[-2:],
+    "index_load.cuh": (*STORES, operations.check_copy_by_int32),
     "indexing.cu": SLOTS,
     "kv_operand.cuh": GATHERS + STORES,
     "merge.cu": (*MERGES, attention.check_attention_long_append),
@@ -208,6 +209,9 @@ ARCHS = {"fp8.cuh": 75, "mma.cuh": 75}
 """Files with branches of GPUs, and the one whose branches run; else a processor's do."""
 
 EQUIVALENT = {
+    "cache_rows.cuh: if (first_of_token && p.operation >= 0) { -> "
+    "if (first_of_token && p.operation > 0) {":
+        "No operation has the number 0.",
     "gather.cu: if (i < p.v.width) v.load(v_in + i * kInBytes); -> if (i <= p.v.width) "
     "v.load(v_in + i * kInBytes);":
         "It reads past a row what it does not store.",
