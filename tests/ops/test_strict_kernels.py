@@ -171,8 +171,8 @@ MISSING = {
         "rope.cu", "kCount > 1 && p.interleaved", "p.interleaved",
         rotate_at_any_element, "misaligned address", 2),
     "the lanes that are left": Missing(
-        "merge.cu", "__syncwarp(row_lanes)", "__syncwarp()", attention_checks.check_merge_two,
-        "has exited"),
+        "merge.cu", "__syncwarp(lanes_of_row(lanes))", "__syncwarp()",
+        attention_checks.check_merge_two, "has exited"),
     "a lane of a mask": Missing(
         "common.cuh", "constexpr u32 kAllLanes = 0xffffffffu;",
         "constexpr u32 kAllLanes = 0xfffffffeu;", attention_checks.check_attention_decode,
