@@ -116,14 +116,16 @@ def _connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _sentinel_connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
-    parts = urlsplit(url)
-    credentials, at, hosts = parts.netloc.rpartition("@")
-    service, _, db = parts.path.strip("/").partition("/")
+    # Newer patches of Python refuse the whole in `urlsplit`: a bracket behind the first host.
+    place, _, query = url.partition("://")[2].partition("?")
+    servers, _, path = place.partition("/")
+    credentials, at, hosts = servers.rpartition("@")
+    service, _, db = path.strip("/").partition("/")
     nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
     if not service:
         raise ValueError
     sentinels = [(node.hostname, node.port or _SENTINEL_PORT) for node in nodes]
-    in_url = parse_url(f"redis://{credentials}{at}/{db}?{parts.query}")
+    in_url = parse_url(f"redis://{credentials}{at}/{db}?{query}")
     timeouts = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), _SENTINEL_TIMEOUT_S)
     sentinel = Sentinel(
         sentinels, sentinel_kwargs={**timeouts, **options.pop("sentinel_kwargs", {})}
