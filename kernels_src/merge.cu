@@ -201,7 +201,7 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
 constexpr int kStates = 8;
 constexpr int kMostWarps = 8;
 
-// What the warps of a row tell one another.
+// Partial results of the warps of a row.
 struct RowShares {
   float largest[kMostWarps];
   int used[kMostWarps];

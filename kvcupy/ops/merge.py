@@ -251,14 +251,11 @@ def _launch(
     num_rows = num_tokens * num_heads
     require_countable(num_rows, "out_a")
     num_states = params["num_states"]
-    stripes, geometry = (
-        1,
-        spread(
-            num_rows, width // count, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32
-        ),
-    )
+    words = width // count
+    geometry = spread(num_rows, words, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32)
+    stripes = 1
     if num_states > 2 and device.warp_lanes > 1:
-        stripes, geometry = _spread_states(num_rows, width // count, num_states) or (1, geometry)
+        stripes, geometry = _spread_states(num_rows, words, num_states) or (1, geometry)
     params |= {"num_rows": num_rows, "num_heads": num_heads, "width": width}
     params |= {"lane_shift": geometry.lane_shift, "stripe_shift": stripes.bit_length() - 1}
     threads = geometry.lanes * stripes

@@ -199,7 +199,7 @@ CHECKS = {
     "transfer_rows.cuh": TRANSFERS,
     "host/attention.h": USERS_ATTENTION,
 }
-"""By file of the kernels, what looks at it: quick checks, and those that see the most, first.
+"""The checks of each kernel file: quick ones, and those that notice most, first.
 
 `attention_latent.cuh` is left out: it decides whether values are fetched again, only a matter
 of speed.
