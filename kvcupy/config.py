@@ -188,13 +188,21 @@ class Config:
             raise copy(cause)  # a copy: a traceback keeps the frames, so the arrays, of its call
         # A transient cause may be worded differently each time, with names of temporary files.
         reason = "transient" if cause.transient else str(cause).splitlines()[0]
-        reason = f"{operation}: {reason}"
+        if self._is_new(f"{operation}: {reason}"):
+            # A copy, for a handler may keep it.
+            logger.warning("%s runs in NumPy, slowly, because %s", operation, copy(cause))
+
+    def warn_once(self, message: str) -> None:
+        """Log a warning, unless it has been logged."""
+        if self._is_new(message):
+            logger.warning("%s", message)
+
+    def _is_new(self, warning: str) -> bool:
         with self._lock:
-            if reason in self._warned:
-                return
-            self._warned.add(reason)
-        # A copy, for a handler may keep it.
-        logger.warning("%s runs in NumPy, slowly, because %s", operation, copy(cause))
+            if warning in self._warned:
+                return False
+            self._warned.add(warning)
+            return True
 
 
 config = Config()

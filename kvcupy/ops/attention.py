@@ -20,6 +20,7 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
+from ..config import config
 from ..observe import Access, DerivedSlots
 from . import checks
 from .attention_kernels import (
@@ -577,6 +578,9 @@ class AttentionPlan(Plan):
         launches: list[Launch] = []
         self.workspace_bytes = 0
         tiling = choose_tiling(device, call, alignment)
+        if tiling.slow_because:
+            reason = tiling.slow_because
+            config.warn_once(f"paged_attention runs without tensor cores, because {reason}")
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
         num_splits = choose_num_splits(device, call, tiles * num_kv_heads, tiling.blocks_per_sm)
         names = (*_ATTENTION.names, "workspace")

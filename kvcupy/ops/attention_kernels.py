@@ -14,7 +14,7 @@ another, are the rows of a tile, so that K and V are loaded once for all of them
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -535,6 +535,7 @@ class Tiling:
     threads : per block
     smem_bytes : of dynamic shared memory per block
     blocks_per_sm : splits make at most so many; with 4, short sequences do not leave an SM idle
+    slow_because : why a GPU computes the call without its tensor cores; "" where it uses them
     """
 
     specialisation: Specialisation
@@ -543,6 +544,7 @@ class Tiling:
     threads: int
     smem_bytes: int
     blocks_per_sm: int = 4
+    slow_because: str = ""
 
 
 def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -553,11 +555,14 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
         return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, prefill_smem_bytes(chosen))
-    if suits_decode_mma(device, call, alignment):
+    obstacle = decode_mma_obstacle(device, call, alignment)
+    if not obstacle:
         chosen = _decode_mma_specialisation_of(call)
         smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
-    if suits_latent(device, call, alignment):
+    if padded_widths(*_widths(call)) is None:
+        obstacle = latent_obstacle(device, call, alignment)
+    if not obstacle:
         # No more blocks than an SM holds: a split writes as many bytes as 114 latents have.
         if has_many_rows(call) and device.arch != "sm_75":
             chosen = heads_specialisation(call.k.cache_format.name, device.shared_bytes)
@@ -567,21 +572,24 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         smem_bytes = latent_smem_bytes(chosen)
         resident = 2 if 2 * smem_bytes < device.shared_bytes else 1
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
-    return _decode_tiling(device, call, alignment)
+    tiling = _decode_tiling(device, call, alignment)
+    return replace(tiling, slow_because=obstacle) if device.warp_lanes == 32 else tiling
 
 
-def suits_latent(device: Device, call: AttentionCall, alignment: int) -> bool:
-    """Return whether the kernel for wide rows takes a call, such as one over latents.
+def latent_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the kernel for wide rows, such as latents, does not take a call; "" if it does.
 
-    Formats and alignment must be as for `suits_decode_mma`. It does not rotate keys, and Turing
+    Formats and alignment must be as for decode on tensor cores. It does not rotate keys, and Turing
     lacks the shared memory.
     """
-    return (
-        not call.rotates_keys
-        and all(n <= most for n, most in zip(_widths(call), LATENT_WIDTHS, strict=True))
-        and _has_words_for_tensor_cores(device, call, alignment)
-        and is_reachable(latent_specialisation(call.k.cache_format.name), device.arch)
-    )
+    widths = _widths(call)
+    if any(n > most for n, most in zip(widths, LATENT_WIDTHS, strict=True)):
+        return f"rows of K and V have {widths}, and tensor cores take at most {LATENT_WIDTHS}"
+    if call.rotates_keys:
+        return f"keys of {widths[0]} elements are rotated as they are read"
+    if obstacle := _words_obstacle(device, call, alignment):
+        return obstacle
+    return _arch_obstacle(device, latent_specialisation(call.k.cache_format.name))
 
 
 def has_many_rows(call: AttentionCall) -> bool:
@@ -589,39 +597,39 @@ def has_many_rows(call: AttentionCall) -> bool:
     return call.group * -(-call.num_tokens // max(1, call.num_sequences)) > DECODE_MMA_ROWS
 
 
-def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> bool:
-    """Return whether the decode kernel on tensor cores takes a call.
+def decode_mma_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the decode kernel on tensor cores does not take a call; "" if it does.
 
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
     of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
-    Turing lacks. Of four bits: `_suits_four_bit_mma`.
+    Turing lacks. Of four bits: `_four_bit_obstacle`.
     """
     if padded_widths(*_widths(call)) is None:
-        return False
+        return f"rows of K and V have {_widths(call)}, and tensor cores take {PREFILL_WIDTHS[-1]}"
     if call.k.four_bit is not None:
-        return _suits_four_bit_mma(device, call, alignment)
-    if not _has_words_for_tensor_cores(device, call, alignment):
-        return False
+        return _four_bit_obstacle(device, call, alignment)
+    if obstacle := _words_obstacle(device, call, alignment):
+        return obstacle
     if call.k.cache_format.itemsize == 1:
         if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
-            return False
+            return _rotary_obstacle(2 * _PACK)
     elif not _has_whole_packs(call, alignment):
-        return False
-    return is_reachable(_decode_mma_specialisation_of(call), device.arch)
+        return _rotary_obstacle(_PACK)
+    return _arch_obstacle(device, _decode_mma_specialisation_of(call))
 
 
-def _suits_four_bit_mma(device: Device, call: AttentionCall, alignment: int) -> bool:
-    """Return whether the decode kernel on tensor cores takes a call over four-bit caches.
+def _four_bit_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why decode on tensor cores does not take a call over four-bit caches.
 
     Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, and
     keys that RoPE rotates on their way whole chunks of 32 elements. Those are not stored rotated.
     """
     query, out = call.views["query"], call.views["out"]
-    if device.warp_lanes != 32 or query.format not in PREFILL_FORMATS:
-        return False
+    if obstacle := _query_obstacle(device, call):
+        return obstacle
     if widest((alignment, *map(abs, (*query.strides[:2], *out.strides[:2])))) < _WORD_BYTES:
-        return False
+        return _UNALIGNED
     for operand in (call.k, call.v):
         format, scales = operand.four_bit, operand.cache.scales
         assert format is not None
@@ -629,15 +637,41 @@ def _suits_four_bit_mma(device: Device, call: AttentionCall, alignment: int) -> 
         scale_bytes = operand.cache.width // format.group * format.scale_bytes
         steps = (scale_bytes, scales.start_bytes, *scales.strides)
         if operand.code_word_bytes(alignment) < 4 or any(n % 4 for n in steps):
-            return False
+            return (
+                f"rows of {operand.names.cache} have {operand.cache.width} elements and "
+                f"{scale_bytes} bytes of scales, which are not whole aligned words of 4 bytes"
+            )
     if call.rotates_keys and (
         call.k.rotated_width or not _has_rotary_packs(call, alignment, 4 * _PACK)
     ):
-        return False
-    if not is_reachable(_decode_mma_specialisation_of(call), device.arch):
-        return False
+        return _rotary_obstacle(4 * _PACK)
+    chosen = _decode_mma_specialisation_of(call)
     smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
-    return not call.k.rotated_width or smem_bytes <= device.shared_bytes
+    if call.k.rotated_width and smem_bytes > device.shared_bytes:
+        return f"{device.arch} has too little shared memory for a cache that is stored rotated"
+    return _arch_obstacle(device, chosen)
+
+
+_UNALIGNED = "rows of query, caches or output are not whole 16-byte words at aligned addresses"
+
+
+def _rotary_obstacle(elements: int) -> str:
+    return f"the rotated elements of a key are not whole chunks of {elements}"
+
+
+def _arch_obstacle(device: Device, specialisation: Specialisation) -> str:
+    if is_reachable(specialisation, device.arch):
+        return ""
+    return f"{device.arch} has no such tensor cores, or too few registers or shared memory"
+
+
+def _query_obstacle(device: Device, call: AttentionCall) -> str:
+    if device.warp_lanes != 32:
+        return "threads do not run in warps"
+    query = call.views["query"]
+    if query.format not in PREFILL_FORMATS:
+        return f"query is {query.format}, and tensor cores take {' and '.join(PREFILL_FORMATS)}"
+    return ""
 
 
 def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
@@ -651,21 +685,23 @@ def _decode_mma_smem_bytes_of(call: AttentionCall, arch: str) -> int:
     return decode_mma_smem_bytes(chosen, arch) + rest_bytes
 
 
-def _has_words_for_tensor_cores(device: Device, call: AttentionCall, alignment: int) -> bool:
-    """Return whether formats suit decode on tensor cores, and rows are whole aligned words."""
+def _words_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why formats do not suit decode on tensor cores, or rows are no whole aligned words."""
     query, out = call.views["query"], call.views["out"]
     cache_format = call.k.cache_format
-    if (
-        device.warp_lanes != 32
-        or query.format not in PREFILL_FORMATS
-        or cache_format is not call.v.cache_format
-        or cache_format.name not in LATENT_FORMATS
-        or (cache_format.itemsize == 2 and query.format != cache_format.name)
-    ):
-        return False
+    if obstacle := _query_obstacle(device, call):
+        return obstacle
+    if cache_format is not call.v.cache_format:
+        return f"k_cache is {cache_format.name}, and v_cache {call.v.cache_format.name}"
+    if cache_format.name not in LATENT_FORMATS:
+        of = f", with rows of {call.k.cache.width} elements" if call.k.four_bit else ""
+        return f"k_cache is {cache_format.name}{of}"
+    if cache_format.itemsize == 2 and query.format != cache_format.name:
+        return f"k_cache is {cache_format.name}, and query {query.format}"
     strides = (*query.strides[:2], *out.strides[:2], *call.k.cache_strides, *call.v.cache_strides)
     row_bytes = [operand.cache.width * cache_format.itemsize for operand in (call.k, call.v)]
-    return widest((alignment, *map(abs, strides), *row_bytes)) == _WORD_BYTES
+    whole = widest((alignment, *map(abs, strides), *row_bytes)) == _WORD_BYTES
+    return "" if whole else _UNALIGNED
 
 
 def _widths(call: AttentionCall) -> tuple[int, int]:

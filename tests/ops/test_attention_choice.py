@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from kvcupy.formats import FOUR_BIT
 from kvcupy.ops import attention_kernels
 from kvcupy.ops import call as op_call
 from kvcupy.ops.attention import check_call, check_options
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Watched(HostDevice):
@@ -277,6 +280,96 @@ def call_of(formats, widths, heads, *, ragged=False, rotates=False, encoding="")
         arrays["rope_table"] = np.zeros((8, widths[0]), np.float32)
     views = {name: view(array, name) for name, array in arrays.items()}
     return check_call(views, check_options("NHD", None, True, None, None, None))
+
+
+SERVED = {
+    "attention_prefill": "prefill", "attention_decode_mma": "decode",
+    "attention_decode_latent": "latent", "attention_decode_heads": "heads",
+    "attention_decode": "plain",
+}  # fmt: skip
+SERVED_WIDTHS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)
+
+
+def table_of_kernels():
+    """Return the table of docs/operations.md: kernels of one and of eight new tokens."""
+    columns = " | ".join(f"{k}, {v}" if k != v else str(k) for k, v in SERVED_WIDTHS)
+    lines = [f"| cache | {columns} |", "|---" * (1 + len(SERVED_WIDTHS)) + "|"]
+    for fmt in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", *FOUR_BIT, "fp16", "fp32"):
+        cells = []
+        for widths in SERVED_WIDTHS:
+            if fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths):
+                cells.append("")
+                continue
+            kernels = [
+                SERVED[one.kernel.name]
+                for one in (
+                    chosen(GPU("sm_90"), ("bf16", fmt), widths, 8, ragged=ragged, rotates=False,
+                           alignment=256)
+                    for ragged in (False, True)
+                )
+            ]  # fmt: skip
+            cells.append(", ".join(dict.fromkeys(kernels)))
+        lines.append(f"| {fmt} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_page_says_which_kernel_serves_which_call():
+    assert table_of_kernels() in (ROOT / "docs/operations.md").read_text()
+
+
+SLOW = {
+    "query is fp32": (("fp32", "int8"), (64, 64), {}),
+    "k_cache is fp16, and query bf16": (("bf16", "fp16"), (64, 64), {}),
+    "k_cache is fp32": (("bf16", "fp32"), (64, 64), {}),
+    "k_cache is fp16, and v_cache bf16": (("fp16", "fp16", "bf16"), (64, 64), {}),
+    "k_cache is nvfp4, with rows of 576 elements": (("bf16", "nvfp4"), (576, 512), {}),
+    "rows of k_cache have 96 elements and 6 bytes of scales": (("bf16", "nvfp4"), (96, 96), {}),
+    "rows of K and V have (584, 512)": (("bf16", "bf16"), (584, 512), {}),
+    "keys of 576 elements are rotated": (("bf16", "bf16"), (576, 512), {"rotates": True}),
+    "not whole 16-byte words": (("bf16", "bf16"), (68, 64), {}),
+    "not whole chunks of 16": (("bf16", "int8"), (48, 48), {"rotates": True}),
+    "sm_75 has no such tensor cores": (("bf16", "bf16"), (64, 64), {"arch": "sm_75"}),
+}
+
+
+@pytest.mark.parametrize("reason", SLOW)
+def test_a_slow_call_has_a_reason(reason):
+    formats, widths, more = SLOW[reason]
+    call = call_of(formats, widths, 8, rotates=more.get("rotates", False))
+    tiling = attention_kernels.choose_tiling(GPU(more.get("arch", "sm_80")), call, 256)
+    assert tiling.specialisation.kernel is attention_kernels.DECODE[32]
+    assert reason in tiling.slow_because
+
+
+def test_every_plain_kernel_has_a_reason_and_no_other():
+    for query, fmt, widths, ragged, arch in itertools.product(
+        ("fp16", "fp32"), ("fp16", "fp32", "int8", *FOUR_BIT), SERVED_WIDTHS, (False, True),
+        ("sm_75", "sm_90"),
+    ):  # fmt: skip
+        if fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths):
+            continue
+        call = call_of((query, fmt), widths, 8, ragged=ragged)
+        tiling = attention_kernels.choose_tiling(GPU(arch), call, 256)
+        plain = tiling.specialisation.kernel is attention_kernels.DECODE[32]
+        assert bool(tiling.slow_because) == plain
+
+
+def test_a_slow_call_is_logged_once(watch, caplog, monkeypatch):
+    monkeypatch.setattr(kv.config, "_warned", set())
+    device = watch()
+    for max_pages in (4, 8):  # each makes a new plan
+        launched(device, dtype=np.float32, max_pages=max_pages)
+    launched(device, dtype=np.float16, max_pages=4)
+    (record,) = (r for r in caplog.records if r.name == "kvcupy")
+    assert record.getMessage() == (
+        "paged_attention runs without tensor cores, because query is fp32, and tensor cores take "
+        "fp16 and bf16"
+    )
+
+
+def test_on_a_processor_no_call_is_slow(watch, caplog):
+    launched(watch(warp_lanes=1), dtype=np.float32)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90"])
