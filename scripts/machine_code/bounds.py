@@ -388,42 +388,47 @@ def _merged(states: int) -> Row:
     )  # fmt: skip
 
 
-def _decode(kv_format: str, group: int, scales: str = "", *, rotated: bool = False) -> Row:
+def _decode(
+    kv_format: str, group: int, scales: str = "", *, rotated: bool = False, width: int = _WIDTH
+) -> Row:
     """Return a row of a decode step; a scale per token and head is 4 bytes of K and 4 of V."""
     itemsize = formats.itemsize(kv_format)
     size = formats.bytes_per_element(kv_format)
     call = partial(
         _attend, kv_format=kv_format, query_format=kv_format if itemsize == 2 else "bf16",
-        heads=(_HEADS * group, _HEADS), widths=(_WIDTH, _WIDTH), scales=scales,
-        rotated=rotated,
+        heads=(_HEADS * group, _HEADS), widths=(width, width), scales=scales, rotated=rotated,
     )  # fmt: skip
     name = f"decode {kv_format} group {group}" + (f", scales {scales}" if scales else "")
-    name += ", rotated" if rotated else ""
-    moved = 2 * _WIDTH * size + (8 if scales == "per token and head" else 0)
+    name += (", rotated" if rotated else "") + (f", {width} wide" if width != _WIDTH else "")
+    moved = 2 * width * size + (8 if scales == "per token and head" else 0)
     word_bytes = min(16, 8 * itemsize) if size >= 1 else _code_word_bytes(kv_format)
     return Row(name, call, "attention_", "key of a KV head", moved, _asked_of_key,
                sharing=_tiles_per_sequence, word_bytes=word_bytes)  # fmt: skip
 
 
-def _mla(kv_format: str, heads: int) -> Row:
+def _mla(kv_format: str, heads: int, sequences: int = _SEQUENCES) -> Row:
     call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(heads, 1),
-                   widths=(576, 512))  # fmt: skip
+                   widths=(576, 512), sequences=sequences)  # fmt: skip
+    alone = ", one sequence" if sequences == 1 else ""
     return Row(
-        f"mla {kv_format} {heads} heads", call, "attention_", "latent of a token",
-        576 * formats.itemsize(kv_format), _asked_of_key, sharing=_tiles_per_sequence,
+        f"mla {kv_format} {heads} heads{alone}", call, "attention_", "latent of a token",
+        576 * formats.itemsize(kv_format), _asked_of_key,
+        sharing=partial(_tiles_per_sequence, sequences=sequences),
     )  # fmt: skip
 
 
-def _tiles_per_sequence(launch: Planned) -> float:
-    """Return how many blocks of a KV head read each key."""
-    return launch.grid[1] / _SEQUENCES
+def _tiles_per_sequence(launch: Planned, sequences: int = _SEQUENCES) -> float:
+    """Return how many blocks of a KV head read each key, or each key of a split."""
+    return launch.grid[1] / sequences
 
 
-def _prefill(k_width: int, v_width: int) -> Row:
-    call = partial(_attend, kv_format="bf16", query_format="bf16", heads=(_QUERY_HEADS, _HEADS),
+def _prefill(k_width: int, v_width: int, kv_format: str = "bf16") -> Row:
+    call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(_QUERY_HEADS, _HEADS),
                    widths=(k_width, v_width), tokens=1024, sequences=4)  # fmt: skip
-    return Row(f"prefill bf16 {k_width}x{v_width}", call, "attention_prefill", "key of a KV head",
-               2 * (k_width + v_width), _asked_of_key, of_products=True)  # fmt: skip
+    itemsize = formats.itemsize(kv_format)
+    return Row(f"prefill {kv_format} {k_width}x{v_width}", call, "attention_", "key of a KV head",
+               itemsize * (k_width + v_width), _asked_of_key, of_products=True,
+               word_bytes=min(16, 8 * itemsize))  # fmt: skip
 
 
 _FOUR_BIT = ("nvfp4", "mxfp4", "int4")
@@ -455,8 +460,11 @@ ROWS: tuple[Row, ...] = (
     *[_decode(name, 4, rotated=True) for name in _FOUR_BIT],
     *[_decode(name, 4, scales) for name in ("fp8_e4m3", "int8")
       for scales in ("per head", "per token and head")],
+    *[_decode(name, 8, width=64) for name in ("bf16", "fp8_e4m3")],
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
+    *[_mla("bf16", heads, sequences=1) for heads in (16, 128)],
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
+    _prefill(128, 128, "fp8_e4m3"),
 )  # fmt: skip
 """The rows of the roofline."""
 
