@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from machine_code.bounds import ROWS, Entry, disassembler, examine
-from machine_code.chips import CHIPS, DEFAULT_ARCHS, RATES
+from machine_code.chips import BOARDS, CHIPS, DEFAULT_ARCHS, RATES, Board
 
 from kvcupy import sources
 from kvcupy.bench.frame import count
@@ -103,6 +103,29 @@ def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
         if e.uncounted_loops:
             lines.append(f"    {e.uncounted_loops} inner loops are counted once")
         lines += [f"    problem: {problem}" for problem in e.problems]
+    return lines
+
+
+def shares_on(entry: Entry, board: Board) -> tuple[float, float]:
+    """Return `share` and `dearest_share` of a row that memory could limit, on another board."""
+    ratio = board.clock_mhz / CHIPS[entry.arch].clock_mhz
+    least = min(c for r, c in entry.ceilings.items() if r != "memory")
+    both = [min(1.0, c * ratio / board.memory_gb_s) for c in (least, entry.dearest_ceiling)]
+    return both[0], both[1]
+
+
+def lines_of_boards(entries: Iterable[Entry]) -> list[str]:
+    """Return as text which rows stay below the memory's bandwidth on boards with other clocks."""
+    entries, lines = list(entries), []
+    for name, board in BOARDS.items():
+        own = [e for e in entries if e.arch == board.arch and "memory" in e.ceilings]
+        if not own:
+            continue
+        lines.append(f"{name}, {board.memory_gb_s:g} GB/s, {board.clock_mhz:g} MHz:")
+        for entry in own:
+            share, dearest = shares_on(entry, board)
+            if dearest < 1:
+                lines.append(f"    {entry.row:39} {share:5.0%}..{dearest:4.0%}")
     return lines
 
 
@@ -191,7 +214,7 @@ def bound(options: argparse.Namespace) -> int:
     tasks = [(row.name, arch) for row in rows for arch in archs]
     with Progress("roofline", len(tasks), "rows", lines=options.progress) as progress:
         entries = run(_task, tasks, options.jobs, progress.to)
-    print("\n".join(lines_of(entries, verbose=options.verbose)))
+    print("\n".join([*lines_of(entries, verbose=options.verbose), *lines_of_boards(entries)]))
     if options.json is not None:
         write_json(options.json, table(entries))
     if options.plot is not None:

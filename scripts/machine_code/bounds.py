@@ -493,6 +493,7 @@ class Entry:
     binds : the lowest of them
     share : of the peak, as the cheapest way allows; at most 1
     dearest_share : as the dearest way allows
+    dearest_ceiling : what the resources other than the peak allow on the dearest way
     problems : what does not fit what the row declares
     """
 
@@ -515,6 +516,7 @@ class Entry:
     binds: str
     share: float
     dearest_share: float
+    dearest_ceiling: float
     slack: float
     problems: list[str] = field(default_factory=list)
 
@@ -708,6 +710,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
 
     ceilings = ceilings_of(fast)
     binds = min(ceilings, key=lambda resource: ceilings[resource])
+    dearest = ceilings_of(slow)
     return Entry(
         row.name, arch, chip.name, launch.specialisation.expression, resources.registers,
         launch.smem_bytes + resources.static_bytes, warps, asked, round(counted, 1),
@@ -715,7 +718,8 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
         dict(Counter(map(sass.pipe_of, fast.code)).most_common()), 32 * in_flight, round(needed),
         {r: round(c, 1) for r, c in sorted(ceilings.items(), key=lambda item: item[1])},
         binds, round(ceilings[binds] / peak, 4),
-        round(min(ceilings_of(slow).values()) / peak, 4), row.slack, problems,
+        round(min(dearest.values()) / peak, 4),
+        round(min(c for r, c in dearest.items() if r != name_of_peak), 1), row.slack, problems,
     )  # fmt: skip
 
 

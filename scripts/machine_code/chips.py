@@ -129,4 +129,26 @@ CHIPS: dict[str, Chip] = {
 }  # fmt: skip
 """A chip by architecture."""
 
+
+@dataclass(frozen=True)
+class Board:
+    """A board with the SMs of a chip above, and another memory or clock."""
+
+    arch: str
+    memory_gb_s: float
+    clock_mhz: float
+    source: str
+
+
+BOARDS = {
+    "H200 SXM": Board(
+        "sm_90", 4800, 1830,
+        "NVIDIA H200 datasheet; clock: what its dense fp16 peak takes, 989.5 TFLOPS / (132 SMs x "
+        "4096)",
+    ),
+    "H100 SXM at the clock of its dense peak": Board(
+        "sm_90", 3350, 1830, "NVIDIA H100 datasheet, likewise"
+    ),
+}  # fmt: skip
+
 DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")

@@ -451,6 +451,30 @@ def test_a_row_that_got_worse_is_reported(record):
     assert worse([dataclasses.replace(entry, row="new", share=0.0)], record) == []
 
 
+@pytest.mark.parametrize("name", chips.BOARDS)
+def test_another_board_moves_the_memory_and_the_clock_alone(record, name):
+    board = chips.BOARDS[name]
+    chip = CHIPS[board.arch]
+    same = chips.Board(board.arch, chip.memory_gb_s, chip.clock_mhz, "")
+    rows = [entry_of(r) for r in record["rows"] if r["arch"] == board.arch]
+    rows = [row for row in rows if "memory" in row.ceilings]
+    for row in rows:
+        assert roofline.shares_on(row, same) == pytest.approx(
+            (row.share, row.dearest_share), abs=1e-3
+        )
+        here = roofline.shares_on(row, board)
+        assert here <= roofline.shares_on(row, same)
+    below = [row.row for row in rows if roofline.shares_on(row, board)[1] < 1]
+    said = roofline.lines_of_boards(rows)
+    first = next(i for i, line in enumerate(said) if line.startswith(f"{name}, "))
+    assert [line[4:43].strip() for line in said[first + 1 :][: len(below)]] == below
+
+
+def test_the_clock_of_the_dense_peak():
+    for board in chips.BOARDS.values():
+        assert board.clock_mhz == pytest.approx(989.5e6 / (132 * 4096), rel=1e-3)
+
+
 # --- The command ----------------------------------------------------------------------------------
 
 COMMAND = ["--arch", "sm_80", "--op", "store bf16", "--jobs", "1"]
