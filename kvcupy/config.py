@@ -193,7 +193,7 @@ class Config:
             logger.warning("%s runs in NumPy, slowly, because %s", operation, copy(cause))
 
     def warn_once(self, message: str) -> None:
-        """Log a warning, unless it has been logged."""
+        """Log a warning once per message."""
         if self._is_new(message):
             logger.warning("%s", message)
 

@@ -14,6 +14,7 @@ the status is 0: code generation is not the project's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +52,8 @@ def table(entries: Iterable[Entry]) -> dict[str, Any]:
         "rates": RATES,
         "chips": {arch: asdict(CHIPS[arch]) for arch in dict.fromkeys(e.arch for e in entries)},
         "rows": [asdict(entry) for entry in entries],
+        "boards": {name: asdict(board) for name, board in BOARDS.items()},
+        "rows_of_boards": boards(entries),
     }
 
 
@@ -107,25 +110,34 @@ def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
 
 
 def shares_on(entry: Entry, board: Board) -> tuple[float, float]:
-    """Return `share` and `dearest_share` of a row that memory could limit, on another board."""
-    ratio = board.clock_mhz / CHIPS[entry.arch].clock_mhz
-    least = min(c for r, c in entry.ceilings.items() if r != "memory")
-    both = [min(1.0, c * ratio / board.memory_gb_s) for c in (least, entry.dearest_ceiling)]
-    return both[0], both[1]
+    """Return `share` and `dearest_share` on another board, of a row whose peak is the memory's."""
+    speed = board.clock_mhz / CHIPS[entry.arch].clock_mhz / board.memory_gb_s
+    cheapest = min(c for resource, c in entry.ceilings.items() if resource != "memory")
+    return (
+        round(min(1.0, cheapest * speed), 4), round(min(1.0, entry.dearest_ceiling * speed), 4)
+    )  # fmt: skip
+
+
+def boards(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """Return each row that stays below the memory's bandwidth on a board of `BOARDS`."""
+    entries = list(entries)
+    return [
+        {"board": name, "row": entry.row, "share": share, "dearest_share": dearest}
+        for name, board in BOARDS.items()
+        for entry in entries
+        if entry.arch == board.arch and "memory" in entry.ceilings
+        for share, dearest in [shares_on(entry, board)]
+        if dearest < 1
+    ]
 
 
 def lines_of_boards(entries: Iterable[Entry]) -> list[str]:
-    """Return as text which rows stay below the memory's bandwidth on boards with other clocks."""
-    entries, lines = list(entries), []
-    for name, board in BOARDS.items():
-        own = [e for e in entries if e.arch == board.arch and "memory" in e.ceilings]
-        if not own:
-            continue
-        lines.append(f"{name}, {board.memory_gb_s:g} GB/s, {board.clock_mhz:g} MHz:")
-        for entry in own:
-            share, dearest = shares_on(entry, board)
-            if dearest < 1:
-                lines.append(f"    {entry.row:39} {share:5.0%}..{dearest:4.0%}")
+    """Return `boards` as text."""
+    lines = []
+    for name, rows in itertools.groupby(boards(entries), lambda row: row["board"]):
+        board = BOARDS[name]
+        lines.append(f"{name}, {board.memory_gb_s:g} GB/s, {board.clock_mhz} MHz, rows below 100 %")
+        lines += [f"    {r['row']:39} {r['share']:5.0%}..{r['dearest_share']:4.0%}" for r in rows]
     return lines
 
 

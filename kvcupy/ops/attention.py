@@ -537,8 +537,13 @@ class AttentionPlan(Plan):
         if self.call.num_tokens == 0 or self.call.num_sequences == 0:
             return
         self.load(self._lay_out, alignment)
-        if self.cause is None:
-            self.zeroed = self.call.is_ragged  # else every row is some sequence's, and written
+        if self.cause is not None:
+            return
+        self.zeroed = self.call.is_ragged  # else every row is some sequence's, and written
+        # Not the tiling of the launches, which verification may have replaced.
+        reason = choose_tiling(self.device, self.call, alignment).slow_path_reason
+        if reason and self.lasting:
+            config.warn_once(f"paged_attention runs without tensor cores: {reason}")
 
     def access(self, name: str, views: Views) -> Access:
         """Return the slots of the sequences in caches and their scales, and all of other arrays."""
@@ -578,9 +583,6 @@ class AttentionPlan(Plan):
         launches: list[Launch] = []
         self.workspace_bytes = 0
         tiling = choose_tiling(device, call, alignment)
-        if tiling.slow_because:
-            reason = tiling.slow_because
-            config.warn_once(f"paged_attention runs without tensor cores, because {reason}")
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
         num_splits = choose_num_splits(device, call, tiles * num_kv_heads, tiling.blocks_per_sm)
         names = (*_ATTENTION.names, "workspace")

@@ -535,7 +535,7 @@ class Tiling:
     threads : per block
     smem_bytes : of dynamic shared memory per block
     blocks_per_sm : splits make at most so many; with 4, short sequences do not leave an SM idle
-    slow_because : why a GPU computes the call without its tensor cores; "" where it uses them
+    slow_path_reason : why the call runs on a GPU without tensor cores; "" otherwise
     """
 
     specialisation: Specialisation
@@ -544,7 +544,7 @@ class Tiling:
     threads: int
     smem_bytes: int
     blocks_per_sm: int = 4
-    slow_because: str = ""
+    slow_path_reason: str = ""
 
 
 def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -555,14 +555,14 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
         return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, prefill_smem_bytes(chosen))
-    obstacle = decode_mma_obstacle(device, call, alignment)
-    if not obstacle:
+    reason = decode_mma_unsupported_reason(device, call, alignment)
+    if not reason:
         chosen = _decode_mma_specialisation_of(call)
         smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     if padded_widths(*_widths(call)) is None:
-        obstacle = latent_obstacle(device, call, alignment)
-    if not obstacle:
+        reason = latent_unsupported_reason(device, call, alignment)
+    if not reason:
         # No more blocks than an SM holds: a split writes as many bytes as 114 latents have.
         if has_many_rows(call) and device.arch != "sm_75":
             chosen = heads_specialisation(call.k.cache_format.name, device.shared_bytes)
@@ -573,23 +573,23 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         resident = 2 if 2 * smem_bytes < device.shared_bytes else 1
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
     tiling = _decode_tiling(device, call, alignment)
-    return replace(tiling, slow_because=obstacle) if device.warp_lanes == 32 else tiling
+    return replace(tiling, slow_path_reason=reason) if device.warp_lanes == 32 else tiling
 
 
-def latent_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
-    """Return why the kernel for wide rows, such as latents, does not take a call; "" if it does.
+def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the kernel for wide rows, such as latents, does not support a call, or "".
 
     Formats and alignment must be as for decode on tensor cores. It does not rotate keys, and Turing
     lacks the shared memory.
     """
     widths = _widths(call)
     if any(n > most for n, most in zip(widths, LATENT_WIDTHS, strict=True)):
-        return f"rows of K and V have {widths}, and tensor cores take at most {LATENT_WIDTHS}"
+        return f"head dims {widths} of K and V exceed {LATENT_WIDTHS}"
     if call.rotates_keys:
-        return f"keys of {widths[0]} elements are rotated as they are read"
-    if obstacle := _words_obstacle(device, call, alignment):
-        return obstacle
-    return _arch_obstacle(device, latent_specialisation(call.k.cache_format.name))
+        return f"RoPE on read is not supported for head dims {widths}"
+    if reason := _format_or_alignment_reason(device, call, alignment):
+        return reason
+    return _arch_reason(device, latent_specialisation(call.k.cache_format.name))
 
 
 def has_many_rows(call: AttentionCall) -> bool:
@@ -597,37 +597,37 @@ def has_many_rows(call: AttentionCall) -> bool:
     return call.group * -(-call.num_tokens // max(1, call.num_sequences)) > DECODE_MMA_ROWS
 
 
-def decode_mma_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
-    """Return why the decode kernel on tensor cores does not take a call; "" if it does.
+def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the decode kernel on tensor cores does not support a call, or "".
 
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
     of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
-    Turing lacks. Of four bits: `_four_bit_obstacle`.
+    Turing lacks. Of four bits: `_four_bit_reason`.
     """
     if padded_widths(*_widths(call)) is None:
-        return f"rows of K and V have {_widths(call)}, and tensor cores take {PREFILL_WIDTHS[-1]}"
+        return f"head dims {_widths(call)} of K and V exceed {PREFILL_WIDTHS[-1]}"
     if call.k.four_bit is not None:
-        return _four_bit_obstacle(device, call, alignment)
-    if obstacle := _words_obstacle(device, call, alignment):
-        return obstacle
+        return _four_bit_reason(device, call, alignment)
+    if reason := _format_or_alignment_reason(device, call, alignment):
+        return reason
     if call.k.cache_format.itemsize == 1:
         if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
-            return _rotary_obstacle(2 * _PACK)
+            return _rotary_reason(2 * _PACK)
     elif not _has_whole_packs(call, alignment):
-        return _rotary_obstacle(_PACK)
-    return _arch_obstacle(device, _decode_mma_specialisation_of(call))
+        return _rotary_reason(_PACK)
+    return _arch_reason(device, _decode_mma_specialisation_of(call))
 
 
-def _four_bit_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
-    """Return why decode on tensor cores does not take a call over four-bit caches.
+def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why decode on tensor cores does not support a call over four-bit caches, or "".
 
     Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, and
     keys that RoPE rotates on their way whole chunks of 32 elements. Those are not stored rotated.
     """
     query, out = call.views["query"], call.views["out"]
-    if obstacle := _query_obstacle(device, call):
-        return obstacle
+    if reason := _query_reason(device, call):
+        return reason
     if widest((alignment, *map(abs, (*query.strides[:2], *out.strides[:2])))) < _WORD_BYTES:
         return _UNALIGNED
     for operand in (call.k, call.v):
@@ -638,39 +638,41 @@ def _four_bit_obstacle(device: Device, call: AttentionCall, alignment: int) -> s
         steps = (scale_bytes, scales.start_bytes, *scales.strides)
         if operand.code_word_bytes(alignment) < 4 or any(n % 4 for n in steps):
             return (
-                f"rows of {operand.names.cache} have {operand.cache.width} elements and "
-                f"{scale_bytes} bytes of scales, which are not whole aligned words of 4 bytes"
+                f"codes or scales of {operand.names.cache} ({scale_bytes} bytes of scales per row) "
+                "are not whole aligned 4-byte words"
             )
-    if call.rotates_keys and (
-        call.k.rotated_width or not _has_rotary_packs(call, alignment, 4 * _PACK)
-    ):
-        return _rotary_obstacle(4 * _PACK)
+    if call.rotates_keys and call.k.rotated_width:
+        return "RoPE on read is not supported for a k_cache that is stored rotated"
+    if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
+        return _rotary_reason(4 * _PACK)
     chosen = _decode_mma_specialisation_of(call)
     smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
     if call.k.rotated_width and smem_bytes > device.shared_bytes:
         return f"{device.arch} has too little shared memory for a cache that is stored rotated"
-    return _arch_obstacle(device, chosen)
+    return _arch_reason(device, chosen)
 
 
-_UNALIGNED = "rows of query, caches or output are not whole 16-byte words at aligned addresses"
+_UNALIGNED = "rows of query, out or the caches are not whole aligned 16-byte words"
 
 
-def _rotary_obstacle(elements: int) -> str:
-    return f"the rotated elements of a key are not whole chunks of {elements}"
+def _rotary_reason(elements: int) -> str:
+    return f"RoPE on read needs rotary dims in whole aligned chunks of {elements} elements"
 
 
-def _arch_obstacle(device: Device, specialisation: Specialisation) -> str:
+def _arch_reason(device: Device, specialisation: Specialisation) -> str:
     if is_reachable(specialisation, device.arch):
         return ""
-    return f"{device.arch} has no such tensor cores, or too few registers or shared memory"
+    if device.arch == "sm_75" and specialisation.arguments[0] == PREFILL_FORMATS["bf16"]:
+        return "sm_75 tensor cores do not support bf16"
+    return f"{device.arch} has too few registers or too little shared memory for {specialisation}"
 
 
-def _query_obstacle(device: Device, call: AttentionCall) -> str:
+def _query_reason(device: Device, call: AttentionCall) -> str:
     if device.warp_lanes != 32:
-        return "threads do not run in warps"
+        return "the device has no warps"
     query = call.views["query"]
     if query.format not in PREFILL_FORMATS:
-        return f"query is {query.format}, and tensor cores take {' and '.join(PREFILL_FORMATS)}"
+        return f"query is {query.format}, expected {' or '.join(PREFILL_FORMATS)}"
     return ""
 
 
@@ -685,19 +687,18 @@ def _decode_mma_smem_bytes_of(call: AttentionCall, arch: str) -> int:
     return decode_mma_smem_bytes(chosen, arch) + rest_bytes
 
 
-def _words_obstacle(device: Device, call: AttentionCall, alignment: int) -> str:
-    """Return why formats do not suit decode on tensor cores, or rows are no whole aligned words."""
+def _format_or_alignment_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why formats or alignment do not suit decode on tensor cores, or ""."""
     query, out = call.views["query"], call.views["out"]
     cache_format = call.k.cache_format
-    if obstacle := _query_obstacle(device, call):
-        return obstacle
+    if reason := _query_reason(device, call):
+        return reason
     if cache_format is not call.v.cache_format:
-        return f"k_cache is {cache_format.name}, and v_cache {call.v.cache_format.name}"
+        return f"k_cache is {cache_format.name} but v_cache is {call.v.cache_format.name}"
     if cache_format.name not in LATENT_FORMATS:
-        of = f", with rows of {call.k.cache.width} elements" if call.k.four_bit else ""
-        return f"k_cache is {cache_format.name}{of}"
+        return f"{cache_format.name} caches are not supported for head dims {_widths(call)}"
     if cache_format.itemsize == 2 and query.format != cache_format.name:
-        return f"k_cache is {cache_format.name}, and query {query.format}"
+        return f"query is {query.format} but the caches are {cache_format.name}"
     strides = (*query.strides[:2], *out.strides[:2], *call.k.cache_strides, *call.v.cache_strides)
     row_bytes = [operand.cache.width * cache_format.itemsize for operand in (call.k, call.v)]
     whole = widest((alignment, *map(abs, strides), *row_bytes)) == _WORD_BYTES

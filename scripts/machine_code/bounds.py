@@ -409,16 +409,16 @@ def _decode(
 def _mla(kv_format: str, heads: int, sequences: int = _SEQUENCES) -> Row:
     call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(heads, 1),
                    widths=(576, 512), sequences=sequences)  # fmt: skip
-    alone = ", one sequence" if sequences == 1 else ""
+    suffix = ", one sequence" if sequences == 1 else ""
     return Row(
-        f"mla {kv_format} {heads} heads{alone}", call, "attention_", "latent of a token",
+        f"mla {kv_format} {heads} heads{suffix}", call, "attention_", "latent of a token",
         576 * formats.itemsize(kv_format), _asked_of_key,
         sharing=partial(_tiles_per_sequence, sequences=sequences),
     )  # fmt: skip
 
 
 def _tiles_per_sequence(launch: Planned, sequences: int = _SEQUENCES) -> float:
-    """Return how many blocks of a KV head read each key, or each key of a split."""
+    """Return how many blocks of a KV head read each key."""
     return launch.grid[1] / sequences
 
 
@@ -493,7 +493,7 @@ class Entry:
     binds : the lowest of them
     share : of the peak, as the cheapest way allows; at most 1
     dearest_share : as the dearest way allows
-    dearest_ceiling : what the resources other than the peak allow on the dearest way
+    dearest_ceiling : the lowest ceiling on the dearest way, the published peak left out
     problems : what does not fit what the row declares
     """
 

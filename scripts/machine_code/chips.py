@@ -132,23 +132,25 @@ CHIPS: dict[str, Chip] = {
 
 @dataclass(frozen=True)
 class Board:
-    """A board with the SMs of a chip above, and another memory or clock."""
+    """A board with the SMs of the chip of `arch`, and another memory or clock."""
 
     arch: str
     memory_gb_s: float
-    clock_mhz: float
+    clock_mhz: int
     source: str
 
 
+# With wgmma, an SM computes 2048 multiply-adds of fp16 per clock.
+_H100 = CHIPS["sm_90"]
+_DENSE_PEAK_MHZ = round(_H100.tensor_tflops * 1e6 / (_H100.sm_count * 2 * 2048))
+_DENSE_PEAK = "clock at which the SMs reach the datasheet's dense fp16 peak"
+
 BOARDS = {
-    "H200 SXM": Board(
-        "sm_90", 4800, 1830,
-        "NVIDIA H200 datasheet; clock: what its dense fp16 peak takes, 989.5 TFLOPS / (132 SMs x "
-        "4096)",
+    "H200 SXM": Board("sm_90", 4800, _DENSE_PEAK_MHZ, f"NVIDIA H200 datasheet; {_DENSE_PEAK}"),
+    "H100 SXM, lower clock": Board(
+        "sm_90", _H100.memory_gb_s, _DENSE_PEAK_MHZ, f"NVIDIA H100 datasheet; {_DENSE_PEAK}"
     ),
-    "H100 SXM at the clock of its dense peak": Board(
-        "sm_90", 3350, 1830, "NVIDIA H100 datasheet, likewise"
-    ),
-}  # fmt: skip
+}
+"""Boards that the rows of a chip are converted to, by name."""
 
 DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")

@@ -16,7 +16,7 @@ from kvcupy.arrays import view
 from kvcupy.config import SHARED_BYTES, shared_bytes
 from kvcupy.devices.host import HostDevice
 from kvcupy.formats import FOUR_BIT
-from kvcupy.ops import attention_kernels
+from kvcupy.ops import attention_kernels, launch
 from kvcupy.ops import call as op_call
 from kvcupy.ops.attention import check_call, check_options
 
@@ -290,7 +290,7 @@ SERVED = {
 SERVED_WIDTHS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)
 
 
-def table_of_kernels():
+def table_of_kernels(arch):
     """Return the table of docs/operations.md: kernels of one and of eight new tokens."""
     columns = " | ".join(f"{k}, {v}" if k != v else str(k) for k, v in SERVED_WIDTHS)
     lines = [f"| cache | {columns} |", "|---" * (1 + len(SERVED_WIDTHS)) + "|"]
@@ -301,47 +301,50 @@ def table_of_kernels():
                 cells.append("")
                 continue
             kernels = [
-                SERVED[one.kernel.name]
-                for one in (
-                    chosen(GPU("sm_90"), ("bf16", fmt), widths, 8, ragged=ragged, rotates=False,
-                           alignment=256)
-                    for ragged in (False, True)
-                )
+                chosen(GPU(arch), ("bf16", fmt), widths, 8, ragged=ragged, rotates=False,
+                       alignment=256).kernel.name
+                for ragged in (False, True)
             ]  # fmt: skip
-            cells.append(", ".join(dict.fromkeys(kernels)))
+            cells.append(", ".join(dict.fromkeys(SERVED[name] for name in kernels)))
         lines.append(f"| {fmt} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def test_the_page_says_which_kernel_serves_which_call():
-    assert table_of_kernels() in (ROOT / "docs/operations.md").read_text()
+@pytest.mark.parametrize("arch", [arch for arch in SHARED_BYTES if arch != "sm_75"])
+def test_the_page_lists_the_kernel_of_each_call(arch):
+    assert table_of_kernels(arch) in (ROOT / "docs/operations.md").read_text()
 
 
 SLOW = {
-    "query is fp32": (("fp32", "int8"), (64, 64), {}),
-    "k_cache is fp16, and query bf16": (("bf16", "fp16"), (64, 64), {}),
-    "k_cache is fp32": (("bf16", "fp32"), (64, 64), {}),
-    "k_cache is fp16, and v_cache bf16": (("fp16", "fp16", "bf16"), (64, 64), {}),
-    "k_cache is nvfp4, with rows of 576 elements": (("bf16", "nvfp4"), (576, 512), {}),
-    "rows of k_cache have 96 elements and 6 bytes of scales": (("bf16", "nvfp4"), (96, 96), {}),
-    "rows of K and V have (584, 512)": (("bf16", "bf16"), (584, 512), {}),
-    "keys of 576 elements are rotated": (("bf16", "bf16"), (576, 512), {"rotates": True}),
-    "not whole 16-byte words": (("bf16", "bf16"), (68, 64), {}),
-    "not whole chunks of 16": (("bf16", "int8"), (48, 48), {"rotates": True}),
-    "sm_75 has no such tensor cores": (("bf16", "bf16"), (64, 64), {"arch": "sm_75"}),
-}
+    "query is fp32, expected fp16 or bf16": (("fp32", "int8"), (64, 64), {}),
+    "query is bf16 but the caches are fp16": (("bf16", "fp16"), (64, 64), {}),
+    "k_cache is fp16 but v_cache is bf16": (("fp16", "fp16", "bf16"), (64, 64), {}),
+    "fp32 caches are not supported": (("bf16", "fp32"), (64, 64), {}),
+    "nvfp4 caches are not supported for head dims (576, 512)": (
+        ("bf16", "nvfp4"), (576, 512), {},
+    ),
+    "codes or scales of k_cache (6 bytes": (("bf16", "nvfp4"), (96, 96), {}),
+    "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
+    "RoPE on read is not supported for head dims": (
+        ("bf16", "bf16"), (576, 512), {"rotates": True},
+    ),
+    "whole aligned 16-byte words": (("bf16", "bf16"), (68, 64), {}),
+    "whole aligned chunks of 16": (("bf16", "int8"), (48, 48), {"rotates": True}),
+    "sm_75 tensor cores do not support bf16": (("bf16", "bf16"), (64, 64), {"arch": "sm_75"}),
+    "sm_75 has too few registers": (("fp16", "fp16"), (256, 256), {"arch": "sm_75"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", SLOW)
-def test_a_slow_call_has_a_reason(reason):
+def test_a_call_without_tensor_cores_has_a_reason(reason):
     formats, widths, more = SLOW[reason]
     call = call_of(formats, widths, 8, rotates=more.get("rotates", False))
     tiling = attention_kernels.choose_tiling(GPU(more.get("arch", "sm_80")), call, 256)
     assert tiling.specialisation.kernel is attention_kernels.DECODE[32]
-    assert reason in tiling.slow_because
+    assert reason in tiling.slow_path_reason
 
 
-def test_every_plain_kernel_has_a_reason_and_no_other():
+def test_only_plain_kernels_have_a_reason():
     for query, fmt, widths, ragged, arch in itertools.product(
         ("fp16", "fp32"), ("fp16", "fp32", "int8", *FOUR_BIT), SERVED_WIDTHS, (False, True),
         ("sm_75", "sm_90"),
@@ -351,7 +354,7 @@ def test_every_plain_kernel_has_a_reason_and_no_other():
         call = call_of((query, fmt), widths, 8, ragged=ragged)
         tiling = attention_kernels.choose_tiling(GPU(arch), call, 256)
         plain = tiling.specialisation.kernel is attention_kernels.DECODE[32]
-        assert bool(tiling.slow_because) == plain
+        assert bool(tiling.slow_path_reason) == plain
 
 
 def test_a_slow_call_is_logged_once(watch, caplog, monkeypatch):
@@ -362,9 +365,27 @@ def test_a_slow_call_is_logged_once(watch, caplog, monkeypatch):
     launched(device, dtype=np.float16, max_pages=4)
     (record,) = (r for r in caplog.records if r.name == "kvcupy")
     assert record.getMessage() == (
-        "paged_attention runs without tensor cores, because query is fp32, and tensor cores take "
-        "fp16 and bf16"
+        "paged_attention runs without tensor cores: query is fp32, expected fp16 or bf16"
     )
+
+
+def test_a_kernel_that_verification_replaced_is_not_blamed_on_alignment(watch, caplog, monkeypatch):
+    monkeypatch.setattr(kv.config, "_warned", set())
+    monkeypatch.setattr(kv.config, "verify", "first_use")
+    monkeypatch.setattr(launch, "VERIFIED_KINDS", {"host"})
+    monkeypatch.setattr(launch, "verifier", lambda device, specialisation: False)
+    assert "attention_decode" in names(launched(watch()))
+    assert not [r for r in caplog.records if "tensor cores" in r.getMessage()]
+
+
+def test_verification_logs_no_slow_call(watch, caplog, monkeypatch):
+    monkeypatch.setattr(kv.config, "_warned", set())
+    device = watch()
+    with launch.unverified():
+        launched(device, dtype=np.float32, max_pages=4)
+    assert not caplog.records
+    launched(device, dtype=np.float32, max_pages=4)
+    assert len(caplog.records) == 1
 
 
 def test_on_a_processor_no_call_is_slow(watch, caplog):

@@ -297,7 +297,7 @@ def suits(device, *, alignment=256, **call):
 
 def suits_decode(device, *, alignment=256, **call):
     """Return whether the decode kernel on tensor cores suits a call."""
-    return not kernels.decode_mma_obstacle(device, described(**call), alignment)
+    return not kernels.decode_mma_unsupported_reason(device, described(**call), alignment)
 
 
 class Turing:
@@ -383,12 +383,14 @@ def test_what_decode_does_not_suit(why):
 
 def test_which_wide_rows_are_latents():
     wide = {"widths": (576, 512)}
-    assert not kernels.latent_obstacle(Ampere, described(**wide), 256)
-    assert not kernels.latent_obstacle(Ampere, described(fmt="bf16", cache_fmt="int8", **wide), 256)
+    assert not kernels.latent_unsupported_reason(Ampere, described(**wide), 256)
+    assert not kernels.latent_unsupported_reason(
+        Ampere, described(fmt="bf16", cache_fmt="int8", **wide), 256
+    )
     for call in ({"widths": (584, 512)}, {"widths": (576, 520)}, {"fmt": "fp32", **wide}):
-        assert kernels.latent_obstacle(Ampere, described(**call), 256)
-    assert kernels.latent_obstacle(Turing, described(**wide), 256)
-    assert kernels.latent_obstacle(Host, described(**wide), 256)
+        assert kernels.latent_unsupported_reason(Ampere, described(**call), 256)
+    assert kernels.latent_unsupported_reason(Turing, described(**wide), 256)
+    assert kernels.latent_unsupported_reason(Host, described(**wide), 256)
 
 
 def test_devices_that_decode_does_not_suit():

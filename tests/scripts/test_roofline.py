@@ -451,28 +451,35 @@ def test_a_row_that_got_worse_is_reported(record):
     assert worse([dataclasses.replace(entry, row="new", share=0.0)], record) == []
 
 
-@pytest.mark.parametrize("name", chips.BOARDS)
-def test_another_board_moves_the_memory_and_the_clock_alone(record, name):
-    board = chips.BOARDS[name]
-    chip = CHIPS[board.arch]
-    same = chips.Board(board.arch, chip.memory_gb_s, chip.clock_mhz, "")
-    rows = [entry_of(r) for r in record["rows"] if r["arch"] == board.arch]
-    rows = [row for row in rows if "memory" in row.ceilings]
-    for row in rows:
-        assert roofline.shares_on(row, same) == pytest.approx(
-            (row.share, row.dearest_share), abs=1e-3
-        )
-        here = roofline.shares_on(row, board)
-        assert here <= roofline.shares_on(row, same)
-    below = [row.row for row in rows if roofline.shares_on(row, board)[1] < 1]
-    said = roofline.lines_of_boards(rows)
-    first = next(i for i, line in enumerate(said) if line.startswith(f"{name}, "))
-    assert [line[4:43].strip() for line in said[first + 1 :][: len(below)]] == below
+def memory_rows(record):
+    rows = [entry_of(row) for row in record["rows"] if row["arch"] == "sm_90"]
+    return [row for row in rows if "memory" in row.ceilings]
 
 
-def test_the_clock_of_the_dense_peak():
-    for board in chips.BOARDS.values():
-        assert board.clock_mhz == pytest.approx(989.5e6 / (132 * 4096), rel=1e-3)
+def test_a_board_that_is_the_chip_has_its_shares(record):
+    chip = CHIPS["sm_90"]
+    same = chips.Board("sm_90", chip.memory_gb_s, chip.clock_mhz, "")
+    for row in memory_rows(record):
+        expected = pytest.approx((row.share, row.dearest_share), abs=1e-3)
+        assert roofline.shares_on(row, same) == expected, row.row
+
+
+def test_twice_the_memory_or_half_the_clock_halve_what_instructions_limit(record):
+    chip = CHIPS["sm_90"]
+    row = next(row for row in memory_rows(record) if row.dearest_share < row.share < 0.9)
+    for memory, clock in ((2, 1), (1, 0.5)):
+        board = chips.Board("sm_90", chip.memory_gb_s * memory, chip.clock_mhz * clock, "")
+        expected = pytest.approx((row.share / 2, row.dearest_share / 2), abs=1e-3)
+        assert roofline.shares_on(row, board) == expected
+
+
+def test_the_record_has_the_rows_of_boards(record):
+    assert record["boards"] == {n: dataclasses.asdict(b) for n, b in chips.BOARDS.items()}
+    rows = [entry_of(row) for row in record["rows"]]
+    assert record["rows_of_boards"] == roofline.boards(rows)
+    assert {row["board"] for row in record["rows_of_boards"]} == set(chips.BOARDS)
+    text = roofline.lines_of_boards(rows)
+    assert len(text) == len(chips.BOARDS) + len(record["rows_of_boards"])
 
 
 # --- The command ----------------------------------------------------------------------------------

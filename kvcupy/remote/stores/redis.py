@@ -116,9 +116,9 @@ def _connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _sentinel_connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
-    # Newer patches of Python refuse the whole in `urlsplit`: a bracket behind the first host.
-    place, _, query = url.partition("://")[2].partition("?")
-    servers, _, path = place.partition("/")
+    # `urlsplit` of newer Python patch releases rejects brackets after the first host.
+    address, _, query = url.partition("://")[2].partition("?")
+    servers, _, path = address.partition("/")
     credentials, at, hosts = servers.rpartition("@")
     service, _, db = path.strip("/").partition("/")
     nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
