@@ -388,7 +388,8 @@ def test_verification_logs_no_slow_call(watch, caplog, monkeypatch):
     assert len(caplog.records) == 1
 
 
-def test_on_a_processor_no_call_is_slow(watch, caplog):
+def test_on_a_processor_no_call_is_slow(watch, caplog, monkeypatch):
+    monkeypatch.setattr(kv.config, "_warned", set())
     launched(watch(warp_lanes=1), dtype=np.float32)
     assert not caplog.records
 
