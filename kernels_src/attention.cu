@@ -1,10 +1,10 @@
 // Decode over a paged cache, and the plain path of all other attention.
 //
-// A block takes a tile of up to kRows packed rows, one KV head and one split of the keys. Keys are
+// A block takes a tile of up to kRows packed rows, one KV head and one piece of the keys. Keys are
 // dealt round-robin to groups of neighbouring lanes: a group's lanes load a row of K and of V in
 // 16-byte words, several keys before the first is used, and every packed row uses what was loaded.
 // Each group keeps an online softmax (Milakov and Gimelshein, 2018) in registers; at the end the
-// block merges them, and merge.cu merges splits.
+// block merges them, and merge.cu merges the pieces of a tile.
 //
 // Bytes: each visible K and V row once per tile, which in decode is once for all heads of its
 // group. When keys are rotated on read, also the other half of the rotary part, from L1, and a row
@@ -13,55 +13,6 @@
 // On a processor, where a block is one thread, host/attention.h does this for blocks of keys.
 #include "attention_end.cuh"
 #include "attention_rows.cuh"
-
-// Exclusive prefix sum of query lengths: where the rows of each sequence begin in a ragged query,
-// and where the last ends. One warp scans all lengths.
-struct AttentionStartsParams {
-  const char* query_lens;  // [num_sequences] int32 or int64
-  int* starts;             // [num_sequences + 1]
-  FaultRecord* faults;
-  i64 length_bytes;
-  i64 operation;  // for the fault record
-  int num_sequences;
-  int num_tokens;
-  int index_bytes;
-};
-
-// grid: (1), block: (kLanes), smem: 0
-template <int kLanes>
-__global__ void attention_starts(const __grid_constant__ AttentionStartsParams p) {
-  static_assert(kLanes == 32 || kLanes == 1, "one warp, or one thread");
-  constexpr i64 kMost = 0x7fffffff;
-  const int lane = threadIdx.x;
-  i64 before = 0;
-  for (int first = 0; first < p.num_sequences; first += kLanes) {
-    const int sequence = first + lane;
-    const bool active = sequence < p.num_sequences;
-    i64 query_len = 0;
-    if (active) query_len = load_index(p.query_lens + sequence * p.length_bytes, p.index_bytes);
-    const i64 length = max(i64{0}, min(query_len, kMost));  // so that no sum of them overflows
-    i64 end = length;
-    if constexpr (kLanes == 32) {
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const i64 other = __shfl_up_sync(kAllLanes, end, distance);
-        if (lane >= distance) end += other;
-      }
-    }
-    const i64 start = before + end - length;
-    if (active) p.starts[sequence] = static_cast<int>(start < kMost ? start : kMost);
-    if (active && (query_len < 0 || before + end > p.num_tokens)) {
-      report_fault(p.faults, p.operation, sequence, query_len);
-    }
-    if constexpr (kLanes == 32) {
-      before += __shfl_sync(kAllLanes, end, 31);
-    } else {
-      before += end;
-    }
-  }
-  if (lane == 0) {
-    p.starts[p.num_sequences] = static_cast<int>(before < kMost ? before : kMost);
-  }
-}
 
 // The online softmax of one group of lanes over its keys, for every row of the tile. A lane holds
 // kSteps packs of a row: elements (step * lanes + lane) * 8 and on.
@@ -99,15 +50,15 @@ struct Softmax {
 // Merge the groups of a block and write the tile's rows. Every thread must call it.
 template <int kRows, int kSteps>
 __device__ __forceinline__ void finish_tile(const AttentionParams& p, const AttentionTile& t,
-                                            Softmax<kRows, kSteps>& own, int kv_head, int split,
-                                            int lane, int lanes) {
+                                            Softmax<kRows, kSteps>& own, int kv_head, int lane,
+                                            int lanes) {
   constexpr int kCount = 8;
   const int groups = blockDim.x / lanes;
   if (groups == 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= t.num_rows) continue;
-      const RowEnd end = end_of_row(p, t, r, kv_head, split, own.largest[r], own.sum[r]);
+      const RowEnd end = end_of_row(p, t, r, kv_head, own.largest[r], own.sum[r]);
       const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
@@ -154,7 +105,7 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
   }
   __syncthreads();  // the weights of groups are there
   for (int r = 0; r < t.num_rows; ++r) {
-    const RowEnd end = end_of_row(p, t, r, kv_head, split, sums[kRows + r], sums[r]);
+    const RowEnd end = end_of_row(p, t, r, kv_head, sums[kRows + r], sums[r]);
     const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
     for (int i = threadIdx.x; i < p.v.width; i += blockDim.x) {
       float value = 0.0f;
@@ -174,7 +125,7 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
 
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
 // Two blocks per SM: with three, some specialisations would spill.
-// grid: (H, tiles, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
+// grid: (H, pieces), block: (whole groups of lanes), smem: what `finish_tile` lays out,
 // 0 for one group
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 __global__ void __launch_bounds__(128, 2)
@@ -195,19 +146,12 @@ __global__ void __launch_bounds__(128, 2)
   const int lane = threadIdx.x & (lanes - 1);
   const int groups = blockDim.x / lanes;
   const int kv_head = blockIdx.x;
-  const int split = split_of_block(p);
   const bool reports = kv_head == 0 && lane == 0;
-  const AttentionTile t =
-      find_tile(p, tile_of_block(p), kRows, reports && threadIdx.x == 0 && split == 0);
+  const bool is_first = reports && threadIdx.x == 0;
+  const AttentionPiece piece = piece_of(p, number_of_block(), kRows, is_first);
+  const AttentionTile t = find_tile(p, piece, kRows, is_first);
   if (t.num_rows == 0) return;
-
-  const KeyRange range = keys_of_split(p, t, split, 1);
-  if (p.partial_out && range.begin == range.end) {  // a split without keys: only its LSE is read
-    for (int r = threadIdx.x; r < t.num_rows; r += blockDim.x) {
-      *end_of_row(p, t, r, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
-    }
-    return;
-  }
+  const KeyRange range = keys_of(piece, t, 1);
 
   // Load the queries
   Pack<float, kCount> query[kRows][kSteps];
@@ -345,6 +289,6 @@ __global__ void __launch_bounds__(128, 2)
       }
     }
   }
-  finish_tile(p, t, own, kv_head, split, lane, lanes);
+  finish_tile(p, t, own, kv_head, lane, lanes);
 #endif
 }

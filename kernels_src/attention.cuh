@@ -4,9 +4,9 @@
 // The query heads of one KV head are `group` rows of each token, so that loaded K and V serve all
 // of them: packed row r of a sequence is its new token r / group, head r % group. A tile is some
 // packed rows of one sequence and KV head. Keys are numbered by position; what a tile can see of
-// them is the kept first keys (sinks) and a range, walked through as one list that several splits
-// share. A key lies at the slot of its position, or further on where a span of the sequence's pages
-// was evicted: only `place_of` knows.
+// them is the kept first keys (sinks) and a range, walked through as one list that several pieces
+// of a tile share. A key lies at the slot of its position, or further on where a span of the
+// sequence's pages was evicted: only `place_of` knows.
 #pragma once
 
 #include "kv_operand.cuh"
@@ -33,8 +33,10 @@ struct AttentionParams {
       tree_positions;  // [num_sequences, tree_position_columns] int32: of tree keys, or null
   char* out;           // [num_tokens, H * group, v.width]
   char* lse;           // [num_tokens, H * group] float32, or null
-  char* partial_out;   // [num_splits, num_tokens, H * group, v.width] float32, or null: out
-  char* partial_lse;   // [num_splits, num_tokens, H * group] float32
+  char* pieces;        // [num_pieces] AttentionPiece, or null: a piece for each tile
+  char* split_tiles;   // [num_split_tiles] SplitTile, written by attention_schedule
+  char* partial_out;   // [states, H, state_rows, v.width] float32
+  char* partial_lse;   // [states, H, state_rows] float32
   FaultRecord* faults;
   KVOperand k;  // of the cache: strides, scale, width
   KVOperand v;
@@ -71,9 +73,17 @@ struct AttentionParams {
   float inverse_cap;     // 1 / soft_cap
   int num_tokens;
   int num_sequences;
-  int num_splits;
-  int num_heads;  // of the query
-  int group;      // query heads per KV head
+  int num_tiles;  // this and the next seven: of attention_schedule
+  int num_pieces;
+  int num_split_tiles;
+  int tile_rows;
+  int num_slots;        // pieces of one head that run at a time
+  int pieces_per_slot;  // of long sequences
+  int least_keys;       // of a piece of them
+  int min_keys;         // of a piece
+  int state_rows;       // rows of a state that may be used
+  int num_heads;        // of the query
+  int group;            // query heads per KV head
   int page_size;
   int page_shift;
   int table_index_bytes;
@@ -131,6 +141,7 @@ struct AttentionTile {
   int num_new;      // its new tokens
   int first_row;    // packed
   int num_rows;     // in the tile
+  int state;        // where the piece leaves its rows, to be merged; negative: `out`
   i64 seq_len;
   i64 num_keys;   // that the table has pages for
   i64 sinks;      // so many keys from the first that is looked at come first,
@@ -158,16 +169,14 @@ __device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence
   return i64{start} * p.group / rows_per_tile + sequence;
 }
 
-// A block of decode is KV head x, tile y and split z. Heads run fastest, so that blocks which run
-// together read adjacent memory: a short row does not fill 32-byte sectors by itself. Where there
-// are more tiles than the y dimension of a grid allows, and so no splits, tiles continue in z.
-__device__ __forceinline__ int tile_of_block(const AttentionParams& p) {
-  return static_cast<int>(p.num_splits > 1 ? blockIdx.y : blockIdx.z * gridDim.y + blockIdx.y);
-}
-
-__device__ __forceinline__ int split_of_block(const AttentionParams& p) {
-  return p.num_splits > 1 ? static_cast<int>(blockIdx.z) : 0;
-}
+// The work of a block: some of the keys of a tile.
+struct alignas(16) AttentionPiece {
+  int sequence;          // negative: nothing to do
+  int first_row;         // of the tile: packed, of the sequence
+  unsigned short part;   // of `parts` that the keys are cut into, equal but for rounding
+  unsigned short parts;  // with more than one, each leaves a state
+  int state;
+};
 
 // Position of the query of a packed row.
 __device__ __forceinline__ i64 position_of(const AttentionParams& p, const AttentionTile& t,
@@ -215,11 +224,13 @@ __device__ __forceinline__ i64 keys_before(const AttentionParams& p, const Atten
   return after_span > before_span ? after_span : before_span;
 }
 
-// `reports`: whether this thread reports a sequence that is longer than its block table.
-__device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int number,
-                                                   int rows_per_tile, bool reports) {
-  AttentionTile t{};
+// A tile by its number, in one piece. `reports`: whether this thread reports where the queries of
+// its sequence begin and end, if no query does.
+__device__ __forceinline__ AttentionPiece whole_tile(const AttentionParams& p, int number,
+                                                     int rows_per_tile, bool reports) {
+  AttentionPiece piece = {0, 0, 0, 1, 0};
   i64 within;
+  i64 tokens = 1;
   if (p.cu_query_lens) {
     int low = 0;
     int high = p.num_sequences;  // the sequence is in [low, high)
@@ -231,13 +242,12 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
         high = middle;
       }
     }
-    t.sequence = low;
+    piece.sequence = low;
     within = number - first_tile(p, low, rows_per_tile);
     const int* starts = reinterpret_cast<const int*>(p.cu_query_lens);
     const int start = starts[low];
     const int end = starts[low + 1];
-    t.first_token = max(start, 0);
-    t.num_new = max(end, 0) - t.first_token;
+    tokens = max(end, 0) - i64{max(start, 0)};
     if (reports && p.starts_operation >= 0) {  // given by the caller, and may be anything
       const int before = low > 0 ? starts[low - 1] : 0;
       if (start < max(before, 0) || start > p.num_tokens) {
@@ -249,26 +259,58 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
     }
   } else {
     const int tiles = (p.group + rows_per_tile - 1) / rows_per_tile;
-    t.sequence = number / tiles;
-    within = number - t.sequence * tiles;
-    t.first_token = t.sequence;
-    t.num_new = 1;
+    piece.sequence = number / tiles;
+    within = number - piece.sequence * tiles;
+  }
+  const i64 first_row = within * rows_per_tile;
+  if (piece.sequence >= p.num_sequences || first_row < 0 || first_row >= tokens * p.group) {
+    piece.sequence = -1;
+  } else {
+    piece.first_row = static_cast<int>(first_row);
+  }
+  return piece;
+}
+
+// A block of decode is KV head x and piece y. Heads run fastest, so that blocks which run together
+// read adjacent memory: a short row does not fill 32-byte sectors by itself. Pieces that the y
+// dimension of a grid has no room for continue in z.
+__device__ __forceinline__ int number_of_block() {
+  return static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y);
+}
+
+// The piece of a block by its number; without `pieces`, a tile.
+__device__ __forceinline__ AttentionPiece piece_of(const AttentionParams& p, int number,
+                                                   int rows_per_tile, bool reports) {
+  if (p.pieces) return reinterpret_cast<const AttentionPiece*>(p.pieces)[number];
+  return whole_tile(p, number, rows_per_tile, reports);
+}
+
+// `reports`: whether this thread reports a sequence that is longer than its block table.
+__device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p,
+                                                   const AttentionPiece& piece, int rows_per_tile,
+                                                   bool reports) {
+  AttentionTile t{};
+  if (piece.sequence < 0) return t;
+  t.state = piece.parts > 1 ? piece.state : -1;
+  t.sequence = piece.sequence;
+  t.first_token = t.sequence;
+  t.num_new = 1;
+  if (p.cu_query_lens) {
+    const int* starts = reinterpret_cast<const int*>(p.cu_query_lens) + t.sequence;
+    t.first_token = max(starts[0], 0);
+    t.num_new = max(starts[1], 0) - t.first_token;
   }
   // Rows of tokens that the query has: lengths may claim more.
-  const i64 first_row = within * rows_per_tile;
   const i64 rows = i64{min(t.num_new, p.num_tokens - t.first_token)} * p.group;
-  if (t.sequence >= p.num_sequences || first_row < 0 || first_row >= rows) {
-    t.num_rows = 0;
-    return t;
-  }
-  t.first_row = static_cast<int>(first_row);
-  t.num_rows = static_cast<int>(min(rows - first_row, i64{rows_per_tile}));
+  t.first_row = piece.first_row;
+  if (t.first_row >= rows) return t;
+  t.num_rows = static_cast<int>(min(rows - t.first_row, i64{rows_per_tile}));
   const i64 length = seq_len_of(p, t.sequence);
   t.seq_len = length < 0 ? -1 : length;  // whose positions are negative, and which has no keys
   const i64 most = keys_before(p, t, p.max_pages * p.page_size);
   t.num_keys = length < 0 ? 0 : length;
   if (t.num_keys > most) {
-    if (reports && within == 0) {
+    if (reports && t.first_row == 0 && piece.part == 0) {
       report_fault(p.faults, p.length_operation, t.sequence, t.seq_len);
     }
     t.num_keys = most;
@@ -292,25 +334,20 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
   return t;
 }
 
-// The visible keys of a split, by number: from `begin` to before `end`.
+// The visible keys of a piece, by number: from `begin` to before `end`.
 struct KeyRange {
   i64 begin;
   i64 end;
 };
 
-constexpr int kMinKeysPerSplit = 256;
-
-// Splits are as many as fill the GPU when a table is full; only as many take keys as get enough of
-// them, in whole steps of `step`. The others have none.
-__device__ __forceinline__ KeyRange keys_of_split(const AttentionParams& p, const AttentionTile& t,
-                                                  int split, int step) {
-  const i64 most = (t.num_visible + kMinKeysPerSplit - 1) / kMinKeysPerSplit;
-  const i64 splits = max(i64{1}, min(most, i64{p.num_splits}));
+// Parts begin at whole steps of `step` keys.
+__device__ __forceinline__ KeyRange keys_of(const AttentionPiece& piece, const AttentionTile& t,
+                                            int step) {
+  if (piece.parts <= 1) return {0, t.num_visible};
   const i64 steps = (t.num_visible + step - 1) / step;
-  const i64 per_split = (steps + splits - 1) / splits * step;
   KeyRange range;
-  range.begin = min(split * per_split, t.num_visible);
-  range.end = min(range.begin + per_split, t.num_visible);
+  range.begin = steps * piece.part / piece.parts * step;
+  range.end = min(steps * (piece.part + 1) / piece.parts * step, t.num_visible);
   return range;
 }
 

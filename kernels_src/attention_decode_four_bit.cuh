@@ -78,9 +78,11 @@ struct OwnScales {
 
 // The arrays that have the strides of the codes of K, and are addressed with them.
 struct SharedStrides {
-  bool k_scales;
-  bool v_codes;
-  bool v_scales;
+  int bits;  // in one register: the loop has none to spare
+
+  __device__ __forceinline__ bool k_scales() const { return bits & 1; }
+  __device__ __forceinline__ bool v_codes() const { return bits & 2; }
+  __device__ __forceinline__ bool v_scales() const { return bits & 4; }
 };
 
 __device__ __forceinline__ bool have_same_strides(const CacheStrides& a, const CacheStrides& b) {
@@ -89,9 +91,9 @@ __device__ __forceinline__ bool have_same_strides(const CacheStrides& a, const C
 }
 
 __device__ __forceinline__ SharedStrides shared_strides(const AttentionParams& p) {
-  return {have_same_strides(p.k.cache, p.k.group_scales.strides),
-          have_same_strides(p.k.cache, p.v.cache),
-          have_same_strides(p.k.cache, p.v.group_scales.strides)};
+  return {have_same_strides(p.k.cache, p.k.group_scales.strides) +
+          2 * have_same_strides(p.k.cache, p.v.cache) +
+          4 * have_same_strides(p.k.cache, p.v.group_scales.strides)};
 }
 
 // Write the rows of a tile to its table. Every lane must call it. Codes of a missing key may be
@@ -112,15 +114,15 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
   };
   const i64 codes = distance(p.k.cache);
   table.k[stage][key] = p.k_cache + codes;
-  table.v[stage][key] = p.v_cache + (as_codes.v_codes ? codes : distance(p.v.cache));
+  table.v[stage][key] = p.v_cache + (as_codes.v_codes() ? codes : distance(p.v.cache));
   const u32 present = __ballot_sync(kAllLanes, exists);
   if (key == 0) table.present[stage] = present;
   __syncwarp();  // the table is written
   if (!exists) return {nullptr, nullptr};
   const GroupScales& k = p.k.group_scales;
   const GroupScales& v = p.v.group_scales;
-  return {p.k_cache + k.offset_bytes + (as_codes.k_scales ? codes : distance(k.strides)),
-          p.v_cache + v.offset_bytes + (as_codes.v_scales ? codes : distance(v.strides))};
+  return {p.k_cache + k.offset_bytes + (as_codes.k_scales() ? codes : distance(k.strides)),
+          p.v_cache + v.offset_bytes + (as_codes.v_scales() ? codes : distance(v.strides))};
 }
 
 // Start copying the codes of a tile, in words of kBytes. The rows are known before the first copy,

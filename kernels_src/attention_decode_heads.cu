@@ -308,7 +308,7 @@ __device__ __forceinline__ void add_scores(float (&own)[kKeys / 8][2], const cha
 
 // TCache: as of attention_decode_mma. kKeys: per tile, as shared memory allows. K rows of at most
 // 576 elements, V rows of at most 512.
-// grid: (H, tiles, num_splits), block: 256, smem: HeadsShape::kBytes
+// grid: (H, pieces), block: 256, smem: HeadsShape::kBytes
 template <typename TCache, int kKeys>
 __global__ void __launch_bounds__(kHeadsThreads, 1)
     attention_decode_heads(const __grid_constant__ AttentionParams p) {
@@ -318,7 +318,6 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   constexpr int kScores = kKeys / 8;
   constexpr int kBytes = sizeof(TCache);
   const int kv_head = blockIdx.x;
-  const int split = split_of_block(p);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int quarter = warp % kGroupWarps;  // of the depth, of a group's rows, and of the columns
@@ -330,7 +329,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   char* weights = ring + Shape::kWeightsAt + group_row * Shape::kWeightBytes;
   auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
   auto& shared = *reinterpret_cast<HeadsTile*>(ring + Shape::kTileAt);
-  if (!begin_block<kKeys, kHeadsRows>(shared, p, kv_head, split)) return;
+  if (!begin_block<kKeys, kHeadsRows>(shared, p, kv_head)) return;
   const AttentionTile& t = shared.tile;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
@@ -526,8 +525,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
     for (int i = 0; i < 16; ++i) {
       const int row = group_row + m * 16 + i;
       if (row >= t.num_rows) break;
-      const RowEnd row_end =
-          end_of_row(p, t, row, kv_head, split, shared.tops[row], shared.sums[row]);
+      const RowEnd row_end = end_of_row(p, t, row, kv_head, shared.tops[row], shared.sums[row]);
       if (column < p.v.width) {
         Pack<float, 4> four;
         four.load(values + (i * (kWarpColumns + kValuePadding) + lane * 4) * 4);

@@ -70,14 +70,13 @@ __device__ __forceinline__ void multiply_latents(float (&s)[1][4], const char* k
 }
 
 // TCache: as of attention_decode_mma. K rows of at most 576 elements, V rows of at most 512.
-// grid: (H, tiles, num_splits), block: 128, smem: LatentShape::kBytes
+// grid: (H, pieces), block: 128, smem: LatentShape::kBytes
 template <typename TCache>
 __global__ void __launch_bounds__(kDecodeThreads, 2)
     attention_decode_latent(const __grid_constant__ AttentionParams p) {
   using Shape = LatentShape<TCache>;
   constexpr int kBytes = sizeof(TCache);
   const int kv_head = blockIdx.x;
-  const int split = split_of_block(p);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   char* ring = dynamic_shared<char>();
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   float* scores = reinterpret_cast<float*>(ring + Shape::kScoresAt);
   auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
   auto& shared = *reinterpret_cast<DecodeTile*>(ring + Shape::kTileAt);
-  if (!begin_block<kLatentKeys>(shared, p, kv_head, split)) return;
+  if (!begin_block<kLatentKeys>(shared, p, kv_head)) return;
   const AttentionTile& t = shared.tile;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
@@ -213,8 +212,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   __syncwarp();  // the results of the warp are there
   const int column = warp * kOwnColumns + lane * 4;
   for (int row = 0; row < t.num_rows; ++row) {
-    const RowEnd row_end = end_of_row(p, t, row, kv_head, split, shared.merge.tops[warp][row],
-                                      shared.merge.sums[warp][row]);
+    const RowEnd row_end =
+        end_of_row(p, t, row, kv_head, shared.merge.tops[warp][row], shared.merge.sums[warp][row]);
     if (column < p.v.width) {
       Pack<float, 4> four;
       four.load(

@@ -1,7 +1,7 @@
 // Paged attention of few packed rows on tensor cores: decode with grouped heads, and caches of 8
 // and 4 bits.
 //
-// A block takes 16 packed rows of one sequence, KV head and split, which its four warps share. The
+// A block takes 16 packed rows of one sequence, KV head and piece, which its four warps share. The
 // keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow. Each warp has its own
 // shared memory, so that they synchronise only at the end. A warp looks up a page one tile ahead of
 // its use, and rows come in 16-byte copies, kStages tiles ahead:
@@ -181,7 +181,7 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
 template <typename TCache, int kWidthV>
 __device__ __forceinline__ void finish_row(const AttentionParams& p, const AttentionTile& t,
                                            const DecodeMerge& merge, const char* values_of_warps,
-                                           int bytes_per_warp, int row, int kv_head, int split) {
+                                           int bytes_per_warp, int row, int kv_head) {
   float largest = -kInfinity;
 #pragma unroll
   for (int w = 0; w < kDecodeWarps; ++w) largest = fmaxf(largest, merge.tops[w][row]);
@@ -194,7 +194,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
     weights[w] = own != 0.0f ? exp2f(merge.tops[w][row] - largest) : 0.0f;
     if (own != 0.0f) sum += own * weights[w];
   }
-  const RowEnd end = end_of_row(p, t, row, kv_head, split, largest, sum);
+  const RowEnd end = end_of_row(p, t, row, kv_head, largest, sum);
   const int lane = threadIdx.x % 32;
   const auto total_of = [&](int column) {
     Pack<float, 4> total = {};
@@ -235,7 +235,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
 
 // TCache: format of the cache, and, if it has 16 bits, of queries and, unless that is float32,
 // output; else those are of 16 bits.
-// grid: (H, tiles, num_splits), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes where
+// grid: (H, pieces), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes where
 // four-bit keys are rotated
 template <typename TCache, int kWidth, int kWidthV>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kWidthV>::kBlocks)
@@ -246,7 +246,6 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   constexpr int kSteps = kWidth / 16;
   constexpr int kPending = 2 * kStages - 1;  // copy groups that may be on their way
   const int kv_head = blockIdx.x;
-  const int split = split_of_block(p);
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   char* shared_bytes = dynamic_shared<char>();
@@ -255,14 +254,13 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   [[maybe_unused]] char* rest = shared_bytes + Shape::kRestAt;  // of rotated queries
   auto& table = reinterpret_cast<typename Shape::Table*>(shared_bytes + Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
-  if (!begin_block<kKeys>(shared, p, kv_head, split)) return;
+  if (!begin_block<kKeys>(shared, p, kv_head)) return;
   const AttentionTile& t = shared.tile;
-  const i64 begin = shared.range.begin;
-  const i64 end = shared.range.end;
-  const int num_key_tiles = static_cast<int>((end - begin + kKeys - 1) / kKeys);
+  const KeyRange& range = shared.range;  // looked up a tile at a time, and not held in registers
+  const int num_key_tiles = static_cast<int>((range.end - range.begin + kKeys - 1) / kKeys);
   const int own_tiles = (num_key_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;
   const auto first_of = [&](int number) {
-    return begin + (i64{number} * kDecodeWarps + warp) * kKeys;
+    return range.begin + (i64{number} * kDecodeWarps + warp) * kKeys;
   };
 
   OwnScales own_scales = {};  // of four bits, of the tile that is fetched
@@ -289,7 +287,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   KeyPlace places[kStages];
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
-    places[stage] = look_up<kKeys>(p, t, first_of(stage) + lane, end);
+    places[stage] = look_up<kKeys>(p, t, first_of(stage) + lane, range.end);
   }
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
@@ -300,7 +298,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     end_copy_group();
   }
   KeyPlace next = {};
-  if (kStages < own_tiles) next = look_up<kKeys>(p, t, first_of(kStages) + lane, end);
+  if (kStages < own_tiles) next = look_up<kKeys>(p, t, first_of(kStages) + lane, range.end);
   [[maybe_unused]] QueryPairs<kWidth> rests;
   if constexpr (kFourBit<TCache>) {
     rests = load_four_bit_queries<kWidth>(queries, shared, p, t, kv_head);
@@ -407,7 +405,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     if (more) {
       begin_keys(stage, keys, next);
       if (number + kStages + 1 < own_tiles) {
-        next = look_up<kKeys>(p, t, first_of(number + kStages + 1) + lane, end);
+        next = look_up<kKeys>(p, t, first_of(number + kStages + 1) + lane, range.end);
       }
     }
     end_copy_group();
@@ -465,7 +463,6 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   }
   __syncthreads();  // the results of all warps are there
   for (int row = warp; row < t.num_rows; row += kDecodeWarps) {
-    finish_row<TCache, kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head,
-                                split);
+    finish_row<TCache, kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head);
   }
 }

@@ -117,23 +117,17 @@ struct DecodeShape {
   static_assert(kRestAt % 16 == 0 || !kFourBit<TCache>, "matrices begin at multiples of 16 bytes");
 };
 
-// Find the rows and the keys of a block, and return whether there are any. A split without keys
-// leaves its LSE, which is all that is read of it. Every thread must call it.
+// Find the rows and the keys of a block, and return whether there are any rows. Every thread must
+// call it.
 template <int kKeys, int kRows = kDecodeRows, typename Tile>
-__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int kv_head,
-                                            int split) {
-  AttentionTile& t = shared.tile;
+__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int kv_head) {
   if (threadIdx.x == 0) {
-    t = find_tile(p, tile_of_block(p), kRows, kv_head == 0 && split == 0);
-    shared.range = keys_of_split(p, t, split, kKeys);
+    const AttentionPiece piece = piece_of(p, number_of_block(), kRows, kv_head == 0);
+    shared.tile = find_tile(p, piece, kRows, kv_head == 0);
+    shared.range = keys_of(piece, shared.tile, kKeys);
   }
   __syncthreads();  // the tile is known
-  if (t.num_rows == 0) return false;
-  if (!p.partial_out || shared.range.begin != shared.range.end) return true;
-  if (threadIdx.x < t.num_rows) {
-    *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
-  }
-  return false;
+  return shared.tile.num_rows != 0;
 }
 
 // --- Keys ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 
 // Finish a row of a tile, given its largest logit (base 2) and the sum of weights relative to it.
 // `count` elements of the sum of weighted values are written from `first` on, and by one thread
-// (`first` 0) the LSE. Learned sinks join here, unless splits are merged later.
+// (`first` 0) the LSE. Learned sinks join here, unless states are merged later.
 struct RowEnd {
   char* out;      // [v.width]
   int format;     // of out
@@ -15,15 +15,15 @@ struct RowEnd {
 };
 
 __device__ __forceinline__ RowEnd end_of_row(const AttentionParams& p, const AttentionTile& t,
-                                             int row, int kv_head, int split, float largest,
-                                             float sum) {
+                                             int row, int kv_head, float largest, float sum) {
   const int packed = t.first_row + row;
   const i64 token = t.first_token + packed / p.group;
   const i64 head = i64{kv_head} * p.group + packed % p.group;
   RowEnd end;
   const bool seen = sum != 0.0f;  // a NaN was seen too
-  if (p.partial_out) {
-    const i64 at = (split * i64{p.num_tokens} + token) * p.num_heads + head;
+  if (t.state >= 0) {
+    const i64 heads = i64{t.state} * (p.num_heads / p.group) + kv_head;
+    const i64 at = heads * p.state_rows + row;
     end.out = p.partial_out + at * p.v.width * 4;
     end.format = 0;
     end.lse = reinterpret_cast<float*>(p.partial_lse) + at;

@@ -18,9 +18,11 @@
 
 // Write a lane's part of one row: the pairs `values` of all products, two of each four.
 template <typename T, int kProducts>
-__device__ __forceinline__ void write_row(const AttentionParams& p, char* out, bool exists,
-                                          const float (&o)[kProducts][4], int half_of, float scale,
-                                          bool zero) {
+__device__ __forceinline__ void write_row(const AttentionParams& p, const AttentionTile& tile,
+                                          const RowEnd& end, bool exists,
+                                          const float (&o)[kProducts][4], int half_of) {
+  const bool zero = end.divisor == 0.0f;
+  const float scale = 1.0f / end.divisor;
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kProducts; n += 2) {
@@ -29,12 +31,12 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, char* out, b
     for (int i = 0; i < 4; ++i) {
       x[i] = zero ? 0.0f : o[n + i / 2][half_of * 2 + i % 2] * scale;
     }
-    if (p.partial_out || p.out_format == 0) {  // float32
+    if (tile.state >= 0 || p.out_format == 0) {  // float32
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = (n + i) * 8 + t * 2;
         if (!exists || column >= p.v.width) continue;
-        reinterpret_cast<float2*>(out)[column / 2] = make_float2(x[2 * i], x[2 * i + 1]);
+        reinterpret_cast<float2*>(end.out)[column / 2] = make_float2(x[2 * i], x[2 * i + 1]);
       }
     } else {
       // Two lanes make four neighbours of two pairs each: the even one of the first product.
@@ -43,7 +45,7 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, char* out, b
       const u32 got = __shfl_xor_sync(kAllLanes, odd ? pairs[0] : pairs[1], 1);
       const int column = (n + odd) * 8 + t / 2 * 4;
       if (!exists || column >= p.v.width) continue;
-      reinterpret_cast<uint2*>(out)[column / 4] =
+      reinterpret_cast<uint2*>(end.out)[column / 4] =
           odd ? make_uint2(got, pairs[1]) : make_uint2(pairs[0], got);
     }
   }
@@ -51,7 +53,7 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, char* out, b
 
 // T: format of queries, cache and, unless that is float32, output.
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
-// grid: (tiles, H, num_splits), block: 128, smem: PrefillShape::kBytes
+// grid: (pieces, H), block: 128, smem: PrefillShape::kBytes
 template <typename T, int kWidth, int kWidthV, bool kRotateKeys>
 __global__ void __launch_bounds__(kPrefillThreads,
                                   PrefillShape<kWidth, kWidthV, kRotateKeys>::kBlocks)
@@ -61,7 +63,6 @@ __global__ void __launch_bounds__(kPrefillThreads,
   constexpr int kSteps = kWidth / 16;
   constexpr int kUnroll = Shape::kQueryInRegisters ? kSteps : 4;  // else loads come too early
   const int kv_head = blockIdx.y;
-  const int split = blockIdx.z;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int first_row = warp * 16;
@@ -72,12 +73,14 @@ __global__ void __launch_bounds__(kPrefillThreads,
   auto& shared = *reinterpret_cast<PrefillTile*>(keys + Shape::kTileAt);
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
-    // With a causal mask the last tiles of a sequence take longest: schedule them first.
-    t = find_tile(p, gridDim.x - 1 - blockIdx.x, kPrefillRows, kv_head == 0 && split == 0);
-    const i64 num_key_tiles = (t.num_visible + kKeys - 1) / kKeys;
-    const i64 a_split = (num_key_tiles + p.num_splits - 1) / p.num_splits * kKeys;
-    shared.begin = split * a_split < t.num_visible ? split * a_split : t.num_visible;
-    shared.end = shared.begin + a_split < t.num_visible ? shared.begin + a_split : t.num_visible;
+    // With a causal mask the last tiles of a sequence take longest: they come first. Pieces are
+    // in this order.
+    const int number = static_cast<int>(p.pieces ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    const AttentionPiece piece = piece_of(p, number, kPrefillRows, kv_head == 0);
+    t = find_tile(p, piece, kPrefillRows, kv_head == 0);
+    const KeyRange range = keys_of(piece, t, kKeys);
+    shared.begin = range.begin;
+    shared.end = range.end;
   }
   __syncthreads();  // the tile is known
   if (t.num_rows == 0) return;
@@ -200,9 +203,8 @@ __global__ void __launch_bounds__(kPrefillThreads,
     const float total = sum_within_warp(sum[h], 4);
     const int row = first_row + lane / 4 + h * 8;
     RowEnd row_end{};
-    if (row < t.num_rows) row_end = end_of_row(p, t, row, kv_head, split, largest[h], total);
-    write_row<T>(p, row_end.out, row < t.num_rows, o, h, 1.0f / row_end.divisor,
-                 row_end.divisor == 0.0f);
+    if (row < t.num_rows) row_end = end_of_row(p, t, row, kv_head, largest[h], total);
+    write_row<T>(p, t, row_end, row < t.num_rows, o, h);
     if (row < t.num_rows && lane % 4 == 0 && row_end.lse) *row_end.lse = row_end.lse_value;
   }
 }

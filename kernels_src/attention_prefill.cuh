@@ -22,7 +22,7 @@ struct PrefillTile {
   AttentionTile tile;
   RowLimits limits[kPrefillRows];               // but for kept keys and trees
   RowLimits seen_by_all[kPrefillThreads / 32];  // by the rows of each warp
-  i64 begin;                                    // the visible keys of this split
+  i64 begin;                                    // the visible keys of the piece
   i64 end;
 };
 

@@ -5,12 +5,15 @@
 // row. More: the states of a row may be dealt out to several stripes of lanes, which have a block
 // to themselves; their sums are added in order, so that results do not vary. Each lane finds the
 // weights of states again in L1. A state that saw no key (lse minus infinity) is not read: its row
-// may hold anything. States past the last that saw one, such as the splits that a short sequence
-// leaves without keys, cost no more than their lse.
+// may hold anything. States past the last that saw one cost no more than their lse.
+//
+// Or the states are of tiles of attention whose keys were cut: as many for each tile as it has
+// parts, one after another.
 //
 // Bytes: each row of a state that saw a key is read once, each row of out is written once, plus one
 // lse per row and state.
 #include "numeric.cuh"
+#include "split_tile.cuh"
 
 // Strides of rows by token and head.
 struct RowStrides {
@@ -19,15 +22,15 @@ struct RowStrides {
 };
 
 struct MergeParams {
-  const char* out_a;      // [num_tokens, num_heads, width] of state 0
-  const char* lse_a;      // [num_tokens, num_heads] float32 of state 0
-  const char* out_b;      // of state 1; null: the states lie state_bytes apart from state 0 on
-  const char* lse_b;      // likewise
-  const char* sinks;      // [num_heads] float32: an lse that brings no output; or null
-  const char* num_valid;  // [1] int32, tokens whose rows are written; null: all
-  char* out;              // [num_tokens, num_heads, width]
-  char* lse;              // [num_tokens, num_heads] float32, or null
-  FaultRecord* faults;    // part of every Params; nothing is reported
+  const char* out_a;        // [num_tokens, num_heads, width] of state 0
+  const char* lse_a;        // [num_tokens, num_heads] float32 of state 0
+  const char* out_b;        // of state 1; null: the states lie state_bytes apart from state 0 on
+  const char* lse_b;        // likewise
+  const char* sinks;        // [num_heads] float32: an lse that brings no output; or null
+  const char* split_tiles;  // [tiles] SplitTile, whose states a has; null: all states of all rows
+  char* out;                // [num_tokens, num_heads, width]
+  char* lse;                // [num_tokens, num_heads] float32, or null
+  FaultRecord* faults;      // part of every Params; nothing is reported
   RowStrides out_a_rows;
   RowStrides lse_a_rows;
   RowStrides out_b_rows;
@@ -38,8 +41,10 @@ struct MergeParams {
   i64 lse_state_bytes;
   i64 sink_bytes;  // stride between heads
   int num_states;
-  int num_rows;  // num_tokens * num_heads
+  int num_rows;  // num_tokens * num_heads; or tiles * H * state_rows
   int num_heads;
+  int group;       // query heads per KV head, of tiles, as the next
+  int state_rows;  // per tile and KV head
   int width;
   int base_two;  // whether lse are to base 2, else natural
   int lane_shift;
@@ -106,22 +111,45 @@ __device__ __forceinline__ Weights<kStates> weigh(const float (&lse)[kStates], c
 struct MergedRow {
   int token;
   int head;
+  int num_states;  // 0: no row
   StateRows in;
   StateRows in_lse;
   float sink;
   char* out;
 
-  __device__ __forceinline__ MergedRow(const MergeParams& p, int row)
-      : token(row / p.num_heads), head(row - token * p.num_heads) {
-    in = find_states(p.out_a, p.out_a_rows, p.out_b, p.out_b_rows, p.out_state_bytes, token, head);
-    in_lse =
-        find_states(p.lse_a, p.lse_a_rows, p.lse_b, p.lse_b_rows, p.lse_state_bytes, token, head);
+  __device__ __forceinline__ MergedRow(const MergeParams& p, int row) {
+    if (p.split_tiles) {
+      find_in_tile(p, row);
+      if (num_states == 0) return;
+    } else {
+      token = row / p.num_heads;
+      head = row - token * p.num_heads;
+      num_states = p.num_states;
+      in =
+          find_states(p.out_a, p.out_a_rows, p.out_b, p.out_b_rows, p.out_state_bytes, token, head);
+      in_lse =
+          find_states(p.lse_a, p.lse_a_rows, p.lse_b, p.lse_b_rows, p.lse_state_bytes, token, head);
+    }
     sink = p.sinks ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) : -kInfinity;
     out = p.out + row_offset(p.out_rows, token, head);
   }
 
-  __device__ __forceinline__ bool is_valid(const MergeParams& p) const {
-    return !p.num_valid || token < *reinterpret_cast<const int*>(p.num_valid);
+  __device__ __forceinline__ void find_in_tile(const MergeParams& p, int row) {
+    const int num_kv_heads = p.num_heads / p.group;
+    const int of_heads = row / p.state_rows;
+    const int of_tile = row - of_heads * p.state_rows;
+    const int number = of_heads / num_kv_heads;
+    const int kv_head = of_heads - number * num_kv_heads;
+    const SplitTile tile = reinterpret_cast<const SplitTile*>(p.split_tiles)[number];
+    num_states = of_tile < tile.num_rows ? tile.parts : 0;
+    const int packed = tile.first_row + of_tile;
+    token = packed / p.group;
+    head = kv_head * p.group + packed - token * p.group;
+    const i64 at = (i64{tile.state} * num_kv_heads + kv_head) * p.state_rows + of_tile;
+    const char* first = p.out_a + at * p.out_a_rows.head_bytes;
+    const char* first_lse = p.lse_a + at * p.lse_a_rows.head_bytes;
+    in = {first, first + p.out_state_bytes, p.out_state_bytes};
+    in_lse = {first_lse, first_lse + p.lse_state_bytes, p.lse_state_bytes};
   }
 
   __device__ __forceinline__ void store_lse(const MergeParams& p, float origin, float total) const {
@@ -176,10 +204,10 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
   const int number = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
   if (number >= p.num_rows) return;
   const MergedRow row(p, number);
-  if (!row.is_valid(p)) return;
+  if (row.num_states == 0) return;
 
   float lse[2];
-  load_lse(row.in_lse, 0, p.num_states, lse);
+  load_lse(row.in_lse, 0, row.num_states, lse);
   const float origin = origin_of(fmaxf(row.sink, fmaxf(lse[0], lse[1])));
   const Weights<2> weights = weigh(lse, p, origin);
   const float total =
@@ -225,7 +253,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 2)
              : blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
   if (number >= p.num_rows) return;
   const MergedRow row(p, number);
-  if (!row.is_valid(p)) return;
+  if (row.num_states == 0) return;
   [[maybe_unused]] RowShares& shares = *dynamic_shared<RowShares>();
   [[maybe_unused]] float* sums =
       reinterpret_cast<float*>(&shares + 1);  // [stripes, lanes * kCount]
@@ -238,7 +266,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 2)
   float largest = row.sink;
   int used = 1;
 #pragma unroll 1
-  for (int state = thread; state < p.num_states; state += threads) {
+  for (int state = thread; state < row.num_states; state += threads) {
     const float own = *reinterpret_cast<const float*>(row.in_lse.at(state));
     largest = fmaxf(largest, own);
     if (own != -kInfinity) used = state + 1;
@@ -286,7 +314,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 2)
 #pragma unroll 1
       for (int state = stripe * kStates; state < used; state += stripes * kStates) {
         float lse[kStates];
-        load_lse(row.in_lse, state, p.num_states, lse);
+        load_lse(row.in_lse, state, row.num_states, lse);
         add_states<TIn>(sum, row.in, state, element, weigh(lse, p, origin), scale);
       }
     }

@@ -68,7 +68,8 @@ def worse(entries: Iterable[Entry], recorded: Mapping[str, Any]) -> list[str]:
         row = before.get((entry.row, entry.arch))
         if row is None:
             continue
-        for name, now in (("share", entry.share), ("dearest_share", entry.dearest_share)):
+        for name in ("share", "dearest_share", "busy"):
+            now = getattr(entry, name)
             if now < row[name] * (1 - row["slack"]):
                 lines.append(
                     f"{entry.row}, {entry.arch}: {name} {now:.1%}, was {row[name]:.1%} (slack "
@@ -82,7 +83,7 @@ def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
     """Return the table as text."""
     lines = [
         f"{'row':39} {'arch':7} {'regs':>4} {'warps':>5} {'instructions':>12} {'bytes':>6} "
-        f"{'share':>11}  ceilings"
+        f"{'share':>11} {'busy':>5}  ceilings"
     ]
     for e in entries:
         name = _peak_of(e)
@@ -91,7 +92,7 @@ def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
         lines.append(
             f"{e.row:39} {e.arch:7} {e.registers:4} {e.warps_per_sm:5} "
             f"{e.instructions:5}..{e.dearest:5} {e.asked_bytes:6.0f} "
-            f"{e.share:5.0%}..{e.dearest_share:4.0%}  {others}"
+            f"{e.share:5.0%}..{e.dearest_share:4.0%} {e.busy:5.0%}  {others}"
         )
         if verbose:
             pipes = ", ".join(f"{pipe} {count}" for pipe, count in e.pipes.items())

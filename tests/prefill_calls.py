@@ -10,7 +10,7 @@ from helpers import DTYPE, address, to_device
 
 from kvcupy.config import shared_bytes
 from kvcupy.ops import attention_kernels as kernels
-from kvcupy.ops.attention_kernels import FORMAT_NUMBERS, PARAMS
+from kvcupy.ops.attention_kernels import FORMAT_NUMBERS, PARAMS, PIECE
 
 LOG2_E = float(np.log2(np.e))
 
@@ -162,8 +162,11 @@ class Call:
             arrays["sinks"] = self.logits
         if self.tree:
             arrays["tree_mask"] = self.mask
+        group = num_heads // num_kv_heads
+        tiles = rows * group // tile_rows + len(self.seq_lens)
         if self.splits > 1:
-            shape = (self.splits, rows, num_heads)
+            arrays["pieces"] = self._pieces(tile_rows, group)
+            shape = (tiles * self.splits, num_kv_heads, tile_rows)
             arrays["partial_out"] = np.full((*shape, self.widths[1]), 7, np.float32)
             arrays["partial_lse"] = np.full(shape, 7, np.float32)
         placed = {name: to_device(device, array) for name, array in arrays.items()}
@@ -190,15 +193,14 @@ class Call:
         params["soft_cap"], params["cap_scale"] = self.soft_cap, self.soft_cap * LOG2_E
         params["inverse_cap"] = 1 / self.soft_cap if self.soft_cap else 0
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
-        params["num_splits"], params["num_heads"] = self.splits, num_heads
+        params["state_rows"], params["num_heads"] = tile_rows, num_heads
         params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]
-        group = num_heads // num_kv_heads
         params["group"], params["causal"] = group, self.causal
         shift = self.page_size.bit_length() - 1
         params["page_size"] = self.page_size
         params["page_shift"] = shift if 1 << shift == self.page_size else -1
-        tiles = rows * group // tile_rows + len(self.seq_lens)
-        grid = kernels.grid_of(chosen, tiles, num_kv_heads, self.splits)
+        blocks = len(arrays["pieces"]) if self.splits > 1 else tiles
+        grid = kernels.grid_of(chosen, blocks, num_kv_heads)
         device.launch(
             device.load(chosen), grid, (threads, 1, 1), smem_bytes, params.tobytes(),
             device.as_stream(None), tuple(placed.values()),
@@ -215,9 +217,43 @@ class Call:
             assert (out[used:] == 7).all() and (lse[used:] == 7).all(), "rows of no sequence"
             return out[:used], lse[:used]
         assert (out == 7).all() and (lse == 7).all(), "written though there are splits"
-        outs, lses = after["partial_out"], after["partial_lse"]
-        assert (outs[:, used:] == 7).all() and (lses[:, used:] == 7).all(), "rows of no sequence"
-        return merged(outs[:, :used], lses[:, :used])
+        states, rows = self._states_of_tokens(tile_rows, group)
+        outs, lses = (
+            # (splits, tokens, group, kv_heads, ...), and heads of a group are neighbours
+            np.swapaxes(after[name][states, :, rows], 2, 3).reshape(
+                *states.shape[:2], num_heads, -1
+            )
+            for name in ("partial_out", "partial_lse")
+        )
+        for name in ("partial_out", "partial_lse"):
+            after[name][states, :, rows] = 7
+            assert (after[name] == 7).all(), "rows of no sequence"
+        return merged(outs, lses[..., 0])
+
+    def _pieces(self, tile_rows, group):
+        """Cut each tile into as many pieces, in any order."""
+        pieces, start = [], 0
+        for sequence, new in enumerate(self.query_lens):
+            first = start * group // tile_rows + sequence
+            for row in range(0, new * group, tile_rows):
+                tile = first + row // tile_rows
+                pieces += [
+                    (sequence, row, part, self.splits, tile * self.splits + part)
+                    for part in range(self.splits)
+                ]
+            start += new
+        return np.random.default_rng(self.seed).permutation(np.array(pieces, PIECE))
+
+    def _states_of_tokens(self, tile_rows, group):
+        """Return where tokens are in the states: (splits, tokens, group) and (1, tokens, group)."""
+        states, rows, start = [], [], 0
+        for sequence, new in enumerate(self.query_lens):
+            packed = np.arange(new * group).reshape(new, group)
+            tiles = start * group // tile_rows + sequence + packed // tile_rows
+            states.append(tiles * self.splits + np.arange(self.splits)[:, None, None])
+            rows.append(packed % tile_rows)
+            start += new
+        return np.concatenate(states, 1), np.concatenate(rows)[None]
 
     def check(self, device):
         out, lse = self.run(device)
@@ -232,7 +268,7 @@ class Call:
 
 
 def merged(outs, lses):
-    """Merge the states of splits in float64."""
+    """Merge the states of pieces in float64."""
     with np.errstate(divide="ignore", invalid="ignore"):
         top = lses.max(0)
         weights = np.where(np.isinf(lses), 0.0, np.exp(lses - top))

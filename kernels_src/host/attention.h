@@ -4,8 +4,7 @@
 // small matrices: a few rows by a few keys, or by a few vectors of values, are summed in registers
 // while each number that is loaded serves all of them. Between the two, the online softmax works on
 // whole vectors of scores. Few rows read K and V where they lie. Where there are more, or K must
-// be rotated, a block is first converted to float32, once for all rows of up to kTilesTogether
-// tiles: their blocks leave them to the first.
+// be rotated, a block is first converted to float32, once for all rows.
 #pragma once
 
 #if defined(__AVX__)
@@ -29,7 +28,6 @@ constexpr int kProductRows = 4;
 #endif
 constexpr int kProductKeys = 4;
 constexpr int kProductVectors = 4;
-constexpr int kTilesTogether = 4;
 constexpr int kLineBytes = 64;
 
 using Vector = float __attribute__((vector_size(4 * kLanes)));
@@ -259,8 +257,6 @@ template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 struct HostTile {
   static constexpr int kPack = 8;
   static constexpr int kWidth = round_up(kSteps * kPack, kLanes);
-  static constexpr int kTogether = kRows == 8 ? kTilesTogether : 1;
-  static constexpr int kMostRows = kRows * kTogether;
   static constexpr int kKeys = kSteps <= 32 ? 32 : 16;
   static_assert(kKeys <= 32, "holes are the bits of a word");
   using Block = KeyBlock<TCache, kKeys>;
@@ -270,47 +266,19 @@ struct HostTile {
   int kv_head;
   bool reports;
   i64 first_tree;
-  RowLimits limits[kMostRows];
-  float largest[kMostRows];   // logit, base 2
-  unsigned holes[kMostRows];  // keys of the block that a row does not see
-  Vector sums[kMostRows];     // of weights, against the largest
-  alignas(64) float query[kMostRows][kWidth];
-  alignas(64) float values[kMostRows][kWidth];
-  alignas(64) float scores[kMostRows][kKeys];  // then weights
+  RowLimits limits[kRows];
+  float largest[kRows];   // logit, base 2
+  unsigned holes[kRows];  // keys of the block that a row does not see
+  Vector sums[kRows];     // of weights, against the largest
+  alignas(64) float query[kRows][kWidth];
+  alignas(64) float values[kRows][kWidth];
+  alignas(64) float scores[kRows][kKeys];  // then weights
   alignas(64) float staged_k[kKeys][kWidth];
   alignas(64) float staged_v[kKeys][kWidth];
   alignas(64) char zeros[kWidth * 4];
   Block blocks[2];
 
   explicit HostTile(const AttentionParams& params) : p(params) {}
-
-  // The tile of this thread's block, and those after it of the same sequence: no rows where an
-  // earlier block works on it.
-  void find() {
-    const int number = tile_of_block(p);
-    kv_head = blockIdx.x;
-    reports = kv_head == 0;
-    t = find_tile(p, number, kRows, reports && split_of_block(p) == 0);
-    if constexpr (kTogether > 1) {
-      if (t.first_row / kRows % kTogether != 0) t.num_rows = 0;
-      if (t.num_rows < kRows) return;
-      const int num_tiles = gridDim.y * (p.num_splits > 1 ? 1 : gridDim.z);
-      const int most = min(number + kTogether, num_tiles);
-      for (int other = number + 1; other < most; ++other) {
-        const AttentionTile next = find_tile(p, other, kRows, false);
-        if (next.num_rows == 0 || next.sequence != t.sequence) return;
-        t.num_rows += next.num_rows;
-        if (t.num_visible == t.sinks) {  // of the rows so far, which see no other keys
-          t.sinks = next.sinks;
-          t.first_key = next.first_key;
-          t.num_visible = next.num_visible;
-        } else {
-          const i64 end = next.first_key + next.num_visible - next.sinks;
-          t.num_visible = max(t.num_visible, t.sinks + end - t.first_key);
-        }
-      }
-    }
-  }
 
   // Rotate a row in the way that rows of a four-bit cache are rotated.
   static void rotate(float* row, const GroupScales& rotation) {
@@ -436,7 +404,7 @@ struct HostTile {
       if (ahead) {
         for (int i = 0; i < kProductKeys; ++i) fetch(*ahead, n + i);
       }
-      for_rows<kMostRows>(t.num_rows, [&](int r, auto rows) {
+      for_rows<kRows>(t.num_rows, [&](int r, auto rows) {
         multiply_keys<T, decltype(rows)::kCount>(query[r], kWidth, block.k + n, width,
                                                  scores[r] + n, kKeys);
       });
@@ -504,7 +472,7 @@ struct HostTile {
     const int width = round_up(p.v.width, kLanes);
     bool known = false;
     bool finite = false;
-    for_rows<kMostRows>(t.num_rows, [&](int r, auto rows) {
+    for_rows<kRows>(t.num_rows, [&](int r, auto rows) {
       constexpr int kCount = decltype(rows)::kCount;
       unsigned masked = 0;
       for (int i = 0; i < kCount; ++i) masked |= holes[r + i];
@@ -598,9 +566,9 @@ struct HostTile {
     }
   }
 
-  void finish(int split) {
+  void finish() {
     for (int r = 0; r < t.num_rows; ++r) {
-      const RowEnd end = end_of_row(p, t, r, kv_head, split, largest[r], sum_of(sums[r]));
+      const RowEnd end = end_of_row(p, t, r, kv_head, largest[r], sum_of(sums[r]));
       const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
       rotate(values[r], p.v.group_scales);
       switch (end.format) {
@@ -621,20 +589,15 @@ struct HostTile {
 // Everything that the block of one thread does.
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 inline void attend(const AttentionParams& p) {
-  const int split = split_of_block(p);
   HostTile<TCache, kRows, kSteps, kRotateKeys> tile(p);
-  tile.find();
+  tile.kv_head = blockIdx.x;
+  tile.reports = tile.kv_head == 0;
+  const AttentionPiece piece = piece_of(p, number_of_block(), kRows, tile.reports);
+  tile.t = find_tile(p, piece, kRows, tile.reports);
   if (tile.t.num_rows == 0) return;
-  const KeyRange range = keys_of_split(p, tile.t, split, 1);
-  if (p.partial_out && range.begin == range.end) {  // a split without keys: only its LSE is read
-    for (int r = 0; r < tile.t.num_rows; ++r) {
-      *end_of_row(p, tile.t, r, tile.kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
-    }
-    return;
-  }
   tile.start();
-  tile.walk(range);
-  tile.finish(split);
+  tile.walk(keys_of(piece, tile.t, 1));
+  tile.finish();
 }
 
 }  // namespace kvcupy_host

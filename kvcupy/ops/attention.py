@@ -25,14 +25,17 @@ from ..observe import Access, DerivedSlots
 from . import checks
 from .attention_kernels import (
     ARRAYS,
+    PIECE,
     STARTS,
     AttentionCall,
     AttentionOptions,
     attention_params,
-    choose_num_splits,
+    choose_schedule,
     choose_tiling,
     grid_of,
     num_tiles,
+    schedule_specialisation,
+    schedule_threads,
     starts_params,
 )
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
@@ -167,11 +170,14 @@ def paged_attention(
     of it. An infinity in V gives an infinity, but there NaN in rows whose weight for that key is
     zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do not see the key
     but share its tile with one that does. Over keys that are stored rotated the query is rotated
-    likewise, and over such values the output is rotated back, in float32, once per split. A query
+    likewise, and over such values the output is rotated back, in float32, once per piece. A query
     that sees no key gives 0, and -inf in `lse_out`.
-    Stream: up to three kernels, in order. Capture: legal with outputs given; grid and workspace
-    depend on shapes alone. Bytes: in decode, visible K and V are read once for all query heads of a
-    KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
+    Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and another
+    merges what their blocks computed: a sequence may round otherwise beside other sequences.
+    Stream: up to four kernels, in order. Capture: legal with outputs given; grids and workspace
+    depend on shapes alone, so a graph serves all lengths. Bytes: in decode, visible K and V are
+    read once for all query heads of a KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding,
+    Dao et al. 2023.
 
     Examples
     --------
@@ -237,9 +243,13 @@ class StepAttention(StepOperation):
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
         them up by a separate launch. Negative entries count as 0, a sequence whose end is before
         its start has no rows, and `check_faults` reports either
+    outlives_step : whether later steps use the same arrays, for graphs that read them
 
     Notes
     -----
+    Layers whose calls are alike cut keys into pieces once. Lengths must not change between them,
+    unless the arrays outlive the step: then this holds within a capture, whose graph cuts again in
+    each replay.
     Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache,
     and to fp16 where that has 8 bits.
     """
@@ -248,13 +258,15 @@ class StepAttention(StepOperation):
         self, *, block_table: Any, seq_lens: Any, query_lens: Any = None, tree_mask: Any = None,
         evicted_starts: Any = None, evicted_lens: Any = None, key_starts: Any = None,
         tree_lens: Any = None, tree_positions: Any = None, rope_table: Any = None,
-        cu_query_lens: Any = None,
+        cu_query_lens: Any = None, outlives_step: bool = False,
     ) -> None:  # fmt: skip
         arrays = (
             block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts,
             tree_lens, tree_positions, rope_table, cu_query_lens,
         )  # fmt: skip
-        super().__init__(_ATTENTION, AttentionPlan, len(_PER_CALL), arrays)
+        super().__init__(
+            _ATTENTION, AttentionPlan, len(_PER_CALL), arrays, outlives_step=outlives_step
+        )
 
     def run(
         self, layer: LayerArrays, query: Any, out: Any, options: AttentionOptions, *,
@@ -518,6 +530,7 @@ _EVICTED = ("evicted_starts", "evicted_lens")
 # --- Plan -----------------------------------------------------------------------------------------
 
 _WORKSPACE_ALIGNMENT = 256  # of each part
+_SPLIT_TILE_BYTES = 16  # SplitTile of kernels_src/split_tile.cuh
 
 
 class AttentionPlan(Plan):
@@ -584,19 +597,14 @@ class AttentionPlan(Plan):
         self.workspace_bytes = 0
         tiling = choose_tiling(device, call, alignment)
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
-        num_splits = choose_num_splits(device, call, tiles * num_kv_heads, tiling.blocks_per_sm)
+        schedule = choose_schedule(device, call, tiling)
         names = (*_ATTENTION.names, "workspace")
         pointers: dict[str, Pointer] = {name: name for name in call.views if name in ARRAYS}
         if "lse_out" in call.views:
             pointers["lse"] = "lse_out"
-        merged: dict[str, Pointer] = {}
-        if "cu_query_lens" in call.views:
-            merged["num_valid"] = "cu_query_lens", 4 * call.num_sequences
-        elif call.is_ragged:
+        if call.is_ragged and "cu_query_lens" not in call.views:
             name, offset = self._reserve(4 * (call.num_sequences + 1))
             pointers["cu_query_lens"] = name, offset
-            # The last of the query starts: rows from there on belong to no sequence.
-            merged["num_valid"] = name, offset + 4 * call.num_sequences
             lanes = 1 if device.warp_lanes == 1 else 32
             starts = {"query_lens": "query_lens", "starts": pointers["cu_query_lens"]}
             launches.append(
@@ -605,26 +613,40 @@ class AttentionPlan(Plan):
                     starts_params(call), starts, names,
                 )
             )  # fmt: skip
-        if num_splits > 1:
-            rows = num_splits * call.num_tokens * call.num_heads
+        params = attention_params(call, schedule, tiling.lanes, alignment)
+        if schedule is not None:
+            pointers["pieces"] = self._reserve(PIECE.itemsize * schedule.num_pieces)
+            pointers["split_tiles"] = self._reserve(_SPLIT_TILE_BYTES * schedule.num_split_tiles)
+            rows = schedule.num_states * num_kv_heads * schedule.state_rows
             pointers["partial_out"] = self._reserve(4 * rows * call.v.cache.width)
             pointers["partial_lse"] = self._reserve(4 * rows)
+            launches.append(
+                Launch(
+                    device, schedule_specialisation(device.warp_lanes), (1, 1, 1),
+                    (schedule_threads(device.warp_lanes), 1, 1), 0, params, pointers, names,
+                )
+            )  # fmt: skip
+        self.num_step_launches = len(launches)
         launches.append(
             Launch(
                 device, tiling.specialisation,
-                grid_of(tiling.specialisation, tiles, num_kv_heads, num_splits),
-                (tiling.threads, 1, 1), tiling.smem_bytes,
-                attention_params(call, num_splits, tiling.lanes, alignment), pointers, names,
+                grid_of(
+                    tiling.specialisation, tiles if schedule is None else schedule.num_pieces,
+                    num_kv_heads,
+                ),
+                (tiling.threads, 1, 1), tiling.smem_bytes, params, pointers, names,
             )
         )  # fmt: skip
-        if num_splits > 1:
-            merged |= {"out_a": pointers["partial_out"], "lse_a": pointers["partial_lse"]}
+        if schedule is not None:
+            merged = {"out_a": pointers["partial_out"], "lse_a": pointers["partial_lse"]}
+            merged["split_tiles"] = pointers["split_tiles"]
             merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}
             out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
             assert out is not None
             launches.append(
                 merge_launch(
-                    device, num_states=num_splits, num_tokens=call.num_tokens,
+                    device, num_tiles=schedule.num_split_tiles, num_states=schedule.most_parts,
+                    state_rows=schedule.state_rows, group=call.group,
                     num_heads=call.num_heads, width=call.v.cache.width, out_format=out.format,
                     out_strides=(out.strides[0], out.strides[1]),
                     lse_strides=(0, 0) if lse is None else (lse.strides[0], lse.strides[1]),

@@ -4,8 +4,8 @@
 fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 and 4 bits, and
 `attention_decode_latent` likewise where rows are wide, and `attention_decode_heads` on tiles of 64
 where many heads share those. `attention_decode` takes every other call: a few packed rows per tile.
-All split keys over blocks. `attention_starts` runs before them where sequences have several new
-tokens.
+`attention_schedule` runs before them where sequences may be long: it cuts their keys into pieces, a
+block for each. `attention_starts` runs first where sequences have several new tokens.
 
 A packed row is one query head of one token. The heads that share a KV head, of one token after
 another, are the rows of a tile, so that K and V are loaded once for all of them.
@@ -14,7 +14,7 @@ another, are the rows of a tile, so that K and V are loaded once for all of them
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -110,8 +110,8 @@ class AttentionCall:
 ARRAYS = (
     "query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "k_scale", "v_scale",
     "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "evicted_starts",
-    "evicted_lens", "key_starts", "rope_table", "tree_positions", "out", "lse", "partial_out",
-    "partial_lse",
+    "evicted_lens", "key_starts", "rope_table", "tree_positions", "out", "lse", "pieces",
+    "split_tiles", "partial_out", "partial_lse",
 )  # fmt: skip
 
 _INT64 = (
@@ -123,7 +123,8 @@ _INT64 = (
     "table_operation", "length_operation", "starts_operation",
 )  # fmt: skip
 _INT32 = (
-    "num_tokens", "num_sequences", "num_splits", "num_heads", "group",
+    "num_tokens", "num_sequences", "num_tiles", "num_pieces", "num_split_tiles", "tile_rows",
+    "num_slots", "pieces_per_slot", "least_keys", "min_keys", "state_rows", "num_heads", "group",
     "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
     "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
     "query_format", "k_format", "v_format", "out_format", "lane_shift",
@@ -142,7 +143,7 @@ PARAMS = np.dtype(
     align=True,
 )
 
-# AttentionStartsParams of kernels_src/attention.cu
+# AttentionStartsParams of kernels_src/attention_schedule.cu
 STARTS_PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in ("query_lens", "starts", "faults")),
@@ -150,6 +151,11 @@ STARTS_PARAMS = np.dtype(
         *((name, np.int32) for name in ("num_sequences", "num_tokens", "index_bytes")),
     ],
     align=True,
+)
+
+# AttentionPiece of kernels_src/attention.cuh
+PIECE = np.dtype(
+    [("sequence", "i4"), ("first_row", "i4"), ("part", "u2"), ("parts", "u2"), ("state", "i4")]
 )
 
 FORMAT_NUMBERS = {
@@ -167,9 +173,12 @@ _STRIDE_FIELDS = {
 
 
 def attention_params(
-    call: AttentionCall, num_splits: int, lanes: int, alignment: int
+    call: AttentionCall, schedule: Schedule | None, lanes: int, alignment: int
 ) -> dict[str, Any]:
-    """Return the Params of a call, but for the addresses, whose words are of `alignment`."""
+    """Return the Params of a call, but for the addresses, whose words are of `alignment`.
+
+    `schedule` is None where each tile is a piece.
+    """
     options, cache, views = call.options, call.k.cache, call.views
     query, out = views["query"], views["out"]
     table, seq_lens = views["block_table"], views["seq_lens"]
@@ -194,13 +203,15 @@ def attention_params(
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
         "num_heads": call.num_heads,
-        "group": call.group, "num_splits": num_splits,
+        "group": call.group,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
         "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,
         "score_scale": _float32(call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)),
         "lane_shift": lanes.bit_length() - 1,
     }  # fmt: skip
+    if schedule is not None:
+        params |= asdict(schedule)
     for name, field in _STRIDE_FIELDS.items():
         if name in views:
             params[field] = views[name].strides[0]
@@ -244,8 +255,18 @@ def starts_params(call: AttentionCall) -> dict[str, Any]:
 
 # By the threads that run in lockstep: a warp, or one.
 STARTS = {
-    lanes: Kernel("attention.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams",
-                  barriers=lanes > 1)
+    lanes: Kernel(
+        "attention_schedule.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams",
+        barriers=lanes > 1,
+    )
+    for lanes in (32, 1)
+}  # fmt: skip
+_SCHEDULE_THREADS = 512
+SCHEDULE = {
+    lanes: Kernel(
+        "attention_schedule.cu", "attention_schedule", PARAMS, "AttentionParams",
+        barriers=lanes > 1,
+    )
     for lanes in (32, 1)
 }  # fmt: skip
 DECODE = {
@@ -284,7 +305,7 @@ _ROTATING_ROWS: _Rows = {
     **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1,)},
 }  # fmt: skip
-_HOST_ROWS = (1, 4, 8)
+_HOST_ROWS = (1, 4, 32)
 _HOST_PACKS = (1, 2, 4, 8, 12, 16, 24, 32, 72, 96)  # where one thread holds all of a row
 _PACK = 8  # elements of a row that a lane loads at a time; 16 bytes where they have 16 bits
 _ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
@@ -360,7 +381,8 @@ def specialisations() -> list[Specialisation]:
         for keys in HEADS_KEYS
     ]
     starts = [kernel.specialise(lanes) for lanes, kernel in STARTS.items()]
-    return [*decodes, *prefills, *starts]
+    schedules = [schedule_specialisation(lanes) for lanes in SCHEDULE]
+    return [*decodes, *prefills, *starts, *schedules]
 
 
 def is_reachable(specialisation: Specialisation, arch: str) -> bool:
@@ -383,6 +405,16 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     else:
         smem_bytes = latent_smem_bytes(specialisation)
     return format != PREFILL_FORMATS["bf16"] and smem_bytes <= _TURING_SMEM_BYTES
+
+
+def schedule_specialisation(warp_lanes: int) -> Specialisation:
+    """Return the schedule of a device whose threads run in lockstep by so many."""
+    return SCHEDULE[warp_lanes].specialise(schedule_threads(warp_lanes))
+
+
+def schedule_threads(warp_lanes: int) -> int:
+    """Return the threads of its block."""
+    return 1 if warp_lanes == 1 else _SCHEDULE_THREADS
 
 
 def prefill_specialisation(
@@ -520,8 +552,10 @@ def _bool(value: bool) -> str:
 
 # --- The kernel of a call -------------------------------------------------------------------------
 
-_MAX_SPLITS = 128
-_MIN_KEYS_PER_SPLIT = 256
+_MIN_KEYS, _MIN_BYTES = 256, 128 << 10  # of a piece, whichever are fewer
+_MOST_PARTS = 0xFFFF  # of a tile, as an AttentionPiece counts them
+_LEAST_KEYS = 512  # of a piece where sequences are long
+_LEAST_OF_STATES = 16  # a piece reads at least so many times the bytes of its state
 
 
 @dataclass(frozen=True)
@@ -534,7 +568,7 @@ class Tiling:
     lanes : threads that share a key, in the decode kernel
     threads : per block
     smem_bytes : of dynamic shared memory per block
-    blocks_per_sm : splits make at most so many; with 4, short sequences do not leave an SM idle
+    blocks_per_sm : that run at a time; with 4, short sequences do not leave an SM idle
     slow_path_reason : why the call runs on a GPU without tensor cores; "" otherwise
     """
 
@@ -563,7 +597,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if padded_widths(*_widths(call)) is None:
         reason = latent_unsupported_reason(device, call, alignment)
     if not reason:
-        # No more blocks than an SM holds: a split writes as many bytes as 114 latents have.
+        # No more blocks than an SM holds: a piece writes as many bytes as 114 latents have.
         if has_many_rows(call) and device.arch != "sm_75":
             chosen = heads_specialisation(call.k.cache_format.name, device.shared_bytes)
             smem_bytes = heads_smem_bytes(chosen)
@@ -808,25 +842,82 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
 
 
 def grid_of(
-    specialisation: Specialisation, num_tiles: int, num_kv_heads: int, num_splits: int
+    specialisation: Specialisation, num_pieces: int, num_kv_heads: int
 ) -> tuple[int, int, int]:
     """Return the grid of an attention kernel: in decode, heads run fastest."""
     if specialisation.kernel is PREFILL:
-        return num_tiles, num_kv_heads, num_splits
-    num_layers = -(-num_tiles // _MAX_GRID_Y)  # of tiles; with more than one there are no splits
-    assert 1 in (num_layers, num_splits)
-    return num_kv_heads, -(-num_tiles // num_layers), max(num_layers, num_splits)
+        return num_pieces, num_kv_heads, 1
+    num_layers = -(-num_pieces // _MAX_GRID_Y)
+    return num_kv_heads, -(-num_pieces // num_layers), num_layers
 
 
-def choose_num_splits(
-    device: Device, call: AttentionCall, num_blocks: int, blocks_per_sm: int
-) -> int:
-    """Return how many splits of the keys fill the device, from shapes alone, never from lengths.
+@dataclass(frozen=True)
+class Schedule:
+    """How `attention_schedule` cuts the keys of a call into pieces, whatever its lengths are.
 
-    Without splits there are `num_blocks` blocks.
+    Attributes
+    ----------
+    num_tiles : tiles that there may be
+    num_pieces : pieces that there may be, and blocks for each KV head
+    num_split_tiles : tiles of several pieces that there may be
+    tile_rows : packed rows per tile
+    num_slots : pieces of one KV head that run at a time
+    pieces_per_slot : that long sequences are cut into
+    least_keys : of a piece of long sequences
+    min_keys : of any piece
+    state_rows : packed rows that a piece may have
     """
-    visible_keys = call.max_keys
-    if call.options.window:
-        visible_keys = min(visible_keys, call.options.window + call.options.sink_keys)
-    splits = blocks_per_sm * device.sm_count // max(1, num_blocks)
-    return max(1, min(splits, visible_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))
+
+    num_tiles: int
+    num_pieces: int
+    num_split_tiles: int
+    tile_rows: int
+    num_slots: int
+    pieces_per_slot: int
+    least_keys: int
+    min_keys: int
+    state_rows: int
+
+    @property
+    def num_states(self) -> int:
+        """Pieces of split tiles that there may be: each of the tiles rounds up to one more."""
+        return self.num_pieces - self.num_tiles + self.num_split_tiles
+
+    @property
+    def most_parts(self) -> int:
+        """Pieces of one tile that there may be."""
+        return self.num_pieces - self.num_tiles + 1
+
+
+def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Schedule | None:
+    """Return the bounds of a call's pieces, from shapes alone, or None where no tile needs two."""
+    tiles, cache = num_tiles(call, tiling.rows), call.k.cache
+    options, visible_keys = call.options, call.max_keys
+    if options.window and options.causal and "tree_mask" not in call.arguments:
+        tokens = -(-tiling.rows // call.group) + 1 if call.is_ragged else 1  # of a tile, at most
+        visible_keys = min(visible_keys, options.window + tokens - 1 + options.sink_keys)
+    row_bytes = [o.cache.width * o.cache_format.itemsize for o in (call.k, call.v)]
+    state_rows = tiling.rows if call.is_ragged else min(tiling.rows, call.group)
+    state_bytes = 2 * 4 * state_rows * call.v.cache.width  # written and read
+    # Pieces of wide rows may have fewer keys, but as many bytes as their states.
+    min_bytes = max(_MIN_BYTES, state_bytes)
+    min_keys = min(_MIN_KEYS, -(-min_bytes // max(row_bytes)))
+    if visible_keys <= min_keys:
+        return None
+    num_slots = max(1, tiling.blocks_per_sm * device.sm_count // cache.num_heads)
+    # Finer pieces end more evenly, and need a larger workspace for their states. Tiles of prefill
+    # are many and begin with the longest, so that few need to be cut.
+    is_prefill = tiling.specialisation.kernel is PREFILL
+    pieces_per_slot = 2 if is_prefill else max(2, tiling.blocks_per_sm)
+    least_keys = max(_LEAST_KEYS, int(_LEAST_OF_STATES * state_bytes / sum(row_bytes)))
+    # More pieces than tiles: see least_piece_keys of the kernel.
+    all_keys = tiles * visible_keys
+    more = max(num_slots, min(num_slots * pieces_per_slot, all_keys // least_keys))
+    more = min(more, all_keys // min_keys, _MOST_PARTS - 1)
+    num_pieces = tiles + more
+    num_layers = -(-num_pieces // _MAX_GRID_Y)
+    num_pieces = -(-num_pieces // num_layers) * num_layers
+    return Schedule(
+        tiles, num_pieces, min(tiles, more), tiling.rows, num_slots, pieces_per_slot, least_keys,
+        min_keys, state_rows,
+    )  # fmt: skip

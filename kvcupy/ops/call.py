@@ -228,17 +228,21 @@ class StepOperation(Probed):
     num_rows : how many of the arguments come with each call
     arrays : the arguments of the step
     options : of the operation, where they do not come with each call
+    outlives_step : whether later steps use the same arrays, for graphs that read them
     """
 
     def __init__(
         self, operation: Operation, make: Callable[..., Any], num_rows: int,
-        arrays: tuple[Any, ...], options: tuple[Any, ...] = (),
+        arrays: tuple[Any, ...], options: tuple[Any, ...] = (), *, outlives_step: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(operation.arguments[-len(arrays) :], arrays)
         self._operation, self._make, self._options = operation, make, options
         self._words = [i for i in operation.words if i < num_rows]
         # Of the last call: kind, signatures of the layer, alignment, options and plan.
         self._last: tuple[Any, ...] = None, None, None, None, None
+        self._outlives_step = outlives_step
+        # Workspaces of plans, which have what the first layer computed for all: with the capture.
+        self._prepared: dict[tuple[Stream, Plan], tuple[int | None, ArrayView]] = {}
 
     def issue(
         self, rows: tuple[Any, ...], pointers: tuple[int, ...], kind: object, layer: Probed,
@@ -276,7 +280,29 @@ class StepOperation(Probed):
                 self._last = kind, layer.signatures, alignment, options, plan
         pointers += layer.pointers + self.pointers
         plan.check(pointers, arrays)
-        plan.issue(pointers, arrays, stream)
+        if plan.num_step_launches:
+            self._issue_prepared(plan, pointers, arrays, stream)
+        else:
+            plan.issue(pointers, arrays, stream)
+
+    def _issue_prepared(
+        self, plan: Plan, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
+    ) -> None:
+        """Issue a plan, without the launches that another layer of the step has issued before it.
+
+        The layers share a workspace, in the order of the stream. In a capture they do if it has the
+        first of them: a graph computes for each replay what the lengths then decide.
+        """
+        capture = stream.capture_id
+        if capture is None and (self._outlives_step or stream.capturing):
+            plan.issue(pointers, arrays, stream)
+            return
+        last_capture, workspace = self._prepared.get((stream, plan), (None, None))
+        is_prepared = workspace is not None and last_capture == capture
+        if workspace is None or not is_prepared:
+            workspace = scratch.borrow(plan.device, plan.workspace_bytes, stream)
+        plan.issue(pointers, arrays, stream, workspace, is_prepared=is_prepared)
+        self._prepared[stream, plan] = capture, workspace
 
 
 # --- The plans that are kept ----------------------------------------------------------------------
@@ -347,6 +373,8 @@ class Plan:
     zeroed : whether they are zeros at first, since a launch may leave some of their elements alone
     workspace_bytes : of the memory that each call borrows for its launches; its address follows
         the arguments'
+    num_step_launches : of the first launches, which compute in the workspace what equal calls of
+        all layers of a step need
     used_at : how many plans had been made when this one was last used
     allowed : the addresses of the last call, which have been checked
     """
@@ -361,7 +389,7 @@ class Plan:
         self.provisional = False
         self.allocated: Views = {}
         self.zeroed = True
-        self.workspace_bytes = 0
+        self.workspace_bytes = self.num_step_launches = 0
         self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
         self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
@@ -459,8 +487,14 @@ class Plan:
             self.check(pointers, arrays)
         self._aliasing.fix(varying)
 
-    def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
-        """Put the operation on a stream, its arguments checked."""
+    def issue(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,
+        workspace: ArrayView | None = None, *, is_prepared: bool = False,
+    ) -> None:  # fmt: skip
+        """Put the operation on a stream, its arguments checked.
+
+        `workspace` is None where one is borrowed; `is_prepared`: the launches of the step wrote it.
+        """
         if self.cause is not None:
             self.device.fall_back(self.operation.name, self.cause)
         elif not self.launches:
@@ -470,25 +504,29 @@ class Plan:
         if observe.observers:
             observe.issue(
                 lambda: self._announced(pointers, arrays, stream),
-                lambda: self._enqueue(pointers, arrays, stream),
+                lambda: self._enqueue(pointers, arrays, stream, workspace, is_prepared),
             )
         elif self.cause is not None or self.workspace_bytes:
-            self._enqueue(pointers, arrays, stream)
+            self._enqueue(pointers, arrays, stream, workspace, is_prepared)
         else:
             for launch in self.launches:
                 launch.enqueue(pointers, stream, arrays)
         if self._tensors is not None:
             note_written(self._tensors(arrays))
 
-    def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
+    def _enqueue(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,
+        workspace: ArrayView | None, is_prepared: bool,
+    ) -> None:  # fmt: skip
         """Launch the kernels, with a workspace if they need one; or run the reference."""
         if self.cause is not None:
             self.run_reference(arrays, stream)
             return
         if self.workspace_bytes:
-            lent = scratch.borrow(self.device, self.workspace_bytes, stream)
-            pointers, arrays = (*pointers, lent.pointer), (*arrays, lent)
-        for launch in self.launches:
+            if workspace is None:
+                workspace = scratch.borrow(self.device, self.workspace_bytes, stream)
+            pointers, arrays = (*pointers, workspace.pointer), (*arrays, workspace)
+        for launch in self.launches[self.num_step_launches if is_prepared else 0 :]:
             launch.enqueue(pointers, stream, arrays)
 
     def run_reference(self, arrays: tuple[Any, ...], stream: Stream) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import devices
-from ..arrays import ArrayView, contiguous_strides, describe
+from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
@@ -51,11 +51,12 @@ _STRIDES = np.dtype([("token_bytes", np.int64), ("head_bytes", np.int64)], align
 # MergeParams of kernels_src/merge.cu
 PARAMS = np.dtype(
     [
-        *fields_of(np.uint64, "out_a lse_a out_b lse_b sinks num_valid out lse faults"),
+        *fields_of(np.uint64, "out_a lse_a out_b lse_b sinks split_tiles out lse faults"),
         *((f"{name}_rows", _STRIDES) for name in _ROWS),
         *fields_of(np.int64, "out_state_bytes lse_state_bytes sink_bytes"),
         *fields_of(
-            np.int32, "num_states num_rows num_heads width base_two lane_shift stripe_shift"
+            np.int32,
+            "num_states num_rows num_heads group state_rows width base_two lane_shift stripe_shift",
         ),
     ],
     align=True,
@@ -72,6 +73,7 @@ MERGE, MERGE_MANY = (
 
 _STATES = 8  # kStates of the kernel: in flight
 _MAX_LANES, _MAX_THREADS = 128, 256  # of a row of many states
+_MAX_BLOCKS_PER_SM = 32  # with more rows, a warp of each has enough company
 _SHARES = 3 * _MAX_THREADS // 32  # words of RowShares
 MERGED = ("fp32", "fp16", "bf16")
 
@@ -150,27 +152,29 @@ def merge_states(
 def merge_launch(
     device: Device,
     *,
-    num_states: int, num_tokens: int, num_heads: int, width: int,
+    num_tiles: int, num_states: int, state_rows: int, group: int, num_heads: int, width: int,
     out_format: str, out_strides: tuple[int, int], lse_strides: tuple[int, int] = (0, 0),
     sink_bytes: int = 4, alignment: int,
     pointers: Mapping[str, Pointer], names: tuple[str, ...],
 ) -> Launch:  # fmt: skip
-    """Load and lay out the merge of float32 partial results, for another operation's plan.
+    """Load and lay out the merge of the states of split tiles, for another operation's plan.
 
     Parameters
     ----------
-    num_states, num_tokens, num_heads, width : the shape of the partial results
+    num_tiles : split tiles that there may be
+    num_states : that most tiles have at most
+    state_rows : rows of a state, for each KV head
+    group, num_heads, width : query heads per KV head and in all, elements of a row
     out_format : "fp32", "fp16" or "bf16"
     out_strides, lse_strides : of out and lse, bytes between tokens and between heads
     sink_bytes : bytes between heads of the sinks
     alignment : of the addresses of out_a and out, as plans get it
-    pointers, names : as for `Launch`, of these pointer fields; all but the first two and `out` may
-        be left out:
+    pointers, names : as for `Launch`, of these pointer fields; `sinks` and `lse` may be left out:
 
-        out_a : float32 (num_states, num_tokens, num_heads, width), contiguous
-        lse_a : float32 (num_states, num_tokens, num_heads), contiguous, natural logarithms
+        split_tiles : SplitTile (num_tiles,)
+        out_a : float32 (states, H, state_rows, width), contiguous
+        lse_a : float32 (states, H, state_rows), contiguous, natural logarithms
         sinks : float32 (num_heads,), logits that join the denominator and the lse
-        num_valid : int32 (1,), tokens from this one on are left alone
         out : (num_tokens, num_heads, width)
         lse : float32 (num_tokens, num_heads)
 
@@ -183,16 +187,17 @@ def merge_launch(
     A partial lse of minus infinity stands for a state that saw no key: its output is not read. The
     launch is legal in a capture; it allocates nothing.
     """
-    out_steps = contiguous_strides((num_states, num_tokens, num_heads, width), 4)
-    lse_steps = contiguous_strides((num_states, num_tokens, num_heads), 4)
+    rows = num_heads // group * state_rows
     params = {
-        "num_states": num_states, "sink_bytes": sink_bytes,
-        "out_state_bytes": out_steps[0], "lse_state_bytes": lse_steps[0],
-        **_strides("out_a", out_steps[1:3]), **_strides("lse_a", lse_steps[1:]),
+        "num_states": num_states, "state_rows": state_rows, "group": group,
+        "num_heads": num_heads, "sink_bytes": sink_bytes,
+        "out_state_bytes": 4 * rows * width, "lse_state_bytes": 4 * rows,
+        **_strides("out_a", (0, 4 * width)), **_strides("lse_a", (0, 4)),
         **_strides("out", out_strides), **_strides("lse", lse_strides),
     }  # fmt: skip
-    shape = (num_tokens, num_heads, width)
-    return _launch(device, params, "fp32", out_format, shape, alignment, pointers, names)
+    return _launch(
+        device, params, "fp32", out_format, num_tiles * rows, width, alignment, pointers, names
+    )
 
 
 class MergePlan(Plan):
@@ -209,7 +214,7 @@ class MergePlan(Plan):
     def _launch(self, views: Views, alignment: int) -> Launch:
         out_a, lse_a, out = views["out_a"], views["lse_a"], views["out"]
         params: dict[str, Any] = {
-            "num_states": 2, "base_two": self.lse_base == "2",
+            "num_states": 2, "num_heads": views["out"].shape[1], "base_two": self.lse_base == "2",
             **_strides("out_a", out_a.strides[-3:-1]),
             **_strides("lse_a", lse_a.strides[-2:]),
             **_strides("out", out.strides[:2]),
@@ -224,8 +229,8 @@ class MergePlan(Plan):
             states = out_a.shape[0], out_a.strides[0], lse_a.strides[0]
             params |= zip(("num_states", "out_state_bytes", "lse_state_bytes"), states, strict=True)
         return _launch(
-            self.device, params, out_a.format, out.format, out.shape, alignment, pointers,
-            self.operation.names,
+            self.device, params, out_a.format, out.format, out.shape[0] * out.shape[1],
+            out.shape[2], alignment, pointers, self.operation.names,
         )  # fmt: skip
 
 
@@ -235,11 +240,10 @@ def _strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def _launch(
-    device: Device, params: dict[str, Any], source: str, target: str, shape: tuple[int, ...],
+    device: Device, params: dict[str, Any], source: str, target: str, num_rows: int, width: int,
     alignment: int, pointers: Mapping[str, Pointer], names: tuple[str, ...],
 ) -> Launch:  # fmt: skip
     """Load and lay out a launch whose strides and states are in `params`."""
-    num_tokens, num_heads, width = shape
     # A pack of out is smaller than a word where it is rounded to fewer bytes.
     ratio = FORMATS[source].itemsize // FORMATS[target].itemsize
     steps = [alignment, params.get("out_state_bytes", 0)]
@@ -248,15 +252,18 @@ def _launch(
             steps.append(factor * params.get(f"{field}_rows.{axis}", 0))
     pack = _pack(source)
     count = pack if width % pack == 0 and widest(map(abs, steps)) == 16 else 1
-    num_rows = num_tokens * num_heads
     require_countable(num_rows, "out_a")
     num_states = params["num_states"]
     words = width // count
     geometry = spread(num_rows, words, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32)
     stripes = 1
-    if num_states > 2 and device.warp_lanes > 1:
+    if (
+        num_states > 2
+        and device.warp_lanes > 1
+        and num_rows <= _MAX_BLOCKS_PER_SM * device.sm_count
+    ):
         stripes, geometry = _spread_states(num_rows, words, num_states) or (1, geometry)
-    params |= {"num_rows": num_rows, "num_heads": num_heads, "width": width}
+    params |= {"num_rows": num_rows, "width": width}
     params |= {"lane_shift": geometry.lane_shift, "stripe_shift": stripes.bit_length() - 1}
     threads = geometry.lanes * stripes
     has_block = threads > 32

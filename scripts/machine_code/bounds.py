@@ -43,6 +43,7 @@ from kvcupy.ops.transfer_kernels import LayerPages, default_blocks, launches
 from . import cubin, nvdisasm, paths, sass
 from .chips import CHIPS, LINK_LATENCY_NS, Chip
 from .constants import FirstThread, constant_bank
+from .pieces import busy_share, heads_of, pieces_of, tiles_of
 
 _REGISTERS_PER_SM, _REGISTERS_STEP = 65536, 256
 _SHARED_STEP_BYTES = 128
@@ -153,6 +154,7 @@ class Row:
         through the loop that moves most
     block : the block whose first thread is followed through the whole kernel
     sharing : blocks of a launch that work on the same units, so that they count once
+    pieces : the keys of each block of a KV head, of attention whose keys are cut
     word_bytes : narrower accesses are not of the work, but to indices, scales or masks
     of_products : the ceiling is of products, as a share of the tensor cores' peak
     over_link : the memory that is read or written lies behind PCIe
@@ -168,6 +170,7 @@ class Row:
     num_units: float | None = None
     block: Callable[[Planned], int] = lambda _: 0
     sharing: Callable[[Planned], float] = lambda _: 1
+    pieces: Callable[[Planned], list[float]] = lambda _: []
     word_bytes: int = 16
     of_products: bool = False
     over_link: bool = False
@@ -176,6 +179,8 @@ class Row:
 
 _TOKENS, _HEADS, _QUERY_HEADS, _WIDTH = 16384, 8, 32, 128  # of the rows that store and gather
 _SEQUENCES, _KEYS, _PAGE = 256, 8192, 16
+_LENS = (_KEYS,) * _SEQUENCES
+_UNEVEN, _ONE_IS_LONG = (128 << 10, *(2 << 10,) * 63), ", one of 128K among 2K"
 
 
 def _caches(device: PlannedDevice, format: str, widths: tuple[int, int] = (_WIDTH, _WIDTH), *,
@@ -266,11 +271,11 @@ def _merge(device: PlannedDevice, states: int) -> None:
 
 def _attend(
     device: PlannedDevice, kv_format: str, *, query_format: str, heads: tuple[int, int],
-    widths: tuple[int, int], tokens: int = 1, sequences: int = _SEQUENCES, scales: str = "",
+    widths: tuple[int, int], tokens: int = 1, lens: Sequence[int] = _LENS, scales: str = "",
     rotated: bool = False,
 ) -> None:  # fmt: skip
-    num_pages = _KEYS // _PAGE
-    slots = sequences * _KEYS
+    sequences, num_pages = len(lens), max(lens) // _PAGE
+    slots = sum(lens)
     k_cache, v_cache = _caches(
         device, kv_format, widths, heads=heads[1], slots=slots, rotated=rotated
     )
@@ -282,7 +287,7 @@ def _attend(
     if scales == "per head":
         options |= {f"{n}_scale": device.array(heads[1], format="fp32") for n in "kv"}
     elif scales == "per token and head":
-        shape = sequences * _KEYS, heads[1]
+        shape = slots, heads[1]
         options |= {f"{n}_scale_cache": device.array(*shape, format="fp32") for n in "kv"}
     else:
         options |= _scales(kv_format)
@@ -389,46 +394,51 @@ def _merged(states: int) -> Row:
 
 
 def _decode(
-    kv_format: str, group: int, scales: str = "", *, rotated: bool = False, width: int = _WIDTH
-) -> Row:
+    kv_format: str, group: int, scales: str = "", *, rotated: bool = False, width: int = _WIDTH,
+    lens: tuple[int, ...] = _LENS, suffix: str = "",
+) -> Row:  # fmt: skip
     """Return a row of a decode step; a scale per token and head is 4 bytes of K and 4 of V."""
     itemsize = formats.itemsize(kv_format)
     size = formats.bytes_per_element(kv_format)
     call = partial(
         _attend, kv_format=kv_format, query_format=kv_format if itemsize == 2 else "bf16",
         heads=(_HEADS * group, _HEADS), widths=(width, width), scales=scales, rotated=rotated,
+        lens=lens,
     )  # fmt: skip
     name = f"decode {kv_format} group {group}" + (f", scales {scales}" if scales else "")
     name += (", rotated" if rotated else "") + (f", {width} wide" if width != _WIDTH else "")
+    name += suffix
     moved = 2 * width * size + (8 if scales == "per token and head" else 0)
     word_bytes = min(16, 8 * itemsize) if size >= 1 else _code_word_bytes(kv_format)
     return Row(name, call, "attention_", "key of a KV head", moved, _asked_of_key,
-               sharing=_tiles_per_sequence, word_bytes=word_bytes)  # fmt: skip
+               sharing=partial(_tiles_per_sequence, sequences=len(lens)), word_bytes=word_bytes,
+               pieces=partial(pieces_of, seq_lens=lens))  # fmt: skip
 
 
-def _mla(kv_format: str, heads: int, sequences: int = _SEQUENCES) -> Row:
+def _mla(kv_format: str, heads: int, lens: tuple[int, ...] = _LENS, suffix: str = "") -> Row:
     call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(heads, 1),
-                   widths=(576, 512), sequences=sequences)  # fmt: skip
-    suffix = ", one sequence" if sequences == 1 else ""
+                   widths=(576, 512), lens=lens)  # fmt: skip
     return Row(
         f"mla {kv_format} {heads} heads{suffix}", call, "attention_", "latent of a token",
         576 * formats.itemsize(kv_format), _asked_of_key,
-        sharing=partial(_tiles_per_sequence, sequences=sequences),
+        sharing=partial(_tiles_per_sequence, sequences=len(lens)),
+        pieces=partial(pieces_of, seq_lens=lens),
     )  # fmt: skip
 
 
-def _tiles_per_sequence(launch: Planned, sequences: int = _SEQUENCES) -> float:
+def _tiles_per_sequence(launch: Planned, sequences: int) -> float:
     """Return how many blocks of a KV head read each key."""
-    return launch.grid[1] / sequences
+    return tiles_of(launch) / sequences
 
 
 def _prefill(k_width: int, v_width: int, kv_format: str = "bf16") -> Row:
     call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(_QUERY_HEADS, _HEADS),
-                   widths=(k_width, v_width), tokens=1024, sequences=4)  # fmt: skip
+                   widths=(k_width, v_width), tokens=1024, lens=_LENS[:4])  # fmt: skip
     itemsize = formats.itemsize(kv_format)
     return Row(f"prefill {kv_format} {k_width}x{v_width}", call, "attention_", "key of a KV head",
                itemsize * (k_width + v_width), _asked_of_key, of_products=True,
-               word_bytes=min(16, 8 * itemsize))  # fmt: skip
+               word_bytes=min(16, 8 * itemsize),
+               pieces=partial(pieces_of, seq_lens=_LENS[:4], query_lens=[1024] * 4))  # fmt: skip
 
 
 _FOUR_BIT = ("nvfp4", "mxfp4", "int4")
@@ -462,7 +472,8 @@ ROWS: tuple[Row, ...] = (
       for scales in ("per head", "per token and head")],
     *[_decode(name, 8, width=64) for name in ("bf16", "fp8_e4m3")],
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
-    *[_mla("bf16", heads, sequences=1) for heads in (16, 128)],
+    *[_mla("bf16", heads, (_KEYS,), ", one sequence") for heads in (16, 128)],
+    _decode("bf16", 4, lens=_UNEVEN, suffix=_ONE_IS_LONG), _mla("bf16", 16, _UNEVEN, _ONE_IS_LONG),
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
     _prefill(128, 128, "fp8_e4m3"),
 )  # fmt: skip
@@ -494,6 +505,8 @@ class Entry:
     share : of the peak, as the cheapest way allows; at most 1
     dearest_share : as the dearest way allows
     dearest_ceiling : the lowest ceiling on the dearest way, the published peak left out
+    busy : of the time until the last block ends, the share at which places for blocks are taken,
+        as if a block ran no faster when others have ended. Not in the shares
     problems : what does not fit what the row declares
     """
 
@@ -517,6 +530,7 @@ class Entry:
     share: float
     dearest_share: float
     dearest_ceiling: float
+    busy: float
     slack: float
     problems: list[str] = field(default_factory=list)
 
@@ -634,7 +648,7 @@ def pass_clocks(
     return (clock - start) / (_PASSES - _PASSES // 2), most
 
 
-_SMALL = ("attention_starts",)
+_SMALL = ("attention_starts", "attention_schedule")
 
 
 def examine(row: Row, arch: str) -> Entry:
@@ -678,7 +692,8 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     # A pass
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))
     units = asked / row.asked_bytes(launch)
-    blocks, problems = prod(launch.grid), []
+    pieces = row.pieces(launch)
+    blocks, problems = len(pieces) * heads_of(launch) if pieces else prod(launch.grid), []
     if row.num_units is None:
         per_block = units * launch.warps_per_block
         if per_block < 1 or per_block % 1:
@@ -697,6 +712,10 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     warps = min(warps_per_sm(resources, launch.warps_per_block, launch.smem_bytes, chip),
                 ceil(blocks / sms) * launch.warps_per_block)  # fmt: skip
     memory_clocks = LINK_LATENCY_NS * chip.clock_mhz * 1e-3 if row.over_link else chip.memory_clocks
+    busy = 1.0
+    if pieces:
+        slots = sms * warps // launch.warps_per_block // heads_of(launch)
+        busy = busy_share(pieces, slots)
     _, in_flight = pass_clocks(fast, row.word_bytes, memory_clocks, chip.cache_clocks)
     moved_gb_s = chip.link_gb_s if row.over_link else chip.memory_gb_s
     needed = memory_clocks / (chip.clock_mhz * 1e-3) * moved_gb_s / sms
@@ -719,7 +738,8 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
         {r: round(c, 1) for r, c in sorted(ceilings.items(), key=lambda item: item[1])},
         binds, round(ceilings[binds] / peak, 4),
         round(min(dearest.values()) / peak, 4),
-        round(min(c for r, c in dearest.items() if r != name_of_peak), 1), row.slack, problems,
+        round(min(c for r, c in dearest.items() if r != name_of_peak), 1), round(busy, 3),
+        row.slack, problems,
     )  # fmt: skip
 
 

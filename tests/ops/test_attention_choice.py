@@ -71,19 +71,35 @@ def names(launches):
 
 def test_a_single_sequence_is_split_and_merged(watch):
     launches = launched(watch())
-    assert names(launches) == ["attention_decode_mma", "merge_many"]
-    assert launches[0][1][2] == 64 * 16 // 256  # no split of less than 256 keys
+    assert names(launches) == ["attention_schedule", "attention_decode_mma", "merge_many"]
+    assert launches[1][1] == (2, 1 + 64 * 16 // 256, 1)  # no piece of less than 256 keys
 
 
-def test_many_sequences_are_not_split(watch):
-    (decode,) = launched(watch(), sequences=300)
+def test_the_lengths_of_a_captured_step_may_change(watch):
+    """Equal shapes take equal launches, whatever the lengths are."""
+    device = watch()
+    rng = np.random.default_rng(3)
+    cache = rng.standard_normal((300, 16, 2, 64)).astype(np.float16)
+    table = np.arange(300, dtype=np.int32).reshape(3, 100)
+    query = rng.standard_normal((3, 8, 64)).astype(np.float16)
+    seen = []
+    for lens in ([1600, 1, 0], [1, 1, 1], [1600] * 3):
+        device.launches.clear()
+        attend(query, cache, cache, table, np.array(lens))
+        seen.append(list(device.launches))
+    assert names(seen[0]) == ["attention_schedule", "attention_decode_mma", "merge_many"]
+    assert all(each == seen[0] for each in seen)
+
+
+def test_sequences_of_few_keys_are_not_cut(watch):
+    (decode,) = launched(watch(), sequences=300, max_pages=16)
     assert decode[1] == (2, 300, 1)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_heads_run_fastest_in_decode(watch, dtype):
     """Blocks next to each other read rows next to each other, which share sectors of memory."""
-    (decode,) = launched(watch(), sequences=300, heads=(16, 8), dtype=dtype)
+    (decode,) = launched(watch(), sequences=300, max_pages=16, heads=(16, 8), dtype=dtype)
     assert decode[1] == (8, 300, 1)
 
 
@@ -91,9 +107,9 @@ def test_a_window_leaves_nothing_to_split(watch):
     assert names(launched(watch(), window=100, sink_tokens=4)) == ["attention_decode_mma"]
 
 
-def test_splits_follow_the_number_of_sms(watch):
+def test_pieces_follow_the_number_of_sms(watch):
     few = launched(watch(), sequences=64, max_pages=4096)
-    assert few[0][1] == (2, 64, 4 * 132 // 128)
+    assert few[1][1] == (2, 64 + 4 * 132 // 2 * 4, 1)
 
 
 @pytest.mark.parametrize("width", [64, 80])
@@ -193,9 +209,9 @@ def test_few_heads_over_wide_rows_do_not_take_it(watch, more):
     assert "attention_decode_latent" in names(launches)
 
 
-def test_splits_of_many_heads_are_of_more_keys(watch):
+def test_pieces_of_many_heads_are_of_more_keys(watch):
     launches = launched(watch(), heads=(128, 1), width=512, sequences=4, max_pages=4096)
-    assert launches[0][1] == (1, 8, 132 // 8)
+    assert launches[1][1] == (1, 8 + 8 * 4096 * 16 // 2048, 1)
 
 
 @pytest.mark.parametrize(
@@ -427,15 +443,16 @@ def test_a_gpu_is_asked_for_its_shared_memory():
         assert tiling.smem_bytes <= most_bytes
 
 
-def test_splits_of_wide_rows_are_all_resident():
-    """Another wave of them would write and read their states for nothing."""
+def test_pieces_of_wide_rows_are_all_resident():
+    """Where keys are few, another wave would write and read its states for nothing."""
     for arch, heads, per_sm in (("sm_90", 20, 1), ("sm_90", 8, 2), ("sm_86", 8, 1)):
         device, call = GPU(arch), call_of(("bf16", "bf16"), (576, 512), heads)
         tiling = attention_kernels.choose_tiling(device, call, 256)
-        tiles = attention_kernels.num_tiles(call, tiling.rows)
         object.__setattr__(call, "max_pages", 100_000)
-        splits = attention_kernels.choose_num_splits(device, call, tiles, tiling.blocks_per_sm)
-        assert device.sm_count * per_sm // 2 < tiles * splits <= device.sm_count * per_sm
+        schedule = attention_kernels.choose_schedule(device, call, tiling)
+        assert schedule.num_slots == device.sm_count * per_sm
+        state_bytes = 8 * 512 * schedule.state_rows  # written and read
+        assert schedule.least_keys == max(512, 16 * state_bytes // (2 * (576 + 512)))
         assert per_sm * tiling.smem_bytes <= device.shared_bytes
 
 

@@ -93,10 +93,11 @@ def ragged_arrays(rng):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_sums_of_query_lens_that_are_none(device, sums, fmt):
+@pytest.mark.parametrize("longest", [60, 600], ids=["in one piece", "in pieces"])
+def test_sums_of_query_lens_that_are_none(device, sums, fmt, longest):
     """Nothing outside of the query is read or written, and the first wrong one is reported."""
     case = AttentionCase(device, 5)
-    args = case.arguments([40, 50, 60], [30, 4, 10], fmt=fmt, heads=(4, 2), widths=(32, 32))
+    args = case.arguments([40, 50, longest], [30, 4, 10], fmt=fmt, heads=(4, 2), widths=(32, 32))
     args["cu_query_lens"] = case.slots(sums, "int32")
     out, lse = case.results(args)
     case.issue(args, out, lse)

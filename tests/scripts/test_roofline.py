@@ -17,15 +17,17 @@ pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 import roofline
 from machine_code import bounds, chips, cubin, nvdisasm, paths, sass
-from machine_code.bounds import ROWS, Entry, examine
+from machine_code.bounds import ROWS, Entry, PlannedDevice, examine
 from machine_code.chips import CHIPS
 from machine_code.constants import FirstThread, constant_bank
+from machine_code.pieces import busy_share, heads_of, pieces_of, tiles_of
 from roofline import worse
 
 from kvcupy import precompile
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
+from kvcupy.ops.launch import unverified
 
 TESTS = Path(__file__).resolve().parents[1]
 RECORD = TESTS.parent / "scripts" / "results" / "roofline.json"
@@ -390,6 +392,33 @@ def test_a_tile_of_latents_is_32_keys_that_are_fetched_once(heads, warps):
     assert entry.pipes["tensor"] * 2048 * warps == rows * 32 * (576 + weights_and_rest)
 
 
+def test_one_long_sequence_is_shared_by_all_blocks():
+    """Uncut, its blocks would run for 15 of 16 parts of the time with none beside them."""
+    row = next(row for row in ROWS if row.name == "decode bf16 group 4, one of 128K among 2K")
+    device = PlannedDevice("sm_90")
+    with unverified():
+        row.call(device)
+    launch = device.launches[1]
+    lens = [128 << 10, *[2 << 10] * 63]
+    keys = pieces_of(launch, lens)
+    assert sum(keys) == pytest.approx(sum(lens))
+    assert heads_of(launch) == 8 and tiles_of(launch) == 64
+    assert busy_share(lens, 33) < 0.1
+    busy = busy_share(keys, 33)
+    assert busy > 0.95
+    assert examine(row, "sm_90").busy == pytest.approx(busy, abs=1e-3)
+
+
+def test_pieces_of_prefill_are_of_what_each_tile_sees():
+    row = next(row for row in ROWS if row.name == "prefill bf16 128x128")
+    device = PlannedDevice("sm_90")
+    with unverified():
+        row.call(device)
+    keys = pieces_of(device.launches[2], [8192] * 4, [1024] * 4)
+    visible = [8192 - 1024 + 16 * tile for tile in range(1, 65)]  # 16 tokens of 4 heads each
+    assert sum(keys) == pytest.approx(4 * sum(visible))
+
+
 def test_a_call_that_launches_no_kernel_of_the_row_is_refused():
     row = dataclasses.replace(ROWS[0], kernel="nought")
     with pytest.raises(ValueError, match=r"expected one launch of nought\*, got .*store_copy"):
@@ -446,6 +475,8 @@ def test_a_row_that_got_worse_is_reported(record):
     assert line.startswith(f"{row['row']}, {row['arch']}: share ") and "slack 3%" in line
     (line,) = worse([dataclasses.replace(entry, dearest_share=0.0)], record)
     assert "dearest_share 0.0%" in line
+    (line,) = worse([dataclasses.replace(entry, busy=entry.busy * 0.9)], record)
+    assert "busy 90.0%, was 100.0%" in line
     (line,) = worse([dataclasses.replace(entry, problems=["it is odd"])], record)
     assert line.endswith("it is odd")
     assert worse([dataclasses.replace(entry, row="new", share=0.0)], record) == []

@@ -88,19 +88,25 @@ class StepCalls:
         self.scratch: dict[tuple[Stream, str | int], tuple[ArrayView, ...]] = {}
         self.is_captured = TRANSPOSED_TABLE in tables
         self.num_tokens = tables["slots"].shape[0]
-        self._shared: dict[str, Any]
-        self._shared = shared = {"block_table": block_table(tables), "rope_table": rope_table}
+        shared: dict[str, Any] = {
+            "block_table": block_table(tables), "rope_table": rope_table,
+            "outlives_step": self.is_captured,
+        }  # fmt: skip
         for name in _TABLES:
             if name in tables:
                 shared[name] = tables[name]
+        self._shared = shared
         self.attention = StepAttention(**shared)
         self.prefix: StepAttention | None = None
         self.past: StepAttention | None = None
         if "past_starts" in tables:
             # Old keys are older than all queries: which of them a query sees needs no mask.
             starts, stops = tables["past_starts"], tables["past_stops"]
-            names = "query_lens", "cu_query_lens", "evicted_starts", "evicted_lens", "rope_table"
-            old = {name: shared[name] for name in names if name in shared}
+            names = (
+                "query_lens", "cu_query_lens", "evicted_starts", "evicted_lens", "rope_table",
+                "outlives_step",
+            )  # fmt: skip
+            old: dict[str, Any] = {name: shared[name] for name in names if name in shared}
             self.past = StepAttention(
                 block_table=past_table(tables), seq_lens=stops, key_starts=starts, **old
             )
@@ -110,7 +116,7 @@ class StepCalls:
             self.prefix = StepAttention(
                 block_table=tables["prefix_table"], seq_lens=tables["prefix_lens"],
                 query_lens=tables["prefix_queries"], cu_query_lens=tables["cu_prefix_queries"],
-                rope_table=rope_table,
+                rope_table=rope_table, outlives_step=self.is_captured,
             )  # fmt: skip
             self.rest = StepAttention(key_starts=tables["key_starts"], **shared)
 
