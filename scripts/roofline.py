@@ -70,7 +70,7 @@ def worse(entries: Iterable[Entry], recorded: Mapping[str, Any]) -> list[str]:
             continue
         for name in ("share", "dearest_share", "busy"):
             now = getattr(entry, name)
-            if now < row[name] * (1 - row["slack"]):
+            if now < row.get(name, 0.0) * (1 - row["slack"]):
                 lines.append(
                     f"{entry.row}, {entry.arch}: {name} {now:.1%}, was {row[name]:.1%} (slack "
                     f"{row['slack']:.0%}); {entry.binds} binds"

@@ -905,10 +905,8 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     if visible_keys <= min_keys:
         return None
     num_slots = max(1, tiling.blocks_per_sm * device.sm_count // cache.num_heads)
-    # Finer pieces end more evenly, and need a larger workspace for their states. Tiles of prefill
-    # are many and begin with the longest, so that few need to be cut.
-    is_prefill = tiling.specialisation.kernel is PREFILL
-    pieces_per_slot = 2 if is_prefill else max(2, tiling.blocks_per_sm)
+    # Finer pieces end more evenly, and need a larger workspace for their states.
+    pieces_per_slot = 4 if state_rows <= DECODE_MMA_ROWS else 2
     least_keys = max(_LEAST_KEYS, int(_LEAST_OF_STATES * state_bytes / sum(row_bytes)))
     # More pieces than tiles: see least_piece_keys of the kernel.
     all_keys = tiles * visible_keys

@@ -405,7 +405,7 @@ def test_one_long_sequence_is_shared_by_all_blocks():
     assert heads_of(launch) == 8 and tiles_of(launch) == 64
     assert busy_share(lens, 33) < 0.1
     busy = busy_share(keys, 33)
-    assert busy > 0.95
+    assert busy > 0.9
     assert examine(row, "sm_90").busy == pytest.approx(busy, abs=1e-3)
 
 
