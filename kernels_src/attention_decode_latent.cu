@@ -10,22 +10,28 @@
 //   tile(n) arrives | Q K^T -> scores | all scores are there | weights, O += P V | fetch tile(n +
 //   2)
 //
-// Formats of 8 bits, scales and masks are as in attention_decode_mma.cu.
+// Formats of 8 bits, scales and masks are as in attention_decode_mma.cu. Rows of four bits become
+// tiles of fp16, with their group scales: exactly from nvfp4, with one rounding from integers.
+// Their codes come to registers, a tile earlier than others come to shared memory.
 //
 // Bytes: each visible latent once per 16 rows; Q and the output once.
 #include "attention_latent.cuh"
 
 constexpr int kLatentKeys = 32;
 constexpr int kLatentStages = 2;
-constexpr int kLatentTables = kLatentStages + 1;  // the next is written while others are in use
 constexpr int kOwnColumns = kLatentWidthV / kDecodeWarps;
 constexpr int kScoreStride = kLatentKeys + 8;  // floats, so that rows differ in their banks
 
 // The layout of dynamic shared memory. In the end weighted values take the place of the tiles.
 template <typename TCache>
 struct LatentShape {
-  using Table = DecodeTable<TCache, kLatentTables, kLatentKeys>;
-  static constexpr int kRowBytes = kLatentWidth * static_cast<int>(sizeof(TCache));
+  using Element = SelectType<kFourBit<TCache>, half, TCache>;  // of a tile
+  // Tiles whose rows are known: those in the ring, those whose codes are in registers, and the
+  // next.
+  static constexpr int kAhead = kLatentStages + kFourBit<TCache>;
+  static constexpr int kTables = kAhead + 1;
+  using Table = DecodeTable<SelectType<kFourBit<TCache>, int8, TCache>, kTables, kLatentKeys>;
+  static constexpr int kRowBytes = kLatentWidth * static_cast<int>(sizeof(Element));
   static constexpr int kTileBytes = kLatentKeys * kRowBytes;
   static constexpr int kOwnBytes = kDecodeRows * (kOwnColumns + kValuePadding) * 4;
   static_assert(kDecodeWarps * kOwnBytes <= kLatentStages * kTileBytes, "values fit into the ring");
@@ -36,13 +42,67 @@ struct LatentShape {
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
 };
 
+// Sixteen codes of a row of nvfp4, and the scale of their group.
+struct CodedSixteen {
+  u32 codes[2];
+  u32 scale_bits;
+
+  // `row` is null where there is no key, and then the elements are zeros.
+  __device__ __forceinline__ void load(const char* row, int group, const KVOperand& operand) {
+    codes[0] = codes[1] = scale_bits = 0;
+    if (!row || group * 16 >= operand.width) return;
+    codes[0] = reinterpret_cast<const u32*>(row)[group * 2];
+    codes[1] = reinterpret_cast<const u32*>(row)[group * 2 + 1];
+    scale_bits = load_group_scale<nvfp4>(row + operand.group_scales.offset_bytes + group);
+  }
+
+  __device__ __forceinline__ void store(char* tile, int row, int group) const {
+    const u32 pair =
+        kArch >= 890 ? halves_of_e4m3(scale_bits) : decode_e4m3_pair(lower_pair(scale_bits));
+    const u32 scale = __byte_perm(pair, 0, 0x1010);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const EightHalves eight = decode_e2m1x8(codes[i]);
+      Pack<u32, 4> words;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words.values[j] = multiply_halves(eight.pairs[j], scale);
+      words.store(tile + chunk_offset<kLatentWidth>(row, group * 2 + i));
+    }
+  }
+};
+
+// What a thread has of the codes of a tile: neighbouring threads have neighbouring groups.
+struct CodedTile {
+  static constexpr int kGroups = kLatentWidth / 16;
+  static constexpr int kOwn = kLatentKeys * kGroups / kDecodeThreads;
+  static_assert(kLatentKeys * kGroups % kDecodeThreads == 0, "threads have equal shares");
+  CodedSixteen own[kOwn];
+
+  __device__ __forceinline__ void load(const char* const* rows, const KVOperand& operand) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int number = threadIdx.x + i * kDecodeThreads;
+      own[i].load(rows[number / kGroups], number % kGroups, operand);
+    }
+  }
+
+  __device__ __forceinline__ void store(char* tile) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int number = threadIdx.x + i * kDecodeThreads;
+      own[i].store(tile, number / kGroups, number % kGroups);
+    }
+  }
+};
+
 // Scores of the 8 keys of this warp.
 template <typename TCache>
 __device__ __forceinline__ void multiply_latents(float (&s)[1][4], const char* keys,
                                                  const char* queries) {
   using T = MmaFormat<TCache>;
   constexpr int kRowBytes = LatentShape<TCache>::kRowBytes;
-  constexpr int kSteps = sizeof(TCache) == 2 ? 2 : 4;  // of depth 16 that four matrices cover
+  using Element = typename LatentShape<TCache>::Element;
+  constexpr int kSteps = sizeof(Element) == 2 ? 2 : 4;  // of depth 16 that four matrices cover
   const int lane = threadIdx.x % 32;
   const int row = threadIdx.x / 32 * 8 + lane % 8;
   float sums[2][4] = {};  // so that products do not all wait for one another
@@ -55,12 +115,12 @@ __device__ __forceinline__ void multiply_latents(float (&s)[1][4], const char* k
       u32 a[4];
       load_matrices<false>(
           a, queries + chunk_offset<kLatentWidth>(lane % 16, (k + i) * 2 + lane / 16));
-      if constexpr (sizeof(TCache) == 2) {
+      if constexpr (sizeof(Element) == 2) {
         mma_m16n8k16<T>(sums[i % 2], a, b[2 * i], b[2 * i + 1]);
       } else {
         u32 even;
         u32 odd;
-        to_half_pairs<TCache>(b[i], even, odd);
+        to_half_pairs<Element>(b[i], even, odd);
         mma_m16n8k16<T>(sums[i % 2], a, even, odd);
       }
     }
@@ -75,7 +135,9 @@ template <typename TCache>
 __global__ void __launch_bounds__(kDecodeThreads, 2)
     attention_decode_latent(const __grid_constant__ AttentionParams p) {
   using Shape = LatentShape<TCache>;
-  constexpr int kBytes = sizeof(TCache);
+  using Element = typename Shape::Element;
+  constexpr int kBytes = sizeof(Element);
+  constexpr int kAhead = Shape::kAhead;
   const int kv_head = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -90,23 +152,32 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   const i64 end = shared.range.end;
   const int num_tiles = static_cast<int>((end - begin + kLatentKeys - 1) / kLatentKeys);
   const bool fetches_values = values_lie_elsewhere(p);
+  [[maybe_unused]] CodedTile coded;
   const auto fetch = [&](int number) {
-    fetch_tile<Shape::kRowBytes, kDecodeThreads>(ring + number % kLatentStages * Shape::kTileBytes,
-                                                 table.k[number % kLatentTables],
-                                                 p.k.width * kBytes, p.k_cache, threadIdx.x);
+    char* tile = ring + number % kLatentStages * Shape::kTileBytes;
+    if constexpr (kFourBit<TCache>) {
+      coded.store(tile);
+      if (number + 1 < num_tiles) coded.load(table.k[(number + 1) % Shape::kTables], p.k);
+    } else {
+      fetch_tile<Shape::kRowBytes, kDecodeThreads>(tile, table.k[number % Shape::kTables],
+                                                   p.k.width * kBytes, p.k_cache, threadIdx.x);
+    }
   };
 
   KeyPlace next = {};
   if (warp == 0) {
-    for (int number = 0; number < kLatentStages; ++number) {
+    for (int number = 0; number < kAhead; ++number) {
       set_rows(table, number, p, t,
                look_up<kLatentKeys>(p, t, begin + number * kLatentKeys + lane, end));
     }
-    next = look_up<kLatentKeys>(p, t, begin + kLatentStages * kLatentKeys + lane, end);
+    next = look_up<kLatentKeys>(p, t, begin + kAhead * kLatentKeys + lane, end);
   }
   load_queries<TCache, kLatentWidth>(queries, shared, p, t, kv_head);
   set_limits(shared, p, t);
   __syncthreads();  // the first tables, queries and limits are there
+  if constexpr (kFourBit<TCache>) {
+    if (num_tiles > 0) coded.load(table.k[0], p.k);
+  }
 #pragma unroll
   for (int number = 0; number < kLatentStages; ++number) {
     if (number < num_tiles) fetch(number);
@@ -126,7 +197,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
 
   for (int number = 0; number < num_tiles; ++number) {
     char* tile = ring + number % kLatentStages * Shape::kTileBytes;
-    const int entry = number % kLatentTables;
+    const int entry = number % Shape::kTables;
     const i64 first = begin + i64{number} * kLatentKeys;
     wait_for_copy_groups<kLatentStages - 1>();
     __syncthreads();  // the tile has arrived
@@ -149,14 +220,20 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
           make_float2(own[0][2 * h], own[0][2 * h + 1]);
     }
     if (warp == 0) {
-      set_rows(table, (number + kLatentStages) % kLatentTables, p, t, next);
-      next = look_up<kLatentKeys>(p, t, first + (kLatentStages + 1) * kLatentKeys + lane, end);
+      set_rows(table, (number + kAhead) % Shape::kTables, p, t, next);
+      next = look_up<kLatentKeys>(p, t, first + (kAhead + 1) * kLatentKeys + lane, end);
     }
     __syncthreads();  // all scores are there, and the next table
     if (fetches_values) {
-      fetch_tile<Shape::kRowBytes, kDecodeThreads>(tile, table.v[entry], p.v.width * kBytes,
-                                                   p.v_cache, threadIdx.x);
-      wait_for_copies();
+      if constexpr (kFourBit<TCache>) {
+        CodedTile values_of_tile;
+        values_of_tile.load(table.v[entry], p.v);
+        values_of_tile.store(tile);
+      } else {
+        fetch_tile<Shape::kRowBytes, kDecodeThreads>(tile, table.v[entry], p.v.width * kBytes,
+                                                     p.v_cache, threadIdx.x);
+        wait_for_copies();
+      }
       __syncthreads();  // values have taken the place of keys
     }
 
@@ -191,7 +268,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
     }
 
     // Values
-    multiply_values<TCache, Shape::kRowBytes>(o, s, tile, warp * kOwnColumns * kBytes / 16);
+    multiply_values<Element, Shape::kRowBytes>(o, s, tile, warp * kOwnColumns * kBytes / 16);
     __syncthreads();  // the tile is no longer needed
     if (number + kLatentStages < num_tiles) fetch(number + kLatentStages);
     end_copy_group();
@@ -208,7 +285,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
       shared.merge.sums[warp][lane / 4 + h * 8] = total;
     }
   }
-  leave_values<TCache, kOwnColumns>(values, o, value_scale);
+  leave_values<Element, kOwnColumns>(values, o, value_scale);
   __syncwarp();  // the results of the warp are there
   const int column = warp * kOwnColumns + lane * 4;
   for (int row = 0; row < t.num_rows; ++row) {

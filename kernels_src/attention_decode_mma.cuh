@@ -290,8 +290,13 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float* four = floats[i].values + 4 * j;
-        words[i][0].values[j] = pack_pair<half>(four[0] * inverse, four[2] * inverse);
-        words[i][1].values[j] = pack_pair<half>(four[1] * inverse, four[3] * inverse);
+        // Four bytes of a key become two pairs of every other element; four bits are in order.
+        constexpr bool kInOrder = kFourBit<TCache>;
+        const float* x = kInOrder ? floats[i].values + 2 * j : four;
+        const float* y = kInOrder ? x + 8 : four + 1;
+        constexpr int kStep = kInOrder ? 1 : 2;
+        words[i][0].values[j] = pack_pair<half>(x[0] * inverse, x[kStep] * inverse);
+        words[i][1].values[j] = pack_pair<half>(y[0] * inverse, y[kStep] * inverse);
       }
     }
   }

@@ -15,5 +15,6 @@ __device__ __forceinline__ bool values_lie_elsewhere(const AttentionParams& p) {
   const i64 offsets = p.v.cache.offset_bytes - p.k.cache.offset_bytes;
   const i64 heads = p.v.cache.head_bytes - p.k.cache.head_bytes;
   const i64 past_end = p.v.width > p.k.width;
-  return (addresses | pages | offsets | heads | past_end) != 0;
+  const i64 scales = p.v.group_scales.offset_bytes - p.k.group_scales.offset_bytes;
+  return (addresses | pages | offsets | heads | past_end | scales) != 0;
 }

@@ -134,6 +134,20 @@ def as_rotated(arg, rotated_width=None):
     return Views(array, reference.FourBitRows(arg.view.codes, arg.view.scales, arg.view.fmt, width))
 
 
+def first_elements(arg, width):
+    """Return the first elements of each row of a four-bit cache."""
+    form = reference.FOUR_BIT[arg.array.format]
+    array, rows = arg.array, arg.view
+    first = [
+        (each.codes[..., : width // 2], each.scales[..., : width // form.group])
+        for each in (array, rows)
+    ]
+    return Views(
+        four_bit_view(*first[0], array.format, 0, array.scale_rule),
+        reference.FourBitRows(*first[1], rows.fmt),
+    )
+
+
 def rotated(args, *names):
     """Return arguments with rotated caches, of K and V if none is named."""
     return args | {name: as_rotated(args[name]) for name in names or ("k_cache", "v_cache")}

@@ -7,7 +7,7 @@ mistakes, compares everything with the reference, and returns the `Case`.
 from __future__ import annotations
 
 import numpy as np
-from attention_cases import AttentionCase, rotated
+from attention_cases import AttentionCase, first_elements, rotated
 from helpers import from_values
 from prefill_calls import Call
 
@@ -153,7 +153,10 @@ def latents(case, seq_lens, query_lens=None, *, heads, cache_fmt=None, scale="no
         seq_lens, query_lens, fmt="bf16", cache_fmt=cache_fmt, heads=(heads, 1), widths=(576, 512),
         page_size=16, scales=(scale, "none"), loud=loud,
     )  # fmt: skip
-    args["v_cache"] = args["k_cache"].sub(lambda a: a[..., :512])
+    if cache_fmt == "nvfp4":
+        args["v_cache"] = first_elements(args["k_cache"], 512)
+    else:
+        args["v_cache"] = args["k_cache"].sub(lambda a: a[..., :512])
     if scale != "none":
         args["v_scale"] = args["k_scale"]
     table = args["block_table"].view.copy()
@@ -172,6 +175,10 @@ def check_attention_latent(device, cache_fmt=None, scale="none"):
 
 def check_attention_latent_fp8(device):
     return check_attention_latent(device, "fp8_e4m3", "float")
+
+
+def check_attention_latent_nvfp4(device):
+    return check_attention_latent(device, "nvfp4", "float")
 
 
 def check_attention_heads(device):
@@ -606,6 +613,7 @@ CHECKS = (
     check_attention_decode_masks_fp16,
     check_attention_latent,
     check_attention_latent_fp8,
+    check_attention_latent_nvfp4,
     check_attention_wide_rows,
     check_attention_heads,
     check_attention_heads_fp8,

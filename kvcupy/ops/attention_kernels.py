@@ -292,6 +292,9 @@ PREFILL = Kernel(
 # and queries of another format than a cache of 16 bits.
 FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
 _FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
+CODED_LATENT_FORMATS = (
+    "nvfp4",
+)  # codes times scales of other formats exceed fp16, or its precision
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
@@ -374,7 +377,7 @@ def specialisations() -> list[Specialisation]:
         for widths in PREFILL_WIDTHS
         if name != "mxfp4" or widths[0] % 128 == 0  # else scales of a row are no whole words
     ]
-    decodes += [latent_specialisation(name) for name in LATENT_FORMATS]
+    decodes += [latent_specialisation(name) for name in (*LATENT_FORMATS, *CODED_LATENT_FORMATS)]
     decodes += [
         DECODE_HEADS.specialise(FORMATS[name].ctype, keys)
         for name in LATENT_FORMATS
@@ -476,15 +479,18 @@ def _four_bit_table_bytes(
 
 def latent_specialisation(format_name: str) -> Specialisation:
     """Return the kernel of a cache's format for rows up to `LATENT_WIDTHS`."""
-    return DECODE_LATENT.specialise(FORMATS[format_name].ctype)
+    return DECODE_LATENT.specialise(CACHE_FORMATS[format_name].ctype)
 
 
 def latent_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `LatentShape::kBytes` of the kernel."""
-    itemsize = next(f.itemsize for f in FORMATS.values() if (f.ctype,) == specialisation.arguments)
+    formats = {f.ctype: f.itemsize for f in FORMATS.values()}
+    coded = specialisation.arguments[0] in FOUR_BIT_CTYPES  # whose tiles are fp16
+    itemsize = 2 if coded else formats[specialisation.arguments[0]]
     keys, stages, width = 32, 2, LATENT_WIDTHS[0]
-    angles = (stages + 1) * keys if itemsize == 2 else keys
-    table_bytes = (stages + 1) * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
+    tables = stages + 1 + coded
+    angles = tables * keys if itemsize == 2 and not coded else keys
+    table_bytes = tables * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
     scores_bytes = DECODE_MMA_ROWS * (keys + 8) * 4
     tiles_bytes = (stages * keys * itemsize + DECODE_MMA_ROWS * 2) * width
     return tiles_bytes + scores_bytes + -(-table_bytes // 8) * 8 + _DECODE_TILE_BYTES
@@ -598,7 +604,8 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         reason = latent_unsupported_reason(device, call, alignment)
     if not reason:
         # No more blocks than an SM holds: a piece writes as many bytes as 114 latents have.
-        if has_many_rows(call) and device.arch != "sm_75":
+        coded = call.k.four_bit is not None
+        if has_many_rows(call) and device.arch != "sm_75" and not coded:
             chosen = heads_specialisation(call.k.cache_format.name, device.shared_bytes)
             smem_bytes = heads_smem_bytes(chosen)
             return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=1)
@@ -621,9 +628,43 @@ def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: in
         return f"head dims {widths} of K and V exceed {LATENT_WIDTHS}"
     if call.rotates_keys:
         return f"RoPE on read is not supported for head dims {widths}"
+    if call.k.four_bit is not None:
+        return _four_bit_latent_reason(device, call, alignment)
     if reason := _format_or_alignment_reason(device, call, alignment):
         return reason
     return _arch_reason(device, latent_specialisation(call.k.cache_format.name))
+
+
+def _four_bit_latent_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the kernel for wide rows does not support a call over four-bit caches, or "".
+
+    Codes must be whole words of 4 bytes at aligned addresses, and scales have their strides.
+    """
+    if reason := _query_or_row_reason(device, call, alignment):
+        return reason
+    name, widths = call.k.cache_format.name, _widths(call)
+    if name not in CODED_LATENT_FORMATS:
+        return f"{name} caches are not supported for head dims {widths}"
+    if call.k.rotated_width or call.v.rotated_width:
+        return f"caches that are stored rotated are not supported for head dims {widths}"
+    for operand in (call.k, call.v):
+        scales = operand.cache.scales
+        assert scales is not None
+        axes = 2 if operand.cache.num_heads == 1 else 3
+        if operand.code_word_bytes(alignment) < 4:
+            return f"codes of {operand.names.cache} are not whole aligned 4-byte words"
+        if tuple(scales.strides[:axes]) != tuple(operand.cache_strides[:axes]):
+            return f"codes and scales of {operand.names.cache} have other strides"
+    return _arch_reason(device, latent_specialisation(name))
+
+
+def _query_or_row_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    query, out = call.views["query"], call.views["out"]
+    if reason := _query_reason(device, call):
+        return reason
+    if widest((alignment, *map(abs, (*query.strides[:2], *out.strides[:2])))) < _WORD_BYTES:
+        return _UNALIGNED
+    return ""
 
 
 def has_many_rows(call: AttentionCall) -> bool:
@@ -659,11 +700,8 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
     Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, and
     keys that RoPE rotates on their way whole chunks of 32 elements. Those are not stored rotated.
     """
-    query, out = call.views["query"], call.views["out"]
-    if reason := _query_reason(device, call):
+    if reason := _query_or_row_reason(device, call, alignment):
         return reason
-    if widest((alignment, *map(abs, (*query.strides[:2], *out.strides[:2])))) < _WORD_BYTES:
-        return _UNALIGNED
     for operand in (call.k, call.v):
         format, scales = operand.four_bit, operand.cache.scales
         assert format is not None

@@ -788,7 +788,9 @@ def _decoded(ctype: str, *widths: str) -> dict[str, Any]:
 
 
 def _latent(heads: int, ctype: str) -> dict[str, Any]:
-    return {**_decoded(ctype, "576", "512"), "mla": True, "heads": (1, heads)}
+    # Bytes of four-bit rows are not sliced by elements: there, values have a cache of their own.
+    shares = _NAMES[ctype] not in FOUR_BIT
+    return {**_decoded(ctype, "576", "512"), "mla": shares, "heads": (1, heads)}
 
 
 def _prefilled(ctype: str, k_width: str, v_width: str, rotates: str) -> dict[str, Any]:

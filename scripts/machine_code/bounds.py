@@ -304,6 +304,8 @@ def _asked_of_key(launch: Planned) -> float:
     kernel, arguments = launch.specialisation.kernel, launch.specialisation.arguments
     itemsize = next((f.itemsize for f in formats.FORMATS.values() if f.ctype == arguments[0]), 2)
     four_bit = next((f for f in formats.FOUR_BIT.values() if f.ctype == arguments[0]), None)
+    if four_bit is not None and kernel.name in _LOADS_KEYS_ALONE:
+        return 576 / 2 + 16  # and an entry of the block table by a lane of one warp, as if of four
     if four_bit is not None:  # on tensor cores
         if _code_word_bytes(four_bit.name) == 8:
             return 2 * (_WIDTH // 2)
@@ -418,9 +420,11 @@ def _decode(
 def _mla(kv_format: str, heads: int, lens: tuple[int, ...] = _LENS, suffix: str = "") -> Row:
     call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(heads, 1),
                    widths=(576, 512), lens=lens)  # fmt: skip
+    size = formats.bytes_per_element(kv_format)
     return Row(
         f"mla {kv_format} {heads} heads{suffix}", call, "attention_", "latent of a token",
-        576 * formats.itemsize(kv_format), _asked_of_key,
+        576 * size, _asked_of_key,
+        word_bytes=16 if size >= 1 else 4,
         sharing=partial(_tiles_per_sequence, sequences=len(lens)),
         pieces=partial(pieces_of, seq_lens=lens),
     )  # fmt: skip
@@ -472,6 +476,7 @@ ROWS: tuple[Row, ...] = (
       for scales in ("per head", "per token and head")],
     *[_decode(name, 8, width=64) for name in ("bf16", "fp8_e4m3")],
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
+    *[_mla("nvfp4", heads) for heads in (16, 128)],
     *[_mla("bf16", heads, (_KEYS,), ", one sequence") for heads in (16, 128)],
     _decode("bf16", 4, lens=_UNEVEN, suffix=_ONE_IS_LONG), _mla("bf16", 16, _UNEVEN, _ONE_IS_LONG),
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import ARRANGEMENTS, FLOATS, QUERY_VIEWS, AttentionCase
+from attention_cases import ARRANGEMENTS, FLOATS, QUERY_VIEWS, AttentionCase, first_elements
 from gather_cases import as_numpy
 from helpers import POISON_SLOT, examples
 from hypothesis import given, settings
@@ -94,6 +94,26 @@ def test_values_that_end_after_their_keys(device, heads, cache_fmt):
     case.attend(args)
 
 
+@pytest.fixture
+def watch_kernels(kernel_sources, monkeypatch):
+    """A host device that takes the kernels of an architecture, and the names of those launched."""
+
+    def make(arch):
+        device, launched = kernel_sources.device(), set()
+        device.arch, device.sm_count, device.shared_bytes = arch, 16, shared_bytes(arch)
+        monkeypatch.setattr(kv.config, "_strict_arch", arch)
+        launch = device.launch
+
+        def note(function, *arguments):
+            launched.add(function.specialisation.kernel.name)
+            launch(function, *arguments)
+
+        device.launch = note
+        return device, launched
+
+    return make
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("heads", [17, 32, 64, 100, 128])
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
@@ -118,6 +138,31 @@ def test_many_heads_share_a_latent(kernel_sources, monkeypatch, heads, fmt, cach
             args[f"v_{name}"] = args[f"k_{name}"]
     more = {"sinks": case.sinks(heads), "logits_soft_cap": 5.0} if how == "sinks" else {}
     case.attend(args, sm_scale=192**-0.5, **more)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("heads", [5, 16, 40])
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize("how", ["latent", "pieces", "two tokens", "values elsewhere", "narrow"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_latents_of_nvfp4(watch_kernels, heads, fmt, how, arch):
+    """On sm_80 their scales are decoded by arithmetic."""
+    device, launched = watch_kernels(arch)
+    case = AttentionCase(device, (11, heads))
+    widths = (448, 384) if how == "narrow" else (576, 512)
+    args = case.arguments(
+        [600, 7] if how == "pieces" else [71, 2, 0], [2, 1, 0] if how == "two tokens" else None,
+        fmt=fmt, cache_fmt="nvfp4", heads=(heads, 1), widths=widths, page_size=16, loud=1.5,
+        scales=("float", "none"),
+    )  # fmt: skip
+    args["v_scale"] = args["k_scale"]
+    table = args["block_table"].view.copy()
+    table[0, 2] = -1
+    args["block_table"] = case.table(table)
+    if how != "values elsewhere":
+        args["v_cache"] = first_elements(args["k_cache"], widths[1])
+    case.attend(args, sm_scale=192**-0.5)
+    assert "attention_decode_latent" in launched
 
 
 @pytest.mark.parametrize("sm_scale", [None, 0.02, 1.0, -0.3])

@@ -181,7 +181,9 @@ def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
     assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
 
 
-@pytest.mark.parametrize("more", [{}, {"cache_dtype": np.int8}, {"new": 8}], ids=name_values)
+@pytest.mark.parametrize(
+    "more", [{}, {"cache_dtype": np.int8}, {"cache_dtype": "nvfp4"}, {"new": 8}], ids=name_values
+)
 def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
     assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
 
@@ -245,7 +247,7 @@ def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
         {"cache_dtype": "int4_g128"},  # rows of 66 bytes
         {"cache_dtype": "mxfp4", "width": 64},  # of 34
         {"cache_dtype": "nvfp4", "width": 96},  # of 54
-        {"cache_dtype": "nvfp4", "width": 512},
+        {"cache_dtype": "int4", "width": 512},
         {"cache_dtype": "nvfp4", "dtype": np.float32},
         {"cache_dtype": "nvfp4"} | table_of(96),  # halves that are not whole chunks
         {"cache_dtype": "nvfp4"} | table_of(64, start=16),
@@ -336,9 +338,11 @@ SLOW = {
     "query is bf16 but the caches are fp16": (("bf16", "fp16"), (64, 64), {}),
     "k_cache is fp16 but v_cache is bf16": (("fp16", "fp16", "bf16"), (64, 64), {}),
     "fp32 caches are not supported": (("bf16", "fp32"), (64, 64), {}),
-    "nvfp4 caches are not supported for head dims (576, 512)": (
-        ("bf16", "nvfp4"), (576, 512), {},
+    "int4 caches are not supported for head dims (576, 512)": (("bf16", "int4"), (576, 512), {}),
+    "caches that are stored rotated are not supported for head dims (512, 512)": (
+        ("bf16", "nvfp4"), (512, 512), {"encoding": "+hadamard"},
     ),
+    "codes of k_cache are not whole aligned 4-byte words": (("bf16", "nvfp4"), (528, 512), {}),
     "codes or scales of k_cache (6 bytes": (("bf16", "nvfp4"), (96, 96), {}),
     "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
     "RoPE on read is not supported for head dims": (
@@ -354,7 +358,8 @@ SLOW = {
 @pytest.mark.parametrize("reason", SLOW)
 def test_a_call_without_tensor_cores_has_a_reason(reason):
     formats, widths, more = SLOW[reason]
-    call = call_of(formats, widths, 8, rotates=more.get("rotates", False))
+    options = {"rotates": more.get("rotates", False), "encoding": more.get("encoding", "")}
+    call = call_of(formats, widths, 8, **options)
     tiling = attention_kernels.choose_tiling(GPU(more.get("arch", "sm_80")), call, 256)
     assert tiling.specialisation.kernel is attention_kernels.DECODE[32]
     assert reason in tiling.slow_path_reason
@@ -425,7 +430,7 @@ def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
             for encoding in ("", "+hadamard")
         )
         assert rotated.smem_bytes <= SHARED_BYTES[arch]
-        if (arch, width) == ("sm_86", 256) and fmt.startswith("int4"):
+        if width == 512 or ((arch, width) == ("sm_86", 256) and fmt.startswith("int4")):
             assert rotated.specialisation.kernel is attention_kernels.DECODE[32]
         else:
             assert rotated.specialisation == plain.specialisation
