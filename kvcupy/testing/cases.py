@@ -788,7 +788,7 @@ def _decoded(ctype: str, *widths: str) -> dict[str, Any]:
 
 
 def _latent(heads: int, ctype: str) -> dict[str, Any]:
-    # Bytes of four-bit rows are not sliced by elements: there, values have a cache of their own.
+    # Bytes of four-bit rows are not sliced by elements: there, values have a separate cache.
     shares = _NAMES[ctype] not in FOUR_BIT
     return {**_decoded(ctype, "576", "512"), "mla": shares, "heads": (1, heads)}
 
