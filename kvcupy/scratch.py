@@ -50,6 +50,18 @@ class _Loan:
         self._captured = captured
 
     @property
+    def num_bytes(self) -> int:
+        return self._key[1]
+
+    def view(self, num_bytes: int) -> ArrayView:
+        """Return the first bytes of the buffer, which refer to the loan."""
+        whole = view(self._array)
+        return ArrayView(
+            whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
+            library=whole.library, owner=self,
+        )  # fmt: skip
+
+    @property
     def kept_by_capture(self) -> bool:
         """Whether the graph keeps this buffer through its capture, so need not keep the loan."""
         return self._captured is not None
@@ -111,20 +123,41 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
     else:
         loan = _lend_to_capture(device, key, stream, capture, store)
         array = loan._array
-    whole = view(array)
-    lent = ArrayView(
-        whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
-        library=whole.library, owner=loan,
-    )  # fmt: skip
+    lent = loan.view(num_bytes)
     if capture is None and not stream.retains_owners:
         _captured.append(lent)
     if observe.order_observers:
         # Memory of a graph is in use by every launch, however short the loan.
-        used = lent if capture is None else whole[:num_bytes]
+        used = lent if capture is None else view(array)[:num_bytes]
         if pinned:
             observe.touched_by_host("borrow", (), (observe.Access(used, name="scratch"),))
         else:
             observe.lent(used, stream)
+    return lent
+
+
+# What calls on a stream from one thread share, while work in flight holds it.
+_workspaces: WeakValueDictionary[tuple[Device, Stream, int], _Loan] = WeakValueDictionary()
+
+
+def workspace(device: Device, num_bytes: int, stream: Stream) -> ArrayView:
+    """Return memory as `borrow` does, which later calls of this thread on the stream share.
+
+    Only for work that is issued before the next call, and needs nothing that it left there.
+    """
+    captured = stream.capturing or stream.capture_id is not None  # shared already, or kept
+    if captured or not stream.retains_owners:
+        return borrow(device, num_bytes, stream)
+    where = device, stream, threading.get_ident()
+    loan = _workspaces.get(where)
+    if loan is None or loan.num_bytes < num_bytes:
+        lent = borrow(device, num_bytes, stream)
+        assert isinstance(lent.owner, _Loan)
+        _workspaces[where] = lent.owner
+        return lent
+    lent = loan.view(num_bytes)
+    if observe.order_observers:
+        observe.lent(lent, stream)
     return lent
 
 

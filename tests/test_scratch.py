@@ -50,6 +50,36 @@ def test_work_in_flight_holds_its_buffer(fresh):
     stream.synchronize()
 
 
+def test_calls_on_a_stream_share_a_workspace_while_it_is_in_use(fresh):
+    stream, other = fresh.stream(), fresh.stream()
+    gate = threading.Event()
+    first = scratch.workspace(fresh, 5000, stream)
+    kept = first.pointer
+    fresh.run(gate.wait, stream, (first,))
+    del first
+    gc.collect()
+    assert scratch.workspace(fresh, 100, stream).pointer == kept
+    assert scratch.workspace(fresh, 8192, stream).pointer == kept, "all of the buffer"
+    assert scratch.borrow(fresh, 5000, stream).pointer != kept
+    assert scratch.workspace(fresh, 5000, other).pointer != kept
+    in_thread = []
+    thread = threading.Thread(
+        target=lambda: in_thread.append(scratch.workspace(fresh, 5000, stream).pointer)
+    )
+    thread.start()
+    thread.join()
+    assert in_thread != [kept], "calls of threads are issued by turns"
+    larger = scratch.workspace(fresh, 8193, stream)
+    assert larger.pointer != kept
+    assert scratch.workspace(fresh, 100, stream).pointer == larger.pointer
+    gate.set()
+    stream.synchronize()
+    del larger
+    gc.collect()
+    lent = [scratch.borrow(fresh, 5000, other) for _ in range(4)]
+    assert kept in pointers(*lent), "returned when work has ended"
+
+
 def test_what_goes_into_a_capture_of_others_never_comes_back(fresh, monkeypatch):
     monkeypatch.setattr(scratch, "_captured", [])
     monkeypatch.setattr(InlineStream, "retains_owners", False)

@@ -524,7 +524,7 @@ class Plan:
             return
         if self.workspace_bytes:
             if workspace is None:
-                workspace = scratch.borrow(self.device, self.workspace_bytes, stream)
+                workspace = scratch.workspace(self.device, self.workspace_bytes, stream)
             pointers, arrays = (*pointers, workspace.pointer), (*arrays, workspace)
         for launch in self.launches[self.num_step_launches if is_prepared else 0 :]:
             launch.enqueue(pointers, stream, arrays)
