@@ -134,12 +134,15 @@ def as_rotated(arg, rotated_width=None):
     return Views(array, reference.FourBitRows(arg.view.codes, arg.view.scales, arg.view.fmt, width))
 
 
-def first_elements(arg, width):
-    """Return the first elements of each row of a four-bit cache."""
+def first_elements(arg, width, *, first_scale=0):
+    """Return the first elements of each row of a four-bit cache, perhaps with scales of others."""
     form = reference.FOUR_BIT[arg.array.format]
     array, rows = arg.array, arg.view
     first = [
-        (each.codes[..., : width // 2], each.scales[..., : width // form.group])
+        (
+            each.codes[..., : width // 2],
+            each.scales[..., first_scale : first_scale + width // form.group],
+        )
         for each in (array, rows)
     ]
     return Views(

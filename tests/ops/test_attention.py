@@ -143,7 +143,9 @@ def test_many_heads_share_a_latent(kernel_sources, monkeypatch, heads, fmt, cach
 @pytest.mark.covering
 @pytest.mark.parametrize("heads", [5, 16, 40])
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
-@pytest.mark.parametrize("how", ["latent", "pieces", "two tokens", "values elsewhere", "narrow"])
+@pytest.mark.parametrize(
+    "how", ["latent", "pieces", "two tokens", "values elsewhere", "other scales", "narrow"]
+)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_latents_of_nvfp4(watch_kernels, heads, fmt, how, arch):
     """On sm_80 their scales are decoded by arithmetic."""
@@ -160,7 +162,8 @@ def test_latents_of_nvfp4(watch_kernels, heads, fmt, how, arch):
     table[0, 2] = -1
     args["block_table"] = case.table(table)
     if how != "values elsewhere":
-        args["v_cache"] = first_elements(args["k_cache"], widths[1])
+        first_scale = 2 if how == "other scales" else 0
+        args["v_cache"] = first_elements(args["k_cache"], widths[1], first_scale=first_scale)
     case.attend(args, sm_scale=192**-0.5)
     assert "attention_decode_latent" in launched
 
