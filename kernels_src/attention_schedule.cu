@@ -61,7 +61,8 @@ __global__ void attention_starts(const __grid_constant__ AttentionStartsParams p
 
 // --- Pieces --------------------------------------------------------------------------------------
 
-constexpr int kCandidates = 8;  // lengths of pieces that are tried
+constexpr int kCandidates = 8;     // lengths of pieces that are tried
+constexpr int kKnownTiles = 2048;  // whose keys stay in shared memory
 
 // A tile by its number, which may be past all of them.
 __device__ __forceinline__ AttentionTile tile_of(const AttentionParams& p, int number,
@@ -70,9 +71,13 @@ __device__ __forceinline__ AttentionTile tile_of(const AttentionParams& p, int n
   return find_tile(p, whole_tile(p, number, p.tile_rows, reports), p.tile_rows, false);
 }
 
-__device__ __forceinline__ int parts_of(const AttentionTile& t, i64 piece_keys) {
-  if (t.num_rows == 0) return 0;
-  return max(1, static_cast<int>((t.num_visible + piece_keys - 1) / piece_keys));
+__device__ __forceinline__ i64 visible_keys(const AttentionTile& t) {
+  return t.num_rows == 0 ? -1 : t.num_visible;
+}
+
+__device__ __forceinline__ int parts_of(i64 keys, i64 piece_keys) {
+  if (keys < 0) return 0;
+  return max(1, static_cast<int>((keys + piece_keys - 1) / piece_keys));
 }
 
 template <int kLanes>
@@ -114,6 +119,7 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
   constexpr int kWarps = kThreads / kLanes;
   __shared__ i64 sums[kWarps];
   __shared__ i64 costs[kCandidates];
+  __shared__ i64 known_keys[kKnownTiles];
   const int thread = threadIdx.x;
   const int lane = thread % kLanes;
   const int warp = thread / kLanes;
@@ -121,11 +127,13 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
   // All visible keys
   i64 total = 0;
   for (int tile = thread; tile < p.num_tiles; tile += kThreads) {
-    total += tile_of(p, tile, true).num_visible;
+    const i64 keys = visible_keys(tile_of(p, tile, true));
+    if (tile < kKnownTiles) known_keys[tile] = keys;
+    total += max(keys, i64{0});
   }
   total = sum_of_warp<kLanes>(total);
   if (lane == 0) sums[warp] = total;
-  wait_for_block<kLanes>();  // the sums of all warps are there
+  wait_for_block<kLanes>();  // the sums of all warps are there, and the keys of tiles
   total = 0;
   for (int w = 0; w < kWarps; ++w) total += sums[w];
 
@@ -136,7 +144,8 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
     const i64 keys = least + least * c / kCandidates;
     i64 count = 0;
     for (int tile = lane; tile < p.num_tiles; tile += kLanes) {
-      count += parts_of(tile_of(p, tile), keys);
+      const bool is_known = tile < kKnownTiles;
+      count += parts_of(is_known ? known_keys[tile] : visible_keys(tile_of(p, tile)), keys);
     }
     count = sum_of_warp<kLanes>(count);
     const i64 rounds = (count + p.num_slots - 1) / p.num_slots;
@@ -158,7 +167,7 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
   int num_whole = 0;
   for (int first = 0; first < p.num_tiles; first += kThreads) {
     const AttentionTile t = tile_of(p, first + thread);
-    const int parts = parts_of(t, keys);
+    const int parts = parts_of(visible_keys(t), keys);
     // Three counts in one number: split tiles and whole ones are at most kThreads.
     const i64 own = parts > 1 ? (i64{parts} << 32) + (1 << 16) : parts;
     i64 until = own;

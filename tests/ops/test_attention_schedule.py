@@ -105,6 +105,7 @@ def batches():
     yield Batch([131072, *[2048] * 63])
     yield Batch([4096] * 8)
     yield Batch([300] * 1100, slots=4)  # more tiles than threads
+    yield Batch([*range(2100), 9000], slots=9)  # than those whose keys are kept
     yield Batch([9000, 10], group=40)
     yield Batch([40_000, 3], table=1000)  # longer than the table
     yield Batch([-5, 2000, 700], slots=1)
