@@ -16,6 +16,7 @@ import operation_checks as operations
 import pytest
 import test_indexing
 from mutants import STRICT, USERS, Build, Mutant, Runner, mutants
+from schedule_checks import check_attention_schedule
 
 STORES = (
     operations.check_copy, operations.check_convert, operations.check_dynamic_of_any_rows,
@@ -171,6 +172,7 @@ CHECKS = {
     "attention_prefill.cu": PREFILLS,
     "attention_prefill.cuh": PREFILLS,
     "attention_rope.cuh": PLAIN_ATTENTION[7:13] + DECODES[-5:] + PREFILLS[-4:],
+    "attention_schedule.cu": (check_attention_schedule, *PLAIN_ATTENTION),
     "attention_rows.cuh": FOUR_BIT_PLAIN_ATTENTION + PLAIN_ATTENTION,
     "attention_tiles.cuh": PREFILLS + DECODES,
     "cache_rows.cuh": STORES + GATHERS,
