@@ -53,14 +53,6 @@ class _Loan:
     def num_bytes(self) -> int:
         return self._key[1]
 
-    def view(self, num_bytes: int) -> ArrayView:
-        """Return the first bytes of the buffer, which refer to the loan."""
-        whole = view(self._array)
-        return ArrayView(
-            whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
-            library=whole.library, owner=self,
-        )  # fmt: skip
-
     @property
     def kept_by_capture(self) -> bool:
         """Whether the graph keeps this buffer through its capture, so need not keep the loan."""
@@ -123,12 +115,16 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
     else:
         loan = _lend_to_capture(device, key, stream, capture, store)
         array = loan._array
-    lent = loan.view(num_bytes)
+    whole = view(array)
+    lent = ArrayView(
+        whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
+        library=whole.library, owner=loan,
+    )  # fmt: skip
     if capture is None and not stream.retains_owners:
         _captured.append(lent)
     if observe.order_observers:
         # Memory of a graph is in use by every launch, however short the loan.
-        used = lent if capture is None else view(array)[:num_bytes]
+        used = lent if capture is None else whole[:num_bytes]
         if pinned:
             observe.touched_by_host("borrow", (), (observe.Access(used, name="scratch"),))
         else:
@@ -155,7 +151,11 @@ def workspace(device: Device, num_bytes: int, stream: Stream) -> ArrayView:
         assert isinstance(lent.owner, _Loan)
         _workspaces[where] = lent.owner
         return lent
-    lent = loan.view(num_bytes)
+    whole = view(loan._array)
+    lent = ArrayView(
+        whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
+        library=whole.library, owner=loan,
+    )  # fmt: skip
     if observe.order_observers:
         observe.lent(lent, stream)
     return lent
