@@ -77,13 +77,13 @@ struct AttentionParams {
   int num_pieces;
   int num_split_tiles;
   int tile_rows;
-  int num_slots;        // pieces of one head that run at a time
-  int pieces_per_slot;  // of long sequences
-  int least_keys;       // of a piece of them
-  int min_keys;         // of a piece
-  int state_rows;       // rows of a state that may be used
-  int num_heads;        // of the query
-  int group;            // query heads per KV head
+  int num_running;  // pieces of one head that run at a time
+  int most_rounds;  // of pieces of long sequences
+  int least_keys;   // of a piece of them
+  int min_keys;     // of a piece
+  int state_rows;   // rows of a state that may be used
+  int num_heads;    // of the query
+  int group;        // query heads per KV head
   int page_size;
   int page_shift;
   int table_index_bytes;

@@ -104,8 +104,8 @@ __device__ __forceinline__ int from_lane(int value, int lane) {
 // The least length of pieces that is tried. Few keys are shared out evenly; many are cut finer, as
 // whole short sequences beside them leave gaps that small pieces fill.
 __device__ __forceinline__ i64 least_piece_keys(const AttentionParams& p, i64 total) {
-  const i64 fair = (total + p.num_slots - 1) / p.num_slots;
-  const i64 pieces = i64{p.num_slots} * p.pieces_per_slot;
+  const i64 fair = (total + p.num_running - 1) / p.num_running;
+  const i64 pieces = i64{p.num_running} * p.most_rounds;
   const i64 keys =
       fair > p.least_keys ? max((total + pieces - 1) / pieces, i64{p.least_keys}) : fair;
   return max(keys, i64{p.min_keys});
@@ -148,7 +148,7 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
       count += parts_of(is_known ? known_keys[tile] : visible_keys(tile_of(p, tile)), keys);
     }
     count = sum_of_warp<kLanes>(count);
-    const i64 rounds = (count + p.num_slots - 1) / p.num_slots;
+    const i64 rounds = (count + p.num_running - 1) / p.num_running;
     if (lane == 0) costs[c] = rounds * (keys + p.least_keys / 16);
   }
   wait_for_block<kLanes>();  // the costs are there, and the sums are no longer needed

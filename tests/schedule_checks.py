@@ -17,9 +17,9 @@ HEADS = 8  # of the cache
 class Batch:
     """Sequences of a call, the bounds of its shapes, and the pieces that the kernel gives them."""
 
-    def __init__(self, lens, news=None, *, group=4, rows=16, table=None, slots=66, width=128):
+    def __init__(self, lens, news=None, *, group=4, rows=16, table=None, running=66, width=128):
         self.lens, self.news = list(lens), news
-        self.group, self.rows, self.slots = group, rows, slots
+        self.group, self.rows, self.running = group, rows, running
         self.table = -(-(max(1, *lens) if table is None else table) // PAGE) * PAGE
         self.tokens = sum(news) if news else len(lens)
         cache = SimpleNamespace(num_heads=HEADS, width=width)
@@ -30,7 +30,7 @@ class Batch:
         )  # fmt: skip
         kernel = SimpleNamespace(kernel=kernels.DECODE_MMA)
         tiling = SimpleNamespace(rows=rows, blocks_per_sm=4, specialisation=kernel)
-        self.bounds = kernels.choose_schedule(SimpleNamespace(sm_count=2 * slots), call, tiling)
+        self.bounds = kernels.choose_schedule(SimpleNamespace(sm_count=2 * running), call, tiling)
 
     def schedule(self, device, lanes):
         arrays = {
@@ -80,16 +80,16 @@ class Batch:
         """Return the parts of each tile that has rows, by its number."""
         tiles = self.tiles()
         total = sum(keys for *_, keys in tiles)
-        least = -(-total // self.slots)
+        least = -(-total // self.running)
         if least > self.bounds.least_keys:
-            pieces = self.slots * self.bounds.pieces_per_slot
+            pieces = self.running * self.bounds.most_rounds
             least = max(-(-total // pieces), self.bounds.least_keys)
         least = max(least, self.bounds.min_keys)
         tried = []
         for eighth in range(8):
             length = least + least * eighth // 8
             parts = {number: max(1, -(-keys // length)) for number, _, _, keys in tiles}
-            rounds = -(-sum(parts.values()) // self.slots)
+            rounds = -(-sum(parts.values()) // self.running)
             tried.append((rounds * (length + self.bounds.least_keys // 16), eighth, parts))
         return min(tried, key=lambda each: each[:2])[2]
 
@@ -100,20 +100,20 @@ def batches():
     yield Batch([1, 0, 5000, 0])
     yield Batch([131072, *[2048] * 63])
     yield Batch([4096] * 8)
-    yield Batch([300] * 1100, slots=4)  # more tiles than threads
-    yield Batch([*range(2100), 9000], slots=9)  # than those whose keys are kept
+    yield Batch([300] * 1100, running=4)  # more tiles than threads
+    yield Batch([*range(2100), 9000], running=9)  # than those whose keys are kept
     yield Batch([9000, 10], group=40)
     yield Batch([40_000, 3], table=1000)  # longer than the table
-    yield Batch([-5, 2000, 700], slots=1)
+    yield Batch([-5, 2000, 700], running=1)
     yield Batch([3000, 700, 20], [1000, 1, 20], rows=64)
-    yield Batch([5000, 0, 900], [0, 3, 60], rows=64, group=1, slots=3)
+    yield Batch([5000, 0, 900], [0, 3, 60], rows=64, group=1, running=3)
     for _ in range(30):
         count = int(rng.integers(1, 40))
         lens = rng.lognormal(6, 2, count).astype(int).tolist()
         news = [int(rng.integers(0, min(n, 300) + 1)) for n in lens] if rng.random() < 0.5 else None
         yield Batch(
             lens, news, group=int(rng.integers(1, 20)), rows=int(rng.choice([4, 16, 64])),
-            slots=int(rng.integers(1, 140)), table=max(257, *lens),
+            running=int(rng.integers(1, 140)), table=max(257, *lens),
         )  # fmt: skip
 
 

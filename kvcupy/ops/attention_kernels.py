@@ -124,7 +124,7 @@ _INT64 = (
 )  # fmt: skip
 _INT32 = (
     "num_tokens", "num_sequences", "num_tiles", "num_pieces", "num_split_tiles", "tile_rows",
-    "num_slots", "pieces_per_slot", "least_keys", "min_keys", "state_rows", "num_heads", "group",
+    "num_running", "most_rounds", "least_keys", "min_keys", "state_rows", "num_heads", "group",
     "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
     "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
     "query_format", "k_format", "v_format", "out_format", "lane_shift",
@@ -899,8 +899,8 @@ class Schedule:
     num_pieces : pieces that there may be, and blocks for each KV head
     num_split_tiles : tiles of several pieces that there may be
     tile_rows : packed rows per tile
-    num_slots : pieces of one KV head that run at a time
-    pieces_per_slot : that long sequences are cut into
+    num_running : pieces of one KV head that run at a time
+    most_rounds : of pieces that long sequences are cut into
     least_keys : of a piece of long sequences
     min_keys : of any piece
     state_rows : packed rows that a piece may have
@@ -910,8 +910,8 @@ class Schedule:
     num_pieces: int
     num_split_tiles: int
     tile_rows: int
-    num_slots: int
-    pieces_per_slot: int
+    num_running: int
+    most_rounds: int
     least_keys: int
     min_keys: int
     state_rows: int
@@ -942,18 +942,18 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     min_keys = min(_MIN_KEYS, -(-min_bytes // max(row_bytes)))
     if visible_keys <= min_keys:
         return None
-    num_slots = max(1, tiling.blocks_per_sm * device.sm_count // cache.num_heads)
+    num_running = max(1, tiling.blocks_per_sm * device.sm_count // cache.num_heads)
     # Finer pieces end more evenly, and need a larger workspace for their states.
-    pieces_per_slot = 4 if state_rows <= DECODE_MMA_ROWS else 2
+    most_rounds = 4 if state_rows <= DECODE_MMA_ROWS else 2
     least_keys = max(_LEAST_KEYS, int(_LEAST_OF_STATES * state_bytes / sum(row_bytes)))
     # More pieces than tiles: see least_piece_keys of the kernel.
     all_keys = tiles * visible_keys
-    more = max(num_slots, min(num_slots * pieces_per_slot, all_keys // least_keys))
+    more = max(num_running, min(num_running * most_rounds, all_keys // least_keys))
     more = min(more, all_keys // min_keys, _MOST_PARTS - 1)
     num_pieces = tiles + more
     num_layers = -(-num_pieces // _MAX_GRID_Y)
     num_pieces = -(-num_pieces // num_layers) * num_layers
     return Schedule(
-        tiles, num_pieces, min(tiles, more), tiling.rows, num_slots, pieces_per_slot, least_keys,
+        tiles, num_pieces, min(tiles, more), tiling.rows, num_running, most_rounds, least_keys,
         min_keys, state_rows,
     )  # fmt: skip

@@ -719,8 +719,8 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     memory_clocks = LINK_LATENCY_NS * chip.clock_mhz * 1e-3 if row.over_link else chip.memory_clocks
     busy = 1.0
     if pieces:
-        slots = sms * warps // launch.warps_per_block // heads_of(launch)
-        busy = busy_share(pieces, slots)
+        places = sms * warps // launch.warps_per_block // heads_of(launch)
+        busy = busy_share(pieces, places)
     _, in_flight = pass_clocks(fast, row.word_bytes, memory_clocks, chip.cache_clocks)
     moved_gb_s = chip.link_gb_s if row.over_link else chip.memory_gb_s
     needed = memory_clocks / (chip.clock_mhz * 1e-3) * moved_gb_s / sms

@@ -75,8 +75,8 @@ def pieces_of(
     return keys
 
 
-def busy_share(pieces: Sequence[float], slots: int) -> float:
-    """Return the share of the time at which slots have a block, until the last block ends.
+def busy_share(pieces: Sequence[float], places: int) -> float:
+    """Return the share of the time at which places for blocks are taken, until the last block ends.
 
     Each block begins where another has ended, in order, and takes time as it has keys.
 
@@ -85,7 +85,7 @@ def busy_share(pieces: Sequence[float], slots: int) -> float:
     >>> busy_share([2, 1, 1], 2), busy_share([1, 1, 2], 2)
     (1.0, 0.6666666666666666)
     """
-    ends = [0.0] * max(1, slots)
+    ends = [0.0] * max(1, places)
     for keys in pieces:
         heapq.heapreplace(ends, ends[0] + keys)
     longest = max(ends)

@@ -455,7 +455,7 @@ def test_pieces_of_wide_rows_are_all_resident():
         tiling = attention_kernels.choose_tiling(device, call, 256)
         object.__setattr__(call, "max_pages", 100_000)
         schedule = attention_kernels.choose_schedule(device, call, tiling)
-        assert schedule.num_slots == device.sm_count * per_sm
+        assert schedule.num_running == device.sm_count * per_sm
         state_bytes = 8 * 512 * schedule.state_rows  # written and read
         assert schedule.least_keys == max(512, 16 * state_bytes // (2 * (576 + 512)))
         assert per_sm * tiling.smem_bytes <= device.shared_bytes

@@ -16,9 +16,9 @@ def test_each_tile_has_its_pieces_once(lanes):
     check_attention_schedule(HostDevice(), lanes)
 
 
-def span(pieces, slots):
+def span(pieces, running):
     """Return the time of blocks that begin in order, each when another has ended."""
-    ends = [0.0] * slots
+    ends = [0.0] * running
     for keys in pieces:
         heapq.heapreplace(ends, ends[0] + keys)
     return max(ends)
@@ -38,7 +38,7 @@ def test_blocks_end_together(lens, most):
     keys = {number: keys for number, _, _, keys in batch.tiles()}
     pieces, _ = batch.schedule(HostDevice(), 1)
     times = [keys[tile] / parts for tile, _, parts, _ in pieces if tile[0] >= 0]
-    assert span(times, batch.slots) <= most * sum(times) / batch.slots
+    assert span(times, batch.running) <= most * sum(times) / batch.running
 
 
 def test_bounds_hold_for_any_lengths():
@@ -49,7 +49,7 @@ def test_bounds_hold_for_any_lengths():
         choices = ([0, 1, table], [table], [257, table // 2], range(table + 1))
         lens = rng.choice(list(choices[rng.integers(4)]), sequences).tolist()
         batch = Batch(
-            lens, table=table, slots=int(rng.integers(1, 70)), rows=int(rng.choice([16, 64])),
+            lens, table=table, running=int(rng.integers(1, 70)), rows=int(rng.choice([16, 64])),
             group=int(rng.choice([1, 8, 100])),
         )  # fmt: skip
         parts, bounds = batch.expected().values(), batch.bounds
