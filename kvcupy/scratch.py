@@ -50,10 +50,6 @@ class _Loan:
         self._captured = captured
 
     @property
-    def num_bytes(self) -> int:
-        return self._key[1]
-
-    @property
     def kept_by_capture(self) -> bool:
         """Whether the graph keeps this buffer through its capture, so need not keep the loan."""
         return self._captured is not None
@@ -146,7 +142,7 @@ def workspace(device: Device, num_bytes: int, stream: Stream) -> ArrayView:
         return borrow(device, num_bytes, stream)
     where = device, stream, threading.get_ident()
     loan = _workspaces.get(where)
-    if loan is None or loan.num_bytes < num_bytes:
+    if loan is None or loan._key[1] < num_bytes:
         lent = borrow(device, num_bytes, stream)
         assert isinstance(lent.owner, _Loan)
         _workspaces[where] = lent.owner

@@ -23,7 +23,7 @@ class Batch:
         self.table = -(-(max(1, *lens) if table is None else table) // PAGE) * PAGE
         self.tokens = sum(news) if news else len(lens)
         cache = SimpleNamespace(num_heads=HEADS, width=width)
-        operand = SimpleNamespace(cache=cache, cache_format=SimpleNamespace(itemsize=2))
+        operand = SimpleNamespace(cache=cache, cache_format=SimpleNamespace(name="bf16"))
         call = SimpleNamespace(
             options=SimpleNamespace(window=0), k=operand, v=operand, max_keys=self.table,
             num_tokens=self.tokens, num_sequences=len(lens), group=group, is_ragged=bool(news),

@@ -24,7 +24,7 @@ from .. import faults
 from ..arrays import ArrayView
 from ..config import shared_bytes
 from ..devices.protocol import Device
-from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
+from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat, bytes_per_element
 from ..kernels import Kernel, Specialisation
 from .checks import OPERAND_PARAMS, KVOperand
 from .launch import require_countable, widest
@@ -292,9 +292,8 @@ PREFILL = Kernel(
 # and queries of another format than a cache of 16 bits.
 FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
 _FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
-CODED_LATENT_FORMATS = (
-    "nvfp4",
-)  # codes times scales of other formats exceed fp16, or its precision
+# Codes times group scales are exact in fp16, unlike in other four-bit formats.
+CODED_LATENT_FORMATS = ("nvfp4",)
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
@@ -558,10 +557,10 @@ def _bool(value: bool) -> str:
 
 # --- The kernel of a call -------------------------------------------------------------------------
 
-_MIN_KEYS, _MIN_BYTES = 256, 128 << 10  # of a piece, whichever are fewer
-_MOST_PARTS = 0xFFFF  # of a tile, as an AttentionPiece counts them
-_LEAST_KEYS = 512  # of a piece where sequences are long
-_LEAST_OF_STATES = 16  # a piece reads at least so many times the bytes of its state
+# A piece has at least 256 keys, or 128 KiB of them. Where sequences are long it has at least 512
+# keys, and 16 times the bytes of its state.
+_MIN_KEYS, _MIN_BYTES = 256, 128 << 10
+_MIN_KEYS_OF_LONG, _MIN_BYTES_PER_STATE_BYTE = 512, 16
 
 
 @dataclass(frozen=True)
@@ -934,22 +933,26 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     if options.window and options.causal and "tree_mask" not in call.arguments:
         tokens = -(-tiling.rows // call.group) + 1 if call.is_ragged else 1  # of a tile, at most
         visible_keys = min(visible_keys, options.window + tokens - 1 + options.sink_keys)
-    row_bytes = [o.cache.width * o.cache_format.itemsize for o in (call.k, call.v)]
+    row_bytes = [
+        operand.cache.width * bytes_per_element(operand.cache_format.name)
+        for operand in (call.k, call.v)
+    ]
     state_rows = tiling.rows if call.is_ragged else min(tiling.rows, call.group)
     state_bytes = 2 * 4 * state_rows * call.v.cache.width  # written and read
     # Pieces of wide rows may have fewer keys, but as many bytes as their states.
     min_bytes = max(_MIN_BYTES, state_bytes)
-    min_keys = min(_MIN_KEYS, -(-min_bytes // max(row_bytes)))
+    min_keys = min(_MIN_KEYS, math.ceil(min_bytes / max(row_bytes)))
     if visible_keys <= min_keys:
         return None
     num_running = max(1, tiling.blocks_per_sm * device.sm_count // cache.num_heads)
     # Finer pieces end more evenly, and need a larger workspace for their states.
     most_rounds = 4 if state_rows <= DECODE_MMA_ROWS else 2
-    least_keys = max(_LEAST_KEYS, int(_LEAST_OF_STATES * state_bytes / sum(row_bytes)))
+    long_bytes = _MIN_BYTES_PER_STATE_BYTE * state_bytes
+    least_keys = max(_MIN_KEYS_OF_LONG, int(long_bytes / sum(row_bytes)))
     # More pieces than tiles: see least_piece_keys of the kernel.
     all_keys = tiles * visible_keys
     more = max(num_running, min(num_running * most_rounds, all_keys // least_keys))
-    more = min(more, all_keys // min_keys, _MOST_PARTS - 1)
+    more = min(more, all_keys // min_keys)
     num_pieces = tiles + more
     num_layers = -(-num_pieces // _MAX_GRID_Y)
     num_pieces = -(-num_pieces // num_layers) * num_layers
