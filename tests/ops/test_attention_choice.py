@@ -448,6 +448,14 @@ def test_a_gpu_is_asked_for_its_shared_memory():
         assert tiling.smem_bytes <= most_bytes
 
 
+@pytest.mark.parametrize("fmt, keys", [("bf16", 114), ("fp8_e4m3", 228), ("nvfp4", 256)])
+def test_pieces_have_128_kib_of_keys_or_256(fmt, keys):
+    call = call_of(("bf16", fmt), (576, 512), 16)
+    object.__setattr__(call, "max_pages", 1000)
+    tiling = attention_kernels.choose_tiling(GPU("sm_90"), call, 256)
+    assert attention_kernels.choose_schedule(GPU("sm_90"), call, tiling).min_keys == keys
+
+
 def test_pieces_of_wide_rows_are_all_resident():
     """Where keys are few, another wave would write and read its states for nothing."""
     for arch, heads, per_sm in (("sm_90", 20, 1), ("sm_90", 8, 2), ("sm_86", 8, 1)):
