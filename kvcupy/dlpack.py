@@ -117,10 +117,8 @@ class HostArray(ExportsBits, np.ndarray[Any, Any]):  # type: ignore[misc]
 
 
 @cache
-def _cupy_array() -> Any:
-    import cupy
-
-    return type("CupyArray", (ExportsBits, cupy.ndarray), {})
+def _exporting_type(kind: type) -> Any:
+    return type("CupyArray", (ExportsBits, kind), {})
 
 
 def exporting(array: Any) -> Any:
@@ -137,7 +135,8 @@ def exporting(array: Any) -> Any:
         return array
     if is_numpy:
         return array.view(HostArray)
-    return _cupy_array()(array.shape, array.dtype, memptr=array.data, strides=array.strides)
+    kind = _exporting_type(cupy.ndarray)
+    return kind(array.shape, array.dtype, memptr=array.data, strides=array.strides)
 
 
 def _tensor_of(capsule: object) -> _Tensor:

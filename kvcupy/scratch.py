@@ -12,8 +12,10 @@ the process ends.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -54,7 +56,10 @@ class _Loan:
         """Whether the graph keeps this buffer through its capture, so need not keep the loan."""
         return self._captured is not None
 
-    def __del__(self) -> None:
+    # At exit this module's names may be gone before the last buffers are.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():
+            return
         buffer = [self._array]
         self._array = None
         _give_back(self._device, self._key, buffer, self._idle)
@@ -69,7 +74,9 @@ class _Captured:
         self._store = store
         self.all: list[tuple[_Key, list[Any]]] = []  # each array in its own list
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():
+            return
         self.idle.clear()
         for key, buffer in self.all:
             _give_back(self._device, key, buffer, self._store[key])

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -310,11 +310,12 @@ class Call:
     CUDA frees when the device is idle, and the device may be waiting for that thread.
     """
 
-    __slots__ = ("__weakref__", "capture", "function", "stream")
+    __slots__ = ("__weakref__", "capture", "function", "number", "stream")
 
     def __init__(
-        self, function: Callable[[], object], stream: Any, capture: Capture | None
+        self, number: int, function: Callable[[], object], stream: Any, capture: Capture | None
     ) -> None:
+        self.number = number
         self.function = function
         self.stream = stream
         self.capture = None if capture is None else weakref.ref(capture)
@@ -325,17 +326,29 @@ class Call:
         return self.stream if capture is None else capture.last_stream
 
 
+class _Failure(NamedTuple):
+    number: int
+    stream: Any
+    name: str
+    error: BaseException
+
+
 class HostCalls:
     """The host functions of one device.
 
     They are called one at a time, on one thread. An exception is recorded with its stream, and
-    raised when that stream or the device is synchronised. Until then it keeps the stream, so that
-    no new one gets its address, and its failures.
+    raised when that stream, an event that was recorded in it later, or the device is synchronised.
+    Until then it keeps the stream, so that no new one gets its address, and its failures.
+
+    Attributes
+    ----------
+    count : of all functions so far, which are numbered in the order of their calls
     """
 
     def __init__(self, context: CudaContext) -> None:
+        self.count = 0
         self._context = context
-        self._failures: list[tuple[Any, str, BaseException]] = []
+        self._failures: list[_Failure] = []
         self._lock = threading.Lock()
         self._semaphore: Semaphore | None = None
         self._thread: threading.Thread | None = None
@@ -354,7 +367,9 @@ class HostCalls:
         capture = context.capture_of(stream.pointer)
         if capture is FOREIGN:
             raise CaptureError("a host function can only be captured by Stream.capture")
-        call = Call(function, stream, capture)
+        with self._lock:
+            call = Call(self.count, function, stream, capture)
+            self.count += 1
         what = f"call in {stream!r}, by stream memory operations"
         with context.api.errors_as(what), context.current():
             semaphore, address = self._start(), self._take_word()
@@ -369,15 +384,21 @@ class HostCalls:
                 del self._calls[address]  # so that the function is not called
                 raise
 
-    def raise_failures(self, stream: Any = None) -> None:
-        """Raise the first exception of a stream's functions, or of all, and forget the others."""
+    def raise_failures(self, stream: Any = None, before: int | None = None) -> None:
+        """Raise the first exception of a stream's functions, or of all, and forget the others.
+
+        With `before`, only functions of lower numbers count.
+        """
         if not self._failures:
             return
         with self._lock:
-            raised = [f for f in self._failures if stream is None or f[0] == stream]
+            raised = [
+                f for f in self._failures
+                if (stream is None or f.stream == stream) and (before is None or f.number < before)
+            ]  # fmt: skip
             self._failures = [f for f in self._failures if f not in raised]
         if raised:
-            _, name, error = raised[0]
+            _, _, name, error = raised[0]
             where = self._context.name
             raise DeviceError(f"host function {name} on {where} failed: {error!r}") from error
 
@@ -443,7 +464,7 @@ class HostCalls:
         except BaseException as error:
             name = getattr(call.function, "__name__", repr(call.function))
             with self._lock:
-                self._failures.append((call.where(), name, error))
+                self._failures.append(_Failure(call.number, call.where(), name, error))
 
 
 class Semaphore:

@@ -178,6 +178,7 @@ class Stream(ProcessLocal):
         except self.context.api.errors as error:
             raise self.context.api.failure(f"record in {self!r}", error) from error
         event._stream = self
+        event._num_calls = self.context.calls.count
         event.capture = ForeignPoint(self) if capture is FOREIGN else capture
         observe.recorded(event, self)
         return event  # type: ignore[no-any-return]
@@ -333,13 +334,16 @@ class Event(ProcessLocal):
     capture : in which capture it was last recorded, kvcupy's or another library's; None if in none
     """
 
-    __slots__ = ("__weakref__", "_handle", "_stream", "capture", "context", "timing")
+    __slots__ = (
+        "__weakref__", "_handle", "_num_calls", "_stream", "capture", "context", "timing"
+    )  # fmt: skip
 
     def __init__(self, context: CudaContext, timing: bool = False) -> None:
         self.context = context
         self.timing = timing
         self._handle = 0  # no CUDA event before the first record
         self._stream: Stream | None = None  # of the last record
+        self._num_calls = 0  # host functions before the last record
         self.capture: Capture | ForeignPoint | None = None
 
     def __del__(self) -> None:
@@ -390,7 +394,7 @@ class Event(ProcessLocal):
             raise api.failure("waiting for an event", error) from error
         if observe.order_observers:
             observe.synchronized(self)
-        self.context.calls.raise_failures(self._stream)
+        self.context.calls.raise_failures(self._stream, self._num_calls)
 
     def error(self) -> BaseException | None:
         """Return None: after a failure on a GPU every later call raises."""

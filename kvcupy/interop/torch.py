@@ -453,7 +453,8 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
     signature = _signature(declaration)
     parameters = signature.parameters
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    required = {n for n, p in parameters.items() if p.default is p.empty}
+    known = tuple(parameters)
+    required = [n for n, p in parameters.items() if p.default is p.empty]
     replaced = [(a.name, a.written_if) for a in declaration.replaced.values()]
     caller_outputs = [a.name for a in declaration.caller_outputs]
     returned = [(a.name, a.returned_if) for a in declaration.caller_outputs]
@@ -462,7 +463,9 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
 
     def function(*arguments: Any, **options: Any) -> Any:
         values = dict(zip(positional, arguments, strict=False)) | options
-        if len(arguments) > len(positional) or not required <= values.keys() <= parameters.keys():
+        # Comparisons of sets are what Dynamo of torch 2.11 cannot trace.
+        fit = all([n in values for n in required]) and all([n in known for n in values])
+        if len(arguments) > len(positional) or not fit:
             signature.bind(*arguments, **options)  # raises, naming what is too much or missing
         streams = {name: values.pop(name, None) for name in STREAMS if name in parameters}
         for name in several:

@@ -149,6 +149,7 @@ class Prefixed:
             for layer in range(NUM_LAYERS):
                 part = view(layer)
                 part[...] = 7
+        self.device.synchronize()
 
     def settle(self):
         self.device.synchronize()

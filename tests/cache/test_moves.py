@@ -294,6 +294,7 @@ def test_lists_in_flight_keep_their_memory(device):
     """Otherwise the lists of a call on another stream would overwrite them."""
     load_kernels(device)
     filled, late, other = Filled(device), device.stream(), device.stream()
+    gc.collect()  # what earlier tests left: to free pinned memory waits for the gate, too
     held = GateBehindCopies()
     with observe.attached(held):
         filled.mover.move_slots([1, 2], [0, 1], late)

@@ -397,7 +397,7 @@ def test_memory_of_another_current_stream_is_not_handed_out_again(device, cupy, 
 
 
 def test_no_memory_is_a_device_error(device):
-    with pytest.raises(kv.DeviceError, match=r"empty, 1,125,899,906,842,624 bytes .* are free"):
+    with pytest.raises(kv.DeviceError, match=r"array of 1,125,899,906,842,624 bytes .* are free"):
         device.empty(1 << 50, "int8")
 
 
