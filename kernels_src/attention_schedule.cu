@@ -61,7 +61,8 @@ __global__ void attention_starts(const __grid_constant__ AttentionStartsParams p
 
 // --- Pieces --------------------------------------------------------------------------------------
 
-constexpr int kCandidates = 8;     // lengths of pieces that are tried
+constexpr int kCandidates = 32;    // lengths of pieces that are tried
+constexpr int kSteps = 8;          // of them that double the length
 constexpr int kKnownTiles = 2048;  // whose keys stay in shared memory
 
 // A tile by its number, which may be past all of them.
@@ -75,9 +76,13 @@ __device__ __forceinline__ i64 visible_keys(const AttentionTile& t) {
   return t.num_rows == 0 ? -1 : t.num_visible;
 }
 
+__device__ __forceinline__ i64 divide_up(i64 dividend, i64 divisor) {
+  return (dividend + divisor - 1) / divisor;
+}
+
 __device__ __forceinline__ int parts_of(i64 keys, i64 piece_keys) {
   if (keys < 0) return 0;
-  return max(1, static_cast<int>((keys + piece_keys - 1) / piece_keys));
+  return max(1, static_cast<int>(divide_up(keys, piece_keys)));
 }
 
 template <int kLanes>
@@ -85,14 +90,28 @@ __device__ __forceinline__ void wait_for_block() {
   if constexpr (kLanes == 32) __syncthreads();
 }
 
+// The sum within groups of kLanes neighbouring threads.
 template <int kLanes>
-__device__ __forceinline__ i64 sum_of_warp(i64 value) {
-  if constexpr (kLanes == 32) {
-    for (int distance = 16; distance > 0; distance /= 2) {
-      value += __shfl_xor_sync(kAllLanes, value, distance);
-    }
+__device__ __forceinline__ i64 sum_of_lanes(i64 value) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
+}
+
+template <int kLanes>
+__device__ __forceinline__ i64 most_of_lanes(i64 value) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    value = max(value, __shfl_xor_sync(kAllLanes, value, distance));
+  }
+  return value;
+}
+
+// The lanes of the warp where something holds, a bit each.
+template <int kLanes>
+__device__ __forceinline__ u32 lanes_where(bool holds) {
+  if constexpr (kLanes == 32) return __ballot_sync(kAllLanes, holds);
+  return holds;
 }
 
 template <int kLanes>
@@ -104,19 +123,24 @@ __device__ __forceinline__ int from_lane(int value, int lane) {
 // The least length of pieces that is tried. Few keys are shared out evenly; many are cut finer, as
 // whole short sequences beside them leave gaps that small pieces fill.
 __device__ __forceinline__ i64 least_piece_keys(const AttentionParams& p, i64 total) {
-  const i64 fair = (total + p.num_running - 1) / p.num_running;
+  const i64 fair = divide_up(total, p.num_running);
   const i64 pieces = i64{p.num_running} * p.most_rounds;
-  const i64 keys =
-      fair > p.least_keys ? max((total + pieces - 1) / pieces, i64{p.least_keys}) : fair;
+  const i64 keys = fair > p.least_keys ? max(divide_up(total, pieces), i64{p.least_keys}) : fair;
   return max(keys, i64{p.min_keys});
+}
+
+// The length of pieces that is tried as number `c`: longer ones need fewer states and merges.
+__device__ __forceinline__ i64 candidate(i64 least, int c) {
+  return (least + least * (c % kSteps) / kSteps) << (c / kSteps);
 }
 
 // grid: (1), block: (kThreads), smem: 0
 template <int kThreads>
 __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
-  static_assert(kThreads % 32 == 0 || kThreads == 1, "whole warps, or one thread");
   constexpr int kLanes = kThreads == 1 ? 1 : 32;
   constexpr int kWarps = kThreads / kLanes;
+  constexpr int kShare = kThreads == 1 ? 1 : kThreads / kCandidates;  // threads of a candidate
+  static_assert(kShare == 1 || kShare == 16, "half a warp each, or one thread");
   __shared__ i64 sums[kWarps];
   __shared__ i64 costs[kCandidates];
   __shared__ i64 known_keys[kKnownTiles];
@@ -125,38 +149,47 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
   const int warp = thread / kLanes;
 
   // All visible keys
-  i64 total = 0;
-  for (int tile = thread; tile < p.num_tiles; tile += kThreads) {
+  const AttentionTile first_tile = tile_of(p, thread, true);
+  i64 total = max(visible_keys(first_tile), i64{0});
+  known_keys[thread] = visible_keys(first_tile);
+  for (int tile = thread + kThreads; tile < p.num_tiles; tile += kThreads) {
     const i64 keys = visible_keys(tile_of(p, tile, true));
     if (tile < kKnownTiles) known_keys[tile] = keys;
     total += max(keys, i64{0});
   }
-  total = sum_of_warp<kLanes>(total);
+  total = sum_of_lanes<kLanes>(total);
   if (lane == 0) sums[warp] = total;
   wait_for_block<kLanes>();  // the sums of all warps are there, and the keys of tiles
   total = 0;
   for (int w = 0; w < kWarps; ++w) total += sums[w];
 
-  // Of several lengths of pieces, the first whose rounds of pieces take least time. A piece costs
-  // what it reads, and a share of the least length to begin and to merge.
+  // Of several lengths of pieces, the first whose pieces take least time. They run in rounds that
+  // take as long as the longest, and no longer than if they were handed out one by one. A piece
+  // costs what it reads, and as much as a quarter of the least length to begin, to end and to be
+  // merged.
   const i64 least = least_piece_keys(p, total);
-  for (int c = warp; c < kCandidates; c += kWarps) {
-    const i64 keys = least + least * c / kCandidates;
+  for (int c = thread / kShare; c < kCandidates; c += kThreads / kShare) {
+    const i64 keys = candidate(least, c);
     i64 count = 0;
-    for (int tile = lane; tile < p.num_tiles; tile += kLanes) {
-      const bool is_known = tile < kKnownTiles;
-      count += parts_of(is_known ? known_keys[tile] : visible_keys(tile_of(p, tile)), keys);
+    i64 longest = 0;
+    for (int tile = thread % kShare; tile < p.num_tiles; tile += kShare) {
+      const i64 own = tile < kKnownTiles ? known_keys[tile] : visible_keys(tile_of(p, tile));
+      const int parts = parts_of(own, keys);
+      count += parts;
+      longest = max(longest, parts > 1 ? divide_up(own, parts) : own);
     }
-    count = sum_of_warp<kLanes>(count);
-    const i64 rounds = (count + p.num_running - 1) / p.num_running;
-    if (lane == 0) costs[c] = rounds * (keys + p.least_keys / 16);
+    count = sum_of_lanes<kShare>(count);
+    longest = most_of_lanes<kShare>(longest);
+    const i64 rounds = divide_up(count, p.num_running);
+    const i64 time = min(rounds * longest, divide_up(total, p.num_running) + longest);
+    if (thread % kShare == 0) costs[c] = time + rounds * (p.least_keys / 4);
   }
   wait_for_block<kLanes>();  // the costs are there, and the sums are no longer needed
   int best = 0;
   for (int c = 1; c < kCandidates; ++c) {
     if (costs[c] < costs[best]) best = c;
   }
-  const i64 keys = least + least * best / kCandidates;
+  const i64 keys = candidate(least, best);
 
   // Parts of split tiles from the first piece on, whole tiles from the last piece back: with a
   // causal mask the last tiles of a sequence take longest, and should begin first.
@@ -166,7 +199,7 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
   int num_split = 0;
   int num_whole = 0;
   for (int first = 0; first < p.num_tiles; first += kThreads) {
-    const AttentionTile t = tile_of(p, first + thread);
+    const AttentionTile t = first == 0 ? first_tile : tile_of(p, first + thread);
     const int parts = parts_of(visible_keys(t), keys);
     // Three counts in one number: split tiles and whole ones are at most kThreads.
     const i64 own = parts > 1 ? (i64{parts} << 32) + (1 << 16) : parts;
@@ -195,12 +228,13 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
       const int rank = num_whole + static_cast<int>(before & 0xffff);
       pieces[p.num_pieces - 1 - rank] = {t.sequence, t.first_row, 0, 1, 0};
     }
-    for (int of = 0; of < kLanes; ++of) {  // a warp writes the parts of each of its tiles
+    u32 cut = lanes_where<kLanes>(parts > 1);
+    for (; cut != 0; cut &= cut - 1) {  // a warp writes the parts of each of its tiles
+      const int of = __ffs(static_cast<int>(cut)) - 1;
       const int count = from_lane<kLanes>(parts, of);
       const int begin = from_lane<kLanes>(state, of);
       const int sequence = from_lane<kLanes>(t.sequence, of);
       const int first_row = from_lane<kLanes>(t.first_row, of);
-      if (count <= 1) continue;
       for (int part = lane; part < count; part += kLanes) {
         pieces[begin + part] = {sequence, first_row, static_cast<unsigned short>(part),
                                 static_cast<unsigned short>(count), begin + part};

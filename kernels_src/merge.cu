@@ -111,13 +111,14 @@ __device__ __forceinline__ Weights<kStates> weigh(const float (&lse)[kStates], c
 struct MergedRow {
   int token;
   int head;
-  int num_states;  // 0: no row
+  int num_states;    // 0: no row
+  bool is_past_all;  // nor any row of a higher number
   StateRows in;
   StateRows in_lse;
   float sink;
   char* out;
 
-  __device__ __forceinline__ MergedRow(const MergeParams& p, int row) {
+  __device__ __forceinline__ MergedRow(const MergeParams& p, int row) : is_past_all(false) {
     if (p.split_tiles) {
       find_in_tile(p, row);
       if (num_states == 0) return;
@@ -142,6 +143,7 @@ struct MergedRow {
     const int kv_head = of_heads - number * num_kv_heads;
     const SplitTile tile = reinterpret_cast<const SplitTile*>(p.split_tiles)[number];
     num_states = of_tile < tile.num_rows ? tile.parts : 0;
+    is_past_all = tile.num_rows == 0;
     const int packed = tile.first_row + of_tile;
     token = packed / p.group;
     head = kv_head * p.group + packed - token * p.group;
@@ -237,23 +239,14 @@ struct RowShares {
 };
 
 // Up to a warp of threads takes a row; or all of a block, kBlock, `lanes` times `stripes` of them.
-// grid: (rows / (block / threads)), block: (a multiple of threads and of 32), smem: with kBlock
-// RowShares, and a float32 for each element that a thread holds
 template <typename TIn, typename TOut, int kCount, bool kBlock>
-__global__ void __launch_bounds__(kMostWarps * 32, 2)
-    merge_many(const __grid_constant__ MergeParams p) {
+__device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow& row) {
   const int lanes = 1 << p.lane_shift;
   const int stripes = kBlock ? 1 << p.stripe_shift : 1;
   const int threads = lanes * stripes;
   const int thread = threadIdx.x & (threads - 1);
   const int lane = thread & (lanes - 1);
   const int stripe = thread >> p.lane_shift;
-  const int number =
-      kBlock ? blockIdx.x
-             : blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
-  if (number >= p.num_rows) return;
-  const MergedRow row(p, number);
-  if (row.num_states == 0) return;
   [[maybe_unused]] RowShares& shares = *dynamic_shared<RowShares>();
   [[maybe_unused]] float* sums =
       reinterpret_cast<float*>(&shares + 1);  // [stripes, lanes * kCount]
@@ -339,4 +332,21 @@ __global__ void __launch_bounds__(kMostWarps * 32, 2)
   // As above: all lanes must have read the lse.
   if (!kBlock && lanes > 1) __syncwarp(row_lanes);
   if (thread == 0) row.store_lse(p, origin, total);
+}
+
+// Of tiles, whose parts only the GPU knows, most may have no rows, and those come last.
+// grid: (rows with kBlock; else any), block: (a multiple of threads and of 32), smem: with kBlock RowShares, and a float32
+// for each element that a thread holds
+template <typename TIn, typename TOut, int kCount, bool kBlock>
+__global__ void __launch_bounds__(kMostWarps * 32, 2)
+    merge_many(const __grid_constant__ MergeParams p) {
+  const int rows = kBlock ? 1 : blockDim.x >> p.lane_shift;  // of a block
+  const i64 step = i64{gridDim.x} * rows;
+  i64 number = i64{blockIdx.x} * rows + (kBlock ? 0 : threadIdx.x >> p.lane_shift);
+  for (; number < p.num_rows; number += step) {
+    const MergedRow row(p, static_cast<int>(number));
+    if (row.is_past_all) return;
+    if (row.num_states > 0) merge_row<TIn, TOut, kCount, kBlock>(p, row);
+    if constexpr (kBlock) return;  // there is a block for each row
+  }
 }

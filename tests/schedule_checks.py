@@ -86,11 +86,13 @@ class Batch:
             least = max(-(-total // pieces), self.bounds.least_keys)
         least = max(least, self.bounds.min_keys)
         tried = []
-        for eighth in range(8):
-            length = least + least * eighth // 8
+        for candidate in range(32):
+            length = (least + least * (candidate % 8) // 8) << candidate // 8
             parts = {number: max(1, -(-keys // length)) for number, _, _, keys in tiles}
+            longest = max([-(-keys // parts[number]) for number, _, _, keys in tiles], default=0)
             rounds = -(-sum(parts.values()) // self.running)
-            tried.append((rounds * (length + self.bounds.least_keys // 16), eighth, parts))
+            time = min(rounds * longest, -(-total // self.running) + longest)
+            tried.append((time + rounds * (self.bounds.least_keys // 4), candidate, parts))
         return min(tried, key=lambda each: each[:2])[2]
 
 

@@ -343,6 +343,7 @@ DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _TURING_SMEM_BYTES = 64 * 1024
+_RESERVED_SMEM_BYTES = 1024  # of each block, by the driver
 # Decode kernels for which an architecture has too few registers: they would spill.
 _SPILLING = {
     ("sm_75", "int4x2", "192", "128"),
@@ -558,9 +559,10 @@ def _bool(value: bool) -> str:
 # --- The kernel of a call -------------------------------------------------------------------------
 
 # A piece has at least 256 keys, or 128 KiB of them. Where sequences are long it has at least 512
-# keys, and 16 times the bytes of its state.
+# keys, 384 KiB of them, and 16 times the bytes of its state: on an H100 a piece that reads nothing
+# takes as long as one that reads 96 KiB while all blocks read.
 _MIN_KEYS, _MIN_BYTES = 256, 128 << 10
-_MIN_KEYS_OF_LONG, _MIN_BYTES_PER_STATE_BYTE = 512, 16
+_MIN_KEYS_OF_LONG, _MIN_BYTES_OF_LONG, _MIN_BYTES_PER_STATE_BYTE = 512, 384 << 10, 16
 
 
 @dataclass(frozen=True)
@@ -598,7 +600,9 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if not reason:
         chosen = _decode_mma_specialisation_of(call)
         smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
-        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
+        is_small = call.k.four_bit is None and padded_widths(*_widths(call)) == PREFILL_WIDTHS[0]
+        resident = _resident_blocks(device, smem_bytes, 3 if is_small else 2)
+        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
     if padded_widths(*_widths(call)) is None:
         reason = latent_unsupported_reason(device, call, alignment)
     if not reason:
@@ -610,10 +614,15 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
             return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=1)
         chosen = latent_specialisation(call.k.cache_format.name)
         smem_bytes = latent_smem_bytes(chosen)
-        resident = 2 if 2 * smem_bytes < device.shared_bytes else 1
+        resident = _resident_blocks(device, smem_bytes, 2)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
     tiling = _decode_tiling(device, call, alignment)
     return replace(tiling, slow_path_reason=reason) if device.warp_lanes == 32 else tiling
+
+
+def _resident_blocks(device: Device, smem_bytes: int, most: int) -> int:
+    """Return how many blocks an SM holds; registers have room for `most`."""
+    return max(1, min(most, device.shared_bytes // (smem_bytes + _RESERVED_SMEM_BYTES)))
 
 
 def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
@@ -947,7 +956,7 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     num_running = max(1, tiling.blocks_per_sm * device.sm_count // cache.num_heads)
     # Finer pieces end more evenly, and need a larger workspace for their states.
     most_rounds = 4 if state_rows <= DECODE_MMA_ROWS else 2
-    long_bytes = _MIN_BYTES_PER_STATE_BYTE * state_bytes
+    long_bytes = max(_MIN_BYTES_OF_LONG, _MIN_BYTES_PER_STATE_BYTE * state_bytes)
     least_keys = max(_MIN_KEYS_OF_LONG, int(long_bytes / sum(row_bytes)))
     # More pieces than tiles: see least_piece_keys of the kernel.
     all_keys = tiles * visible_keys

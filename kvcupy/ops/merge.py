@@ -73,7 +73,8 @@ MERGE, MERGE_MANY = (
 
 _STATES = 8  # kStates of the kernel: in flight
 _MAX_LANES, _MAX_THREADS = 128, 256  # of a row of many states
-_MAX_BLOCKS_PER_SM = 32  # with more rows, a warp of each has enough company
+_MAX_BLOCKS_PER_SM = 2  # with more rows, a warp of each has enough company
+_TILE_BLOCKS_PER_SM = 8  # which go through the rows of all tiles that there may be
 _SHARES = 3 * _MAX_THREADS // 32  # words of RowShares
 MERGED = ("fp32", "fp16", "bf16")
 
@@ -267,12 +268,15 @@ def _launch(
     params |= {"lane_shift": geometry.lane_shift, "stripe_shift": stripes.bit_length() - 1}
     threads = geometry.lanes * stripes
     has_block = threads > 32
+    grid = geometry.grid
+    if "split_tiles" in pointers and num_states > 2 and 1 < threads <= 32:
+        grid = min(grid[0], _TILE_BLOCKS_PER_SM * device.sm_count), 1, 1
     kernels, block = (MERGE, []) if num_states <= 2 else (MERGE_MANY, [str(has_block).lower()])
     ctypes = FORMATS[source].ctype, FORMATS[target].ctype
     specialisation = kernels[threads > 1].specialise(*ctypes, count, *block)
     smem_bytes = 4 * (_SHARES + threads * count) if has_block else 0
     return Launch(
-        device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers, names
+        device, specialisation, grid, geometry.block, smem_bytes, params, pointers, names
     )
 
 

@@ -109,7 +109,7 @@ def test_a_window_leaves_nothing_to_split(watch):
 
 def test_pieces_follow_the_number_of_sms(watch):
     few = launched(watch(), sequences=64, max_pages=4096)
-    assert few[1][1] == (2, 64 + 4 * 132 // 2 * 4, 1)
+    assert few[1][1] == (2, 64 + 2 * 132 // 2 * 4, 1)
 
 
 @pytest.mark.parametrize("width", [64, 80])
