@@ -283,22 +283,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     }
   };
 
-  // The first tiles are on their way while queries are loaded.
-  KeyPlace places[kStages];
-#pragma unroll
-  for (int stage = 0; stage < kStages; ++stage) {
-    places[stage] = look_up<kKeys>(p, t, first_of(stage) + lane, range.end);
-  }
-#pragma unroll
-  for (int stage = 0; stage < kStages; ++stage) {
-    char* tile = ring + stage * Shape::kTileBytes;
-    if (stage < own_tiles) begin_keys(stage, tile, places[stage]);
-    end_copy_group();
-    if (stage < own_tiles) begin_values(stage, tile + Shape::kValuesAt);
-    end_copy_group();
-  }
-  KeyPlace next = {};
-  if (kStages < own_tiles) next = look_up<kKeys>(p, t, first_of(kStages) + lane, range.end);
+  KeyPlace next = look_up<kKeys>(p, t, first_of(0) + lane, range.end);
   [[maybe_unused]] QueryPairs<kWidth> rests;
   if constexpr (kFourBit<TCache>) {
     rests = load_four_bit_queries<kWidth>(queries, shared, p, t, kv_head);
@@ -336,67 +321,74 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   [[maybe_unused]] ValueUnits<TCache, kWidthV> units;  // of four bits
   float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
 
+  // The first tiles are only fetched, by the same code as the others: a block executes most of its
+  // instructions once, and the time of a short piece is that of bringing them in.
   int stage = 0;
-  for (int number = 0; number < own_tiles; ++number) {
+  for (int number = -kStages; number < own_tiles; ++number) {
     char* keys = ring + stage * Shape::kTileBytes;
     char* values = keys + Shape::kValuesAt;
     const bool more = number + kStages < own_tiles;
-    wait_for_copy_groups<kPending>();
-    __syncwarp();  // keys have arrived
-    if constexpr (sizeof(TCache) == 2) {
-      if (p.rope_table) {
-        rotate_keys<TCache, kWidth, kKeys, 32>(p, keys, table.k[stage], table.angles[stage], lane);
-        __syncwarp();  // all keys are rotated
-      }
-    }
-
-    // Scores
     float s[kKeys / 8][4] = {};
-    if constexpr (kFourBit<TCache>) {
-      if constexpr (Shape::Table::kPrepares) {
-        prepare_key_scales<TCache, kWidth>(table, stage, p.k);
-        __syncwarp();  // scales are ready
+    float v_scales[kKeys / 8][2];
+    u32 present[1] = {};
+    if (number >= 0) {
+      present[0] = table.present[stage];
+      wait_for_copy_groups<kPending>();
+      __syncwarp();  // keys have arrived
+      if constexpr (sizeof(TCache) == 2) {
+        if (p.rope_table) {
+          rotate_keys<TCache, kWidth, kKeys, 32>(p, keys, table.k[stage], table.angles[stage],
+                                                 lane);
+          __syncwarp();  // all keys are rotated
+        }
       }
-      if (p.rope_table) {
-        multiply_rotated_four_bit<TCache, kWidth>(s, keys, queries, p, t, first_of(number), table,
-                                                  stage);
-      } else if (p.k.group_scales.rotation_shift) {
-        multiply_keys_four_bit<TCache, kWidth, true>(s, keys, queries, query, rest, table, stage);
-      } else {
-        multiply_keys_four_bit<TCache, kWidth, false>(s, keys, queries, query, rest, table, stage);
-      }
-    } else if constexpr (sizeof(TCache) == 1) {
-      if (p.rope_table) {
-        multiply_rotated_keys<TCache, kWidth>(s, keys, queries, p, t, first_of(number));
+
+      // Scores
+      if constexpr (kFourBit<TCache>) {
+        if constexpr (Shape::Table::kPrepares) {
+          prepare_key_scales<TCache, kWidth>(table, stage, p.k);
+          __syncwarp();  // scales are ready
+        }
+        if (p.rope_table) {
+          multiply_rotated_four_bit<TCache, kWidth>(s, keys, queries, p, t, first_of(number), table,
+                                                    stage);
+        } else if (p.k.group_scales.rotation_shift) {
+          multiply_keys_four_bit<TCache, kWidth, true>(s, keys, queries, query, rest, table, stage);
+        } else {
+          multiply_keys_four_bit<TCache, kWidth, false>(s, keys, queries, query, rest, table,
+                                                        stage);
+        }
+      } else if constexpr (sizeof(TCache) == 1) {
+        if (p.rope_table) {
+          multiply_rotated_keys<TCache, kWidth>(s, keys, queries, p, t, first_of(number));
+        } else {
+          multiply_keys<TCache, kWidth>(s, keys, queries, query);
+        }
       } else {
         multiply_keys<TCache, kWidth>(s, keys, queries, query);
       }
-    } else {
-      multiply_keys<TCache, kWidth>(s, keys, queries, query);
-    }
-    const u32 present[1] = {table.present[stage]};
-    float v_scales[kKeys / 8][2];
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
-    }
-    if constexpr (!kFourBit<TCache>) {
-      if (p.k_scale_cache) {
+        for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
+      }
+      if constexpr (!kFourBit<TCache>) {
+        if (p.k_scale_cache) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
+          for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            s[n][i] *= table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2];
+            for (int i = 0; i < 4; ++i) {
+              s[n][i] *= table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2];
+            }
           }
         }
-      }
-      if (p.v_scale_cache) {
+        if (p.v_scale_cache) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
+          for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            v_scales[n][i] = table.v_scales[stage][n * 8 + lane % 4 * 2 + i];
+            for (int i = 0; i < 2; ++i) {
+              v_scales[n][i] = table.v_scales[stage][n * 8 + lane % 4 * 2 + i];
+            }
           }
         }
       }
@@ -410,36 +402,38 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     }
     end_copy_group();
 
-    // Weights
-    if (p.soft_cap > 0.0f) {
+    if (number >= 0) {
+      // Weights
+      if (p.soft_cap > 0.0f) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
+        for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = p.cap_scale * tanhf(s[n][i] * p.inverse_cap);
+          for (int i = 0; i < 4; ++i) s[n][i] = p.cap_scale * tanhf(s[n][i] * p.inverse_cap);
+        }
       }
-    }
-    hide_keys(s, present, shared.limits, shared.seen_by_all, p, t, 0, first_of(number));
-    weigh(s, largest, sum, o);
-    if (!kFourBit<TCache> && p.v_scale_cache) {
-      const float inverse = raise_value_scale(v_scales, value_scale, o);
+      hide_keys(s, present, shared.limits, shared.seen_by_all, p, t, 0, first_of(number));
+      weigh(s, largest, sum, o);
+      if (!kFourBit<TCache> && p.v_scale_cache) {
+        const float inverse = raise_value_scale(v_scales, value_scale, o);
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
+        for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] *= v_scales[n][i % 2] * inverse;
+          for (int i = 0; i < 4; ++i) s[n][i] *= v_scales[n][i % 2] * inverse;
+        }
       }
-    }
 
-    // Values
-    wait_for_copy_groups<kPending>();
-    __syncwarp();  // values have arrived
-    if constexpr (kFourBit<TCache>) {
-      if constexpr (Shape::Table::kPrepares) {
-        prepare_value_scales<TCache, kWidthV>(table, stage, p.v, units, o);
-        __syncwarp();  // scales are ready
+      // Values
+      wait_for_copy_groups<kPending>();
+      __syncwarp();  // values have arrived
+      if constexpr (kFourBit<TCache>) {
+        if constexpr (Shape::Table::kPrepares) {
+          prepare_value_scales<TCache, kWidthV>(table, stage, p.v, units, o);
+          __syncwarp();  // scales are ready
+        }
+        multiply_values_four_bit<TCache, kWidthV>(o, s, values, table, stage);
+      } else {
+        multiply_values<TCache, Shape::kValueRowBytes>(o, s, values, 0);
       }
-      multiply_values_four_bit<TCache, kWidthV>(o, s, values, table, stage);
-    } else {
-      multiply_values<TCache, Shape::kValueRowBytes>(o, s, values, 0);
     }
     __syncwarp();  // values are no longer needed
     if (more) begin_values(stage, values);
