@@ -82,9 +82,12 @@ def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
     TypeError, ValueError : an option is not as DLPack defines it
     """
     options = {name: value for name, value in options.items() if value is not None}
+    on_host = isinstance(carrier, np.ndarray)
+    if on_host and "stream" in options:  # NumPy's versions raise errors of different types
+        raise TypeError(f"options: expected stream=None for host memory, got {options}")
     try:
         # The base class's method: `ExportsBits.__dlpack__` calls this function.
-        if isinstance(carrier, np.ndarray):
+        if on_host:
             capsule = np.ndarray.__dlpack__(carrier, **options)
         else:  # CuPy takes the current GPU's current stream for the producer's
             with cuda_api.current_device(carrier.data.device_id) as cupy:
@@ -135,6 +138,7 @@ def exporting(array: Any) -> Any:
         return array
     if is_numpy:
         return array.view(HostArray)
+    assert cupy is not None
     kind = _exporting_type(cupy.ndarray)
     return kind(array.shape, array.dtype, memptr=array.data, strides=array.strides)
 

@@ -23,8 +23,8 @@ def rotate(x, table, positions, width):
 def attend(query, keys, values, window, scale):
     """Attend with the last rows of a sequence, (new, Hq, D), over its keys (context, H, D)."""
     new, context = len(query), len(keys)
-    ends = torch.arange(context - new, context)[:, None]
-    at = torch.arange(context)[None]
+    ends = torch.arange(context - new, context, device=query.device)[:, None]
+    at = torch.arange(context, device=query.device)[None]
     mask = (at <= ends) & (at > ends - (window or context))
     parts = (x.transpose(0, 1)[None] for x in (query, keys, values))
     attention = torch.nn.functional.scaled_dot_product_attention

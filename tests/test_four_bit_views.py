@@ -154,6 +154,23 @@ def test_tensors_count_their_changes():
     assert scales[2].all()
 
 
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_an_array_without_elements_is_contiguous(fmt):
+    """Whatever its strides, which are 0 in CuPy."""
+    raw, (codes, scales) = packed(0, 4, 2, fmt=fmt), split(fmt, rows=0)
+    raw, codes, scales = (
+        np.lib.stride_tricks.as_strided(a, a.shape, (0,) * a.ndim) for a in (raw, codes, scales)
+    )
+    assert not any((*raw.strides, *codes.strides, *scales.strides))
+    v = kv.view_as(raw, fmt)
+    assert (v.shape, v.format, v[:, 0].shape) == ((0, 4, 2, 128), fmt, (0, 2, 128))
+    assert v.packed.shape == raw.shape
+    apart = kv.view_as(codes, fmt, scales=scales)
+    assert (apart.shape, apart.scales.shape) == ((0, 128), scales.shape)
+    rows, _ = kv.gather_kv(v, v, np.array([-1, -1]), dtype="fp32")
+    assert rows.shape == (2, 2, 128) and not rows.any()
+
+
 def test_more_indices_than_axes():
     """As NumPy has it, and every other format."""
     v = kv.view_as(packed(8), "nvfp4")

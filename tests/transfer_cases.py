@@ -33,9 +33,16 @@ METHODS = ("kernel", "copy", "staged", "auto")
 PLACEMENTS = ("device", "pinned", "pageable")
 
 
-def reaches(device, method, *placements):
-    """Whether a method supports these placements: a GPU's kernels cannot access pageable memory."""
-    return device.kind == "host" or method != "kernel" or "pageable" not in placements
+def reaches(device, method, placements, *, convert=False):
+    """Whether a method supports these placements: a GPU's kernels cannot access pageable memory.
+
+    "copy" needs none; "staged", and any conversion, needs kernels to access one side.
+    """
+    if device.kind == "host" or "pageable" not in placements:
+        return True
+    if method == "kernel":
+        return False
+    return set(placements) != {"pageable"} or (method != "staged" and not convert)
 
 
 class Memory:
@@ -211,6 +218,12 @@ class TransferCase(Case):
         if stream is not None:
             stream.synchronize()
         self.finish(self.expect(src, dst, src_pages, dst_pages, options.get("layers")))
+
+    def refuse(self, src, dst, src_pages, dst_pages, *, method, **options):
+        """Check that pools in memory that kernels do not reach are refused, before any change."""
+        with pytest.raises(ValueError, match=r"^(method|convert): expected "):
+            self.issue(src, dst, src_pages, dst_pages, method=method, **options)
+        self.finish()
 
     def issue(self, src, dst, src_pages, dst_pages, **options):
         """Call `kv.transfer_pages`, and check nothing."""

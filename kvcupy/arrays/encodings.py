@@ -162,7 +162,8 @@ def _require_row_bytes(v: ArrayView, size: int, name: str) -> None:
     """Raise ValueError unless rows are contiguous, of elements at multiples of their size."""
     if not v.shape:
         raise ValueError(f"{name}: expected rows along the last axis, got {describe(v)}")
-    if v.shape[-1] > 1 and v.strides[-1] != size:
+    # CuPy gives arrays without elements strides of 0.
+    if v.size and v.shape[-1] > 1 and v.strides[-1] != size:
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides of {v.strides} bytes"
         )

@@ -184,10 +184,15 @@ class CudaDevice:
         if observe.order_observers:
             observe.synchronized(stream)  # as the copy does
             observe.touched_by_host("to_numpy", (Access(view, name="array"),))
+        shape = view.shape
+        if any(n % view.itemsize for n in (view.pointer, *view.strides)):
+            # CuPy gathers strided elements by a kernel, which reads only aligned ones.
+            shape_in_bytes, strides = (*shape, view.itemsize), (*view.strides, 1)
+            view = arrays.recast(view, shape_in_bytes, strides, "uint8")
         bits = self.carrier(view)
         with self.context.relaxed(f"to_numpy on {self.name}"), stream.cupy:
             host: np.ndarray[Any, Any] = bits.get()
-        return host.view(dtype)
+        return host.view(dtype).reshape(shape)
 
     def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None:
         """Copy `src` to `dst`, of equal shape and format, in the order of `stream`.
@@ -198,8 +203,9 @@ class CudaDevice:
 
         Notes
         -----
-        Stream: asynchronous between GPU and pinned memory; with pageable memory on either side the
-        call may block. Both arrays are kept alive until it is done. Capture: legal.
+        Stream: asynchronous between GPU and pinned memory; with pageable memory on either side, or
+        host memory on both, the call may block. Both arrays are kept alive until it is done.
+        Capture: legal.
         """
         target, source = copy_views(dst, src)
         library = next((v.library for v in (target, source) if v.device == self.name), "cupy")

@@ -225,11 +225,10 @@ class Stream(ProcessLocal):
         The function runs on a kvcupy thread, one for all streams of the device, while this stream
         waits for it, and with it any stream that shares its hardware queue; there are as many of
         those as CUDA_DEVICE_MAX_CONNECTIONS says. The function must not wait for the GPU, nor for
-        another such function, nor for a thread that waits for the GPU. Waiting is also what the
-        first use of a kernel does, which the driver may load when the device is idle, and freeing
-        memory, pinned memory too: whatever a function waits for must be loaded and allocated
-        before. It is kept until the stream has passed. Capture: legal; each replay calls it
-        again.
+        another such function, nor for a thread that waits for the GPU. A thread also waits, for
+        streams that a function holds up, when it uses a kernel for the first time, which loads it,
+        or frees device or pinned memory. So load kernels before, and free memory after. The
+        function is kept until the stream has passed. Capture: legal; each replay calls it again.
         """
         observe.call(self, function, lambda called: self.context.calls.enqueue(self, called))
 

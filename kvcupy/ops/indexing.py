@@ -151,6 +151,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
     table, lengths = view(block_table, "block_table"), view(seq_lens, "seq_lens")
     checks.require_same_device({"block_table": table, "seq_lens": lengths})
     _check_table(table, {"seq_lens": lengths})
+    checks.require_aligned([("block_table", table), ("seq_lens", lengths)])
     device = devices.get(table.device)
     results: list[Any] = []
 

@@ -28,6 +28,7 @@ import numpy as np
 from kvcupy.cuda_api import (
     ATTRIBUTE_REGISTERED_HOST_POINTERS,
     IN_STREAM_ORDER,
+    MEMCPY_DEFAULT,
     CopyAttributes,
     CudaApi,
 )
@@ -181,11 +182,11 @@ def _copy_batch(api: Any) -> Callable[[int], object]:
     if batch is None:
         raise SystemExit("this driver has no batched copy")
     source, target = np.arange(BYTES, dtype=np.uint8), api.runtime.malloc(BYTES)
-    runs = [np.array([n], np.uint64) for n in (target, source.ctypes.data, BYTES)]
     attributes = CopyAttributes(src_access_order=IN_STREAM_ORDER)
     starts, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
 
-    def copy(stream: int) -> int:
+    def copy(stream: int) -> int:  # keeps `source`, which the driver may read after the call
+        runs = [np.array([n], np.uint64) for n in (target, source.ctypes.data, BYTES)]
         pointers = [run.ctypes.data for run in runs]
         about = ctypes.addressof(attributes), ctypes.addressof(starts), 1, ctypes.addressof(failed)
         return int(batch(*pointers, 1, *about, stream))
@@ -200,6 +201,20 @@ def _allocate(api: Any) -> Callable[[int], object]:
 def _release(api: Any) -> Callable[[int], object]:
     memory = api.runtime.malloc(BYTES)
     return lambda stream: api.runtime.free(memory)
+
+
+def _allocate_pinned(api: Any) -> Callable[[int], object]:
+    return lambda stream: api.runtime.hostAlloc(64 << 20, 0) and None
+
+
+def _release_pinned(api: Any) -> Callable[[int], object]:
+    memory = api.runtime.hostAlloc(BYTES, 0)
+    return lambda stream: api.runtime.freeHost(memory)
+
+
+def _copy_pinned(api: Any) -> Callable[[int], object]:
+    target, source = (api.runtime.hostAlloc(BYTES, 0) for _ in range(2))
+    return lambda stream: api.runtime.memcpyAsync(target, source, BYTES, MEMCPY_DEFAULT, stream)
 
 
 def registered_host_pointers(api: Any) -> str:
@@ -224,8 +239,14 @@ def questions() -> dict[str, Callable[[Any], str]]:
     asked["batched copy of pageable memory, behind a stream that waits"] = partial(
         while_held, prepare=_copy_batch
     )
-    asked["cudaMalloc while a stream waits"] = partial(while_held, prepare=_allocate)
-    asked["cudaFree while a stream waits"] = partial(while_held, prepare=_release)
+    for name, call in {
+        "cudaMalloc": _allocate, "cudaFree": _release,
+        "cudaHostAlloc": _allocate_pinned, "cudaFreeHost": _release_pinned,
+    }.items():  # fmt: skip
+        asked[f"{name} while a stream waits"] = partial(while_held, prepare=call)
+    asked["copy between pinned memory, behind a stream that waits"] = partial(
+        while_held, prepare=_copy_pinned
+    )
     return asked
 
 

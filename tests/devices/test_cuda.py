@@ -14,7 +14,7 @@ import pytest
 from fake_cuda import ILLEGAL, FakeApi, captured_by_another, log
 from stream_cases import Log
 
-from kvcupy import arrays, dlpack, observe
+from kvcupy import arrays, dlpack, formats, observe
 from kvcupy.arrays import ArrayView, is_pinned, probes
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda, cuda_memory
@@ -515,6 +515,23 @@ def test_another_librarys_capture_is_left_to_that_library(api, device):
 def test_a_carrier_of_pageable_memory_is_refused(device):
     with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
         device.carrier(arrays.view(np.zeros(3)))
+
+
+@pytest.mark.parametrize("format", ["int32", "bf16"])
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize(("shape", "strides"), [
+    ((), ()), ((0,), (9,)), ((4,), (4,)), ((4,), (5,)), ((4,), (8,)), ((2, 3), (13, 4)),
+])  # fmt: skip
+def test_elements_at_any_address_are_read(device, shape, strides, format, start):
+    """CuPy gathers strided ones by a kernel, which reads only aligned ones."""
+    values = np.random.default_rng(1).integers(0, 256, 64, np.uint8)
+    raw = device.asarray(values)
+    pointer = arrays.view(raw).pointer + start
+    v = ArrayView(pointer, shape, strides, format, device.name, owner=raw)
+    got = device.to_numpy(v)
+    dtype = formats.numpy_dtype(format)
+    want = np.ndarray(shape, dtype, values, start, strides)
+    assert (got.shape, got.dtype, got.tobytes()) == (shape, dtype, want.tobytes())
 
 
 def host_zeros(device, pinned):

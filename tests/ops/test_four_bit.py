@@ -173,7 +173,8 @@ def test_a_latent_of_no_whole_groups_is_refused(device):
     case = Case(device, 10)
     latent, rope_key = place_rows(case, "bf16", (6, 40)), place_rows(case, "bf16", (6, 24))
     cache = case.output("nvfp4", (12, 64))
-    call = lambda: kv.store_mla(latent.array, rope_key.array, cache.array, np.arange(6))  # noqa: E731
+    slots = device.asarray(np.arange(6))
+    call = lambda: kv.store_mla(latent.array, rope_key.array, cache.array, slots)  # noqa: E731
     refused(case, call, ValueError, "latent")
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from page_cases import IndexCase, poisoned_table
 
 import kvcupy as kv
+from kvcupy.arrays import view
 
 LENGTHS = (17, 0, 1, 16, 32, 33, 5)
 APPENDED = (17, 0, 1, 3, 16, 2, 0)
@@ -112,6 +113,45 @@ def test_page_table_csr_by_hand(device):
         [4, 1, 7],
         [4, 0, 3],
     ]
+
+
+@pytest.mark.parametrize("name", ["block_table", "seq_lens"])
+def test_page_table_csr_takes_aligned_elements(device, name):
+    """A GPU can read no others, and strides of five bytes lead to them."""
+    call = {
+        "block_table": device.asarray(np.array([[7, 3], [5, 0]], np.int32)),
+        "seq_lens": device.asarray(np.array([5, 2], np.int32)),
+    }
+    array = view(call[name])
+    raw = device.zeros((64,), np.uint8)
+    strides = (5, 4)[: array.ndim]
+    odd = kv.ArrayView(
+        view(raw).pointer, array.shape, strides, array.format, array.device, owner=raw
+    )
+    with pytest.raises(ValueError, match=rf"^{name}: .*multiples of 4 bytes"):
+        kv.page_table_csr(**{**call, name: odd}, page_size=4)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("stride", [4, 5, 8])
+def test_lengths_that_are_read_on_the_host(device, start, stride):
+    """`find_duplicate_slots` takes elements at any address, `slot_mapping` only aligned ones."""
+    raw = np.zeros(64, np.uint8)
+    for i, value in enumerate((2, 0, 2)):
+        at = start + i * stride
+        raw[at : at + 4] = np.array([value], np.int32).view(np.uint8)
+    placed = device.asarray(raw)
+    pointer = view(placed).pointer + start
+    numbers = kv.ArrayView(pointer, (3,), (stride,), "int32", view(placed).device, owner=placed)
+    assert kv.find_duplicate_slots(numbers).tolist() == [2]
+    table = device.asarray(np.array([[7], [5], [3]], np.int32))
+    lengths = device.asarray(np.array([3, 3, 3], np.int32))
+    if start or stride % 4:
+        with pytest.raises(ValueError, match=r"^append_lens: .*multiples of 4 bytes"):
+            kv.slot_mapping(table, lengths, numbers, 4)
+    else:
+        slots = kv.slot_mapping(table, lengths, numbers, 4)
+        assert device.to_numpy(slots).tolist() == [29, 30, 13, 14]
 
 
 @settings(max_examples=examples(80), deadline=None, database=None)

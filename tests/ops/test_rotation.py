@@ -67,7 +67,8 @@ def test_a_latent_that_its_cache_does_not_rotate_is_refused(device):
     case = Case(device, 6)
     latent, rope_key = place_rows(case, "bf16", (6, 512)), place_rows(case, "bf16", (6, 64))
     cache = case.output("nvfp4", (12, 576)).rotated()
-    call = lambda: kv.store_mla(latent.array, rope_key.array, cache.array, np.arange(6))  # noqa: E731
+    slots = device.asarray(np.arange(6))
+    call = lambda: kv.store_mla(latent.array, rope_key.array, cache.array, slots)  # noqa: E731
     refused(case, call, ValueError, "cache: .*hadamard_width=512")
 
 
@@ -78,7 +79,8 @@ def test_rows_of_which_a_part_is_rotated_are_stored_in_parts(device, fmt):
     key = place_rows(case, "bf16", (6, 2, 192))
     caches = [case.output(fmt, (12, 2, 192), name="cache") for _ in "kv"]
     rotated, plain = caches[0].rotated(128), caches[1]
-    slots = np.arange(6)
+    numbers = np.arange(6)
+    slots = device.asarray(numbers)
     table, positions = case.table(64, range(6)), case.positions(range(6))
     rope = None, key.array, key.array, table.array, positions.array
     for cache, other, name in ((rotated, plain, "k_cache"), (plain, rotated, "v_cache")):
@@ -96,7 +98,7 @@ def test_rows_of_which_a_part_is_rotated_are_stored_in_parts(device, fmt):
         slots,
     )  # fmt: skip
     unused = reference.FourBitRows(plain.view.codes.copy(), plain.view.scales.copy(), fmt)
-    reference.store_kv(key.view, key.view, rotated.view, unused, slots)
+    reference.store_kv(key.view, key.view, rotated.view, unused, numbers)
     case.check_buffers()
     copies = kv.gather_kv(rotated.array, rotated.array, slots, dtype=fmt)
     assert [copy.rotated_width for copy in copies] == [128, 128]

@@ -48,7 +48,7 @@ def test_one_page_larger_than_a_staging_buffer(device, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_offsets_past_two_gigabytes(device, layout, method):
     """The second layer, or the last pages, begin past 2**31 bytes; other memory stays zero."""
-    if not reaches(device, method, "pageable"):
+    if not reaches(device, method, ["device", "pageable"]):
         pytest.skip("kernels of a GPU reach no pageable memory")
     page_size, heads, width, layers = 64, 16, 512, 2
     pages = 2**31 // (page_size * heads * width) + 3

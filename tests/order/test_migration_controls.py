@@ -33,17 +33,17 @@ def pools(device):
     return filled(device=device), pool_of(device=device)
 
 
-def copied(pool, device, stream=None, **options):
-    """Return another pool with the same bytes, in host memory unless `placement` says otherwise.
-
-    With a stream they are copied in its order, else at once.
-    """
+def copied(pool, device, **options):
+    """Return another pool with the same bytes, in host memory unless `placement` says otherwise."""
     other = pool_of(device=device, **options)
-    for to, of in zip(other.parts, pool.parts, strict=True):
-        device.copy(to, of, stream=stream)
-    if stream is None:
-        device.synchronize()
+    copy_all(pool, other, device)
+    device.synchronize()
     return other
+
+
+def copy_all(source, target, device, stream=None):
+    for to, of in zip(target.parts, source.parts, strict=True):
+        device.copy(to, of, stream=stream)
 
 
 def sent_when_written(device, is_control):
@@ -65,15 +65,17 @@ def read_when_arrived(device, is_control):
         offered = source.allocator.alloc(2)
         ticket = sender.offer(offered, by_layer=True)
         pull = receiver.pull(ticket, [3, 2])
-        reader = device.stream()
+        # While a stream of a GPU waits, the host does too in calls that free or pin memory, and in
+        # copies between host memory.
+        reader, seen = device.stream(), pool_of(device=device, placement="device")
         pull.wait(reader)
-        seen = copied(target, device, reader)
+        copy_all(target, seen, device, reader)
         run_ahead([], reader, is_control=is_control)
         for layer in LAYERS:
             sender.layer_done(ticket, layer)
         pull.synchronize()
         reader.synchronize()
-        assert_pulled(seen, [3, 2], offered)
+        assert_pulled(copied(seen, device), [3, 2], offered)
 
 
 def overwritten_when_used(device, is_control):

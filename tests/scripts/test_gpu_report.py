@@ -15,8 +15,10 @@ import subprocess
 import sys
 import tarfile
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -580,6 +582,26 @@ def test_questions_call_what_cupy_has():
 
     named = set(re.findall(r"runtime\.(\w+)", Path(driver_facts.__file__).read_text()))
     assert len(named) > 12 and [name for name in named if not hasattr(runtime, name)] == []
+
+
+def test_a_batched_copy_reads_memory_that_lives(monkeypatch):
+    """What is freed before the call ends the process, which would be no answer of the driver."""
+    from gpu import driver_facts
+
+    sources, arange = [], driver_facts.np.arange
+
+    def noted(*arguments, **options):
+        array = arange(*arguments, **options)
+        sources.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(driver_facts.np, "arange", noted)
+    api = SimpleNamespace(
+        memcpy_batch=lambda *_: 0, runtime=SimpleNamespace(malloc=lambda num_bytes: 4096)
+    )
+    copy = driver_facts._copy_batch(api)
+    assert copy(0) == 0
+    assert [source() is not None for source in sources] == [True]
 
 
 # The doctor and NVIDIA's tools ---------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 from kvcupy.arrays import array_at
 
 from .machine import Memory
-from .statuses import OUT_OF_MEMORY, CudaError, OutOfMemoryError
+from .statuses import MISALIGNED, OUT_OF_MEMORY, CudaError, OutOfMemoryError
 
 _GRAIN = 512  # bytes to which the pool rounds
 _DTYPES = "?bBhHiIlLqQefdFD"  # CuPy's, by their characters
@@ -174,6 +174,8 @@ def array_class(api):
             if api.runtime.streamIsCapturing(stream.ptr):
                 raise RuntimeError("the operation is not permitted while a stream is capturing")
             source = at_address(self._bytes)
+            if not (source.flags.c_contiguous or source.flags.aligned):
+                api.runtime.fault = MISALIGNED  # of the kernel that gathers the elements
             api.submit(lambda: host.__setitem__(..., source))
             api.runtime.streamSynchronize(stream.ptr)
             return host
