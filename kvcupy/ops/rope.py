@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
+from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
@@ -71,7 +73,8 @@ _LONG = (
     "axis_bytes slot_stride_bytes num_slots skip_slot position_operation slot_operation"
 )
 _SHORT = (
-    "num_rows num_stored num_q_heads num_k_heads num_v_heads reports head_dim rotary_dim "
+    "num_groups num_stored num_q_heads num_k_heads num_v_heads q_groups k_groups v_groups "
+    "group_heads rotated_segments row_segments v_segments reports head_dim rotary_dim "
     "interleaved sections section_end_0 section_end_1 page_size page_shift slot_bytes "
     "position_index lane_shift norm_is_float"
 )
@@ -99,6 +102,9 @@ ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
 
 _PACK = 8  # pairs, or elements that are not rotated, that a thread takes at a time
+_HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/rope.cu
+_MIN_SM_THREADS = 640  # groups take several heads where an SM has as many threads all the same
+_MIN_CORE_THREADS = 64  # likewise on the host, per core
 _STAGED_BYTES = 48 * 1024  # of a block, at most: what every GPU has without asking
 
 
@@ -750,7 +756,7 @@ class RopePlan(Plan):
         params = rotation.params()
         params["reports"] = part.reports
         strides = [rotation.table.strides[0]]
-        num_heads, head_dim, v_width = 0, 0, 0
+        head_dim, v_width = 0, 0
         for field, stored in (("k", part.k), ("v", part.v)):
             if stored is None or self.slots is None:
                 continue
@@ -783,40 +789,99 @@ class RopePlan(Plan):
                 params[f"{name}_out_head_bytes"] = out.head_bytes
                 strides += [out.token_bytes, out.head_bytes]
             params[count], head_dim = rows.num_heads, rows.width
-            num_heads += rows.num_heads
             strides += [rows.token_bytes, rows.head_bytes]
             if rotated.norm is not None and rotated.norm.format == "fp32":
                 params["norm_is_float"] = True
         if part.v is not None:
             v_width = part.v.rows.width
             params["num_v_heads"] = part.v.rows.num_heads
-            num_heads += part.v.rows.num_heads
 
         pairs = rotation.dim // 2 if part.rotates and head_dim else 0
         unrotated = head_dim - 2 * pairs
         params["head_dim"], params["rotary_dim"] = head_dim, 2 * pairs
         whole = pairs % _PACK == 0 and unrotated % _PACK == 0 and v_width % _PACK == 0
         pack = _PACK if whole and widest((alignment, *map(abs, strides))) == 16 else 1
-        num_rows = rotation.num_tokens * num_heads
-        require_countable(num_rows, "positions")
-        units = max(pairs, unrotated, (v_width + 1) // 2) // pack
-        # A thread holds 16 elements of a group.
-        groups = [stored.shared_elements // 16 for stored in part.stored if stored.four_bit]
-        geometry = spread(
-            num_rows, max(1, units, *groups), device.sm_count,
-            warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
-        )  # fmt: skip
+        heads = tuple(params.get(f"num_{kind}_heads", 0) for kind in "qkv")
         smem_bytes = 0
-        if groups and part.key is not None:
-            row_bytes = head_dim * part.key.format.itemsize
-            geometry, smem_bytes = _staging(geometry, row_bytes, num_rows, part.key.names.rows)
-        params["num_rows"], params["lane_shift"] = num_rows, geometry.lane_shift
+        if part.reduces:
+            # A thread holds 16 elements of a group.
+            codes = [stored.shared_elements // 16 for stored in part.stored if stored.four_bit]
+            units = max(pairs, unrotated, (v_width + 1) // 2) // pack
+            groups, geometry = _whole_rows(
+                device, rotation.num_tokens, heads, max(1, units, *codes)
+            )
+            if codes and part.key is not None:
+                row_bytes = head_dim * part.key.format.itemsize
+                geometry, smem_bytes = _staging(
+                    geometry, row_bytes, groups["num_groups"], part.key.names.rows
+                )
+        else:
+            packs = pairs // pack, -(-unrotated // (2 * pack)), -(-v_width // (2 * pack))
+            most_heads = _HELD_BYTES // part.formats[0].itemsize
+            groups, geometry = _segments(device, rotation.num_tokens, heads, packs, most_heads)
+        params |= groups
+        params["lane_shift"] = geometry.lane_shift
         specialisation = _specialise(*part.formats, pack, part.reduces)
         pointers = part.pointers(stores=self.slots is not None)
         return Launch(
             device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
             self.operation.names,
         )  # fmt: skip
+
+
+def _whole_rows(
+    device: Device, num_tokens: int, heads: tuple[int, ...], words: int
+) -> tuple[dict[str, int], Geometry]:
+    """Give each head of each token a group of lanes; return fields of Params, and the geometry."""
+    num_rows = num_tokens * sum(heads)
+    require_countable(num_rows, "positions")
+    geometry = spread(
+        num_rows, words, device.sm_count,
+        warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
+    )  # fmt: skip
+    groups = dict(zip(("q_groups", "k_groups", "v_groups"), heads, strict=True))
+    return {
+        **groups, "num_groups": num_rows, "group_heads": 1, "rotated_segments": 1,
+        "row_segments": 1, "v_segments": 1,
+    }, geometry  # fmt: skip
+
+
+def _segments(
+    device: Device, num_tokens: int, heads: tuple[int, ...], packs: tuple[int, int, int],
+    most_heads: int,
+) -> tuple[dict[str, int], Geometry]:  # fmt: skip
+    """Give each segment of several heads a group of lanes: a lane takes two packs of each head.
+
+    Parameters
+    ----------
+    heads : of query, key and value
+    packs : pairs of packs in the rotated part of a row, in the rest of it, and in a value
+    most_heads : of a group
+    """
+    # No lane is idle, unless too few of them share a row for whole sectors of memory.
+    lanes = max(4, widest(packs))
+    rotated, passing, v_segments = (-(-count // lanes) for count in packs)
+    if device.warp_lanes == 1:  # a thread goes through whole rows
+        lanes, rotated, passing, v_segments = 1, 1, 0, 1
+    segments = rotated + passing, rotated + passing, v_segments
+    # Long calls have several heads in flight in each thread, short ones occupy all of the device.
+    groups = list(map(operator.mul, heads, segments))
+    threads, group_heads = num_tokens * sum(groups) * lanes, most_heads
+    min_threads = device.sm_count * (_MIN_SM_THREADS if lanes > 1 else _MIN_CORE_THREADS)
+    while group_heads > 1 and threads < group_heads * min_threads:
+        group_heads //= 2
+    q, k, v = (-(-count // group_heads) * n for count, n in zip(heads, segments, strict=True))
+    num_groups = num_tokens * (q + k + v)
+    require_countable(num_groups, "positions")
+    geometry = spread(
+        num_groups, lanes, device.sm_count,
+        warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=lanes,
+    )  # fmt: skip
+    return {
+        "q_groups": q, "k_groups": k, "v_groups": v, "num_groups": num_groups,
+        "group_heads": group_heads, "rotated_segments": rotated,
+        "row_segments": rotated + passing, "v_segments": v_segments,
+    }, geometry  # fmt: skip
 
 
 def _staging(geometry: Geometry, row_bytes: int, num_rows: int, name: str) -> tuple[Geometry, int]:

@@ -22,6 +22,7 @@ from store_calls import COMBINED, TWO_HEAD_SCALES
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.ops import call, rope
 
 
 @pytest.mark.parametrize("cache_fmt", FORMATS)
@@ -390,3 +391,49 @@ def test_key_that_is_not_written_may_be_the_value(device):
     _, key, _, table, positions, *_ = store_arguments(case)
     caches = [case.output("bf16", (12, 2, 8)) for _ in range(2)]
     case.store(None, key, key, table, positions, *caches, SLOTS, write_key=False)
+
+
+# Long calls -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several_heads(monkeypatch):
+    """Let groups of lanes take as many heads as they can hold, as in calls of many tokens."""
+    monkeypatch.setattr(rope, "_MIN_SM_THREADS", 0)
+    monkeypatch.setattr(call, "_plans", {})
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("cache_fmt", ["bf16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("fmt", FLOATS)
+def test_several_heads_at_once(device, several_heads, fmt, cache_fmt, interleaved):
+    """Of one segment or several, partly rotated, in whole packs or not; two positions are bad."""
+    widths = ((64, 64, 64), (96, 64, 128), (256, 32, 16), (40, 18, 7))
+    for (width, rotary_dim, v_width), fresh in itertools.product(widths, (False, True)):
+        case = RopeCase(device, (53, width))
+        shape = {"width": width, "v_width": v_width, "rotary_dim": rotary_dim}
+        positions = 5, 0, 64, 5, 17, -1
+        args = list(store_arguments(case, fmt, cache_fmt, **shape, positions=positions))
+        args[0] = case.rows(fmt, (6, 7, width), name="query")
+        options = {"interleaved": interleaved, "write_key": not fresh}
+        if fresh:
+            options["query_out"] = case.output(fmt, (6, 7, width), name="query_out")
+        if cache_fmt in QUANTISED:
+            options |= {"k_scale": np.float32([2.0, 0.1]), "v_scale": 0.03}
+        case.store(*args, SLOTS[:5], **options)
+
+
+@pytest.mark.parametrize("rank", [512, 72, 7])
+def test_latents_beside_several_heads(device, several_heads, rank):
+    for fmt, cache_fmt in (("bf16", "bf16"), ("fp32", "fp16"), ("bf16", "fp8_e4m3")):
+        case = RopeCase(device, (54, rank))
+        args = mla_arguments(case, fmt, cache_fmt, rank=rank, width=64, heads=9)
+        case.store_mla_rotated(*args, SLOTS)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_several_heads_by_three_positions(device, several_heads, interleaved):
+    case = RopeCase(device, 55)
+    args = list(store_arguments(case, "bf16", width=64, positions=THREE))
+    args[0] = case.rows("bf16", (6, 6, 64), name="query")
+    case.store(*args, SLOTS, sections=(16, 8, 8), interleaved=interleaved)

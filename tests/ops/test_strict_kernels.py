@@ -80,21 +80,22 @@ BLOCK_BARRIER = "    __syncthreads();\n"
 
 MISSING = {
     "the barrier after the tile": barrier("the tile is known"),
-    "the barrier after the table": barrier("the table is written"),
-    "the barrier after the queries": barrier("and so are the queries"),
+    "the barrier after the queries": barrier(
+        "queries have arrived, and the first tables are written"),
     "the barrier after the keys": barrier(
         "keys have arrived, and the values of the last tile are no longer needed"),
     "the barrier after keys are rotated": barrier(
         "all keys are rotated", attention_checks.check_attention_append_rotated_keys),
     "the barrier after the values": barrier(
         "values and the next table have arrived, and the keys are no longer needed"),
-    "the wait for the queries": wait("and so are the queries"),
+    "the wait for the queries and the first pages": Missing(
+        PREFILL, "request(1); wait_for_copies();", "request(1);", prefill, NOT_WAITED),
     "the wait for the keys": wait(
         "keys have arrived, and the values of the last tile are no longer needed"),
     "the wait for the values": wait(
         "values and the next table have arrived, and the keys are no longer needed"),
     "all waits": Missing(
-        PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 3),
+        PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 2),
     "the barrier after the tile of a decode": replace(
         barrier("the tile is known", decode), file=f"{DECODE}h"),
     "the barrier after the tile of latents": replace(
