@@ -123,6 +123,15 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u
   }
 }
 
+// x, of which the compiler does not know that it is the same each time: what is found from it is
+// found again where it is needed, and holds no register meanwhile.
+__device__ __forceinline__ int find_again(int x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // --- Shared memory -------------------------------------------------------------------------------
 
 #ifdef __CUDACC__

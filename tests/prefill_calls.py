@@ -37,7 +37,7 @@ class Call:
     missing: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table: `wrong_page`
     wrong_page: int = -1
     index: str = "int32"
-    kernel: str = "prefill"  # or "decode", the one on tensor cores, or "heads"
+    kernel: str = "prefill"  # or "prefill of 128 rows", "decode" on tensor cores, or "heads"
     arch: str = "sm_86"  # whose shared memory "heads" makes use of
     seed: int = 0
 
@@ -148,8 +148,9 @@ class Call:
             tile_rows, threads = kernels.HEADS_ROWS, kernels.HEADS_THREADS
             smem_bytes = kernels.heads_smem_bytes(chosen)
         else:
-            chosen = kernels.prefill_specialisation(self.fmt, *self.widths)
-            tile_rows, threads = kernels.PREFILL_ROWS, kernels.PREFILL_THREADS
+            tile_rows = 128 if self.kernel == "prefill of 128 rows" else 64
+            chosen = kernels.prefill_specialisation(self.fmt, *self.widths, rows=tile_rows)
+            threads = kernels.PREFILL_THREADS
             smem_bytes = kernels.prefill_smem_bytes(chosen)
         arrays = {
             "query": self.query, "k_cache": self.k_cache, "v_cache": self.v_cache,

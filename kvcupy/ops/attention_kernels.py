@@ -1,7 +1,7 @@
 """The attention kernels: which of them a call takes, how it is tiled, and their Params.
 
-`attention_prefill` works on tiles of 64 packed rows with tensor cores, where query and cache are
-fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 and 4 bits, and
+`attention_prefill` works on tiles of 64 or 128 packed rows with tensor cores, where query and cache
+are fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 and 4 bits, and
 `attention_decode_latent` likewise where rows are wide, and `attention_decode_heads` on tiles of 64
 where many heads share those. `attention_decode` takes every other call: a few packed rows per tile.
 `attention_schedule` runs before them where sequences may be long: it cuts their keys into pieces, a
@@ -42,6 +42,8 @@ class AttentionOptions(NamedTuple):
     sink_keys : first keys that stay visible past the window
     soft_cap : 0: none
     interleaved, rotary_start : which elements of a key the rope table rotates, if there is one
+    batch_invariant : one kernel for all numbers of tokens, whose sums have an order that only the
+        positions of keys decide
     """
 
     layout: str
@@ -52,6 +54,7 @@ class AttentionOptions(NamedTuple):
     soft_cap: float
     interleaved: bool = False
     rotary_start: int = 0
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ _INT64 = (
 )  # fmt: skip
 _INT32 = (
     "num_tokens", "num_sequences", "num_tiles", "num_pieces", "num_split_tiles", "tile_rows",
-    "num_running", "most_rounds", "least_keys", "min_keys", "state_rows", "num_heads", "group",
+    "num_running", "most_rounds", "least_keys", "min_keys", "state_rows", "key_block", "num_heads",
+    "group",
     "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
     "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
     "query_format", "k_format", "v_format", "out_format", "lane_shift",
@@ -203,7 +207,7 @@ def attention_params(
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
         "num_heads": call.num_heads,
-        "group": call.group,
+        "group": call.group, "key_block": _KEY_BLOCK if options.batch_invariant else 0,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
         "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,
@@ -326,9 +330,13 @@ HEADS_THREADS = 256
 HEADS_KEYS = (32, 16)
 """Keys per tile of the kernel for many heads: the first where shared memory allows it."""
 
-# kPrefillRows and kPrefillThreads of the kernel.
-PREFILL_ROWS = 64
-PREFILL_THREADS = 128
+PREFILL_THREADS = 128  # kPrefillThreads of the kernel
+PREFILL_ROWS = (64, 128)
+"""Packed rows per tile of the prefill kernel: 16 or 32 per warp."""
+
+# Rows of K and V for which a block of the prefill kernel holds two tiles each, where its own tile
+# is large: wider ones take longer so on an H100.
+_TWO_STAGES = (64, 64)
 
 PREFILL_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Widths of K and V on tensor cores; others are padded to the first that fits."""
@@ -341,6 +349,7 @@ LATENT_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
+_KEY_BLOCK = 512  # keys that the groups of a block of the plain kernel take at a time, at most
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _TURING_SMEM_BYTES = 64 * 1024
 _RESERVED_SMEM_BYTES = 1024  # of each block, by the driver
@@ -350,9 +359,8 @@ _SPILLING = {
     ("sm_75", _ANY_FORMAT, "8", "1", "true"), ("sm_80", _ANY_FORMAT, "8", "1", "true"),
 }  # fmt: skip
 _MAX_GRID_Y = 65535
-_TILE_BYTES = 1168  # a PrefillTile
-_DECODE_TILE_BYTES = 928  # a DecodeTile
-_HEADS_TILE_BYTES = 2144  # a HeadsTile
+_DECODE_TILE_BYTES = 944  # a DecodeTile
+_HEADS_TILE_BYTES = 2160  # a HeadsTile
 _HEADS_DEPTH_STEPS, _HEADS_HELD_STEPS = 9, {32: 3, 16: 4}  # kDepthSteps, kHeldSteps by keys
 
 
@@ -366,10 +374,12 @@ def specialisations() -> list[Specialisation]:
         for rows in row_counts
     ]
     prefills = [
-        prefill_specialisation(name, *widths, rotates=rotates)
+        prefill_specialisation(name, *widths, rows=rows, rotates=rotates)
         for rotates in (False, True)
         for name in PREFILL_FORMATS
         for widths in PREFILL_WIDTHS
+        for rows in PREFILL_ROWS
+        if rows == PREFILL_ROWS[0] or widths[1] <= 128  # else registers do not hold the sums
     ]
     decodes += [
         decode_mma_specialisation(name, *widths)
@@ -399,6 +409,11 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
         return arch != "sm_75" and keys == str(_heads_keys(shared_bytes(arch)))
     if kernel in (DECODE_MMA, DECODE[32]) and (arch, *specialisation.arguments) in _SPILLING:
         return False
+    if kernel is PREFILL and prefill_rows(specialisation) > PREFILL_ROWS[0]:
+        # One block would leave the tensor cores idle while it weighs its scores.
+        block_bytes = prefill_smem_bytes(specialisation) + _RESERVED_SMEM_BYTES
+        if 2 * block_bytes > shared_bytes(arch) + _RESERVED_SMEM_BYTES:
+            return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
         return True
     if kernel is PREFILL:
@@ -421,13 +436,22 @@ def schedule_threads(warp_lanes: int) -> int:
 
 
 def prefill_specialisation(
-    format_name: str, k_width: int, v_width: int, *, rotates: bool = False
+    format_name: str, k_width: int, v_width: int, *, rows: int = 64, rotates: bool = False
 ) -> Specialisation:
-    """Return the prefill kernel of a format whose padded widths fit rows of K and V."""
+    """Return the prefill kernel of a format whose padded widths fit rows of K and V.
+
+    `rows` is one of `PREFILL_ROWS`.
+    """
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
-    return PREFILL.specialise(PREFILL_FORMATS[format_name], *widths, _bool(rotates))
+    ctype, stages = PREFILL_FORMATS[format_name], 1 + (rows > 64 and widths == _TWO_STAGES)
+    return PREFILL.specialise(ctype, *widths, _bool(rotates), rows, stages)
+
+
+def prefill_rows(specialisation: Specialisation) -> int:
+    """Return the packed rows per tile of a prefill kernel."""
+    return int(specialisation.arguments[4])
 
 
 def decode_mma_specialisation(format_name: str, k_width: int, v_width: int) -> Specialisation:
@@ -542,13 +566,18 @@ def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
 def prefill_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `PrefillShape::kBytes` of the kernel."""
     k_width, v_width = map(int, specialisation.arguments[1:3])
-    query_in_registers = k_width <= 192
-    keys = 64 if query_in_registers else 32
-    k_bytes, v_bytes, query_bytes = (2 * n for n in (keys * k_width, keys * v_width, 64 * k_width))
-    values = max(v_bytes, query_bytes) if query_in_registers else v_bytes + query_bytes
+    rows, stages = map(int, specialisation.arguments[4:])
+    keys = 64 if k_width <= 192 else 32
+    k_bytes, v_bytes = stages * 2 * keys * k_width, stages * 2 * keys * v_width
+    query_bytes = 2 * rows * k_width
+    query_moves = k_width * (rows // PREFILL_ROWS[0]) <= 192 and stages == 1  # on, to registers
+    values = max(v_bytes, query_bytes) if query_moves else v_bytes + query_bytes
     angles = keys if specialisation.arguments[3] == _bool(True) else 1
     table_bytes = -(-(16 * keys + 8 * angles + 4 * (keys // 32)) // 8) * 8
-    return k_bytes + values + 2 * table_bytes + _TILE_BYTES
+    entries_bytes = 2 * 8 * keys
+    tile_bytes = 136 + (16 + 4 * PREFILL_THREADS // PREFILL_ROWS[0]) * rows  # a PrefillTile
+    tables_bytes = (stages + 1) * table_bytes + entries_bytes
+    return k_bytes + values + tables_bytes + tile_bytes
 
 
 def _bool(value: bool) -> str:
@@ -593,10 +622,14 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 
     `alignment` is the common alignment of query, caches, output and rope table, as a plan gets it.
     """
-    if call.is_ragged and suits_prefill(device, call, alignment):
-        chosen = _prefill_specialisation_of(call)
-        return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, prefill_smem_bytes(chosen))
-    reason = decode_mma_unsupported_reason(device, call, alignment)
+    invariant = call.options.batch_invariant
+    if call.is_ragged and not invariant and suits_prefill(device, call, alignment):
+        rows = _choose_prefill_rows(device, call)
+        chosen = _prefill_specialisation_of(call, rows)
+        smem_bytes = prefill_smem_bytes(chosen)
+        resident = _resident_blocks(device, smem_bytes, 2)
+        return Tiling(chosen, rows, 1, PREFILL_THREADS, smem_bytes, resident)
+    reason = _invariance_reason(call) or decode_mma_unsupported_reason(device, call, alignment)
     if not reason:
         chosen = _decode_mma_specialisation_of(call)
         smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
@@ -604,11 +637,12 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         resident = _resident_blocks(device, smem_bytes, 3 if is_small else 2)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
     if padded_widths(*_widths(call)) is None:
-        reason = latent_unsupported_reason(device, call, alignment)
+        reason = _invariance_reason(call) or latent_unsupported_reason(device, call, alignment)
     if not reason:
         # No more blocks than an SM holds: a piece writes as many bytes as 114 latents have.
         coded = call.k.four_bit is not None
-        if has_many_rows(call) and device.arch != "sm_75" and not coded:
+        many = has_many_rows(call) and not invariant
+        if many and device.arch != "sm_75" and not coded:
             chosen = heads_specialisation(call.k.cache_format.name, device.shared_bytes)
             smem_bytes = heads_smem_bytes(chosen)
             return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=1)
@@ -623,6 +657,21 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 def _resident_blocks(device: Device, smem_bytes: int, most: int) -> int:
     """Return how many blocks an SM holds; registers have room for `most`."""
     return max(1, min(most, device.shared_bytes // (smem_bytes + _RESERVED_SMEM_BYTES)))
+
+
+def _invariance_reason(call: AttentionCall) -> str:
+    """Return why no kernel on tensor cores is batch-invariant for a call that must be, or "".
+
+    Its weights are rounded in units of the largest scale of a tile's values, and a tile of more
+    tokens has later keys.
+    """
+    if not call.options.batch_invariant:
+        return ""
+    if "v_scale_cache" in call.arguments:
+        return "batch_invariant does not support v_scale_cache"
+    if call.v.four_bit is not None and call.v.cache_format.name not in CODED_LATENT_FORMATS:
+        return f"batch_invariant does not support {call.v.cache_format.name} caches"
+    return ""
 
 
 def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
@@ -811,16 +860,35 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     strides = (*query.strides[:2], *out.strides[:2])
     if widest(map(abs, strides)) < _WORD_BYTES or not _has_whole_packs(call, alignment):
         return False
-    if not is_reachable(_prefill_specialisation_of(call), device.arch):
+    if not is_reachable(_prefill_specialisation_of(call, PREFILL_ROWS[0]), device.arch):
         return False
     rows = call.num_tokens * call.group
     return rows >= _MIN_ROWS_PER_SEQUENCE * max(1, call.num_sequences)
 
 
-def _prefill_specialisation_of(call: AttentionCall) -> Specialisation:
+def _prefill_specialisation_of(call: AttentionCall, rows: int) -> Specialisation:
     return prefill_specialisation(
-        call.views["query"].format, *_widths(call), rotates=call.rotates_keys
+        call.views["query"].format, *_widths(call), rows=rows, rotates=call.rotates_keys
     )
+
+
+def _choose_prefill_rows(device: Device, call: AttentionCall) -> int:
+    """Return how many packed rows a tile of the prefill kernel has.
+
+    With 128, matrices of K and V that are loaded from shared memory are multiplied twice. But tiles
+    of sequences that have fewer rows are half empty, and where neither tiles nor pieces of their
+    keys fill the device, twice as many tiles do.
+    """
+    few, many = PREFILL_ROWS
+    widths = padded_widths(*_widths(call))
+    if widths is None or widths[1] > 128:
+        return few
+    if not is_reachable(_prefill_specialisation_of(call, many), device.arch):
+        return few
+    if call.num_tokens * call.group <= few * call.num_sequences:
+        return few
+    blocks = call.num_tokens * call.group * call.k.cache.num_heads / many
+    return many if blocks * max(1, call.max_keys / _MIN_KEYS_OF_LONG) >= device.sm_count else few
 
 
 def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -847,7 +915,8 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
             if (device.arch, name, str(n), str(packs_per_lane), rotates) not in _SPILLING
         )  # fmt: skip
     # Rows of a sequence that can share what is loaded, as far as shapes tell.
-    sharing = call.group * -(-call.num_tokens // call.num_sequences)
+    tokens = 1 if call.options.batch_invariant else -(-call.num_tokens // call.num_sequences)
+    sharing = call.group * tokens
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     groups = threads // lanes
     smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)
@@ -937,6 +1006,8 @@ class Schedule:
 
 def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Schedule | None:
     """Return the bounds of a call's pieces, from shapes alone, or None where no tile needs two."""
+    if call.options.batch_invariant:
+        return None
     tiles, cache = num_tiles(call, tiling.rows), call.k.cache
     options, visible_keys = call.options, call.max_keys
     if options.window and options.causal and "tree_mask" not in call.arguments:

@@ -793,11 +793,14 @@ def _latent(heads: int, ctype: str) -> dict[str, Any]:
     return {**_decoded(ctype, "576", "512"), "mla": shares, "heads": (1, heads)}
 
 
-def _prefilled(ctype: str, k_width: str, v_width: str, rotates: str) -> dict[str, Any]:
+def _prefilled(
+    ctype: str, k_width: str, v_width: str, rotates: str, rows: str, _stages: str
+) -> dict[str, Any]:
+    # Large tiles are for sequences that fill them, and a GPU with them, as far as shapes tell.
+    size = {"new": (1, 20, 26)} if rows == "64" else {"new": (1, 30, 40), "columns": 2000}
     return _attended(
-        fmt=_NAMES[ctype], widths=(int(k_width), int(v_width)), new=(1, 30, 40),
-        rotates=rotates == "true",
-    )  # fmt: skip
+        fmt=_NAMES[ctype], widths=(int(k_width), int(v_width)), rotates=rotates == "true", **size
+    )
 
 
 def _transferred(source: str, target: str, count: str) -> dict[str, Any] | None:

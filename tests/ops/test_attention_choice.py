@@ -469,6 +469,34 @@ def test_pieces_of_wide_rows_are_all_resident():
         assert per_sm * tiling.smem_bytes <= device.shared_bytes
 
 
+@pytest.mark.parametrize(
+    "tokens, kv_heads, sequences, max_pages, rows",
+    [
+        (2048, 8, 1, 1000, 128),
+        (64, 8, 4, 1000, 64),  # 64 rows of each sequence
+        (68, 8, 4, 1000, 128),
+        (512, 1, 1, 4, 64),  # neither tiles nor their keys fill the device
+        (512, 1, 1, 5000, 128),
+        (4300, 1, 1, 4, 128),
+    ],
+)
+def test_tiles_of_prefill_have_64_or_128_rows(tokens, kv_heads, sequences, max_pages, rows):
+    """A group of 4, and widths of 128."""
+    arrays = {
+        "query": np.zeros((tokens, 4 * kv_heads, 128), np.float16),
+        "out": np.zeros((tokens, 4 * kv_heads, 128), np.float16),
+        "k_cache": np.zeros((1, 16, kv_heads, 128), np.float16),
+        "v_cache": np.zeros((1, 16, kv_heads, 128), np.float16),
+        "block_table": np.zeros((sequences, max_pages), np.int32),
+        "seq_lens": np.zeros(sequences, np.int32),
+        "query_lens": np.zeros(sequences, np.int32),
+    }
+    views = {name: view(array, name) for name, array in arrays.items()}
+    call = check_call(views, check_options("NHD", None, True, None, None, None))
+    assert attention_kernels.choose_tiling(GPU("sm_90"), call, 256).rows == rows
+    assert attention_kernels.choose_tiling(GPU("sm_86"), call, 256).rows == 64
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_120"])
 def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     """What no call takes need not be compiled; what a call takes must have been checked."""
@@ -489,6 +517,7 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
             (8, False),
             (8, True),
             (20, False),
+            (160, True),  # 25,600 rows: tiles of 128 fill the device
         ]
         for rotates, aligned in itertools.product((False, True), (256, 1))
     }

@@ -90,7 +90,7 @@ def shuffled(device):
     device.thread_order_seed = 0
 
 
-KERNELS = ("prefill", "decode")
+KERNELS = ("prefill", "prefill of 128 rows", "decode")
 CALLS = {
     "ragged": Call(),
     "bf16": Call(fmt="bf16"),
@@ -140,6 +140,8 @@ CALLS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_kernel(device, name, kernel):
+    if kernel == "prefill of 128 rows" and CALLS[name].widths[1] > 128:
+        pytest.skip("registers do not hold the sums of 128 rows")
     replace(CALLS[name], kernel=kernel).check(device)
 
 
@@ -258,11 +260,11 @@ def test_the_geometry_of_many_heads_is_the_kernels():
 def test_the_geometry_of_a_launch_is_the_kernels():
     program = [
         '#include "attention_prefill.cu"',
-        f'static_assert(kPrefillRows == {kernels.PREFILL_ROWS}, "rows");',
         f'static_assert(kPrefillThreads == {kernels.PREFILL_THREADS}, "threads");',
     ]
-    for widths, rotates in itertools.product(kernels.PREFILL_WIDTHS, (False, True)):
-        specialisation = kernels.prefill_specialisation("fp16", *widths, rotates=rotates)
+    for specialisation in kernels.specialisations():
+        if specialisation.kernel is not kernels.PREFILL or specialisation.arguments[0] != "half":
+            continue
         named = ", ".join(specialisation.arguments[1:])
         size = kernels.prefill_smem_bytes(specialisation)
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
