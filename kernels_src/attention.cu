@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(128, 2)
       keys[n] = mine + n < end ? key_of(p, t, mine + n) : -1;
       i64 offset = 0;
       i64 page = -1;
+      if (keys[n] >= 0 && !is_in_view(p, t, keys[n])) keys[n] = -1;
       if (keys[n] >= 0) {
         const i64 place = place_of(p, t, keys[n]);
         offset = offset_in_page(p, place);

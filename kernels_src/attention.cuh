@@ -5,8 +5,10 @@
 // of them: packed row r of a sequence is its new token r / group, head r % group. A tile is some
 // packed rows of one sequence and KV head. Keys are numbered by position; what a tile can see of
 // them is the kept first keys (sinks) and a range, walked through as one list that several pieces
-// of a tile share. A key lies at the slot of its position, or further on where a span of the
-// sequence's pages was evicted: only `place_of` knows.
+// of a tile share. With a key block, the list has places for whole blocks of keys, so that those
+// that a row sees are summed in one order whichever rows share its tile. A key lies at the slot of
+// its position, or further on where a span of the sequence's pages was evicted: only `place_of`
+// knows.
 #pragma once
 
 #include "kv_operand.cuh"
@@ -82,6 +84,7 @@ struct AttentionParams {
   int least_keys;   // of a piece of them
   int min_keys;     // of a piece
   int state_rows;   // rows of a state that may be used
+  int key_block;    // numbers of keys are their positions, modulo this; 0: any
   int num_heads;    // of the query
   int group;        // query heads per KV head
   int page_size;
@@ -147,6 +150,8 @@ struct AttentionTile {
   i64 sinks;      // so many keys from the first that is looked at come first,
   i64 first_key;  // then first_key to first_key + (num_visible - sinks) - 1
   i64 num_visible;
+  i64 sinks_end;  // of the keys that are listed, the tile sees those before this,
+  i64 seen_from;  // and from here on
 };
 
 constexpr i64 kNoTree = i64{1} << 62;  // past every key, and differences to it are numbers still
@@ -285,6 +290,14 @@ __device__ __forceinline__ AttentionPiece piece_of(const AttentionParams& p, int
   return whole_tile(p, number, rows_per_tile, reports);
 }
 
+// Let the list of a tile's keys begin with a whole block, and go on with one behind its sinks.
+__device__ __forceinline__ void list_whole_blocks(const AttentionParams& p, AttentionTile& t) {
+  t.first_key = t.first_key / p.key_block * p.key_block;
+  if (t.sinks == 0) return;
+  t.sinks = (t.sinks_end + p.key_block - 1) / p.key_block * p.key_block;
+  if (t.first_key <= t.sinks) t.first_key = t.sinks = 0;  // no gap between them
+}
+
 // `reports`: whether this thread reports a sequence that is longer than its block table.
 __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p,
                                                    const AttentionPiece& piece, int rows_per_tile,
@@ -330,8 +343,18 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p,
     const i64 kept = (p.sink_keys < t.first_key ? p.sink_keys : t.first_key) - start;
     t.sinks = kept < 0 ? 0 : kept;
   }
+  t.sinks_end = start + t.sinks;
+  t.seen_from = t.first_key;
+  if (p.key_block) list_whole_blocks(p, t);
   t.num_visible = t.sinks + end - t.first_key;
   return t;
+}
+
+// Whether a key that is listed is one that the tile sees.
+__device__ __forceinline__ bool is_in_view(const AttentionParams& p, const AttentionTile& t,
+                                           i64 key) {
+  if (!p.key_block) return true;
+  return key >= key_start(p, t) && (key < t.sinks_end || key >= t.seen_from);
 }
 
 // The visible keys of a piece, by number: from `begin` to before `end`.
@@ -352,7 +375,8 @@ __device__ __forceinline__ KeyRange keys_of(const AttentionPiece& piece, const A
 }
 
 __device__ __forceinline__ i64 key_of(const AttentionParams& p, const AttentionTile& t, i64 i) {
-  return i < t.sinks ? i + key_start(p, t) : i - t.sinks + t.first_key;
+  if (i >= t.sinks) return i - t.sinks + t.first_key;
+  return p.key_block ? i : i + key_start(p, t);
 }
 
 // Whether a query of negative position sees no key. Without a mask, all queries see all keys.

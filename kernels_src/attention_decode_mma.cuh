@@ -146,7 +146,7 @@ __device__ __forceinline__ KeyPlace look_up(const AttentionParams& p, const Atte
   KeyPlace found = {0, 0, -1};
   if (threadIdx.x % 32 >= kKeys || number >= end) return found;
   found.key = key_of(p, t, number);
-  if (!seen_by_any(p, t, found.key)) return found;
+  if (!is_in_view(p, t, found.key) || !seen_by_any(p, t, found.key)) return found;
   found.place = place_of(p, t, found.key);
   found.page = load_page(p, t, found.place);
   return found;
@@ -345,7 +345,9 @@ __device__ __forceinline__ void split_weights(float x, float y, u32& pair, u32& 
   constexpr float kHalfUnit = kIsHalf ? 0x1p-11f : 0x1p-8f;
   constexpr float kBelow = 1.0f - kHalfUnit * (1.0f + 0x1p-6f);
   constexpr float kSmallest = kIsHalf ? 0x1p-24f : 0.0f;
-  pair = pack_pair<T>(fmaf(x, kBelow, -kSmallest), fmaf(y, kBelow, -kSmallest));
+  // Weights of 0 have no parts, so that keys which a row does not see do not change its sums.
+  pair = pack_pair<T>(fmaxf(fmaf(x, kBelow, -kSmallest), 0.0f),
+                      fmaxf(fmaf(y, kBelow, -kSmallest), 0.0f));
   rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
 }
 

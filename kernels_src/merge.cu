@@ -335,8 +335,8 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
 }
 
 // Of tiles, whose parts only the GPU knows, most may have no rows, and those come last.
-// grid: (rows with kBlock; else any), block: (a multiple of threads and of 32), smem: with kBlock RowShares, and a float32
-// for each element that a thread holds
+// grid: (rows with kBlock; else any), block: (a multiple of threads and of 32), smem: with kBlock
+// RowShares, and a float32 for each element that a thread holds
 template <typename TIn, typename TOut, int kCount, bool kBlock>
 __global__ void __launch_bounds__(kMostWarps * 32, 2)
     merge_many(const __grid_constant__ MergeParams p) {

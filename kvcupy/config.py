@@ -60,6 +60,8 @@ class Config:
     verify : "first_use" checks each kernel that has a plainer one against its reference before its
         first use with a GPU model and driver version, see `kvcupy.verify`; "never" does not.
         Kernels of the host device are not checked
+    batch_invariant : whether `paged_attention` computes each sequence as if it were alone, unless a
+        call says otherwise; see there
     nvtx : whether each operation is issued within an NVTX range "kvcupy.NAME", by CuPy's bindings,
         for profilers. False, unless the environment has KVCUPY_NVTX=1
 
@@ -77,6 +79,7 @@ class Config:
         self._strict_seed = secrets.randbits(32)
         self._launches = itertools.count(1)
         self._verify = "first_use"
+        self._batch_invariant = False
         self._nvtx = os.environ.get("KVCUPY_NVTX", "") not in ("", "0")
         self._nvtx_listener: Callable[[bool], None] = lambda shown: None
         self._warned: set[str] = set()
@@ -159,6 +162,16 @@ class Config:
         if not isinstance(value, str) or value not in ("first_use", "never"):
             raise ValueError(f'verify: expected "first_use" or "never", got {value!r}')
         self._verify = value
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"batch_invariant: expected True or False, got {value!r}")
+        self._batch_invariant = value
 
     @property
     def nvtx(self) -> bool:

@@ -25,8 +25,9 @@ class Batch:
         cache = SimpleNamespace(num_heads=HEADS, width=width)
         operand = SimpleNamespace(cache=cache, cache_format=SimpleNamespace(name="bf16"))
         call = SimpleNamespace(
-            options=SimpleNamespace(window=0), k=operand, v=operand, max_keys=self.table,
-            num_tokens=self.tokens, num_sequences=len(lens), group=group, is_ragged=bool(news),
+            options=SimpleNamespace(window=0, batch_invariant=False), k=operand, v=operand,
+            max_keys=self.table, num_tokens=self.tokens, num_sequences=len(lens), group=group,
+            is_ragged=bool(news),
         )  # fmt: skip
         kernel = SimpleNamespace(kernel=kernels.DECODE_MMA)
         tiling = SimpleNamespace(rows=rows, blocks_per_sm=4, specialisation=kernel)

@@ -322,8 +322,8 @@ struct HostTile {
     i64 entry = -1;
     i64 page = -1;
     for (int n = 0; n < kKeys; ++n) {
-      if (first + n < end) {
-        const i64 key = key_of(p, t, first + n);
+      const i64 key = key_of(p, t, first + n);
+      if (first + n < end && is_in_view(p, t, key)) {
         const i64 place = place_of(p, t, key);
         if (entry_of(p, place) != entry) {
           entry = entry_of(p, place);

@@ -167,8 +167,9 @@ Values = Mapping[str, Any]
 """Arguments of a call by name, without those that were left at their defaults."""
 
 _TYPES = {
-    "str": "str", "int": "int", "float": "float", "bool": "bool", "int | None": "int?",
-    "float | None": "float?", "tuple[int, int, int] | None": "int[]?", "DType": "ScalarType?",
+    "str": "str", "int": "int", "float": "float", "bool": "bool", "bool | None": "bool?",
+    "int | None": "int?", "float | None": "float?", "tuple[int, int, int] | None": "int[]?",
+    "DType": "ScalarType?",
 }  # fmt: skip
 """Types of a schema by the annotation of an option."""
 

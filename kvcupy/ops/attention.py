@@ -108,6 +108,7 @@ def paged_attention(
     v_scale: Any = None,
     k_scale_cache: Any = None,
     v_scale_cache: Any = None,
+    batch_invariant: bool | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse_out: Any = None,
@@ -145,6 +146,8 @@ def paged_attention(
     k_scale, v_scale, k_scale_cache, v_scale_cache : of a quantised cache, as in `store_kv`
     out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated in the
         query's format, zero where nothing is written
+    batch_invariant : whether the bits of a sequence's output depend on that sequence alone; None:
+        `kvcupy.config.batch_invariant`
     return_lse : return the natural log-sum-exp of the scores too
     lse_out : float32 (T, Hq), written in place: that; with return_lse None: allocated, zero where
         nothing is written
@@ -174,6 +177,10 @@ def paged_attention(
     that sees no key gives 0, and -inf in `lse_out`.
     Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and another
     merges what their blocks computed: a sequence may round otherwise beside other sequences.
+    With `batch_invariant` it does not: the output of a token has the same bits in any batch, for
+    any number of new tokens, in any pages and layout, on any number of multiprocessors. Keys are
+    not cut then, so that a few long sequences leave most of a GPU idle, and prefill runs in the
+    tiles of decode; caches with `v_scale_cache`, and of mxfp4 and int4, run without tensor cores.
     Stream: up to four kernels, in order. Capture: legal with outputs given; grids and workspace
     depend on shapes alone, so a graph serves all lengths. Bytes: in decode, visible K and V are
     read once for all query heads of a KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding,
@@ -188,7 +195,10 @@ def paged_attention(
     >>> float(out[0, 1, 0])  # the mean of 32, 40 and 0, over pages 2 and 0
     24.0
     """
-    options = check_options(layout, sm_scale, causal, window, sink_tokens, logits_soft_cap)
+    options = check_options(
+        layout, sm_scale, causal, window, sink_tokens, logits_soft_cap,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     if query_lens is not None and cu_query_lens is not None:
         raise ValueError("query_lens: expected None with cu_query_lens, got an array")
     arrays = (
@@ -285,11 +295,14 @@ class StepAttention(StepOperation):
 
 def check_options(
     layout: Any, sm_scale: Any, causal: Any, window: Any, sink_tokens: Any, logits_soft_cap: Any,
-    interleaved: Any = False, rotary_start: Any = 0,
+    interleaved: Any = False, rotary_start: Any = 0, batch_invariant: Any = None,
 ) -> AttentionOptions:  # fmt: skip
-    """Check the options of a call."""
+    """Check the options of a call; `batch_invariant` None is the setting of `kvcupy.config`."""
+    if batch_invariant is None:
+        batch_invariant = config._batch_invariant  # a property would cost each call a frame
     arguments = (
-        layout, sm_scale, causal, window, sink_tokens, logits_soft_cap, interleaved, rotary_start
+        layout, sm_scale, causal, window, sink_tokens, logits_soft_cap, interleaved, rotary_start,
+        batch_invariant,
     )  # fmt: skip
     try:
         return _checked_options(*arguments)
@@ -301,7 +314,7 @@ def check_options(
 @lru_cache(maxsize=1024, typed=True)
 def _checked_options(
     layout: Any, sm_scale: Any, causal: Any, window: Any, sink_tokens: Any, logits_soft_cap: Any,
-    interleaved: Any, rotary_start: Any,
+    interleaved: Any, rotary_start: Any, batch_invariant: Any,
 ) -> AttentionOptions:  # fmt: skip
     layout = checks.layout_name(layout)
     if not isinstance(causal, (bool, np.bool_)):
@@ -318,14 +331,15 @@ def _checked_options(
     checks.require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
-    for name, value in (("causal", causal), ("interleaved", interleaved)):
+    flags = {"causal": causal, "interleaved": interleaved, "batch_invariant": batch_invariant}
+    for name, value in flags.items():
         if type(value) is not bool:
             checks.flag(value, name)
     return AttentionOptions(
         layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0),
         int(sink_tokens or 0),
         _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
-        int(rotary_start),
+        int(rotary_start), bool(batch_invariant),
     )  # fmt: skip
 
 

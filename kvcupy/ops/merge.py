@@ -275,9 +275,7 @@ def _launch(
     ctypes = FORMATS[source].ctype, FORMATS[target].ctype
     specialisation = kernels[threads > 1].specialise(*ctypes, count, *block)
     smem_bytes = 4 * (_SHARES + threads * count) if has_block else 0
-    return Launch(
-        device, specialisation, grid, geometry.block, smem_bytes, params, pointers, names
-    )
+    return Launch(device, specialisation, grid, geometry.block, smem_bytes, params, pointers, names)
 
 
 def _spread_states(num_rows: int, words: int, num_states: int) -> tuple[int, Geometry] | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import metrics
 from ...arrays import address_of, view
-from ...config import cache_logger
+from ...config import cache_logger, config
 from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...ops import call, checks
 from ..pages import hash_list
@@ -61,6 +61,10 @@ class PagedKVCache(ProcessLocal):
     slots_in_flight : steps whose tables may be uploading or in use at once
     demotion : a `Demotion`: how old tokens are kept in a narrower encoding; None: all are kept in
         dtype. See the notes on precision
+    batch_invariant : whether the bits of a sequence's outputs depend on its tokens alone: not on
+        the rest of a batch, on how its prefill was cut into steps, or on where its pages came
+        from. True for all caches that are made while `kvcupy.config.batch_invariant` is. What it
+        costs: see `paged_attention`. Excludes cascade=True and `demotion`
 
     Attributes
     ----------
@@ -125,7 +129,7 @@ class PagedKVCache(ProcessLocal):
         rope_dim: int | None = None,
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
         cascade: bool | None = None, pool: Pool | None = None,
-        demotion: Demotion | None = None,
+        demotion: Demotion | None = None, batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         has_static_scales = k_scale is not None or v_scale is not None
         pool, latent_dim = pool_of(
@@ -140,6 +144,12 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
+        checks.flag(batch_invariant, "batch_invariant")
+        for name, value in (("cascade", cascade), ("demotion", demotion)):
+            if batch_invariant and value:
+                raise ValueError(f"{name}: expected None with batch_invariant, got {value!r}")
+        if batch_invariant or config.batch_invariant:
+            batch_invariant, cascade = True, False
         self.pool, self.device = pool, pool.device
         self.past_pool = past_pool_of(pool, demotion, cascade, has_static_scales)
         self._num_q_heads = int(num_q_heads)
@@ -153,8 +163,9 @@ class PagedKVCache(ProcessLocal):
             past_layers = Layers(self.past_pool, self._num_q_heads, rotary, [])
             past_allocator = self.past_pool.allocator
         self._layers = Layers(
-            pool, self._num_q_heads, rotary, scales_of(pool, k_scale, v_scale), past_layers, *kept
-        )
+            pool, self._num_q_heads, rotary, scales_of(pool, k_scale, v_scale), past_layers, *kept,
+            bool(batch_invariant),
+        )  # fmt: skip
         self._past: Past | None = None
         if self.past_pool is not None and past_layers is not None:
             self._past = Past(pool, self.past_pool, self._layers, past_layers, *kept)

@@ -137,6 +137,7 @@ class Layers:
     scales : for each layer, the static scales of K and V; empty without static scales
     past : the layers of the pool of old tokens, or None
     recent, sinks : numbers of a sequence's last and first tokens that are not in that pool
+    batch_invariant : whether attention is, see `paged_attention`
 
     Attributes
     ----------
@@ -149,8 +150,9 @@ class Layers:
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]],
-        past: Layers | None = None, recent: int = 0, sinks: int = 0,
+        past: Layers | None = None, recent: int = 0, sinks: int = 0, batch_invariant: bool = False,
     ) -> None:  # fmt: skip
+        self._batch_invariant = batch_invariant
         self._past, self._recent, self._sinks = past, recent, sinks
         self._device: Device = pool.device
         self._num_q_heads, self._num_kv_heads = num_q_heads, pool.num_kv_heads
@@ -248,8 +250,9 @@ class Layers:
                 self._allowed.clear()
             self._allowed.add(addresses)
         options = check_options(
-            "NHD", sm_scale, True, window, sink_tokens, logits_soft_cap, *self._rotation
-        )
+            "NHD", sm_scale, True, window, sink_tokens, logits_soft_cap, *self._rotation,
+            self._batch_invariant,
+        )  # fmt: skip
         if self._past is not None and options.window:
             self._check_window(options)
         if sinks is None:
