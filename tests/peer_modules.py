@@ -60,13 +60,56 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self.window, self.page_size = window_left + 1, page_size
 
     def run(self, query, caches):
+        return self.attend(query[:, None], caches)
+
+    def attend(self, queries, caches):
         outs = []
-        for i, row in enumerate(query):
+        for i, rows in enumerate(queries):
             pages = self.indices[self.indptr[i] : self.indptr[i + 1]]
             length = (len(pages) - 1) * self.page_size + self.last[i]
             keys, values = (cache[pages].flatten(0, 1)[:length] for cache in caches)
-            outs.append(attend(row[None], keys, values, self.window, None)[0])
-        return torch.stack(outs)
+            outs.append(attend(rows, keys, values, self.window, None))
+        return torch.cat(outs)
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(self, workspace, kv_layout, *, backend):
+        assert workspace.dtype == torch.uint8 and (kv_layout, backend) == ("NHD", "auto")
+
+    def plan(self, starts, indptr, indices, last, q_heads, kv_heads, width, page_size, *, causal,
+             window_left, q_data_type, kv_data_type):  # fmt: skip
+        assert causal
+        workspace = torch.empty(0, dtype=torch.uint8)
+        self.starts, self.decode = starts, BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        self.decode.plan(
+            indptr, indices, last, q_heads, kv_heads, width, page_size, window_left=window_left,
+            q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
+
+    def run(self, query, caches):
+        pairs = zip(self.starts[:-1], self.starts[1:], strict=True)
+        return self.decode.attend([query[a:b] for a, b in pairs], caches)
+
+
+class BatchMLAPagedAttentionWrapper:
+    def __init__(self, workspace, *, backend):
+        assert workspace.dtype == torch.uint8 and backend == "auto"
+
+    def plan(self, *, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv,
+             head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type):  # fmt: skip
+        assert causal
+        self.starts, self.indptr, self.indices = qo_indptr, kv_indptr, kv_indices
+        self.lengths, self.scale = kv_len_arr, sm_scale
+
+    def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache):
+        outs = []
+        for i, length in enumerate(self.lengths):
+            pages = self.indices[self.indptr[i] : self.indptr[i + 1]]
+            latent, rope = (c[pages].flatten(0, 1)[:length, None] for c in (ckv_cache, kpe_cache))
+            rows = slice(self.starts[i], self.starts[i + 1])
+            query, keys = torch.cat((q_nope, q_pe), -1)[rows], torch.cat((latent, rope), -1)
+            outs.append(attend(query, keys, latent, 0, self.scale))
+        return torch.cat(outs)
 
 
 # sglang
@@ -125,6 +168,8 @@ MODULES = {
     "flashinfer.page": (append_paged_kv_cache,),
     "flashinfer.rope": (apply_rope_with_cos_sin_cache_inplace,),
     "flashinfer.decode": (BatchDecodeWithPagedKVCacheWrapper,),
+    "flashinfer.prefill": (BatchPrefillWithPagedKVCacheWrapper,),
+    "flashinfer.mla": (BatchMLAPagedAttentionWrapper,),
     "sglang.jit_kernel.kvcache": (store_cache,),
     "sglang.jit_kernel.rope": (apply_rope_inplace_with_kvcache,),
     "vllm._custom_ops": (reshape_and_cache_flash, concat_and_cache_mla, rotary_embedding),

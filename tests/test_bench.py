@@ -195,7 +195,9 @@ def test_others_compute_the_same(device, device_name, tmp_path, capsys, monkeypa
         "rope_store_kv tiny bf16 T=4": PEERS,
         "paged_attention tiny bf16 decode 2 x 40": {"flashinfer", "vllm"},
         "paged_attention tiny bf16 decode 2 x 40 window=24": {"flashinfer", "vllm"},
-        "paged_attention tiny bf16 prefill 16 of 1 x 32": {"vllm"},
+        "paged_attention tiny bf16 prefill 16 of 1 x 32": {"flashinfer", "vllm"},
+        "paged_attention tiny-mla bf16 decode 2 x 40": {"flashinfer"},
+        "paged_attention tiny-mla bf16 prefill 16 of 1 x 32": {"flashinfer"},
     }
     for row in report["rows"]:
         peers = expected.get(row["case"], set())

@@ -199,18 +199,24 @@ class AttentionCase(candidates.Case):
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
         """Return what others run over the same pages, in bf16."""
         shape = self.shape
-        if shape.format != "bf16" or shape.model.mla or shape.model.sinks:
+        if shape.format != "bf16" or shape.model.sinks:
             return {}
-        makers: dict[str, Callable[..., list[Callable[[], Any]]]] = {
-            "vllm": baselines.vllm_attention
-        }
-        if shape.new == 1:
-            makers["flashinfer"] = baselines.flashinfer_decode
+        makers: dict[str, Callable[..., list[Callable[[], Any]]]]
+        last: Any = shape.window
+        if shape.model.mla:
+            makers, last = {"flashinfer": baselines.flashinfer_mla}, shape.sm_scale
+        else:
+            makers = {
+                "vllm": baselines.vllm_attention,
+                "flashinfer": baselines.flashinfer_decode
+                if shape.new == 1
+                else baselines.flashinfer_prefill,
+            }
 
         def build(make: Callable[..., list[Callable[[], Any]]]) -> list[Call]:
             query, caches = self._tensors(torch, wrap)
             tables = wrap(self.tables.array, "int32")
-            works = make(torch, query, caches, tables, shape.context, shape.window)
+            works = make(torch, query, caches, tables, shape.context, last)
             return [partial(ignoring_stream, work) for work in works]
 
         return {name: partial(build, make) for name, make in makers.items()}

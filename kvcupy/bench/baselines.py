@@ -3,7 +3,8 @@
 A case lends its arrays out through a `Wrap`. Projects that are not installed, or refuse a case, are
 reported as not measured (`candidates.py`); none is a requirement.
 
-Sources: flashinfer-ai/flashinfer `flashinfer/page.py`, `rope.py`, `decode.py`; sgl-project/sglang
+Sources: flashinfer-ai/flashinfer `flashinfer/page.py`, `rope.py`, `decode.py`, `prefill.py`,
+`mla.py`; sgl-project/sglang
 `python/sglang/jit_kernel/kvcache.py`, `rope.py`; vllm-project/vllm `vllm/_custom_ops.py`,
 `vllm/vllm_flash_attn`.
 """
@@ -222,12 +223,10 @@ def flashinfer_decode(
     """
     wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
     page_size, heads, width = caches[0].shape[1:]
-    batch, pages = tables.shape[1:]
-    indptr = pages * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    last = torch.full((batch,), (context - 1) % page_size + 1, dtype=torch.int32).to(query.device)
+    indptr, last = _flashinfer_pages(torch, tables, context, page_size)
     calls: list[Callable[[], Any]] = []
     for rows, table in zip(query, tables, strict=True):
-        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
+        workspace = _flashinfer_workspace(torch, query)
         planned = wrapper(workspace, "NHD", use_tensor_cores=rows.shape[1] >= 4 * heads)
         planned.plan(
             indptr, table.flatten(), last, rows.shape[1], heads, width, page_size,
@@ -235,6 +234,76 @@ def flashinfer_decode(
         )  # fmt: skip
         calls.append(partial(planned.run, rows, tuple(caches)))
     return calls
+
+
+def flashinfer_prefill(
+    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
+) -> list[Callable[[], Any]]:
+    """Return FlashInfer's causal prefill of queries (sets, T, Hq, D) of equal lengths, planned."""
+    wrapper = importlib.import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
+    page_size, heads, width = caches[0].shape[1:]
+    indptr, last = _flashinfer_pages(torch, tables, context, page_size)
+    starts = torch.arange(len(indptr), dtype=torch.int32, device=query.device)
+    starts *= query.shape[1] // tables.shape[1]
+    calls: list[Callable[[], Any]] = []
+    for rows, table in zip(query, tables, strict=True):
+        planned = wrapper(
+            _flashinfer_workspace(torch, query), "NHD", backend=_flashinfer_backend(torch, query)
+        )
+        planned.plan(
+            starts, indptr, table.flatten(), last, rows.shape[1], heads, width, page_size,
+            causal=True, window_left=window - 1, q_data_type=rows.dtype,
+            kv_data_type=caches[0].dtype,
+        )  # fmt: skip
+        calls.append(partial(planned.run, rows, tuple(caches)))
+    return calls
+
+
+def flashinfer_mla(
+    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, sm_scale: float
+) -> list[Callable[[], Any]]:
+    """Return FlashInfer's attention over latents, planned; `caches` are whole rows and latents."""
+    wrapper = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
+    page_size, latent = caches[0].shape[1], caches[1].shape[-1]
+    indptr, _ = _flashinfer_pages(torch, tables, context, page_size)
+    batch = len(indptr) - 1
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    starts *= query.shape[1] // batch
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=query.device)
+    parts = {"ckv_cache": caches[1][:, :, 0], "kpe_cache": caches[0][:, :, 0, latent:]}
+    calls: list[Callable[[], Any]] = []
+    for rows, table in zip(query, tables, strict=True):
+        planned = wrapper(
+            _flashinfer_workspace(torch, query), backend=_flashinfer_backend(torch, query)
+        )
+        planned.plan(
+            qo_indptr=starts, kv_indptr=indptr, kv_indices=table.flatten(), kv_len_arr=lengths,
+            num_heads=rows.shape[1], head_dim_ckv=latent, head_dim_kpe=rows.shape[2] - latent,
+            page_size=page_size, causal=True, sm_scale=sm_scale, q_data_type=rows.dtype,
+            kv_data_type=caches[0].dtype,
+        )  # fmt: skip
+        query_parts = {"q_nope": rows[..., :latent], "q_pe": rows[..., latent:]}
+        calls.append(partial(planned.run, **query_parts, **parts))
+    return calls
+
+
+def _flashinfer_pages(torch: Any, tables: Any, context: int, page_size: int) -> tuple[Any, Any]:
+    """Return indptr and the lengths of last pages of sequences of equal lengths."""
+    batch, pages = tables.shape[1:]
+    indptr = pages * torch.arange(batch + 1, dtype=torch.int32, device=tables.device)
+    last = torch.full((batch,), (context - 1) % page_size + 1, dtype=torch.int32)
+    return indptr, last.to(tables.device)
+
+
+def _flashinfer_workspace(torch: Any, query: Any) -> Any:
+    return torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
+
+
+def _flashinfer_backend(torch: Any, query: Any) -> str:
+    """Return the backend with the instructions of Hopper there, else FlashInfer's choice."""
+    if query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9:
+        return "fa3"
+    return "auto"
 
 
 def vllm_attention(
