@@ -598,9 +598,9 @@ def _tree_mask(case: Arguments, new: tuple[int, ...]) -> Array:
 @_case("merge_states", "neither saw a key", unseen="both")
 def _merge_states(
     case: Arguments, *, fmt: str = "bf16", out_fmt: str = "", base: str = "e", unseen: str = "",
-    states: int = 2, width: int = 64,
+    states: int = 2, tokens: int = 7, width: int = 64,
 ) -> Call:  # fmt: skip
-    tokens, heads, out_fmt = 7, 4, out_fmt or fmt
+    heads, out_fmt = 4, out_fmt or fmt
     outs = case.rng.standard_normal((states, tokens, heads, width))
     lses = (3 * case.rng.standard_normal((states, tokens, heads))).astype(np.float32)
     for state in {"": (), "one": (1,), "both": (0, 1)}[unseen]:
@@ -764,7 +764,9 @@ def _rotated(fmt: str, cache_fmt: str, count: str, reduces: str) -> dict[str, An
 def _merged(fmt: str, out_fmt: str, count: str, block: str = "") -> dict[str, Any] | None:
     if count == "1":
         return None
-    states = {"": {}, "false": {"states": 5}, "true": {"states": 33, "width": 256}}[block]
+    states = {"": {}, "false": {"states": 5}, "true": {"states": 33, "tokens": 1, "width": 256}}[
+        block
+    ]
     return {"fmt": _NAMES[fmt], "out_fmt": _NAMES[out_fmt], **states}
 
 

@@ -169,8 +169,8 @@ MISSING = {
     "the barrier after the maxima of warps are read": Missing(
         "common.cuh", REDUCE + BLOCK_BARRIER, REDUCE, operation_checks.check_dynamic, RACE),
     "the alignment of pairs in one word": Missing(
-        "rope.cu", "kCount > 1 && p.interleaved", "p.interleaved",
-        rotate_at_any_element, "misaligned address", 2),
+        "rope.cu", "kCount > 1 && interleaved", "interleaved",
+        rotate_at_any_element, "misaligned address"),
     "the lanes that are left": Missing(
         "merge.cu", "__syncwarp(lanes_of_row(lanes))", "__syncwarp()",
         attention_checks.check_merge_two, "has exited"),
