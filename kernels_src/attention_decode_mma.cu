@@ -324,14 +324,28 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   // The first tiles are only fetched, by the same code as the others: a block executes most of its
   // instructions once, and the time of a short piece is that of bringing them in.
   int stage = 0;
-  for (int number = -kStages; number < own_tiles; ++number) {
+  if constexpr (Shape::kFetchesApart) {
+#pragma unroll 1
+    for (; stage < kStages; ++stage) {
+      char* tile = ring + stage * Shape::kTileBytes;
+      if (stage < own_tiles) {
+        begin_keys(stage, tile, next);
+        next = look_up<kKeys>(p, t, first_of(stage + 1) + lane, range.end);
+      }
+      end_copy_group();
+      if (stage < own_tiles) begin_values(stage, tile + Shape::kValuesAt);
+      end_copy_group();
+    }
+    stage = 0;
+  }
+  for (int number = Shape::kFetchesApart ? 0 : -kStages; number < own_tiles; ++number) {
     char* keys = ring + stage * Shape::kTileBytes;
     char* values = keys + Shape::kValuesAt;
     const bool more = number + kStages < own_tiles;
     float s[kKeys / 8][4] = {};
     float v_scales[kKeys / 8][2];
     u32 present[1] = {};
-    if (number >= 0) {
+    if (Shape::kFetchesApart || number >= 0) {
       present[0] = table.present[stage];
       wait_for_copy_groups<kPending>();
       __syncwarp();  // keys have arrived
@@ -402,7 +416,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     }
     end_copy_group();
 
-    if (number >= 0) {
+    if (Shape::kFetchesApart || number >= 0) {
       // Weights
       if (p.soft_cap > 0.0f) {
 #pragma unroll

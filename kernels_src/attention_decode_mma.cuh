@@ -92,7 +92,9 @@ struct DecodeShape {
   static constexpr int kKeys =
       kFourBit<TCache> || (sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128) ? 32 : 16;
   static constexpr bool kQueryInRegisters = kWidth <= 192;
-  static constexpr int kBlocks = kWidth <= 64 && !kFourBit<TCache> ? 3 : 2;  // per SM, as registers
+  // Whether a loop of its own fetches the first tiles: else these would spill.
+  static constexpr bool kFetchesApart = kFourBit<TCache> && kWidth == 256;
+  static constexpr int kBlocks = kWidth <= 64 && sizeof(TCache) == 2 ? 3 : 2;  // per SM
   static constexpr int kKeyRowBytes = bytes_of_elements<TCache>(kWidth);
   static constexpr int kValueRowBytes = bytes_of_elements<TCache>(kWidthV);
   static constexpr int kValuesAt = kKeys * kKeyRowBytes;

@@ -56,7 +56,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "transfer_from_four_bit": 128,
     "note_fault": 32,
     "attention_starts": 64,
-    "attention_schedule": 64,
+    "attention_schedule": 72,  # one block
     "attention_decode": 255,  # blocks of 128 threads: two a multiprocessor, whose loads fill it
     "attention_decode_mma": 255,  # two or three blocks of 128 threads an SM, as planned
     "attention_decode_latent": 255,  # two blocks of 128 threads an SM, as planned

@@ -633,7 +633,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if not reason:
         chosen = _decode_mma_specialisation_of(call)
         smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
-        is_small = call.k.four_bit is None and padded_widths(*_widths(call)) == PREFILL_WIDTHS[0]
+        is_small = call.k.cache_format.name in PREFILL_FORMATS and max(_widths(call)) <= 64
         resident = _resident_blocks(device, smem_bytes, 3 if is_small else 2)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes, resident)
     if padded_widths(*_widths(call)) is None:

@@ -359,13 +359,16 @@ def _gathered(name: str, kv_format: str, **options: Any) -> Row:
 
 
 def _rope_stored(name: str, kv_format: str, **options: Any) -> Row:
-    """Return a row about a key, which moves most: to the live key and the cache; and its angles."""
+    """Return a row about a key, which moves most: to the live key and the cache; and its angles,
+    which the heads of a group share."""
     size = formats.bytes_per_element(kv_format)
-    # Groups are encoded from the row as shared memory has it.
-    asked = 2 + 2 + 4 + (2 + _asked_of_codes(kv_format) if size < 1 else size)
+    # Groups are encoded from the row as shared memory has it; the loads of a value's row, which
+    # threads of a key skip one by one, count too.
+    stored = 2 + 2 + _asked_of_codes(kv_format) if size < 1 else size
     return Row(
         name, partial(_rope_store, kv_format=kv_format, **options), "rope_store",
-        "head of a key", _WIDTH * (2 + 2 + size), _bytes(_WIDTH * asked),
+        "head of a key", _WIDTH * (2 + 2 + size),
+        lambda launch: _WIDTH * (2 + 2 + 4 / _rope_params(launch)["group_heads"] + stored),
         _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
         block=_first_key_block, word_bytes=8,
     )  # fmt: skip
@@ -373,8 +376,13 @@ def _rope_stored(name: str, kv_format: str, **options: Any) -> Row:
 
 def _first_key_block(launch: Planned) -> int:
     """Return the block that begins with the first key of a token, behind its query heads."""
+    params = _rope_params(launch)
+    return (int(params["q_groups"]) << int(params["lane_shift"])) // launch.block[0]
+
+
+def _rope_params(launch: Planned) -> Any:
     (record,) = np.frombuffer(launch.params, launch.specialisation.kernel.params)
-    return (_QUERY_HEADS << int(record["lane_shift"])) // launch.block[0]
+    return record
 
 
 def _transferred(name: str, kernel: str, host_format: str, **options: Any) -> Row:

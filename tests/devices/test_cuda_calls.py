@@ -353,3 +353,22 @@ def test_what_no_event_is_behind_waits_for_no_event_of_another_stream(api, devic
 
 def fail_with(api):
     raise api.errors[0](719)
+
+
+# --- Failures ---
+
+
+def test_a_point_before_a_function_has_not_failed_with_it(api, device):
+    """Also where the host waits for the point when the failure is known already."""
+
+    def fail():
+        raise OSError("no such luck")
+
+    stream = device.stream()
+    before = stream.record()
+    stream.call(fail)
+    with device.context.current():
+        api.runtime.streamSynchronize(stream.pointer)  # as another library does
+    before.synchronize()
+    with pytest.raises(DeviceError, match="no such luck"):
+        stream.record().synchronize()
