@@ -66,13 +66,13 @@ def test_functions_are_called_while_cuda_is_queried(ask):
     program = f"""
 import cupy
 pageable, seen = kv.arrays.view(np.zeros(8)), []
-for i in range(3000):
+for i in range(300):
     stream.call(lambda i=i: seen.append(i))
     event = stream.record()
     while len(seen) <= i:
         {POLLING[ask]}
 stream.synchronize()
-assert seen == list(range(3000)), len(seen)
+assert seen == list(range(300)), len(seen)
 print("done")
 """
     assert run_apart(program) == ["done"]
