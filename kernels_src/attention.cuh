@@ -290,7 +290,7 @@ __device__ __forceinline__ AttentionPiece piece_of(const AttentionParams& p, int
   return whole_tile(p, number, rows_per_tile, reports);
 }
 
-// Let the list of a tile's keys begin with a whole block, and go on with one behind its sinks.
+// Let the list of a tile's keys begin with a whole block, and have another behind its sinks.
 __device__ __forceinline__ void list_whole_blocks(const AttentionParams& p, AttentionTile& t) {
   t.first_key = t.first_key / p.key_block * p.key_block;
   if (t.sinks == 0) return;

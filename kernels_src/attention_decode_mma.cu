@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
 
   // The first tiles are only fetched, by the same code as the others: a block executes most of its
-  // instructions once, and the time of a short piece is that of bringing them in.
+  // instructions once, and a short piece takes as long as it takes to fetch these.
   int stage = 0;
   if constexpr (Shape::kFetchesApart) {
 #pragma unroll 1

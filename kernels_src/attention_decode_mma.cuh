@@ -92,7 +92,7 @@ struct DecodeShape {
   static constexpr int kKeys =
       kFourBit<TCache> || (sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128) ? 32 : 16;
   static constexpr bool kQueryInRegisters = kWidth <= 192;
-  // Whether a loop of its own fetches the first tiles: else these would spill.
+  // Whether a separate loop fetches the first tiles: else these would spill.
   static constexpr bool kFetchesApart = kFourBit<TCache> && kWidth == 256;
   static constexpr int kBlocks = kWidth <= 64 && sizeof(TCache) == 2 ? 3 : 2;  // per SM
   static constexpr int kKeyRowBytes = bytes_of_elements<TCache>(kWidth);

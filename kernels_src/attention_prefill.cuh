@@ -157,8 +157,8 @@ __device__ __forceinline__ TileRange tiles_within(const AttentionParams& p, cons
 }
 
 // Which of a lane's scores count, from the key numbered `first` on, as `visible_scores` has them:
-// those of keys that are `present` and that a row sees. `limits` are of the tile's rows, of which
-// these 16 begin with `first_row`.
+// if a key is `present` and a row sees it. `limits` are of the tile's rows, of which these 16 begin
+// with `first_row`.
 template <int kScores>
 __device__ __forceinline__ u32 visible_keys(const u32 (&present)[kScores / 4],
                                             const RowLimits* limits, const AttentionParams& p,
@@ -210,9 +210,9 @@ struct RowSum {
 constexpr float kBaseSlack = 8.0f;
 
 // Turn a lane's scores into weights, A of products by 16 keys: 2 to the scores times `factor`, less
-// the bases of their rows. Those of rows g and g + 8 are raised to their largest logits where these
-// are far above; `rescale` is what all that is relative to them has to be multiplied by. Returns
-// whether that is not 1 in any row of the warp. Every lane must call it.
+// the bases of their rows. The bases of rows g and g + 8 are raised to their largest logits where
+// these are far above; `rescale` is what all that is relative to them has to be multiplied by.
+// Returns whether that is not 1 in any row of the warp. Every lane must call it.
 template <typename T, int kSteps>
 __device__ __forceinline__ bool weigh_scores(u32 (&a)[kSteps][4], const float (&s)[2 * kSteps][4],
                                              float factor, RowSum (&rows)[2], float (&rescale)[2]) {

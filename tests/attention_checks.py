@@ -247,6 +247,13 @@ def check_attention_append_bf16(device):
     return check_attention_append(device, "bf16")
 
 
+def check_attention_append_in_large_tiles(device):
+    """Tiles of 128 rows, the last of which is not full, with a mask at their ends and without."""
+    for masks in ({}, {"window": 50, "sink_keys": 3}, {"tree": True, "query_lens": (130, 9)}):
+        arguments = {"seq_lens": (300, 140), "query_lens": (140, 9), "widths": (64, 64), **masks}
+        Call(kernel="prefill of 128 rows", **arguments).check(device)
+
+
 def check_attention_append_long(device):
     """More queries than a tile, over more keys than one."""
     case = AttentionCase(device, 47)

@@ -135,6 +135,7 @@ HEADS = (
 )  # fmt: skip
 PREFILLS = (
     attention.check_attention_append_bf16, attention.check_attention_append_long,
+    attention.check_attention_append_in_large_tiles,
     attention.check_attention_append_masks_bf16, attention.check_attention_append_places,
     attention.check_attention_shared_keys_fp16, attention.check_attention_trees_fp16,
     attention.check_attention_append_rotated_keys, attention.check_attention_append_interleaved,
