@@ -90,7 +90,13 @@ globals().update(
     | again(test_store_mla)
     | again(test_store_streams)
     | again(test_gather)
-    | again(test_rope_store)
+    # Of kernels alone: several heads to a group of lanes.
+    | again(
+        test_rope_store,
+        "test_several_heads_at_once",
+        "test_latents_beside_several_heads",
+        "test_several_heads_by_three_positions",
+    )
     | again(test_rope_streams, "test_against_transformers")
     | again(test_four_bit, "test_every_format_as_users_run_it")
     | again(test_copy_pages)

@@ -88,7 +88,7 @@ _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer inherit_window return_lse hadamard
+    barriers by_layer inherit_window return_lse hadamard batch_invariant
 """,
 )
 _meaning(values.dtype, "dtype encoding")

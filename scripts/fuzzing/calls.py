@@ -28,6 +28,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "skip_slot": (5, 0, 100), "interleaved": (True,), "write_key": (False,), "eps": (1e-5, 0.0),
     "sm_scale": (0.5, -1.0, 0.0), "causal": (True,), "window": (3,), "sink_tokens": (1,),
     "logits_soft_cap": (30.0,), "lse_base": ("2",), "dtype": ("fp32", np.float32),
+    "batch_invariant": (True, False),
 }  # fmt: skip
 
 

@@ -376,8 +376,8 @@ def test_a_tile_of_prefill_is_64_keys():
     row = next(row for row in ROWS if row.name == "prefill bf16 128x128")
     entry = examine(row, "sm_90")
     assert entry.asked_bytes * 4 == 64 * 2 * 128 * 2
-    # Four warps of 16 rows: two products of each, for all keys.
-    assert entry.counted == 2 * 2 * 16 * 64 * 128
+    # Four warps of 32 rows: two products of each, for all keys.
+    assert entry.counted == 2 * 2 * 32 * 64 * 128
 
 
 @pytest.mark.parametrize("heads, warps", [(16, 4), (128, 8)])
@@ -415,7 +415,7 @@ def test_pieces_of_prefill_are_of_what_each_tile_sees():
     with unverified():
         row.call(device)
     keys = pieces_of(device.launches[2], [8192] * 4, [1024] * 4)
-    visible = [8192 - 1024 + 16 * tile for tile in range(1, 65)]  # 16 tokens of 4 heads each
+    visible = [8192 - 1024 + 32 * tile for tile in range(1, 33)]  # 32 tokens of 4 heads each
     assert sum(keys) == pytest.approx(4 * sum(visible))
 
 
