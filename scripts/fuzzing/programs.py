@@ -541,10 +541,14 @@ def paged(case: Case) -> None:
         arguments["dtype"] = "nvfp4+hadamard+four_over_six"
     if not latent and case.chance(0.3):
         table = kv.rope_table(64, arguments["head_dim"], device=case.device)
-        arguments |= {"rope": table, "rope_mode": case.rng.choice(["normal", "inline"])}
+        modes = ["normal"] if "hadamard" in arguments["dtype"] else ["normal", "inline"]
+        arguments |= {"rope": table, "rope_mode": case.rng.choice(modes)}
     if latent:
         arguments |= {"latent_dim": 8, "rope_dim": 4}
-    cache = construct(case, kv.PagedKVCache, arguments) if not latent else _latent(case, arguments)
+    if latent:
+        cache = _latent(case, arguments)
+    else:
+        cache = construct(case, kv.PagedKVCache, arguments, names=("hadamard",))
     if cache is None or cache.pool.num_bytes > 1 << 22 or cache.pool.num_layers > 8:
         return
     repr(cache)

@@ -588,7 +588,7 @@ OPTIONS = {
     "num_kv_heads": (0, -2, 1.5), "head_dim": (0, 1.5), "num_pages": (0, -3, 2.0),
     "page_size": (0, 1.5), "dtype": ("fp12", 3, None), "rope_mode": ("outline", 1),
     "max_batch_tokens": (0, -1, 1.5), "v_head_dim": (0, 1.5), "slots_in_flight": (0, 1.5),
-    "k_scale": (0.5, np.float32([1])), "v_scale": (0.5,), "device": ("gpu",),
+    "k_scale": (0.5, np.float32([1]), {}), "v_scale": (0.5,), "device": ("gpu",),
 }  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def scales_of(pool: Pool, k_scale: Any, v_scale: Any) -> list[tuple[Any, Any]]:
     if not CACHE_FORMATS[pool.dtype].quantised:
         for scale, name in ((k_scale, "k_scale"), (v_scale, "v_scale")):
             if scale is not None and (checks.is_array(scale) or scale != 1.0):
-                got = describe(view(scale)) if checks.is_array(scale) else repr(scale)
+                got = describe(view(scale, name=name)) if checks.is_array(scale) else repr(scale)
                 raise ValueError(
                     f"{name}: expected None or 1.0 for a {pool.dtype} cache, got {got}"
                 )
