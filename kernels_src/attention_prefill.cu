@@ -22,6 +22,14 @@
 // Bytes: visible K and V once per tile of rows; Q and the output once.
 #include "attention_prefill.cuh"
 
+// Whether 32 rows per warp and a loop that is unrolled whole fit into registers. Compilers since
+// CUDA 13.1 spill some.
+#if defined(__CUDACC_VER_MAJOR__)
+constexpr bool kFitsUnrolled = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ <= 1300;
+#else
+constexpr bool kFitsUnrolled = true;
+#endif
+
 // Write a lane's part of one row: the pairs `values` of all products, two of each four.
 template <typename T, int kProducts>
 __device__ __forceinline__ void write_row(const AttentionParams& p, const AttentionTile& tile,
@@ -73,7 +81,8 @@ __global__ void __launch_bounds__(
   constexpr int kSteps = kWidth / 16;
   // Wider rows, two stages, or rotation leave too few registers for a loop that is unrolled whole.
   constexpr bool kUnrolled =
-      Shape::kQueryInRegisters || (kWidth <= 128 && kStages == 1 && !kRotateKeys);
+      Shape::kQueryInRegisters ||
+      (kWidth <= 128 && kStages == 1 && !kRotateKeys && (kRowTiles == 1 || kFitsUnrolled));
   constexpr int kUnroll = kUnrolled ? kSteps : 2;
   constexpr int kKeyGroups = kKeys / 16;
   const int kv_head = blockIdx.y;
