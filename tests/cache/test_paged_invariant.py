@@ -1,4 +1,4 @@
-"""Batch-invariant paged caches: outputs of a sequence do not depend on its history or company."""
+"""Batch-invariant paged caches: outputs of a sequence do not depend on its history or batch."""
 
 from __future__ import annotations
 

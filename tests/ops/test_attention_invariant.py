@@ -20,7 +20,7 @@ MAX_TOKENS = 700  # more than a block of keys
 
 @dataclass(frozen=True)
 class Kind:
-    """What a cache holds, and how a query looks at it."""
+    """Formats and shapes of the query and the caches, and options of attention."""
 
     query: str = "bf16"
     cache: str = "bf16"
@@ -139,7 +139,7 @@ def sinks_of(kind):
 
 
 def differences(device, kind, options, rng, rounds, invariant=True):
-    """Compare the tokens of a sequence, computed alone, with the same in other company."""
+    """Compare the tokens of a sequence, computed alone, with the same in other batches."""
     count = int(rng.integers(2, MAX_TOKENS))
     tokens = Tokens(kind, rng, count)
     layouts = ["NHD"] if kind.latent else ["NHD", "HND"]
