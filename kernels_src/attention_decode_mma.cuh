@@ -12,8 +12,6 @@ constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = kDecodeWarps * 32;
 constexpr int kValuePadding =
     8;  // floats after a row of values, so that rows differ in their banks
-constexpr float kSmallestScale = __builtin_bit_cast(float, 0x00800000);  // 2 to the -126
-constexpr float kLargestScale = __builtin_bit_cast(float, 0x7e800000);   // 2 to the 126
 
 template <typename TCache>
 struct MmaFormatOf {
@@ -226,17 +224,6 @@ __device__ __forceinline__ void fetch_values(char* tile, const AttentionParams& 
 }
 
 // --- Queries -------------------------------------------------------------------------------------
-
-// A power of two, normal as its inverse is, so that the largest of some magnitudes is from 1 to 4
-// times as large, if it is a normal number at all.
-__device__ __forceinline__ float power_of_two_below(float largest) {
-  const float power = __uint_as_float(__float_as_uint(largest) & 0x7f800000u);
-  return fminf(fmaxf(power, kSmallestScale), kLargestScale);
-}
-
-__device__ __forceinline__ float inverse_of_power(float power) {
-  return __uint_as_float(0x7f000000u - __float_as_uint(power));
-}
 
 // What the elements of a query are divided by before they are rounded to fp16: a power of two, such
 // that the largest becomes 2**14 to 2**15, if it is a normal number at all. fp16 holds all bits of

@@ -19,6 +19,12 @@
 //
 // Keys that are cached raw are rotated in place in shared memory, once all have arrived.
 //
+// Packed rows of 8- and 4-bit caches are copied first, and dequantised into the place of the tile's
+// keys, then of its values (attention_dequantise.cuh):
+//
+//   keys(n) arrive, dequantise | Q K^T -> scores | values(n) arrive, dequantise | weights, O += P V
+//                     fetch values(n)                                fetch keys(n + 1)
+//
 // Bytes: visible K and V once per tile of rows; Q and the output once.
 #include "attention_prefill.cuh"
 
@@ -33,10 +39,10 @@ constexpr bool kFitsUnrolled = true;
 // Write a lane's part of one row: the pairs `values` of all products, two of each four.
 template <typename T, int kProducts>
 __device__ __forceinline__ void write_row(const AttentionParams& p, const AttentionTile& tile,
-                                          const RowEnd& end, bool exists,
+                                          const RowEnd& end, bool exists, float value_scale,
                                           const float (&o)[kProducts][4], int half_of) {
   const bool zero = end.divisor == 0.0f;
-  const float scale = 1.0f / end.divisor;
+  const float scale = value_scale / end.divisor;
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kProducts; n += 2) {
@@ -65,16 +71,20 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, const Attent
   }
 }
 
-// T: format of queries, cache and, unless that is float32, output.
+// T: format of queries, cache unless that is quantised, and, unless that is float32, output.
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
 // kRows: packed rows per tile.
 // kStages: tiles of keys and of values that shared memory holds.
+// kQuantised: K and V have 8 or 4 bits each, in any formats.
 // grid: (pieces, H), block: 128, smem: PrefillShape::kBytes
-template <typename T, int kWidth, int kWidthV, bool kRotateKeys, int kRows, int kStages>
+template <typename T, int kWidth, int kWidthV, bool kRotateKeys, int kRows, int kStages,
+          bool kQuantised>
 __global__ void __launch_bounds__(
-    kPrefillThreads, PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages>::kBlocks)
+    kPrefillThreads,
+    PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages, kQuantised>::kBlocks)
     attention_prefill(const __grid_constant__ AttentionParams p) {
-  using Shape = PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages>;
+  using Shape = PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages, kQuantised>;
+  using Table = typename Shape::Table;
   constexpr int kRowTiles = Shape::kRowTiles;
   constexpr int kKeys = Shape::kKeys;
   constexpr int kTables = Shape::kTables;
@@ -92,7 +102,8 @@ __global__ void __launch_bounds__(
   char* all_keys = dynamic_shared<char>();
   char* all_values = all_keys + Shape::kValuesAt;
   char* queries = all_keys + Shape::kQueryAt;
-  auto* tables = reinterpret_cast<KeyTable<kKeys, kRotateKeys>*>(all_keys + Shape::kTablesAt);
+  [[maybe_unused]] char* packed = all_keys + Shape::kPackedAt;
+  auto* tables = reinterpret_cast<Table*>(all_keys + Shape::kTablesAt);
   auto& entries = *reinterpret_cast<PageEntries<kKeys>*>(all_keys + Shape::kEntriesAt);
   auto& shared = *reinterpret_cast<PrefillTile<kRows>*>(all_keys + Shape::kTileAt);
   AttentionTile& t = shared.tile;
@@ -140,12 +151,20 @@ __global__ void __launch_bounds__(
             shared.begin + i64{number} * kKeys, shared.end);
   };
   const auto fetch_keys = [&](int number) {
-    const KeyTable<kKeys, kRotateKeys>& table = tables[number % kTables];
+    const Table& table = tables[number % kTables];
+    if constexpr (kQuantised) {
+      fetch_packed<kWidth, kPrefillThreads>(packed, table.k, p.k, p.k_format);
+      return;
+    }
     fetch_rows<kWidth, kKeys>(all_keys + number % kStages * Shape::kKeyBytes, p.k.width,
                               [&](int row) { return table.k[row]; });
   };
   const auto fetch_values = [&](int number) {
-    const KeyTable<kKeys, kRotateKeys>& table = tables[number % kTables];
+    const Table& table = tables[number % kTables];
+    if constexpr (kQuantised) {
+      fetch_packed<kWidthV, kPrefillThreads>(packed, table.v, p.v, p.v_format);
+      return;
+    }
     fetch_rows<kWidthV, kKeys>(all_values + number % kStages * Shape::kValueBytes, p.v.width,
                                [&](int row) { return table.v[row]; });
   };
@@ -179,14 +198,26 @@ __global__ void __launch_bounds__(
     }
   }
 
-  const bool is_scaled = p.soft_cap > 0.0f || !(p.score_scale > 0.0f);  // before the maximum
-  const float factor = is_scaled ? 1.0f : p.score_scale;
+  float factor = p.score_scale;  // of scores
+  if constexpr (kQuantised) {
+    if (!p.k_scale_cache) factor *= static_scale(p.k_scale, p.k, kv_head);
+  }
+  const bool is_scaled = p.soft_cap > 0.0f || !(factor > 0.0f);  // before the maximum
+  if (is_scaled) factor = 1.0f;
+  float value_scale = 1.0f;  // of sums of weighted values
+  if constexpr (kQuantised) {
+    value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
+  }
   for (int number = 0; number < shared.num_key_tiles; ++number) {
-    const KeyTable<kKeys, kRotateKeys>& table = tables[number % kTables];
+    const Table& table = tables[number % kTables];
     char* keys = all_keys + number % kStages * Shape::kKeyBytes;
-    const char* values = all_values + number % kStages * Shape::kValueBytes;
+    char* values = all_values + number % kStages * Shape::kValueBytes;
     wait_for_copies();
     __syncthreads();  // keys have arrived, and the values of the last tile are no longer needed
+    if constexpr (kQuantised) {
+      dequantise<T, kWidth, kPrefillThreads>(keys, packed, table.k_groups, p.k_format);
+      __syncthreads();  // keys are dequantised
+    }
     if constexpr (kStages == 1) {
       fetch_values(number);
     } else if (number + 1 < shared.num_key_tiles) {
@@ -254,12 +285,34 @@ __global__ void __launch_bounds__(
     if constexpr (kStages == 1) {
       wait_for_copies();
       __syncthreads();  // values and the next table have arrived, and the keys are no longer needed
+      if constexpr (kQuantised) {
+        dequantise<T, kWidthV, kPrefillThreads>(values, packed, table.v_groups, p.v_format);
+        __syncthreads();  // values are dequantised
+      }
       if (number + 1 < shared.num_key_tiles) fetch_keys(number + 1);
     }
 
     if (!has_rows) continue;
 
     // Weights
+    const float* value_scales = nullptr;
+    float value_rescale = 1.0f;
+    float unit = 1.0f;
+    if constexpr (kQuantised) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        if (p.k_scale_cache) {
+          scale_scores(s[m], table.k_scales);
+        } else if (is_scaled) {
+          scale_scores(s[m], static_scale(p.k_scale, p.k, kv_head));
+        }
+      }
+      if (p.v_scale_cache) {
+        value_scales = table.v_scales;
+        value_rescale = raise_value_scale(table.v_scales, value_scale);
+        unit = inverse_of_power(value_scale);
+      }
+    }
     if (is_scaled) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) to_logits(p, s[m]);
@@ -276,10 +329,10 @@ __global__ void __launch_bounds__(
     }
     u32 weights[kRowTiles][kKeys / 16][4];
     float rescale[kRowTiles][2];
-    bool rises = false;
+    bool rises = value_rescale != 1.0f;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      rises |= weigh_scores<T>(weights[m], s[m], factor, rows[m], rescale[m]);
+      rises |= weigh_scores<T>(weights[m], s[m], factor, rows[m], rescale[m], value_scales, unit);
     }
 
     // Values
@@ -289,7 +342,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int i = 0; i < kRowTiles * kWidthV / 2; ++i) {
         const int m = i / (kWidthV / 2);
-        o[m][i / 4 % (kWidthV / 8)][i % 4] *= rescale[m][i % 4 / 2];
+        o[m][i / 4 % (kWidthV / 8)][i % 4] *= rescale[m][i % 4 / 2] * value_rescale;
       }
     }
 #pragma unroll
@@ -316,7 +369,7 @@ __global__ void __launch_bounds__(
       const int row = first_row + m * 16 + lane / 4 + h * 8;
       RowEnd row_end{};
       if (row < t.num_rows) row_end = end_of_row(p, t, row, kv_head, rows[m][h].base, total);
-      write_row<T>(p, t, row_end, row < t.num_rows, o[m], h);
+      write_row<T>(p, t, row_end, row < t.num_rows, value_scale, o[m], h);
       if (row < t.num_rows && lane % 4 == 0 && row_end.lse) *row_end.lse = row_end.lse_value;
     }
   }

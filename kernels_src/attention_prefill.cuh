@@ -4,13 +4,15 @@
 // Widths are padded with zeros up to kWidth and kWidthV.
 #pragma once
 
-#include "attention_tiles.cuh"
+#include "attention_dequantise.cuh"
 
 constexpr int kPrefillThreads = 128;
 constexpr int kPrefillWarps = kPrefillThreads / 32;
 
-template <int kCount, bool kRotateKeys>
-struct KeyTable {
+constexpr int max_of(int a, int b) { return a > b ? a : b; }
+
+template <int kCount, bool kRotateKeys, typename Scales>
+struct KeyTable : Scales {
   const char* k[kCount];  // rows in the cache; null: not visible
   const char* v[kCount];
   const float* angles[kRotateKeys ? kCount : 1];
@@ -42,9 +44,11 @@ struct PrefillTile {
 };
 
 // The layout of dynamic shared memory. Queries that move on to registers share their place with the
-// first values, unless those arrive with the first keys.
-template <int kWidth, int kWidthV, bool kRotateKeys, int kRows, int kStages>
+// first values, unless those arrive with the first keys. Of quantised caches keys and values have
+// one place by turns, and another where they arrive.
+template <int kWidth, int kWidthV, bool kRotateKeys, int kRows, int kStages, bool kQuantised>
 struct PrefillShape {
+  static_assert(!kQuantised || (kStages == 1 && !kRotateKeys), "what Python asks for");
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 128 bytes");
   static_assert(kRows == 64 || (kRows == 128 && kWidthV <= 128), "sums are held in registers");
   static constexpr int kRowTiles = kRows / kPrefillWarps / 16;  // of 16 rows, per warp
@@ -52,16 +56,19 @@ struct PrefillShape {
   static constexpr int kKeys = kWidth <= 192 ? 64 : 32;
   static constexpr int kBlocks = kWidth * kRowTiles <= 64 ? 3 : 2;  // per SM, as registers allow
   static constexpr int kTables = kStages + 1;
+  using Scales = SelectType<kQuantised, TileScales<kKeys, kWidth, kWidthV>, NoScales>;
+  using Table = KeyTable<kKeys, kRotateKeys, Scales>;
   static constexpr int kKeyBytes = kKeys * kWidth * 2;
   static constexpr int kValueBytes = kKeys * kWidthV * 2;
   static constexpr int kQueryBytes = kRows * kWidth * 2;
-  static constexpr int kValuesAt = kStages * kKeyBytes;
-  static constexpr int kValuesEnd = kValuesAt + kStages * kValueBytes;
+  static constexpr int kValuesAt = kQuantised ? 0 : kStages * kKeyBytes;
+  static constexpr int kValuesEnd = max_of(kValuesAt + kStages * kValueBytes, kStages* kKeyBytes);
   static constexpr int kQueryAt = kQueryInRegisters && kStages == 1 ? kValuesAt : kValuesEnd;
   static constexpr int kQueryEnd = kQueryAt + kQueryBytes;
-  static constexpr int kTablesAt = kQueryEnd > kValuesEnd ? kQueryEnd : kValuesEnd;
-  static constexpr int kEntriesAt =
-      kTablesAt + kTables * static_cast<int>(sizeof(KeyTable<kKeys, kRotateKeys>));
+  static constexpr int kPackedAt = max_of(kQueryEnd, kValuesEnd);
+  static constexpr int kPackedBytes = kQuantised ? kKeys * max_of(kWidth, kWidthV) : 0;
+  static constexpr int kTablesAt = kPackedAt + kPackedBytes;
+  static constexpr int kEntriesAt = kTablesAt + kTables * static_cast<int>(sizeof(Table));
   static constexpr int kTileAt = kEntriesAt + static_cast<int>(sizeof(PageEntries<kKeys>));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(PrefillTile<kRows>));
 };
@@ -116,9 +123,10 @@ __device__ __forceinline__ void request_pages(i64 (&entries)[kCount], const Atte
   }
 }
 
-// Find the rows of the keys whose pages were requested, once those copies have been waited for.
-template <int kCount, bool kRotateKeys>
-__device__ __forceinline__ void look_up(KeyTable<kCount, kRotateKeys>& table,
+// Find the rows of the keys whose pages were requested, once those copies have been waited for, and
+// start copying their scales.
+template <int kCount, bool kRotateKeys, typename Scales>
+__device__ __forceinline__ void look_up(KeyTable<kCount, kRotateKeys, Scales>& table,
                                         const i64 (&entries)[kCount], const AttentionParams& p,
                                         const AttentionTile& t, i64 first, i64 end) {
   const int i = find_again(threadIdx.x);
@@ -138,6 +146,15 @@ __device__ __forceinline__ void look_up(KeyTable<kCount, kRotateKeys>& table,
   }
   table.k[i] = page < 0 ? nullptr : row_of(p.k_cache, p.k, page, offset, kv_head);
   table.v[i] = page < 0 ? nullptr : row_of(p.v_cache, p.v, page, offset, kv_head);
+  if constexpr (!kSameType<Scales, NoScales>) {
+    const bool exists = page >= 0;
+    const SlotPlace place = {exists ? page : 0, offset};
+    const i64 slot = place.page * p.page_size + offset;
+    fetch_scales_of_key(&table.k_scales[i], table.k_groups[i], p.k_cache, p.k_scale_cache, p.k,
+                        p.k_format, place, slot, kv_head, exists);
+    fetch_scales_of_key(&table.v_scales[i], table.v_groups[i], p.v_cache, p.v_scale_cache, p.v,
+                        p.v_format, place, slot, kv_head, exists);
+  }
   const u32 present = __ballot_sync(kAllLanes, page >= 0);
   if (i % 32 == 0) table.present[i / 32] = present;
 }
@@ -197,6 +214,24 @@ __device__ __forceinline__ u32 visible_keys(const u32 (&present)[kScores / 4],
 
 // --- Weights -------------------------------------------------------------------------------------
 
+// Multiply a lane's scores by one factor, or by a factor for each key.
+template <int kScores>
+__device__ __forceinline__ void scale_scores(float (&s)[kScores][4], float factor) {
+#pragma unroll
+  for (int i = 0; i < kScores * 4; ++i) s[i / 4][i % 4] *= factor;
+}
+
+template <int kScores>
+__device__ __forceinline__ void scale_scores(float (&s)[kScores][4], const float* factors) {
+  const int first = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+    const auto two = *reinterpret_cast<const float2*>(factors + n * 8 + first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] *= i % 2 ? two.y : two.x;
+  }
+}
+
 constexpr float kLowest = -3.402823466e38f;
 
 // The sum of the weights of a row, relative to 2 to the `base`, as far as this lane has them.
@@ -209,13 +244,31 @@ struct RowSum {
 // weighted values are rescaled seldom.
 constexpr float kBaseSlack = 8.0f;
 
+// Weights that meet values are relative to the largest dynamic scale of V so far, a power of two:
+// raise it to the largest of a tile, and return the factor of the sums of weighted values.
+// Every lane must call it.
+template <int kKeys>
+__device__ __forceinline__ float raise_value_scale(const float (&scales)[kKeys], float& largest) {
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kKeys; i += 32) top = fmaxf(top, fabsf(scales[i + threadIdx.x % 32]));
+  top = power_of_two_below(max_within_warp(top, 32));
+  if (!(top > largest)) return 1.0f;
+  const float rescale = largest * inverse_of_power(top);
+  largest = top;
+  return rescale;
+}
+
 // Turn a lane's scores into weights, A of products by 16 keys: 2 to the scores times `factor`, less
 // the bases of their rows. The bases of rows g and g + 8 are raised to their largest logits where
 // these are far above; `rescale` is what all that is relative to them has to be multiplied by.
-// Returns whether that is not 1 in any row of the warp. Every lane must call it.
+// Returns whether that is not 1 in any row of the warp. Every lane must call it. Unless it is null,
+// the weights that meet values, unlike their sums, are multiplied by `value_scales` of their keys
+// and by `unit`.
 template <typename T, int kSteps>
 __device__ __forceinline__ bool weigh_scores(u32 (&a)[kSteps][4], const float (&s)[2 * kSteps][4],
-                                             float factor, RowSum (&rows)[2], float (&rescale)[2]) {
+                                             float factor, RowSum (&rows)[2], float (&rescale)[2],
+                                             const float* value_scales, float unit) {
   bool rises = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -237,9 +290,13 @@ __device__ __forceinline__ bool weigh_scores(u32 (&a)[kSteps][4], const float (&
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * k + i / 2;
       const int h = i % 2;
-      const float x = power_of_two(fmaf(s[n][2 * h], factor, -rows[h].base));
-      const float y = power_of_two(fmaf(s[n][2 * h + 1], factor, -rows[h].base));
+      float x = power_of_two(fmaf(s[n][2 * h], factor, -rows[h].base));
+      float y = power_of_two(fmaf(s[n][2 * h + 1], factor, -rows[h].base));
       rows[h].sum += x + y;
+      if (value_scales) {
+        x *= value_scales[n * 8 + threadIdx.x % 4 * 2] * unit;
+        y *= value_scales[n * 8 + threadIdx.x % 4 * 2 + 1] * unit;
+      }
       a[k][i] = pack_pair<T>(x, y);
     }
   }

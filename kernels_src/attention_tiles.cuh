@@ -179,3 +179,19 @@ __device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2
     for (int i = 0; i < 4; ++i) o[n][i] *= rescale[i / 2];
   }
 }
+
+// --- Powers of two -------------------------------------------------------------------------------
+
+constexpr float kSmallestScale = __builtin_bit_cast(float, 0x00800000);  // 2 to the -126
+constexpr float kLargestScale = __builtin_bit_cast(float, 0x7e800000);   // 2 to the 126
+
+// A power of two, normal as its inverse is, so that the largest of some magnitudes is from 1 to 4
+// times as large, if it is a normal number at all.
+__device__ __forceinline__ float power_of_two_below(float largest) {
+  const float power = __uint_as_float(__float_as_uint(largest) & 0x7f800000u);
+  return fminf(fmaxf(power, kSmallestScale), kLargestScale);
+}
+
+__device__ __forceinline__ float inverse_of_power(float power) {
+  return __uint_as_float(0x7f000000u - __float_as_uint(power));
+}

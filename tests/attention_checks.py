@@ -417,6 +417,24 @@ def check_attention_append_rotated_keys(device, interleaved=False):
     return case
 
 
+def check_attention_prefill_of_8_bits(device):
+    """Two tiles of keys and more, and a scale for each key, dequantised in shared memory."""
+    case = AttentionCase(device, 59)
+    return case.attend(case.arguments(
+        [150, 40], [70, 40], fmt="bf16", cache_fmt="fp8_e4m3", page_size=16, heads=(4, 2),
+        widths=(128, 64), loud=1.0, scales=("dynamic", "dynamic"),
+    ))  # fmt: skip
+
+
+def check_attention_prefill_of_4_bits(device):
+    """Likewise of codes with group scales."""
+    case = AttentionCase(device, 60)
+    return case.attend(case.arguments(
+        [150, 40], [70, 40], fmt="fp16", cache_fmt="nvfp4", page_size=16, heads=(4, 2),
+        widths=(64, 128), loud=1.0, scales=("per head", "float"),
+    ))  # fmt: skip
+
+
 def check_attention_append_rotated_keys_in_any_order(device):
     """Warps wait for one another at barriers alone."""
     for device.thread_order_seed in (1, 2, 3, 4):

@@ -1,9 +1,10 @@
 """The attention kernels: which of them a call takes, how it is tiled, and their Params.
 
 `attention_prefill` works on tiles of 64 or 128 packed rows with tensor cores, where query and cache
-are fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 and 4 bits, and
-`attention_decode_latent` likewise where rows are wide, and `attention_decode_heads` on tiles of 64
-where many heads share those. `attention_decode` takes every other call: a few packed rows per tile.
+are fp16, or bf16, or the cache has 8 or 4 bits; `attention_decode_mma` on tiles of 16, also of
+caches of 8 and 4 bits, and `attention_decode_latent` likewise where rows are wide, and
+`attention_decode_heads` on tiles of 64 where many heads share those. `attention_decode` takes every
+other call: a few packed rows per tile.
 `attention_schedule` runs before them where sequences may be long: it cuts their keys into pieces, a
 block for each. `attention_starts` runs first where sequences have several new tokens.
 
@@ -374,8 +375,8 @@ def specialisations() -> list[Specialisation]:
         for rows in row_counts
     ]
     prefills = [
-        prefill_specialisation(name, *widths, rows=rows, rotates=rotates)
-        for rotates in (False, True)
+        prefill_specialisation(name, *widths, rows=rows, **kind)
+        for kind in ({}, {"rotates": True}, {"quantised": True})
         for name in PREFILL_FORMATS
         for widths in PREFILL_WIDTHS
         for rows in PREFILL_ROWS
@@ -436,17 +437,20 @@ def schedule_threads(warp_lanes: int) -> int:
 
 
 def prefill_specialisation(
-    format_name: str, k_width: int, v_width: int, *, rows: int = 64, rotates: bool = False
-) -> Specialisation:
-    """Return the prefill kernel of a format whose padded widths fit rows of K and V.
+    format_name: str, k_width: int, v_width: int, *, rows: int = 64, rotates: bool = False,
+    quantised: bool = False,
+) -> Specialisation:  # fmt: skip
+    """Return the prefill kernel of a query's format whose padded widths fit rows of K and V.
 
-    `rows` is one of `PREFILL_ROWS`.
+    `rows` is one of `PREFILL_ROWS`. Of quantised caches no keys are rotated.
     """
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
-    ctype, stages = PREFILL_FORMATS[format_name], 1 + (rows > 64 and widths == _TWO_STAGES)
-    return PREFILL.specialise(ctype, *widths, _bool(rotates), rows, stages)
+    stages = 1 + (rows > 64 and widths == _TWO_STAGES and not quantised)
+    return PREFILL.specialise(
+        PREFILL_FORMATS[format_name], *widths, _bool(rotates), rows, stages, _bool(quantised)
+    )
 
 
 def prefill_rows(specialisation: Specialisation) -> int:
@@ -566,14 +570,18 @@ def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
 def prefill_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `PrefillShape::kBytes` of the kernel."""
     k_width, v_width = map(int, specialisation.arguments[1:3])
-    rows, stages = map(int, specialisation.arguments[4:])
+    rows, stages = map(int, specialisation.arguments[4:6])
+    rotates, quantised = (specialisation.arguments[i] == _bool(True) for i in (3, 6))
     keys = 64 if k_width <= 192 else 32
     k_bytes, v_bytes = stages * 2 * keys * k_width, stages * 2 * keys * v_width
     query_bytes = 2 * rows * k_width
     query_moves = k_width * (rows // PREFILL_ROWS[0]) <= 192 and stages == 1  # on, to registers
+    per_key = 16
+    if quantised:  # keys and values take turns, and arrive in another place
+        v_bytes, k_bytes = max(k_bytes, v_bytes), keys * max(k_width, v_width)
+        per_key += 8 + (k_width + v_width) // 16
     values = max(v_bytes, query_bytes) if query_moves else v_bytes + query_bytes
-    angles = keys if specialisation.arguments[3] == _bool(True) else 1
-    table_bytes = -(-(16 * keys + 8 * angles + 4 * (keys // 32)) // 8) * 8
+    table_bytes = -(-(per_key * keys + 8 * (keys if rotates else 1) + 4 * (keys // 32)) // 8) * 8
     entries_bytes = 2 * 8 * keys
     tile_bytes = 136 + (16 + 4 * PREFILL_THREADS // PREFILL_ROWS[0]) * rows  # a PrefillTile
     tables_bytes = (stages + 1) * table_bytes + entries_bytes
@@ -759,17 +767,8 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
     """
     if reason := _query_or_row_reason(device, call, alignment):
         return reason
-    for operand in (call.k, call.v):
-        format, scales = operand.four_bit, operand.cache.scales
-        assert format is not None
-        assert scales is not None
-        scale_bytes = operand.cache.width // format.group * format.scale_bytes
-        steps = (scale_bytes, scales.start_bytes, *scales.strides)
-        if operand.code_word_bytes(alignment) < 4 or any(n % 4 for n in steps):
-            return (
-                f"codes or scales of {operand.names.cache} ({scale_bytes} bytes of scales per row) "
-                "are not whole aligned 4-byte words"
-            )
+    if reason := _code_reason(call.k, alignment) or _code_reason(call.v, alignment):
+        return reason
     if call.rotates_keys and call.k.rotated_width:
         return "RoPE on read is not supported for a k_cache that is stored rotated"
     if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
@@ -779,6 +778,21 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
     if call.k.rotated_width and smem_bytes > device.shared_bytes:
         return f"{device.arch} has too little shared memory for a cache that is stored rotated"
     return _arch_reason(device, chosen)
+
+
+def _code_reason(operand: KVOperand, alignment: int) -> str:
+    """Return why codes and scales of a four-bit cache cannot be copied in words, or ""."""
+    format, scales = operand.four_bit, operand.cache.scales
+    assert format is not None
+    assert scales is not None
+    scale_bytes = operand.cache.width // format.group * format.scale_bytes
+    steps = (scale_bytes, scales.start_bytes, *scales.strides)
+    if operand.code_word_bytes(alignment) >= 4 and not any(n % 4 for n in steps):
+        return ""
+    return (
+        f"codes or scales of {operand.names.cache} ({scale_bytes} bytes of scales per row) "
+        "are not whole aligned 4-byte words"
+    )
 
 
 _UNALIGNED = "rows of query, out or the caches are not whole aligned 16-byte words"
@@ -841,35 +855,46 @@ def _widths(call: AttentionCall) -> tuple[int, int]:
 def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     """Return whether the prefill kernel can take a ragged call.
 
-    It can where threads run in warps, query and caches are all fp16 or all bf16 and unscaled, rows
-    are whole words at aligned addresses, the kernel `is_reachable` on the architecture, and
-    sequences have rows enough on average, as far as shapes tell.
+    It can where threads run in warps, query and caches are all fp16 or all bf16, or the caches have
+    8 or 4 bits, rows are whole words at aligned addresses, the kernel `is_reachable` on the
+    architecture, and sequences have rows enough on average, as far as shapes tell.
     """
-    query, out = call.views["query"], call.views["out"]
-    formats = {query.format, call.k.cache_format.name, call.v.cache_format.name}
-    if (
-        device.warp_lanes != 32
-        or len(formats) != 1
-        or query.format not in PREFILL_FORMATS
-        or padded_widths(*_widths(call)) is None
-    ):
+    if _query_or_row_reason(device, call, alignment) or padded_widths(*_widths(call)) is None:
         return False
-    scales = ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
-    if any(name in call.arguments for name in scales):
-        return False
-    strides = (*query.strides[:2], *out.strides[:2])
-    if widest(map(abs, strides)) < _WORD_BYTES or not _has_whole_packs(call, alignment):
-        return False
-    if not is_reachable(_prefill_specialisation_of(call, PREFILL_ROWS[0]), device.arch):
+    query_format = call.views["query"].format
+    if _is_quantised(call):
+        suitable = has_many_rows(call) and not call.rotates_keys  # few fit a tile of decode
+        suitable &= all(_is_dequantised(v, query_format, alignment) for v in (call.k, call.v))
+    else:
+        formats = {operand.cache_format.name for operand in (call.k, call.v)}
+        suitable = formats == {query_format} and _has_whole_packs(call, alignment)
+    chosen = _prefill_specialisation_of(call, PREFILL_ROWS[0])
+    if not suitable or not is_reachable(chosen, device.arch):
         return False
     rows = call.num_tokens * call.group
     return rows >= _MIN_ROWS_PER_SEQUENCE * max(1, call.num_sequences)
 
 
+def _is_quantised(call: AttentionCall) -> bool:
+    return call.k.cache_format.quantised and call.v.cache_format.quantised
+
+
+def _is_dequantised(operand: KVOperand, query_format: str, alignment: int) -> bool:
+    """Return whether prefill can dequantise a cache to the format of the query, exactly."""
+    if operand.four_bit is None:
+        strides = map(abs, operand.cache_strides)
+        return widest((alignment, operand.cache.width, *strides)) == _WORD_BYTES
+    exact = CODED_LATENT_FORMATS if query_format == "fp16" else (*CODED_LATENT_FORMATS, "mxfp4")
+    if operand.cache_format.name not in exact:
+        return False
+    return not operand.rotated_width and not _code_reason(operand, alignment)
+
+
 def _prefill_specialisation_of(call: AttentionCall, rows: int) -> Specialisation:
     return prefill_specialisation(
-        call.views["query"].format, *_widths(call), rows=rows, rotates=call.rotates_keys
-    )
+        call.views["query"].format, *_widths(call), rows=rows, rotates=call.rotates_keys,
+        quantised=_is_quantised(call),
+    )  # fmt: skip
 
 
 def _choose_prefill_rows(device: Device, call: AttentionCall) -> int:

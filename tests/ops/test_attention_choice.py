@@ -168,7 +168,7 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
         {"heads": (40, 1)},  # three tiles
         {"new": 2},  # too few rows for prefill
         {"cache_dtype": np.int8},
-        {"cache_dtype": np.int8, "new": 16},  # which prefill does not take
+        {"cache_dtype": np.int8, "new": 8},
         {"cache_dtype": np.int8, "k_scale": 0.5},
         {"width": 200},
         {"width": 64} | table_of(64),
@@ -179,6 +179,26 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
 )
 def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
     assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
+
+
+@pytest.mark.parametrize("more", [{}, {"k_scale": 0.5, "v_scale": 0.25}], ids=name_values)
+@pytest.mark.parametrize("fmt", [np.int8, "nvfp4"])
+def test_many_rows_over_quantised_caches_go_to_prefill(watch, fmt, more):
+    launches = launched(watch(), new=16, max_pages=2, cache_dtype=fmt, **more)
+    assert names(launches) == ["attention_starts", "attention_prefill"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"cache_dtype": np.int8} | table_of(64),  # keys are not rotated on their way
+        {"cache_dtype": "mxfp4", "width": 128},  # not exact in fp16
+        {"cache_dtype": "int4", "width": 128},
+    ],
+    ids=name_values,
+)
+def test_others_take_the_tiles_of_decode(watch, more):
+    assert "attention_decode_mma" in names(launched(watch(), new=16, max_pages=2, **more))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +256,7 @@ def test_all_else_takes_the_plain_path(watch, call):
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
-@pytest.mark.parametrize("more", [{}, {"new": 16}, table_of(128), table_of(64, start=32)], ids=str)
+@pytest.mark.parametrize("more", [{}, {"new": 8}, table_of(128), table_of(64, start=32)], ids=str)
 def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
     assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
 
@@ -506,7 +526,7 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
         for formats in [
             *itertools.product(plain, plain),
-            *itertools.product(("fp16", "fp32"), quantised),
+            *itertools.product(("fp16", "bf16", "fp32"), quantised),
             ("fp32", "fp16", "bf16"),
         ]
         for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (640, 640)]

@@ -326,6 +326,9 @@ def test_what_it_suits():
     assert suits(Ampere, widths=(80, 8), shift=8)
     assert suits(Turing, widths=(192, 128))
     assert suits(Ampere, out=view(np.zeros((32, 2, 64), np.float32)))
+    for fmt in ("fp8_e4m3", "fp8_e5m2", "int8"):
+        assert suits(Ampere, fmt="bf16", cache_fmt=fmt, widths=(192, 128), k_scale=0.5)
+        assert suits(Ampere, cache_fmt=fmt, widths=(80, 16), shift=16)
 
 
 @pytest.mark.parametrize(
@@ -333,8 +336,9 @@ def test_what_it_suits():
     [
         {"fmt": "fp32"},
         {"cache_fmt": "bf16"},
-        {"cache_fmt": "fp8_e4m3"},
-        {"cache_fmt": "fp8_e4m3", "k_scale": 0.5},
+        {"cache_fmt": "fp8_e4m3", "tokens": 16},  # rows for one tile of decode
+        {"cache_fmt": "fp8_e4m3", "widths": (72, 64)},
+        {"cache_fmt": "fp8_e4m3", "shift": 8},
         {"widths": (264, 64)},
         {"widths": (64, 264)},
         {"widths": (68, 64)},

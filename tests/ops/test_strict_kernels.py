@@ -95,7 +95,19 @@ MISSING = {
     "the wait for the values": wait(
         "values and the next table have arrived, and the keys are no longer needed"),
     "all waits": Missing(
-        PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 2),
+        PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 3),
+    **{
+        f"the barrier: {comment}": barrier(comment, call)
+        for comment, call in [
+            ("keys are dequantised", attention_checks.check_attention_prefill_of_8_bits),
+            ("packed values have arrived, and the keys are no longer needed",
+             attention_checks.check_attention_prefill_of_8_bits),
+            ("values are dequantised", attention_checks.check_attention_prefill_of_4_bits),
+        ]
+    },
+    "the wait for packed values": replace(
+        wait("packed values have arrived, and the keys are no longer needed"),
+        call=attention_checks.check_attention_prefill_of_4_bits),
     "the barrier after the tile of a decode": replace(
         barrier("the tile is known", decode), file=f"{DECODE}h"),
     "the barrier after the tile of latents": replace(
