@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import Transfer, TransferEngine
+from .cache.paged import backends as _backends
 from .cache.paged.arguments import Demotion
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator, block_hashes
@@ -80,7 +81,14 @@ def _is_verified(device: "_Device", specialisation: "_Specialisation") -> bool |
     return is_verified(device, specialisation)
 
 
+def _open_backend(attention: Any, pool: Any, layers: Any, steps: Any) -> Any:
+    from .interop.attention_backends import open_backend
+
+    return open_backend(attention, pool, layers, steps)
+
+
 _launch.verifier = _is_verified
+_backends.opener = _open_backend
 
 __all__ = [
     "ArrayView",

@@ -58,8 +58,8 @@ class Config:
     strict_seed : of the orders of threads and blocks; by default random. Setting it starts the
         sequence of orders again
     verify : "first_use" checks each kernel that has a plainer one against its reference before its
-        first use with a GPU model and driver version, see `kvcupy.verify`; "never" does not.
-        Kernels of the host device are not checked
+        first use with a GPU model and driver version, see `kvcupy.verify`, and attention of other
+        libraries, see `PagedKVCache`; "never" does not. Kernels of the host device are not checked
     batch_invariant : whether `paged_attention` computes each sequence as if it were alone, unless a
         call says otherwise; see there
     nvtx : whether each operation is issued within an NVTX range "kvcupy.NAME", by CuPy's bindings,

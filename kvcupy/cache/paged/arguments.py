@@ -35,6 +35,20 @@ class Demotion:
     ------
     TypeError, ValueError : an argument does not fit
 
+    Notes
+    -----
+    The end of a step demotes each page of its sequences that holds none of their first `first` and
+    none of their last `recent` committed tokens: the page is converted on the copy stream, behind
+    all work on it so far, and freed. Where no page for old tokens is free, it stays in dtype until
+    the end of a later step. A page that several sequences share is converted once: each sequence
+    moves to the demoted page when the page leaves its recent tokens, and the last one frees the
+    original. A demoted token stays demoted, also if tokens behind it are popped; appending to a
+    demoted page, or forking within it, converts the page back to dtype with the values that are
+    left. Scales are one per token and head, or one per group. Attention reads each format by a
+    separate launch and merges the results. Not with a Demotion: latent_dim, k_scale and v_scale,
+    cascade=True, a `window` of attention longer than recent + 1 or with first keys, and page tables
+    for other libraries. `offload` and `export_sequence` move demoted pages without converting them.
+
     Examples
     --------
     >>> Demotion("nvfp4+hadamard", recent=64, first=4).encoding.format

@@ -18,6 +18,7 @@ from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache
 from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, rope_of, scales_of
+from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
 from .layers import Layers
@@ -60,11 +61,13 @@ class PagedKVCache(ProcessLocal):
         allocate some of them
     slots_in_flight : steps whose tables may be uploading or in use at once
     demotion : a `Demotion`: how old tokens are kept in a narrower encoding; None: all are kept in
-        dtype. See the notes on precision
+        dtype
     batch_invariant : whether the bits of a sequence's outputs depend on its tokens alone: not on
         the rest of a batch, on how its prefill was cut into steps, or on where its pages came
         from. True for all caches that are made while `kvcupy.config.batch_invariant` is. What it
         costs: see `paged_attention`. Excludes cascade=True and `demotion`
+    attention : whose kernels attend: "kvcupy", "flashinfer", "flash_attn", "auto" (FlashInfer's
+        where it is installed and was measured to be faster, else kvcupy's) or a function
 
     Attributes
     ----------
@@ -75,6 +78,7 @@ class PagedKVCache(ProcessLocal):
     Raises
     ------
     TypeError, ValueError : an argument does not fit
+    ImportError : `attention` names a package that is not installed
     DeviceError, MemoryError : there is not enough memory
 
     Notes
@@ -87,18 +91,18 @@ class PagedKVCache(ProcessLocal):
     its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
 
-    Precision: with `demotion`, the end of a step demotes each page of its sequences that holds none
-    of their first `first` and none of their last `recent` committed tokens: the page is converted
-    on the copy stream, behind all work on it so far, and freed. Where no page for old tokens is
-    free, it stays in dtype until the end of a later step. A page that several sequences share is
-    converted once: each sequence moves to the demoted page when the page leaves its recent tokens,
-    and the last one frees the original. A demoted token stays demoted, also if tokens behind it are
-    popped; appending to a demoted page, or forking within it, converts the page back to dtype with
-    the values that are left. Scales are one per token and head, or one per group. Attention reads
-    each format by a separate launch and merges the results. Not with `demotion`: latent_dim,
-    k_scale and v_scale, cascade=True, a `window` of attention longer than recent + 1 or with first
-    keys, and page tables for other libraries. `offload` and `export_sequence` move demoted pages
-    without converting them.
+    Attention: the first result of a library or a function, of each kind of call, is compared with
+    kvcupy's, unless `kvcupy.config.verify` is "never". kvcupy's kernels attend, with the reason
+    logged once, in token trees, evicted spans, demoted tokens, captured steps, `batch_invariant`,
+    rope_mode "inline" and four-bit caches; where a library does not support the call; and after a
+    result that differs by more than rounding explains, or a library that has raised. Exceptions of
+    a function are raised.
+    A function is called like `paged_attention`: `attention(query, k_cache, v_cache, block_table,
+    seq_lens, *, cu_query_lens, out, stream, **options)`. Arrays are torch tensors if the query is
+    one, else of NumPy or CuPy; cu_query_lens is None where each sequence has one new token.
+    `options` has sm_scale, window, sink_tokens, sinks, logits_soft_cap and scales of the cache, as
+    far as they are not None. `stream` is the current stream of the library. The function returns
+    `out`, an array that is then copied to it, or None to leave the call to kvcupy.
 
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
@@ -129,7 +133,7 @@ class PagedKVCache(ProcessLocal):
         rope_dim: int | None = None,
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
         cascade: bool | None = None, pool: Pool | None = None,
-        demotion: Demotion | None = None, batch_invariant: bool = False,
+        demotion: Demotion | None = None, batch_invariant: bool = False, attention: Any = "kvcupy",
     ) -> None:  # fmt: skip
         has_static_scales = k_scale is not None or v_scale is not None
         pool, latent_dim = pool_of(
@@ -183,6 +187,7 @@ class PagedKVCache(ProcessLocal):
             cascade=cascade,
             past=self._past,
         )  # fmt: skip
+        self._layers.backend = backend_of(attention, pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = Contents(pool, self._layers, access, self._past)
         self._tiers = Tiers(pool, self._sequences, access, self.past_pool)

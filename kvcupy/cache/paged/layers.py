@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ... import scratch
@@ -18,6 +18,7 @@ from ...ops.merge import merge_states
 from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation
 from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, store_mla
 from ..pool import MLAPool, Pool
+from .backends import AttentionBackend, LayerCall
 from .tables import TRANSPOSED_TABLE, Tables, block_table, past_table
 
 _MAX_CHECKED = 256  # kinds of rows that are remembered, and pairs of addresses
@@ -141,6 +142,7 @@ class Layers:
 
     Attributes
     ----------
+    backend : attends where it can; None: kvcupy's kernels do
     caches : of each layer, the arguments of a gather that name its arrays
     store : the operation that writes K and V, or latents
     stores : of each layer, the arguments of `store` that name its arrays
@@ -152,6 +154,7 @@ class Layers:
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]],
         past: Layers | None = None, recent: int = 0, sinks: int = 0, batch_invariant: bool = False,
     ) -> None:  # fmt: skip
+        self.backend: AttentionBackend | None = None
         self._batch_invariant = batch_invariant
         self._past, self._recent, self._sinks = past, recent, sinks
         self._device: Device = pool.device
@@ -376,6 +379,14 @@ class Layers:
                 stream,
             )  # fmt: skip
             at_query = query.pointer
+        if self.backend is not None:
+            call = LayerCall(layer, query, out, sinks, options, tables, stream)
+            attend_plainly = partial(
+                step.attention.issue, (query, out, None, sinks), (at_query, at_out, 0, at_sinks),
+                kind, self._arrays[layer], stream, (options,),
+            )  # fmt: skip
+            if self.backend.attend(call, attend_plainly):
+                return
         passes = [(step.attention, self._arrays[layer], options, True)]
         # A window depends on the position of each query, which is unknown in a pass over a prefix.
         if step.past is not None or (step.prefix is not None and not options.window):
