@@ -134,7 +134,7 @@ class StepArrays:
     derived : what a backend derives from them once per step
     """
 
-    def __init__(self, step: Step, tables: Tables, convert: Callable[[Any], Any]) -> None:
+    def __init__(self, step: Step, tables: Tables, convert: Callable[[ArrayView], Any]) -> None:
         self.step = step
         self.lengths = [sequence.length for sequence in step.sequences]
         self.block_table = convert(block_table(tables))
@@ -284,23 +284,27 @@ class Backend:
         def run() -> None:
             done.append(self._kernels.run(call, operands))
 
-        operation = observe.Operation(
-            self._kernels.name, call.stream, (observe.Access(query, name="query"),),
-            (observe.Access(out, name="out"),),
-        )  # fmt: skip
-        with _torch_on(call.stream, self._device, in_torch), observe.announced(operation):
-            operands = self._operands(call, in_torch)
+        def enqueue() -> None:
             self._device.run(run, call.stream, (query.owner, out.owner))
             if not done:  # a stream of the host device has a thread
                 call.stream.synchronize()
+
+        def describe() -> observe.Operation:
+            reads, writes = observe.Access(query, name="query"), observe.Access(out, name="out")
+            return observe.Operation(self._kernels.name, call.stream, (reads,), (writes,))
+
+        with _torch_on(call.stream, self._device, in_torch):
+            operands = self._operands(call, query, out, in_torch)
+            observe.issue(describe, enqueue)
         note_written((call.out,))
         return done[0]
 
-    def _operands(self, call: LayerCall, in_torch: bool) -> Operands:
+    def _operands(
+        self, call: LayerCall, query: ArrayView, out: ArrayView, in_torch: bool
+    ) -> Operands:
         """Return the arrays of a call as torch tensors, or else of the device's own library."""
 
-        def convert(array: Any) -> Any:
-            v = view(array)
+        def convert(array: Any, v: ArrayView) -> Any:
             if not in_torch:
                 return self._device.carrier(v).view(numpy_dtype(v.format))
             if v.library == "torch" and not isinstance(array, ArrayView):
@@ -310,7 +314,8 @@ class Backend:
         caches = self._caches.get((in_torch, call.layer))
         if caches is None:
             own = self._cache.layers[call.layer]
-            caches = convert(own["k_cache"]), convert(own["v_cache"])
+            k_cache, v_cache = (view(own[name]) for name in ("k_cache", "v_cache"))
+            caches = convert(k_cache, k_cache), convert(v_cache, v_cache)
             self._caches[in_torch, call.layer] = caches
         step = self._steps.running
         assert step is not None
@@ -319,11 +324,12 @@ class Backend:
             self._arrays.clear()
         arrays = self._arrays.get((in_torch, call.stream))
         if arrays is None:
-            arrays = StepArrays(step, call.tables, convert)
+            arrays = StepArrays(step, call.tables, lambda v: convert(v, v))
             if self._kernels.takes_page_lists:
-                arrays.page_indices = convert(self._steps.lists(call.stream)["indices"])
+                indices = self._steps.lists(call.stream)["indices"]
+                arrays.page_indices = convert(indices, indices)
             self._arrays[in_torch, call.stream] = arrays
-        return Operands(convert(call.query), *caches, convert(call.out), arrays)
+        return Operands(convert(call.query, query), *caches, convert(call.out, out), arrays)
 
     # --- Check ---
 
@@ -488,7 +494,9 @@ class FlashInfer:
         if k_cache.dtype != query.dtype:
             arguments = self._cache.layers[call.layer]
             scales = {n: float(arguments.get(n) or 1.0) for n in ("k_scale", "v_scale")}
-        wrapper.run(query, (k_cache, v_cache), out=out, **scales)
+        result = wrapper.run(query, (k_cache, v_cache), out=out, **scales)
+        if result is not out:  # some of FlashInfer's backends apply v_scale by another copy
+            out.copy_(result)
         return True
 
     def _planned(self, key: Any, call: LayerCall, operands: Operands) -> Any:

@@ -258,6 +258,23 @@ def test_rows_of_padding(device, installed):
     assert got.shape[1] == 9 and not got[:, 6:].any()
 
 
+def test_tables_that_are_uploaded_again(device, installed):
+    """As after a copy that failed: the library then reads the new ones."""
+    installed("flash_attn_interface")
+    outs = []
+    for attention in ("flash_attn", "kvcupy"):
+        model = Model(device, attention)
+        model.cache.add_sequence("a")
+        with model.cache.forward(["a"], [5]):
+            rows = [model.array(part) for part in model.rows("a", 0, 5, 0)]
+            model.cache.attention(0, *rows)
+            tables = model.cache._steps.tables
+            device.carrier(tables._slot.views["block_table"])[...] = 50
+            tables._slot, tables._readers = None, {}
+            outs.append(device.to_numpy(model.cache.attention(1, *rows)).astype(float))
+    near(*outs)
+
+
 def test_arrays_of_numpy(device, installed, caplog):
     """Libraries get torch tensors over the same memory."""
     installed("flash_attn_interface")
