@@ -225,16 +225,7 @@ class Backend:
             return False
         if not is_checked and self._device.capturing:  # which may not allow the check to wait
             return False
-        try:
-            done = self._run(call, query, out)
-        except Exception as error:
-            if not self._kernels.is_library:
-                raise
-            first_line = "\n".join(str(error).splitlines()[:1])
-            self._turn_off(f"{type(error).__name__}: {first_line}")
-            return False
-        if not done:
-            self._log("it returned None or NotImplemented")
+        if not self._run(call, query, out):
             return False
         if not is_checked:
             difference = self._difference(call, query, out, own)
@@ -278,11 +269,19 @@ class Backend:
         )  # fmt: skip
 
     def _run(self, call: LayerCall, query: ArrayView, out: ArrayView) -> bool:
+        """Run the other kernels; return False, and log why, if the call is left to kvcupy."""
         in_torch = self._kernels.is_library or query.library == "torch"
         done: list[bool] = []
 
         def run() -> None:
-            done.append(self._kernels.run(call, operands))
+            try:
+                done.append(self._kernels.run(call, operands))
+            except Exception as error:
+                if not self._kernels.is_library:
+                    raise
+                first_line = "\n".join(str(error).splitlines()[:1])
+                self._turn_off(f"{type(error).__name__}: {first_line}")
+                done.append(False)
 
         def enqueue() -> None:
             self._device.run(run, call.stream, (query.owner, out.owner))
@@ -297,6 +296,8 @@ class Backend:
             operands = self._operands(call, query, out, in_torch)
             observe.issue(describe, enqueue)
         note_written((call.out,))
+        if self._is_on and not done[0]:
+            self._log("it returned None or NotImplemented")
         return done[0]
 
     def _operands(

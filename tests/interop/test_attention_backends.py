@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import reference
+from kvcupy import observe, reference
 from kvcupy.interop import attention_backends
 
 torch = pytest.importorskip("torch")
@@ -237,6 +237,36 @@ def test_an_error_of_a_library(device, installed, monkeypatch, caplog):
     (message,) = messages(caplog)
     assert "is off" in message and message.endswith("because RuntimeError: no nvcc")
     assert len(calls("run")) == 1
+
+
+@pytest.mark.parametrize("attention", ["flashinfer", "flash_attn"])
+def test_an_error_of_kvcupy_is_raised(device, installed, monkeypatch, attention):
+    """A failed upload, or a report of the order checker, is no error of the library."""
+    installed("flashinfer", "flash_attn_interface")
+    model = Model(device, attention)
+    model.cache.add_sequence("a")
+    model.step(a=3)
+
+    def fail(*arguments):
+        raise kv.DeviceError("no memory")
+
+    class Observer:
+        def before(self, operation):
+            if operation.name == attention:
+                raise kv.OrderError("a race")
+
+        after = recorded = waited = lambda self, *arguments: None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_backends, "StepArrays", fail)
+        with pytest.raises(kv.DeviceError, match="no memory"):
+            model.step(a=1)
+    with observe.attached(Observer()), pytest.raises(kv.OrderError, match="a race"):
+        model.step(a=1)
+    libraries.CALLS.clear()
+    assert model.cache.sequence_length("a") == 3
+    model.step(a=1)
+    assert [call for call in libraries.CALLS if call[2] in ("run", *FUNCTIONS)]
 
 
 def test_on_a_stream(device, installed, caplog):
