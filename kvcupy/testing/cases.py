@@ -512,6 +512,8 @@ def _cache_of(
        new=(5, 1, 9), poison=True, lse=True)  # fmt: skip
 @_case("paged_attention", "prefill, not causal", seq_lens=(19, 6), new=(7, 6),
        options={"causal": False})  # fmt: skip
+@_case("paged_attention", "prefill, int8 cache", seq_lens=(37, 20), new=(19, 20),
+       cache_fmt="int8", options={"k_scale": 0.03, "v_scale": 0.05})  # fmt: skip
 @_case("paged_attention", "a tree of drafted tokens", seq_lens=(19, 12), new=(6, 4), tree=True)
 @_case("paged_attention", "MLA decode", seq_lens=(1, 37, 16), mla=True,
        heads=(1, 16), widths=(80, 64))  # fmt: skip
@@ -796,13 +798,18 @@ def _latent(heads: int, ctype: str) -> dict[str, Any]:
 
 
 def _prefilled(
-    ctype: str, k_width: str, v_width: str, rotates: str, rows: str, _stages: str
+    ctype: str, k_width: str, v_width: str, rotates: str, rows: str, _stages: str, quantised: str
 ) -> dict[str, Any]:
     # Large tiles are for sequences that fill them, and a GPU with them, as far as shapes tell.
     size = {"new": (1, 20, 26)} if rows == "64" else {"new": (1, 30, 40), "columns": 2000}
+    cache: dict[str, Any] = {}
+    if quantised == "true":  # several formats, by a branch that both query formats share
+        cache_fmt = "fp8_e4m3" if ctype == "bfloat16" else "nvfp4"
+        cache = {"cache_fmt": cache_fmt, "options": {"k_scale": 0.7, "v_scale": 1.3}}
     return _attended(
-        fmt=_NAMES[ctype], widths=(int(k_width), int(v_width)), rotates=rotates == "true", **size
-    )
+        fmt=_NAMES[ctype], widths=(int(k_width), int(v_width)), rotates=rotates == "true",
+        **size, **cache,
+    )  # fmt: skip
 
 
 def _transferred(source: str, target: str, count: str) -> dict[str, Any] | None:
