@@ -10,7 +10,8 @@ from helpers import DTYPE, address, to_device
 
 from kvcupy.config import shared_bytes
 from kvcupy.ops import attention_kernels as kernels
-from kvcupy.ops.attention_kernels import FORMAT_NUMBERS, PARAMS, PIECE
+from kvcupy.ops.attention_call import FORMAT_NUMBERS, PARAMS, PIECE
+from kvcupy.ops.attention_choice import grid_of
 
 LOG2_E = float(np.log2(np.e))
 
@@ -201,7 +202,7 @@ class Call:
         params["page_size"] = self.page_size
         params["page_shift"] = shift if 1 << shift == self.page_size else -1
         blocks = len(arrays["pieces"]) if self.splits > 1 else tiles
-        grid = kernels.grid_of(chosen, blocks, num_kv_heads)
+        grid = grid_of(chosen, blocks, num_kv_heads)
         device.launch(
             device.load(chosen), grid, (threads, 1, 1), smem_bytes, params.tobytes(),
             device.as_stream(None), tuple(placed.values()),

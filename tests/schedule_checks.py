@@ -9,6 +9,8 @@ import numpy as np
 from helpers import address
 
 from kvcupy.ops import attention_kernels as kernels
+from kvcupy.ops.attention_call import PARAMS, PIECE
+from kvcupy.ops.attention_choice import choose_schedule
 
 PAGE = 16
 HEADS = 8  # of the cache
@@ -31,17 +33,17 @@ class Batch:
         )  # fmt: skip
         kernel = SimpleNamespace(kernel=kernels.DECODE_MMA)
         tiling = SimpleNamespace(rows=rows, blocks_per_sm=4, specialisation=kernel)
-        self.bounds = kernels.choose_schedule(SimpleNamespace(sm_count=2 * running), call, tiling)
+        self.bounds = choose_schedule(SimpleNamespace(sm_count=2 * running), call, tiling)
 
     def schedule(self, device, lanes):
         arrays = {
             "seq_lens": np.array(self.lens, np.int64),
-            "pieces": np.full(self.bounds.num_pieces, 77, kernels.PIECE),
+            "pieces": np.full(self.bounds.num_pieces, 77, PIECE),
             "split_tiles": np.full((self.bounds.num_split_tiles, 4), 77, np.int32),
         }
         if self.news:
             arrays["cu_query_lens"] = np.cumsum([0, *self.news], dtype=np.int32)
-        params = np.zeros((), kernels.PARAMS)
+        params = np.zeros((), PARAMS)
         for name, array in arrays.items():
             params[name] = address(array)
         for name, value in asdict(self.bounds).items():

@@ -36,7 +36,7 @@ from ..cache.pool import MLAPool, Pool
 from ..config import config, logger
 from ..devices.protocol import Device, Event, Stream
 from ..formats import CACHE_FORMATS, FOUR_BIT, numpy_dtype
-from ..ops.attention_kernels import AttentionOptions
+from ..ops.attention_call import AttentionOptions
 from ..ops.store import gather_kv
 from ..ops.transfer_kernels import upload
 from ..testing.tolerances import Array, Float64, attention_errors

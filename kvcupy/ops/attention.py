@@ -23,21 +23,16 @@ from ..arrays import ArrayView, describe
 from ..config import config
 from ..observe import Access, DerivedSlots
 from . import checks
-from .attention_kernels import (
+from .attention_call import (
     ARRAYS,
     PIECE,
-    STARTS,
     AttentionCall,
     AttentionOptions,
     attention_params,
-    choose_schedule,
-    choose_tiling,
-    grid_of,
-    num_tiles,
-    schedule_specialisation,
-    schedule_threads,
     starts_params,
 )
+from .attention_choice import choose_schedule, choose_tiling, grid_of, num_tiles
+from .attention_kernels import STARTS, schedule_specialisation, schedule_threads
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
 from .checks import KVNames, KVOperand
 from .launch import Launch, Pointer

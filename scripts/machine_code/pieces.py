@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcupy.devices.host import HostDevice
-from kvcupy.ops.attention_kernels import PARAMS, PIECE, schedule_specialisation
+from kvcupy.ops.attention_call import PARAMS, PIECE
+from kvcupy.ops.attention_kernels import schedule_specialisation
 
 if TYPE_CHECKING:
     from .bounds import Planned

@@ -16,7 +16,7 @@ from kvcupy.arrays import view
 from kvcupy.config import SHARED_BYTES, shared_bytes
 from kvcupy.devices.host import HostDevice
 from kvcupy.formats import FOUR_BIT
-from kvcupy.ops import attention_kernels, launch
+from kvcupy.ops import attention_choice, attention_kernels, launch
 from kvcupy.ops import call as op_call
 from kvcupy.ops.attention import check_call, check_options
 
@@ -300,7 +300,7 @@ def cache_of(fmt, width, pages=2, page_size=4, heads=1, encoding=""):
 def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
     """Return the kernel of a call of as many tokens as heads, in one sequence."""
     call = call_of(formats, widths, heads, ragged=ragged, rotates=rotates)
-    return attention_kernels.choose_tiling(device, call, alignment).specialisation
+    return attention_choice.choose_tiling(device, call, alignment).specialisation
 
 
 def call_of(formats, widths, heads, *, ragged=False, rotates=False, encoding=""):
@@ -380,7 +380,7 @@ def test_a_call_without_tensor_cores_has_a_reason(reason):
     formats, widths, more = SLOW[reason]
     options = {"rotates": more.get("rotates", False), "encoding": more.get("encoding", "")}
     call = call_of(formats, widths, 8, **options)
-    tiling = attention_kernels.choose_tiling(GPU(more.get("arch", "sm_80")), call, 256)
+    tiling = attention_choice.choose_tiling(GPU(more.get("arch", "sm_80")), call, 256)
     assert tiling.specialisation.kernel is attention_kernels.DECODE[32]
     assert reason in tiling.slow_path_reason
 
@@ -393,7 +393,7 @@ def test_only_plain_kernels_have_a_reason():
         if fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths):
             continue
         call = call_of((query, fmt), widths, 8, ragged=ragged)
-        tiling = attention_kernels.choose_tiling(GPU(arch), call, 256)
+        tiling = attention_choice.choose_tiling(GPU(arch), call, 256)
         plain = tiling.specialisation.kernel is attention_kernels.DECODE[32]
         assert bool(tiling.slow_path_reason) == plain
 
@@ -444,7 +444,7 @@ def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
             continue
         v_width = 128 if width == 192 else min(width, 256)
         plain, rotated = (
-            attention_kernels.choose_tiling(
+            attention_choice.choose_tiling(
                 GPU(arch), call_of(("bf16", fmt), (width, v_width), 8, encoding=encoding), 256
             )
             for encoding in ("", "+hadamard")
@@ -463,7 +463,7 @@ def test_a_gpu_is_asked_for_its_shared_memory():
     """Tiles are as large as it has room for, also on chips that are in no table."""
     for most_bytes, keys in ((227 << 10, "32"), (163 << 10, "32"), (99 << 10, "16")):
         call = call_of(("bf16", "bf16"), (576, 512), 128, ragged=True)
-        tiling = attention_kernels.choose_tiling(GPU("sm_199", most_bytes), call, 256)
+        tiling = attention_choice.choose_tiling(GPU("sm_199", most_bytes), call, 256)
         assert tiling.specialisation.arguments[1] == keys
         assert tiling.smem_bytes <= most_bytes
 
@@ -472,17 +472,17 @@ def test_a_gpu_is_asked_for_its_shared_memory():
 def test_pieces_have_128_kib_of_keys_or_256(fmt, keys):
     call = call_of(("bf16", fmt), (576, 512), 16)
     object.__setattr__(call, "max_pages", 1000)
-    tiling = attention_kernels.choose_tiling(GPU("sm_90"), call, 256)
-    assert attention_kernels.choose_schedule(GPU("sm_90"), call, tiling).min_keys == keys
+    tiling = attention_choice.choose_tiling(GPU("sm_90"), call, 256)
+    assert attention_choice.choose_schedule(GPU("sm_90"), call, tiling).min_keys == keys
 
 
 def test_pieces_of_wide_rows_are_all_resident():
     """Where keys are few, another wave would write and read its states for nothing."""
     for arch, heads, per_sm in (("sm_90", 20, 1), ("sm_90", 8, 2), ("sm_86", 8, 1)):
         device, call = GPU(arch), call_of(("bf16", "bf16"), (576, 512), heads)
-        tiling = attention_kernels.choose_tiling(device, call, 256)
+        tiling = attention_choice.choose_tiling(device, call, 256)
         object.__setattr__(call, "max_pages", 100_000)
-        schedule = attention_kernels.choose_schedule(device, call, tiling)
+        schedule = attention_choice.choose_schedule(device, call, tiling)
         assert schedule.num_running == device.sm_count * per_sm
         state_bytes = 8 * 512 * schedule.state_rows  # written and read
         assert schedule.least_keys == max(512, 16 * state_bytes // (2 * (576 + 512)))
@@ -513,8 +513,8 @@ def test_tiles_of_prefill_have_64_or_128_rows(tokens, kv_heads, sequences, max_p
     }
     views = {name: view(array, name) for name, array in arrays.items()}
     call = check_call(views, check_options("NHD", None, True, None, None, None))
-    assert attention_kernels.choose_tiling(GPU("sm_90"), call, 256).rows == rows
-    assert attention_kernels.choose_tiling(GPU("sm_86"), call, 256).rows == 64
+    assert attention_choice.choose_tiling(GPU("sm_90"), call, 256).rows == rows
+    assert attention_choice.choose_tiling(GPU("sm_86"), call, 256).rows == 64
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_120"])

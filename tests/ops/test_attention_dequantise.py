@@ -8,8 +8,8 @@ from attention_cases import AttentionCase
 from helpers import QUANTISED, from_values
 
 from kvcupy import reference
+from kvcupy.ops import attention_choice, call
 from kvcupy.ops import attention_kernels as kernels
-from kvcupy.ops import call
 
 LENS, NEW = [70, 5, 131, 0], [70, 3, 60, 0]
 EIGHT_BITS = [(fmt, cache) for fmt in ("bf16", "fp16") for cache in QUANTISED]
@@ -40,7 +40,7 @@ def rows(device, request, monkeypatch):
         pytest.skip("registers do not hold the sums")
     if device.kind == "host":  # on a GPU its shared memory decides
         monkeypatch.setattr(kernels, "is_reachable", lambda *_: True)
-        monkeypatch.setattr(kernels, "_choose_prefill_rows", lambda *_: request.param)
+        monkeypatch.setattr(attention_choice, "_choose_prefill_rows", lambda *_: request.param)
     monkeypatch.setattr(call, "_plans", {})
     launched = []
     launch = device.launch

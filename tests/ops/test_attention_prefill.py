@@ -16,6 +16,7 @@ from kvcupy.config import SHARED_BYTES, shared_bytes
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.kernels import Kernel
+from kvcupy.ops import attention_choice
 from kvcupy.ops import attention_kernels as kernels
 from kvcupy.ops.attention import check_call, check_options
 
@@ -294,12 +295,12 @@ def described(*, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 6
 
 def suits(device, *, alignment=256, **call):
     """Return whether the prefill kernel suits a call."""
-    return kernels.suits_prefill(device, described(**call), alignment)
+    return attention_choice.suits_prefill(device, described(**call), alignment)
 
 
 def suits_decode(device, *, alignment=256, **call):
     """Return whether the decode kernel on tensor cores suits a call."""
-    return not kernels.decode_mma_unsupported_reason(device, described(**call), alignment)
+    return not attention_choice.decode_mma_unsupported_reason(device, described(**call), alignment)
 
 
 class Turing:
@@ -389,14 +390,14 @@ def test_what_decode_does_not_suit(why):
 
 def test_which_wide_rows_are_latents():
     wide = {"widths": (576, 512)}
-    assert not kernels.latent_unsupported_reason(Ampere, described(**wide), 256)
-    assert not kernels.latent_unsupported_reason(
+    assert not attention_choice.latent_unsupported_reason(Ampere, described(**wide), 256)
+    assert not attention_choice.latent_unsupported_reason(
         Ampere, described(fmt="bf16", cache_fmt="int8", **wide), 256
     )
     for call in ({"widths": (584, 512)}, {"widths": (576, 520)}, {"fmt": "fp32", **wide}):
-        assert kernels.latent_unsupported_reason(Ampere, described(**call), 256)
-    assert kernels.latent_unsupported_reason(Turing, described(**wide), 256)
-    assert kernels.latent_unsupported_reason(Host, described(**wide), 256)
+        assert attention_choice.latent_unsupported_reason(Ampere, described(**call), 256)
+    assert attention_choice.latent_unsupported_reason(Turing, described(**wide), 256)
+    assert attention_choice.latent_unsupported_reason(Host, described(**wide), 256)
 
 
 def test_devices_that_decode_does_not_suit():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ...devices.protocol import Stream
-from ...ops.attention_kernels import AttentionOptions
+from ...ops.attention_call import AttentionOptions
 from .tables import Tables
 
 

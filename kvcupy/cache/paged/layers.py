@@ -12,7 +12,7 @@ from ...devices.protocol import Device, Stream
 from ...formats import bytes_per_element
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
-from ...ops.attention_kernels import AttentionOptions
+from ...ops.attention_call import AttentionOptions
 from ...ops.call import NO_ARGUMENTS, Probed, StepOperation
 from ...ops.merge import merge_states
 from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation

@@ -1,0 +1,277 @@
+"""A call of `paged_attention`, checked, and the Params that its kernels take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import faults
+from ..arrays import ArrayView
+from ..formats import FOUR_BIT
+from .checks import OPERAND_PARAMS, KVOperand
+
+
+class AttentionOptions(NamedTuple):
+    """What a call asks for beside its arrays, checked. Equal options share a plan.
+
+    Attributes
+    ----------
+    sm_scale : None: 1 / sqrt(D)
+    window : 0: none
+    sink_keys : first keys that stay visible past the window
+    soft_cap : 0: none
+    interleaved, rotary_start : which elements of a key the rope table rotates, if there is one
+    batch_invariant : one kernel for all numbers of tokens, whose sums have an order that only the
+        positions of keys decide
+    """
+
+    layout: str
+    sm_scale: float | None
+    causal: bool
+    window: int
+    sink_keys: int
+    soft_cap: float
+    interleaved: bool = False
+    rotary_start: int = 0
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call whose arguments fit together.
+
+    Attributes
+    ----------
+    arguments : by name, without those that are None; scales may be numbers
+    views : the arguments that are arrays
+    k, v : the caches, with their scales
+    num_tokens, num_heads, num_sequences, max_pages : T, Hq, B, pages per row of the block table
+    """
+
+    arguments: dict[str, Any]
+    options: AttentionOptions
+    k: KVOperand
+    v: KVOperand
+    num_tokens: int
+    num_heads: int
+    num_sequences: int
+    max_pages: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.k.cache.num_heads
+
+    @property
+    def sm_scale(self) -> float:
+        scale = self.options.sm_scale
+        return 1.0 / math.sqrt(self.k.cache.width) if scale is None else scale
+
+    @property
+    def max_keys(self) -> int:
+        """The most keys that a row of the block table holds."""
+        return self.max_pages * self.k.cache.page_size
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether sequences may have any number of new tokens, not one each."""
+        return not {"query_lens", "cu_query_lens"}.isdisjoint(self.arguments)
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys are cached raw and rotated on the way to the score."""
+        return "rope_table" in self.arguments
+
+    @cached_property
+    def views(self) -> dict[str, ArrayView]:
+        return {n: a for n, a in self.arguments.items() if isinstance(a, ArrayView)}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How `attention_schedule` cuts the keys of a call into pieces, whatever its lengths are.
+
+    Attributes
+    ----------
+    num_tiles : tiles that there may be
+    num_pieces : pieces that there may be, and blocks for each KV head
+    num_split_tiles : tiles of several pieces that there may be
+    tile_rows : packed rows per tile
+    num_running : pieces of one KV head that run at a time
+    most_rounds : of pieces that long sequences are cut into
+    least_keys : of a piece of long sequences
+    min_keys : of any piece
+    state_rows : packed rows that a piece may have
+    """
+
+    num_tiles: int
+    num_pieces: int
+    num_split_tiles: int
+    tile_rows: int
+    num_running: int
+    most_rounds: int
+    least_keys: int
+    min_keys: int
+    state_rows: int
+
+    @property
+    def num_states(self) -> int:
+        """Pieces of split tiles that there may be: each of the tiles rounds up to one more."""
+        return self.num_pieces - self.num_tiles + self.num_split_tiles
+
+    @property
+    def most_parts(self) -> int:
+        """Pieces of one tile that there may be."""
+        return self.num_pieces - self.num_tiles + 1
+
+
+# --- Params ---------------------------------------------------------------------------------------
+
+ARRAYS = (
+    "query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "k_scale", "v_scale",
+    "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "evicted_starts",
+    "evicted_lens", "key_starts", "rope_table", "tree_positions", "out", "lse", "pieces",
+    "split_tiles", "partial_out", "partial_lse",
+)  # fmt: skip
+
+_INT64 = (
+    "query_token_bytes", "query_head_bytes", "out_token_bytes", "out_head_bytes",
+    "lse_token_bytes", "lse_head_bytes", "table_row_bytes", "table_entry_bytes", "seq_len_bytes",
+    "sink_bytes", "mask_row_bytes", "mask_column_bytes", "tree_len_bytes", "evicted_start_bytes",
+    "evicted_len_bytes", "key_start_bytes", "rope_row_bytes", "tree_position_row_bytes",
+    "tree_position_column_bytes", "max_positions", "num_pages", "max_pages", "window", "sink_keys",
+    "table_operation", "length_operation", "starts_operation",
+)  # fmt: skip
+_INT32 = (
+    "num_tokens", "num_sequences", "num_tiles", "num_pieces", "num_split_tiles", "tile_rows",
+    "num_running", "most_rounds", "least_keys", "min_keys", "state_rows", "key_block", "num_heads",
+    "group",
+    "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
+    "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
+    "query_format", "k_format", "v_format", "out_format", "lane_shift",
+)  # fmt: skip
+
+# AttentionParams of kernels_src/attention.cuh
+PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in (*ARRAYS, "faults")),
+        ("k", OPERAND_PARAMS),
+        ("v", OPERAND_PARAMS),
+        *((name, np.int64) for name in _INT64),
+        *((name, np.float32) for name in ("score_scale", "soft_cap", "cap_scale", "inverse_cap")),
+        *((name, np.int32) for name in _INT32),
+    ],
+    align=True,
+)
+
+# AttentionStartsParams of kernels_src/attention_schedule.cu
+STARTS_PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("query_lens", "starts", "faults")),
+        *((name, np.int64) for name in ("length_bytes", "operation")),
+        *((name, np.int32) for name in ("num_sequences", "num_tokens", "index_bytes")),
+    ],
+    align=True,
+)
+
+# AttentionPiece of kernels_src/attention.cuh
+PIECE = np.dtype(
+    [("sequence", "i4"), ("first_row", "i4"), ("part", "u2"), ("parts", "u2"), ("state", "i4")]
+)
+
+FORMAT_NUMBERS = {
+    name: i
+    for i, name in enumerate(("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", *FOUR_BIT))
+}
+
+_KEY_BLOCK = 512  # keys that the groups of a block of the plain kernel take at a time, at most
+_LOG2_E = math.log2(math.e)
+
+# Arrays of one dimension, and the fields that take their strides.
+_STRIDE_FIELDS = {
+    "sinks": "sink_bytes", "tree_lens": "tree_len_bytes", "key_starts": "key_start_bytes",
+    "evicted_starts": "evicted_start_bytes", "evicted_lens": "evicted_len_bytes",
+}  # fmt: skip
+
+
+def attention_params(
+    call: AttentionCall, schedule: Schedule | None, lanes: int, alignment: int
+) -> dict[str, Any]:
+    """Return the Params of a call, but for the addresses, whose words are of `alignment`.
+
+    `schedule` is None where each tile is a piece.
+    """
+    options, cache, views = call.options, call.k.cache, call.views
+    query, out = views["query"], views["out"]
+    table, seq_lens = views["block_table"], views["seq_lens"]
+    params = {
+        **call.k.params("k", call.k.cache.width, alignment),
+        **call.v.params("v", call.v.cache.width, alignment),
+        "k_format": FORMAT_NUMBERS[call.k.cache_format.name],
+        "v_format": FORMAT_NUMBERS[call.v.cache_format.name],
+        "query_format": FORMAT_NUMBERS[query.format],
+        "query_token_bytes": query.strides[0], "query_head_bytes": query.strides[1],
+        "out_format": FORMAT_NUMBERS[out.format],
+        "out_token_bytes": out.strides[0], "out_head_bytes": out.strides[1],
+        "table_row_bytes": table.strides[0], "table_entry_bytes": table.strides[1],
+        "table_index_bytes": table.itemsize,
+        "table_operation": faults.operation_id("paged_attention", "block_table"),
+        "seq_len_bytes": seq_lens.strides[0], "length_index_bytes": seq_lens.itemsize,
+        "length_operation": faults.operation_id("paged_attention", "seq_lens"),
+        "starts_operation": faults.operation_id("paged_attention", "cu_query_lens")
+        if "cu_query_lens" in call.views
+        else -1,
+        "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
+        "page_size": cache.page_size, "page_shift": cache.page_shift,
+        "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
+        "num_heads": call.num_heads,
+        "group": call.group, "key_block": _KEY_BLOCK if options.batch_invariant else 0,
+        "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
+        "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
+        "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,
+        "score_scale": _float32(call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)),
+        "lane_shift": lanes.bit_length() - 1,
+    }  # fmt: skip
+    if schedule is not None:
+        params |= asdict(schedule)
+    for name, field in _STRIDE_FIELDS.items():
+        if name in views:
+            params[field] = views[name].strides[0]
+    if "lse_out" in views:
+        params["lse_token_bytes"], params["lse_head_bytes"] = views["lse_out"].strides
+    if "tree_mask" in views:
+        mask = views["tree_mask"]
+        params["mask_row_bytes"], params["mask_column_bytes"] = mask.strides
+        params["mask_columns"] = mask.shape[1]
+    if call.rotates_keys:
+        rope = views["rope_table"]
+        params["max_positions"], params["rotary_dim"] = rope.shape
+        params["rope_row_bytes"] = rope.strides[0]
+        params["rotary_start"] = options.rotary_start
+        params["interleaved"] = int(options.interleaved)
+    if "tree_positions" in views:
+        tail = views["tree_positions"]
+        params["tree_position_row_bytes"], params["tree_position_column_bytes"] = tail.strides
+        params["tree_position_columns"] = tail.shape[1]
+    return params
+
+
+def _float32(value: float) -> float:
+    """Round to float32, to infinity where that has no room for the value."""
+    return value if abs(value) < 1e38 else float(np.float32(value))
+
+
+def starts_params(call: AttentionCall) -> dict[str, Any]:
+    """Return the Params of `attention_starts`, but for the addresses."""
+    query_lens = call.views["query_lens"]
+    return {
+        "length_bytes": query_lens.strides[0],
+        "index_bytes": query_lens.itemsize,
+        "operation": faults.operation_id("paged_attention", "query_lens"),
+        "num_sequences": call.num_sequences,
+        "num_tokens": call.num_tokens,
+    }
