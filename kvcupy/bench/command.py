@@ -101,7 +101,7 @@ def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> I
 
 
 def _attention(model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[attention.Shape]:
-    """Yield decode steps in each kind of layer that the model has, and a prefill."""
+    """Yield decode steps in each kind of layer that the model has, and a prefill, per format."""
     for fmt in formats:
         for context in sizes.contexts:
             for window in {0, model.window if model.window < context else 0}:
@@ -109,9 +109,9 @@ def _attention(model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[a
                     yield attention.Shape(
                         model, batch, context, 1, fmt, window, page_size=sizes.page_size
                     )
-    if sizes.prefill and "bf16" in formats:
-        yield attention.Shape(model, 1, 2 * sizes.prefill, sizes.prefill,
-                              page_size=sizes.page_size)  # fmt: skip
+        if sizes.prefill:
+            context, new = 2 * sizes.prefill, sizes.prefill
+            yield attention.Shape(model, 1, context, new, fmt, page_size=sizes.page_size)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
