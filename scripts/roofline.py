@@ -1,20 +1,23 @@
-"""Bound the speed of the hot kernels on GPUs that need not be present, by their machine code.
+"""Bound and model the speed of the hot kernels on GPUs that need not be present.
 
     python scripts/roofline.py --op decode --arch sm_90 --verbose
     python scripts/roofline.py --against scripts/results/roofline.json
     python scripts/roofline.py --json scripts/results/roofline.json --plot \
-        scripts/results/roofline.png
+        scripts/results/roofline.png --page docs/measurements.md
+    python scripts/roofline.py --add-to scripts/results/roofline.json --page \
+        docs/measurements.md    # with another NVRTC
 
-A bound, not a measurement: the kernels are compiled, and the share of a GPU's memory bandwidth that
-each of its resources allows is printed (`machine_code/bounds.py`). The exit status is 1 if a row is
-worse than in the file of --against. With another NVRTC than recorded, worse rows are printed, and
-the status is 0: code generation is not the project's.
+No measurement: the kernels are compiled, and what their machine code allows is printed: the share
+of a GPU's memory bandwidth that each of its resources leaves (`machine_code/bounds.py`), and how
+long a call takes by an in-order model (`machine_code/model.py`), beside what an H100 took. The exit
+status is 1 if a row is worse than in the file of --against: its shares by more than 3 %, or the
+model's time by more than 5 %. With an NVRTC that is not recorded, worse rows are printed, and the
+status is 0: code generation is not the project's.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +26,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
 
-from machine_code.bounds import ROWS, Entry, disassembler, examine
-from machine_code.chips import BOARDS, CHIPS, DEFAULT_ARCHS, RATES, Board
+from machine_code.bounds import Entry, disassembler, examine
+from machine_code.chips import CHIPS, DEFAULT_CHIPS, RATES
+from machine_code.model import FITTED, LATENCIES
+from machine_code.rows import ROWS
 
 from kvcupy import sources
 from kvcupy.bench.frame import count
@@ -36,9 +41,16 @@ from kvcupy.progress import INTERRUPTED, Progress, available_cpus, run
 from kvcupy.timelines import pictures
 
 WHAT = (
-    "A bound from the machine code, not a measurement: the share of a chip's memory bandwidth (of "
-    "the link's, of the tensor cores' peak) that each of its resources allows a kernel."
+    "From the machine code, not measured: the share of a chip's memory bandwidth (of the link's, "
+    "of the tensor cores' peak) that each of its resources allows a kernel, and the time of a call "
+    "by an in-order model. `measured` is of an H100."
 )
+MEASURED = Path(__file__).resolve().parent / "results" / "attention_h100.json"
+_MODEL_SLACK = 0.05
+
+
+def version() -> str:
+    return ".".join(map(str, nvrtc.nvrtc_version()))
 
 
 def table(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -47,14 +59,38 @@ def table(entries: Iterable[Entry]) -> dict[str, Any]:
     return {
         "what": WHAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "nvrtc": ".".join(map(str, nvrtc.nvrtc_version())),
+        "nvrtc": version(),
         "kernels": sources.digest(),
         "rates": RATES,
-        "chips": {arch: asdict(CHIPS[arch]) for arch in dict.fromkeys(e.arch for e in entries)},
-        "rows": [asdict(entry) for entry in entries],
-        "boards": {name: asdict(board) for name, board in BOARDS.items()},
-        "rows_of_boards": boards(entries),
+        "latencies": LATENCIES,
+        "fitted": FITTED,
+        "chips": {n: asdict(c) for n, c in CHIPS.items() if c.name in {e.chip for e in entries}},
+        "rows": [{k: v for k, v in asdict(e).items() if k != "pipes"} for e in entries],
+        "measured": measured(entries),
+        "model_us_of_other_compilers": {},
     }
+
+
+def measured(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """Return what an H100 took for a row, with the model and FlashInfer's fastest kernel beside."""
+    recorded = json.loads(MEASURED.read_text())
+    cases = {case["case"]: case["us"] for case in recorded["rows"]}
+    peers = {case["case"]: min(case["us"].values()) for case in recorded["flashinfer"]}
+    rows = {row.name: row for row in ROWS}
+    return [
+        {"row": e.row, "case": rows[e.row].measured, "bound_us": e.bound_us, "model_us": e.model_us,
+         "measured_us": cases[rows[e.row].measured], "flashinfer_us": peers.get(rows[e.row].peer),
+         "error": round(e.model_us / cases[rows[e.row].measured] - 1, 3)}
+        for e in entries if e.chip == CHIPS["H100"].name and rows[e.row].measured in cases
+    ]  # fmt: skip
+
+
+def models_by_row(entries: Iterable[Entry]) -> dict[str, dict[str, float]]:
+    """Return the model's time of each row, by chip: what is recorded of other compilers."""
+    models: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        models.setdefault(entry.row, {})[entry.chip] = entry.model_us
+    return models
 
 
 def worse(entries: Iterable[Entry], recorded: Mapping[str, Any]) -> list[str]:
@@ -62,45 +98,55 @@ def worse(entries: Iterable[Entry], recorded: Mapping[str, Any]) -> list[str]:
 
     A row that the record lacks is new, and not worse.
     """
-    before = {(row["row"], row["arch"]): row for row in recorded["rows"]}
+    before = {(row["row"], row["chip"]): row for row in recorded["rows"]}
+    if version() != recorded["nvrtc"]:
+        models = recorded.get("model_us_of_other_compilers", {}).get(version())
+        if models is not None:
+            before = {
+                (row, chip): {"model_us": us} for row in models for chip, us in models[row].items()
+            }
     lines = []
     for entry in entries:
-        row = before.get((entry.row, entry.arch))
+        row = before.get((entry.row, entry.chip))
         if row is None:
             continue
-        for name in ("share", "dearest_share", "busy"):
-            now = getattr(entry, name)
-            if now < row.get(name, 0.0) * (1 - row["slack"]):
+        for name in ("share", "dearest_share"):
+            now, then = getattr(entry, name), row.get(name, 0.0)
+            if now < then * (1 - entry.slack):
                 lines.append(
-                    f"{entry.row}, {entry.arch}: {name} {now:.1%}, was {row[name]:.1%} (slack "
-                    f"{row['slack']:.0%}); {entry.binds} binds"
+                    f"{entry.row}, {entry.chip}: {name} {now:.1%}, was {then:.1%} (slack "
+                    f"{entry.slack:.0%}); {entry.binds} binds"
                 )
-        lines += [f"{entry.row}, {entry.arch}: {problem}" for problem in entry.problems]
+        if entry.model_us > row["model_us"] * (1 + _MODEL_SLACK):
+            lines.append(
+                f"{entry.row}, {entry.chip}: {entry.model_us} us by the model, was "
+                f"{row['model_us']} (slack {_MODEL_SLACK:.0%})"
+            )
+        lines += [f"{entry.row}, {entry.chip}: {problem}" for problem in entry.problems]
     return lines
 
 
 def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
     """Return the table as text."""
+    entries = list(entries)
     lines = [
-        f"{'row':39} {'arch':7} {'regs':>4} {'warps':>5} {'instructions':>12} {'bytes':>6} "
-        f"{'share':>11} {'busy':>5}  ceilings"
+        f"{'row':50} {'chip':15} {'regs':>4} {'warps':>5} {'instructions':>12} "
+        f"{'share':>11} {'bound us':>9} {'model us':>9}  ceilings"
     ]
     for e in entries:
         name = _peak_of(e)
         peak = e.ceilings[name]
         others = ", ".join(f"{r} {c / peak:.0%}" for r, c in e.ceilings.items() if r != name)
         lines.append(
-            f"{e.row:39} {e.arch:7} {e.registers:4} {e.warps_per_sm:5} "
-            f"{e.instructions:5}..{e.dearest:5} {e.asked_bytes:6.0f} "
-            f"{e.share:5.0%}..{e.dearest_share:4.0%} {e.busy:5.0%}  {others}"
+            f"{e.row:50} {e.chip:15} {e.registers:4} {e.warps_per_sm:5} "
+            f"{e.instructions:5}..{e.dearest:5} {e.share:5.0%}..{e.dearest_share:4.0%} "
+            f"{e.bound_us:9.1f} {e.model_us:9.1f}  {others}"
         )
         if verbose:
             pipes = ", ".join(f"{pipe} {count}" for pipe, count in e.pipes.items())
+            kernels = ", ".join(f"{name} {us} us" for name, us in e.kernels_us.items())
             lines.append(f"    {e.kernel}: {pipes}")
-            lines.append(
-                f"    at most {e.warps_per_sm * e.bytes_in_flight} bytes in flight per SM, of "
-                f"{e.bytes_needed} that hide the latency"
-            )
+            lines.append(f"    {kernels}; a pass of the warps of an SM {e.pass_clocks} clocks")
         if verbose and "tensor" in e.ceilings:
             busy = e.ceilings[e.binds] / e.ceilings["tensor"]
             lines.append(f"    tensor cores are busy for {busy:.0%} of the time at that bound")
@@ -110,35 +156,20 @@ def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
     return lines
 
 
-def shares_on(entry: Entry, board: Board) -> tuple[float, float]:
-    """Return `share` and `dearest_share` on another board, of a row whose peak is the memory's."""
-    speed = board.clock_mhz / CHIPS[entry.arch].clock_mhz / board.memory_gb_s
-    cheapest = min(c for resource, c in entry.ceilings.items() if resource != "memory")
-    return (
-        round(min(1.0, cheapest * speed), 4), round(min(1.0, entry.dearest_ceiling * speed), 4)
-    )  # fmt: skip
-
-
-def boards(entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """Return each row that stays below the memory's bandwidth on a board of `BOARDS`."""
-    entries = list(entries)
-    return [
-        {"board": name, "row": entry.row, "share": share, "dearest_share": dearest}
-        for name, board in BOARDS.items()
-        for entry in entries
-        if entry.arch == board.arch and "memory" in entry.ceilings
-        for share, dearest in [shares_on(entry, board)]
-        if dearest < 1
-    ]
-
-
-def lines_of_boards(entries: Iterable[Entry]) -> list[str]:
-    """Return `boards` as text."""
-    lines = []
-    for name, rows in itertools.groupby(boards(entries), lambda row: row["board"]):
-        board = BOARDS[name]
-        lines.append(f"{name}, {board.memory_gb_s:g} GB/s, {board.clock_mhz} MHz, rows below 100 %")
-        lines += [f"    {r['row']:39} {r['share']:5.0%}..{r['dearest_share']:4.0%}" for r in rows]
+def lines_of_measured(entries: Iterable[Entry]) -> list[str]:
+    """Return `measured` as text."""
+    rows = measured(entries)
+    if not rows:
+        return []
+    lines = [f"{'measured on an H100, us':50} {'bound':>8} {'model':>8} {'measured':>8} FlashInfer"]
+    for row in rows:
+        peer = "" if row["flashinfer_us"] is None else f"{row['flashinfer_us']:10.1f}"
+        lines.append(
+            f"{row['row']:50} {row['bound_us']:8.1f} {row['model_us']:8.1f} "
+            f"{row['measured_us']:8.1f} {peer:10} {row['error']:+.0%}"
+        )
+    errors = sorted(abs(row["error"]) for row in rows)
+    lines.append(f"errors: median {errors[len(errors) // 2]:.0%}, largest {errors[-1]:.0%}")
     return lines
 
 
@@ -146,15 +177,98 @@ def _peak_of(entry: Entry) -> str:
     return next(name for name in ("memory", "link", "tensor peak") if name in entry.ceilings)
 
 
+# --- The page -------------------------------------------------------------------------------------
+
+_BEGIN, _END = "<!-- roofline: tables -->", "<!-- roofline: end -->"
+_OF_PAGE = (
+    "store bf16", "rope_store bf16", "gather fp8_e4m3 to bf16", "decode bf16 group 4",
+    "decode fp8_e4m3 group 4", "decode int8 group 4", "decode nvfp4 group 4",
+    "decode mxfp4 group 4", "decode int4 group 4", "decode bf16 group 4, 64 wide",
+    "decode fp8_e4m3 group 4, 64 wide", "decode int8 group 4, 64 wide",
+    "decode nvfp4 group 4, 64 wide", "decode mxfp4 group 4, 64 wide",
+    "decode int4 group 4, 64 wide", "decode bf16 group 4, 1 of 8192",
+    "decode nvfp4 group 4, 1 of 8192", "decode bf16 group 4, one of 128K among 2K",
+    "decode bf16 group 4, lognormal", "decode bf16 group 4, pages of 1",
+    "decode bf16 group 4, batch-invariant", "mla bf16 16 heads", "mla bf16 16 heads, 1 of 8192",
+    "mla bf16 16 heads, one of 128K among 2K", "mla bf16 128 heads, 64 of 4096",
+    "mla bf16 128 heads, 1 of 32768", "mla nvfp4 16 heads", "mla nvfp4 128 heads",
+    "prefill bf16 128x128, 8192 of 8192", "prefill fp8_e4m3 128x128, 2048 of 4096",
+)  # fmt: skip
+
+
+def tables(recorded: Mapping[str, Any]) -> str:
+    """Return the tables of the page as Markdown, from what `--json` wrote."""
+    lines = [
+        "| H100, us | bound | model | measured | error of the model | FlashInfer, its fastest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in recorded["measured"]:
+        peer = "" if row["flashinfer_us"] is None else f"{row['flashinfer_us']:.1f}"
+        lines.append(
+            f"| {row['row']} | {row['bound_us']:.1f} | {row['model_us']:.1f} | "
+            f"{row['measured_us']:.1f} | {row['error']:+.0%} | {peer} |"
+        )
+    errors = sorted(abs(row["error"]) for row in recorded["measured"])
+    lines += [
+        "",
+        f"The error of the model is {errors[len(errors) // 2]:.0%} in the median, and "
+        f"{errors[-1]:.0%} at most.",
+        "",
+    ]
+    chips = list(dict.fromkeys(row["chip"] for row in recorded["rows"]))
+    times = {(row["row"], row["chip"]): row for row in recorded["rows"]}
+    lines += [
+        f"| model, us (bound) | {' | '.join(chips)} |", "|---" * (len(chips) + 1) + "|"
+    ]  # fmt: skip
+    for name in _OF_PAGE:
+        cells = [times[name, chip] for chip in chips]
+        shown = " | ".join(f"{_us(c['model_us'])} ({_us(c['bound_us'])})" for c in cells)
+        lines.append(f"| {name} | {shown} |")
+    for other, models in recorded["model_us_of_other_compilers"].items():
+        ratios = sorted(
+            (models[row][chip] / times[row, chip]["model_us"] - 1, row, chip)
+            for row in models
+            for chip in models[row]
+        )
+        (least, *of_least), (most, *of_most) = ratios[0], ratios[-1]
+        lines += [
+            "",
+            f"NVRTC {other} instead of {recorded['nvrtc']} changes the model's times by "
+            f"{ratios[len(ratios) // 2][0]:+.1%} in the median,",
+            f"between {least:+.0%} ({', '.join(of_least)}) and",
+            f"{most:+.0%} ({', '.join(of_most)}).",
+        ]
+    return "\n".join(lines)
+
+
+def _us(us: float) -> str:
+    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def write_page(page: Path, recorded: Mapping[str, Any]) -> None:
+    """Replace the tables between their marks in a page.
+
+    Raises
+    ------
+    ValueError : the page has no marks
+    """
+    text = page.read_text()
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, behind = rest.partition(_END)
+    if not end:
+        raise ValueError(f"--page: expected {_BEGIN} and {_END} in {page}")
+    page.write_text(f"{before}{begin}\n{tables(recorded)}\n{end}{behind}")
+
+
 _COLOURS = {
     "issue": "tab:red", "alu": "tab:orange", "fma": "tab:brown", "imad": "tab:olive",
     "half": "tab:pink", "xu": "tab:purple", "lsu": "tab:cyan", "tensor": "tab:green",
-    "latency": "black", "fp64": "tab:gray",
+    "fp64": "tab:gray",
 }  # fmt: skip
 
 
 def plot(entries: Sequence[Entry], file: Path) -> None:
-    """Draw a panel for each chip: per row what binds it, and a mark for each resource's ceiling.
+    """Draw a panel for each chip: per row bound and model, and a mark for each resource's ceiling.
 
     Raises
     ------
@@ -163,16 +277,17 @@ def plot(entries: Sequence[Entry], file: Path) -> None:
     figure_class = require_matplotlib()
     from matplotlib.lines import Line2D
 
-    archs = list(dict.fromkeys(entry.arch for entry in entries))
+    chips = list(dict.fromkeys(entry.chip for entry in entries))
     names = list(dict.fromkeys(entry.row for entry in entries))
-    size = (4 + 3.2 * len(archs), 1.6 + 0.26 * len(names))
-    figure = figure_class(figsize=size, dpi=110, layout="constrained")
-    panels = figure.subplots(1, len(archs), sharey=True, squeeze=False)[0]
-    for panel, arch in zip(panels, archs, strict=True):
-        own = [entry for entry in entries if entry.arch == arch]
+    size = (4 + 2.8 * len(chips), 1.6 + 0.22 * len(names))
+    figure = figure_class(figsize=size, dpi=90, layout="constrained")
+    panels = figure.subplots(1, len(chips), sharey=True, squeeze=False)[0]
+    for panel, chip in zip(panels, chips, strict=True):
+        own = [entry for entry in entries if entry.chip == chip]
         places = [names.index(entry.row) for entry in own]
         panel.barh(places, [100 * entry.share for entry in own], color="lightsteelblue")
-        panel.barh(places, [100 * entry.dearest_share for entry in own], color="steelblue")
+        models = [100 * e.share * e.bound_us / e.model_us for e in own]
+        panel.barh(places, models, color="steelblue")
         for place, entry in zip(places, own, strict=True):
             peak = entry.ceilings[_peak_of(entry)]
             for resource, ceiling in entry.ceilings.items():
@@ -180,16 +295,16 @@ def plot(entries: Sequence[Entry], file: Path) -> None:
                     panel.plot(100 * ceiling / peak, place, "|", color=_COLOURS[resource],
                                markersize=9, markeredgewidth=2)  # fmt: skip
         panel.axvline(100, color="gray", linewidth=0.8)
-        panel.set(xlim=(0, 200), title=f"{own[0].chip} ({arch})", xlabel="% of the peak")
+        panel.set(xlim=(0, 200), title=chip, xlabel="% of the peak")
         panel.set_yticks(range(len(names)), names, fontsize=8)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(names) - 0.4, -0.6)
     marks = [Line2D([], [], color=c, marker="|", linestyle="", markeredgewidth=2, label=r)
              for r, c in _COLOURS.items()]  # fmt: skip
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize=8)
     figure.suptitle(
-        "What the code allows, not a measurement: bars from the cheapest (light) and the dearest "
-        "way\nas a share of memory bandwidth (load: of PCIe; prefill: of the tensor cores' peak); "
-        "marks: ceilings of resources",
+        "By the machine code, not measured: what the code allows (light) and the model of a call "
+        "(dark)\nas a share of memory bandwidth (load: of PCIe; prefill: of the tensor cores' "
+        "peak); marks: ceilings of resources",
         fontsize=10,
     )
     pictures.save(figure, file)
@@ -198,10 +313,11 @@ def plot(entries: Sequence[Entry], file: Path) -> None:
 # --- The command ----------------------------------------------------------------------------------
 
 
-def _task(task: tuple[str, str]) -> Entry:
-    """Examine a row by its name, in whichever process."""
-    name, arch = task
-    return examine(next(row for row in ROWS if row.name == name), arch)
+def _task(task: tuple[str, Sequence[str]]) -> list[Entry]:
+    """Examine a row by its name on chips that run the same code, in whichever process."""
+    name, chips = task
+    row = next(row for row in ROWS if row.name == name)
+    return [examine(row, CHIPS[chip]) for chip in chips]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -217,19 +333,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bound(options: argparse.Namespace) -> int:
     """Examine rows, print and write them, and return the exit status."""
-    recorded = None if options.against is None else _read(options.against)
-    archs = _archs(options.arch, recorded)
+    recorded = None if options.against is None else _read(options.against, "--against")
+    chips = _chips(options.arch, recorded)
     rows = [row for row in ROWS if any(text in row.name for text in options.op or ("",))]
     if not rows:
         names = ", ".join(row.name for row in ROWS)
         raise ValueError(f"--op: expected part of one of {names}; got {', '.join(options.op)}")
+    if options.page is not None and options.json is None and options.add_to is None:
+        raise ValueError("--page: expected --json or --add-to beside it")
     disassembler()
-    tasks = [(row.name, arch) for row in rows for arch in archs]
+    added = None if options.add_to is None else _read(options.add_to, "--add-to")
+    archs = dict.fromkeys(CHIPS[chip].arch for chip in chips)
+    tasks = [
+        (row.name, [chip for chip in chips if CHIPS[chip].arch == arch])
+        for row in rows for arch in archs
+    ]  # fmt: skip
     with Progress("roofline", len(tasks), "rows", lines=options.progress) as progress:
-        entries = run(_task, tasks, options.jobs, progress.to)
-    print("\n".join([*lines_of(entries, verbose=options.verbose), *lines_of_boards(entries)]))
+        entries = [e for each in run(_task, tasks, options.jobs, progress.to) for e in each]
+    print("\n".join([*lines_of(entries, verbose=options.verbose), *lines_of_measured(entries)]))
+    if added is not None:
+        _add(entries, added, options.add_to)
+    written = added
     if options.json is not None:
-        write_json(options.json, table(entries))
+        written = table(entries)
+        write_json(options.json, written)
+    if options.page is not None:
+        write_page(options.page, cast(dict[str, Any], written))
     if options.plot is not None:
         plot(entries, options.plot)
     return 0 if recorded is None else _compare(entries, recorded, options.against)
@@ -239,9 +368,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--arch", nargs="+", metavar="sm_90", help="default: as in --against, or four of them")
+    add("--arch", nargs="+", metavar="sm_90", help="of chips; default: all that are recorded")
     add("--op", nargs="+", metavar="TEXT", help="rows whose name contains it")
     add("--json", type=Path, metavar="FILE", help="write all that was counted")
+    other = "add the model's times to a file that --json has written with another NVRTC"
+    add("--add-to", type=Path, metavar="FILE", help=other)
+    add("--page", type=Path, metavar="FILE", help="write its tables into a page")
     add("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")
     against = "fail where a row is worse than in a file that --json has written"
     add("--against", type=Path, metavar="FILE", help=against)
@@ -251,25 +383,42 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _archs(archs: Sequence[str] | None, recorded: Mapping[str, Any] | None) -> Sequence[str]:
+def _chips(archs: Sequence[str] | None, recorded: Mapping[str, Any] | None) -> Sequence[str]:
+    """Return the names of the default chips, or of all chips of some architectures."""
     if archs is None:
-        archs = DEFAULT_ARCHS if recorded is None else list(recorded["chips"])
+        return DEFAULT_CHIPS if recorded is None else list(recorded["chips"])
     require_archs(archs)
+    known = dict.fromkeys(chip.arch for chip in CHIPS.values())
     for arch in archs:
-        if arch not in CHIPS:
-            raise ValueError(f"--arch: expected one of {', '.join(CHIPS)}, got {arch}")
-    return archs
+        if arch not in known:
+            raise ValueError(f"--arch: expected one of {', '.join(known)}, got {arch}")
+    return [name for name, chip in CHIPS.items() if chip.arch in archs]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, option: str) -> dict[str, Any]:
     try:
         recorded = json.loads(file.read_text())
-        complete = all(key in recorded for key in ("rows", "nvrtc", "chips"))
+        complete = all(key in recorded for key in ("rows", "nvrtc", "chips", "measured"))
     except (ValueError, TypeError):
         complete = False
     if not complete:
-        raise ValueError(f"--against: expected a file that --json has written, got {file}")
+        raise ValueError(f"{option}: expected a file that --json has written, got {file}")
     return cast(dict[str, Any], recorded)
+
+
+def _add(entries: Sequence[Entry], recorded: dict[str, Any], file: Path) -> None:
+    """Record the model's times with this NVRTC in a file that another one wrote.
+
+    Raises
+    ------
+    ValueError : the file is of this NVRTC, or of other kernels
+    """
+    if recorded["nvrtc"] == version() or recorded["kernels"] != sources.digest():
+        raise ValueError(
+            f"--add-to: expected a file of these kernels and another NVRTC, got {file}"
+        )
+    recorded["model_us_of_other_compilers"][version()] = models_by_row(entries)
+    write_json(file, recorded)
 
 
 def _compare(entries: Sequence[Entry], recorded: Mapping[str, Any], file: Path | None) -> int:
@@ -280,12 +429,13 @@ def _compare(entries: Sequence[Entry], recorded: Mapping[str, Any], file: Path |
     if not lines:
         print(f"none of {len(entries)} rows is worse than in {file}")
         return 0
-    version = ".".join(map(str, nvrtc.nvrtc_version()))
-    if version != recorded["nvrtc"]:
-        print(f"not a failure: NVRTC is {version}, and {recorded['nvrtc']} in {file}")
+    others = recorded.get("model_us_of_other_compilers", {})
+    if version() not in (recorded["nvrtc"], *others):
+        print(f"not a failure: NVRTC is {version()}, and {recorded['nvrtc']} in {file}")
         return 0
     image = "" if file is None else f" --plot {file.with_suffix('.png')}"
-    print(f"to accept this: python scripts/roofline.py --json {file}{image}")
+    page = " --page docs/measurements.md"
+    print(f"to accept this: python scripts/roofline.py --json {file}{image}{page}")
     return 1
 
 

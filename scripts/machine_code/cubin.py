@@ -1,4 +1,4 @@
-"""Resources of a kernel in a cubin: registers, shared memory, the place of the Params."""
+"""A kernel in a cubin: registers, shared memory, the place of the Params, control codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvcupy.errors import CompileError
+
+from .sass import Control
 
 _PARAM_CBANK, _REGISTER_COUNT = 0x0A, 0x2F  # attributes of .nv.info sections
 
@@ -44,6 +46,17 @@ def resources(cubin: bytes, name: str) -> Resources:
             params_start = struct.unpack_from("<IHH", payload)[1]
     static = _section_sizes(cubin).get(f".nv.shared.{name}", 0)
     return Resources(registers, static, params_start)
+
+
+def controls(cubin: bytes, name: str) -> dict[int, Control]:
+    """Return what the compiler encoded beside the operands of a kernel's instructions, by address.
+
+    An instruction has 16 bytes. Source: Jia et al., arXiv:1804.06826, of Volta; the encoding is the
+    same up to sm_120.
+    """
+    text = dict(_sections(cubin))[f".text.{name}"]
+    words = struct.iter_unpack("<QQ", text)
+    return {16 * i: Control.of(high) for i, (_, high) in enumerate(words)}
 
 
 def _headers(cubin: bytes) -> Iterator[tuple[str, int, int, int]]:

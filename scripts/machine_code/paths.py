@@ -313,10 +313,11 @@ class Code:
         """Return the way through a loop, or the whole kernel for None, that does all of the work.
 
         Of all ways, those count that move most bytes in words of at least `word_bytes`; of those,
-        the ones with most products and multiply-adds; and of those, the one with the fewest
-        instructions, or for `dearest` the most. Ways that call a function (for the slow cases of a
-        division) or update memory atomically (to report a fault) count only where there are no
-        others. An inner loop is passed as often as the Params say, once where they do not.
+        the ones with most products and multiply-adds, and most loads of anything, such as page
+        numbers; and of those, the one with the fewest instructions, or for `dearest` the most. Ways
+        that call a function (for the slow cases of a division) or update memory atomically (to
+        report a fault) count only where there are no others. An inner loop is passed as often as
+        the Params say, once where they do not.
 
         Each branch that the constants do not decide goes either way, whatever the others do, so
         that the cheapest and the dearest way may be ones that no input takes.
@@ -371,6 +372,7 @@ class Code:
                 path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),
                 sum(map(products_of, active)),
                 sum(instruction.name in _MULTIPLY_ADDS for instruction in active),
+                sum(i.loads_global for i in active),
             )
             cost = -len(path.code) if dearest else len(path.code)
             nodes[number] = _Node(number, inner, path, work, cost, tuple(before), ends)

@@ -1,8 +1,7 @@
-"""The pieces of keys that blocks of a planned attention launch take, and how evenly they end."""
+"""The pieces of keys that blocks of a planned attention launch take."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from kvcupy.ops.attention_call import PARAMS, PIECE
 from kvcupy.ops.attention_kernels import schedule_specialisation
 
 if TYPE_CHECKING:
-    from .bounds import Planned
+    from .rows import Planned
 
 
 def tiles_of(launch: Planned) -> int:
@@ -30,8 +29,8 @@ def heads_of(launch: Planned) -> int:
 
 def pieces_of(
     launch: Planned, seq_lens: Sequence[int], query_lens: Sequence[int] | None = None
-) -> list[float]:
-    """Return the keys of each piece of a KV head, in the order of blocks; empty without pieces.
+) -> list[tuple[float, int]]:
+    """Return keys of the pieces of a KV head, and of how many its tile has, in the order of blocks.
 
     Parameters
     ----------
@@ -41,11 +40,25 @@ def pieces_of(
     Notes
     -----
     `attention_schedule` runs on this processor, with the Params of the launch, whose attention is
-    causal and has no window.
+    causal and has no window. Without it, a tile of each sequence is a block's.
     """
     params = np.frombuffer(launch.params, PARAMS).copy()
-    if not params["pieces"][0]:
-        return []
+    group, has_pieces = int(params["group"][0]), bool(params["pieces"][0])
+    rows = int(params["tile_rows"][0])
+    if not has_pieces:  # a tile of each sequence, or at most one more than their packed rows take
+        more = tiles_of(launch) - len(seq_lens)
+        rows = int(params["num_tokens"][0]) * group // more if query_lens and more else group
+    new = [1] * len(seq_lens) if query_lens is None else query_lens
+
+    def visible(sequence: int, first_row: int) -> int:
+        last_row = min(first_row + rows, new[sequence] * group) - 1
+        return seq_lens[sequence] - new[sequence] + last_row // group + 1
+
+    if not has_pieces:
+        return [
+            (visible(i, first), 1)
+            for i in range(len(seq_lens)) for first in range(0, new[i] * group, rows)
+        ]  # fmt: skip
     device = HostDevice()
     dtype = {4: np.int32, 8: np.int64}[int(params["length_index_bytes"][0])]
     arrays = {
@@ -65,29 +78,8 @@ def pieces_of(
         tuple(arrays.values()),
     )  # fmt: skip
     device.synchronize()
-    rows, group = int(params["tile_rows"][0]), int(params["group"][0])
-    keys = []
-    for sequence, first_row, _, parts, _ in arrays["pieces"].tolist():
-        if sequence < 0:
-            continue
-        new = 1 if query_lens is None else query_lens[sequence]
-        last_row = min(first_row + rows, new * group) - 1
-        keys.append((seq_lens[sequence] - new + last_row // group + 1) / parts)
-    return keys
-
-
-def busy_share(pieces: Sequence[float], places: int) -> float:
-    """Return the share of the time at which places for blocks are taken, until the last block ends.
-
-    Each block begins where another has ended, in order, and takes time as it has keys.
-
-    Examples
-    --------
-    >>> busy_share([2, 1, 1], 2), busy_share([1, 1, 2], 2)
-    (1.0, 0.6666666666666666)
-    """
-    ends = [0.0] * max(1, places)
-    for keys in pieces:
-        heapq.heapreplace(ends, ends[0] + keys)
-    longest = max(ends)
-    return sum(pieces) / (longest * len(ends)) if longest else 1.0
+    return [
+        (visible(sequence, first_row) / parts, parts)
+        for sequence, first_row, _, parts, _ in arrays["pieces"].tolist()
+        if sequence >= 0
+    ]

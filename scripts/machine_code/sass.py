@@ -104,6 +104,38 @@ class Instruction:
         return frozenset(registers)
 
 
+@dataclass(frozen=True)
+class Control:
+    """When a warp issues its next instruction, as the compiler encodes it in each one.
+
+    Attributes
+    ----------
+    stall : clocks until the next instruction of the warp
+    result, operands : scoreboard that is busy until the result is there, or the operands are read;
+        -1: none
+    waits : scoreboards that it waits for
+    """
+
+    stall: int
+    result: int = -1
+    operands: int = -1
+    waits: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, word: int) -> Control:
+        """Read the upper half of an instruction.
+
+        >>> Control.of(0b000100_111_010_1_0101 << 41)
+        Control(stall=5, result=2, operands=-1, waits=(2,))
+        """
+        bits = word >> 41
+        result, operands = bits >> 5 & 7, bits >> 8 & 7
+        return cls(
+            bits & 15, -1 if result == 7 else result, -1 if operands == 7 else operands,
+            tuple([board for board in range(6) if bits >> 11 + board & 1]),
+        )  # fmt: skip
+
+
 def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
     r"""Return the instructions of a listing, and which of them each label stands before.
 

@@ -1,4 +1,5 @@
-"""The roofline counts what stands in the machine code, and computes its bounds by the table."""
+"""The roofline counts what stands in the machine code, computes its bounds by the table, and models
+how warps wait."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ import pytest
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 import roofline
-from machine_code import bounds, chips, cubin, nvdisasm, paths, sass
-from machine_code.bounds import ROWS, Entry, PlannedDevice, examine
+from machine_code import bounds, chips, cubin, model, nvdisasm, paths, sass
+from machine_code.bounds import Entry, examine
 from machine_code.chips import CHIPS
 from machine_code.constants import FirstThread, constant_bank
-from machine_code.pieces import busy_share, heads_of, pieces_of, tiles_of
+from machine_code.pieces import heads_of, pieces_of, tiles_of
+from machine_code.rows import ROWS, PlannedDevice
 from roofline import worse
 
 from kvcupy import precompile
@@ -75,6 +77,14 @@ NESTED = listing(
 def read(text: str, *words: int, **options) -> paths.Code:
     params = np.array(words, np.int32).tobytes()
     return paths.Code(text, constant_bank(params, PARAMS_AT, (128, 1, 1), (2, 1, 1)), **options)
+
+
+ARCHS = tuple(dict.fromkeys(CHIPS[name].arch for name in chips.DEFAULT_CHIPS))
+A100, H100, H200 = CHIPS["A100"], CHIPS["H100"], CHIPS["H200"]
+
+
+def row_of(name: str):
+    return next(row for row in ROWS if row.name == name)
 
 
 def names(path: paths.Path) -> list[str]:
@@ -224,10 +234,17 @@ def test_functions_are_for_rare_cases_and_far_branches_are_not_functions():
     assert names(path).count("FFMA") == 2  # there is no way around the call here
 
 
-@pytest.mark.parametrize("arch", chips.DEFAULT_ARCHS)
-def test_a_merge_is_counted_as_declared(arch):
-    row = next(row for row in ROWS if row.name == "merge_states of 2")
-    entry = examine(row, arch)
+def test_among_ways_that_move_as_much_the_one_that_looks_pages_up_counts():
+    text = listing(
+        "LDG.E.128 R4, [R2.64]", "@P0 BRA `(.end)", "LDG.E R8, [R6.64]", "MUFU.RCP R0, R8",
+        ".end:", "EXIT",
+    )  # fmt: skip
+    assert names(paths.Code(text).path(None, 16))[2:4] == ["LDG.E", "MUFU.RCP"]
+
+
+@pytest.mark.parametrize("chip", ["A100", "H100", "B200", "RTX PRO 6000"])
+def test_a_merge_is_counted_as_declared(chip):
+    entry = examine(row_of("merge_states of 2"), CHIPS[chip])
     assert (entry.problems, entry.uncounted_loops) == ([], 0)
 
 
@@ -246,6 +263,26 @@ LOOPS = Kernel(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_uses_a_load_waits_for_its_scoreboard(arch):
+    """The control codes lie where `Control` reads them, on every architecture."""
+    code, controls = compiled(16, arch), controls_of(16, arch)
+    checked = 0
+    for i, load in enumerate(code.code):
+        if load.opcode.startswith("LDG.E.128"):
+            user = next(one for one in code.code[i + 1 :] if one.reads & load.writes)
+            checked += 1
+            assert controls[load.address].result in controls[user.address].waits
+    assert checked
+    stalls = [controls[one.address].stall for one in code.code if one.name in ("FFMA", "FADD")]
+    assert min(stalls) >= 1 and max(stalls) <= 15
+
+
+def controls_of(num_fmas: int, arch: str) -> dict[int, sass.Control]:
+    build = nvrtc.compile_cubin(LOOPS.specialise(num_fmas), arch, kernels_dir=TESTS / "kernels")
+    return cubin.controls(build.image, build.lowered_name)
+
+
 def compiled(num_fmas: int, arch: str, *, bounded: bool = False) -> paths.Code:
     build = nvrtc.compile_cubin(LOOPS.specialise(num_fmas), arch, kernels_dir=TESTS / "kernels")
     resources = cubin.resources(build.image, build.lowered_name)
@@ -257,7 +294,7 @@ def compiled(num_fmas: int, arch: str, *, bounded: bool = False) -> paths.Code:
     return paths.Code(text[build.lowered_name], constants)
 
 
-@pytest.mark.parametrize("arch", chips.DEFAULT_ARCHS)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("num_fmas", [16, 40])
 def test_a_compiled_loop_has_the_instructions_that_its_source_has(arch, num_fmas):
     code = compiled(num_fmas, arch)
@@ -303,15 +340,15 @@ def test_clocks_of_a_pass_by_hand():
     # A100: 64 results a clock of FMA and IMAD together, 64 of the ALU, 16 of XU, 1,024 products,
     # 128 bytes of shared memory, four instructions.
     path = paths.Path(tuple(code))
-    assert bounds.clocks_of(path, CHIPS["sm_80"]) == {
+    assert bounds.clocks_of(path, A100) == {
         "issue": 2.5, "fma": 1.5, "imad": 0.5, "alu": 0.5, "xu": 2.0, "lsu": 4 + 1 + 1,
         "tensor": 2.0,
     }  # fmt: skip
     # A10: 128 of FMA, of which IMAD has half.
-    ampere = bounds.clocks_of(path, CHIPS["sm_86"])
+    ampere = bounds.clocks_of(path, CHIPS["A10"])
     assert (ampere["fma"], ampere["imad"], ampere["tensor"]) == (0.75, 0.5, 4.0)
     off = dataclasses.replace(path, inactive=frozenset(one.address for one in code))
-    assert bounds.clocks_of(off, CHIPS["sm_80"]) == {"issue": 2.5}
+    assert bounds.clocks_of(off, A100) == {"issue": 2.5}
 
 
 @pytest.mark.parametrize("registers, static, dynamic, warps, expected", [
@@ -321,35 +358,111 @@ def test_clocks_of_a_pass_by_hand():
 ])  # fmt: skip
 def test_resident_warps_of_an_a100(registers, static, dynamic, warps, expected):
     taken = cubin.Resources(registers, static, PARAMS_AT)
-    assert bounds.warps_per_sm(taken, warps, dynamic, CHIPS["sm_80"]) == expected
+    assert bounds.warps_per_sm(taken, warps, dynamic, A100) == expected
 
 
-def alone(*lines: str) -> tuple[float, int]:
-    code, _ = sass.parse(listing(*lines))
-    return bounds.pass_clocks(paths.Path(tuple(code)), 16, memory_clocks=500, cache_clocks=200)
+# Latencies that no line below has come from `Control`, as in a kernel.
+GOES_ON = sass.Control(1)
+TRAFFIC = model.Traffic(
+    memory_clocks=500, cache_clocks=200, read_clocks=0.0, write_clocks=0.0, word_bytes=16
+)
 
 
-def test_a_load_is_waited_for_where_it_is_used():
-    assert alone("LDG.E.128 R4, [R2.64]", "FADD R0, R4, R1") == (501, 16)
-    # Two at a time, one after the other, and one whose address is an index.
-    both = "LDG.E.128 R4, [R2.64]", "LDG.E.128 R8, [R2.64]"
-    assert alone(*both, "FADD R0, R8, R4") == (502, 32)
-    assert alone(both[0], "FADD R0, R4, R1", both[1], "FADD R0, R8, R1") == (1002, 16)
-    assert alone("LDG.E R2, [R12.64]", "LDG.E.128 R4, [R2.64]", "FADD R0, R4, R1") == (701, 16)
+def way(*lines: str | tuple[str, sass.Control], traffic: model.Traffic = TRAFFIC) -> model.Way:
+    pairs = [line if isinstance(line, tuple) else (line, GOES_ON) for line in lines]
+    code, _ = sass.parse(listing(*[text for text, _ in pairs]))
+    controls = {one.address: control for one, (_, control) in zip(code, pairs, strict=True)}
+    return model.Way(paths.Path(tuple(code)), controls, A100, traffic)
 
 
-@pytest.mark.parametrize("ahead, clocks", [(0, 500), (1, 250), (3, 125)])
-def test_copies_that_run_ahead_hide_each_other(ahead, clocks):
+def clocks(*lines: str | tuple[str, sass.Control], warps: int = 1, **options) -> float:
+    """Return the clocks of a pass, its branch back left out."""
+    return model.pass_clocks(way(*lines, **options), warps, warps)
+
+
+HMMA = model.LATENCIES["HMMA"]
+LOAD = "LDG.E.128 R4, [R2.64]", sass.Control(1, result=0)
+USE = "FADD R0, R4, R1", sass.Control(1, waits=(0,))
+
+
+def test_products_that_add_to_each_other_take_their_latency_each():
+    chain = ["HMMA.16816.F32 R16, R4, R8, R16"] * 4
+    assert clocks(*chain) == 4 * HMMA
+    # Others are as many as the tensor cores take: 1,024 of 2,048 a clock, for four schedulers.
+    apart = [f"HMMA.16816.F32 R{16 + 4 * i}, R4, R8, R{16 + 4 * i}" for i in range(8)]
+    assert clocks(*apart) == 8 * 4 * 2048 / 1024
+    assert clocks(*chain, warps=2) == 4 * HMMA
+    assert clocks(*chain, warps=8) == 8 * 4 * 4 * 2048 / 1024
+
+
+def test_a_warp_stalls_as_the_compiler_says_and_others_do_not():
+    stalled = ("FADD R0, R0, R1", sass.Control(5)), ("FADD R0, R0, R1", sass.Control(5))
+    assert clocks(*stalled) == 10
+    assert clocks(*stalled, warps=2) == 10
+    assert clocks(*stalled, warps=4) == pytest.approx(
+        4 * 2 * 2, abs=1
+    )  # two clocks a warp: 16 lanes
+
+
+def test_a_load_is_waited_for_by_its_scoreboard():
+    assert clocks(LOAD, USE) == 501
+    assert clocks(LOAD, *["FADD R0, R1, R1"] * 20, USE) == 501
+    index = "LDG.E R2, [R12.64]", sass.Control(1, result=1)
+    of_index = LOAD[0], sass.Control(1, result=0, waits=(1,))
+    assert clocks(index, of_index, USE) == 701
+    # A scoreboard is free when the last of its loads is there.
+    assert clocks(LOAD, *["FADD R0, R1, R1"] * 20, LOAD, USE) > 501
+
+
+def test_warps_hide_each_others_latency():
+    alone = clocks(LOAD, USE)
+    assert clocks(LOAD, USE, warps=2) == pytest.approx(alone, abs=2)  # two passes in the same time
+    # A scheduler's share of bandwidth: a clock for two bytes of 512.
+    narrow = dataclasses.replace(TRAFFIC, read_clocks=0.5)
+    assert clocks(LOAD, USE, warps=8, traffic=narrow) == pytest.approx(8 * 512 * 0.5)
+    assert clocks(LOAD, USE, traffic=narrow) == pytest.approx(alone + 256)
+
+
+@pytest.mark.parametrize("ahead, expected", [(0, 500), (1, 250), (3, 125)])
+def test_copies_that_run_ahead_hide_each_other(ahead, expected):
     """A group of copies a pass, of which `ahead` may be on their way behind the wait."""
-    taken, most = alone("LDGSTS.E.BYPASS.128 [R1], [R2.64]", "LDGDEPBAR",
-                        f"DEPBAR.LE SB0, {ahead:#x}")  # fmt: skip
-    assert clocks <= taken <= clocks + 4 and most == 16 * (ahead + 1)
+    taken = clocks("LDGSTS.E.BYPASS.128 [R1], [R2.64]", "LDGDEPBAR", f"DEPBAR.LE SB0, {ahead:#x}")
+    assert expected <= taken <= expected + 8
+
+
+def test_a_barrier_costs_and_holds_a_block_together():
+    work = ["FADD R0, R1, R1"] * 10
+    assert clocks(*work, "BAR.SYNC 0x0") - clocks(*work, "NOP") == model.LATENCIES["BAR"] - 1
+    # Two warps that wait for each other are two passes a time; two blocks hide their barriers.
+    held = way(*work, "BAR.SYNC 0x0")
+    assert model.pass_clocks(held, 2, 2) > model.pass_clocks(held, 2, 1)
+
+
+def test_code_that_is_not_near_is_fetched():
+    near, far = (["FADD R0, R1, R1"] * count for count in (1000, 1400))
+    assert clocks(*near) == 1000 * 2
+    assert clocks(*far) > 1400 * 2 * 1.1
+    first = way(*near).run(1, 2).ends
+    assert first[0] > (first[1] - first[0]) + 1000 / 8 * model.COLD_LINE_CLOCKS / 2
+
+
+def test_a_taken_branch_and_an_inactive_instruction():
+    assert clocks("FADD R0, R1, R1", "NOP") < clocks("FADD R0, R1, R1", "BRA `(.x)")
+    code, _ = sass.parse(listing(LOAD[0], USE[0]))
+    off = paths.Path(tuple(code), frozenset({code[0].address}))
+    controls = {one.address: control for one, (_, control) in zip(code, (LOAD, USE), strict=True)}
+    assert model.pass_clocks(model.Way(off, controls, A100, TRAFFIC), 1) < 10
+
+
+def test_stores_are_written_before_a_kernel_ends():
+    slow = dataclasses.replace(TRAFFIC, write_clocks=1.0)
+    run = way("STG.E.128 [R2.64], R4", "EXIT", traffic=slow).run(1, 1)
+    assert run.ends[-1] < 100 and run.drained > 512
 
 
 def test_one_row_by_hand():
     """`store bf16` on an A100: its copies of 16 bytes, and what the chip makes of them."""
-    entry = examine(ROWS[0], "sm_80")
-    chip = CHIPS["sm_80"]
+    entry, chip = examine(ROWS[0], A100), A100
     assert entry.row == "store bf16" and entry.problems == []
     # A token is 2 x 8 x 128 elements of 2 bytes, read and written, by one warp.
     assert entry.asked_bytes == entry.counted == 2 * 2 * 8 * 128 * 2
@@ -358,32 +471,34 @@ def test_one_row_by_hand():
     # 16 words of 512 bytes per warp, 128 bytes a clock; and an index, in a clock.
     assert entry.ceilings["lsu"] == pytest.approx(8192 / 65 * 108 * 1.41, rel=1e-3)
     assert (entry.binds, entry.share) == ("memory", 1.0)
+    assert entry.bound_us == pytest.approx(4096 * 8192 / 2039e3, rel=1e-2)
+    assert entry.bound_us < entry.model_us < 2.5 * entry.bound_us
 
 
 def test_what_a_row_declares_is_checked():
-    row = next(row for row in ROWS if row.name == "copy_pages bf16")
-    assert examine(row, "sm_80").problems == []
-    (problem,) = examine(dataclasses.replace(row, num_units=2048), "sm_80").problems
+    row = row_of("copy_pages bf16")
+    assert examine(row, A100).problems == []
+    (problem,) = examine(dataclasses.replace(row, num_units=2048), A100).problems
     assert "0.062 x page, 0.125 declared" in problem
-    prefill = next(row for row in ROWS if row.name == "prefill bf16 64x64")
-    assert examine(prefill, "sm_80").problems == []
+    prefill = row_of("prefill bf16 64x64, 4096 of 4096")
+    assert examine(prefill, A100).problems == []
     wrong = dataclasses.replace(prefill, asked_bytes=lambda launch: 300.0)
-    (problem,) = examine(wrong, "sm_80").problems
+    (problem,) = examine(wrong, A100).problems
     assert "of a KV head on a pass" in problem
 
 
 def test_a_tile_of_prefill_is_64_keys():
-    row = next(row for row in ROWS if row.name == "prefill bf16 128x128")
-    entry = examine(row, "sm_90")
+    entry = examine(row_of("prefill bf16 128x128, 8192 of 8192"), H100)
     assert entry.asked_bytes * 4 == 64 * 2 * 128 * 2
     # Four warps of 32 rows: two products of each, for all keys.
     assert entry.counted == 2 * 2 * 32 * 64 * 128
 
 
-@pytest.mark.parametrize("heads, warps", [(16, 4), (128, 8)])
-def test_a_tile_of_latents_is_32_keys_that_are_fetched_once(heads, warps):
-    row = next(row for row in ROWS if row.name == f"mla bf16 {heads} heads")
-    entry = examine(row, "sm_80")
+@pytest.mark.parametrize("name, heads, warps", [
+    ("mla bf16 16 heads", 16, 4), ("mla bf16 128 heads, 64 of 4096", 128, 8),
+])  # fmt: skip
+def test_a_tile_of_latents_is_32_keys_that_are_fetched_once(name, heads, warps):
+    entry = examine(row_of(name), A100)
     assert entry.asked_bytes * warps == 32 * 576 * 2
     tiles = 2 if heads == 128 else 1  # which share what is fetched
     assert entry.counted * warps == 32 * 576 * 2 / tiles
@@ -392,37 +507,93 @@ def test_a_tile_of_latents_is_32_keys_that_are_fetched_once(heads, warps):
     assert entry.pipes["tensor"] * 2048 * warps == rows * 32 * (576 + weights_and_rest)
 
 
+def planned(name: str, kernel: str):
+    device = PlannedDevice("sm_90", 132)
+    with unverified():
+        row_of(name).call(device)
+    (launch,) = [
+        each for each in device.launches if each.specialisation.kernel.name.startswith(kernel)
+    ]
+    return launch
+
+
 def test_one_long_sequence_is_shared_by_all_blocks():
     """Uncut, its blocks would run for 15 of 16 parts of the time with none beside them."""
-    row = next(row for row in ROWS if row.name == "decode bf16 group 4, one of 128K among 2K")
-    device = PlannedDevice("sm_90")
-    with unverified():
-        row.call(device)
-    launch = device.launches[1]
+    launch = planned("decode bf16 group 4, one of 128K among 2K", "attention_decode")
     lens = [128 << 10, *[2 << 10] * 63]
-    keys = pieces_of(launch, lens)
-    assert sum(keys) == pytest.approx(sum(lens))
+    pieces = pieces_of(launch, lens)
+    keys, parts = zip(*pieces, strict=True)
+    assert sum(keys) == pytest.approx(sum(lens)) and max(parts) > 20
     assert heads_of(launch) == 8 and tiles_of(launch) == 64
-    assert busy_share(lens, 33) < 0.1
-    busy = busy_share(keys, 33)
-    assert busy > 0.9
-    assert examine(row, "sm_90").busy == pytest.approx(busy, abs=1e-3)
+    assert model.makespan(lens, 33) > 10 * sum(lens) / 33
+    assert model.makespan(keys, 33) < sum(lens) / 33 / 0.9
 
 
 def test_pieces_of_prefill_are_of_what_each_tile_sees():
-    row = next(row for row in ROWS if row.name == "prefill bf16 128x128")
-    device = PlannedDevice("sm_90")
-    with unverified():
-        row.call(device)
-    keys = pieces_of(device.launches[2], [8192] * 4, [1024] * 4)
-    visible = [8192 - 1024 + 32 * tile for tile in range(1, 33)]  # 32 tokens of 4 heads each
-    assert sum(keys) == pytest.approx(4 * sum(visible))
+    launch = planned("prefill bf16 128x128, 2048 of 4096", "attention_prefill")
+    keys = [keys for keys, _ in pieces_of(launch, [4096], [2048])]
+    visible = [4096 - 2048 + 32 * tile for tile in range(1, 65)]  # 32 tokens of 4 heads each
+    assert sum(keys) == pytest.approx(sum(visible))
+
+
+@pytest.mark.parametrize("name, lens, new, expected", [
+    ("decode bf16 group 4, batch-invariant", [8192] * 64, None, [8192] * 64),
+    ("prefill bf16 128x128, 2048 of 4096, batch-invariant", [4096], [2048],
+     [4096 - 2048 + 4 * tile for tile in range(1, 513)]),
+])  # fmt: skip
+def test_tiles_that_are_not_cut_see_all_their_keys(name, lens, new, expected):
+    pieces = pieces_of(planned(name, "attention_decode"), lens, new)
+    assert pieces == [(keys, 1) for keys in expected]
+
+
+def test_a_single_sequence_pays_for_launches_and_the_merge():
+    entry = examine(row_of("decode bf16 group 4, 1 of 8192"), H100)
+    assert set(entry.kernels_us) == {"attention_schedule", "attention_decode_mma", "merge_many"}
+    assert entry.kernels_us["merge_many"] > chips.START_US + 1
+    launches = 3 * chips.LAUNCH_US
+    assert entry.model_us == pytest.approx(sum(entry.kernels_us.values()) + launches, abs=0.3)
+    assert entry.model_us > 2 * entry.bound_us
+    uncut = examine(row_of("decode bf16 group 4, 1 of 8192, batch-invariant"), H100)
+    assert uncut.model_us > 5 * entry.model_us  # eight blocks
+
+
+def test_a_transfer_takes_as_long_as_the_link_has_work():
+    entry = examine(row_of("load bf16 pages from pinned memory"), H100)
+    moved = 1024 * 32 * 16 * 8 * 128 * 2 * 2
+    assert entry.bound_us == pytest.approx(moved / 63e3, rel=1e-3)
+    assert entry.bound_us < entry.model_us < 1.3 * entry.bound_us
+
+
+def test_faster_memory_helps_where_memory_binds():
+    copied = [examine(row_of("store bf16"), chip) for chip in (H100, H200)]
+    assert copied[0].model_us > 1.2 * copied[1].model_us
+    assert copied[0].bound_us / copied[1].bound_us == pytest.approx(4800 / 3350, rel=0.01)
+    products = [examine(row_of("prefill bf16 64x64, 4096 of 4096"), chip) for chip in (H100, H200)]
+    assert products[0].model_us == pytest.approx(products[1].model_us, rel=0.02)
+
+
+def test_l2_moves_whole_sectors():
+    """A row of nvfp4 has 72 bytes, and lies in three sectors of 32."""
+    slow = dataclasses.replace(H100, l2_bytes_per_clock=500)
+    entry = examine(row_of("decode nvfp4 group 4"), slow)
+    moved = 64 * 8192 * 8 * 2 * 3 * 32
+    assert entry.kernels_us["attention_decode_mma"] == pytest.approx(
+        moved / (500 * slow.load_mhz), rel=0.06
+    )
+
+
+def test_a_slower_clock_costs_where_instructions_bind():
+    name = "mla bf16 128 heads, 64 of 4096"
+    slow = dataclasses.replace(H100, load_mhz=H100.load_mhz / 2)
+    entry, slower = (examine(row_of(name), chip) for chip in (H100, slow))
+    assert slower.bound_us == entry.bound_us
+    assert slower.model_us > 1.8 * entry.model_us
 
 
 def test_a_call_that_launches_no_kernel_of_the_row_is_refused():
     row = dataclasses.replace(ROWS[0], kernel="nought")
     with pytest.raises(ValueError, match=r"expected one launch of nought\*, got .*store_copy"):
-        examine(row, "sm_80")
+        examine(row, A100)
 
 
 # --- The record -----------------------------------------------------------------------------------
@@ -434,15 +605,36 @@ def record():
 
 
 def test_the_record_has_every_row_and_none_has_a_problem(record):
-    recorded = {(row["row"], row["arch"]) for row in record["rows"]}
-    assert recorded == {(row.name, arch) for row in ROWS for arch in chips.DEFAULT_ARCHS}
+    recorded = {(row["row"], row["chip"]) for row in record["rows"]}
+    assert recorded == {
+        (row.name, CHIPS[chip].name) for row in ROWS for chip in chips.DEFAULT_CHIPS
+    }
     assert [row for row in record["rows"] if row["problems"]] == []
 
 
 def test_the_record_holds_the_chips_that_were_meant(record):
-    for arch, chip in record["chips"].items():
-        assert chip == json.loads(json.dumps(dataclasses.asdict(CHIPS[arch])))
+    for name, chip in record["chips"].items():
+        assert chip == json.loads(json.dumps(dataclasses.asdict(CHIPS[name])))
     assert record["rates"] == chips.RATES
+    assert record["latencies"] == model.LATENCIES and record["fitted"] == model.FITTED
+
+
+def test_the_model_is_near_what_an_h100_took(record):
+    """The kernels may be newer than the measurements."""
+    errors = sorted(abs(row["error"]) for row in record["measured"])
+    assert len(errors) >= 30
+    assert errors[len(errors) // 2] <= 0.1 and errors[-1] <= 0.5
+
+
+def test_the_page_has_the_tables_of_the_record(record):
+    page = (TESTS.parent / "docs" / "measurements.md").read_text()
+    assert roofline.tables(record) in page
+
+
+def test_times_of_another_compiler_are_recorded(record):
+    assert record["nvrtc"].startswith("12.")
+    for version, models in record["model_us_of_other_compilers"].items():
+        assert version.startswith("13.") and set(models) == {row.name for row in ROWS}
 
 
 def test_every_number_of_a_chip_has_a_source():
@@ -450,15 +642,15 @@ def test_every_number_of_a_chip_has_a_source():
     for chip in CHIPS.values():
         named = {name for names in chip.sources for name in names.split(", ")}
         assert named == numbers and all(chip.sources.values())
-    assert set(CHIPS) == set(precompile.ARCHS)
+    assert {chip.arch for chip in CHIPS.values()} == set(precompile.ARCHS)
 
 
 def test_peaks_agree_with_clocks():
     """Rates per clock, where they are not taken from the peak of the board."""
-    for arch in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120"):
-        chip = CHIPS[arch]
+    for name in ("T4", "A100", "A10", "L40S", "RTX PRO 6000"):
+        chip = CHIPS[name]
         peak = 2 * chip.products_per_clock * chip.sm_count * chip.clock_mhz * 1e-6
-        assert peak == pytest.approx(chip.tensor_tflops, rel=0.02), arch
+        assert peak == pytest.approx(chip.tensor_tflops, rel=0.02), name
 
 
 def entry_of(row: dict) -> Entry:
@@ -472,45 +664,16 @@ def test_a_row_that_got_worse_is_reported(record):
     slightly = dataclasses.replace(entry, share=entry.share * 0.98)
     assert worse([slightly], record) == []
     (line,) = worse([dataclasses.replace(entry, share=entry.share * 0.9)], record)
-    assert line.startswith(f"{row['row']}, {row['arch']}: share ") and "slack 3%" in line
+    assert line.startswith(f"{row['row']}, {row['chip']}: share ") and "slack 3%" in line
     (line,) = worse([dataclasses.replace(entry, dearest_share=0.0)], record)
     assert "dearest_share 0.0%" in line
-    (line,) = worse([dataclasses.replace(entry, busy=entry.busy * 0.9)], record)
-    assert "busy 90.0%, was 100.0%" in line
+    slower = dataclasses.replace(entry, model_us=round(entry.model_us * 1.04, 2))
+    assert worse([slower], record) == []
+    (line,) = worse([dataclasses.replace(entry, model_us=entry.model_us * 1.1)], record)
+    assert "us by the model, was" in line and "slack 5%" in line
     (line,) = worse([dataclasses.replace(entry, problems=["it is odd"])], record)
     assert line.endswith("it is odd")
     assert worse([dataclasses.replace(entry, row="new", share=0.0)], record) == []
-
-
-def memory_rows(record):
-    rows = [entry_of(row) for row in record["rows"] if row["arch"] == "sm_90"]
-    return [row for row in rows if "memory" in row.ceilings]
-
-
-def test_a_board_that_is_the_chip_has_its_shares(record):
-    chip = CHIPS["sm_90"]
-    same = chips.Board("sm_90", chip.memory_gb_s, chip.clock_mhz, "")
-    for row in memory_rows(record):
-        expected = pytest.approx((row.share, row.dearest_share), abs=1e-3)
-        assert roofline.shares_on(row, same) == expected, row.row
-
-
-def test_twice_the_memory_or_half_the_clock_halve_what_instructions_limit(record):
-    chip = CHIPS["sm_90"]
-    row = next(row for row in memory_rows(record) if row.dearest_share < row.share < 0.9)
-    for memory, clock in ((2, 1), (1, 0.5)):
-        board = chips.Board("sm_90", chip.memory_gb_s * memory, chip.clock_mhz * clock, "")
-        expected = pytest.approx((row.share / 2, row.dearest_share / 2), abs=1e-3)
-        assert roofline.shares_on(row, board) == expected
-
-
-def test_the_record_has_the_rows_of_boards(record):
-    assert record["boards"] == {n: dataclasses.asdict(b) for n, b in chips.BOARDS.items()}
-    rows = [entry_of(row) for row in record["rows"]]
-    assert record["rows_of_boards"] == roofline.boards(rows)
-    assert {row["board"] for row in record["rows_of_boards"]} == set(chips.BOARDS)
-    text = roofline.lines_of_boards(rows)
-    assert len(text) == len(chips.BOARDS) + len(record["rows_of_boards"])
 
 
 # --- The command ----------------------------------------------------------------------------------
@@ -532,14 +695,29 @@ def table(tmp_path_factory):
 
 def test_a_table_is_printed_written_and_drawn(table):
     said, written, image = table
-    assert "store_copy<16>: " in said and "100%" in said and "bytes in flight per SM" in said
-    assert written["what"].startswith("A bound from the machine code, not a measurement")
+    assert "store_copy<16>: " in said and "100%" in said and "a pass of the warps of an SM" in said
+    assert written["what"].startswith("From the machine code, not measured")
     assert [row["row"] for row in written["rows"]] == [
-        "store bf16", "store bf16 to fp8_e4m3", "store bf16 to fp8_e4m3, dynamic scales",
-        "store bf16 to nvfp4", "store bf16 to mxfp4", "store bf16 to int4",
-        "store bf16 to nvfp4, rotated", "store bf16 to int4, rotated", "rope_store bf16",
+        "store bf16", "store bf16, one token", "store bf16 to fp8_e4m3",
+        "store bf16 to fp8_e4m3, dynamic scales", "store bf16 to nvfp4", "store bf16 to mxfp4",
+        "store bf16 to int4", "store bf16 to nvfp4, rotated", "store bf16 to int4, rotated",
+        "rope_store bf16",
     ]  # fmt: skip
     assert image.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_tables_are_written_between_their_marks(record, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Before\n<!-- roofline: tables -->\nold\n<!-- roofline: end -->\nbehind\n")
+    roofline.write_page(page, record)
+    lines = page.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("Before", "behind") and "old" not in lines
+    row = next(row for row in record["measured"] if row["row"] == "decode bf16 group 4")
+    shown = f"| {row['bound_us']:.1f} | {row['model_us']:.1f} | {row['measured_us']:.1f} |"
+    assert any(line.startswith(f"| decode bf16 group 4 {shown}") for line in lines)
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="--page: expected <!-- roofline"):
+        roofline.write_page(page, record)
 
 
 ROW = "store bf16 to mxfp4"  # one of the table: to compile all of them again would say no more
@@ -563,10 +741,34 @@ def test_against_a_table(table, tmp_path, capsys, change, status, line):
     assert line in capsys.readouterr().out
 
 
+def test_times_of_another_nvrtc_are_added_and_compared(table, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "recorded.json"
+    file.write_text(json.dumps(recorded_row(table)))
+    assert roofline.main([*COMMAND, "--op", ROW, "--add-to", str(file)]) == 2
+    assert "another NVRTC" in capsys.readouterr().err
+    monkeypatch.setattr(roofline, "version", lambda: "13.9")
+    assert roofline.main([*COMMAND, "--op", ROW, "--add-to", str(file)]) == 0
+    written = json.loads(file.read_text())
+    (row,) = written["rows"]
+    models = written["model_us_of_other_compilers"]
+    assert models == {"13.9": {ROW: {row["chip"]: row["model_us"]}}}
+    assert roofline.main([*COMMAND, "--op", ROW, "--against", str(file)]) == 0
+    models["13.9"][ROW][row["chip"]] /= 2
+    file.write_text(json.dumps(written))
+    assert roofline.main([*COMMAND, "--op", ROW, "--against", str(file)]) == 1
+    assert "us by the model" in capsys.readouterr().out
+
+
+def test_what_was_measured_stands_beside_the_model(capsys):
+    assert roofline.main(["--arch", "sm_90", "--op", "store bf16, one token", "--jobs", "1"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "errors:" in line)
+    assert line == "errors: median 7%, largest 7%"
+
+
 def test_another_nvrtc_is_no_failure(table, tmp_path, capsys):
     recorded = recorded_row(table)
     recorded["nvrtc"] = "11.0"
-    recorded["rows"][0]["share"] = 2.0
+    recorded["rows"][0]["model_us"] = 0.1
     file = tmp_path / "recorded.json"
     file.write_text(json.dumps(recorded))
     assert roofline.main([*COMMAND, "--op", ROW, "--against", str(file)]) == 0
@@ -579,6 +781,7 @@ def test_another_nvrtc_is_no_failure(table, tmp_path, capsys):
     (["--arch", "sm_103"], "roofline: --arch: expected one of "),
     (["--op", "nought"], "roofline: --op: expected part of one of store bf16, "),
     (["--against", "nought.json"], "roofline: [Errno 2] No such file"),
+    (["--page", "page.md", *COMMAND], "roofline: --page: expected --json or --add-to beside it"),
     (["--against", __file__], "roofline: --against: expected a file that --json has written"),
 ])  # fmt: skip
 def test_what_is_wrong_is_one_line(capsys, arguments, line):
