@@ -89,33 +89,50 @@ __device__ __forceinline__ void fetch_packed(char* tile, const char* const (&row
 
 // --- Conversion ----------------------------------------------------------------------------------
 
+// Eight elements, a chunk of 16 bytes as T.
+template <typename TCache, typename T>
+__device__ __forceinline__ Pack<u32, 4> dequantise_chunk(const char* packed,
+                                                         [[maybe_unused]] const char* group) {
+  Pack<float, 8> x;
+  if constexpr (kFourBit<TCache>) {
+    const u32 codes = *reinterpret_cast<const u32*>(packed);
+    x = decode_codes<TCache>(codes, group_scale<TCache>(load_group_scale<TCache>(group)));
+  } else {
+    Pack<TCache, 8> codes;
+    codes.load(packed);
+    x = to_floats(codes);
+  }
+  Pack<u32, 4> pairs;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs.values[i] = pack_pair<T>(x.values[2 * i], x.values[2 * i + 1]);
+  }
+  return pairs;
+}
+
 template <typename TCache, typename T, int kWidth, int kThreads, int kCount, int kGroupBytes>
 __device__ __forceinline__ void dequantise_as(char* tile, const char* packed,
                                               const char (&groups)[kCount][kGroupBytes]) {
-  constexpr int kChunks = kWidth / 8;  // of a row; a thread has one at a time
+  constexpr int kBytes = kFourBit<TCache> ? 4 : 8;    // of a chunk
+  constexpr int kLanes = kWidth % 128 == 0 ? 16 : 8;  // that share a row
+  constexpr int kRows = kThreads / kLanes;            // at once
+  constexpr int kChunksPerGroup = kSameType<TCache, mxfp4> ? 4 : 2;
+  static_assert(kRows % 8 == 0, "chunks of a thread are permuted alike in all of its rows");
   const int thread = find_again(threadIdx.x);
+  const int first = thread / kLanes;
+  const int column = thread % kLanes;
+  const char* from = packed + (first * (kWidth / 8) + column) * kBytes;
+  const char* group = groups[first] + column / kChunksPerGroup;
+  char* to = tile + chunk_offset<kWidth>(first, column);
 #pragma unroll 2
-  for (int i = 0; i < kCount * kChunks / kThreads; ++i) {
-    const int number = thread + i * kThreads;
-    const int row = number / kChunks;
-    const int chunk = number % kChunks;
-    Pack<float, 8> x;
-    if constexpr (kFourBit<TCache>) {
-      const int group = chunk / (kSameType<TCache, nvfp4> ? 2 : 4);
-      const u32 codes = *reinterpret_cast<const u32*>(packed + number * 4);
-      const u32 scale_bits = load_group_scale<TCache>(groups[row] + group);
-      x = decode_codes<TCache>(codes, group_scale<TCache>(scale_bits));
-    } else {
-      Pack<TCache, 8> codes;
-      codes.load(packed + number * 8);
-      x = to_floats(codes);
-    }
-    Pack<u32, 4> pairs;
+  for (int i = 0; i < kCount / kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      pairs.values[j] = pack_pair<T>(x.values[2 * j], x.values[2 * j + 1]);
+    for (int j = 0; j < kWidth / 8; j += kLanes) {
+      const Pack<u32, 4> chunk =
+          dequantise_chunk<TCache, T>(from + (i * kRows * (kWidth / 8) + j) * kBytes,
+                                      group + i * kRows * kGroupBytes + j / kChunksPerGroup);
+      chunk.store(to + i * kRows * kWidth * 2 + j * 16);
     }
-    pairs.store(tile + chunk_offset<kWidth>(row, chunk));
   }
 }
 

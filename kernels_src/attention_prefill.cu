@@ -333,6 +333,8 @@ __global__ void __launch_bounds__(
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       rises |= weigh_scores<T>(weights[m], s[m], factor, rows[m], rescale[m], value_scales, unit);
+      rescale[m][0] *= value_rescale;
+      rescale[m][1] *= value_rescale;
     }
 
     // Values
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
       for (int i = 0; i < kRowTiles * kWidthV / 2; ++i) {
         const int m = i / (kWidthV / 2);
-        o[m][i / 4 % (kWidthV / 8)][i % 4] *= rescale[m][i % 4 / 2] * value_rescale;
+        o[m][i / 4 % (kWidthV / 8)][i % 4] *= rescale[m][i % 4 / 2];
       }
     }
 #pragma unroll

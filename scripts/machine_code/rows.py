@@ -300,6 +300,8 @@ def _asked_of_key(launch: Planned) -> float:
     """Return the bytes of a key and its value that an attention kernel loads, padding included."""
     kernel, arguments = launch.specialisation.kernel, launch.specialisation.arguments
     itemsize = next((f.itemsize for f in formats.FORMATS.values() if f.ctype == arguments[0]), 2)
+    if kernel.name == "attention_prefill" and arguments[-1] == "true":  # a cache of 8 bits
+        itemsize = 1
     four_bit = next((f for f in formats.FOUR_BIT.values() if f.ctype == arguments[0]), None)
     if four_bit is not None and kernel.name in _LOADS_KEYS_ALONE:
         return 576 / 2 + 16  # and an entry of the block table by a lane of one warp, as if of four

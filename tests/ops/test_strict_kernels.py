@@ -17,7 +17,7 @@ from helpers import full_only
 from prefill_calls import Call
 
 import kvcupy as kv
-from kvcupy.ops import attention_kernels
+from kvcupy.ops import attention_choice
 
 NOT_WAITED = "has not been waited for"
 RACE = f"no barrier lies between|nobody has written|{NOT_WAITED}"
@@ -234,6 +234,6 @@ def test_what_is_missing_is_refused(strict, missing):
 
 
 def test_more_threads_than_launch_bounds_allow(strict, monkeypatch):
-    monkeypatch.setattr(attention_kernels, "_DECODE_THREADS", 256)
+    monkeypatch.setattr(attention_choice, "_DECODE_THREADS", 256)
     with pytest.raises(kv.DeviceError, match=r"attention_decode.*256 threads.*bounds allow 128"):
         attention_checks.check_attention_decode(strict.device())
