@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import kvcupy as kv
 from kvcupy import cuda_api
-from kvcupy.arrays import array_at, overlap, probe, probes, view
+from kvcupy.arrays import array_at, contiguous_strides, overlap, probe, probes, view
 
 ITEMSIZE = {**{f: d.itemsize for f, d in DTYPE.items()}, "int64": 8, "int32": 4, "uint8": 1,
             "bool": 1}  # fmt: skip
@@ -160,8 +160,11 @@ CUTS = {
 @pytest.mark.parametrize("cut", CUTS)
 def test_numpy(cut):
     a = CUTS[cut]
+    strides = a.strides
+    if a.flags.c_contiguous:  # axes of one element, and empty arrays, may have any
+        strides = contiguous_strides(a.shape, 4)
     description = a.ctypes.data, a.shape, a.strides, "fp32"
-    assert_describes(a, *description, readonly=not a.flags.writeable, owner=a)
+    assert_describes(a, *description[:2], strides, "fp32", readonly=not a.flags.writeable, owner=a)
     if a.flags.writeable:  # NumPy exports no array that is read-only to old DLPack
         for hide in (Hidden, HiddenOld):
             assert_describes(hide(a), *description, library="dlpack")

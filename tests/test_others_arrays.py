@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
+from kvcupy.arrays import likeness_of, probe_arguments
 
 SLOTS = np.array([1, 3])
 
@@ -113,6 +114,73 @@ def test_a_tensor_that_needs_a_gradient(torch, kind):
         kv.store_kv(key, *others, slots)
     with torch.inference_mode():
         kv.store_kv(key, *others, slots)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^key: .*no_grad"):
+            kv.store_kv(key, *others, slots)
+
+
+# --- tensors like the arguments of an earlier call ---
+
+
+def freed(torch):
+    tensor = torch.zeros(2, 8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+UNLIKE = {
+    "dtype": lambda torch: torch.zeros(2, 8, dtype=torch.float64),
+    "shape": lambda torch: torch.zeros(8, 2),
+    "strides": lambda torch: torch.zeros(8, 2).t(),
+    "device": lambda torch: torch.zeros(2, 8, device="meta"),
+    "gradient": lambda torch: torch.zeros(2, 8, requires_grad=True),
+    "class": lambda torch: torch.nn.Parameter(torch.zeros(2, 8), requires_grad=False),
+    "bits": lambda torch: torch._neg_view(torch.zeros(2, 8)),
+    "memory": freed,
+    "library": lambda torch: np.zeros((2, 8), np.float32),
+    "number": lambda torch: 1.0,
+    "none": lambda torch: None,
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_what_is_unlike_earlier_arguments(torch, kind):
+    def make():
+        return torch.zeros(2, 8)
+
+    likeness = likeness_of((make(), None, make()))
+    alike = (make(), None, make())
+    assert likeness.addresses(alike) == probe_arguments(alike)[0]
+    other = UNLIKE[kind](torch)
+    assert likeness.addresses((other, None, make())) is None
+    assert likeness.addresses((make(), None, other)) is None
+    if other is not None:
+        assert likeness.addresses((make(), other, make())) is None
+
+
+def test_tensors_that_come_twice(torch):
+    x, y = torch.zeros(2, 8), torch.zeros(2, 8)
+    twice, once = likeness_of((x, x, y)), likeness_of((x, y))
+    assert twice.addresses((y, y, x)) == probe_arguments((y, y, x))[0]
+    assert twice.addresses((x, y, x)) is None
+    assert once.addresses((x, x)) is None
+
+
+@pytest.mark.parametrize("kind", ["gradient", "class", "memory", "library", "number", "none"])
+def test_arguments_that_are_probed_each_time(torch, kind):
+    with torch.no_grad():
+        assert likeness_of((UNLIKE[kind](torch), None)) is None
+
+
+def test_modes_of_torch_alternate(torch):
+    """A tensor of inference mode is unlike others; both are stored."""
+    caches = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
+    slots = torch.tensor([2])
+    for value in range(1, 7):
+        with torch.inference_mode(value % 2 == 0):
+            row = torch.full((1, 2, 8), float(value))
+            kv.store_kv(row, -row, *caches, slots)
+            assert (caches[0][2] == value).all() and (caches[1][2] == -value).all()
 
 
 def test_a_fallback_on_a_stream_of_its_own(torch, monkeypatch):

@@ -43,14 +43,22 @@ def _probe_view(x: ArrayView) -> tuple[int, Signature]:
     return x.pointer, (x.format, x.shape, x.strides, x.device, x.library, x.readonly)
 
 
+# Bits of `flags.num`: one read answers two questions. Without gaps strides follow from the shape.
+_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
+_FLAGS = _CONTIGUOUS | _WRITEABLE
+
+
+def _numpy_signature(x: np.ndarray[Any, Any]) -> Signature:
+    flags = x.flags.num & _FLAGS
+    return x.dtype, x.shape, flags & _CONTIGUOUS or x.strides, flags
+
+
 def _probe_numpy(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
-    pointer = _unsigned_at(id(x) + _HEAD_BYTES).value
-    return pointer, (x.dtype, x.shape, x.strides, x.flags.writeable)
+    return _unsigned_at(id(x) + _HEAD_BYTES).value, _numpy_signature(x)
 
 
 def _probe_array_interface(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
-    pointer, readonly = x.__array_interface__["data"]
-    return pointer, (x.dtype, x.shape, x.strides, not readonly)
+    return x.__array_interface__["data"][0], _numpy_signature(x)
 
 
 # By NumPy's ABI the address comes right behind the head of the object. Reading it there is much
@@ -64,6 +72,7 @@ _HAS_NUMPY_ABI = sys.implementation.name == "cpython" and _probe_numpy(
 ) == _probe_array_interface(_SAMPLE)
 if not _HAS_NUMPY_ABI:
     _probe_numpy = _probe_array_interface
+_READ_HERE = np.ndarray if _HAS_NUMPY_ABI else None  # by `probe_arguments` itself
 
 
 def _probe_torch(x: Any) -> tuple[int, Signature]:
@@ -97,10 +106,11 @@ def probe(x: Any) -> tuple[int, Signature]:
 
 def address_of(x: Any) -> int:
     """Return the address of an array, without the checks of `probe`."""
-    if type(x) in TORCH_TYPES:
+    kind = type(x)
+    if kind in TORCH_TYPES:
         pointer: int = x.data_ptr()
         return pointer
-    return probe(x)[0]
+    return _unsigned_at(id(x) + _HEAD_BYTES).value if kind is _READ_HERE else probe(x)[0]
 
 
 def probe_arguments(
@@ -115,7 +125,13 @@ def probe_arguments(
         if x is not last:  # what is written in place comes twice
             last = x
             kind = type(x)
-            if kind in TORCH_TYPES:
+            if kind is _READ_HERE:  # as `_probe_numpy`
+                pointer = _unsigned_at(id(x) + _HEAD_BYTES).value
+                flags = x.flags.num & _FLAGS
+                signature = x.dtype, x.shape, flags & _CONTIGUOUS or x.strides, flags
+            elif x is None:
+                pointer, signature = 0, None
+            elif kind in TORCH_TYPES:
                 try:
                     pointer = x.data_ptr()
                     if not pointer or x.requires_grad:  # the checks cost more than these two reads
@@ -124,11 +140,6 @@ def probe_arguments(
                     signature = x.dtype, x.shape, x.is_contiguous() or x.stride(), x.device
                 except RuntimeError as error:  # sparse or transformed: no memory, or no strides
                     raise TypeError(without_memory(x)) from error
-            elif x is None:
-                pointer, signature = 0, None
-            elif kind is np.ndarray and _HAS_NUMPY_ABI:  # as `_probe_numpy`
-                pointer = _unsigned_at(id(x) + _HEAD_BYTES).value
-                signature = x.dtype, x.shape, x.strides, x.flags.writeable
             else:
                 known = _PROBES.get(kind)
                 if known is None and isinstance(x, numbers.Real):
@@ -141,6 +152,89 @@ def probe_arguments(
         pointers.append(pointer)
         signatures.append(signature)
     return tuple(pointers), tuple(signatures)
+
+
+class Likeness:
+    """Recognises arguments that differ from the arguments of an earlier call in addresses alone.
+
+    `probe_arguments` asks a tensor six questions. Where all arguments are torch tensors or None,
+    torch compares the answers itself, in one call, with those that it was given first.
+    """
+
+    def __init__(self, guards: Any, arguments: Sequence[Any]) -> None:
+        """Note what arguments are like; none is kept. `likeness_of` says which can be."""
+        given = [i for i, x in enumerate(arguments) if x is not None]
+        first: dict[int, int] = {}  # positions by object: what is written in place comes twice
+        for i in given:
+            first.setdefault(id(arguments[i]), i)
+        tensors = list(first.values())
+        self._tensors = taking(tensors)
+        self._absent = taking([i for i, x in enumerate(arguments) if x is None])
+        self._repeated = [
+            (i, first[id(arguments[i])]) for i in given if first[id(arguments[i])] != i
+        ]
+        # Their place among the addresses of tensors, behind which there is a 0.
+        order = {i: number for number, i in enumerate(tensors)}
+        self._in_order = taking([
+            len(tensors) if x is None else order[first[id(x)]] for x in arguments
+        ])  # fmt: skip
+        self._address_of = sys.modules["torch"].Tensor.data_ptr
+        self._are_alike = guards(
+            *self._tensors(arguments), dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+
+    def addresses(self, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
+        """Return addresses as `probe_arguments` does; None if something may differ."""
+        for x in self._absent(arguments):
+            if x is not None:
+                return None
+        for i, j in self._repeated:
+            if arguments[i] is not arguments[j]:
+                return None
+        tensors = self._tensors(arguments)
+        if not self._are_alike(*tensors):
+            return None
+        addresses = *map(self._address_of, tensors), 0
+        if addresses.count(0) > 1:  # memory that is gone
+            return None
+        return self._in_order(addresses)
+
+
+def likeness_of(arguments: Sequence[Any]) -> Likeness | None:
+    """Return what recognises arguments like these, which `probe_arguments` has accepted.
+
+    None where some are no plain tensors, where one is empty or requires a gradient (which is
+    accepted in `torch.no_grad` only), or where torch has no such comparison.
+    """
+    torch = sys.modules.get("torch")
+    tensors = [x for x in arguments if x is not None]
+    if torch is None or set(map(type, tensors)) != {torch.Tensor}:
+        return None
+    if any([x.requires_grad or not x.data_ptr() for x in tensors]):
+        return None
+    guards = _tensor_guards()
+    return None if guards is None else Likeness(guards, arguments)
+
+
+@cache
+def _tensor_guards() -> Any:
+    """Return the class by which `torch.compile` recognises tensors, where there still is one.
+
+    Formats, sizes, strides, devices, gradients, Python types and dispatch keys must be equal.
+    """
+    torch = sys.modules["torch"]
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        with torch.inference_mode(False):
+            sample, equal = torch.zeros(2, 3, device="cpu"), torch.ones(2, 3, device="cpu")
+            check = guards(sample, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            others = (
+                sample.double(), sample[:1], sample.view(3, 2), sample.t().contiguous().t(),
+                sample.to("meta"), sample.clone().requires_grad_(), sample.numpy(),
+            )  # fmt: skip
+            return guards if check(equal) and not any(map(check, others)) else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None
 
 
 def taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -189,6 +283,13 @@ def note_written(arrays: Sequence[Any]) -> None:
             break
     if arrays:
         _increment_version()(arrays)
+
+
+def noting_written(arrays: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    """Return what does as `note_written` for all arrays of the signatures of these."""
+    if TORCH_TYPES.issuperset(map(type, arrays)):
+        return _increment_version()
+    return note_written
 
 
 @cache

@@ -626,8 +626,11 @@ def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
         require_unmasked(x)
     _require_plain(x.dtype)
     pointer, readonly = x.__array_interface__["data"]
+    strides = x.strides
+    if x.flags.c_contiguous:  # axes of one element may have any
+        strides = contiguous_strides(x.shape, x.itemsize)
     return ArrayView(
-        pointer, x.shape, x.strides, formats.tag(x.dtype), "host", readonly=readonly, owner=x
+        pointer, x.shape, strides, formats.tag(x.dtype), "host", readonly=readonly, owner=x
     )
 
 

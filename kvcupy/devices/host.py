@@ -72,15 +72,16 @@ class HostFunction:
     @cached_property
     def entry(self) -> Callable[[bytes, bytes], int]:
         """The plain build: takes Params and configuration, returns a status."""
-        library = self._library(cxx.build)
-        return self._function(library, "kvcupy_launch", ctypes.c_char_p, ctypes.c_char_p)
+        entry: Callable[[bytes, bytes], int]
+        entry = self._function(self._library(cxx.build), "kvcupy_launch")
+        return entry
 
     @cached_property
     def strict(self) -> StrictBuild:
         """The strict build."""
         library = self._library(cxx.build_strict)
-        types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p
-        entry = self._function(library, "kvcupy_launch_strict", *types)
+        entry = self._function(library, "kvcupy_launch_strict")
+        entry.argtypes = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p
         max_threads = ctypes.c_int.in_dll(library, "kvcupy_most_threads").value
         return StrictBuild(entry, max_threads, library._name)
 
@@ -94,14 +95,11 @@ class HostFunction:
             message = f"{self.specialisation} cannot be loaded: {error}"
             raise CompileError(message, transient=True) from error
 
-    def _function(self, library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
+    def _function(self, library: ctypes.CDLL, name: str) -> Any:
         try:
-            function = getattr(library, name)
+            return getattr(library, name)  # bytes become pointers, and the status an int
         except AttributeError as error:
             raise CompileError(f"{self.specialisation} cannot be loaded: {error}") from error
-        function.argtypes, function.restype = arguments, ctypes.c_int
-        launch: Callable[..., int] = function
-        return launch
 
 
 @dataclass(frozen=True)
@@ -351,23 +349,42 @@ class HostDevice:
         stream: Any, keep: Sequence[object] = (),
     ) -> None:  # fmt: skip
         """Run a grid in the order of `stream`; `keep` lives until it is done."""
-        if config.strict:
-            self._launch_strictly(function, (grid, block, smem_bytes), params, stream, keep)
-            return
+        self.launcher(function, grid, block, smem_bytes)(params, stream, keep)
+
+    def launcher(
+        self, function: HostFunction, grid: Dim3, block: Dim3, smem_bytes: int
+    ) -> Callable[[bytes, Any, Sequence[object]], None]:
+        """Return `launch` for one grid: it takes the rest of the arguments."""
+        geometry, inline = (grid, block, smem_bytes), self._inline
+        configuration: tuple[int, int, bytes] = 0, 0, b""  # num_workers, thread_order_seed, packed
+
+        def launch(params: bytes, stream: Any, keep: Sequence[object]) -> None:
+            nonlocal configuration
+            if config.strict:
+                self._launch_strictly(function, geometry, params, stream, keep)
+                return
+            num_workers, seed, packed = configuration
+            if num_workers != self.num_workers or seed != self.thread_order_seed or not packed:
+                packed = self._configure(function, geometry)
+                configuration = self.num_workers, self.thread_order_seed, packed
+            if stream is inline:
+                if status := function.entry(params, packed):
+                    raise _failure(function, geometry, status)
+                return
+
+            def run(_keep: Sequence[object] = keep) -> None:
+                if status := function.entry(params, packed):
+                    raise _failure(function, geometry, status)
+
+            stream.enqueue(run)
+
+        return launch
+
+    def _configure(self, function: HostFunction, geometry: Geometry) -> bytes:
         try:
-            packed = _config(grid, block, smem_bytes, self.num_workers, self.thread_order_seed)
+            return _config(*geometry, self.num_workers, self.thread_order_seed)
         except ValueError as error:
             raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
-        if stream is self._inline:
-            if status := function.entry(params, packed):
-                raise _failure(function, (grid, block, smem_bytes), status)
-            return
-
-        def run(_keep: Sequence[object] = keep) -> None:
-            if status := function.entry(params, packed):
-                raise _failure(function, (grid, block, smem_bytes), status)
-
-        stream.enqueue(run)
 
     def _launch_strictly(
         self, function: HostFunction, geometry: Geometry, params: bytes, stream: Any,
@@ -430,6 +447,17 @@ def _require_here(view: arrays.ArrayView, name: str) -> None:
 
 
 def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    try:
+        sizes, element, num_bytes = _layout(shape, dtype)
+    except TypeError:  # a list, say, which cannot be looked up
+        sizes, element, num_bytes = _layout.__wrapped__(shape, dtype)
+    raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
+    return np.ndarray(sizes, element, raw, -arrays.address_of(raw) % _ALIGNMENT)
+
+
+@lru_cache(maxsize=1024)
+def _layout(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Return the sizes, the dtype and the bytes of an array to allocate."""
     element = formats.numpy_dtype(dtype)
     if element.hasobject or element.subdtype or not element.itemsize:
         raise TypeError(f"dtype: expected elements of a size of their own, got {dtype!r}")
@@ -441,9 +469,7 @@ def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[An
     num_bytes = math.prod(sizes) * element.itemsize
     if min(sizes, default=0) < 0 or max(*sizes, num_bytes, 0) >= 2**62:
         raise ValueError(f"shape: expected sizes from 0 on of less than 2**62 bytes, got {shape!r}")
-    raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
-    start = -arrays.probe(raw)[0] % _ALIGNMENT
-    return raw[start : start + num_bytes].view(element).reshape(sizes)
+    return sizes, element, num_bytes
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ..arrays import ArrayView, describe, probe_arguments, taking, view
+from ..arrays import ArrayView, describe, likeness_of, probe_arguments, taking, view
 from . import attention, checks, merge, rope, store  # noqa: F401  # all declare operations
 from .call import Operation, Recorder, same_layout
 from .indexing import slot_mapping
@@ -216,7 +216,9 @@ class _PlannedCall(BoundCall):
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
         ])  # fmt: skip
-        self._signatures = probe_arguments([examples[name] for name in views])[1]
+        values = [examples[name] for name in views]
+        self._signatures = probe_arguments(values)[1]
+        self._likeness = likeness_of(values)
 
         self.lasting: bool = self._plan.lasting
 
@@ -234,17 +236,17 @@ class _PlannedCall(BoundCall):
                 streams = {name: varying.get(name, stream) for name, stream in streams.items()}
             try:
                 values = self._values(varying)
-                addresses, signatures = probe_arguments(values)
             except KeyError:
                 raise self._wrong_names(varying) from None
-            except TypeError:
-                self._require_alike(varying)  # which names what is no array
-                raise
+            addresses = self._likeness.addresses(values) if self._likeness is not None else None
+            is_alike = addresses is not None
+            if addresses is None:
+                addresses, is_alike = self._probe(varying, values)
             arrays = self._in_order(arrays + values)
             alignment = self._fixed_alignment
             for i in self._words:
                 alignment |= addresses[i]
-            if signatures != self._signatures or alignment & 15 != self._alignment:
+            if not is_alike or alignment & 15 != self._alignment:
                 self._require_alike(varying)
                 return self._family.run(arrays, self._options, self._make, *streams.values())
             pointers = self._in_order(pointers + addresses)
@@ -257,6 +259,20 @@ class _PlannedCall(BoundCall):
         else:
             plan.run(pointers, arrays, *streams.values())
         return self._family.returned(arrays) if self._family.returned is not None else None
+
+    def _probe(
+        self, varying: Mapping[str, Any], values: tuple[Any, ...]
+    ) -> tuple[tuple[int, ...], bool]:
+        """Return addresses, and whether the arrays are like the examples."""
+        try:
+            addresses, signatures = probe_arguments(values)
+        except TypeError:
+            self._require_alike(varying)  # which names what is no array
+            raise
+        is_alike = signatures == self._signatures
+        if is_alike and self._likeness is not None:
+            self._likeness = likeness_of(values)  # in another mode of torch's, say
+        return addresses, is_alike
 
 
 def _alignment(pointers: tuple[int, ...], positions: Iterable[int]) -> int:

@@ -61,17 +61,19 @@ class Launch:
         nulls = 8 * (kernel.num_pointers - 1) - self._struct.size
         self.tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
         self._behind = self.tail + self.constants
+        self._launch = device.launcher(self.function, grid, block, smem_bytes)
         self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
     def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
         """Launch on a stream; `keep` lives until the kernel has run."""
         last, params = self._last
         if last is not addresses:
-            params = self.pack(addresses) + self._behind
+            if self._fixed or self._offsets is not None:
+                params = self.pack(addresses) + self._behind
+            else:
+                params = self._struct.pack(*self._choose(addresses)) + self._behind
             self._last = addresses, params
-        self.device.launch(
-            self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
-        )
+        self._launch(params, stream, keep)
 
     def pack(self, addresses: tuple[int, ...]) -> bytes:
         """Return the pointer fields of the Params but for `tail`, for the addresses of a call."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import devices, faults, streams
-from ..arrays import ArrayView, describe
+from ..arrays import ArrayView, Likeness, describe
 from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
@@ -104,7 +104,8 @@ REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
 _PACK = 8  # pairs, or elements that are not rotated, that a thread takes at a time
 _HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/rope.cu
 _MIN_SM_THREADS = 640  # groups take several heads where an SM has as many threads all the same
-_MIN_CORE_THREADS = 64  # likewise on the host, per core
+# Likewise on the host, where a thread goes through the heads of its group one by one.
+_CORE_HEADS, _MIN_CORE_THREADS = 16, 16
 _STAGED_BYTES = 48 * 1024  # of a block, at most: what every GPU has without asking
 
 
@@ -817,7 +818,8 @@ class RopePlan(Plan):
                 )
         else:
             packs = pairs // pack, -(-unrotated // (2 * pack)), -(-v_width // (2 * pack))
-            most_heads = _HELD_BYTES // part.formats[0].itemsize
+            held = _HELD_BYTES // part.formats[0].itemsize
+            most_heads = _CORE_HEADS if device.warp_lanes == 1 else held
             groups, geometry = _segments(device, rotation.num_tokens, heads, packs, most_heads)
         params |= groups
         params["lane_shift"] = geometry.lane_shift
@@ -875,7 +877,7 @@ def _segments(
     require_countable(num_groups, "positions")
     geometry = spread(
         num_groups, lanes, device.sm_count,
-        warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=lanes,
+        warp_lanes=device.warp_lanes, whole_warps=lanes > 1, max_lanes=lanes,
     )  # fmt: skip
     return {
         "q_groups": q, "k_groups": k, "v_groups": v, "num_groups": num_groups,
@@ -914,6 +916,7 @@ class TwoStreamPlan:
         self.options: tuple[Any, ...] = ()
         self.allocated: Views = {}
         self.used_at = 0
+        self.likeness: Likeness | None = None
 
     @property
     def allowed(self) -> tuple[int, ...] | None:
@@ -925,11 +928,11 @@ class TwoStreamPlan:
         """Whether later calls may use it."""
         return all([plan.lasting for plan in self.parts])
 
-    def settle(self, views: Views) -> None:
+    def settle(self, views: Views, arrays: tuple[Any, ...]) -> None:
         """Prepare the checks, and drop the arrays of the call that made the plan."""
         self.whole.options = self.options
         for plan in (self.whole, *self.parts):
-            plan.settle(views)
+            plan.settle(views, arrays)
 
     def fix(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], varying: Collection[int]
