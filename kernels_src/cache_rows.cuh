@@ -36,8 +36,12 @@ struct CacheRowsParams {
   int page_size;
   int page_shift;
   int index_bytes;
-  int lane_shift;  // log2(lanes)
+  int lane_shift;      // log2(lanes)
+  int zeroed_outputs;  // kZeroedKey | kZeroedValue: of a gather, rows of skipped slots become zeros
 };
+
+constexpr int kZeroedKey = 1;
+constexpr int kZeroedValue = 2;
 
 // The rows, of K and of V, that this thread works on.
 struct CacheRow {
@@ -46,10 +50,14 @@ struct CacheRow {
   i64 slot;  // negative: nothing to do
 };
 
+__device__ __forceinline__ int row_number(const CacheRowsParams& p) {
+  return blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+}
+
 // A row with its slot as given: `check_slot` must follow. Loads that do not depend on the slot go
 // between the two, so that they do not wait for it. Past the last row the slot is negative.
 __device__ __forceinline__ CacheRow begin_row(const CacheRowsParams& p) {
-  const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+  const int row = row_number(p);
   if (row >= p.num_rows) return {0, 0, -1};
   const int token = p.num_heads == 1 ? row : row / p.num_heads;
   const int head = row - token * p.num_heads;
@@ -105,6 +113,30 @@ __device__ __forceinline__ RowAhead cache_row_ahead([[maybe_unused]] const Cache
 #else
   return {};
 #endif
+}
+
+template <int kWordBytes>
+__device__ __forceinline__ void zero_row(char* row, int bytes, int lane, int lanes) {
+  const Word<kWordBytes> zero = {};
+  for (int i = lane * kWordBytes; i < bytes; i += lanes * kWordBytes) {
+    *reinterpret_cast<Word<kWordBytes>*>(row + i) = zero;
+  }
+}
+
+// Zero the rows outside the cache whose slot is skipped, where Python asks for it.
+template <int kPackBytes>
+__device__ __forceinline__ void zero_skipped(const CacheRowsParams& p, const CacheRow& row,
+                                             int element_bytes) {
+  if (p.zeroed_outputs == 0 || row_number(p) >= p.num_rows) return;
+  constexpr int kWordBytes = kPackBytes < 16 ? kPackBytes : 16;
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  if (p.zeroed_outputs & kZeroedKey) {
+    zero_row<kWordBytes>(outside_row(p.key, p.k, row), p.k.width * element_bytes, lane, lanes);
+  }
+  if (p.zeroed_outputs & kZeroedValue) {
+    zero_row<kWordBytes>(outside_row(p.value, p.v, row), p.v.width * element_bytes, lane, lanes);
+  }
 }
 
 // Where copied rows go: `find` looks the place up, and says whether there is one; `k` and `v` then

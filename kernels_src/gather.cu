@@ -1,7 +1,7 @@
 // Gather rows of K and V out of a cache, dequantised on request, both in one launch.
 //
-// The inverse of store.cu: threads map to rows as in cache_rows.cuh, and a skipped slot leaves its
-// row of the output as it was.
+// The inverse of store.cu: threads map to rows as in cache_rows.cuh. A skipped slot leaves its row
+// of the output as it was, or makes it zeros where nothing was there before.
 //
 // Bytes: each K and V row is read once and written once, plus one index per token.
 #include "cache_rows.cuh"
@@ -11,7 +11,10 @@
 template <int kWordBytes>
 __global__ void gather_copy(const __grid_constant__ CacheRowsParams p) {
   const CacheRow row = find_row(p);
-  if (row.slot < 0) return;
+  if (row.slot < 0) {
+    zero_skipped<kWordBytes>(p, row, 1);
+    return;
+  }
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   copy_rows<kWordBytes>(p, cache_row(p.k_cache, p.k, row, p), cache_row(p.v_cache, p.v, row, p),
@@ -36,8 +39,13 @@ __device__ __forceinline__ Pack<TOut, kCount> dequantise(const Pack<TCache, kCou
 // grid: (rows / (block / lanes)), block: (a multiple of lanes), smem: 0
 template <typename TCache, typename TOut, int kCount>
 __global__ void gather_convert(const __grid_constant__ CacheRowsParams p) {
+  constexpr int kInBytes = sizeof(TCache);
+  constexpr int kOutBytes = sizeof(TOut);
   const CacheRow row = find_row(p);
-  if (row.slot < 0) return;
+  if (row.slot < 0) {
+    zero_skipped<kCount * kOutBytes>(p, row, kOutBytes);
+    return;
+  }
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const char* k_in = cache_row(p.k_cache, p.k, row, p);
@@ -46,8 +54,6 @@ __global__ void gather_convert(const __grid_constant__ CacheRowsParams p) {
   char* v_out = outside_row(p.value, p.v, row);
   const float k_scale = p.k.width ? scale_of(p.k_scale, p.k_scale_cache, p.k, row) : 1.0f;
   const float v_scale = p.v.width ? scale_of(p.v_scale, p.v_scale_cache, p.v, row) : 1.0f;
-  constexpr int kInBytes = sizeof(TCache);
-  constexpr int kOutBytes = sizeof(TOut);
 
   for (int i = lane * kCount; i < p.k.width || i < p.v.width; i += lanes * kCount) {
     Pack<TCache, kCount> k;

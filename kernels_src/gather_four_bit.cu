@@ -1,7 +1,8 @@
 // Gather rows of K and V out of a cache of a four-bit format, both in one launch.
 //
 // The inverse of store_four_bit.cu: threads map to rows as in cache_rows.cuh, a thread takes 16
-// elements of K and 16 of V at a time, and a skipped slot leaves its row of the output unchanged.
+// elements of K and 16 of V at a time, and a skipped slot leaves its row of the output as
+// gather.cu.
 //
 // Bytes: the codes and group scales of each K and V row are read once, and the row is written once,
 // plus one index per token.
@@ -45,7 +46,9 @@ inline void restore_row_alone(const FourBitRow& row, float scale, const KVOperan
 template <typename TFormat, typename TOut, int kCount>
 __global__ void gather_four_bit(const __grid_constant__ CacheRowsParams p) {
   const CacheRow row = find_row(p);
+  constexpr int kOutBytes = sizeof(TOut);
   const bool active = row.slot >= 0;
+  if (!active) zero_skipped<kCount * kOutBytes>(p, row, kOutBytes);
   const bool rotates = rotation_of(p.k).shift | rotation_of(p.v).shift;
   if (!active && !rotates) return;
   const int lanes = 1 << p.lane_shift;
@@ -57,7 +60,6 @@ __global__ void gather_four_bit(const __grid_constant__ CacheRowsParams p) {
   char* v_out = outside_row(p.value, p.v, row);
   const float k_scale = p.k.width ? static_scale(p.k_scale, p.k, row.head) : 1.0f;
   const float v_scale = p.v.width ? static_scale(p.v_scale, p.v, row.head) : 1.0f;
-  constexpr int kOutBytes = sizeof(TOut);
 
 #if !KVCUPY_ARCH
   if (lanes == 1 && rotates) {

@@ -428,9 +428,9 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
   }
 }
 
-// One head. With kReduce its whole row must be known first: it is normalised, has a dynamic scale,
+// One head whose whole row must be known first: it is normalised, has a dynamic scale,
 // or is stored in groups.
-template <typename T, typename TCache, int kCount, bool kReduce>
+template <typename T, typename TCache, int kCount>
 __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadGroup& group) {
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
@@ -439,7 +439,7 @@ __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadGroup
   const bool is_query = group.is_query;
   const bool is_value = group.is_value;
 
-  // Guards. With kReduce a thread without work still takes part in the reductions of its warp.
+  // Guards. A thread without work still takes part in the reductions of its warp.
   Angles angles = {};
   bool active = group.count > 0;
   i64 slot = -1;
@@ -450,7 +450,6 @@ __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadGroup
   }
   if (is_query) slot = -1;
   if (is_value && slot < 0) active = false;
-  if (!kReduce && !active) return;
 
   const KVOperand& operand = group.operand(p);
   const char* in = group.first_row(p);
@@ -462,32 +461,30 @@ __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadGroup
   const int width = !active ? 0 : is_value ? p.v.width : p.head_dim;
   const int pairs = is_value || !active ? 0 : p.rotary_dim / 2;
   const int passing = 2 * pairs;  // the first element that is not rotated
-  const char* norm = !kReduce || is_value ? nullptr : is_query ? p.query_norm : p.key_norm;
+  const char* norm = is_value ? nullptr : is_query ? p.query_norm : p.key_norm;
   RotaryRow<T, kCount> rotary{p, in, angles, norm, 1.0f};
 
-  if constexpr (kReduce) {
-    const float squares =
-        sum_within_warp(norm ? sum_of_squares<T, kCount>(in, width, lane, lanes) : 0.0f, lanes);
-    if (norm) rotary.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
-    AbsMax<kCount> largest;
-    if (kQuantised<TCache> && scale_cache && slot >= 0) {
-      for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
-        Pack<T, kCount> x;
-        Pack<T, kCount> y;
-        rotary.rotate_pairs(i, x, y);
-        largest.add(x);
-        largest.add(y);
-      }
-      for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-        largest.add(rotary.pass(i));
-      }
+  const float squares =
+      sum_within_warp(norm ? sum_of_squares<T, kCount>(in, width, lane, lanes) : 0.0f, lanes);
+  if (norm) rotary.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
+  AbsMax<kCount> largest;
+  if (kQuantised<TCache> && scale_cache && slot >= 0) {
+    for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
+      Pack<T, kCount> x;
+      Pack<T, kCount> y;
+      rotary.rotate_pairs(i, x, y);
+      largest.add(x);
+      largest.add(y);
     }
-    const float absmax = max_within_warp(largest.value(), lanes);
-    if constexpr (kQuantised<TCache>) {
-      if (scale_cache && slot >= 0) {
-        scale = dynamic_scale<TCache>(absmax);
-        if (lane == 0) *scale_address(scale_cache, operand, slot, head) = scale;
-      }
+    for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
+      largest.add(rotary.pass(i));
+    }
+  }
+  const float absmax = max_within_warp(largest.value(), lanes);
+  if constexpr (kQuantised<TCache>) {
+    if (scale_cache && slot >= 0) {
+      scale = dynamic_scale<TCache>(absmax);
+      if (lane == 0) *scale_address(scale_cache, operand, slot, head) = scale;
     }
   }
 
@@ -560,15 +557,96 @@ __device__ __forceinline__ Pack<T, 2 * kCount> adjacent(const Pack<T, kCount>& a
   return both;
 }
 
-// Both elements of pairs into a row of U; interleaved, they are neighbours.
-template <bool kInterleaved, typename U, int kCount>
-__device__ __forceinline__ void store_pairs(char* row, int distance, const Pack<U, kCount>& x,
-                                            const Pack<U, kCount>& y) {
+// Both elements of pairs out of a row of T, or into one; interleaved, they are neighbours.
+template <bool kInterleaved, typename T, int kCount>
+__device__ __forceinline__ void load_pairs(const char* row, int distance, Pack<T, kCount>& x,
+                                           Pack<T, kCount>& y) {
+  if constexpr (kInterleaved) {
+    Pack<T, 2 * kCount> both;
+    both.load(row);
+    split(both, x, y);
+  } else {
+    x.load(row);
+    y.load(row + distance * static_cast<int>(sizeof(T)));
+  }
+}
+
+template <bool kInterleaved, typename T, int kCount>
+__device__ __forceinline__ void store_pairs(char* row, int distance, const Pack<T, kCount>& x,
+                                            const Pack<T, kCount>& y) {
   if constexpr (kInterleaved) {
     merge(x, y).store(row);
   } else {
     x.store(row);
-    y.store(row + distance * static_cast<int>(sizeof(U)));
+    y.store(row + distance * static_cast<int>(sizeof(T)));
+  }
+}
+
+// The rows of a group, one after the other, as is best on a processor.
+template <bool kInterleaved, typename T, typename TCache, int kCount>
+__device__ __forceinline__ void rotate_rows(const RopeParams& p, const HeadGroup& group) {
+  if (group.count <= 0 || group.segment > 0) return;
+  constexpr int kBytes = sizeof(T);
+  constexpr int kCacheBytes = sizeof(TCache);
+  const int token = group.token;
+  const TokenIndices indices = begin_indices(p, token);
+  Angles angles = {};
+  if (!find_angles(p, token, indices, group.reports & kReportPositions, angles)) return;
+  const i64 slot = find_slot(p, token, indices, group.reports & kReportSlots);
+  const char* in = group.first_row(p);
+  char* live = group.first_live(p);
+  char* cached = group.first_cached(p, group.is_query ? -1 : slot);
+  if (group.is_value && !cached) return;  // there may be no row
+  const i64 stride = group.row_stride(p);
+  const i64 live_stride = group.live_stride(p);
+  const i64 cached_stride = group.operand(p).cache.head_bytes;
+  const int width = group.is_value ? p.v.width : p.head_dim;
+  const int pairs = group.is_value ? 0 : p.rotary_dim / 2;
+  const int element_step = p.interleaved ? 2 : 1;
+  const int distance = p.interleaved ? kCount : pairs;
+  const bool has_sections = p.sections != kNoSections;
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+
+  for (int head = 0; head < group.count; ++head) {
+    const ScaleDivisor divisor(kQuantised<TCache> && !group.is_query ? group.scale(p, head) : 1.0f);
+    const bool copies = live && live != in;
+    for (int pair = lane * kCount; pair < pairs; pair += lanes * kCount) {
+      const int element = element_step * pair;
+      Pack<float, kCount> cosine;
+      Pack<float, kCount> sine;
+      if (has_sections) {
+        load_angles(p, angles, pair, cosine, sine);
+      } else {  // what the stores below cannot change stays in registers
+        cosine.load(angles.first + pair * static_cast<int>(sizeof(float)));
+        sine.load(angles.first + (pairs + pair) * static_cast<int>(sizeof(float)));
+      }
+      Pack<T, kCount> x;
+      Pack<T, kCount> y;
+      load_pairs<kInterleaved>(in + element * kBytes, distance, x, y);
+      rotate(to_floats(x), to_floats(y), cosine, sine, x, y);
+      if constexpr (kInterleaved && kSameType<T, TCache>) {
+        const Pack<T, 2 * kCount> both = merge(x, y);
+        if (live) both.store(live + element * kBytes);
+        if (cached) both.store(cached + element * kBytes);
+        continue;
+      }
+      if (live) store_pairs<kInterleaved>(live + element * kBytes, distance, x, y);
+      if (cached) {
+        store_pairs<kInterleaved>(cached + element * kCacheBytes, distance,
+                                  to_cache<T, TCache>(x, divisor), to_cache<T, TCache>(y, divisor));
+      }
+    }
+    for (int i = lane * kCount; 2 * pairs + i < width; i += lanes * kCount) {
+      const int element = 2 * pairs + i;
+      Pack<T, kCount> x;
+      x.load(in + element * kBytes);
+      if (copies) x.store(live + element * kBytes);
+      if (cached) to_cache<T, TCache>(x, divisor).store(cached + element * kCacheBytes);
+    }
+    in += stride;
+    if (live) live += live_stride;
+    if (cached) cached += cached_stride;
   }
 }
 
@@ -709,11 +787,12 @@ __global__ void __launch_bounds__(kRopeThreads, kBlocks)
     rope_store(const __grid_constant__ RopeParams p) {
   HeadGroup group(p);
   if constexpr (kReduce) {
-    rotate_head<T, TCache, kCount, true>(p, group);
+    rotate_head<T, TCache, kCount>(p, group);
   } else if (kWholeRows || (kArch == 0 && p.lane_shift == 0)) {
-    if (group.segment > 0) return;  // the first goes through all of them
-    for (; group.count > 0; --group.count, ++group.head, group.reports = 0) {
-      rotate_head<T, TCache, kCount, false>(p, group);
+    if (kCount > 1 && p.interleaved) {
+      rotate_rows<true, T, TCache, kCount>(p, group);
+    } else {
+      rotate_rows<false, T, TCache, kCount>(p, group);
     }
   } else if constexpr (!kWholeRows) {
     rotate_heads<T, TCache, kCount, kHeads>(p, group);

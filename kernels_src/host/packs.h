@@ -17,7 +17,7 @@ using TwiceHalves = unsigned short __attribute__((vector_size(32)));
 using Bytes = unsigned char __attribute__((vector_size(8)));
 using SignedBytes = signed char __attribute__((vector_size(8)));
 
-// Eight bytes widened: GCC 12 would move each through a separate register.
+// Eight codes widened: GCC 12 would move bytes one by one, and halves in two parts.
 inline Ints widened(Bytes bytes) {
 #if defined(__AVX2__)
   return bits_as<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits_as<long long>(bytes))));
@@ -33,10 +33,18 @@ inline Ints widened(SignedBytes bytes) {
 #endif
 }
 
+inline Ints widened(Halves halves) {
+#if defined(__AVX2__)
+  return bits_as<Ints>(_mm256_cvtepu16_epi32(bits_as<__m128i>(halves)));
+#else
+  return __builtin_convertvector(halves, Ints);
+#endif
+}
+
 template <typename T>
 inline Ints codes_of(const Pack<T, 8>& pack) {
   if constexpr (sizeof(T) == 2) {
-    return __builtin_convertvector(bits_as<Halves>(pack), Ints);
+    return widened(bits_as<Halves>(pack));
   } else {
     return widened(bits_as<Bytes>(pack));
   }

@@ -94,7 +94,7 @@ PARAMS = np.dtype(
         ("v", checks.OPERAND_PARAMS),
         *fields_of(np.int64, "slot_stride_bytes num_slots skip_slot operation"),
         *fields_of(np.int32, "num_rows num_heads page_size page_shift"),
-        *fields_of(np.int32, "index_bytes lane_shift"),
+        *fields_of(np.int32, "index_bytes lane_shift zeroed_outputs"),
     ],
     align=True,
 )
@@ -114,6 +114,8 @@ GATHER_FOUR_BIT = {
     )
     for lanes in (32, 1)
 }
+
+_ZEROED = {"k": 1, "v": 2}  # kZeroedKey and kZeroedValue of kernels_src/cache_rows.cuh
 
 PACK = 8  # elements that a thread converts at a time, where alignment allows
 CODES_PER_THREAD = 16  # elements of a four-bit row, kCodesPerThread in kernels_src/four_bit.cuh
@@ -386,9 +388,7 @@ def _plan_gather_kv(
             name, got = operand.names.rows, describe(arguments[operand.names.rows])
             raise ValueError(f"{name}: expected {dtype} as dtype says, got {got}")
     library = arguments["k_cache"].library
-    plan = GatherPlan(_GATHER_KV, library, k, v, ("slots", slots), -1, alignment)
-    plan.allocated = allocated
-    return plan
+    return GatherPlan(_GATHER_KV, library, k, v, ("slots", slots), -1, alignment, allocated)
 
 
 def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | None) -> Views:
@@ -415,14 +415,17 @@ class _CacheRowsPlan(Plan):
     Parameters
     ----------
     slots : the name of the index array, and a view of it
+    allocated : outputs that each call allocates; the kernels zero the rows of skipped slots
     """
 
     def __init__(
         self, operation: Operation, library: str, k: KVOperand, v: KVOperand,
         slots: tuple[str, ArrayView], skip_slot: int, alignment: int,
+        allocated: Views | None = None,
     ) -> None:  # fmt: skip
         self.slots_name, view = slots
         super().__init__(operation, devices.get(view.device), library)
+        self.allocated, self.zeroed = allocated or {}, False
         self.k, self.v, self.skip_slot = k, v, skip_slot
         self.fault_id = faults.operation_id(operation.name, self.slots_name)
         self.num_tokens = view.shape[0]
@@ -526,7 +529,7 @@ class _CacheRowsPlan(Plan):
             "slot_stride_bytes": slots.strides[0], "index_bytes": slots.itemsize,
             "num_slots": cache.num_slots, "num_rows": num_rows, "num_heads": num_heads,
             "page_size": cache.page_size, "page_shift": cache.page_shift,
-            "lane_shift": geometry.lane_shift,
+            "lane_shift": geometry.lane_shift, "zeroed_outputs": 0,
         }  # fmt: skip
         pointers: dict[str, Any] = {"slots": self.slots_name}
         for field, rows_field in (("k", "key"), ("v", "value")):
@@ -537,6 +540,8 @@ class _CacheRowsPlan(Plan):
                 name = operand.names.rows
                 pointers |= {rows_field: (name, offset) if offset else name}
                 pointers |= operand.pointers(field)
+                if name in self.allocated:
+                    params["zeroed_outputs"] |= _ZEROED[field]
         smem_bytes = geometry.block[0] // 32 * 4 if kernel is DYNAMIC else 0
         return Launch(
             device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
