@@ -61,6 +61,10 @@ def test_outputs_cannot_be_allocated_under_a_fake_mode(torch, fake_mode):
     kv.gather_kv(k, v, slots)
     with fake_mode, pytest.raises(TypeError, match="FakeTensor"):
         kv.gather_kv(k, v, slots)
+    k, v = torch.zeros(4, 3, 24), torch.zeros(4, 3, 24)  # of a shape that none had before
+    with fake_mode, pytest.raises(TypeError, match="FakeTensor"):
+        kv.gather_kv(k, v, slots)
+    assert type(kv.gather_kv(k, v, slots)[0]) is torch.Tensor
 
 
 def test_tensors_of_transforms_have_no_memory(torch):

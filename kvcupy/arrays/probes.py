@@ -54,7 +54,7 @@ def _numpy_signature(x: np.ndarray[Any, Any]) -> Signature:
 
 
 def _probe_numpy(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
-    return _unsigned_at(id(x) + _HEAD_BYTES).value, _numpy_signature(x)
+    return _words[(id(x) + _HEAD_BYTES) // _WORD_BYTES], _numpy_signature(x)
 
 
 def _probe_array_interface(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
@@ -62,14 +62,16 @@ def _probe_array_interface(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
 
 
 # By NumPy's ABI the address comes right behind the head of the object. Reading it there is much
-# faster than `__array_interface__`, which builds a dictionary.
-_unsigned_at = ctypes.c_size_t.from_address
+# faster than `__array_interface__`, which builds a dictionary. The array is all of the memory.
+_WORD_BYTES = ctypes.sizeof(ctypes.c_size_t)
+_words = (ctypes.c_size_t * (sys.maxsize // _WORD_BYTES)).from_address(0)
 _HEAD_BYTES = object.__basicsize__
 _SAMPLE = np.zeros(1)
-# Elsewhere `id` may be no address, and must not be read.
-_HAS_NUMPY_ABI = sys.implementation.name == "cpython" and _probe_numpy(
-    _SAMPLE
-) == _probe_array_interface(_SAMPLE)
+# Elsewhere `id` may be no address, and must not be read; nor does a signed size reach all memory.
+_HAS_NUMPY_ABI = (
+    sys.implementation.name == "cpython" and _WORD_BYTES == 8
+    and _probe_numpy(_SAMPLE) == _probe_array_interface(_SAMPLE)
+)  # fmt: skip
 if not _HAS_NUMPY_ABI:
     _probe_numpy = _probe_array_interface
 _READ_HERE = np.ndarray if _HAS_NUMPY_ABI else None  # by `probe_arguments` itself
@@ -110,7 +112,9 @@ def address_of(x: Any) -> int:
     if kind in TORCH_TYPES:
         pointer: int = x.data_ptr()
         return pointer
-    return _unsigned_at(id(x) + _HEAD_BYTES).value if kind is _READ_HERE else probe(x)[0]
+    if kind is _READ_HERE:
+        return _words[(id(x) + _HEAD_BYTES) // _WORD_BYTES]
+    return probe(x)[0]
 
 
 def probe_arguments(
@@ -126,7 +130,7 @@ def probe_arguments(
             last = x
             kind = type(x)
             if kind is _READ_HERE:  # as `_probe_numpy`
-                pointer = _unsigned_at(id(x) + _HEAD_BYTES).value
+                pointer = _words[(id(x) + _HEAD_BYTES) // _WORD_BYTES]
                 flags = x.flags.num & _FLAGS
                 signature = x.dtype, x.shape, flags & _CONTIGUOUS or x.strides, flags
             elif x is None:
@@ -168,7 +172,7 @@ class Likeness:
         for i in given:
             first.setdefault(id(arguments[i]), i)
         tensors = list(first.values())
-        self._tensors = taking(tensors)
+        self._tensors, self._are_all = taking(tensors), len(tensors) == len(arguments)
         self._absent = taking([i for i, x in enumerate(arguments) if x is None])
         self._repeated = [
             (i, first[id(arguments[i])]) for i in given if first[id(arguments[i])] != i
@@ -185,6 +189,11 @@ class Likeness:
 
     def addresses(self, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
         """Return addresses as `probe_arguments` does; None if something may differ."""
+        if self._are_all:
+            if not self._are_alike(*arguments):
+                return None
+            addresses = tuple(map(self._address_of, arguments))
+            return None if 0 in addresses else addresses  # its memory is gone
         for x in self._absent(arguments):
             if x is not None:
                 return None
@@ -195,7 +204,7 @@ class Likeness:
         if not self._are_alike(*tensors):
             return None
         addresses = *map(self._address_of, tensors), 0
-        if addresses.count(0) > 1:  # memory that is gone
+        if addresses.count(0) > 1:
             return None
         return self._in_order(addresses)
 

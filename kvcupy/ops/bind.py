@@ -15,7 +15,7 @@ from typing import Any
 
 from ..arrays import ArrayView, describe, likeness_of, probe_arguments, taking, view
 from . import attention, checks, merge, rope, store  # noqa: F401  # all declare operations
-from .call import Operation, Recorder, same_layout
+from .call import Operation, Plan, Recorder, same_layout
 from .indexing import slot_mapping
 from .pages import copy_pages
 from .spec import OPERATIONS, STREAMS, Declaration
@@ -216,6 +216,12 @@ class _PlannedCall(BoundCall):
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
         ])  # fmt: skip
+        # Most calls only launch: they take the addresses that vary, and no other.
+        numbers = {i: sources[i] - len(arrays) for i in varying}
+        self._fixed_plan = None
+        if views and isinstance(self._plan, Plan) and len(self._streams) == 1:
+            self._fixed_plan = self._plan.fixing(pointers, numbers)
+
         values = [examples[name] for name in views]
         self._signatures = probe_arguments(values)[1]
         self._likeness = likeness_of(values)
@@ -249,6 +255,9 @@ class _PlannedCall(BoundCall):
             if not is_alike or alignment & 15 != self._alignment:
                 self._require_alike(varying)
                 return self._family.run(arrays, self._options, self._make, *streams.values())
+            fixed_plan = self._fixed_plan
+            if fixed_plan is not None and fixed_plan.run(addresses, streams["stream"], arrays):
+                return None if self._family.returned is None else self._family.returned(arrays)
             pointers = self._in_order(pointers + addresses)
         stream = streams["stream"]
         if plan.allocated:

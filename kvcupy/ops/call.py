@@ -37,10 +37,10 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial, reduce
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import devices, formats, observe, scratch
 from ..arrays import (
@@ -502,6 +502,18 @@ class Plan:
             self.check(pointers, arrays)
         self._aliasing.fix(varying)
 
+    def fixing(self, pointers: tuple[int, ...], varying: Mapping[int, int]) -> FixedPlan | None:
+        """Return what issues this plan, which `fix` has seen, for the addresses that vary alone.
+
+        None where a call does more than launch.
+        """
+        apart = self._aliasing.fixing(pointers, varying)
+        launches = [launch.fixing(pointers, varying) for launch in self.launches]
+        launches_only = self.cause is None and not self.workspace_bytes and not self.allocated
+        if None in launches or not (launches and launches_only):
+            return None
+        return FixedPlan(self, apart, launches)
+
     def issue(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,
         workspace: ArrayView | None = None, *, is_prepared: bool = False,
@@ -598,6 +610,31 @@ class Plan:
         return reads, writes
 
 
+class FixedPlan:
+    """Issues a plan whose addresses are fixed but a few, with less to do for each call."""
+
+    def __init__(self, plan: Plan, apart: Apart, launches: Sequence[Any]) -> None:
+        self._plan, self._apart, self._launches = plan, apart, launches
+
+    def run(self, addresses: tuple[int, ...], stream: Any, arrays: tuple[Any, ...]) -> bool:
+        """Launch on `stream`, of any library; return False where the plan itself must do it.
+
+        Parameters
+        ----------
+        addresses : that vary
+        arrays : all of them, in the order of `Operation.names`
+        """
+        if STREAMED_TYPES or observe.observers or not self._apart.holds(addresses):
+            return False
+        plan = self._plan
+        own_stream = plan.device.as_stream(stream, plan.library)
+        for launch in self._launches:
+            launch.enqueue(addresses, own_stream, arrays)
+        if plan._tensors is not None:
+            plan._note_written(plan._tensors(arrays))
+        return True
+
+
 # --- Aliasing -------------------------------------------------------------------------------------
 
 # Shape, strides and format; of a four-bit format where its scales are, and their strides.
@@ -663,6 +700,27 @@ class Aliasing:
         self._itemsizes = [(i, n) for i, n in self._itemsizes if i in varying]
         self._pairs = [pair for pair in self._pairs if pair[0] in varying or pair[1] in varying]
 
+    def fixing(self, addresses: Sequence[int], varying: Mapping[int, int]) -> Apart:
+        """Return a quick look at the addresses that vary.
+
+        Parameters
+        ----------
+        varying : their numbers among those that it looks at, by position in `addresses`
+        """
+        apart = Apart([], [], [], self._strides_fit)
+        for i, itemsize in self._itemsizes:
+            apart.itemsizes.append((varying[i], itemsize))
+        for i, j, nearest, farthest in self._pairs:
+            if i in varying and j in varying:
+                apart.pairs.append((varying[i], varying[j], nearest, farthest))
+            elif i in varying:
+                at = addresses[j]
+                apart.taken.append((varying[i], at - farthest, at - nearest))
+            else:
+                at = addresses[i]
+                apart.taken.append((varying[j], at + nearest, at + farthest))
+        return apart
+
     def allows(self, addresses: Sequence[int]) -> bool:
         """Return whether elements lie at multiples of their size, and outputs by themselves."""
         for i, itemsize in self._itemsizes:
@@ -677,6 +735,28 @@ class Aliasing:
             ):
                 return False
         return self._strides_fit
+
+
+class Apart(NamedTuple):
+    """What addresses that vary must keep away from, where all others are fixed."""
+
+    itemsizes: list[tuple[int, int]]
+    pairs: list[tuple[int, int, int, int]]
+    taken: list[tuple[int, int, int]]  # an address, and the open interval that it must not be in
+    strides_fit: bool
+
+    def holds(self, addresses: Sequence[int]) -> bool:
+        """Return whether all are aligned and apart; else `Aliasing.allows` looks closer."""
+        for i, itemsize in self.itemsizes:
+            if addresses[i] % itemsize:
+                return False
+        for i, j, nearest, farthest in self.pairs:
+            if nearest < addresses[j] - addresses[i] < farthest:
+                return False
+        for i, low, high in self.taken:
+            if low < addresses[i] < high:
+                return False
+        return self.strides_fit
 
 
 @lru_cache(maxsize=4096)  # interleaved arrays, K and V of one pool say, keep their distance
@@ -778,8 +858,9 @@ def _torch_allocator(
         return partial(four_bit_array, allocate, shape, encoding)
     # Like one element, repeated: torch takes half the time to copy what an array is like.
     own = getattr(torch, formats.numpy_dtype(dtype).name)
-    like = torch.empty((), dtype=own, device=device).expand(shape)
-    return partial(torch.zeros_like if zeroed else torch.empty_like, like)
+    element = torch.empty((), dtype=own, device=device)
+    address_of(element)  # raises for a fake tensor, which must not be kept
+    return partial(torch.zeros_like if zeroed else torch.empty_like, element.expand(shape))
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

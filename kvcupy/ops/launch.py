@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import re
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -68,10 +70,10 @@ class Launch:
         """Launch on a stream; `keep` lives until the kernel has run."""
         last, params = self._last
         if last is not addresses:
-            if self._fixed or self._offsets is not None:
-                params = self.pack(addresses) + self._behind
-            else:
-                params = self._struct.pack(*self._choose(addresses)) + self._behind
+            chosen = self._choose(addresses + self._fixed)
+            if self._offsets is not None:
+                chosen = tuple(map(operator.add, chosen, self._offsets))
+            params = self._struct.pack(*chosen) + self._behind
             self._last = addresses, params
         self._launch(params, stream, keep)
 
@@ -82,12 +84,48 @@ class Launch:
             chosen = tuple(map(operator.add, chosen, self._offsets))
         return self._struct.pack(*chosen)
 
+    def fixing(self, addresses: tuple[int, ...], varying: Mapping[int, int]) -> Launch | None:
+        """Return this launch for addresses of which a few vary: it takes only those.
+
+        Parameters
+        ----------
+        varying : their numbers among those that the launch takes, by position in `addresses`
+
+        Returns
+        -------
+        None where fields lie a distance from their addresses
+        """
+        if self._offsets is not None:
+            return None
+        positions = self._choose((*range(len(addresses)), *[-1] * len(self._fixed)))
+        fields = re.findall("8x|Q", self._struct.format)
+        places = [8 * i for i, field in enumerate(fields) if field == "Q"]
+        params = self.pack(addresses) + self._behind
+        taken = [
+            (place, varying[position])
+            for place, position in zip(places, positions, strict=True) if position in varying
+        ]  # fmt: skip
+        form, end = "=", 0
+        order: list[int] = []
+        between: list[bytes] = []
+        for place, number in taken:
+            form += f"{place - end}sQ"
+            order += [len(between) - len(taken) - 1, number]  # bytes come last
+            between.append(params[end:place])
+            end = place + 8
+        launch = copy(self)
+        launch._struct = struct.Struct(f"{form}{len(params) - end}s")
+        launch._choose = taking([*order, -1])
+        launch._fixed, launch._behind = (*between, params[end:]), b""
+        launch._last = None, b""
+        return launch
+
 
 @lru_cache(maxsize=1024)
 def _bind(
     dtype: np.dtype[Any], num_pointers: int, pointers: tuple[tuple[str, Pointer], ...],
     names: tuple[str, ...],
-) -> tuple[struct.Struct, Callable[[Any], tuple[int, ...]], tuple[int, ...], Any]:  # fmt: skip
+) -> tuple[struct.Struct, Callable[[Any], tuple[Any, ...]], tuple[Any, ...], Any]:  # fmt: skip
     """Resolve the names of addresses to positions.
 
     Returns

@@ -515,7 +515,7 @@ def test_tensors():
 
 
 @pytest.mark.usefixtures("only_numpy")
-@pytest.mark.parametrize(("names", "most"), [((), 7), (("key", "value"), 10)])
+@pytest.mark.parametrize(("names", "most"), [((), 7), (("key", "value"), 9)])
 def test_a_bound_call_is_short(lenient_host, names, most):
     """In Python frames; another bound call of the operation in between costs none."""
     device = kv.device("host")
