@@ -7,7 +7,10 @@ the reference, and returns the `Case`. `ops/test_mutants.py` runs them on broken
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
+import pytest
 from gather_cases import GatherCase
 from helpers import Case, from_values
 from page_cases import IndexCase, PagesCase, poisoned_table
@@ -16,6 +19,7 @@ from transfer_cases import TransferCase
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.arrays import bytes_of, view
 
 HEADS = 2
 
@@ -309,6 +313,42 @@ def check_gather_dynamic(device):
     outs = [case.output("bf16", (26, HEADS, width)) for width in (16, 40)]
     case.gather(*sources, slots_of_every_kind(20), *outs, **scales)
     return case
+
+
+def check_gather_allocated(device, source="bf16", destination="bf16"):
+    """Into memory that holds something: rows of skipped slots become zeros, others are written.
+
+    An output that is passed keeps what it holds.
+    """
+    allocate = device.allocate
+
+    def fill(array, byte):
+        device.carrier(bytes_of(view(array))).view(np.uint8)[...] = byte
+        return array
+
+    def allocate_dirty(shape, dtype, stream, *, zeroed):
+        array = allocate(shape, dtype, stream, zeroed=zeroed)
+        return array if zeroed else fill(array, 0x5A)
+
+    def is_zero(array):
+        rows = device.carrier(bytes_of(view(array))).view(np.uint8).reshape(5, -1)
+        return [not row.any() for row in rows]
+
+    caches = [fill(device.zeros((3, 4, HEADS, width), source), 0x45) for width in (32, 64)]
+    slots = device.asarray(np.array([1, -1, 99, 11, -7]))
+    passed = [fill(device.zeros((5, HEADS, width), "fp32"), 7) for width in (32, 64)]
+    with mock.patch.object(device, "allocate", allocate_dirty):
+        outs = kv.gather_kv(*caches, slots, dtype=destination)
+        for side in (0, 1):
+            given = {("k_out", "v_out")[side]: passed[side]}
+            outs += (kv.gather_kv(*caches, slots, **given)[1 - side],)
+    for out in outs:
+        assert is_zero(out) == [False, True, True, False, True]
+    for out in passed:
+        kept = (device.to_numpy(out).view(np.uint8) == 7).all(axis=(1, 2))
+        assert kept.tolist() == [False, True, True, False, True]
+    with pytest.raises(kv.IndexFault):
+        kv.check_faults(device)
 
 
 def check_pages(device):

@@ -13,14 +13,16 @@ The life of a call, `store_kv` say:
    positions here, so that no later call of this signature looks one up. The plan is kept, without
    the arrays, until many others have been made.
 4. A known signature gives its plan at once: the plan of the last call before any look-up. No
-   argument is checked again.
+   argument is checked again. Torch tensors that differ from the last call's in addresses alone are
+   recognised without a signature (`arrays.Likeness`).
 5. `Plan.run` checks what the signature does not cover, the addresses: elements at multiples of
    their size, and no output that shares bytes with another argument (`Aliasing`). Addresses of the
    last call need no second check.
 6. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
    announces the operation to timelines and checkers, and launches, or runs the reference.
 
-Prepared calls: `bind` makes its own plan, and begins at 5 with the addresses that vary.
+Prepared calls: `bind` makes its own plan, and begins at 5 with the addresses that vary. Where a
+call only launches, a `FixedPlan` does 5 and 6 without the addresses that are fixed.
 In a paged cache, a `StepOperation` has probed the arrays of a step and of each layer beforehand.
 
 Fallback: where a kernel cannot be compiled, making the plan catches the `CompileError` as

@@ -136,6 +136,10 @@ def test_a_warm_call_waits_for_nothing(api, device, blocked, name, how, allocate
     del kept
 
 
+def ragged_attention(device):
+    return {**every_call.paged_attention(device), "query_lens": every_call.indices(device, 1, 1)}
+
+
 @pytest.mark.parametrize("freed_on", ["current stream", "stream"])
 @pytest.mark.parametrize("stream_is", ["current stream", "stream"])
 def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
@@ -143,29 +147,23 @@ def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
 ):
     streams = {"current stream": device.stream(), "stream": device.stream()}
     api.currents[0] = streams["current stream"].cupy
-    arguments = without_outputs("gather_kv", every_call.gather_kv(device))
+    arguments = without_outputs("paged_attention", ragged_attention(device))
+    query = arguments["query"]
     with streams[freed_on].cupy:
-        for shape in ((3, 2, 8), (3, 2, 6)):
-            array = device.empty(shape, "bf16")
-            array.fill(7)  # late
-            del array
-    outputs = kv.gather_kv(**arguments, dtype="bf16", stream=streams[stream_is])
+        array = device.empty(query.shape, query.dtype)
+        array.fill(7)  # late
+        del array
+    output = kv.paged_attention(**arguments, stream=streams[stream_is])
     api.machine.progress(streams[stream_is].pointer)
-    for output in outputs:
-        assert not output._bytes.any()
+    assert not output._bytes.any()
     device.synchronize()
-    for output in outputs:
-        assert not output._bytes.any()
-
-
-def ragged_attention(device):
-    return {**every_call.paged_attention(device), "query_lens": every_call.indices(device, 1, 1)}
+    assert not output._bytes.any()
 
 
 @pytest.mark.parametrize(
     ("name", "make", "memsets"),
     [
-        ("gather_kv", every_call.gather_kv, 2), ("merge_states", every_call.merge_states, 0),
+        ("gather_kv", every_call.gather_kv, 0), ("merge_states", every_call.merge_states, 0),
         ("paged_attention", every_call.paged_attention, 0),
         ("paged_attention", ragged_attention, 1),
     ],
@@ -180,15 +178,15 @@ def test_only_outputs_that_are_written_in_part_are_zeroed(api, device, name, mak
 
 def test_what_a_graph_allocates_is_zeroed_by_each_replay(api, device):
     stream = device.stream()
-    arguments = without_outputs("gather_kv", every_call.gather_kv(device))
+    arguments = without_outputs("paged_attention", ragged_attention(device))
     with stream.capture() as graph:
-        outputs = kv.gather_kv(**arguments, dtype="bf16", stream=stream)
+        output = kv.paged_attention(**arguments, stream=stream)
     for _ in range(2):
-        outputs[0].fill(7)
+        output.fill(7)
         device.synchronize()
         graph.launch(stream)
         device.synchronize()
-        assert not outputs[0]._bytes.any()
+        assert not output._bytes.any()
 
 
 def test_what_a_capture_allocates_lives_as_long_as_its_graph(api, device):

@@ -25,6 +25,7 @@ STORES = (
 )  # fmt: skip
 GATHERS = (
     operations.check_gather, operations.check_gather_static, operations.check_gather_dynamic,
+    operations.check_gather_allocated, partial(operations.check_gather_allocated, source="int8"),
 )  # fmt: skip
 ROPES = (
     operations.check_rotation, operations.check_interleaved_rotation, operations.check_norm,
@@ -53,6 +54,7 @@ FOUR_BIT_GATHERS = (
     four_bit.check_gather,
     partial(four_bit.check_gather, fmt="mxfp4"),
     partial(four_bit.check_gather, fmt="int4_g64"),
+    partial(operations.check_gather_allocated, source="nvfp4"),
     four_bit.check_narrow,
     four_bit.check_rotated_blocks,
     four_bit.check_long_rotated_rows,
