@@ -163,20 +163,20 @@ class HostDevice:
         """
         if encoding := arrays.four_bit_encoding(dtype):
             return arrays.four_bit_array(self.empty, shape, encoding)
-        return _allocate(np.empty, shape, dtype)
+        return _allocate(np.empty, _layout(shape, dtype))
 
     def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return an array of zeros; `dtype` may be a format name, as for `empty`."""
         if encoding := arrays.four_bit_encoding(dtype):
             return arrays.four_bit_array(self.zeros, shape, encoding)
-        return _allocate(np.zeros, shape, dtype)
+        return _allocate(np.zeros, _layout(shape, dtype))
 
     def allocate(self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool) -> Any:
         """Return an array for work on a stream: new memory, which nothing else uses."""
         if encoding := arrays.four_bit_encoding(dtype):
             make = partial(self.allocate, stream=stream, zeroed=zeroed)
             return arrays.four_bit_array(make, shape, encoding)
-        array = _allocate(np.zeros if zeroed else np.empty, shape, dtype)
+        array = _allocate(np.zeros if zeroed else np.empty, _layout_of_output(shape, dtype))
         if zeroed and stream.capturing:
             stream.enqueue(lambda: array.fill(0))
         return array
@@ -446,18 +446,18 @@ def _require_here(view: arrays.ArrayView, name: str) -> None:
         raise ValueError(f"{name}: expected an array on host, got one on {view.device}")
 
 
-def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    try:
-        sizes, element, num_bytes = _layout(shape, dtype)
-    except TypeError:  # a list, say, which cannot be looked up
-        sizes, element, num_bytes = _layout.__wrapped__(shape, dtype)
+Layout = tuple[tuple[int, ...], np.dtype[Any], int]
+"""Sizes, dtype and bytes of an array."""
+
+
+def _allocate(make: Callable[..., Any], layout: Layout) -> np.ndarray[Any, Any]:
+    sizes, element, num_bytes = layout
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
     return np.ndarray(sizes, element, raw, -arrays.address_of(raw) % _ALIGNMENT)
 
 
-@lru_cache(maxsize=1024)
-def _layout(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any], int]:
-    """Return the sizes, the dtype and the bytes of an array to allocate."""
+def _layout(shape: Any, dtype: Any) -> Layout:
+    """Return the layout of an array to allocate; TypeError or ValueError if there is none."""
     element = formats.numpy_dtype(dtype)
     if element.hasobject or element.subdtype or not element.itemsize:
         raise TypeError(f"dtype: expected elements of a size of their own, got {dtype!r}")
@@ -470,6 +470,9 @@ def _layout(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any], int
     if min(sizes, default=0) < 0 or max(*sizes, num_bytes, 0) >= 2**62:
         raise ValueError(f"shape: expected sizes from 0 on of less than 2**62 bytes, got {shape!r}")
     return sizes, element, num_bytes
+
+
+_layout_of_output = lru_cache(maxsize=1024)(_layout)  # of shapes that operations have checked
 
 
 @cache
