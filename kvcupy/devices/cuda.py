@@ -446,12 +446,6 @@ class CudaDevice:
         if keep:
             context.retain(stream, keep)
 
-    def launcher(
-        self, function: CudaFunction, grid: Dim3, block: Dim3, smem_bytes: int
-    ) -> Callable[[bytes, Any, Sequence[object]], None]:
-        """Return `launch` for one grid: it takes the rest of the arguments."""
-        return partial(self.launch, function, grid, block, smem_bytes)
-
     def run(self, function: Callable[[], object], stream: Any, keep: Sequence[object] = ()) -> None:
         """Run array expressions with `stream` as CuPy's current one."""
         context = self.context

@@ -349,42 +349,23 @@ class HostDevice:
         stream: Any, keep: Sequence[object] = (),
     ) -> None:  # fmt: skip
         """Run a grid in the order of `stream`; `keep` lives until it is done."""
-        self.launcher(function, grid, block, smem_bytes)(params, stream, keep)
-
-    def launcher(
-        self, function: HostFunction, grid: Dim3, block: Dim3, smem_bytes: int
-    ) -> Callable[[bytes, Any, Sequence[object]], None]:
-        """Return `launch` for one grid: it takes the rest of the arguments."""
-        geometry, inline = (grid, block, smem_bytes), self._inline
-        configuration: tuple[int, int, bytes] = 0, 0, b""  # num_workers, thread_order_seed, packed
-
-        def launch(params: bytes, stream: Any, keep: Sequence[object]) -> None:
-            nonlocal configuration
-            if config.strict:
-                self._launch_strictly(function, geometry, params, stream, keep)
-                return
-            num_workers, seed, packed = configuration
-            if num_workers != self.num_workers or seed != self.thread_order_seed or not packed:
-                packed = self._configure(function, geometry)
-                configuration = self.num_workers, self.thread_order_seed, packed
-            if stream is inline:
-                if status := function.entry(params, packed):
-                    raise _failure(function, geometry, status)
-                return
-
-            def run(_keep: Sequence[object] = keep) -> None:
-                if status := function.entry(params, packed):
-                    raise _failure(function, geometry, status)
-
-            stream.enqueue(run)
-
-        return launch
-
-    def _configure(self, function: HostFunction, geometry: Geometry) -> bytes:
+        if config.strict:
+            self._launch_strictly(function, (grid, block, smem_bytes), params, stream, keep)
+            return
         try:
-            return _config(*geometry, self.num_workers, self.thread_order_seed)
+            packed = _config(grid, block, smem_bytes, self.num_workers, self.thread_order_seed)
         except ValueError as error:
             raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
+        if stream is self._inline:
+            if status := function.entry(params, packed):
+                raise _failure(function, (grid, block, smem_bytes), status)
+            return
+
+        def run(_keep: Sequence[object] = keep) -> None:
+            if status := function.entry(params, packed):
+                raise _failure(function, (grid, block, smem_bytes), status)
+
+        stream.enqueue(run)
 
     def _launch_strictly(
         self, function: HostFunction, geometry: Geometry, params: bytes, stream: Any,

@@ -147,12 +147,6 @@ class Device(Protocol):
         keep: Sequence[object] = (),  # owners that must outlive the launch
     ) -> None: ...
 
-    def launcher(
-        self, function: Any, grid: Dim3, block: Dim3, smem_bytes: int
-    ) -> Callable[[bytes, Any, Sequence[object]], None]:
-        """Return `launch` for one grid: it takes the rest of the arguments."""
-        ...
-
     def run(
         self, function: Callable[[], object], stream: Stream, keep: Sequence[object] = ()
     ) -> None:

@@ -63,7 +63,6 @@ class Launch:
         nulls = 8 * (kernel.num_pointers - 1) - self._struct.size
         self.tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
         self._behind = self.tail + self.constants
-        self._launch = device.launcher(self.function, grid, block, smem_bytes)
         self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
     def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
@@ -75,7 +74,9 @@ class Launch:
                 chosen = tuple(map(operator.add, chosen, self._offsets))
             params = self._struct.pack(*chosen) + self._behind
             self._last = addresses, params
-        self._launch(params, stream, keep)
+        self.device.launch(
+            self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
+        )
 
     def pack(self, addresses: tuple[int, ...]) -> bytes:
         """Return the pointer fields of the Params but for `tail`, for the addresses of a call."""
