@@ -438,7 +438,7 @@ def _allocate(make: Callable[..., Any], layout: Layout) -> np.ndarray[Any, Any]:
 
 
 def _layout(shape: Any, dtype: Any) -> Layout:
-    """Return the layout of an array to allocate; TypeError or ValueError if there is none."""
+    """Return the layout of an array to allocate; TypeError or ValueError name what is wrong."""
     element = formats.numpy_dtype(dtype)
     if element.hasobject or element.subdtype or not element.itemsize:
         raise TypeError(f"dtype: expected elements of a size of their own, got {dtype!r}")
