@@ -547,6 +547,27 @@ def check_many_rows(device, fmt="fp32"):
     return case
 
 
+def check_heads_that_are_taken_together(device, fmt="fp32"):
+    """More heads than a block takes, and more rows of each than a product."""
+    case = AttentionCase(device, 75)
+    for heads in ((18, 9), (35, 35), (25, 5)):
+        case.attend(
+            case.arguments([77, 1, 40], fmt=fmt, heads=heads, widths=(32, 64), page_size=16)
+        )
+    return case
+
+
+def check_few_rows_beside_many(device, fmt="fp32"):
+    """Sequences of one or two new tokens beside one of many."""
+    case = AttentionCase(device, 76)
+    args = case.arguments(
+        [150, 70, 35], [90, 1, 2], fmt=fmt, heads=(6, 2), widths=(64, 64), page_size=16
+    )
+    case.attend(args)
+    case.attend(args, window=40, logits_soft_cap=9.0)
+    return case
+
+
 def check_no_keys_of_a_tile(device):
     """The rows of the first tile see no key, the rows of the next do."""
     case = AttentionCase(device, 72)

@@ -164,6 +164,46 @@ def flash_attn_varlen_func(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k,
     return torch.cat(outs)
 
 
+# vllm on a CPU: pages are (H, N, D), and K lies transposed in them.
+
+
+def _get_attn_isa(dtype, block_size, head_size, kv_cache_dtype):
+    assert kv_cache_dtype == "auto" and dtype.is_floating_point
+    return "vec"
+
+
+def _keys(k_cache):
+    pages, heads, size, width = k_cache.shape
+    return k_cache.view(pages, heads, width, size).permute(0, 3, 1, 2)
+
+
+def cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, slots, isa):
+    assert isa == "vec"
+    size = k_cache.shape[2]
+    for cache, rows in ((_keys(k_cache), key), (v_cache.transpose(1, 2), value)):
+        cache[slots // size, slots % size] = rows
+
+
+def cpu_attn_get_scheduler_metadata(
+    *, num_reqs, num_heads, num_kv_heads, head_dim, seq_lens, dtype, query_start_loc, causal,
+    sliding_window_size, isa, enable_kv_split,
+):  # fmt: skip
+    assert len(seq_lens) == len(query_start_loc) - 1 == num_reqs and causal and isa == "vec"
+    return sliding_window_size
+
+
+def cpu_attention_with_kv_cache(
+    query, k_cache, v_cache, out, starts, lens, scale, causal, alibi, window, table, cap, plan,
+    sinks,
+):  # fmt: skip
+    assert causal and plan == window and cap == 0 and alibi is sinks is None
+    for number, row in enumerate(table.long()):
+        own = slice(int(starts[number]), int(starts[number + 1]))
+        caches = (_keys(k_cache), v_cache.transpose(1, 2))
+        keys, values = (cache[row].flatten(0, 1)[: lens[number]] for cache in caches)
+        out[own] = attend(query[own], keys, values, max(window, 0), scale)
+
+
 MODULES = {
     "flashinfer.page": (append_paged_kv_cache,),
     "flashinfer.rope": (apply_rope_with_cos_sin_cache_inplace,),
@@ -172,7 +212,15 @@ MODULES = {
     "flashinfer.mla": (BatchMLAPagedAttentionWrapper,),
     "sglang.jit_kernel.kvcache": (store_cache,),
     "sglang.jit_kernel.rope": (apply_rope_inplace_with_kvcache,),
-    "vllm._custom_ops": (reshape_and_cache_flash, concat_and_cache_mla, rotary_embedding),
+    "vllm.v1.attention.backends.cpu_attn": (_get_attn_isa,),
+    "vllm._custom_ops": (
+        reshape_and_cache_flash,
+        concat_and_cache_mla,
+        rotary_embedding,
+        cpu_attn_reshape_and_cache,
+        cpu_attn_get_scheduler_metadata,
+        cpu_attention_with_kv_cache,
+    ),
     "vllm.vllm_flash_attn": (flash_attn_varlen_func,),
 }
 

@@ -32,8 +32,9 @@ class Batch:
             is_ragged=bool(news),
         )  # fmt: skip
         kernel = SimpleNamespace(kernel=kernels.DECODE_MMA)
-        tiling = SimpleNamespace(rows=rows, blocks_per_sm=4, specialisation=kernel)
-        self.bounds = choose_schedule(SimpleNamespace(sm_count=2 * running), call, tiling)
+        tiling = SimpleNamespace(rows=rows, blocks_per_sm=4, heads=1, specialisation=kernel)
+        device = SimpleNamespace(sm_count=2 * running, warp_lanes=32)
+        self.bounds = choose_schedule(device, call, tiling)
 
     def schedule(self, device, lanes):
         arrays = {

@@ -209,6 +209,41 @@ def test_others_compute_the_same(device, device_name, tmp_path, capsys, monkeypa
         assert columns.endswith("x expression  x torch  x flashinfer  x sglang  x vllm")
 
 
+@pytest.mark.parametrize("fmt", ["fp16", "fp32"])
+def test_floats_beside_vllm_on_a_cpu(device_name, tmp_path, monkeypatch, fmt):
+    """vLLM's own kernels take any float there; prefills are of any lengths."""
+    pytest.importorskip("torch")
+    import peer_modules
+
+    peer_modules.install(monkeypatch)
+    options = ("--op", "store_kv", "paged_attention", "--model", "tiny", "--format", fmt)
+    report = measured(
+        device_name,
+        tmp_path,
+        *options,
+        *SIZES,
+        "--prefill",
+        "3:40",
+        "40:40",
+        "--decode",
+        "1:9",
+        "3:50",
+    )
+    cases = [row["case"].partition(fmt)[2] for row in report["rows"]]
+    assert cases == [" decode 1 x 9", " decode 3 x 50", " decode 3 x 50 window=24",
+                     " prefill 3 of 1 x 40",
+                     " prefill 40 of 1 x 40"]  # fmt: skip
+    for row in report["rows"]:
+        assert ("vllm" in row["ratios"]) == (device_name == "host"), row["not_measured"]
+
+
+@pytest.mark.parametrize("text", ["3", "3:", "4:3", "0:3", "a:3"])
+def test_prefills_that_are_none(device_name, capsys, text):
+    with pytest.raises(SystemExit):
+        bench(device_name, "--prefill", text)
+    assert "--prefill: " in capsys.readouterr().err
+
+
 def test_the_fp8_store_of_vllm(device, monkeypatch):
     torch = pytest.importorskip("torch")
     import peer_modules
@@ -313,7 +348,10 @@ def test_attention_agrees_with_float64_and_torch(device, monkeypatch, with_torch
     [
         (("--op", "frob"), "bench: --op: expected one of store_kv, "),
         (("--model", "llama-0"), "bench: --model: expected one of llama-3.1-8b, "),
-        (("--format", "fp9"), "bench: --format: expected one of bf16, fp8_e4m3, got fp9"),
+        (
+            ("--format", "fp9"),
+            "bench: --format: expected one of bf16, fp8_e4m3, fp16, fp32, got fp9",
+        ),
         (("--device", "frob"), "bench: --device: "),
         (("--device", "cuda:63"), "bench: cuda:63"),
         (("--op", "store_mla", "--model", "llama-3.1-8b"), "bench: no case: llama-3.1-8b has none"),

@@ -40,6 +40,11 @@ enum Status : int {
 };
 
 constexpr long long kHelpAfterNanoseconds = 4'000;
+constexpr long long kLongNanoseconds = 4 * kHelpAfterNanoseconds;
+
+// Whether the kernel's last launch was long: then the next asks for help before its first block,
+// which may take long by itself.
+static bool expects_long;
 
 struct Grid {
   const void* params;
@@ -245,9 +250,17 @@ inline void help(void* grid) { take_blocks(*static_cast<Grid*>(grid), 0); }
 inline int run_grid(Grid& grid) {
   const Config& config = *grid.config;
   const bool can_get_help = config.run_together && config.max_workers > 1 && grid.blocks > 1;
-  if (!take_blocks(grid, can_get_help ? now_ns() + kHelpAfterNanoseconds : 0)) {
+  if (!can_get_help) {
+    take_blocks(grid, 0);
+    return grid.status;
+  }
+  const long long start = now_ns();
+  const bool waits = !__atomic_load_n(&expects_long, __ATOMIC_RELAXED);
+  if (!waits || !take_blocks(grid, start + kHelpAfterNanoseconds)) {
     config.run_together(help, &grid, static_cast<int>(config.max_workers) - 1);
   }
+  const bool was_long = now_ns() - start > kLongNanoseconds;
+  if (was_long == waits) __atomic_store_n(&expects_long, was_long, __ATOMIC_RELAXED);
   return grid.status;
 }
 

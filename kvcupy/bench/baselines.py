@@ -6,7 +6,7 @@ reported as not measured (`candidates.py`); none is a requirement.
 Sources: flashinfer-ai/flashinfer `flashinfer/page.py`, `rope.py`, `decode.py`, `prefill.py`,
 `mla.py`; sgl-project/sglang
 `python/sglang/jit_kernel/kvcache.py`, `rope.py`; vllm-project/vllm `vllm/_custom_ops.py`,
-`vllm/vllm_flash_attn`.
+`vllm/vllm_flash_attn`, `vllm/v1/attention/backends/cpu_attn.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class TorchArrays:
         signed = {1: np.uint8, 2: np.int16}.get(array.dtype.itemsize, array.dtype)
         tensor = torch.from_dlpack(array.view(signed))
         dtypes = {
-            "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8
+            "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8,
+            "fp16": torch.float16, "fp32": torch.float32,
         }  # fmt: skip
         return tensor.view(dtypes[fmt]) if fmt in dtypes else tensor
 
@@ -105,7 +106,7 @@ def ignoring_stream(bound: Callable[[], Any], stream: Any) -> Any:
 
 # --- Stores of other projects ---------------------------------------------------------------------
 
-Store = Callable[[Any, Any, Any], None]  # key, value and slots
+Store = Callable[[Any, Any, Any], Any]  # key, value and slots; returns where they are, if elsewhere
 
 
 def flashinfer_store(torch: Any, caches: list[Any], page_size: int) -> Store:
@@ -142,6 +143,36 @@ def vllm_store(torch: Any, caches: list[Any], page_size: int, scale: float | Non
     factor = torch.full((1,), 1.0 if scale is None else scale, device=caches[0].device)
     fmt = "auto" if scale is None else "fp8"
     return lambda key, value, slots: store(key, value, *paged, slots, fmt, factor, factor)
+
+
+def vllm_cpu_store(torch: Any, caches: list[Any], page_size: int) -> Store:
+    """Return vLLM's store on a CPU, into separate pages: K lies transposed within a page.
+
+    It returns views of K and V, (pages, page_size, H, D).
+    """
+    slots, heads, width = caches[0].shape
+    pages = -(-slots // _VLLM_CPU_PAGE)
+    ops, isa, paged = _vllm_cpu_cache(torch, (pages, heads, _VLLM_CPU_PAGE, width), caches[0].dtype)
+    k = paged[0].view(pages, heads, width, _VLLM_CPU_PAGE).permute(0, 3, 1, 2)
+    stored = [k, paged[1].transpose(1, 2)]
+
+    def store(key: Any, value: Any, slots: Any) -> Any:
+        ops.cpu_attn_reshape_and_cache(key, value, *paged, slots, isa)
+        return stored
+
+    return store
+
+
+_VLLM_CPU_PAGE = 32
+
+
+def _vllm_cpu_cache(torch: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, str, list[Any]]:
+    """Return vLLM's operations, its instruction set, and caches of K and V: (pages, H, N, D)."""
+    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    pages, heads, page_size, width = shape
+    cache = torch.zeros(pages, heads, 2 * page_size, width, dtype=dtype)
+    isa = backend._get_attn_isa(dtype, page_size, width, "auto")
+    return importlib.import_module("vllm._custom_ops"), isa, list(cache.chunk(2, dim=2))
 
 
 STORES: dict[str, Callable[[Any, list[Any], int], Store]] = {
@@ -321,3 +352,33 @@ def vllm_attention(
     )  # fmt: skip
     sets = zip(query, tables, strict=True)
     return [partial(common, q=rows, block_table=table) for rows, table in sets]
+
+
+def vllm_cpu_attention(
+    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
+) -> list[Callable[[], Any]]:
+    """Return vLLM's attention on a CPU, planned, over copies of the pages in its own layout."""
+    pages, page_size, heads, width = caches[0].shape
+    shape = pages, heads, page_size, width
+    ops, isa, paged = _vllm_cpu_cache(torch, shape, caches[0].dtype)
+    rows = [cache.flatten(0, 1) for cache in caches]
+    ops.cpu_attn_reshape_and_cache(*rows, *paged, torch.arange(pages * page_size), isa)
+    batch, new = tables.shape[1], query.shape[1] // tables.shape[1]
+    starts = new * torch.arange(batch + 1, dtype=torch.int32)
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    left = window or -1
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=batch, num_heads=query.shape[2], num_kv_heads=heads, head_dim=width,
+        seq_lens=lengths, dtype=query.dtype, query_start_loc=starts, causal=True,
+        sliding_window_size=left, isa=isa, enable_kv_split=True,
+    )  # fmt: skip
+
+    def work(rows: Any, out: Any, table: Any) -> Any:
+        ops.cpu_attention_with_kv_cache(
+            rows, *paged, out, starts, lengths, width**-0.5, True, None, left, table, 0.0, plan,
+            None,
+        )  # fmt: skip
+        return out
+
+    outs = torch.empty_like(query)
+    return [partial(work, *each) for each in zip(query, outs, tables, strict=True)]

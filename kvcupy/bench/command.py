@@ -24,7 +24,8 @@ OPERATIONS = (
     "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
     "slot_mapping", "paged_attention", "transfer_pages",
 )  # fmt: skip
-FORMATS = ("bf16", "fp8_e4m3")  # of caches
+FORMATS = ("bf16", "fp8_e4m3")  # of caches, by default
+MORE_FORMATS = ("fp16", "fp32")  # which attention alone is measured with
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,25 @@ class Sizes:
     ----------
     tokens : of a step that stores or gathers
     batches, contexts : sequences that decode, and the tokens of each
-    prefill : new tokens of a sequence that already has as many; 0: none is measured
+    prefills : new tokens of a sequence, and its tokens with them
     transferred : tokens of all layers
+    decodes : sequences that decode, and the tokens of each; none: all of `batches` and `contexts`
     """
 
     tokens: Sequence[int]
     batches: Sequence[int]
     contexts: Sequence[int]
-    prefill: int
+    prefills: Sequence[tuple[int, int]]
     transferred: int
     page_size: int = 16
+    decodes: Sequence[tuple[int, int]] = ()
 
 
 SIZES = {
-    "cuda": Sizes((1, 16, 128, 4096), (1, 16, 64), (1024, 8192), 2048, 1024),
-    "host": Sizes((1, 16, 128, 4096), (1, 8), (1024, 4096), 64, 256),
+    "cuda": Sizes((1, 16, 128, 4096), (1, 16, 64), (1024, 8192), [(2048, 4096)], 1024),
+    "host": Sizes((1, 16, 128, 4096), (1, 8), (1024, 4096), [(64, 128)], 256),
 }
-QUICK = Sizes((1, 128), (2,), (256,), 16, 32)
+QUICK = Sizes((1, 128), (2,), (256,), [(16, 32)], 32)
 QUICK_MODELS = ("llama-3.1-8b", "deepseek-v3-mla")
 
 
@@ -76,7 +79,7 @@ def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> I
     if operation in ("store_mla", "rope_store_mla") and not model.mla:
         return
     if operation in ("store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv"):
-        for fmt in formats:
+        for fmt in (fmt for fmt in formats if fmt in FORMATS):
             scaled = "bf16" if fmt == "bf16" else "fp8 static"
             for count in sizes.tokens:
                 if operation.startswith("store"):
@@ -101,16 +104,15 @@ def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> I
 
 
 def _attention(model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[attention.Shape]:
-    """Yield decode steps in each kind of layer that the model has, and a prefill, per format."""
+    """Yield decode steps in each kind of layer that the model has, and prefills, per format."""
     for fmt in formats:
-        for context in sizes.contexts:
+        pairs = sizes.decodes or [(b, n) for n in sizes.contexts for b in sizes.batches]
+        for batch, context in pairs:
             for window in {0, model.window if model.window < context else 0}:
-                for batch in sizes.batches:
-                    yield attention.Shape(
-                        model, batch, context, 1, fmt, window, page_size=sizes.page_size
-                    )
-        if sizes.prefill:
-            context, new = 2 * sizes.prefill, sizes.prefill
+                yield attention.Shape(
+                    model, batch, context, 1, fmt, window, page_size=sizes.page_size
+                )
+        for new, context in sizes.prefills:
             yield attention.Shape(model, 1, context, new, fmt, page_size=sizes.page_size)
 
 
@@ -119,10 +121,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, frame.count
     add("--op", nargs="+", metavar="OPERATION", help="such as store_kv; default: all")
     add("--model", nargs="+", help="such as llama-3.1-8b; default: all, or two if --quick")
-    add("--format", nargs="+", help="of caches: bf16, fp8_e4m3; default: both")
+    add(
+        "--format",
+        nargs="+",
+        help="of caches: bf16, fp8_e4m3, of attention also fp16, fp32; default: the first two",
+    )
     add("--tokens", nargs="+", type=count, metavar="N", help="of a step that stores or gathers")
     add("--batch", nargs="+", type=count, metavar="N", help="sequences that decode")
     add("--context", nargs="+", type=count, metavar="N", help="tokens of each of them")
+    prefill = "new tokens of a sequence, and all its tokens with them, as 64:2048"
+    add("--prefill", nargs="*", type=_prefill, metavar="NEW:CONTEXT", help=prefill)
+    decode = "sequences that decode, and the tokens of each, instead of --batch and --context"
+    add("--decode", nargs="+", type=_pair, metavar="BATCH:CONTEXT", help=decode)
     add("--page-size", type=count, metavar="N", help="tokens per page; default: 16")
     rotated = "size of the arguments that calls rotate over; default: 256, 64 if --quick"
     add("--rotate-mb", type=count, metavar="MB", help=rotated)
@@ -150,10 +160,10 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     operations = _chosen("--op", options.op, OPERATIONS, OPERATIONS)
     default = QUICK_MODELS if options.quick else tuple(MODELS)
     models = _chosen("--model", options.model, MODELS, default)
-    formats = _chosen("--format", options.format, FORMATS, FORMATS)
+    formats = _chosen("--format", options.format, (*FORMATS, *MORE_FORMATS), FORMATS)
     sizes = {
         "tokens": options.tokens, "batches": options.batch, "contexts": options.context,
-        "page_size": options.page_size,
+        "prefills": options.prefill, "page_size": options.page_size, "decodes": options.decode,
     }  # fmt: skip
     own = replace(QUICK if options.quick else SIZES[device.kind],
                   **{name: n for name, n in sizes.items() if n is not None})  # fmt: skip
@@ -171,6 +181,18 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
             return bench.report(shapes, progress.to)
     finally:
         config.fallback = fallback
+
+
+def _pair(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
+    return frame.count(first), frame.count(second)
+
+
+def _prefill(text: str) -> tuple[int, int]:
+    new, context = _pair(text)
+    if new > context:
+        raise argparse.ArgumentTypeError(f"expected no more new tokens than tokens, got {text}")
+    return new, context
 
 
 def _read(path: Path) -> dict[str, Any]:

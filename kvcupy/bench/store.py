@@ -147,6 +147,8 @@ class StoreCase(candidates.Case):
             makers["vllm"] = baselines.vllm_store_mla
         else:
             makers.update(baselines.STORES)
+            if self.device.kind == "host":
+                makers["vllm"] = baselines.vllm_cpu_store
         caches = [wrap(c.array, "bf16" if shape.format == "bf16" else "bits") for c in self.caches]
         if shape.format != "bf16":
             caches = [cache.view(torch.uint8) for cache in caches]
@@ -159,10 +161,15 @@ class StoreCase(candidates.Case):
     def check(self, candidate: str, results: Sequence[Any]) -> None:
         """Compare all caches and scales with NumPy's, byte by byte."""
         sets = [[own[name].host for name in self.rows] for own in self.own]
-        self.check_caches(candidate, sets)
+        self.check_caches(candidate, sets, results[0])
 
-    def check_caches(self, candidate: str, sets: Sequence[Sequence[Array]]) -> None:
-        """Compare all caches and scales with what the rows of each set become."""
+    def check_caches(
+        self, candidate: str, sets: Sequence[Sequence[Array]], elsewhere: Any = None
+    ) -> None:
+        """Compare all caches and scales with what the rows of each set become.
+
+        `elsewhere` is where a candidate stores rows instead: torch tensors of whole pages.
+        """
         caches = [np.zeros_like(cache.host) for cache in self.caches]
         scales = [np.zeros_like(scale.host) for scale in self.scales]
         for own, parts in zip(self.own, sets, strict=True):
@@ -172,11 +179,14 @@ class StoreCase(candidates.Case):
                 target[slots] = bits.view(target.dtype)
                 if row_scales is not None:
                     scales[i][slots] = row_scales
-        for name, stored, expected in (
-            ("cache", self.caches, caches), ("scale", self.scales, scales)
+        stored = [cache.array for cache in self.caches]
+        if elsewhere is not None:
+            stored = [pages.flatten(0, 1)[: len(caches[0])] for pages in elsewhere]
+        for name, arrays, expected in (
+            ("cache", stored, caches), ("scale", [scale.array for scale in self.scales], scales)
         ):  # fmt: skip
-            for i, (each, want) in enumerate(zip(stored, expected, strict=True)):
-                self.require(candidate, f"{name} {i}", each.array, want)
+            for i, (array, want) in enumerate(zip(arrays, expected, strict=True)):
+                self.require(candidate, f"{name} {i}", array, want)
 
 
 def slots_for(sets: int, tokens: int) -> int:

@@ -14,7 +14,11 @@ from .checks import KVOperand
 from .launch import require_countable, widest
 
 _PACKS_PER_LANE = (1, 3)
-_HOST_ROWS = (1, 4, 32)
+_HOST_ROWS = (1, 4, 8, 32, 64)  # the last for rows of up to _HOST_NARROW elements
+_HOST_NARROW = 128
+_HOST_BLOCKS = 16  # that run at a time on many cores
+_HOST_MIN_BYTES = 512 << 10  # of a piece, by K or V
+_HOST_FEW_ROWS, _HOST_ROWS_TOGETHER = 8, 32  # kFewRows, kRowsTogether of host/attention.h
 _HOST_PACKS = (1, 2, 4, 8, 12, 16, 24, 32, 72, 96)  # where one thread holds all of a row
 _PACK = 8  # elements of a row that a lane loads at a time; 16 bytes where they have 16 bits
 _DECODE_THREADS = 128
@@ -40,6 +44,7 @@ class Tiling:
     threads : per block
     smem_bytes : of dynamic shared memory per block
     blocks_per_sm : that run at a time; with 4, short sequences do not leave an SM idle
+    heads : KV heads of a block
     slow_path_reason : why the call runs on a GPU without tensor cores; "" otherwise
     """
 
@@ -49,6 +54,7 @@ class Tiling:
     threads: int
     smem_bytes: int
     blocks_per_sm: int = 4
+    heads: int = 1
     slow_path_reason: str = ""
 
 
@@ -372,6 +378,8 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
     if device.warp_lanes == 1:
         kernel, threads, lanes, row_counts = kernels.DECODE[1], 1, 1, _HOST_ROWS
         packs_per_lane = next(n for n in _HOST_PACKS if n >= packs)
+        if packs_per_lane * _PACK > _HOST_NARROW:
+            row_counts = row_counts[:-1]
     else:
         kernel, threads = kernels.DECODE[32], _DECODE_THREADS
         packs_per_lane = next(n for n in _PACKS_PER_LANE if packs <= 32 * n)
@@ -389,7 +397,11 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     groups = threads // lanes
     smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)
-    return Tiling(specialise(rows), rows, lanes, threads, 0 if groups == 1 else 4 * smem_floats)
+    heads = 1
+    if device.warp_lanes == 1 and rows <= _HOST_FEW_ROWS:
+        heads = min(call.k.cache.num_heads, _HOST_ROWS_TOGETHER // rows)
+    smem_bytes = 0 if groups == 1 else 4 * smem_floats
+    return Tiling(specialise(rows), rows, lanes, threads, smem_bytes, heads=heads)
 
 
 def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
@@ -441,18 +453,22 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     if options.window and options.causal and "tree_mask" not in call.arguments:
         tokens = -(-tiling.rows // call.group) + 1 if call.is_ragged else 1  # of a tile, at most
         visible_keys = min(visible_keys, options.window + tokens - 1 + options.sink_keys)
+    heads = tiling.heads
     row_bytes = [
-        operand.cache.width * bytes_per_element(operand.cache_format.name)
+        heads * operand.cache.width * bytes_per_element(operand.cache_format.name)
         for operand in (call.k, call.v)
     ]
     state_rows = tiling.rows if call.is_ragged else min(tiling.rows, call.group)
-    state_bytes = 2 * 4 * state_rows * call.v.cache.width  # written and read
+    state_bytes = 2 * 4 * heads * state_rows * call.v.cache.width  # written and read
     # Pieces of wide rows may have fewer keys, but as many bytes as their states.
-    min_bytes = max(_MIN_BYTES, state_bytes)
+    least_bytes = _HOST_MIN_BYTES if device.warp_lanes == 1 else _MIN_BYTES
+    min_bytes = max(least_bytes, state_bytes)
     min_keys = min(_MIN_KEYS, math.ceil(min_bytes / max(row_bytes)))
     if visible_keys <= min_keys:
         return None
-    num_running = max(1, tiling.blocks_per_sm * device.sm_count // cache.num_heads)
+    # A processor cuts alike whatever its cores: a result has the same bits on any number of them.
+    blocks = _HOST_BLOCKS if device.warp_lanes == 1 else tiling.blocks_per_sm * device.sm_count
+    num_running = max(1, blocks * heads // cache.num_heads)
     # Finer pieces end more evenly, and need a larger workspace for their states.
     most_rounds = 4 if state_rows <= kernels.DECODE_MMA_ROWS else 2
     long_bytes = max(_MIN_BYTES_OF_LONG, _MIN_BYTES_PER_STATE_BYTE * state_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -253,6 +254,8 @@ def _launch(
             steps.append(factor * params.get(f"{field}_rows.{axis}", 0))
     pack = _pack(source)
     count = pack if width % pack == 0 and widest(map(abs, steps)) == 16 else 1
+    if device.warp_lanes == 1 and count > 1:  # for each pack, a thread finds all weights again
+        count = max(count, math.gcd(width, _MAX_HOST_PACK))
     require_countable(num_rows, "out_a")
     num_states = params["num_states"]
     words = width // count
@@ -289,6 +292,9 @@ def _spread_states(num_rows: int, words: int, num_states: int) -> tuple[int, Geo
     if lanes * stripes <= 32:
         return None
     return stripes, Geometry(lanes, (num_rows, 1, 1), (lanes * stripes, 1, 1))
+
+
+_MAX_HOST_PACK = 64  # elements
 
 
 def _pack(format: str) -> int:

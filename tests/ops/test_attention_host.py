@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from attention_checks import (
     check_few_rows,
+    check_few_rows_beside_many,
     check_four_bits,
+    check_heads_that_are_taken_together,
     check_many_rows,
     check_no_keys_of_a_tile,
     check_rotated_four_bits,
@@ -49,7 +51,8 @@ def host(monkeypatch):
 
 
 CHECKS = (
-    check_few_rows, check_many_rows, check_no_keys_of_a_tile, check_values_that_are_no_numbers,
+    check_few_rows, check_heads_that_are_taken_together, check_few_rows_beside_many,
+    check_many_rows, check_no_keys_of_a_tile, check_values_that_are_no_numbers,
     check_scores_that_are_no_numbers, check_stored_rotated,
 )  # fmt: skip
 
@@ -83,6 +86,23 @@ def test_values_of_four_bits(host, fmt, how):
 )
 def test_rotated_keys_of_four_bits(host, fmt, interleaved):
     check_rotated_four_bits(host, fmt, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_bits_do_not_depend_on_cores(host, monkeypatch, invariant):
+    """Neither how keys are cut nor who takes the pieces does."""
+    rng = np.random.default_rng(3)
+    query = rng.standard_normal((2, 8, 64), np.float32)
+    k, v = (rng.standard_normal((200, 16, 4, 64), np.float32) for _ in "kv")
+    table = rng.permutation(200).astype(np.int32).reshape(2, 100)
+    lengths = np.array([1600, 900], np.int32)
+    outs = []
+    for cores in (1, 3, 64):
+        monkeypatch.setattr(call, "_plans", {})
+        host.num_workers = host.sm_count = cores
+        out = kv.paged_attention(query, k, v, table, lengths, batch_invariant=invariant)
+        outs.append(out.tobytes())
+    assert outs[0] == outs[1] == outs[2]
 
 
 def test_a_value_that_is_no_number_among_many_rows(host):

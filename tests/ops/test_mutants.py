@@ -152,7 +152,9 @@ SLOTS = (
 )
 MERGES = (attention.check_merge_two, attention.check_merge_many)
 USERS_ATTENTION = (
-    attention.check_few_rows, attention.check_many_rows, attention.check_no_keys_of_a_tile,
+    attention.check_few_rows, attention.check_many_rows, attention.check_few_rows_beside_many,
+    attention.check_heads_that_are_taken_together, attention.check_no_keys_of_a_tile,
+    partial(attention.check_values_that_are_no_numbers, query_lens=(40, 33)),
     attention.check_values_that_are_no_numbers, attention.check_scores_that_are_no_numbers,
     attention.check_attention_decode_int8, attention.check_four_bits,
     attention.check_rotated_four_bits, attention.check_stored_rotated,
@@ -251,8 +253,17 @@ EQUIVALENT = {
     "attention_tiles.cuh: const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) -> "
     "const int permuted = kRowBytes % 129 == 0 ? chunk ^ (row & 7)":
         "Chunks lie elsewhere for all who read and write them; banks conflict.",
-    "host/attention.h: entry = entry_of(p, place); -> ;":
-        "The page of each key is looked up again, which is slower.",
+    "host/attention.h: } else if (!p.key_block && t.num_rows <= kFewRows) { -> } else if "
+    "(!p.key_block && t.num_rows < kFewRows) {":
+        "It chooses how a tile of few rows is computed.",
+    "host/attention.h: if (rescale[i] == 1.0f) continue; -> if (false) continue;":
+        "Values times 1 are the same.",
+    "host/attention.h: this->fetch_k(block, place.key, first_head + place.head); -> "
+    "this->fetch_k(block, place.key, first_head - place.head);":
+        "What is fetched early is only a matter of speed.",
+    "host/attention.h: if constexpr (kFourBit<TCache>) return width / 2; -> if constexpr "
+    "(kFourBit<TCache>) return width / 3;":
+        "So is how much of it.",
     "host/attention.h: if constexpr (kMost > 2 && kProductRows > 2) { -> if constexpr (true) {":
         "It chooses how many rows are multiplied at once.",
     "transfer.cu: if (p.dst_v_scale && p.v_width) scales[1] = v_scale_to[r]; -> if (true) "
