@@ -33,10 +33,12 @@ SMALL_MODELS = (
     Model("rows of 64", 512, 2, 8, 2, 64, qk_norm=True, sinks=True),
     Model("latents", 512, 2, 16, 0, 192, latent=512, rope=64),
 )
-SMALL = command.Sizes(tokens=(37,), batches=(3,), contexts=(70,), prefill=21, transferred=90)
+SMALL = command.Sizes(
+    tokens=(37,), batches=(3,), contexts=(70,), prefills=[(21, 42)], transferred=90
+)
 LARGE_MODELS = (MODELS["llama-3.1-8b"], MODELS["deepseek-v3-mla"])
 LARGE = command.Sizes(
-    tokens=(16_384,), batches=(16,), contexts=(2048,), prefill=512, transferred=1024
+    tokens=(16_384,), batches=(16,), contexts=(2048,), prefills=[(512, 1024)], transferred=1024
 )
 
 
@@ -90,7 +92,7 @@ def others(device: Any, models: Sequence[Model], sizes: command.Sizes) -> None:
     store = kv.bind(store_kv, kv.vary(rows[0]), rows[1], *caches, slots)
     store(key=rows[0])
     for model in (model for model in models if not model.mla):
-        _serve(device, model, sizes.prefill)
+        _serve(device, model, sizes.prefills[0][0])
     _finish(device)
 
 
