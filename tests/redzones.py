@@ -125,14 +125,14 @@ def unpoison(address: int, num_bytes: int) -> None:
 def surround(allocate: Any) -> Any:
     """Return `allocate` of devices/host.py, with redzones on both sides of what it returns."""
 
-    def surrounded(make: Any, shape: Any, dtype: Any) -> np.ndarray:
+    def surrounded(make: Any, layout: Any) -> np.ndarray:
         whole: list[np.ndarray] = []
 
         def remember(num_bytes: int, element: Any) -> np.ndarray:
             whole.append(make(num_bytes, element))
             return whole[0]
 
-        array = allocate(remember, shape, dtype)
+        array = allocate(remember, layout)
         (raw,) = whole
         start, stop = raw.ctypes.data, raw.ctypes.data + raw.nbytes
         first = array.ctypes.data

@@ -143,6 +143,9 @@ PREFILLS = (
     attention.check_attention_append_rotated_keys, attention.check_attention_append_interleaved,
     attention.check_attention_append_quantised,
 )  # fmt: skip
+QUANTISED_PREFILLS = (
+    attention.check_attention_prefill_of_8_bits, attention.check_attention_prefill_of_4_bits,
+)  # fmt: skip
 SLOTS = (
     operations.check_slot_mapping,
     *(
@@ -174,8 +177,9 @@ CHECKS = {
     "attention_decode_mma.cu": DECODES + FOUR_BIT_ATTENTION,
     "attention_decode_mma.cuh": DECODES + LATENTS + HEADS,
     "attention_end.cuh": PLAIN_ATTENTION + DECODES[:7] + PREFILLS,
-    "attention_prefill.cu": PREFILLS,
-    "attention_prefill.cuh": PREFILLS,
+    "attention_dequantise.cuh": QUANTISED_PREFILLS,
+    "attention_prefill.cu": PREFILLS + QUANTISED_PREFILLS,
+    "attention_prefill.cuh": PREFILLS + QUANTISED_PREFILLS,
     "attention_rope.cuh": PLAIN_ATTENTION[7:13] + DECODES[-5:] + PREFILLS[-4:],
     "attention_schedule.cu": (check_attention_schedule, *PLAIN_ATTENTION),
     "attention_rows.cuh": FOUR_BIT_PLAIN_ATTENTION + PLAIN_ATTENTION,
