@@ -423,6 +423,7 @@ def check_attention_prefill_of_8_bits(device):
     return case.attend(case.arguments(
         [150, 40], [70, 40], fmt="bf16", cache_fmt="fp8_e4m3", page_size=16, heads=(4, 2),
         widths=(128, 64), loud=1.0, scales=("dynamic", "dynamic"),
+        index=("int64", "int32"),
     ))  # fmt: skip
 
 
