@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.arrays import likeness_of, probe_arguments
+from kvcupy.arrays import probe_arguments, tensor_matcher
 
 SLOTS = np.array([1, 3])
 
@@ -152,19 +152,19 @@ def test_what_is_unlike_earlier_arguments(torch, kind):
     def make():
         return torch.zeros(2, 8)
 
-    likeness = likeness_of((make(), None, make()))
+    matcher = tensor_matcher((make(), None, make()))
     alike = (make(), None, make())
-    assert likeness.addresses(alike) == probe_arguments(alike)[0]
+    assert matcher.addresses(alike) == probe_arguments(alike)[0]
     other = UNLIKE[kind](torch)
-    assert likeness.addresses((other, None, make())) is None
-    assert likeness.addresses((make(), None, other)) is None
+    assert matcher.addresses((other, None, make())) is None
+    assert matcher.addresses((make(), None, other)) is None
     if other is not None:
-        assert likeness.addresses((make(), other, make())) is None
+        assert matcher.addresses((make(), other, make())) is None
 
 
 def test_tensors_that_come_twice(torch):
     x, y = torch.zeros(2, 8), torch.zeros(2, 8)
-    twice, once = likeness_of((x, x, y)), likeness_of((x, y))
+    twice, once = tensor_matcher((x, x, y)), tensor_matcher((x, y))
     assert twice.addresses((y, y, x)) == probe_arguments((y, y, x))[0]
     assert twice.addresses((x, y, x)) is None
     assert once.addresses((x, x)) is None
@@ -173,7 +173,7 @@ def test_tensors_that_come_twice(torch):
 @pytest.mark.parametrize("kind", ["gradient", "class", "memory", "library", "number", "none"])
 def test_arguments_that_are_probed_each_time(torch, kind):
     with torch.no_grad():
-        assert likeness_of((UNLIKE[kind](torch), None)) is None
+        assert tensor_matcher((UNLIKE[kind](torch), None)) is None
 
 
 def test_modes_of_torch_alternate(torch):

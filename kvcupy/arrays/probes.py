@@ -54,7 +54,7 @@ def _numpy_signature(x: np.ndarray[Any, Any]) -> Signature:
 
 
 def _probe_numpy(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
-    return _words[(id(x) + _HEAD_BYTES) // _WORD_BYTES], _numpy_signature(x)
+    return _all_memory[(id(x) + _HEAD_BYTES) // _WORD_BYTES], _numpy_signature(x)
 
 
 def _probe_array_interface(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
@@ -64,7 +64,7 @@ def _probe_array_interface(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
 # By NumPy's ABI the address comes right behind the head of the object. Reading it there is much
 # faster than `__array_interface__`, which builds a dictionary. The array is all of the memory.
 _WORD_BYTES = ctypes.sizeof(ctypes.c_size_t)
-_words = (ctypes.c_size_t * (sys.maxsize // _WORD_BYTES)).from_address(0)
+_all_memory = (ctypes.c_size_t * (sys.maxsize // _WORD_BYTES)).from_address(0)
 _HEAD_BYTES = object.__basicsize__
 _SAMPLE = np.zeros(1)
 # Elsewhere `id` may be no address, and must not be read; nor does a signed size reach all memory.
@@ -113,7 +113,7 @@ def address_of(x: Any) -> int:
         pointer: int = x.data_ptr()
         return pointer
     if kind is _READ_HERE:
-        return _words[(id(x) + _HEAD_BYTES) // _WORD_BYTES]
+        return _all_memory[(id(x) + _HEAD_BYTES) // _WORD_BYTES]
     return probe(x)[0]
 
 
@@ -130,7 +130,7 @@ def probe_arguments(
             last = x
             kind = type(x)
             if kind is _READ_HERE:  # as `_probe_numpy`
-                pointer = _words[(id(x) + _HEAD_BYTES) // _WORD_BYTES]
+                pointer = _all_memory[(id(x) + _HEAD_BYTES) // _WORD_BYTES]
                 flags = x.flags.num & _FLAGS
                 signature = x.dtype, x.shape, flags & _CONTIGUOUS or x.strides, flags
             elif x is None:
@@ -158,7 +158,7 @@ def probe_arguments(
     return tuple(pointers), tuple(signatures)
 
 
-class Likeness:
+class TensorMatcher:
     """Recognises arguments that differ from the arguments of an earlier call in addresses alone.
 
     `probe_arguments` asks a tensor six questions. Where all arguments are torch tensors or None,
@@ -166,7 +166,7 @@ class Likeness:
     """
 
     def __init__(self, guards: Any, arguments: Sequence[Any]) -> None:
-        """Note what arguments are like; none is kept. `likeness_of` says which can be."""
+        """Record the properties of arguments, which are not kept alive; see `tensor_matcher`."""
         given = [i for i, x in enumerate(arguments) if x is not None]
         first: dict[int, int] = {}  # positions by object: what is written in place comes twice
         for i in given:
@@ -209,7 +209,7 @@ class Likeness:
         return self._in_order(addresses)
 
 
-def likeness_of(arguments: Sequence[Any]) -> Likeness | None:
+def tensor_matcher(arguments: Sequence[Any]) -> TensorMatcher | None:
     """Return what recognises arguments like these, which `probe_arguments` has accepted.
 
     None where some are no plain tensors, where one is empty or requires a gradient (which is
@@ -222,7 +222,7 @@ def likeness_of(arguments: Sequence[Any]) -> Likeness | None:
     if any([x.requires_grad or not x.data_ptr() for x in tensors]):
         return None
     guards = _tensor_guards()
-    return None if guards is None else Likeness(guards, arguments)
+    return None if guards is None else TensorMatcher(guards, arguments)
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ..arrays import ArrayView, describe, likeness_of, probe_arguments, taking, view
+from ..arrays import ArrayView, describe, probe_arguments, taking, tensor_matcher, view
 from . import attention, checks, merge, rope, store  # noqa: F401  # all declare operations
 from .call import Operation, Plan, Recorder, same_layout
 from .indexing import slot_mapping
@@ -220,11 +220,11 @@ class _PlannedCall(BoundCall):
         numbers = {i: sources[i] - len(arrays) for i in varying}
         self._fixed_plan = None
         if views and isinstance(self._plan, Plan) and len(self._streams) == 1:
-            self._fixed_plan = self._plan.fixing(pointers, numbers)
+            self._fixed_plan = self._plan.with_fixed(pointers, numbers)
 
         values = [examples[name] for name in views]
         self._signatures = probe_arguments(values)[1]
-        self._likeness = likeness_of(values)
+        self._matcher = tensor_matcher(values)
 
         self.lasting: bool = self._plan.lasting
 
@@ -244,7 +244,7 @@ class _PlannedCall(BoundCall):
                 values = self._values(varying)
             except KeyError:
                 raise self._wrong_names(varying) from None
-            addresses = self._likeness.addresses(values) if self._likeness is not None else None
+            addresses = self._matcher.addresses(values) if self._matcher is not None else None
             is_alike = addresses is not None
             if addresses is None:
                 addresses, is_alike = self._probe(varying, values)
@@ -279,8 +279,8 @@ class _PlannedCall(BoundCall):
             self._require_alike(varying)  # which names what is no array
             raise
         is_alike = signatures == self._signatures
-        if is_alike and self._likeness is not None:
-            self._likeness = likeness_of(values)  # in another mode of torch's, say
+        if is_alike and self._matcher is not None:
+            self._matcher = tensor_matcher(values)  # in another mode of torch's, say
         return addresses, is_alike
 
 

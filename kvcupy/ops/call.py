@@ -14,7 +14,7 @@ The life of a call, `store_kv` say:
    the arrays, until many others have been made.
 4. A known signature gives its plan at once: the plan of the last call before any look-up. No
    argument is checked again. Torch tensors that differ from the last call's in addresses alone are
-   recognised without a signature (`arrays.Likeness`).
+   recognised without a signature (`arrays.TensorMatcher`).
 5. `Plan.run` checks what the signature does not cover, the addresses: elements at multiples of
    their size, and no output that shares bytes with another argument (`Aliasing`). Addresses of the
    last call need no second check.
@@ -48,16 +48,16 @@ from .. import devices, formats, observe, scratch
 from ..arrays import (
     STREAMED_TYPES,
     ArrayView,
-    Likeness,
+    TensorMatcher,
     address_of,
     four_bit_array,
     four_bit_encoding,
-    likeness_of,
     noting_written,
     overlap,
     probe_arguments,
     strides_of,
     taking,
+    tensor_matcher,
     view,
     wait_for_producers,
 )
@@ -135,15 +135,15 @@ class Operation(Declaration):
         try:
             plans, last_signatures, last_options, last_alignment, plan = self._last
             is_last = plans is _plans and plan.used_at == _made and options == last_options
-            likeness = plan.likeness if is_last else None
-            pointers = None if likeness is None else likeness.addresses(arrays)
+            matcher = plan.matcher if is_last else None
+            pointers = None if matcher is None else matcher.addresses(arrays)
             if pointers is not None:
                 signatures = last_signatures
             else:
                 pointers, signatures = probe_arguments(arrays)
                 is_last = is_last and signatures == last_signatures
-                if is_last and likeness is not None:
-                    plan.likeness = likeness_of(arrays)  # in another mode of torch's, say
+                if is_last and matcher is not None:
+                    plan.matcher = tensor_matcher(arrays)  # in another mode of torch's, say
             if is_last and pointers == plan.allowed:
                 return plan, plan.allowed
             alignment = 0
@@ -194,7 +194,7 @@ class Operation(Declaration):
         plan = make(described, alignment & 15, *options)
         plan.options = options
         plan.settle(views, arrays)
-        plan.likeness = likeness_of(arrays)
+        plan.matcher = tensor_matcher(arrays)
         calls_logger.debug(
             "%s: planned a call of new shapes, strides, formats or options", self.name
         )
@@ -386,7 +386,7 @@ class Plan:
         all layers of a step need
     used_at : how many plans had been made when this one was last used
     allowed : the addresses of the last call, which have been checked
-    likeness : recognises arguments of its signature, where that is possible
+    matcher : recognises arguments of its signature, where that is possible
     """
 
     def __init__(self, operation: Operation, device: Device, library: str) -> None:
@@ -402,7 +402,7 @@ class Plan:
         self.workspace_bytes = self.num_step_launches = 0
         self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
-        self.likeness: Likeness | None = None
+        self.matcher: TensorMatcher | None = None
         self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 
@@ -504,17 +504,17 @@ class Plan:
             self.check(pointers, arrays)
         self._aliasing.fix(varying)
 
-    def fixing(self, pointers: tuple[int, ...], varying: Mapping[int, int]) -> FixedPlan | None:
-        """Return what issues this plan, which `fix` has seen, for the addresses that vary alone.
+    def with_fixed(self, pointers: tuple[int, ...], varying: Mapping[int, int]) -> FixedPlan | None:
+        """Return a plan that takes only the addresses that vary; call `fix` before.
 
-        None where a call does more than launch.
+        None if a call does more than launch.
         """
-        apart = self._aliasing.fixing(pointers, varying)
-        launches = [launch.fixing(pointers, varying) for launch in self.launches]
+        address_check = self._aliasing.with_fixed(pointers, varying)
+        launches = [launch.with_fixed(pointers, varying) for launch in self.launches]
         launches_only = self.cause is None and not self.workspace_bytes and not self.allocated
         if None in launches or not (launches and launches_only):
             return None
-        return FixedPlan(self, apart, launches)
+        return FixedPlan(self, address_check, launches)
 
     def issue(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,
@@ -613,10 +613,10 @@ class Plan:
 
 
 class FixedPlan:
-    """Issues a plan whose addresses are fixed but a few, with less to do for each call."""
+    """Launches a plan of which only a few addresses vary."""
 
-    def __init__(self, plan: Plan, apart: Apart, launches: Sequence[Any]) -> None:
-        self._plan, self._apart, self._launches = plan, apart, launches
+    def __init__(self, plan: Plan, address_check: AddressCheck, launches: Sequence[Any]) -> None:
+        self._plan, self._address_check, self._launches = plan, address_check, launches
 
     def run(self, addresses: tuple[int, ...], stream: Any, arrays: tuple[Any, ...]) -> bool:
         """Launch on `stream`, of any library; return False where the plan itself must do it.
@@ -626,7 +626,7 @@ class FixedPlan:
         addresses : that vary
         arrays : all of them, in the order of `Operation.names`
         """
-        if STREAMED_TYPES or observe.observers or not self._apart.holds(addresses):
+        if STREAMED_TYPES or observe.observers or not self._address_check.holds(addresses):
             return False
         plan = self._plan
         own_stream = plan.device.as_stream(stream, plan.library)
@@ -702,26 +702,26 @@ class Aliasing:
         self._itemsizes = [(i, n) for i, n in self._itemsizes if i in varying]
         self._pairs = [pair for pair in self._pairs if pair[0] in varying or pair[1] in varying]
 
-    def fixing(self, addresses: Sequence[int], varying: Mapping[int, int]) -> Apart:
-        """Return a quick look at the addresses that vary.
+    def with_fixed(self, addresses: Sequence[int], varying: Mapping[int, int]) -> AddressCheck:
+        """Return a check of the addresses that vary.
 
         Parameters
         ----------
-        varying : their numbers among those that it looks at, by position in `addresses`
+        varying : index in the checked addresses, by position in `addresses`
         """
-        apart = Apart([], [], [], self._strides_fit)
+        check = AddressCheck([], [], [], self._strides_fit)
         for i, itemsize in self._itemsizes:
-            apart.itemsizes.append((varying[i], itemsize))
+            check.itemsizes.append((varying[i], itemsize))
         for i, j, nearest, farthest in self._pairs:
             if i in varying and j in varying:
-                apart.pairs.append((varying[i], varying[j], nearest, farthest))
+                check.pairs.append((varying[i], varying[j], nearest, farthest))
             elif i in varying:
                 at = addresses[j]
-                apart.taken.append((varying[i], at - farthest, at - nearest))
+                check.taken.append((varying[i], at - farthest, at - nearest))
             else:
                 at = addresses[i]
-                apart.taken.append((varying[j], at + nearest, at + farthest))
-        return apart
+                check.taken.append((varying[j], at + nearest, at + farthest))
+        return check
 
     def allows(self, addresses: Sequence[int]) -> bool:
         """Return whether elements lie at multiples of their size, and outputs by themselves."""
@@ -739,8 +739,8 @@ class Aliasing:
         return self._strides_fit
 
 
-class Apart(NamedTuple):
-    """What addresses that vary must keep away from, where all others are fixed."""
+class AddressCheck(NamedTuple):
+    """Checks addresses that vary against each other and against the fixed ones."""
 
     itemsizes: list[tuple[int, int]]
     pairs: list[tuple[int, int, int, int]]

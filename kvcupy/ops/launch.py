@@ -85,12 +85,12 @@ class Launch:
             chosen = tuple(map(operator.add, chosen, self._offsets))
         return self._struct.pack(*chosen)
 
-    def fixing(self, addresses: tuple[int, ...], varying: Mapping[int, int]) -> Launch | None:
-        """Return this launch for addresses of which a few vary: it takes only those.
+    def with_fixed(self, addresses: tuple[int, ...], varying: Mapping[int, int]) -> Launch | None:
+        """Return a launch that takes only the addresses that vary.
 
         Parameters
         ----------
-        varying : their numbers among those that the launch takes, by position in `addresses`
+        varying : index in the addresses of the new launch, by position in `addresses`
 
         Returns
         -------

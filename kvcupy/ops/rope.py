@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import devices, faults, streams
-from ..arrays import ArrayView, Likeness, describe
+from ..arrays import ArrayView, TensorMatcher, describe
 from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
@@ -916,7 +916,7 @@ class TwoStreamPlan:
         self.options: tuple[Any, ...] = ()
         self.allocated: Views = {}
         self.used_at = 0
-        self.likeness: Likeness | None = None
+        self.matcher: TensorMatcher | None = None
 
     @property
     def allowed(self) -> tuple[int, ...] | None:

@@ -67,9 +67,9 @@ class Entry:
     share : of the peak, as the cheapest way allows; at most 1
     dearest_share : as the dearest way allows
     bound_us : of the call's work, at the lowest ceiling
-    model_us : of the call, as the model has it (`model.py`)
+    model_us : modelled time of the call (`model.py`)
     kernels_us : of that, by kernel; the rest is launches
-    pass_clocks : in which the warps of an SM take a pass each
+    pass_clocks : for one pass of each warp of an SM
     problems : what does not fit what the row declares
     pipes : instructions by pipe, on the cheapest way
     """
@@ -344,7 +344,7 @@ def _kernel_us(
     whole = model.Way(kernel.whole, kernel.controls, chip, traffic)
     if kernel.loop is None:
         count = ceil(sum(passes) / places * own)  # of a scheduler
-        run = whole.run(own, min(count, own * _MOST_WAVES), warps_per_block=of_block)
+        run = whole.run(own, min(count, own * _MAX_WAVES), warps_per_block=of_block)
         each = run.drained / len(run.ends)
         return each * own, START_US + each * count / chip.load_mhz
     loop = model.Way(kernel.loop, kernel.controls, chip, traffic)
@@ -355,7 +355,7 @@ def _kernel_us(
     return each, START_US + model.makespan(blocks, places) / chip.load_mhz
 
 
-_MOST_WAVES = 8  # that are simulated
+_MAX_WAVES = 8  # simulated; longer queues repeat them
 _MERGED_AT_ONCE = 8  # states of a row, by a stripe of `merge_many`
 
 

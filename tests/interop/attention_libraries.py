@@ -1,7 +1,7 @@
 """Stand-ins for FlashInfer and FlashAttention, which compute with `kvcupy.reference`.
 
 They have the parameters of flashinfer-python 0.7.2, flash-attn 2.8.3 and the `flash_attn_interface`
-of FlashAttention 3 in the same package. What is called is recorded, so that a test can bind it to
+of FlashAttention 3 in the same package. They record their calls, so that a test can bind these to
 the signatures of installed packages.
 """
 

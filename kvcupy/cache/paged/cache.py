@@ -93,16 +93,17 @@ class PagedKVCache(ProcessLocal):
 
     Attention: the first result of a library or a function, of each kind of call, is compared with
     kvcupy's, unless `kvcupy.config.verify` is "never". kvcupy's kernels attend, with the reason
-    logged once, in token trees, evicted spans, demoted tokens, captured steps, `batch_invariant`,
-    rope_mode "inline" and four-bit caches; where a library does not support the call; and after a
-    result that differs by more than rounding explains, or a library that has raised. Exceptions of
-    a function are raised.
-    A function is called like `paged_attention`: `attention(query, k_cache, v_cache, block_table,
-    seq_lens, *, cu_query_lens, out, stream, **options)`. Arrays are torch tensors if the query is
-    one, else of NumPy or CuPy; cu_query_lens is None where each sequence has one new token.
-    `options` has sm_scale, window, sink_tokens, sinks, logits_soft_cap and scales of the cache, as
-    far as they are not None. `stream` is the current stream of the library. The function returns
-    `out`, an array that is then copied to it, or None to leave the call to kvcupy.
+    logged once, for token trees, evicted spans, demoted tokens, captured steps, `batch_invariant`,
+    rope_mode "inline" and four-bit caches; for calls that a library does not support; and after a
+    result has differed by more than rounding explains, or a library has raised. Exceptions raised
+    by a function propagate.
+    A function has the signature of `paged_attention`: `attention(query, k_cache, v_cache,
+    block_table, seq_lens, *, cu_query_lens, out, stream, **options)`. Arrays are torch tensors if
+    the query is a torch tensor, else NumPy or CuPy arrays. cu_query_lens is None if each sequence
+    has one new token. `options` may contain sm_scale, window, sink_tokens, sinks,
+    logits_soft_cap and the scales of the cache; None is left out. `stream` is the current stream of
+    the array library. The function writes and returns `out`, or returns another array, which is
+    copied to `out`, or None to leave the call to kvcupy.
 
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
