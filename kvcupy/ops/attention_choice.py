@@ -25,6 +25,8 @@ _DECODE_THREADS = 128
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _MAX_GRID_Y = 65535
+# Four-bit formats whose codes times group scales are exact in a format of 16 bits.
+_EXACT_CODES = {"fp16": ("nvfp4",), "bf16": ("nvfp4", "mxfp4")}
 
 # A piece has at least 256 keys, or 128 KiB of them. Where sequences are long it has at least 512
 # keys, 384 KiB of them, and 16 times the bytes of its state: on an H100 a piece that reads nothing
@@ -326,12 +328,7 @@ def _is_dequantised(operand: KVOperand, query_format: str, alignment: int) -> bo
     if operand.four_bit is None:
         strides = map(abs, operand.cache_strides)
         return widest((alignment, operand.cache.width, *strides)) == _WORD_BYTES
-    exact = (
-        kernels.CODED_LATENT_FORMATS
-        if query_format == "fp16"
-        else (*kernels.CODED_LATENT_FORMATS, "mxfp4")
-    )
-    if operand.cache_format.name not in exact:
+    if operand.cache_format.name not in _EXACT_CODES[query_format]:
         return False
     return not operand.rotated_width and not _code_reason(operand, alignment)
 
