@@ -1,0 +1,193 @@
+"""A simulated world: the production code on simulated time, threads, sockets and files.
+
+    with simulated(seed) as world:      # time, threading, socket, os, ... of kvcupy's modules
+        sender = world.process("sender")
+        sender.start(program)
+        world.run()
+
+Production code uses Python's own modules, and needs no other interface. Within `simulated`, the
+names of these modules in the globals of kvcupy's modules refer to simulated ones. A call that is
+not simulated is an AttributeError, so nothing escapes unseen.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import importlib
+import io
+import logging
+import mmap
+import os
+import pathlib
+import pkgutil
+import queue
+import random
+import secrets
+import select
+import socket
+import ssl
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ... import devices, streams
+from ...devices.host import HostDevice
+from ...devices.host_streams import HostContext, InlineStream
+from . import files as _files
+from . import network as _network
+from . import threads as _threads
+from .scheduler import Interrupt, Process, Stuck, Task, World, collected_later
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Failure", "Interrupt", "Process", "Simulated", "Stuck", "Task", "search", "simulated"]
+
+_SCOPE = ("kvcupy.remote", "kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors")
+
+
+class Simulated(World):
+    """A world with its network and files."""
+
+    def __init__(self, seed: int, dropped: frozenset[int] = frozenset()) -> None:
+        super().__init__(seed, dropped)
+        self.files = _files.Files(self)
+        self.network = _network.Network(self)
+        self.threading = _threads.threading_of(self)
+        self.time = _threads.Time(self)
+        self.queue = _threads.queue_of(self, self.threading)
+        self.socket, self.select, self.ssl = _network.modules_of(self, self.network, self.files)
+        self.os, self.fcntl, self.mmap, self.io, self.path = _files.modules_of(self, self.files)
+        secret_source = _threads.Secrets(self)
+        futures = _threads.futures_of(self, self.threading)
+        self.replacements = {
+            id(real): (real, simulated)
+            for real, simulated in (
+                (time, self.time), (threading, self.threading), (queue, self.queue),
+                (queue.SimpleQueue, self.queue.SimpleQueue), (concurrent.futures, futures),
+                (secrets, secret_source), (random, self.random), (socket, self.socket),
+                (select, self.select), (ssl, self.ssl), (os, self.os), (fcntl, self.fcntl),
+                (mmap, self.mmap), (io, self.io), (pathlib.Path, self.path),
+            )
+            if real is not None
+        }  # fmt: skip
+
+
+    def device(self) -> HostDevice:
+        """Return a host device for one process, since the threads of its streams end with it."""
+        host: Any = devices.get("host")
+        device = HostDevice.__new__(HostDevice)
+        device.__dict__.update(host.__dict__)  # kernels that are loaded, and how they are run
+        device.context = HostContext(device)
+        device.context.faults = host.context.faults
+        device._inline = InlineStream(device.context)
+        device._streams = weakref.WeakValueDictionary()
+        return device
+
+
+@functools.cache
+def _import_scope() -> None:
+    """Import every module in the scope, since one imported within a world would stay real."""
+    for name in _SCOPE:
+        module = importlib.import_module(name)
+        for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{name}."):
+            with suppress(ImportError):  # an extra that is not installed
+                importlib.import_module(found.name)
+
+
+@contextmanager
+def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simulated]:
+    """Replace the modules of kvcupy's code with those of a new world.
+
+    Nothing outside the world may use `kvcupy.remote` or `kvcupy.cache` meanwhile.
+    """
+    _import_scope()
+    world = Simulated(seed, dropped)
+    replaced = []
+    for name, module in list(sys.modules.items()):
+        if not any(name == each or name.startswith(each + ".") for each in _SCOPE):
+            continue
+        for key, value in list(vars(module).items()):
+            pair = world.replacements.get(id(value))
+            if pair is not None:
+                replaced.append((module, key, value))
+                setattr(module, key, pair[1])
+    replaced.append((streams, "_idle", streams._idle))  # a stream of a world ends with it
+    streams._idle = weakref.WeakKeyDictionary()
+    was_disabled = logging.root.manager.disable
+    logging.disable()
+    with collected_later():
+        try:
+            yield world
+        finally:
+            world.close()
+            logging.disable(was_disabled)
+            for module, key, value in replaced:
+                setattr(module, key, value)
+
+
+class Failure(AssertionError):
+    """A run that went wrong: its seed, the steps that it needs, the error and the last notes."""
+
+    def __init__(self, seed: int, dropped: frozenset[int], error: BaseException, log: list[str]):
+        self.seed, self.dropped, self.error, self.log = seed, dropped, error, log
+        steps = [line for line in log if ": step " in line]
+        super().__init__(
+            f"seed {seed}, {len(steps)} steps: {type(error).__name__}: {error}\n"
+            + "\n".join(log[-60:])
+        )
+
+
+def run_once(
+    scenario: Callable[[Any], object], seed: int, dropped: frozenset[int] = frozenset()
+) -> tuple[Failure | None, Simulated]:
+    """Run a scenario in a new world; return its failure, if any, and the world.
+
+    A scenario makes processes, starts their tasks, calls `world.run` and checks what it finds.
+    """
+    with simulated(seed, dropped) as world:
+        failure = None
+        error: BaseException | None = None
+        try:
+            scenario(world)
+        except Exception as raised:
+            error = raised
+        if world.errors:  # what a task raised comes before what followed from it
+            error = world.errors[0][1]
+        if error is not None:
+            failure = Failure(seed, dropped, error, list(world.log))
+    return failure, world
+
+
+def search(scenario: Callable[[Any], object], seeds: range) -> Failure | None:
+    """Run a scenario with each seed; return the first failure, with as few steps as were found."""
+    for seed in seeds:
+        failure, world = run_once(scenario, seed)
+        if failure is not None:
+            return _shrunk(scenario, failure, world.steps_announced)
+    return None
+
+
+def _shrunk(scenario: Callable[[Any], object], failure: Failure, count: int) -> Failure:
+    """Leave out optional steps, ever fewer at a time, while the run still fails alike."""
+    kept = [n for n in range(count) if n not in failure.dropped]
+    size = max(1, len(kept) // 2)
+    while True:
+        for start in range(0, len(kept), size):
+            rest = kept[:start] + kept[start + size :]
+            dropped = frozenset(range(count)) - frozenset(rest)
+            shorter, _ = run_once(scenario, failure.seed, dropped)
+            if shorter is not None and type(shorter.error) is type(failure.error):
+                failure, kept = shorter, rest
+                break
+        else:
+            if size == 1:
+                return failure
+            size = max(1, size // 2)

@@ -1,0 +1,341 @@
+"""A seeded scheduler: threads of simulated processes take turns, in virtual time.
+
+    task A   run . . . . run . . run          one greenlet for each thread; all in one OS thread
+    task B   . . run run . . . . .
+    clock    0.0 ........ 0.5 ..... 30.0      moves when a task runs, and jumps when all tasks wait
+
+Every call of a simulated module is a point where another task may run. The seed decides which, so
+the same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import random
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import greenlet
+
+_STEP_S = 2e-6  # virtual time of one step
+_FIRST_PID = 100_000
+_START_S = 1000.0
+_MAX_LATE_CALLS = 1000  # of a task at the end of the run
+
+
+class Interrupt(BaseException):
+    """Raised in a task by `World.interrupt`, as the handler of a signal would."""
+
+
+class Stuck(AssertionError):
+    """A run has not ended: its tasks wait for one another, or its virtual time is over."""
+
+
+class Process:
+    """A simulated process: its tasks, open files and sockets, all of which end with it.
+
+    Attributes
+    ----------
+    pid, name : its number and name
+    is_alive : False once it was killed
+    is_stopped : whether its tasks are suspended, as by SIGSTOP
+    stopped_s : time for which it was
+    handles : open files and sockets, closed by the system when the process is killed
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self.pid = next(world.pids)
+        self.name = name
+        self.is_alive, self.is_stopped = True, False
+        self.stopped_s = 0.0
+        self._stopped_at = 0.0
+        self.handles: dict[Any, None] = {}
+        self._world = world
+
+    def __repr__(self) -> str:
+        return f"<process {self.name}>"
+
+    def start(self, function: Callable[..., object], *arguments: Any, name: str = "") -> Task:
+        """Run a function as a thread of this process."""
+        return self._world.start(self, lambda: function(*arguments), name or function.__name__)
+
+    def kill(self) -> None:
+        """End the process at once, as SIGKILL does; the system closes its files and sockets."""
+        if not self.is_alive:
+            return
+        self._world.note(f"kill {self.name}")
+        self.is_alive = False
+        for handle in list(self.handles):
+            handle.close_by_system()
+        self.handles.clear()
+        self._world.end_tasks(self)
+
+    def stop(self) -> None:
+        """Suspend the process, as SIGSTOP does."""
+        self._world.note(f"stop {self.name}")
+        self.is_stopped, self._stopped_at = True, self._world.now
+
+    def resume(self) -> None:
+        self._world.note(f"resume {self.name}")
+        self.is_stopped = False
+        self.stopped_s += self._world.now - self._stopped_at
+
+
+class Task:
+    """A simulated thread."""
+
+    def __init__(
+        self, world: World, process: Process, function: Callable[[], object], name: str
+    ) -> None:
+        self.process, self.name = process, name
+        self.number = next(world.numbers)
+        self.ident = 10_000 + self.number
+        self.priority = world.random.random()
+        self.is_daemon = False
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.interrupt: Interrupt | None = None
+        self.until: Callable[[], bool] | None = None  # None: can run
+        self.deadline = float("inf")
+        self.locals: dict[Any, Any] = {}  # of `threading.local`, and the thread object
+        self.greenlet = greenlet.greenlet(lambda: self._run(world, function), world.hub)
+
+    def __repr__(self) -> str:
+        return f"{self.process.name}/{self.name}"
+
+    def _run(self, world: World, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except greenlet.GreenletExit:
+            pass
+        except BaseException as error:
+            self.error = error
+            world.note(f"{self} raised {type(error).__name__}")
+            if not world.is_over:
+                world.errors.append((self, error))
+        self.is_over = True
+
+    def is_runnable(self, now: float) -> bool:
+        if self.process.is_stopped:
+            return False
+        return (
+            self.until is None
+            or self.interrupt is not None
+            or self.deadline <= now
+            or self.until()
+        )
+
+
+class World:
+    """A simulated machine: processes, a clock, and everything that happens in one run.
+
+    Parameters
+    ----------
+    seed : decides the order of tasks and every fault
+    dropped : numbers of optional steps to leave out (`World.step`), for shorter failing runs
+
+    Attributes
+    ----------
+    random : draws of this run
+    now : virtual time in seconds
+    task : the task that runs
+    errors : tasks that raised, with their exceptions
+    log : the last notes, for reports
+    """
+
+    def __init__(self, seed: int, dropped: frozenset[int] = frozenset()) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.now = _START_S
+        self.pids = itertools.count(_FIRST_PID)
+        self.numbers = itertools.count()
+        self.errors: list[tuple[Task, BaseException]] = []
+        self.log: list[str] = []
+        self.digest = 0  # of all notes
+        self.is_over = False
+        self.num_steps = 0
+        self.steps_announced = 0
+        self._dropped = dropped
+        self._tasks: list[Task] = []
+        self._ended: list[Task] = []  # kept, so that no `finally` runs before the end of the run
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = itertools.count()
+        self._by_priority = self.random.random() < 0.5
+        self._switch_probability = self.random.choice([0.05, 0.3, 0.9])
+        self.hub = greenlet.getcurrent()
+        self._current: Task | None = None
+        self._late_calls = 0
+
+    # --- For scenarios ---
+
+    def process(self, name: str) -> Process:
+        return Process(self, name)
+
+    def step(self, text: str) -> bool:
+        """Announce an optional step of the scenario; False if it is to be left out."""
+        number = self.steps_announced
+        self.steps_announced += 1
+        if number in self._dropped:
+            return False
+        self.note(f"step {number}: {text}")
+        return True
+
+    def note(self, text: str) -> None:
+        """Append to the log of the run."""
+        line = f"{self.now - _START_S:.6f} {self._current or 'world'}: {text}"
+        self.digest = zlib.crc32(line.encode(), self.digest)
+        self.log.append(line)
+        if len(self.log) > 4000:
+            del self.log[:2000]
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Call a function, which must not wait, at a later virtual time."""
+        heapq.heappush(self._timers, (self.now + seconds, next(self._order), action))
+
+    def interrupt(self, task: Task) -> None:
+        """Raise `Interrupt` in a task at its next call of a simulated module."""
+        if not task.is_over:
+            task.interrupt = Interrupt()
+
+    # --- For simulated modules ---
+
+    @property
+    def task(self) -> Task:
+        assert self._current is not None, "only tasks may call simulated modules"
+        return self._current
+
+    @property
+    def current(self) -> Task | None:
+        return self._current
+
+    def start(self, process: Process, function: Callable[[], object], name: str) -> Task:
+        task = Task(self, process, function, name)
+        self._tasks.append(task)
+        return task
+
+    def pause(self) -> None:
+        """Let other tasks run, and raise what interrupts this one."""
+        if self._is_idle():
+            return
+        task = self.task
+        self.now += _STEP_S
+        if self.random.random() < self._switch_probability:
+            self._switch()
+        elif self._timers and self._timers[0][0] <= self.now:
+            self._fire()
+        self._raise_interrupt(task)
+
+    def wait(self, until: Callable[[], bool], deadline: float = float("inf")) -> bool:
+        """Wait until a condition holds or the deadline has passed; return whether it holds."""
+        if self._is_idle():
+            return True
+        task = self.task
+        task.until, task.deadline = until, deadline
+        self._switch()
+        task.until, task.deadline = None, float("inf")
+        self._raise_interrupt(task)
+        return until()
+
+    def end_tasks(self, process: Process) -> None:
+        """Stop the tasks of a killed process for good."""
+        ended = [task for task in self._tasks if task.process is process]
+        self._tasks = [task for task in self._tasks if task.process is not process]
+        self._ended += ended
+        if self._current in ended:
+            self.hub.switch()
+
+    # --- Running ---
+
+    def run(self, limit_s: float = 3600.0) -> None:
+        """Run until all tasks except daemons have ended.
+
+        Raises
+        ------
+        Stuck : no task can ever run again, or `limit_s` of virtual time has passed
+        """
+        limit = self.now + limit_s
+        while any(not task.is_daemon for task in self._tasks):
+            self._fire()
+            ready = [task for task in self._tasks if task.is_runnable(self.now)]
+            if ready:
+                task = self._choose(ready)
+                self.num_steps += 1
+                self.now += _STEP_S
+                self._current = task
+                task.greenlet.switch()
+                self._current = None
+                if task.is_over and task in self._tasks:
+                    self._tasks.remove(task)
+                continue
+            later = [task.deadline for task in self._tasks if not task.process.is_stopped]
+            later += [self._timers[0][0]] if self._timers else []
+            following = min(later, default=float("inf"))
+            if following == float("inf") or following > limit:
+                raise Stuck(self._state_of_tasks(following > limit))
+            self.now = max(self.now, following)
+
+    def close(self) -> None:
+        """End all tasks; their `finally` blocks run while simulated modules do nothing."""
+        self.is_over = True
+        for task in (*self._tasks, *self._ended):
+            for _ in range(100):  # a task may catch the exception
+                if task.greenlet.dead or not task.greenlet:
+                    break
+                self._current, self._late_calls = task, 0
+                task.greenlet.throw(greenlet.GreenletExit)
+        self._current = None
+        self._tasks, self._ended = [], []
+
+    def _choose(self, ready: list[Task]) -> Task:
+        if not self._by_priority:
+            return self.random.choice(ready)
+        if self.random.random() < 0.05:
+            self.random.choice(ready).priority = self.random.random()
+        return max(ready, key=lambda task: task.priority)
+
+    def _is_idle(self) -> bool:
+        """Return whether no task runs, or the run is over: simulated calls then do nothing."""
+        if self.is_over:
+            self._late_calls += 1
+            if self._late_calls > _MAX_LATE_CALLS:  # a loop in a `finally` block
+                raise greenlet.GreenletExit
+        return self.is_over or self._current is None
+
+    def _switch(self) -> None:
+        self.hub.switch()
+
+    def _fire(self) -> None:
+        while self._timers and self._timers[0][0] <= self.now:
+            heapq.heappop(self._timers)[2]()
+
+    def _raise_interrupt(self, task: Task) -> None:
+        if task.interrupt is not None:
+            interrupt, task.interrupt = task.interrupt, None
+            self.note("interrupted")
+            raise interrupt
+
+    def _state_of_tasks(self, is_late: bool) -> str:
+        lines = ["the virtual time is over" if is_late else "no task can run"]
+        for task in self._tasks:
+            frames = traceback.extract_stack(task.greenlet.gr_frame)
+            where = [f for f in frames if "/testing/world/" not in f.filename][-1:]
+            lines.append(f"  {task} waits at {where[0].filename}:{where[0].lineno}" if where
+                         else f"  {task}")  # fmt: skip
+        return "\n".join(lines)
+
+
+@contextmanager
+def collected_later() -> Iterator[None]:
+    """Keep the garbage collector, whose timing no seed decides, out of a run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,346 @@
+"""Simulated `time`, `threading`, `queue`, `concurrent.futures`, `secrets` and `random`."""
+
+from __future__ import annotations
+
+import queue as real_queue
+import random as real_random
+import threading as real_threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .scheduler import Task, World
+
+
+class Time:
+    """The module `time` of a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def monotonic(self) -> float:
+        self._world.pause()
+        return self._world.now
+
+    perf_counter = time = monotonic
+
+    def monotonic_ns(self) -> int:
+        return int(self.monotonic() * 1e9)
+
+    perf_counter_ns = time_ns = monotonic_ns
+
+    def sleep(self, seconds: float) -> None:
+        self._world.wait(lambda: False, self._world.now + max(0.0, seconds))
+
+
+def threading_of(world: World) -> Any:
+    """Make the module `threading` of a world."""
+
+    class Lock:
+        def __init__(self) -> None:
+            self._owner: Task | None = None
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            world.pause()
+            return self._take(blocking, timeout)
+
+        def _take(self, blocking: bool, timeout: float) -> bool:
+            if world.is_over or world.current is None:
+                return True
+            if self._owner is not None:
+                if not blocking:
+                    return False
+                deadline = world.now + timeout if timeout >= 0 else float("inf")
+                if not world.wait(lambda: self._owner is None, deadline):
+                    return False
+            self._owner = world.task
+            return True
+
+        def release(self) -> None:
+            if world.is_over or world.current is None:
+                return
+            if self._owner is None:
+                raise RuntimeError("release unlocked lock")
+            self._owner = None
+
+        def locked(self) -> bool:
+            return self._owner is not None
+
+        def __enter__(self) -> bool:
+            return self.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self.release()
+
+    class RLock(Lock):
+        def __init__(self) -> None:
+            super().__init__()
+            self._depth = 0
+
+        def _take(self, blocking: bool, timeout: float) -> bool:
+            if self._owner is not world.current and not super()._take(blocking, timeout):
+                return False
+            self._depth += 1
+            return True
+
+        def release(self) -> None:
+            if world.is_over or world.current is None:
+                return
+            if self._owner is not world.current:
+                raise RuntimeError("cannot release un-acquired lock")
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+
+        def _release_all(self) -> int:
+            depth, self._depth, self._owner = self._depth, 0, None
+            return depth
+
+        def _restore(self, depth: int) -> None:
+            self._depth = depth
+
+    class Condition:
+        def __init__(self, lock: Any = None) -> None:
+            self._lock = RLock() if lock is None else lock
+            self._waiters: deque[list[bool]] = deque()
+            self.acquire, self.release = self._lock.acquire, self._lock.release
+
+        def __enter__(self) -> bool:
+            taken: bool = self._lock.__enter__()
+            world.pause()  # `Condition.__enter__` is Python code, which a signal may interrupt here
+            return taken
+
+        def __exit__(self, *exception: object) -> None:
+            self._lock.__exit__()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if world.is_over or world.current is None:
+                return True
+            task, lock, depth = world.task, self._lock, 0
+            if lock._owner is not task:
+                raise RuntimeError("cannot wait on un-acquired lock")
+            notified = [False]
+            self._waiters.append(notified)
+            if isinstance(lock, RLock):
+                depth = lock._release_all()
+            else:
+                lock.release()
+            deadline = float("inf") if timeout is None else world.now + max(0.0, timeout)
+            try:
+                world.wait(lambda: notified[0], deadline)
+            finally:
+                if not world.is_over:
+                    interrupt, task.interrupt = task.interrupt, None
+                    world.wait(lambda: lock._owner is None)
+                    lock._owner = task
+                    if isinstance(lock, RLock):
+                        lock._restore(depth)
+                    task.interrupt = interrupt
+                if notified in self._waiters:
+                    self._waiters.remove(notified)
+            return notified[0]
+
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+            deadline = None if timeout is None else world.now + timeout
+            while not (result := predicate()):
+                if world.is_over:
+                    return True
+                if deadline is not None and world.now >= deadline:
+                    return predicate()
+                self.wait(None if deadline is None else deadline - world.now)
+            return result
+
+        def notify(self, n: int = 1) -> None:
+            if world.is_over or world.current is None:
+                return
+            if self._lock._owner is not world.task:
+                raise RuntimeError("cannot notify on un-acquired lock")
+            for _ in range(min(n, len(self._waiters))):
+                self._waiters.popleft()[0] = True
+
+        def notify_all(self) -> None:
+            self.notify(len(self._waiters))
+
+    class Event:
+        def __init__(self) -> None:
+            self._is_set = False
+
+        def is_set(self) -> bool:
+            world.pause()
+            return self._is_set
+
+        def set(self) -> None:
+            self._is_set = True
+            world.pause()
+
+        def clear(self) -> None:
+            self._is_set = False
+
+        def wait(self, timeout: float | None = None) -> bool:
+            deadline = float("inf") if timeout is None else world.now + max(0.0, timeout)
+            world.wait(lambda: self._is_set, deadline)
+            return self._is_set
+
+    class Semaphore:
+        def __init__(self, value: int = 1) -> None:
+            self._value = value
+
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            world.pause()
+            deadline = float("inf") if timeout is None else world.now + timeout
+            if not self._value:
+                if not blocking or not world.wait(lambda: self._value > 0, deadline):
+                    return False
+            self._value -= 1
+            return True
+
+        def release(self, n: int = 1) -> None:
+            self._value += n
+
+        def __enter__(self) -> bool:
+            return self.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self.release()
+
+    class Thread:
+        def __init__(
+            self, group: None = None, target: Callable[..., object] | None = None,
+            name: str | None = None, args: Any = (), kwargs: Any = None, *,
+            daemon: bool | None = None,
+        ) -> None:  # fmt: skip
+            self._target, self._args, self._kwargs = target, args, kwargs or {}
+            self.name, self.daemon = name or "thread", bool(daemon)
+            self._task: Task | None = None
+
+        def run(self) -> None:
+            if self._target is not None:
+                self._target(*self._args, **self._kwargs)
+
+        def start(self) -> None:
+            world.pause()
+            self._task = world.start(world.task.process, self.run, self.name)
+            self._task.is_daemon = self.daemon
+            self._task.locals["thread"] = self
+
+        def is_alive(self) -> bool:
+            return self._task is not None and not self._task.is_over
+
+        @property
+        def ident(self) -> int | None:
+            return None if self._task is None else self._task.ident
+
+        def join(self, timeout: float | None = None) -> None:
+            deadline = float("inf") if timeout is None else world.now + max(0.0, timeout)
+            world.wait(lambda: self._task is None or self._task.is_over, deadline)
+
+    class Local:
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return world.task.locals[id(self), name]
+            except KeyError:
+                raise AttributeError(name) from None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            world.task.locals[id(self), name] = value
+
+    def current_thread() -> Any:
+        task = world.task
+        if "thread" not in task.locals:
+            task.locals["thread"] = thread = Thread(name=task.name)
+            thread._task = task
+        return task.locals["thread"]
+
+    class Threading:
+        TIMEOUT_MAX = real_threading.TIMEOUT_MAX
+
+        def get_ident(self) -> int:
+            return world.task.ident
+
+    Threading.Lock, Threading.RLock, Threading.Condition = Lock, RLock, Condition  # type: ignore[attr-defined]
+    Threading.Event, Threading.Thread, Threading.local = Event, Thread, Local  # type: ignore[attr-defined]
+    Threading.Semaphore = Threading.BoundedSemaphore = Semaphore  # type: ignore[attr-defined]
+    Threading.current_thread = staticmethod(current_thread)  # type: ignore[attr-defined]
+    return Threading()
+
+
+def queue_of(world: World, threading: Any) -> Any:
+    """Make the module `queue` of a world."""
+
+    class SimpleQueue:
+        def __init__(self) -> None:
+            self._items: deque[Any] = deque()
+
+        def put(self, item: Any) -> None:
+            self._items.append(item)
+            world.pause()
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            deadline = float("inf") if timeout is None else world.now + timeout
+            if not self._items and block:
+                world.wait(lambda: bool(self._items), deadline)
+            try:
+                return self._items.popleft()
+            except IndexError:
+                raise real_queue.Empty from None
+
+        def get_nowait(self) -> Any:
+            return self.get(block=False)
+
+        def empty(self) -> bool:
+            return not self._items
+
+        def qsize(self) -> int:
+            return len(self._items)
+
+    class Queue:
+        Empty = real_queue.Empty
+
+    Queue.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]
+    return Queue()
+
+
+def futures_of(world: World, threading: Any) -> Any:
+    """Make `concurrent.futures` of a world, as far as `cache.threads` uses it."""
+
+    class ThreadPoolExecutor:
+        def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
+            self._count, self._name = max_workers, thread_name_prefix
+            self._jobs: deque[Callable[[], object]] = deque()
+            self._num_working = 0
+
+        def submit(self, function: Callable[..., object], *arguments: Any) -> None:
+            self._jobs.append(lambda: function(*arguments))
+            if self._num_working < self._count:
+                self._num_working += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+        def _work(self) -> None:
+            while self._jobs:
+                self._jobs.popleft()()
+            self._num_working -= 1
+
+        def shutdown(self, wait: bool = True) -> None:
+            world.wait(lambda: not self._num_working)
+
+    class Futures:
+        pass
+
+    Futures.ThreadPoolExecutor = ThreadPoolExecutor  # type: ignore[attr-defined]
+    return Futures()
+
+
+class Secrets:
+    """The module `secrets` of a world, whose secrets follow from the seed."""
+
+    def __init__(self, world: World) -> None:
+        self._random = real_random.Random(world.seed + 1)
+
+    def token_bytes(self, count: int = 32) -> bytes:
+        return self._random.randbytes(count)
+
+    def token_hex(self, count: int = 32) -> str:
+        return self.token_bytes(count).hex()
+
+    def randbits(self, count: int) -> int:
+        return self._random.getrandbits(count)

@@ -1,0 +1,226 @@
+"""Senders and receivers of pages in a simulated world, and what each pull may come to."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import kvcupy as kv
+from kvcupy.remote.migration.receiver import PageReceiver
+from kvcupy.remote.migration.sender import PageSender
+
+TLS = 0.0
+STRANGERS = 2
+NUM_PAGES = 8
+SECRET = b"a secret of at least sixteen bytes"
+SLACK_S = 7.0  # by which a pull may end after its deadline: a stopped peer's handshake
+
+
+def new_pool(world):
+    return kv.KVPool(NUM_PAGES, 2, 3, 1, 8, dtype="fp16", device=world.device())
+
+
+def stamp(pool, pages, value):
+    """Write a value, known to the test, to all layers of some pages."""
+    for layer in range(pool.num_layers):
+        pool.k(layer)[pages] = value
+        pool.v(layer)[pages] = value + 0.5
+
+
+def assert_stamped(pool, pages, value, what):
+    for layer in range(pool.num_layers):
+        for array, expected in ((pool.k(layer), value), (pool.v(layer), value + 0.5)):
+            got = np.asarray(array[pages], np.float64)
+            assert (got == expected).all(), f"{what}: layer {layer}, expected {expected}, {got}"
+
+
+@dataclass
+class Offer:
+    ticket: bytes
+    value: int
+    num_pages: int
+    made_at: float
+    lease_s: float
+    withdrawn: bool = False
+
+
+@dataclass
+class History:
+    """What the test knows of a run.
+
+    Attributes
+    ----------
+    offers : offers that no receiver has taken
+    is_calm : whether neither processes nor connections have failed, so that pulls must succeed
+    """
+
+    offers: list = field(default_factory=list)
+    is_calm: bool = True
+    pulled: int = 0
+    failed: int = 0
+
+
+def run_sender(world, history, listen, tls, secret, count, pool, values):
+    sender = PageSender(pool, listen=listen, secret=secret, tls=tls)
+    draw = world.random
+    for _ in range(count):
+        world.time.sleep(draw.choice([0.0, 0.001, 0.05]))
+        if not world.step("offer"):
+            continue
+        n = draw.randint(1, 3)
+        if pool.allocator.num_free < n:
+            world.time.sleep(1.0)
+            continue
+        pages = pool.allocator.alloc(n)
+        value = next(values)
+        stamp(pool, pages, value)
+        lease_s = draw.choice([0.5, 5.0, 30.0])
+        ticket = sender.offer(pages, lease_s=lease_s, after=False)
+        offer = Offer(ticket, value, n, world.now, lease_s)
+        history.offers.append(offer)
+        if draw.random() < 0.1 and world.step("withdraw"):
+            world.time.sleep(draw.choice([0.0, 0.01]))
+            offer.withdrawn = True
+            sender.withdraw(ticket)
+            stamp_free(pool)
+    # Every offer ends; then every page is back.
+    world.time.sleep(31.0)
+    for _ in range(200):
+        if pool.allocator.num_free == NUM_PAGES:
+            break
+        world.time.sleep(1.0)
+    a = pool.allocator
+    assert a.num_free == NUM_PAGES, f"pages were lost: {sender.stats()} {a.num_free} {a.allocated()} {a._transfers}"
+    sender.close()
+
+
+def stamp_free(pool):
+    """Overwrite the pages that are free, as their next owner would."""
+    pages = pool.allocator.alloc(pool.allocator.num_free)
+    if len(pages):
+        stamp(pool, pages, -1)
+        pool.allocator.free(pages)
+
+
+def run_receiver(world, history, tls, secret, count):
+    pool = new_pool(world)
+    receiver = PageReceiver(pool, secret=secret, tls=tls)
+    draw = world.random
+    for _ in range(count):
+        world.wait(lambda: bool(history.offers), world.now + 5.0)
+        if not history.offers:
+            break
+        offer = history.offers.pop(draw.randrange(len(history.offers)))
+        if not world.step("pull"):
+            continue
+        pull_once(world, history, receiver, pool, offer)
+    for _ in range(200):
+        if pool.allocator.num_free == NUM_PAGES:
+            break
+        world.time.sleep(1.0)
+    assert pool.allocator.num_free == NUM_PAGES, f"pages were lost: {receiver.stats()}"
+    assert receiver.stats()["quarantined_pages"] == 0
+    receiver.close()
+
+
+def pull_once(world, history, receiver, pool, offer):
+    draw = world.random
+    pages = pool.allocator.alloc(offer.num_pages)
+    stamp(pool, pages, -2)
+    deadline_s = draw.choice([1.0, 10.0])
+    process = world.task.process
+    began, stopped_before = world.now, process.stopped_s
+    was_calm = history.is_calm
+    pull = receiver.pull(offer.ticket, pages, deadline_s=deadline_s, after=False)
+    is_cancelled = draw.random() < 0.1 and world.step("cancel")
+    if is_cancelled:
+        world.time.sleep(draw.choice([0.0, 1e-4, 0.01]))
+        pull.cancel()
+    try:
+        pull.synchronize()
+    except kv.TransferError as error:
+        history.failed += 1
+        world.note(f"pull failed: {error.reason}")
+        is_late = world.now > offer.made_at + offer.lease_s
+        is_excused = is_cancelled or offer.withdrawn or is_late or not history.is_calm
+        assert is_excused or not was_calm, f"a pull failed in calm: {error.reason}: {error}"
+    else:
+        history.pulled += 1
+        world.note("pulled")
+        assert_stamped(pool, pages, offer.value, "pulled pages")
+    took = world.now - began - (process.stopped_s - stopped_before)
+    assert took < deadline_s + SLACK_S, f"a pull of {deadline_s:g} s took {took:g} s"
+    pool.allocator.free(pages)
+    # The next owner of the pages writes them, and no late byte may change that.
+    reused = pool.allocator.alloc(offer.num_pages)
+    stamp(pool, reused, -3)
+    world.time.sleep(draw.choice([0.0, 0.01, 2.0]))
+    assert_stamped(pool, reused, -3, "reused pages")
+    pool.allocator.free(reused)
+
+
+def disturb(world, history, processes, addresses):
+    """Let processes, connections and strangers fail or attack now and then."""
+    draw = world.random
+    for _ in range(draw.randint(0, 6)):
+        world.time.sleep(draw.choice([0.001, 0.02, 0.3, 3.0]))
+        kind = draw.choice(["reset", "stop", "partition", "kill", "silent", "garbage"])
+        if not world.step(kind):
+            continue
+        if kind in ("silent", "garbage"):
+            address = draw.choice(addresses)
+            for _ in range(draw.randint(1, STRANGERS)):
+                stranger(world, address, kind)
+            continue
+        history.is_calm = False
+        victim = draw.choice(processes)
+        if kind == "reset":
+            live = world.network.live()
+            if live:
+                world.network.reset(draw.choice(live))
+        elif kind == "stop" and victim.is_alive:
+            victim.stop()
+            world.time.sleep(draw.choice([0.01, 1.0, 20.0]))
+            victim.resume()
+        elif kind == "partition":
+            world.network.partition(victim)
+            world.time.sleep(draw.choice([0.01, 1.0, 20.0]))
+            world.network.heal(victim)
+        elif kind == "kill" and draw.random() < 0.3:
+            victim.kill()
+
+
+def stranger(world, address, kind):
+    """Connect without being a receiver."""
+    connection = world.socket.socket()
+    connection.settimeout(1.0)
+    try:
+        connection.connect(address)
+        if kind == "garbage":
+            connection.sendall(world.random.randbytes(world.random.randint(1, 300)))
+    except OSError:
+        pass  # the sender is not there
+
+
+def migration(world):
+    draw = world.random
+    history = History()
+    values = iter(range(1, 2000))
+    tls = world.ssl.SSLContext() if draw.random() < TLS else None
+    secret = SECRET if draw.random() < 0.7 else None
+    processes, addresses = [], []
+    for i in range(draw.randint(1, 2)):
+        process = world.process(f"sender{i}")
+        port = 9000 + i
+        addresses.append(("127.0.0.1", port))
+        listen = f"tcp:127.0.0.1:{port}"
+        process.start(
+            run_sender, world, history, listen, tls, secret, draw.randint(1, 8), new_pool(world), values
+        )
+        processes.append(process)
+    for i in range(draw.randint(1, 3)):
+        process = world.process(f"receiver{i}")
+        process.start(run_receiver, world, history, tls, secret, draw.randint(1, 6))
+        processes.append(process)
+    world.process("weather").start(disturb, world, history, processes, addresses)
+    world.run(2000.0)
+    return history
