@@ -241,6 +241,10 @@ class World:
         self._raise_interrupt(task)
         return until()
 
+    def suspend(self) -> None:
+        """Give way to other tasks, at a point where this task's process was just stopped."""
+        self.wait(lambda: True)
+
     def end_tasks(self, process: Process) -> None:
         """Stop the tasks of a killed process for good."""
         ended = [task for task in self._tasks if task.process is process]

@@ -1,0 +1,17 @@
+"""Contents of pages that a test can recognise."""
+
+import numpy as np
+
+
+def stamp(pool, pages, value):
+    """Write a value to all layers of some pages."""
+    for layer in range(pool.num_layers):
+        pool.k(layer)[pages] = value
+        pool.v(layer)[pages] = value + 0.5
+
+
+def assert_stamped(pool, pages, value, what):
+    for layer in range(pool.num_layers):
+        for array, expected in ((pool.k(layer), value), (pool.v(layer), value + 0.5)):
+            got = np.asarray(array[pages], np.float64)
+            assert (got == expected).all(), f"{what}: layer {layer}, expected {expected}, {got}"

@@ -1,0 +1,191 @@
+"""Clients of a shared store in a simulated world, and what each call may return."""
+
+import numpy as np
+
+import kvcupy as kv
+from kvcupy.remote.stores import shm
+from kvcupy.remote.stores.shm import ShmBackend
+from kvcupy.remote.stores.store import SharedStore
+
+from .pools import assert_stamped, stamp
+
+NUM_PAGES, NUM_HASHES = 6, 12
+FIRST_HASH = 1 << 100
+
+
+def new_pool(world):
+    return kv.KVPool(
+        NUM_PAGES, 2, 2, 1, 8, dtype="fp16", device=world.device(), layout="page_first_direct"
+    )
+
+
+class Blocks:
+    """What the test knows of a store: a block's content follows from its hash and its tenant.
+
+    Attributes
+    ----------
+    is_calm : whether no process was killed or stopped, and nothing was removed
+    stored : hashes of each tenant that a completed put has stored
+    evicts : whether the capacity is too small for all blocks
+    """
+
+    def __init__(self):
+        self.is_calm = True
+        self.evicts = False
+        self.stored = {}
+        self.puts = self.hits = self.misses = 0
+
+    @staticmethod
+    def value(number, tenant):
+        return number + 1 + 100 * tenant
+
+
+def run_client(world, blocks, url, capacity, tenant, count):
+    draw = world.random
+    pool = new_pool(world)
+    deadline_s = draw.choice([0.5, 5.0])
+    store = SharedStore.open(
+        url, pool, capacity_bytes=capacity, tenant=f"tenant {tenant}", threads=1,
+        deadline_s=deadline_s,
+    )  # fmt: skip
+    known = blocks.stored.setdefault(tenant, set())
+    process = world.task.process
+    for _ in range(count):
+        world.time.sleep(draw.choice([0.0, 1e-4, 0.01]))
+        numbers = draw.sample(range(NUM_HASHES), draw.randint(1, 4))
+        hashes = [FIRST_HASH + number for number in numbers]
+        pages = pool.allocator.alloc(len(numbers))
+        began, stopped_before = world.now, process.stopped_s
+        kind = draw.choice(["put", "get", "get", "match"])
+        if not world.step(f"{kind} {numbers} of tenant {tenant}"):
+            pool.allocator.free(pages)
+            continue
+        expected = set(known)
+        if kind == "put":
+            for number, page in zip(numbers, pages, strict=True):
+                stamp(pool, [page], blocks.value(number, tenant))
+            outcomes = store.put(hashes, pages)
+            blocks.puts += outcomes.count("stored")
+            for number, outcome in zip(numbers, outcomes, strict=True):
+                assert outcome in ("stored", "known", "full", "failed"), outcome
+                if outcome in ("stored", "known"):
+                    known.add(number)
+                elif blocks.is_calm and not blocks.evicts:
+                    raise AssertionError(f"a put in calm was {outcome}")
+        elif kind == "get":
+            stamp(pool, pages, -1)
+            for number, page, hit in zip(numbers, pages, store.get(hashes, pages), strict=True):
+                if hit:
+                    blocks.hits += 1
+                    assert_stamped(pool, [page], blocks.value(number, tenant), f"block {number}")
+                    known.add(number)
+                else:
+                    blocks.misses += 1
+                    is_lost = number in expected and blocks.is_calm and not blocks.evicts
+                    assert not is_lost, f"block {number} was lost"
+        else:
+            leading = store.match(hashes)
+            assert 0 <= leading <= len(hashes)
+            if blocks.is_calm and not blocks.evicts:
+                least = next((i for i, n in enumerate(numbers) if n not in expected), len(numbers))
+                assert leading >= least, f"match gave {leading}, {least} blocks are stored"
+        took = world.now - began - (process.stopped_s - stopped_before)
+        assert took < deadline_s + 1.0, f"{kind} with a deadline of {deadline_s:g} s took {took:g}"
+        pool.allocator.free(pages)
+    store.close()
+
+
+def disturb(world, blocks, processes, hook):
+    """Kill and stop clients in the middle of what they do."""
+    draw = world.random
+    for _ in range(draw.randint(0, 4)):
+        victim = draw.choice(processes)
+        kind = draw.choice(["kill", "stop", "pause"])
+        if not world.step(f"{kind} {victim.name} soon"):
+            continue
+        blocks.is_calm = blocks.is_calm and kind == "pause"
+        hook[victim] = (kind, draw.randint(1, 40))
+        world.time.sleep(draw.choice([0.01, 0.5, 3.0]))
+        if kind == "stop" and victim.is_alive:
+            world.time.sleep(draw.choice([0.0, 2.0]))
+            victim.resume()
+    for process in processes:
+        hook.pop(process, None)
+        process.resume()
+
+
+def audit(world, blocks, capacity):
+    """Check, with all clients gone, that the store is whole and that every slot can be used."""
+    pool = new_pool(world)
+    store = SharedStore.open(
+        "shm:simulated", pool, capacity_bytes=capacity, tenant="auditor", threads=1
+    )
+    for number in range(300, 300 + store.stats()["capacity_blocks"]):
+        stamp(pool, [0], number)
+        assert store.put([FIRST_HASH + number], [0]) == ["stored"], f"block {number}"
+        assert store.get([FIRST_HASH + number], [1]) == [True]
+        assert_stamped(pool, [1], number, "a new block")
+    stats = store.stats()
+    assert stats["blocks"] == stats["capacity_blocks"], f"slots were lost: {stats}"
+    store.close()
+
+
+def shared_memory(world):
+    """Several clients of "shm:", some of which die or stop while they write."""
+    draw = world.random
+    blocks = Blocks()
+    blocks.evicts = draw.random() < 0.4
+    hook = {}
+
+    def at(backend, step):
+        world.pause()
+        process = world.task.process
+        if process in hook:
+            kind, left = hook[process]
+            hook[process] = kind, left - 1
+            if left == 0 and kind == "kill":
+                world.note(f"at {step}")
+                process.kill()
+            elif left == 0 and kind == "stop":
+                world.note(f"at {step}")
+                process.stop()
+                world.suspend()
+
+    def copied_in_pieces(parts, is_read):
+        """Copy as the functions of the backend do, but with other tasks running in between."""
+        for in_slot, in_block in parts.pairs:
+            if parts.update is not None and not is_read:
+                parts.update(in_block)
+            middle = draw.randint(0, len(in_block))
+            for piece in (slice(0, middle), slice(middle, None)):
+                if is_read:
+                    in_block[piece] = in_slot[piece]
+                else:
+                    in_slot[piece] = in_block[piece]
+                at(None, "copy")
+            if parts.update is not None and is_read:
+                parts.update(in_block)
+
+    original = ShmBackend._at, shm._read_parts, shm._write_parts
+    ShmBackend._at = at
+    shm._read_parts = lambda parts: copied_in_pieces(parts, True)
+    shm._write_parts = lambda parts: copied_in_pieces(parts, False)
+    try:
+        processes = []
+        num_slots = draw.randint(2, 6) if blocks.evicts else 3 * NUM_HASHES
+        block_bytes = new_pool(world).page_bytes
+        capacity = shm.Layout(block_bytes, num_slots).num_bytes
+        for i in range(draw.randint(1, 4)):
+            process = world.process(f"client{i}")
+            tenant = draw.randrange(2)
+            process.start(
+                run_client, world, blocks, "shm:simulated", capacity, tenant, draw.randint(1, 15)
+            )
+            processes.append(process)
+        world.process("weather").start(disturb, world, blocks, processes, hook)
+        world.run(2000.0)
+        world.process("auditor").start(audit, world, blocks, capacity)
+        world.run(2000.0)
+    finally:
+        ShmBackend._at, shm._read_parts, shm._write_parts = original
+    return blocks
