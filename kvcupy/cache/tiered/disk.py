@@ -28,6 +28,11 @@ from ..threads import Helpers
 from . import disk_format
 from .disk_format import Layout, Record
 
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from ..pool import Pool
     from .policies import Policy
@@ -603,10 +608,6 @@ def _open_locked(path: Path) -> io.FileIO:
     ValueError : `path` is not a regular file
     OSError : it cannot be opened, or the system lacks file locks or vectored I/O
     """
-    try:
-        import fcntl
-    except ImportError:
-        fcntl = None  # type: ignore[assignment]
     if fcntl is None or not hasattr(os, "preadv"):
         raise OSError(errno.ENOTSUP, "disk: expected a system with flock and preadv", str(path))
     while True:

@@ -1,0 +1,186 @@
+"""A TieredCache with a disk in a simulated world: failing disks, killed processes, lost power."""
+
+import errno
+
+import kvcupy as kv
+from kvcupy.cache.tiered.cache import TieredCache
+
+from .pools import assert_stamped, stamp
+
+NUM_DEVICE, NUM_HOST, NUM_HASHES = 5, 6, 16
+FIRST_HASH = 1 << 100
+PATH = "/disk/blocks"
+SLOW_S = 1.0  # a disk call of a slow disk
+HOT_S = 0.2  # a call that needs no disk
+
+
+def new_pools(world):
+    device = world.device()
+    return [
+        kv.KVPool(n, 2, 2, 1, 8, dtype="fp16", device=device, layout="page_first_direct")
+        for n in (NUM_DEVICE, NUM_HOST)
+    ]
+
+
+class Disk:
+    """Faults of the simulated disk.
+
+    Attributes
+    ----------
+    kind : "", "read error", "write error", "slow"
+    has_failed : whether any call has failed, so that blocks may be missing
+    """
+
+    def __init__(self, world):
+        self.world = world
+        self.kind = ""
+        self.has_failed = False
+        self.errors = 0
+        world.files.fault = self.fault
+
+    def fault(self, call, path):
+        if path != PATH:
+            return
+        if self.kind == "read error" and call == "read" and self.world.random.random() < 0.7:
+            self.errors += 1
+            raise OSError(errno.EIO, "Input/output error")
+        if self.kind == "write error" and call in ("write", "fsync", "allocate"):
+            self.has_failed = True
+            raise OSError(self.world.random.choice([errno.EIO, errno.ENOSPC]), "No luck")
+        if self.kind == "slow" and call in ("read", "write"):
+            self.world.time.sleep(SLOW_S)
+
+
+class Contents:
+    """What the test knows of the cache.
+
+    Attributes
+    ----------
+    inserted : numbers of blocks that were ever inserted
+    flushed : blocks of the host tier and the disk at the last completed flush
+    holds_all : whether no tier below the device can be full
+    """
+
+    def __init__(self, holds_all):
+        self.inserted = set()
+        self.flushed = set()
+        self.holds_all = holds_all
+        self.hits = self.misses = self.restarts = 0
+
+
+def open_cache(world, num_slots, write):
+    device_pool, host_pool = new_pools(world)
+    cache = TieredCache(
+        device_pool, host_pool, disk=PATH, disk_bytes=2 * 4096 + 2 * 4096 * num_slots, write=write
+    )
+    return cache
+
+
+def run_service(world, disk, contents, num_slots, write, count):
+    draw = world.random
+    cache = open_cache(world, num_slots, write)
+    pool = cache.device_pool
+    for _ in range(count):
+        world.time.sleep(draw.choice([0.0, 1e-4]))
+        kind = draw.choice(["insert", "insert", "acquire", "acquire", "match", "evict", "flush"])
+        start = draw.randrange(NUM_HASHES)
+        numbers = list(range(start, min(NUM_HASHES, start + draw.randint(1, 3))))
+        hashes = [FIRST_HASH + number for number in numbers]
+        if not world.step(f"{kind} {numbers}"):
+            continue
+        try:
+            perform(world, cache, pool, contents, disk, kind, numbers, hashes)
+        except kv.CacheFull:
+            world.note("full")
+        except OSError as error:
+            assert disk.has_failed, error
+    if draw.random() < 0.7:
+        try:
+            cache.close()
+            if not disk.has_failed:
+                contents.flushed = set(contents.inserted)
+        except OSError:
+            assert disk.has_failed
+
+
+def perform(world, cache, pool, contents, disk, kind, numbers, hashes):
+    if kind == "insert":
+        pages = pool.allocator.alloc(len(numbers)) if pool.allocator.num_free >= len(numbers) \
+            else None
+        if pages is None:
+            cache.evict(min(len(numbers), int(cache.stats()["device_blocks"])))
+            return
+        for number, page in zip(numbers, pages, strict=True):
+            stamp(pool, [page], number + 1)
+        try:
+            unneeded = cache.insert(hashes, pages)
+        except BaseException:
+            pool.allocator.free(pages)
+            raise
+        contents.inserted.update(numbers)
+        pool.allocator.free(unneeded)
+    elif kind == "acquire":
+        with cache.acquire(hashes) as lease:
+            lease.wait()
+            for number, page in zip(numbers, lease.pages, strict=False):
+                contents.hits += 1
+                assert_stamped(pool, [page], number + 1, f"block {number}")
+            if lease.num_blocks < len(numbers):
+                contents.misses += 1
+                missing = numbers[lease.num_blocks]
+                is_excused = not contents.holds_all or disk.has_failed or disk.kind == "read error"
+                assert missing not in contents.inserted or is_excused, f"lost block {missing}"
+    elif kind == "match":
+        began = world.now
+        match = cache.match(hashes)
+        assert match.device <= match.host <= match.disk <= len(hashes)
+        assert set(numbers[: match.disk]) <= contents.inserted, "a block that nobody inserted"
+        took = world.now - began
+        assert took < HOT_S, f"match took {took:g} s"
+    elif kind == "evict":
+        cache.evict(1)
+    else:
+        cache.flush()
+        if not disk.has_failed:
+            contents.flushed = set(contents.inserted)
+
+
+def weather(world, disk, process):
+    draw = world.random
+    for _ in range(draw.randint(0, 4)):
+        world.time.sleep(draw.choice([1e-4, 2e-3, 0.5]))
+        kind = draw.choice(["read error", "write error", "slow", "short"])
+        if not world.step(f"disk: {kind}"):
+            continue
+        if kind == "short":
+            world.files.is_short = True
+            continue
+        disk.kind = kind
+        world.time.sleep(draw.choice([1e-3, 0.1, 5.0]))
+        disk.kind = ""
+    if draw.random() < 0.5 and world.step("kill"):
+        process.kill()
+
+
+def tiered_disk(world):
+    """A service on a cache with a disk that is killed or loses power, and starts again."""
+    draw = world.random
+    num_slots = draw.choice([4, 2 * NUM_HASHES])
+    contents = Contents(holds_all=num_slots >= NUM_HASHES)
+    disk = Disk(world)
+    write = draw.choice(["through", "back"])
+    for generation in range(draw.randint(1, 3)):
+        process = world.process(f"service{generation}")
+        count = draw.randint(1, 20)
+        process.start(run_service, world, disk, contents, num_slots, write, count)
+        world.process("weather").start(weather, world, disk, process)
+        world.run(5000.0)
+        process.kill()
+        contents.restarts += 1
+        disk.kind, world.files.is_short = "", False
+        if draw.random() < 0.4 and world.step("power failure"):
+            world.files.lose_power()
+        # What was not flushed may be gone; it may also be there.
+        is_flushed = write == "through" and contents.inserted <= contents.flushed
+        contents.holds_all = contents.holds_all and is_flushed
+    return contents
