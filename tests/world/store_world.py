@@ -1,12 +1,13 @@
 """Clients of a shared store in a simulated world, and what each call may return."""
 
-import numpy as np
+from functools import partial
 
 import kvcupy as kv
 from kvcupy.remote.stores import shm
 from kvcupy.remote.stores.shm import ShmBackend
 from kvcupy.remote.stores.store import SharedStore
 
+from .redis_model import PORT, RedisModel
 from .pools import assert_stamped, stamp
 
 NUM_PAGES, NUM_HASHES = 6, 12
@@ -40,14 +41,18 @@ class Blocks:
         return number + 1 + 100 * tenant
 
 
-def run_client(world, blocks, url, capacity, tenant, count):
+def run_client(world, blocks, url, tenant, count, is_ready=lambda: True, **options):
+    world.wait(is_ready)
     draw = world.random
     pool = new_pool(world)
     deadline_s = draw.choice([0.5, 5.0])
-    store = SharedStore.open(
-        url, pool, capacity_bytes=capacity, tenant=f"tenant {tenant}", threads=1,
-        deadline_s=deadline_s,
-    )  # fmt: skip
+    try:
+        store = SharedStore.open(
+            url, pool, tenant=f"tenant {tenant}", deadline_s=deadline_s, **options
+        )
+    except OSError as error:
+        assert not blocks.is_calm, f"cannot open the store in calm: {error}"
+        return
     known = blocks.stored.setdefault(tenant, set())
     process = world.task.process
     for _ in range(count):
@@ -179,8 +184,9 @@ def shared_memory(world):
             process = world.process(f"client{i}")
             tenant = draw.randrange(2)
             process.start(
-                run_client, world, blocks, "shm:simulated", capacity, tenant, draw.randint(1, 15)
-            )
+                partial(run_client, capacity_bytes=capacity, threads=1),
+                world, blocks, "shm:simulated", tenant, draw.randint(1, 15), name="client",
+            )  # fmt: skip
             processes.append(process)
         world.process("weather").start(disturb, world, blocks, processes, hook)
         world.run(2000.0)
@@ -188,4 +194,61 @@ def shared_memory(world):
         world.run(2000.0)
     finally:
         ShmBackend._at, shm._read_parts, shm._write_parts = original
+    return blocks
+
+
+# --- Redis ----------------------------------------------------------------------------------------
+
+
+def disturb_server(world, blocks, server, clients):
+    """Let the server, its connections and its clients fail."""
+    draw = world.random
+    for _ in range(draw.randint(0, 5)):
+        world.time.sleep(draw.choice([1e-3, 0.02, 0.5]))
+        kind = draw.choice(["reset", "slow", "stop", "restart", "full", "partition", "kill"])
+        if not world.step(kind):
+            continue
+        blocks.is_calm = False
+        if kind == "reset" and (live := world.network.live()):
+            world.network.reset(draw.choice(live))
+        elif kind == "slow":
+            server.delay_s = draw.choice([0.01, 2.0])
+            world.time.sleep(draw.choice([0.1, 3.0]))
+            server.delay_s = 0.0
+        elif kind == "stop":
+            server.process.stop()
+            world.time.sleep(draw.choice([0.1, 10.0]))
+            server.process.resume()
+        elif kind == "restart":
+            server.process.kill()
+            world.time.sleep(draw.choice([0.0, 1.0]))
+            server.start()
+        elif kind == "full":
+            server.memory_bytes = draw.choice([0, 1000])
+        elif kind == "partition":
+            world.network.partition(server.process)
+            world.time.sleep(draw.choice([0.1, 10.0]))
+            world.network.heal(server.process)
+        elif kind == "kill":
+            draw.choice(clients).kill()
+
+
+def redis(world):
+    """Several clients of a Redis server that fails in all ways but by lying."""
+    draw = world.random
+    blocks = Blocks()
+    server = RedisModel(world)
+    clients = []
+    for i in range(draw.randint(1, 3)):
+        process = world.process(f"client{i}")
+        process.start(
+            partial(
+                run_client, is_ready=lambda: server.is_listening, retries=draw.choice([0, 1, 3])
+            ),
+            world, blocks, f"redis://127.0.0.1:{PORT}", draw.randrange(2), draw.randint(1, 12),
+            name="client",
+        )  # fmt: skip
+        clients.append(process)
+    world.process("weather").start(disturb_server, world, blocks, server, clients)
+    world.run(2000.0)
     return blocks

@@ -50,7 +50,9 @@ except ImportError:  # not a Unix
 
 __all__ = ["Failure", "Interrupt", "Process", "Simulated", "Stuck", "Task", "search", "simulated"]
 
-_SCOPE = ("kvcupy.remote", "kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors")
+_SCOPE = (
+    "kvcupy.remote", "kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors", "redis",
+)  # fmt: skip
 
 
 class Simulated(World):
@@ -96,7 +98,10 @@ class Simulated(World):
 def _import_scope() -> None:
     """Import every module in the scope, since one imported within a world would stay real."""
     for name in _SCOPE:
-        module = importlib.import_module(name)
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # redis-py is an extra
+            continue
         for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{name}."):
             with suppress(ImportError):  # an extra that is not installed
                 importlib.import_module(found.name)

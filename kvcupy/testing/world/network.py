@@ -334,8 +334,12 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
         def sendmsg(self, buffers: Sequence[Any]) -> int:
             return self._send(b"".join(map(bytes, buffers)))
 
-        def recv(self, count: int) -> bytes:
-            return self._receive(count)
+        def recv(self, count: int, flags: int = 0) -> bytes:
+            data = self._receive(count)
+            if flags & real_socket.MSG_PEEK and data:
+                self.inbox.chunks.appendleft((0.0, data))
+                self.inbox.num_bytes += len(data)
+            return data
 
         def recv_into(self, buffer: Any) -> int:
             data = self._receive(len(buffer))
@@ -481,6 +485,9 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
                 server.close()
                 raise
             return server
+
+        def getaddrinfo(self, host: Any, port: Any, *hints: int) -> list[Any]:
+            return [(real_socket.AF_INET, real_socket.SOCK_STREAM, 6, "", (host, port))]
 
         def socketpair(self) -> tuple[Socket, Socket]:
             first, second = Socket(real_socket.AF_UNIX), Socket(real_socket.AF_UNIX)
