@@ -534,7 +534,7 @@ def test_a_system_without_threads_is_a_lost_store_until_it_has_some(monkeypatch)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(mooncake._Worker, "start", fail)
+        patched.setattr(threading.Thread, "start", fail)
         with pytest.raises(BackendLost, match="can't start new thread"):
             clients.call(lambda store, headers: [0], (), (), soon())
     monkeypatch.setattr(mooncake._Client, "store", lambda client, job: None)

@@ -637,7 +637,7 @@ class _Client:
             return None
         worker = _Worker(self, self._rows[len(self._workers)])
         try:
-            worker.start()
+            worker.thread.start()
         except RuntimeError as error:  # thread limit of the system
             raise BackendLost(f"mooncake {self._settings.master}: {error}") from error
         self._workers.append(worker)
@@ -672,8 +672,8 @@ class _Client:
         for worker in self._workers:
             worker.jobs.put(None)
         for worker in self._workers:
-            worker.join(wait_s)
-            if worker.is_alive():
+            worker.thread.join(wait_s)
+            if worker.thread.is_alive():
                 raise TimeoutError("a call has not returned")
         if self._store is not None:
             self._store.close()
@@ -715,16 +715,15 @@ class _Job:
         self._running.release()
 
 
-class _Worker(threading.Thread):
+class _Worker:
     """A thread that runs jobs one after the other."""
 
     def __init__(self, client: _Client, rows: Any) -> None:
-        super().__init__(name="kvcupy-mooncake", daemon=True)
-        self._rows = rows
+        self._client, self._rows = client, rows
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._client = client
+        self.thread = threading.Thread(target=self._work, name="kvcupy-mooncake", daemon=True)
 
-    def run(self) -> None:
+    def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
             job.run(self._client, self._rows)
             del job  # releases the memory that the job kept alive
