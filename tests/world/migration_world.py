@@ -209,3 +209,47 @@ def migration(world):
     world.process("weather").start(disturb, world, history, processes, addresses)
     world.run(2000.0)
     return history
+
+
+def stale_socket(world):
+    """Senders that start at once over the socket of a dead one: whoever listens can be reached."""
+    draw = world.random
+    history = History()
+    path = "/run/pages"
+    first = world.process("first")
+    first.start(lambda: PageSender(new_pool(world), listen=f"unix:{path}"), name="serve")
+    offers = []
+
+    def serve():
+        pool = new_pool(world)
+        world.time.sleep(draw.choice([0.0, 1e-5, 1e-4]))
+        try:
+            sender = PageSender(pool, listen=f"unix:{path}")
+        except OSError as error:
+            world.note(f"in use: {error}")
+            return
+        pages = pool.allocator.alloc(1)
+        stamp(pool, pages, 7)
+        ticket = sender.offer(pages, after=False)
+        offers.append(Offer(ticket, 7, 1, world.now, 30.0))
+        world.time.sleep(20.0)
+        sender.close()
+
+    def fetch():
+        world.time.sleep(1.0)
+        pool = new_pool(world)
+        receiver = PageReceiver(pool)
+        for offer in offers:
+            pull_once(world, history, receiver, pool, offer)
+        assert len(offers) == 1, f"{len(offers)} senders listen on one path"
+        receiver.close()
+
+    def start():
+        world.time.sleep(0.5)
+        first.kill()
+        for i in range(draw.randint(2, 3)):
+            world.process(f"sender{i}").start(serve)
+        world.process("receiver").start(fetch)
+
+    world.process("starter").start(start)
+    world.run(100.0)

@@ -1,0 +1,116 @@
+"""Signals whose handlers raise, in the middle of any call: afterwards everything still works."""
+
+import kvcupy as kv
+from kvcupy.cache.tiered.cache import TieredCache
+from kvcupy.remote.migration.receiver import PageReceiver
+from kvcupy.remote.migration.sender import PageSender
+from kvcupy.remote.stores.store import SharedStore
+from kvcupy.testing.world import Interrupt
+
+NUM_PAGES = 8
+FIRST_HASH = 1 << 100
+
+
+def pool_of(world, device=None):
+    return kv.KVPool(
+        NUM_PAGES, 2, 2, 1, 8, dtype="fp16", device=device or world.device(),
+        layout="page_first_direct",
+    )  # fmt: skip
+
+
+def sender_calls(world):
+    sender = PageSender(pool_of(world))
+
+    def call():
+        pages = sender.pool.allocator.alloc(1)
+        sender.withdraw(sender.offer(pages, after=False))
+        sender.stats()
+
+    return sender, call
+
+
+def receiver_calls(world):
+    sender, receiver = PageSender(pool_of(world)), PageReceiver(pool_of(world))
+
+    def call():
+        ticket = sender.offer(sender.pool.allocator.alloc(1), after=False)
+        pages = receiver.pool.allocator.alloc(1)
+        receiver.pull(ticket, pages, after=False).synchronize()
+        receiver.pool.allocator.free(pages)
+
+    return receiver, call
+
+
+def store_calls(world):
+    pool = pool_of(world)
+    store = SharedStore.open("shm:interrupted", pool, capacity_bytes=1 << 17, threads=1)
+
+    def call():
+        hashes = [FIRST_HASH + world.random.randrange(8) for _ in range(2)]
+        store.put(hashes, [0, 1])
+        store.get(hashes, [2, 3])
+        store.match(hashes)
+
+    return store, call
+
+
+def cache_calls(world):
+    device = world.device()
+    pools = [pool_of(world, device) for _ in range(2)]
+    cache = TieredCache(*pools, disk="/disk/blocks", disk_bytes=1 << 17)
+
+    def call():
+        pages = cache.device_pool.allocator.alloc(1)
+        number = world.random.randrange(8)
+        try:
+            unneeded = cache.insert([FIRST_HASH + number], pages)
+        except kv.CacheFull:
+            unneeded = pages
+        cache.device_pool.allocator.free(unneeded)
+        with cache.acquire([FIRST_HASH + number]) as lease:
+            lease.wait()
+        cache.evict(min(1, int(cache.stats()["device_blocks"])))
+
+    return cache, call
+
+
+SUBJECTS = (sender_calls, receiver_calls, store_calls, cache_calls)
+
+
+def interrupts(world):
+    """Interrupt a loop of calls; then a call of another thread, and closing, must still return."""
+    subject = world.random.choice(SUBJECTS)
+    process = world.process("service")
+    made = []
+
+    def work():
+        made.extend(subject(world))
+        for _ in range(12):
+            try:
+                made[1]()
+            except Interrupt:
+                world.note("caught")
+            except (kv.CacheFull, kv.TransferError) as error:  # pages of interrupted calls
+                world.note(f"{type(error).__name__}")
+
+    worker = process.start(work)
+
+    def disturb():
+        for _ in range(world.random.randint(1, 8)):
+            world.time.sleep(world.random.choice([0.0, 1e-5, 1e-4, 1e-3]))
+            if made and world.step("interrupt"):
+                world.interrupt(worker)
+
+    process.start(disturb)
+
+    def use_afterwards():
+        world.wait(lambda: worker.is_over)
+        worker.interrupt = None
+        began = world.now
+        made[0].stats()
+        made[0].close()
+        took = world.now - began
+        assert took < 60.0, f"closing took {took:g} s"
+
+    process.start(use_afterwards)
+    world.run(400.0)
