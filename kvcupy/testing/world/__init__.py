@@ -81,7 +81,6 @@ class Simulated(World):
             if real is not None
         }  # fmt: skip
 
-
     def device(self) -> HostDevice:
         """Return a host device for one process, since the threads of its streams end with it."""
         host: Any = devices.get("host")
@@ -141,7 +140,9 @@ def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simu
 class Failure(AssertionError):
     """A run that went wrong: its seed, the steps that it needs, the error and the last notes."""
 
-    def __init__(self, seed: int, dropped: frozenset[int], error: BaseException, log: list[str]):
+    def __init__(
+        self, seed: int, dropped: frozenset[int], error: BaseException, log: list[str]
+    ) -> None:
         self.seed, self.dropped, self.error, self.log = seed, dropped, error, log
         steps = [line for line in log if ": step " in line]
         super().__init__(

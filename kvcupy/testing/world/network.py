@@ -254,7 +254,7 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
 
         def detach(self) -> int:
             self.is_closed = True
-            return self.number
+            return int(self.number)
 
         def close_by_system(self) -> None:
             self._closed()
@@ -289,10 +289,11 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
             if not outbox.space():
                 self._wait(
                     lambda: outbox.space() > 0 or self._is_broken(),
-                    self._timeout(real_socket.SO_SNDTIMEO), real_socket.SO_SNDTIMEO,
+                    self._timeout(real_socket.SO_SNDTIMEO),
+                    real_socket.SO_SNDTIMEO,
                 )
             self._require_connected()
-            count = min(len(data), outbox.space())
+            count: int = min(len(data), outbox.space())
             if count > 1 and world.random.random() < 0.1:
                 count = world.random.randint(1, count)
             outbox.put(bytes(data[:count]))
@@ -310,7 +311,8 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
             if not inbox.is_readable():
                 self._wait(
                     lambda: inbox.is_readable() or self.is_closed,
-                    self._timeout(real_socket.SO_RCVTIMEO), real_socket.SO_RCVTIMEO,
+                    self._timeout(real_socket.SO_RCVTIMEO),
+                    real_socket.SO_RCVTIMEO,
                 )
             self._require_open()
             if inbox.is_reset:
@@ -375,9 +377,7 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
                 return self.timeout
             return self.option_timeouts[option] or None
 
-        def _wait(
-            self, until: Callable[[], bool], seconds: float | None, option: int = 0
-        ) -> None:
+        def _wait(self, until: Callable[[], bool], seconds: float | None, option: int = 0) -> None:
             deadline = float("inf") if seconds is None else world.now + seconds
             if not world.wait(until, deadline):
                 if self.timeout is None or self.timeout == 0.0:  # the timeout of a socket option
@@ -504,7 +504,7 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
         if each.inbox is None:
             return True
         if hangup_only:
-            return each.inbox.is_reset or each.inbox.ends_at <= world.now
+            return bool(each.inbox.is_reset or each.inbox.ends_at <= world.now)
         readable: bool = each.inbox.is_readable()
         return readable
 

@@ -127,10 +127,7 @@ class Task:
         if self.process.is_stopped:
             return False
         return (
-            self.until is None
-            or self.interrupt is not None
-            or self.deadline <= now
-            or self.until()
+            self.until is None or self.interrupt is not None or self.deadline <= now or self.until()
         )
 
 

@@ -188,9 +188,10 @@ def threading_of(world: World) -> Any:
         def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
             world.pause()
             deadline = float("inf") if timeout is None else world.now + timeout
-            if not self._value:
-                if not blocking or not world.wait(lambda: self._value > 0, deadline):
-                    return False
+            if not self._value and not blocking:
+                return False
+            if not world.wait(lambda: self._value > 0, deadline):
+                return False
             self._value -= 1
             return True
 

@@ -1,5 +1,11 @@
 """A model of a Redis server in a simulated world: the commands that a shared store uses."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from kvcupy.testing.world import Simulated
+
 PORT = 6379
 
 
@@ -14,26 +20,26 @@ class RedisModel:
     delay_s : before each reply
     """
 
-    def __init__(self, world):
+    def __init__(self, world: Simulated) -> None:
         self.world = world
         self.memory_bytes = 1 << 30
         self.delay_s = 0.0
         self.is_listening = False
         self.start()
 
-    def start(self):
+    def start(self) -> None:
         self.values, self.expires = {}, {}
         self.process = self.world.process("redis")
         self.process.start(self._serve).is_daemon = True
 
-    def _serve(self):
+    def _serve(self) -> None:
         listener = self.world.socket.create_server(("127.0.0.1", PORT))
         self.is_listening = True
         while True:
             connection, _ = listener.accept()
             self.process.start(self._converse, connection).is_daemon = True
 
-    def _converse(self, connection):
+    def _converse(self, connection: Any) -> None:
         reader = _Reader(connection)
         try:
             while True:
@@ -44,7 +50,7 @@ class RedisModel:
         except (OSError, EOFError):
             connection.close()
 
-    def _reply(self, command):
+    def _reply(self, command: list[bytes]) -> Any:
         name, *arguments = command
         for key in [key for key, at in self.expires.items() if at <= self.world.now]:
             self.values.pop(key, None)
@@ -68,7 +74,7 @@ class RedisModel:
                 return b"+OK\r\n"
         return b"-ERR unknown command\r\n"
 
-    def _set(self, key, value, *options):
+    def _set(self, key: bytes, value: bytes, *options: Any) -> Any:
         if b"NX" in options and key in self.values:
             return b"$-1\r\n"
         if sum(map(len, self.values.values())) + len(value) > self.memory_bytes:
@@ -83,28 +89,28 @@ class RedisModel:
 class _Reader:
     """Parses commands from a connection."""
 
-    def __init__(self, connection):
+    def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._data = b""
 
-    def command(self):
+    def command(self) -> Any:
         count = int(self._line()[1:])
         return [self._bulk() for _ in range(count)]
 
-    def _bulk(self):
+    def _bulk(self) -> Any:
         length = int(self._line()[1:])
         while len(self._data) < length + 2:
             self._more()
         value, self._data = self._data[:length], self._data[length + 2 :]
         return value
 
-    def _line(self):
+    def _line(self) -> Any:
         while b"\r\n" not in self._data:
             self._more()
         line, _, self._data = self._data.partition(b"\r\n")
         return line
 
-    def _more(self):
+    def _more(self) -> None:
         data = self._connection.recv(65536)
         if not data:
             raise EOFError

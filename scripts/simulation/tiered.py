@@ -1,9 +1,13 @@
 """A TieredCache with a disk in a simulated world: failing disks, killed processes, lost power."""
 
+from __future__ import annotations
+
 import errno
+from typing import Any
 
 import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
+from kvcupy.testing.world import Process, Simulated
 
 from .pools import assert_stamped, stamp
 
@@ -14,7 +18,7 @@ SLOW_S = 1.0  # a disk call of a slow disk
 HOT_S = 0.2  # a call that needs no disk
 
 
-def new_pools(world):
+def new_pools(world: Simulated) -> Any:
     device = world.device()
     return [
         kv.KVPool(n, 2, 2, 1, 8, dtype="fp16", device=device, layout="page_first_direct")
@@ -31,14 +35,14 @@ class Disk:
     has_failed : whether any call has failed, so that blocks may be missing
     """
 
-    def __init__(self, world):
+    def __init__(self, world: Simulated) -> None:
         self.world = world
         self.kind = ""
         self.has_failed = False
         self.errors = 0
         world.files.fault = self.fault
 
-    def fault(self, call, path):
+    def fault(self, call: str, path: str) -> None:
         if path != PATH:
             return
         if self.kind == "read error" and call == "read" and self.world.random.random() < 0.7:
@@ -61,14 +65,14 @@ class Contents:
     holds_all : whether no tier below the device can be full
     """
 
-    def __init__(self, holds_all):
+    def __init__(self, holds_all: bool) -> None:
         self.inserted = set()
         self.flushed = set()
         self.holds_all = holds_all
         self.hits = self.misses = self.restarts = 0
 
 
-def open_cache(world, num_slots, write):
+def open_cache(world: Simulated, num_slots: int, write: str) -> Any:
     device_pool, host_pool = new_pools(world)
     cache = TieredCache(
         device_pool, host_pool, disk=PATH, disk_bytes=2 * 4096 + 2 * 4096 * num_slots, write=write
@@ -76,7 +80,9 @@ def open_cache(world, num_slots, write):
     return cache
 
 
-def run_service(world, disk, contents, num_slots, write, count):
+def run_service(
+    world: Simulated, disk: Disk, contents: Contents, num_slots: int, write: str, count: int
+) -> None:
     draw = world.random
     cache = open_cache(world, num_slots, write)
     pool = cache.device_pool
@@ -103,13 +109,21 @@ def run_service(world, disk, contents, num_slots, write, count):
             assert disk.has_failed
 
 
-def perform(world, cache, pool, contents, disk, kind, numbers, hashes):
+def perform(
+    world: Simulated,
+    cache: TieredCache,
+    pool: Any,
+    contents: Contents,
+    disk: Disk,
+    kind: str,
+    numbers: list[int],
+    hashes: list[int],
+) -> None:
     if kind == "insert":
-        pages = pool.allocator.alloc(len(numbers)) if pool.allocator.num_free >= len(numbers) \
-            else None
-        if pages is None:
+        if pool.allocator.num_free < len(numbers):
             cache.evict(min(len(numbers), int(cache.stats()["device_blocks"])))
             return
+        pages = pool.allocator.alloc(len(numbers))
         for number, page in zip(numbers, pages, strict=True):
             stamp(pool, [page], number + 1)
         try:
@@ -145,7 +159,7 @@ def perform(world, cache, pool, contents, disk, kind, numbers, hashes):
             contents.flushed = set(contents.inserted)
 
 
-def weather(world, disk, process):
+def weather(world: Simulated, disk: Disk, process: Process) -> None:
     draw = world.random
     for _ in range(draw.randint(0, 4)):
         world.time.sleep(draw.choice([1e-4, 2e-3, 0.5]))
@@ -162,8 +176,8 @@ def weather(world, disk, process):
         process.kill()
 
 
-def tiered_disk(world):
-    """A service on a cache with a disk that is killed or loses power, and starts again."""
+def tiered_disk(world: Simulated) -> Any:
+    """Run a service on a cache with a disk, kill it, let the power fail, and start it again."""
     draw = world.random
     num_slots = draw.choice([4, 2 * NUM_HASHES])
     contents = Contents(holds_all=num_slots >= NUM_HASHES)

@@ -1,11 +1,16 @@
 """Clients of a shared store in a simulated world, and what each call may return."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import kvcupy as kv
 from kvcupy.remote.stores import mooncake, shm
 from kvcupy.remote.stores.shm import ShmBackend
 from kvcupy.remote.stores.store import SharedStore
+from kvcupy.testing.world import Process, Simulated
 
 from .mooncake_model import MooncakeModel
 from .pools import assert_stamped, stamp
@@ -15,7 +20,7 @@ NUM_PAGES, NUM_HASHES = 6, 12
 FIRST_HASH = 1 << 100
 
 
-def new_pool(world):
+def new_pool(world: Simulated) -> Any:
     return kv.KVPool(
         NUM_PAGES, 2, 2, 1, 8, dtype="fp16", device=world.device(), layout="page_first_direct"
     )
@@ -31,20 +36,21 @@ class Blocks:
     evicts : whether the capacity is too small for all blocks
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.is_calm = True
         self.evicts = False
         self.stored = {}
         self.puts = self.hits = self.misses = 0
 
     @staticmethod
-    def value(number, tenant):
+    def value(number: int, tenant: int) -> Any:
         return number + 1 + 100 * tenant
 
 
 def run_client(
-    world, blocks, url, tenant, count, is_ready=lambda: True, slack_s=1.0, **options
-):  # fmt: skip
+    world: Simulated, blocks: Blocks, url: str, tenant: int, count: int,
+    is_ready: Callable[[], bool] = lambda: True, slack_s: float = 1.0, **options: Any,
+) -> None:  # fmt: skip
     world.wait(is_ready)
     draw = world.random
     pool = new_pool(world)
@@ -109,7 +115,7 @@ def run_client(
     store.close()
 
 
-def reuse(world, pool):
+def reuse(world: Simulated, pool: Any) -> None:
     """Write free pages as their next owner does; no late byte may change them."""
     pages = pool.allocator.alloc(pool.allocator.num_free)
     stamp(pool, pages, -2)
@@ -118,7 +124,9 @@ def reuse(world, pool):
     pool.allocator.free(pages)
 
 
-def disturb(world, blocks, processes, hook):
+def disturb(
+    world: Simulated, blocks: Blocks, processes: list[Process], hook: dict[Process, tuple[str, int]]
+) -> None:
     """Kill and stop clients in the middle of what they do."""
     draw = world.random
     for _ in range(draw.randint(0, 4)):
@@ -137,7 +145,7 @@ def disturb(world, blocks, processes, hook):
         process.resume()
 
 
-def audit(world, blocks, capacity):
+def audit(world: Simulated, blocks: Blocks, capacity: int) -> None:
     """Check, with all clients gone, that the store is whole and that every slot can be used."""
     pool = new_pool(world)
     store = SharedStore.open(
@@ -153,14 +161,14 @@ def audit(world, blocks, capacity):
     store.close()
 
 
-def shared_memory(world):
+def shared_memory(world: Simulated) -> Any:
     """Several clients of "shm:", some of which die or stop while they write."""
     draw = world.random
     blocks = Blocks()
     blocks.evicts = draw.random() < 0.4
     hook = {}
 
-    def at(backend, step):
+    def at(backend: Any, step: str) -> None:
         world.pause()
         process = world.task.process
         if process in hook:
@@ -174,7 +182,7 @@ def shared_memory(world):
                 process.stop()
                 world.suspend()
 
-    def copied_in_pieces(parts, is_read):
+    def copied_in_pieces(parts: Any, is_read: bool) -> None:
         """Copy as the functions of the backend do, but with other tasks running in between."""
         for in_slot, in_block in parts.pairs:
             if parts.update is not None and not is_read:
@@ -218,7 +226,9 @@ def shared_memory(world):
 # --- Redis ----------------------------------------------------------------------------------------
 
 
-def disturb_server(world, blocks, server, clients):
+def disturb_server(
+    world: Simulated, blocks: Blocks, server: RedisModel, clients: list[Process]
+) -> None:
     """Let the server, its connections and its clients fail."""
     draw = world.random
     for _ in range(draw.randint(0, 5)):
@@ -251,7 +261,7 @@ def disturb_server(world, blocks, server, clients):
             draw.choice(clients).kill()
 
 
-def redis(world):
+def redis(world: Simulated) -> Any:
     """Several clients of a Redis server that fails in all ways but by lying."""
     draw = world.random
     blocks = Blocks()
@@ -275,7 +285,9 @@ def redis(world):
 # --- Mooncake -------------------------------------------------------------------------------------
 
 
-def disturb_mooncake(world, blocks, model, clients):
+def disturb_mooncake(
+    world: Simulated, blocks: Blocks, model: MooncakeModel, clients: list[Process]
+) -> None:
     draw = world.random
     for _ in range(draw.randint(0, 5)):
         world.time.sleep(draw.choice([0.0, 1e-3, 0.5]))
@@ -293,7 +305,7 @@ def disturb_mooncake(world, blocks, model, clients):
             model.kind = ""
 
 
-def mooncake_store(world):
+def mooncake_store(world: Simulated) -> Any:
     """Clients of a Mooncake store whose failed transfers may land late."""
     draw = world.random
     blocks = Blocks()

@@ -4,9 +4,14 @@ Calls block. A call that fails in a transfer may still write to its buffers unti
 closed, and so may one that nobody waits for any more.
 """
 
+from __future__ import annotations
+
 import ctypes
+from typing import Any
 
 import numpy as np
+
+from kvcupy.testing.world import Simulated
 
 _TRANSFER_FAILED, _NO_SPACE = -800, -200
 
@@ -20,41 +25,43 @@ class MooncakeModel:
     kind : "", "failed transfers", "slow" or "lost": no answer for a minute
     """
 
-    def __init__(self, world):
+    def __init__(self, world: Simulated) -> None:
         self.world = world
         self.objects = {}
         self.kind = ""
         self.capacity_bytes = 1 << 30
         self.late_landings = 0
 
-    def client(self):
+    def client(self) -> Any:
         return _Client(self)
 
 
 class _Client:
     """`mooncake.store.MooncakeDistributedStore`."""
 
-    def __init__(self, model):
+    def __init__(self, model: MooncakeModel) -> None:
         self._model, self._world = model, model.world
         self._is_closed = False
         self._process = self._world.task.process
 
-    def setup(self, *arguments):
+    def setup(self, *arguments: Any) -> Any:
         self._begin()
         return 0
 
-    def register_buffer(self, pointer, num_bytes):
+    def register_buffer(self, pointer: int, num_bytes: int) -> Any:
         return 0
 
-    def close(self):
+    def close(self) -> None:
         self._world.pause()
         self._is_closed = True
 
-    def batch_is_exist(self, names):
+    def batch_is_exist(self, names: list[str]) -> Any:
         self._begin()
         return [int(name in self._model.objects) for name in names]
 
-    def batch_put_from_multi_buffers(self, names, pointers, sizes):
+    def batch_put_from_multi_buffers(
+        self, names: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> Any:
         self._begin()
         codes = []
         for name, starts, lengths in zip(names, pointers, sizes, strict=True):
@@ -71,7 +78,9 @@ class _Client:
             self._world.pause()
         return codes
 
-    def batch_get_into_multi_buffers(self, names, pointers, sizes):
+    def batch_get_into_multi_buffers(
+        self, names: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> Any:
         self._begin()
         codes = []
         for name, starts, lengths in zip(names, pointers, sizes, strict=True):
@@ -92,19 +101,19 @@ class _Client:
             codes.append(len(data))
         return codes
 
-    def batch_remove(self, names, force):
+    def batch_remove(self, names: list[str], force: bool) -> Any:
         self._begin()
         return [0 if self._model.objects.pop(name, None) is not None else -704 for name in names]
 
-    def _begin(self):
+    def _begin(self) -> None:
         """Take the time of a call."""
         seconds = {"slow": 1.0, "lost": 60.0}.get(self._model.kind, 1e-4)
         self._world.time.sleep(seconds)
 
-    def _fails(self):
+    def _fails(self) -> Any:
         return self._model.kind == "failed transfers" and self._world.random.random() < 0.5
 
-    def _land(self, start, piece, is_late=True):
+    def _land(self, start: int, piece: Any, is_late: bool = True) -> None:
         if self._is_closed or not self._process.is_alive or self._world.is_over:
             return
         self._model.late_landings += is_late

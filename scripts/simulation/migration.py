@@ -1,10 +1,15 @@
 """Senders and receivers of pages in a simulated world, and what each pull may come to."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import kvcupy as kv
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
+from kvcupy.testing.world import Process, Simulated
 
 from .pools import assert_stamped, stamp
 
@@ -15,12 +20,14 @@ SECRET = b"a secret of at least sixteen bytes"
 SLACK_S = 7.0  # by which a pull may end after its deadline: a stopped peer's handshake
 
 
-def new_pool(world):
+def new_pool(world: Simulated) -> Any:
     return kv.KVPool(NUM_PAGES, 2, 3, 1, 8, dtype="fp16", device=world.device())
 
 
 @dataclass
 class Offer:
+    """An offer that a receiver can take."""
+
     ticket: bytes
     value: int
     num_pages: int
@@ -45,7 +52,16 @@ class History:
     failed: int = 0
 
 
-def run_sender(world, history, listen, tls, secret, count, pool, values):
+def run_sender(
+    world: Simulated,
+    history: History,
+    listen: str,
+    tls: Any,
+    secret: bytes | None,
+    count: int,
+    pool: Any,
+    values: Iterator[int],
+) -> None:
     sender = PageSender(pool, listen=listen, secret=secret, tls=tls)
     draw = world.random
     for _ in range(count):
@@ -78,7 +94,7 @@ def run_sender(world, history, listen, tls, secret, count, pool, values):
     sender.close()
 
 
-def stamp_free(pool):
+def stamp_free(pool: Any) -> None:
     """Overwrite the pages that are free, as their next owner would."""
     pages = pool.allocator.alloc(pool.allocator.num_free)
     if len(pages):
@@ -86,7 +102,9 @@ def stamp_free(pool):
         pool.allocator.free(pages)
 
 
-def run_receiver(world, history, tls, secret, count):
+def run_receiver(
+    world: Simulated, history: History, tls: Any, secret: bytes | None, count: int
+) -> None:
     pool = new_pool(world)
     receiver = PageReceiver(pool, secret=secret, tls=tls)
     draw = world.random
@@ -107,7 +125,9 @@ def run_receiver(world, history, tls, secret, count):
     receiver.close()
 
 
-def pull_once(world, history, receiver, pool, offer):
+def pull_once(
+    world: Simulated, history: History, receiver: PageReceiver, pool: Any, offer: Offer
+) -> None:
     draw = world.random
     pages = pool.allocator.alloc(offer.num_pages)
     stamp(pool, pages, -2)
@@ -143,7 +163,9 @@ def pull_once(world, history, receiver, pool, offer):
     pool.allocator.free(reused)
 
 
-def disturb(world, history, processes, addresses):
+def disturb(
+    world: Simulated, history: History, processes: list[Process], addresses: list[tuple[str, int]]
+) -> None:
     """Let processes, connections and strangers fail or attack now and then."""
     draw = world.random
     for _ in range(draw.randint(0, 6)):
@@ -174,7 +196,7 @@ def disturb(world, history, processes, addresses):
             victim.kill()
 
 
-def stranger(world, address, kind):
+def stranger(world: Simulated, address: tuple[str, int], kind: str) -> None:
     """Connect without being a receiver."""
     connection = world.socket.socket()
     connection.settimeout(1.0)
@@ -186,7 +208,7 @@ def stranger(world, address, kind):
         pass  # the sender is not there
 
 
-def migration(world):
+def migration(world: Simulated) -> Any:
     draw = world.random
     history = History()
     values = iter(range(1, 2000))
@@ -199,7 +221,15 @@ def migration(world):
         addresses.append(("127.0.0.1", port))
         listen = f"tcp:127.0.0.1:{port}"
         process.start(
-            run_sender, world, history, listen, tls, secret, draw.randint(1, 8), new_pool(world), values
+            run_sender,
+            world,
+            history,
+            listen,
+            tls,
+            secret,
+            draw.randint(1, 8),
+            new_pool(world),
+            values,
         )
         processes.append(process)
     for i in range(draw.randint(1, 3)):
@@ -211,7 +241,7 @@ def migration(world):
     return history
 
 
-def stale_socket(world):
+def stale_socket(world: Simulated) -> None:
     """Senders that start at once over the socket of a dead one: whoever listens can be reached."""
     draw = world.random
     history = History()
@@ -220,7 +250,7 @@ def stale_socket(world):
     first.start(lambda: PageSender(new_pool(world), listen=f"unix:{path}"), name="serve")
     offers = []
 
-    def serve():
+    def serve() -> None:
         pool = new_pool(world)
         world.time.sleep(draw.choice([0.0, 1e-5, 1e-4]))
         try:
@@ -235,7 +265,7 @@ def stale_socket(world):
         world.time.sleep(20.0)
         sender.close()
 
-    def fetch():
+    def fetch() -> None:
         world.time.sleep(1.0)
         pool = new_pool(world)
         receiver = PageReceiver(pool)
@@ -244,7 +274,7 @@ def stale_socket(world):
         assert len(offers) == 1, f"{len(offers)} senders listen on one path"
         receiver.close()
 
-    def start():
+    def start() -> None:
         world.time.sleep(0.5)
         first.kill()
         for i in range(draw.randint(2, 3)):

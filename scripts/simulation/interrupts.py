@@ -1,27 +1,31 @@
 """Signals whose handlers raise, in the middle of any call: afterwards everything still works."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
 from kvcupy.remote.stores.store import SharedStore
-from kvcupy.testing.world import Interrupt
+from kvcupy.testing.world import Interrupt, Simulated
 
 NUM_PAGES = 8
 FIRST_HASH = 1 << 100
 
 
-def pool_of(world, device=None):
+def pool_of(world: Simulated, device: Any = None) -> Any:
     return kv.KVPool(
         NUM_PAGES, 2, 2, 1, 8, dtype="fp16", device=device or world.device(),
         layout="page_first_direct",
     )  # fmt: skip
 
 
-def sender_calls(world):
+def sender_calls(world: Simulated) -> Any:
     sender = PageSender(pool_of(world))
 
-    def call():
+    def call() -> None:
         pages = sender.pool.allocator.alloc(1)
         sender.withdraw(sender.offer(pages, after=False))
         sender.stats()
@@ -29,10 +33,10 @@ def sender_calls(world):
     return sender, call
 
 
-def receiver_calls(world):
+def receiver_calls(world: Simulated) -> Any:
     sender, receiver = PageSender(pool_of(world)), PageReceiver(pool_of(world))
 
-    def call():
+    def call() -> None:
         ticket = sender.offer(sender.pool.allocator.alloc(1), after=False)
         pages = receiver.pool.allocator.alloc(1)
         receiver.pull(ticket, pages, after=False).synchronize()
@@ -41,11 +45,11 @@ def receiver_calls(world):
     return receiver, call
 
 
-def store_calls(world):
+def store_calls(world: Simulated) -> Any:
     pool = pool_of(world)
     store = SharedStore.open("shm:interrupted", pool, capacity_bytes=1 << 17, threads=1)
 
-    def call():
+    def call() -> None:
         hashes = [FIRST_HASH + world.random.randrange(8) for _ in range(2)]
         store.put(hashes, [0, 1])
         store.get(hashes, [2, 3])
@@ -54,12 +58,12 @@ def store_calls(world):
     return store, call
 
 
-def cache_calls(world):
+def cache_calls(world: Simulated) -> Any:
     device = world.device()
     pools = [pool_of(world, device) for _ in range(2)]
     cache = TieredCache(*pools, disk="/disk/blocks", disk_bytes=1 << 17)
 
-    def call():
+    def call() -> None:
         pages = cache.device_pool.allocator.alloc(1)
         number = world.random.randrange(8)
         try:
@@ -77,13 +81,13 @@ def cache_calls(world):
 SUBJECTS = (sender_calls, receiver_calls, store_calls, cache_calls)
 
 
-def interrupts(world):
+def interrupts(world: Simulated) -> None:
     """Interrupt a loop of calls; then a call of another thread, and closing, must still return."""
     subject = world.random.choice(SUBJECTS)
     process = world.process("service")
     made = []
 
-    def work():
+    def work() -> None:
         made.extend(subject(world))
         for _ in range(12):
             try:
@@ -95,7 +99,7 @@ def interrupts(world):
 
     worker = process.start(work)
 
-    def disturb():
+    def disturb() -> None:
         for _ in range(world.random.randint(1, 8)):
             world.time.sleep(world.random.choice([0.0, 1e-5, 1e-4, 1e-3]))
             if made and world.step("interrupt"):
@@ -103,7 +107,7 @@ def interrupts(world):
 
     process.start(disturb)
 
-    def use_afterwards():
+    def use_afterwards() -> None:
         world.wait(lambda: worker.is_over)
         worker.interrupt = None
         began = world.now

@@ -1,0 +1,16 @@
+"""Protocols of kvcupy in a simulated world, each with what its calls may return."""
+
+from collections.abc import Callable
+from typing import Any
+
+from . import interrupts, migration, stores, tiered
+
+PROTOCOLS: dict[str, Callable[[Any], object]] = {
+    "migration": migration.migration,
+    "stale_socket": migration.stale_socket,
+    "shared_memory": stores.shared_memory,
+    "redis": stores.redis,
+    "mooncake": stores.mooncake_store,
+    "disk": tiered.tiered_disk,
+    "interrupts": interrupts.interrupts,
+}
