@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import socket
 import ssl
 import struct
-import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -19,6 +17,7 @@ from migration_cases import (
     PATIENCE_S,
     SECRET,
     assert_pulled,
+    contexts,  # noqa: F401 -- a fixture
     eventually,
     filled,
     is_poisoned,
@@ -314,24 +313,7 @@ def test_socket_files(tmp_path):
         kv.PageSender(pool_of(), listen=f"unix:{tmp_path}/nowhere/pages")
 
 
-@pytest.fixture
-def contexts(tmp_path):
-    """TLS of a sender, and of a receiver that trusts it."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command, to make a certificate")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server.load_cert_chain(certificate, key)
-    return server, ssl.create_default_context(cafile=certificate)
-
-
-def test_tls(contexts):
+def test_tls(contexts):  # noqa: F811
     server, client = contexts
     with pair(sender={"tls": server}, receiver={"tls": client}) as (
         sender,
@@ -350,7 +332,7 @@ def test_tls(contexts):
             assert reason_of(stranger.pull(ticket, [0, 1, 2])) == "lost"
 
 
-def test_tls_stays_until_a_connection_has_ended(contexts, monkeypatch):
+def test_tls_stays_until_a_connection_has_ended(contexts, monkeypatch):  # noqa: F811
     """A thread that still sends while another aborts sends nothing that is not encrypted."""
     ends = socket.socketpair()
     result = {}

@@ -28,8 +28,8 @@ import ssl
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -38,6 +38,11 @@ from typing import Any
 from ...errors import TransferError
 from ..identity import PoolIdentity
 from ..wire import HASHERS
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
 
 VERSION = 3
 
@@ -62,6 +67,8 @@ _MAC_BYTES = 16
 _MIN_PAYLOAD_BYTES = 48  # shorter payloads are padded, so that one call receives most messages
 MIN_MESSAGE_BYTES = _HEAD.size + _MIN_PAYLOAD_BYTES + _MAC_BYTES
 _REFUSAL_TIMEOUT_S = 0.1
+_LISTEN_TIMEOUT_S = 5.0
+_LOCK_POLL_S = 0.005
 _MAX_BUFFERS = 512  # per system call
 
 
@@ -130,8 +137,12 @@ class Address:
             return connection
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(deadline_s)
+            # A socket option: with `settimeout`, connecting to a full backlog fails at once.
+            set_timeout(connection, time.monotonic() + deadline_s)
             connection.connect(self.path)
+        except BlockingIOError:
+            connection.close()
+            raise TimeoutError("timed out") from None
         except BaseException:
             connection.close()
             raise
@@ -150,29 +161,33 @@ class Address:
                 family=socket.AF_INET6 if ":" in self.host else socket.AF_INET,
             )
             return server, Address(host=self.host, port=server.getsockname()[1])
-        path = Path(self.path)
-        if path.is_socket():
-            self._remove_stale(path)
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            # A private name until the mode is set, so that no other user can connect before.
-            private = f"{self.path}.{os.getpid():x}"
-            bound = private if len(os.fsencode(private)) <= 107 else self.path
-            server.bind(bound)
-            Path(bound).chmod(0o600)
-            server.listen()
-            if bound != self.path:
-                try:
-                    os.link(bound, self.path)  # raises if the name is taken
-                finally:
-                    Path(bound).unlink()
-        except BaseException:
-            server.close()
-            raise
+        with _locked(f"{self.path}.lock"):
+            self._remove_stale()
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                # A private name until the mode is set, so that no other user can connect before.
+                private = f"{self.path}.{os.getpid():x}"
+                bound = private if len(os.fsencode(private)) <= 107 else self.path
+                if bound != self.path:
+                    Path(bound).unlink(missing_ok=True)  # of a killed process with the same id
+                server.bind(bound)
+                Path(bound).chmod(0o600)
+                server.listen()
+                if bound != self.path:
+                    try:
+                        os.link(bound, self.path)  # raises if the name is taken
+                    finally:
+                        Path(bound).unlink()
+            except BaseException:
+                server.close()
+                raise
         return server, self
 
-    def _remove_stale(self, path: Path) -> None:
+    def _remove_stale(self) -> None:
         """Remove a socket without a listener; OSError if a process listens on it."""
+        path = Path(self.path)
+        if not path.is_socket():
+            return
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             probe.settimeout(1.0)
@@ -186,6 +201,37 @@ class Address:
         finally:
             probe.close()
         raise FileExistsError(f"listen: another sender listens on {self}")
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Exclude other processes and threads through a lock file, which is removed in the end.
+
+    Raises
+    ------
+    OSError : the file cannot be opened, or another process keeps the lock for 5 s
+    """
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_nlink:  # else its last owner has removed it meanwhile
+                break
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"listen: another process keeps {path} locked")
+        time.sleep(_LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        Path(path).unlink()
+        os.close(lock)
 
 
 # --- Secrets --------------------------------------------------------------------------------------
@@ -368,7 +414,14 @@ def offer_key(secret: bytes, token: bytes) -> bytes:
 
 
 class Lost(Exception):
-    """The connection has ended, or the peer has violated the protocol."""
+    """The connection has ended, or the peer has violated the protocol.
+
+    `reason` is the label under which senders count dropped connections.
+    """
+
+    def __init__(self, message: str, reason: str = "lost") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Channel:
@@ -383,7 +436,7 @@ class Channel:
         algorithm: int, peer: bytes,
     ) -> None:  # fmt: skip
         self.peer = peer
-        self._socket = connection
+        self.socket = connection
         self._keys = {True: send_key, False: receive_key}
         self._counts = {True: 0, False: 0}
         self._data_key = data_key
@@ -396,7 +449,7 @@ class Channel:
         self.moving = False  # whether the thread may block, so that ending the offer must abort it
 
     def __del__(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
     # --- Messages ---
 
@@ -455,15 +508,15 @@ class Channel:
 
     def readable(self, deadline_s: float) -> bool:
         """Wait for data or the end of the connection; return whether there is either."""
-        if self._is_tls and self._socket.pending():  # type: ignore[attr-defined]
+        if self._is_tls and self.socket.pending():  # type: ignore[attr-defined]
             return True
-        return any_readable([self._socket], deadline_s)
+        return any_readable([self.socket], deadline_s)
 
     def has_ended(self) -> bool:
         """Return whether the peer has ended the connection, even if unread data is left."""
         poll = select.poll()
         try:
-            poll.register(self._socket, getattr(select, "POLLRDHUP", 0))  # Linux only
+            poll.register(self.socket, getattr(select, "POLLRDHUP", 0))  # Linux only
             return bool(poll.poll(0))
         except (OSError, ValueError):
             return True
@@ -516,21 +569,17 @@ class Channel:
         self, views: list[memoryview], num_bytes: int, deadline: float, *, is_sent: bool
     ) -> None:
         """Send or fill all of `views`, which have `num_bytes` in total."""
-        connection = self._socket
+        connection = self.socket
         try:
             if not self._is_tls:
                 move = connection.sendmsg if is_sent else self._fill
                 self._move_all(views, num_bytes, move, deadline)
                 return
-            for view in views:
-                set_timeout(connection, deadline)
-                if is_sent:
-                    connection.sendall(view)
-                    continue
-                rest = view
+            for rest in views:
                 while rest.nbytes:
                     set_timeout(connection, deadline)
-                    rest = rest[_some(connection.recv_into(rest)) :]
+                    moved = connection.send(rest) if is_sent else connection.recv_into(rest)
+                    rest = rest[_some(moved) :]
         except (TimeoutError, BlockingIOError):
             raise TimeoutError("timed out") from None
         except (OSError, ValueError) as error:
@@ -553,7 +602,7 @@ class Channel:
         while True:
             remaining_s = deadline - time.monotonic()
             if not 0 < self._timeout_s <= 1.05 * remaining_s:  # avoids most calls
-                set_timeout(self._socket, deadline)
+                set_timeout(self.socket, deadline)
                 self._timeout_s = remaining_s
             try:
                 moved = move(rest if len(rest) <= _MAX_BUFFERS else rest[:_MAX_BUFFERS])
@@ -573,19 +622,17 @@ class Channel:
             rest[0] = rest[0][moved:]
 
     def _fill(self, views: list[memoryview]) -> int:
-        return _some(self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
+        return _some(self.socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
 
     # --- Closing ---
 
     def abort(self) -> None:
         """Make a thread that waits for the peer fail at once. Any thread may call this."""
-        with suppress(OSError):  # a reset, since a peer blocked in a send may not notice a close
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
-        shut_down(self._socket)
+        abort(self.socket)
 
     def close(self) -> None:
         with suppress(OSError):
-            self._socket.close()
+            self.socket.close()
 
 
 closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -630,6 +677,42 @@ def set_timeout(connection: socket.socket, deadline: float) -> None:
     timeval = struct.pack("@ll", *divmod(int(remaining_s * 1e6) + 1, 1_000_000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def encrypt(
+    connection: socket.socket, tls: ssl.SSLContext, deadline: float,
+    entered: Callable[[ssl.SSLSocket], None], **options: Any,
+) -> ssl.SSLSocket:  # fmt: skip
+    """Start TLS on a connection, which the returned socket replaces.
+
+    Parameters
+    ----------
+    entered : called with the new socket before the handshake, so that other threads can abort it
+
+    Raises
+    ------
+    Lost : the peer has ended the connection
+    OSError : the handshake has failed, or the deadline has passed (TimeoutError)
+    """
+    encrypted = tls.wrap_socket(connection, do_handshake_on_connect=False, **options)
+    try:
+        entered(encrypted)
+        # Not `set_timeout`: after a timeout of the socket option, Python would retry for ever.
+        encrypted.settimeout(max(0.001, deadline - time.monotonic()))
+        encrypted.do_handshake()
+    except BaseException as error:
+        encrypted.close()
+        if isinstance(error, (ConnectionError, ssl.SSLEOFError)):
+            raise Lost(f"the connection has ended: {error}") from error
+        raise
+    return encrypted
+
+
+def abort(connection: socket.socket) -> None:
+    """Reset a connection, so that threads that wait for the peer fail at once."""
+    with suppress(OSError):  # a reset, since a peer blocked in a send may not notice a close
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+    shut_down(connection)
 
 
 def shut_down(connection: socket.socket) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import threading
 import time
 from collections import Counter, deque
@@ -36,6 +38,8 @@ _MAX_CACHED_PLANS = 64
 _CONFIRM_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _QUIET_POLL_S = 0.02
+_MAX_ATTEMPTS = 8  # to connect to a sender
+_RETRY_S = 0.01  # pause after the first attempt; doubles with each
 
 
 class PageReceiver(Endpoint):
@@ -299,15 +303,16 @@ class PageReceiver(Endpoint):
 
     # --- Connections ---
 
-    def _connect(self, ticket: Ticket, address: Address, deadline: float) -> Channel:
+    def _connect(self, pull: Pull, ticket: Ticket, address: Address) -> Channel:
         """Connect to the sender of a ticket, and shake hands."""
-        until = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
+        deadline = min(pull._deadline, time.monotonic() + protocol.HANDSHAKE_S)
         try:
-            channel, digest = self._shake_hands(address, until)
-        except TimeoutError:
-            if time.monotonic() >= deadline:
+            channel, digest = self._shake_hands(pull, address, deadline)
+        except TimeoutError as error:
+            if time.monotonic() >= pull._deadline:
                 raise
-            raise Lost(f"no answer from a sender within {protocol.HANDSHAKE_S:g} s") from None
+            message = f"no answer from a sender within {protocol.HANDSHAKE_S:g} s"
+            raise TransferError(message, "lost") from error
         if channel.peer != ticket.sender_id:
             channel.close()
             raise TransferError(
@@ -318,12 +323,17 @@ class PageReceiver(Endpoint):
             raise TransferError("the pools differ", "identity")
         return channel
 
-    def _shake_hands(self, address: Address, deadline: float) -> tuple[Channel, bytes]:
+    def _shake_hands(
+        self, pull: Pull, address: Address, deadline: float
+    ) -> tuple[Channel, bytes]:  # fmt: skip
         connection = address.connect(max(0.001, deadline - time.monotonic()))
         try:
+            pull._uses(connection)
             if self._tls is not None:
-                protocol.set_timeout(connection, deadline)
-                connection = self._tls.wrap_socket(connection, server_hostname=address.host or None)
+                name = address.host or None
+                connection = protocol.encrypt(
+                    connection, self._tls, deadline, pull._uses, server_hostname=name
+                )
             return protocol.as_receiver(connection, self._secret, self._digest, deadline)
         except BaseException:
             connection.close()
@@ -429,28 +439,44 @@ class PageReceiver(Endpoint):
         self, pull: Pull, ticket: Ticket, address: Address, heads: range,
         asked: tuple[Channel, bool] | None,
     ) -> tuple[Channel, bytes, bool]:  # fmt: skip
-        """Return the connection, the payload of GRANT, and whether the sender waits for START."""
+        """Return the connection, the payload of GRANT, and whether the sender waits for START.
+
+        Nothing has been received before the grant, so lost connections are replaced: crowded
+        senders drop the oldest ones whose handshake is unfinished.
+        """
+        num_attempts = 0
         while True:
-            channel = self._connect(ticket, address, pull._deadline) if asked is None else asked[0]
+            is_reused, channel = asked is not None, None
             try:
-                pull._uses(channel)
                 if asked is None:
+                    num_attempts += 1
+                    channel = self._connect(pull, ticket, address)
                     waits = self._ask(pull, ticket, heads, channel, pull._deadline)
                 else:
-                    waits = asked[1]
+                    (channel, waits), asked = asked, None
+                    pull._uses(channel.socket)
                 if channel.confirming:
                     channel.receive(pull._deadline, CONFIRMED)
                     channel.confirming = False
-                _, granted = channel.receive(pull._deadline, GRANT)
+                return channel, channel.receive(pull._deadline, GRANT)[1], waits
             except BaseException as error:
-                channel.close()
-                is_over = isinstance(error, Lost) or channel.confirming
-                if isinstance(error, (Lost, TransferError)) and is_over and asked:
-                    pull._check()
-                    asked = None  # the sender had closed the idle connection: reconnect
+                is_confirming = False
+                if channel is not None:
+                    is_confirming = channel.confirming
+                    channel.close()
+                pull._check()
+                # A refusal instead of CONFIRMED is of the previous pull.
+                is_lost = isinstance(error, Lost)
+                is_lost |= isinstance(error, TransferError) and is_confirming
+                if not is_lost:
+                    raise
+                if is_reused:  # the sender had closed the idle connection
                     continue
-                raise
-            return channel, granted, waits
+                pause_s = _RETRY_S * 2 ** (num_attempts - 1) * random.uniform(0.5, 1.5)
+                is_late = time.monotonic() + pause_s >= pull._deadline
+                if num_attempts >= _MAX_ATTEMPTS or is_late:
+                    raise
+                pull._pause(pause_s)
 
     def _task(
         self, pull: Pull, ticket: Ticket, channel: Channel, heads: range, granted: bytes
@@ -589,7 +615,7 @@ class Pull(ProcessLocal):
         self._after = after
         self._is_staged = receiver._used_staging is not None
         self._changed = threading.Condition()
-        self._channels: list[Channel] = []
+        self._sockets: list[socket.socket] = []  # reset if the pull fails
         self._missing = [len(parts)] * pool.num_layers  # number of missing parts, by layer
         self._num_arrived = 0  # number of leading layers that have arrived
         self._num_running = len(parts)
@@ -735,10 +761,16 @@ class Pull(ProcessLocal):
                 self._fail(TransferError(f"cannot start a thread for the pull: {error}", "lost"))
                 self._part_ended()
 
-    def _uses(self, channel: Channel) -> None:
-        """Register a connection, to abort it if the pull fails."""
+    def _uses(self, connection: socket.socket) -> None:
+        """Register a connection, which is reset if the pull fails."""
         with self._changed:
-            self._channels.append(channel)
+            self._sockets.append(connection)
+        self._check()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before another attempt; TransferError if the pull fails meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, seconds)
         self._check()
 
     def _is_used(self) -> bool:
@@ -771,10 +803,10 @@ class Pull(ProcessLocal):
             if self.failure is not None or self._num_arrived == self._pool.num_layers:
                 return
             self.failure = failure
-            channels = list(self._channels)
+            sockets = list(self._sockets)
             self._changed.notify_all()
-        for channel in channels:
-            channel.abort()
+        for connection in sockets:
+            protocol.abort(connection)
 
     def _part_ended(self) -> None:
         """Record that a thread no longer accesses the pages."""
@@ -782,7 +814,7 @@ class Pull(ProcessLocal):
             self._num_running -= 1
             if self._num_running:
                 return
-            self._channels = []
+            self._sockets = []
         self._settle()
 
     def _settle(self) -> None:
@@ -806,8 +838,8 @@ class Pull(ProcessLocal):
         self._landing = Landing()
         self._landing.end()
         self.failure = TransferError("the pull belongs to the parent process", "lost")
-        for channel in self._channels:
-            channel.close()
+        for connection in self._sockets:
+            connection.close()
 
 
 def _is_idle(channel: Channel) -> bool:

@@ -42,12 +42,29 @@ from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Los
 
 _IDLE_TIMEOUT_S = 60.0
 _MAX_CONCURRENT_HANDSHAKES = 16
+_MIN_HANDSHAKE_S = 0.5  # before another connection may replace an unfinished handshake
+_ACCEPT_RETRY_S = 0.05  # after an error, such as a temporary lack of file descriptors
 _MAX_PULLS_PER_OFFER = 1 << 20
 _MAX_ENDED_OFFERS = 1024
 _UNIX_BUFFER_BYTES = 1 << 20  # lets both ends of a Unix socket work concurrently
 _CLOSE_TIMEOUT_S = 5.0
 _ABORT_DELAY_S = 0.05  # from the end of an offer until blocked connections are aborted
 _MAX_SLEEP_S = 3600.0
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A connection, from its acceptance until its thread ends."""
+
+    socket: socket.socket  # replaced by an encrypted one when TLS starts
+    since: float  # when the state began
+    state: str = "handshake"  # or "busy", "idle", or "evicted" in favour of a new connection
+    thread: threading.Thread = field(init=False)
+
+    def enter(self, state: str) -> None:
+        """Change the state, unless the connection is evicted. The caller holds the lock."""
+        if self.state != "evicted":
+            self.state, self.since = state, time.monotonic()
 
 
 @dataclass(eq=False)
@@ -92,7 +109,7 @@ class PageSender(Endpoint):
     advertise : address in tickets instead of `listen`, such as this machine's address if `listen`
         is "tcp:0.0.0.0:PORT"
     max_connections : maximum number of connections. At the maximum, a new connection replaces the
-        one that has been idle longest, and is dropped if none is idle
+        one that has been idle longest, and waits in the listening socket's backlog if none is idle
 
     Attributes
     ----------
@@ -153,10 +170,8 @@ class PageSender(Endpoint):
         self._by_ticket: dict[bytes, _Offer] = {}  # unreleased; avoids decoding a ticket per layer
         self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that the sender frees
         self._ended: OrderedDict[int, str] = OrderedDict()  # reasons by offer number
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._idle: dict[socket.socket, None] = {}  # connections without a pull, oldest first
-        self._evicted: set[socket.socket] = set()  # connections being closed for new ones
-        self._num_handshakes = 0
+        self._connections: set[_Connection] = set()
+        self._is_crowded = False  # whether a waiting connection cannot be accepted yet
         self._next = 1
         self._to_abort: list[tuple[float, _Offer, Channel]] = []  # if still blocked at that time
         self._wakes_at = 0.0  # next wakeup of the keeper thread, by time.monotonic
@@ -175,10 +190,10 @@ class PageSender(Endpoint):
         try:
             self._keeper.start()
         except RuntimeError as error:
-            for each in (self._server, self._wake, self._woken):
-                each.close()
             if self._unlink is not None:
                 self._unlink()
+            for each in (self._server, self._wake, self._woken):
+                each.close()
             raise KvcupyError(f"PageSender: cannot start a thread: {error}") from error
         metrics.follow(self, _samples, partial(_totals, self._counts))
 
@@ -337,15 +352,15 @@ class PageSender(Endpoint):
         -------
         dict : current "offers", "offered_pages" (not yet freed), "pulls" and "connections";
             cumulative "completed", "expired", "withdrawn", "failed" and "closed" offers,
-            "lost_pulls", "refused_pulls", "dropped_connections" (not from a receiver, or over the
-            limit) and "sent_bytes"
+            "lost_pulls", "refused_pulls", "dropped_connections" (before they have finished the
+            handshake) and "sent_bytes"
         """
         with self._changed:
             now = {
                 "offers": len(self._offers),
                 "offered_pages": sum(len(offer.pages) for offer in self._unreleased),
                 "pulls": sum(len(offer.channels) for offer in self._unreleased),
-                "connections": len(self._connections) - len(self._evicted),
+                "connections": len(self._open_connections()),
             }
             return now | {name: self._counts[name] for name in _COUNTS}
 
@@ -362,28 +377,29 @@ class PageSender(Endpoint):
         with self._changed:
             first, self._closed = not self._closed, True
             offers = list(self._unreleased)
-            connections = dict(self._connections)
+            connections = list(self._connections)
         if first:
+            if self._unlink is not None:
+                self._unlink()  # while it listens: nobody takes the socket for stale
             for offer in offers:
                 self._end(offer, "closed")
                 self._settle(offer)
             self._notify()
             for connection in connections:
-                protocol.shut_down(connection)
-        for thread in (self._keeper, *connections.values()):
+                protocol.shut_down(connection.socket)
+        for thread in (self._keeper, *(each.thread for each in connections)):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if first:
             self._engine.close(deadline)
-            if self._unlink is not None:
-                self._unlink()
 
     def _close_in_child(self) -> None:
         """Close inherited sockets in a forked child, without ending the parent's offers."""
         self._changed = threading.Condition()  # a thread of the parent may hold the old one
         if self._unlink is not None:
             self._unlink.detach()
-        for inherited in (self._server, self._wake, self._woken, *self._connections):
+        connections = [each.socket for each in self._connections]
+        for inherited in (self._server, self._wake, self._woken, *connections):
             with suppress(OSError):
                 os.close(inherited.detach())
 
@@ -478,6 +494,7 @@ class PageSender(Endpoint):
     # --- Keeper thread: accepts connections, ends expired offers ---
 
     def _keep(self) -> None:
+        accept_at = math.inf  # next attempt, while the sender is too crowded to accept
         while not self._closed:
             now = time.monotonic()
             with self._changed:
@@ -487,7 +504,7 @@ class PageSender(Endpoint):
                 if offer.expires <= now:
                     self._end(offer, "expired")
             ends = [offer.expires - now for offer in offers if not offer.ended]
-            ends.append(self._abort_blocked(now))
+            ends += [self._abort_blocked(now), accept_at - now]
             with self._changed:
                 self._wakes_at = now + min(ends)
             poll_s = self._engine.poll_s
@@ -497,87 +514,116 @@ class PageSender(Endpoint):
                 except Exception as error:  # one peer's error must not stop the others
                     cache_logger.warning("%s: the engine failed to make progress: %s", self, error)
                 ends.append(poll_s)
-            if protocol.any_readable((self._server, self._woken), min(ends)):
+            awaited = (self._woken,) if self._is_crowded else (self._woken, self._server)
+            if protocol.any_readable(awaited, min(ends)):
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
-                self._accept()
+            accept_at = self._accept()
         with self._changed:
             for each in (self._server, self._wake, self._woken):
                 each.close()
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._server.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if not self._closed:  # such as a temporary lack of file descriptors
-                cache_logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.05)
-            return
+    def _accept(self) -> float:
+        """Accept a waiting connection, or return the time of the next attempt.
+
+        Connections that do not fit wait in the backlog of the listening socket.
+        """
+        self._is_crowded = False
+        if not protocol.any_readable((self._server,), 0):
+            return math.inf
         with self._changed:
-            is_crowded = self._num_handshakes >= _MAX_CONCURRENT_HANDSHAKES
-            if self._closed or is_crowded or not self._make_space():
-                self._counts["dropped_connections"] += 1
-                connection.close()
-                return
-            thread = threading.Thread(
-                target=self._converse, args=(connection,), name="kvcupy pages", daemon=True
-            )
-            self._connections[connection] = thread
-            self._num_handshakes += 1
+            retry_at = self._make_space()
+            self._is_crowded = retry_at > 0
+        if retry_at > 0:
+            return retry_at
         try:
-            thread.start()
+            accepted, _ = self._server.accept()
+        except BlockingIOError:
+            return math.inf
+        except OSError as error:
+            if not self._closed:
+                cache_logger.warning("cannot accept a connection: %s", error)
+            self._is_crowded = True
+            return time.monotonic() + _ACCEPT_RETRY_S
+        connection = _Connection(accepted, time.monotonic())
+        connection.thread = threading.Thread(
+            target=self._converse, args=(connection,), name="kvcupy pages", daemon=True
+        )
+        with self._changed:
+            self._connections.add(connection)
+        try:
+            connection.thread.start()
         except RuntimeError as error:  # no thread can be started
             cache_logger.warning("cannot serve a connection: %s", error)
-            self._dropped(connection)
+            self._drop(connection, "thread")
+        return math.inf
 
-    def _make_space(self) -> bool:
-        """Evict an idle connection if the maximum is reached; return whether one more fits."""
-        if len(self._connections) - len(self._evicted) < self._max_connections:
-            return True
-        oldest = next(iter(self._idle), None)
+    def _make_space(self) -> float:
+        """Return 0 if another connection fits, else the time of the next attempt.
+
+        Without space, evict the connection that has been idle longest, or the oldest unfinished
+        handshake if it has had its minimum time. The caller holds the lock.
+        """
+        connections = self._open_connections()
+        handshakes = [each for each in connections if each.state == "handshake"]
+        idle = [each for each in connections if each.state == "idle"]
+        is_full = len(connections) >= self._max_connections
+        if len(handshakes) < _MAX_CONCURRENT_HANDSHAKES:
+            if not is_full:
+                return 0.0
+            if idle:
+                self._evict(min(idle, key=lambda each: each.since))
+                return 0.0
+        oldest = min(handshakes, key=lambda each: each.since, default=None)
         if oldest is None:
-            return False
-        del self._idle[oldest]
-        self._evicted.add(oldest)
-        protocol.shut_down(oldest)  # its receiver reconnects for the next pull
-        return True
+            return math.inf  # the next connection that ends or becomes idle wakes the keeper
+        if (retry_at := oldest.since + _MIN_HANDSHAKE_S) > time.monotonic():
+            return retry_at
+        self._evict(oldest)
+        return 0.0
 
-    def _dropped(self, connection: socket.socket) -> None:
-        connection.close()
+    def _open_connections(self) -> list[_Connection]:
+        return [each for each in self._connections if each.state != "evicted"]
+
+    def _evict(self, connection: _Connection) -> None:
+        if connection.state == "handshake":
+            self._count_dropped("crowded")
+        connection.enter("evicted")
+        protocol.shut_down(connection.socket)  # its receiver reconnects
+
+    def _drop(self, connection: _Connection, reason: str) -> None:
+        """Close a connection whose handshake has failed."""
         with self._changed:
-            self._num_handshakes -= 1
-            self._connections.pop(connection, None)
-            self._counts["dropped_connections"] += 1
+            if connection.state != "evicted":  # else counted already
+                self._count_dropped(reason)
+        self._remove(connection)
+
+    def _count_dropped(self, reason: str) -> None:
+        self._counts["dropped_connections"] += 1
+
+    def _remove(self, connection: _Connection) -> None:
+        connection.socket.close()
+        with self._changed:
+            self._connections.discard(connection)
+        self._made_space()
+
+    def _made_space(self) -> None:
+        """Wake the keeper if a connection waits for space."""
+        if self._is_crowded:
+            self._notify()
 
     # --- Connection threads ---
 
-    def _converse(self, connection: socket.socket) -> None:
-        deadline = time.monotonic() + protocol.HANDSHAKE_S
-        accepted = connection
+    def _converse(self, connection: _Connection) -> None:
         try:
-            connection.setblocking(True)
-            if connection.family == socket.AF_UNIX:  # TCP sizes its buffers automatically
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
-            else:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                protocol.set_timeout(connection, deadline)
-                connection = self._tls.wrap_socket(connection, server_side=True)
-                with self._changed:
-                    self._connections[connection] = self._connections.pop(accepted)
-            channel, digest = protocol.as_sender(
-                connection, self._secret, self._digest, self._id, deadline
-            )
-        except (Lost, OSError, ValueError, KeyError) as error:
+            channel, digest = self._shake_hands(connection)
+        except (Lost, OSError, ValueError) as error:
             cache_logger.info("dropped a connection to %s: %s", self.address, error)
-            with self._changed:
-                self._connections.pop(accepted, None)
-            self._dropped(connection)
+            self._drop(connection, "late" if isinstance(error, TimeoutError) else "lost")
             return
         with self._changed:
-            self._num_handshakes -= 1
+            connection.enter("busy")
+        self._made_space()
         try:
             while not self._closed and self._is_asked(channel, connection):
                 _, request = channel.receive(time.monotonic() + protocol.HANDSHAKE_S, PULL)
@@ -586,21 +632,38 @@ class PageSender(Endpoint):
         except (Lost, TimeoutError, TransferError):
             pass  # the receiver has disconnected
         finally:
-            channel.close()
-            with self._changed:
-                self._connections.pop(connection, None)
-                self._evicted.discard(connection)
+            self._remove(connection)
 
-    def _is_asked(self, channel: Channel, connection: socket.socket) -> bool:
+    def _shake_hands(self, connection: _Connection) -> tuple[Channel, bytes]:
+        deadline = connection.since + protocol.HANDSHAKE_S
+        accepted = connection.socket
+        accepted.setblocking(True)
+        if accepted.family == socket.AF_UNIX:  # TCP sizes its buffers automatically
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        else:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            entered = partial(self._entered_tls, connection)
+            protocol.encrypt(accepted, self._tls, deadline, entered, server_side=True)
+        return protocol.as_sender(connection.socket, self._secret, self._digest, self._id, deadline)
+
+    def _entered_tls(self, connection: _Connection, encrypted: socket.socket) -> None:
+        connection.socket = encrypted
+        with self._changed:  # a thread that ended the connection may have shut down the old socket
+            if self._closed or connection.state == "evicted":
+                raise Lost("the connection was evicted, or the sender closed")
+
+    def _is_asked(self, channel: Channel, connection: _Connection) -> bool:
         """Wait for the next request; False if the connection is idle too long or evicted."""
         if channel.readable(0):
             return True
         with self._changed:
-            self._idle[connection] = None
+            connection.enter("idle")
+        self._made_space()
         is_asked = channel.readable(_IDLE_TIMEOUT_S)
         with self._changed:
-            self._idle.pop(connection, None)
-            return is_asked and connection not in self._evicted
+            connection.enter("busy")
+            return is_asked and connection.state != "evicted"
 
     def _serve(self, channel: Channel, digest: bytes, request: bytes) -> bool:
         """Serve one pull; return whether the connection can be used for another."""
