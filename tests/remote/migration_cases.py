@@ -106,12 +106,13 @@ def keep_leases(sender):
     busy machine.
     """
 
-    def renew(offer):
+    (offer,) = sender._offers.values()
+
+    def renew():
         offer.expires = time.monotonic() + 3600
 
-    sender._renew = renew
-    (offer,) = sender._offers.values()
-    renew(offer)
+    offer.renew = renew
+    renew()
     return offer
 
 

@@ -172,8 +172,8 @@ def test_many_pulls_at_once(tls, contexts, proxy):  # noqa: F811
 
 
 def hello():
-    fields = (b"KVPM", protocol.VERSION, 1, 6, os.urandom(32), bytes(16))
-    return protocol._CLIENT_HELLO.pack(*fields)
+    fields = (b"KVPM", protocol.VERSIONS[-1], 1, 6, os.urandom(32), bytes(16))
+    return protocol._CLIENT_HELLO.pack(*fields) + bytes(8)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
@@ -204,7 +204,7 @@ def test_a_connection_lost_before_the_grant(proxy):  # noqa: F811
 
 def test_nobody_listens():
     """A pull from a sender that is gone fails at once, and is not tried until its deadline."""
-    with pair() as (sender, receiver, source, target):
+    with pair() as (_, receiver, source, target):
         poison(target, [0])
         other = kv.PageSender(source)
         ticket = other.offer(source.allocator.alloc(1))

@@ -1,7 +1,7 @@
 """Migration protocol: addresses, tickets, the handshake, messages.
 
     receiver                                             sender
-    hello: version, nonce, digest of the pool   ---->
+    hello: version, nonce, pool's digest, offer ---->
                                                 <----    hello: nonce, its id, HMAC of both hellos
     HMAC of both hellos                         ---->
     PULL offer, generation, heads               ---->
@@ -11,9 +11,13 @@
     DONE                                        ---->
                                                 <----    CONFIRMED
 
-The HMACs are keyed with the secret. Every later message has an authentication code with a key
-derived from the secret and a message count, so messages cannot be forged, replayed or dropped.
-Sizes are checked before allocation, and nothing is unpickled.
+The HMACs are keyed with the secret, or else with the token of the offer, which its ticket holds.
+Every later message has an authentication code with a key derived from that and a message count, so
+messages cannot be forged, replayed or dropped. Sizes are checked before allocation, and nothing is
+unpickled.
+
+Versions: a ticket has the newest version that the sender speaks, and a hello the newest that both
+speak. Version 3 names no offer in its hello; without a secret, its keys are public.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ try:
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-VERSION = 3
+VERSIONS = range(3, 5)  # of the wire, spoken by this release
 
 # Kinds of messages.
 PULL, GRANT, REFUSED, RENEW, DONE, CONFIRMED = 1, 2, 3, 4, 5, 6
@@ -55,9 +59,16 @@ NAMES = {
     CONFIRMED: "CONFIRMED", LAYER: "LAYER", CHECKSUM: "CHECKSUM", READ: "READ", START: "START",
 }  # fmt: skip
 
+# Of failed pulls: `TransferError.reason`.
+REASONS = frozenset((
+    "cancelled", "closed", "late", "expired", "withdrawn", "taken", "failed", "lost", "corrupt",
+    "identity", "secret", "version", "ticket",
+))  # fmt: skip
+
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TICKET_BYTES = 8 << 20
 MAX_ATTACHMENT_BYTES = 1 << 20
+MAX_TRACE_BYTES = 128
 MAX_PAGES = 1 << 18  # per offer
 HANDSHAKE_S = 5.0
 MIN_SECRET_BYTES = 16
@@ -67,6 +78,7 @@ _MAC_BYTES = 16
 _MIN_PAYLOAD_BYTES = 48  # shorter payloads are padded, so that one call receives most messages
 MIN_MESSAGE_BYTES = _HEAD.size + _MIN_PAYLOAD_BYTES + _MAC_BYTES
 _REFUSAL_TIMEOUT_S = 0.1
+_MAX_REASON_CHARS = 1000
 _LISTEN_TIMEOUT_S = 5.0
 _LOCK_POLL_S = 0.005
 _MAX_BUFFERS = 512  # per system call
@@ -234,7 +246,19 @@ def _locked(path: str) -> Iterator[None]:
         os.close(lock)
 
 
-# --- Secrets --------------------------------------------------------------------------------------
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+def checked_trace_id(trace_id: Any) -> str:
+    """Check the argument `trace_id`; TypeError or ValueError if it is invalid."""
+    if not isinstance(trace_id, str):
+        raise TypeError(f"trace_id: expected a str, got {type(trace_id).__name__}")
+    if len(trace_id.encode("utf-8", "replace")) > MAX_TRACE_BYTES or not trace_id.isprintable():
+        raise ValueError(
+            f"trace_id: expected printable text of at most {MAX_TRACE_BYTES} bytes, "
+            f"got {trace_id[:MAX_TRACE_BYTES]!r}"
+        )
+    return trace_id
 
 
 def checked_secret(secret: Any) -> bytes:
@@ -258,8 +282,8 @@ def checked_tls(tls: Any) -> ssl.SSLContext | None:
     return tls
 
 
-def _hmac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
-    keyed = hmac.new(secret, purpose, hashlib.sha256)
+def _hmac(key: bytes, purpose: bytes, *parts: bytes) -> bytes:
+    keyed = hmac.new(key, purpose, hashlib.sha256)
     for part in parts:
         keyed.update(len(part).to_bytes(4, "big") + part)
     return keyed.digest()
@@ -286,6 +310,7 @@ _encoded = lru_cache(64)(PoolIdentity.encoded)
 _decoded = lru_cache(64)(PoolIdentity.decoded)
 _TICKET = struct.Struct(">4sBBQQ16s16s16sQIHHBBII")
 _TICKET_MAGIC = b"KVPT"
+_PLAIN_TICKET, _TRACED_TICKET = 3, 4  # formats; the latter, with a trace id, came with version 4
 
 
 @dataclass(frozen=True)
@@ -301,7 +326,9 @@ class Ticket:
     attachment : bytes added by the sender's user
     identity : of the sender's pool: its geometry and its range of heads
     address : listening address of the sender
+    trace_id : identifier that the sender's user chose, or empty
     number, generation, token, sender_id, engine : identify the offer
+    version : newest version of the wire that the sender speaks
     """
 
     number: int
@@ -315,8 +342,10 @@ class Ticket:
     address: str
     engine: str
     identity: PoolIdentity
+    version: int
     hashes: tuple[int, ...] = ()
     attachment: bytes = b""
+    trace_id: str = ""
 
     def is_alike(self, other: Ticket) -> bool:
         """Return whether another ticket has the same pool and engine."""
@@ -332,13 +361,17 @@ class Ticket:
         engine = self.engine.encode()
         wide = any(h >> 64 for h in self.hashes)
         hash_bytes = (16 if wide else 8) if self.hashes else 0
+        trace = self.trace_id.encode()
         head = _TICKET.pack(
-            _TICKET_MAGIC, VERSION, hash_bytes, self.number, self.generation, self.token,
-            self.sender_id, self.digest, round(self.lease_s * 1e3), self.num_pages,
-            len(address), len(identity), len(engine), 0, self.num_pulls, len(self.attachment),
+            _TICKET_MAGIC, _TRACED_TICKET if trace else _PLAIN_TICKET, hash_bytes, self.number,
+            self.generation, self.token, self.sender_id, self.digest, round(self.lease_s * 1e3),
+            self.num_pages, len(address), len(identity), len(engine), self.version,
+            self.num_pulls, len(self.attachment),
         )  # fmt: skip
+        if trace:
+            head += bytes((len(trace),))
         hashes = b"".join(h.to_bytes(hash_bytes, "big") for h in self.hashes)
-        body = b"".join((head, address, identity, engine, hashes, self.attachment))
+        body = b"".join((head, trace, address, identity, engine, hashes, self.attachment))
         return body + _ticket_mac(secret, body)
 
     @classmethod
@@ -350,39 +383,45 @@ class Ticket:
         body, mac = whole[:-32], whole[-32:]
         if len(data) > MAX_TICKET_BYTES or len(body) < _TICKET.size or body[:4] != _TICKET_MAGIC:
             raise TransferError("ticket: expected a ticket of PageSender.offer", "ticket")
-        if body[4] != VERSION:
-            raise TransferError(f"ticket: expected version {VERSION}, got {body[4]}", "version")
+        if body[4] not in (_PLAIN_TICKET, _TRACED_TICKET) or body[4] > VERSIONS[-1]:
+            raise TransferError(
+                f"ticket: expected version {_PLAIN_TICKET} to {VERSIONS[-1]}, got {body[4]}",
+                "version",
+            )
         if not hmac.compare_digest(mac, _ticket_mac(secret, body)):
             raise TransferError("ticket: damaged, or the sender has another secret", "secret")
         # From here on, the ticket is authentic.
-        (_, _, hash_bytes, number, generation, token, sender_id, digest, lease_ms, num_pages,
-         address_bytes, identity_bytes, engine_bytes, _, num_pulls, attachment_bytes,
+        (_, layout, hash_bytes, number, generation, token, sender_id, digest, lease_ms, num_pages,
+         address_bytes, identity_bytes, engine_bytes, version, num_pulls, attachment_bytes,
         ) = _TICKET.unpack_from(body)  # fmt: skip
-        sizes = (address_bytes, identity_bytes, engine_bytes, hash_bytes * num_pages)
-        if (
-            num_pages > MAX_PAGES
-            or hash_bytes not in (0, 8, 16)
-            or len(body) != _TICKET.size + sum(sizes) + attachment_bytes
-        ):
+        start, trace_bytes = _TICKET.size, 0
+        if layout == _TRACED_TICKET:
+            start, trace_bytes = start + 1, int.from_bytes(body[start : start + 1], "big")
+        sizes = (
+            trace_bytes, address_bytes, identity_bytes, engine_bytes, hash_bytes * num_pages,
+            attachment_bytes,
+        )  # fmt: skip
+        if num_pages > MAX_PAGES or hash_bytes not in (0, 8, 16) or len(body) != start + sum(sizes):
             raise TransferError("ticket: inconsistent sizes", "ticket")
-        parts, start = [], _TICKET.size
-        for size in (*sizes, attachment_bytes):
+        parts = []
+        for size in sizes:
             parts.append(body[start : start + size])
             start += size
-        hashes = parts[3]
+        hashes = parts[4]
         try:
-            identity = _decoded(parts[1])
-            address, engine = parts[0].decode(), parts[2].decode()
+            trace_id = checked_trace_id(parts[0].decode())
+            address, engine = parts[1].decode(), parts[3].decode()
+            identity = _decoded(parts[2])
         except (ValueError, TypeError) as error:
             raise TransferError(f"ticket: {error}", "ticket") from error
         return cls(
             number, generation, token, sender_id, digest, lease_ms / 1e3, num_pages, num_pulls,
-            address, engine, identity,
+            address, engine, identity, version or 3,  # senders of version 3 write 0
             tuple(
                 int.from_bytes(hashes[i : i + hash_bytes], "big")
                 for i in range(0, len(hashes), hash_bytes or 1)
             ),
-            parts[4],
+            parts[5], trace_id,
         )  # fmt: skip
 
 
@@ -404,6 +443,13 @@ def new_checksum(algorithm: int, key: bytes, *names: int) -> Any:
     return checksum
 
 
+def offer_token(key: bytes, number: int) -> bytes:
+    """Return the token of an offer, which proves its ticket. `key` is known to the sender alone."""
+    return hashlib.blake2b(
+        number.to_bytes(8, "big"), key=key, digest_size=16, person=b"kvcupy offers"
+    ).digest()
+
+
 def offer_key(secret: bytes, token: bytes) -> bytes:
     """Return the key of the page checksums of an offer; holders of its ticket can derive it."""
     key = _ticket_key(secret)
@@ -411,6 +457,11 @@ def offer_key(secret: bytes, token: bytes) -> bytes:
 
 
 # --- Messages on a connection ---------------------------------------------------------------------
+
+
+def _printable(text: str) -> str:
+    """Return text of a peer such that it can be logged."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])
 
 
 class Lost(Exception):
@@ -496,7 +547,7 @@ class Channel:
         payload = body[_HEAD.size : _HEAD.size + length]
         if kind == REFUSED:
             reason, _, message = payload.decode("utf-8", "replace").partition("\n")
-            raise TransferError(message, reason)
+            raise TransferError(_printable(message), reason if reason in REASONS else "lost")
         if kinds and kind not in kinds:
             expected = " or ".join(NAMES[k] for k in kinds)
             raise Lost(f"expected {expected}, got {NAMES[kind]}")
@@ -504,7 +555,7 @@ class Channel:
 
     def refuse(self, reason: str, message: str, deadline: float) -> None:
         """Send a REFUSED message with the reason."""
-        self.send(REFUSED, f"{reason}\n{message[:4000]}".encode(), deadline)
+        self.send(REFUSED, f"{reason}\n{_printable(message)}".encode(), deadline)
 
     def readable(self, deadline_s: float) -> bool:
         """Wait for data or the end of the connection; return whether there is either."""
@@ -749,80 +800,104 @@ def _some(count: int) -> int:
 # --- The handshake --------------------------------------------------------------------------------
 
 _CLIENT_HELLO = struct.Struct(">4sHBB32s16s")
+_OFFER = struct.Struct(">Q")  # follows the receiver's hello from version 4 on
 _SERVER_HELLO = struct.Struct(">4sHBB32s16s16s")
 _MAGIC = b"KVPM"
 
 
 def as_receiver(
-    connection: socket.socket, secret: bytes, digest: bytes, deadline: float
+    connection: socket.socket, secret: bytes, digest: bytes, ticket: Ticket, deadline: float
 ) -> tuple[Channel, bytes]:
     """Shake hands with a sender; return the channel, and the digest of the sender's pool.
 
     Raises
     ------
-    TransferError : the sender has another secret or version
+    TransferError : the sender has another secret or version, or without a secret, has not made the
+        ticket
     Lost, TimeoutError : the peer is not a sender, or does not answer
     """
-    hello = _CLIENT_HELLO.pack(_MAGIC, VERSION, bool(secret), _SUPPORTED, os.urandom(32), digest)
+    version = min(ticket.version, VERSIONS[-1])
+    if version not in VERSIONS:
+        raise _other_version(ticket.version)
+    hello = _CLIENT_HELLO.pack(_MAGIC, version, bool(secret), _SUPPORTED, os.urandom(32), digest)
+    key = secret
+    if version > 3:
+        hello += _OFFER.pack(ticket.number)
+        key = secret or ticket.token
     set_timeout(connection, deadline)
     try:
         connection.sendall(hello)
     except (OSError, ValueError) as error:
         raise Lost(f"the connection has ended: {error}") from error
     answer = receive_exactly(connection, _SERVER_HELLO.size, deadline)
-    magic, version, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
+    magic, spoken, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
     if magic != _MAGIC:
         raise Lost("the peer is not a PageSender")
-    if version != VERSION:
-        raise TransferError(f"the sender has version {version}, this receiver {VERSION}", "version")
+    if spoken != version:
+        raise _other_version(spoken)
     mac = receive_exactly(connection, 32, deadline)
-    if has_secret != bool(secret) or not hmac.compare_digest(
-        mac, _hmac(secret, b"kvcupy sender", hello, answer)
-    ):
+    is_genuine = hmac.compare_digest(mac, _hmac(key, b"kvcupy sender", hello, answer))
+    if has_secret != bool(secret) or (secret and not is_genuine):
         raise TransferError("secret: the sender has another secret, or none", "secret")
+    if not is_genuine:
+        raise TransferError("the sender that made the ticket no longer listens", "lost")
     if algorithm not in _ALGORITHMS:
         raise Lost("the sender chose a checksum that this receiver lacks")
     try:
-        connection.sendall(_hmac(secret, b"kvcupy receiver", hello, answer))
+        connection.sendall(_hmac(key, b"kvcupy receiver", hello, answer))
     except (OSError, ValueError) as error:
         raise Lost(f"the connection has ended: {error}") from error
-    to_sender, to_receiver, data = _session_keys(secret, hello, answer)
+    to_sender, to_receiver, data = _session_keys(key, hello, answer)
     return Channel(connection, to_sender, to_receiver, data, algorithm, sender_id), its_digest
 
 
+def _other_version(version: int) -> TransferError:
+    own = f"{VERSIONS[0]} to {VERSIONS[-1]}"
+    return TransferError(f"the sender has version {version}, this receiver {own}", "version")
+
+
 def as_sender(
-    connection: socket.socket, secret: bytes, digest: bytes, sender_id: bytes, deadline: float
-) -> tuple[Channel, bytes]:
+    connection: socket.socket, secret: bytes, digest: bytes, sender_id: bytes,
+    token_of: Callable[[int], bytes], deadline: float,
+) -> tuple[Channel, bytes]:  # fmt: skip
     """Shake hands with a receiver; return the channel, and the digest of the receiver's pool.
+
+    Parameters
+    ----------
+    token_of : returns the token of an offer by its number
 
     Raises
     ------
-    Lost, TimeoutError : the peer is not a receiver, has another secret or version, or does not
-        answer
+    Lost, TimeoutError : the peer is not a receiver, has another secret or version, has no ticket
+        and no secret, or does not answer
     """
     hello = receive_exactly(connection, _CLIENT_HELLO.size, deadline)
     magic, version, _, supported, _, its_digest = _CLIENT_HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise Lost("the peer is not a PageReceiver")
+        raise Lost("the peer is not a PageReceiver", "stranger")
+    key, spoken = secret, version if version in VERSIONS else VERSIONS[-1]
+    if version > 3:
+        offer = receive_exactly(connection, _OFFER.size, deadline)
+        hello, key = hello + offer, secret or token_of(*_OFFER.unpack(offer))
     algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 2)
     answer = _SERVER_HELLO.pack(
-        _MAGIC, VERSION, bool(secret), algorithm, os.urandom(32), sender_id, digest
+        _MAGIC, spoken, bool(secret), algorithm, os.urandom(32), sender_id, digest
     )
     set_timeout(connection, deadline)
     try:
-        connection.sendall(answer + _hmac(secret, b"kvcupy sender", hello, answer))
+        connection.sendall(answer + _hmac(key, b"kvcupy sender", hello, answer))
     except (OSError, ValueError) as error:
         raise Lost(f"the connection has ended: {error}") from error
-    if version != VERSION:
-        raise Lost(f"the receiver has version {version}")
+    if version != spoken:
+        raise Lost(f"the receiver has version {version}", "version")
     proof = receive_exactly(connection, 32, deadline)
-    if not hmac.compare_digest(proof, _hmac(secret, b"kvcupy receiver", hello, answer)):
-        raise Lost("the receiver has another secret, or none")
-    to_sender, to_receiver, data = _session_keys(secret, hello, answer)
+    if not hmac.compare_digest(proof, _hmac(key, b"kvcupy receiver", hello, answer)):
+        raise Lost("the receiver has another secret, or no ticket", "secret")
+    to_sender, to_receiver, data = _session_keys(key, hello, answer)
     return Channel(connection, to_receiver, to_sender, data, algorithm, b""), its_digest
 
 
-def _session_keys(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, bytes, bytes]:
-    to_sender = _hmac(secret, b"kvcupy messages to the sender", hello, answer)
-    to_receiver = _hmac(secret, b"kvcupy messages to the receiver", hello, answer)
-    return to_sender, to_receiver, _hmac(secret, b"kvcupy data", hello, answer)
+def _session_keys(key: bytes, hello: bytes, answer: bytes) -> tuple[bytes, bytes, bytes]:
+    to_sender = _hmac(key, b"kvcupy messages to the sender", hello, answer)
+    to_receiver = _hmac(key, b"kvcupy messages to the receiver", hello, answer)
+    return to_sender, to_receiver, _hmac(key, b"kvcupy data", hello, answer)

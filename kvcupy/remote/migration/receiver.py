@@ -21,11 +21,22 @@ from ... import metrics, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.pages import Pages, page_array
 from ...cache.pool import positive_int
+from ...config import cache_logger
 from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
 from ...observe import Operation
 from ...streams import stream_after
 from . import protocol
-from .endpoint import GRANT_HEAD, PULL_HEAD, Endpoint, accesses, common_digest, positive_seconds
+from .endpoint import (
+    GRANT_HEAD,
+    PULL_HEAD,
+    Endpoint,
+    accesses,
+    as_transfer_error,
+    common_digest,
+    place,
+    positive_seconds,
+    reason_samples,
+)
 from .engines import PullTask
 from .protocol import CONFIRMED, DONE, GRANT, PULL, START, Address, Channel, Lost, Ticket
 
@@ -91,8 +102,11 @@ class PageReceiver(Endpoint):
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
         self._counts: Counter[str] = Counter()
+        self._failed_pulls: Counter[str] = Counter()  # by reason, as the next one
+        self._dropped: Counter[str] = Counter()
         protocol.closed_in_children.add(self)
-        metrics.follow(self, _samples, partial(_totals, self._counts))
+        counts = self._counts, self._failed_pulls, self._dropped
+        metrics.follow(self, _samples, partial(_totals, *counts))
 
     def __repr__(self) -> str:
         return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
@@ -184,14 +198,15 @@ class PageReceiver(Endpoint):
         pull._start(asked)
         return pull
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Return current and cumulative counts.
 
         Returns
         -------
         dict : current "pulls", "connections" (kept for later pulls) and "quarantined_pages" (of
             failed pulls whose pages may still be written); cumulative "completed", "failed" and
-            "cancelled" pulls, and "received_bytes"
+            "cancelled" pulls, and "received_bytes"; by reason "pull_failures" (of `TransferError`)
+            and "connection_drops": "idle" or "lost" before a grant, and replaced if there was time
         """
         with self._lock:
             return {
@@ -199,6 +214,8 @@ class PageReceiver(Endpoint):
                 "quarantined_pages": self._quarantined(),
                 "connections": sum(map(len, self._idle.values())),
                 **{name: self._counts[name] for name in _COUNTS},
+                "pull_failures": dict(self._failed_pulls),
+                "connection_drops": dict(self._dropped),
             }
 
     def close(self, deadline_s: float = _CLOSE_TIMEOUT_S) -> None:
@@ -215,7 +232,7 @@ class PageReceiver(Endpoint):
             first, self._closed = not self._closed, True
             pulls, idle, self._idle = list(self._pulls), self._idle, {}
         for pull in pulls:
-            pull._fail(TransferError("the receiver was closed", "closed"))
+            pull._cancel("the receiver was closed", "closed")
         for channel in chain.from_iterable(idle.values()):
             _close_confirmed(channel, min(deadline, time.monotonic() + _CONFIRM_TIMEOUT_S))
         self._workers.close(deadline)  # includes workers that send DONE
@@ -307,7 +324,7 @@ class PageReceiver(Endpoint):
         """Connect to the sender of a ticket, and shake hands."""
         deadline = min(pull._deadline, time.monotonic() + protocol.HANDSHAKE_S)
         try:
-            channel, digest = self._shake_hands(pull, address, deadline)
+            channel, digest = self._shake_hands(pull, ticket, address, deadline)
         except TimeoutError as error:
             if time.monotonic() >= pull._deadline:
                 raise
@@ -315,16 +332,14 @@ class PageReceiver(Endpoint):
             raise TransferError(message, "lost") from error
         if channel.peer != ticket.sender_id:
             channel.close()
-            raise TransferError(
-                f"the sender that made the ticket no longer listens on {address}", "lost"
-            )
+            raise TransferError("the sender that made the ticket no longer listens", "lost")
         if digest != self._digest:
             channel.close()
             raise TransferError("the pools differ", "identity")
         return channel
 
     def _shake_hands(
-        self, pull: Pull, address: Address, deadline: float
+        self, pull: Pull, ticket: Ticket, address: Address, deadline: float
     ) -> tuple[Channel, bytes]:  # fmt: skip
         connection = address.connect(max(0.001, deadline - time.monotonic()))
         try:
@@ -334,7 +349,7 @@ class PageReceiver(Endpoint):
                 connection = protocol.encrypt(
                     connection, self._tls, deadline, pull._uses, server_hostname=name
                 )
-            return protocol.as_receiver(connection, self._secret, self._digest, deadline)
+            return protocol.as_receiver(connection, self._secret, self._digest, ticket, deadline)
         except BaseException:
             connection.close()
             raise
@@ -417,7 +432,7 @@ class PageReceiver(Endpoint):
                 with self._lock:
                     self._counts["received_bytes"] += channel.num_bytes - before
         except BaseException as error:
-            pull._fail(_as_transfer_error(error, str(address)))
+            pull._fail(as_transfer_error(error, place(address, ticket.trace_id)))
             while task is not None and not self._engine.quiet(task):
                 time.sleep(_QUIET_POLL_S)
             pull._part_ended()
@@ -470,6 +485,8 @@ class PageReceiver(Endpoint):
                 is_lost |= isinstance(error, TransferError) and is_confirming
                 if not is_lost:
                     raise
+                with self._lock:
+                    self._dropped["idle" if is_reused else "lost"] += 1
                 if is_reused:  # the sender had closed the idle connection
                     continue
                 pause_s = _RETRY_S * 2 ** (num_attempts - 1) * random.uniform(0.5, 1.5)
@@ -506,13 +523,18 @@ class PageReceiver(Endpoint):
     def _settled(self, pull: Pull) -> None:
         """Count a pull whose threads no longer access its pages."""
         failure = pull.failure
+        outcome = "completed"
+        if failure is not None:
+            cache_logger.info("failed pull: %s", failure)
+            outcome = "cancelled" if failure.reason in ("cancelled", "closed") else "failed"
         with self._lock:
             self._pulls.discard(pull)
-            if failure is None:
-                self._counts["completed"] += 1
-            else:
-                is_cancelled = failure.reason in ("cancelled", "closed")
-                self._counts["cancelled" if is_cancelled else "failed"] += 1
+            self._counts[outcome] += 1
+            if failure is not None:
+                self._failed_pulls[failure.reason] += 1
+        if metrics.enabled:
+            seconds = time.monotonic() - pull._start_s
+            metrics.note("kvcupy_migration_pull_seconds", seconds, outcome=outcome)
 
 
 _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
@@ -606,6 +628,7 @@ class Pull(ProcessLocal):
     ) -> None:  # fmt: skip
         pool = receiver._pool
         self._pages, self._deadline = pages, deadline
+        self._start_s = time.monotonic()
         self.num_pages = len(pages)
         self.num_bytes = len(pages) * pool.page_bytes
         self.hashes, self.attachment = parts[0][0].hashes, parts[0][0].attachment
@@ -692,7 +715,7 @@ class Pull(ProcessLocal):
         Returns at once. The pages are in quarantine until no bytes can arrive in them:
         `synchronize` waits for that, and freed pages become free then.
         """
-        self._fail(TransferError("the pull was cancelled", "cancelled"))
+        self._cancel("the pull was cancelled", "cancelled")
 
     # --- Waiting ---
 
@@ -797,6 +820,10 @@ class Pull(ProcessLocal):
                 self._num_arrived += 1
             self._changed.notify_all()
 
+    def _cancel(self, message: str, reason: str) -> None:
+        ticket, address, _ = self._parts[0]
+        self._fail(TransferError(f"{place(address, ticket.trace_id)}: {message}", reason))
+
     def _fail(self, failure: TransferError) -> None:
         """Fail the pull, unless it has failed or all layers have arrived."""
         with self._changed:
@@ -858,18 +885,6 @@ def _close_confirmed(channel: Channel, deadline: float) -> None:
     channel.close()
 
 
-def _as_transfer_error(error: BaseException, where: str) -> TransferError:
-    """Convert an error of a worker thread to a TransferError."""
-    if isinstance(error, TransferError):
-        return error
-    if isinstance(error, TimeoutError):
-        failure = TransferError(f"{where}: the deadline has passed", "late")
-    else:
-        failure = TransferError(f"{where}: {error or type(error).__name__}", "lost")
-    failure.__cause__ = error
-    return failure
-
-
 def _difference(own: Any, theirs: Any) -> str:
     """Describe the first difference of two identities, except in heads and layout."""
     common = {"head_start": 0, "num_kv_heads": 0, "wire": ""}
@@ -878,11 +893,14 @@ def _difference(own: Any, theirs: Any) -> str:
 
 def _samples(receiver: PageReceiver) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = receiver.stats()
-    yield from _totals(stats)
+    yield from _totals(stats, stats["pull_failures"], stats["connection_drops"])
     yield "kvcupy_migration_quarantined_pages", (), stats["quarantined_pages"]
 
 
-def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+def _totals(
+    counts: Mapping[str, int], pulls: Mapping[str, int], connections: Mapping[str, int]
+) -> Iterator[tuple[str, metrics.Labels, float]]:
     for name in ("completed", "failed", "cancelled"):
         yield "kvcupy_migration_pulls_total", (("outcome", name),), counts[name]
     yield "kvcupy_migration_bytes_total", (("direction", "received"),), counts["received_bytes"]
+    yield from reason_samples("receiver", pulls, connections)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import math
 import os
 import secrets
@@ -34,8 +35,11 @@ from .endpoint import (
     PULL_HEAD,
     Endpoint,
     accesses,
+    as_transfer_error,
     checked_page_list,
+    place,
     positive_seconds,
+    reason_samples,
 )
 from .engines import Offered, Service
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
@@ -76,10 +80,12 @@ class _Offer:
     token: bytes
     pages: Pages
     lease_s: float
+    latest: float  # expiry that renewals cannot extend, a value of time.monotonic
     num_pulls: int
+    trace_id: str
     release: Callable[[Any], object]
     written: list[StreamCompletion | None]  # completion of each layer; None: not announced yet
-    expires: float = 0.0  # a value of time.monotonic
+    expires: float = 0.0
     ticket: bytes = b""  # as returned by `PageSender.offer`
     completed: int = 0  # number of completed pulls
     channels: set[Channel] = field(default_factory=set)  # of pulls in progress
@@ -87,6 +93,9 @@ class _Offer:
     ended: str = ""  # reason, empty while the offer is open
     is_released: bool = False
     offered: Offered = field(init=False)  # the engine's view, until the release
+
+    def renew(self) -> None:
+        self.expires = max(self.expires, min(time.monotonic() + self.lease_s, self.latest))
 
 
 class PageSender(Endpoint):
@@ -108,6 +117,8 @@ class PageSender(Endpoint):
         uses at most a quarter of them. None stages only such pools, with up to 64 pages
     advertise : address in tickets instead of `listen`, such as this machine's address if `listen`
         is "tcp:0.0.0.0:PORT"
+    max_lease_s : maximum time from `offer` until an offer expires, however often receivers renew
+        it, unless its own `lease_s` is longer
     max_connections : maximum number of connections. At the maximum, a new connection replaces the
         one that has been idle longest, and waits in the listening socket's backlog if none is idle
 
@@ -150,10 +161,11 @@ class PageSender(Endpoint):
         self, pool: Any, *, listen: str = "tcp:127.0.0.1:0", secret: bytes | None = None,
         engine: str = "socket", heads: tuple[int, int] | None = None, model: str = "",
         tls: Any = None, staging_pages: int | None = None, advertise: str | None = None,
-        max_connections: int = 64,
+        max_connections: int = 64, max_lease_s: float = 3600.0,
     ) -> None:  # fmt: skip
         super().__init__(pool, secret, heads, model, tls)
         self._max_connections = positive_int(max_connections, "max_connections")
+        self._max_lease_s = positive_seconds(max_lease_s, "max_lease_s")
         address = Address.parse(listen, "listen")
         if not (address.is_local or self._secret or self._tls):
             raise ValueError(
@@ -164,6 +176,7 @@ class PageSender(Endpoint):
             raise ValueError(f"advertise: expected the address of this machine, for {address}")
         self._open_engine(engine, staging_pages)
         self._id = secrets.token_bytes(16)
+        self._token_of = partial(protocol.offer_token, secrets.token_bytes(32))
         self._changed = threading.Condition()  # guards the fields below
         self._offers: dict[int, _Offer] = {}  # open offers, by number
         self._unreleased: set[_Offer] = set()  # open and ended offers
@@ -176,6 +189,8 @@ class PageSender(Endpoint):
         self._to_abort: list[tuple[float, _Offer, Channel]] = []  # if still blocked at that time
         self._wakes_at = 0.0  # next wakeup of the keeper thread, by time.monotonic
         self._counts: Counter[str] = Counter()
+        self._failed_pulls: Counter[str] = Counter()  # by reason, as the next one
+        self._dropped: Counter[str] = Counter()
         self._server, listening = address.listen()
         self.address = str(listening)
         self._advertised = self.address if advertised is None else str(advertised)
@@ -195,7 +210,8 @@ class PageSender(Endpoint):
             for each in (self._server, self._wake, self._woken):
                 each.close()
             raise KvcupyError(f"PageSender: cannot start a thread: {error}") from error
-        metrics.follow(self, _samples, partial(_totals, self._counts))
+        counts = self._counts, self._failed_pulls, self._dropped
+        metrics.follow(self, _samples, partial(_totals, *counts))
 
     def __repr__(self) -> str:
         return f"<PageSender at {self.address}, {len(self._offers)} offers>"
@@ -205,7 +221,7 @@ class PageSender(Endpoint):
     def offer(
         self, pages: Any, *, hashes: Any = None, after: Any = None, lease_s: float = 30.0,
         by_layer: bool = False, pulls: int = 1, attachment: bytes = b"",
-        release: Callable[[Any], object] | None = None,
+        release: Callable[[Any], object] | None = None, trace_id: str = "",
     ) -> bytes:  # fmt: skip
         """Offer pages. The sender owns them until it frees them.
 
@@ -217,13 +233,16 @@ class PageSender(Endpoint):
         after : stream that writes the pages: Stream, or a CuPy or torch stream; None for the
             current stream of CuPy or torch; False if the pages are written. A layer is sent once
             the stream has completed the work enqueued before this call
-        lease_s : seconds after which the offer expires, unless a receiver renews it
+        lease_s : seconds after which the offer expires, unless a receiver renews it, up to the
+            sender's `max_lease_s`
         by_layer : send each layer when `layer_done` announces it; ignore `after`
         pulls : number of pulls that complete the offer, if several receivers each fetch all pages
             or some of their heads
         attachment : up to 1 MiB, which receivers read with the ticket
         release : function to call once with the pages when the offer ends, on any thread, instead
             of the pool's `allocator.free`. The pages may then be in several offers
+        trace_id : up to 128 bytes of text, sent with the ticket, that logs and errors of both ends
+            name. Receivers of kvcupy before wire version 4 refuse such tickets
 
         Returns
         -------
@@ -260,6 +279,7 @@ class PageSender(Endpoint):
             raise TypeError(f"attachment: expected bytes, got {type(attachment).__name__}")
         if len(attachment) > protocol.MAX_ATTACHMENT_BYTES:
             raise ValueError(f"attachment: expected at most 1 MiB, got {len(attachment)} bytes")
+        trace_id = protocol.checked_trace_id(trace_id)
         if release is not None and not callable(release):
             raise TypeError(f"release: expected a function, got {release!r}")
         written: list[StreamCompletion | None] = [None] * self._pool.num_layers
@@ -274,9 +294,11 @@ class PageSender(Endpoint):
                     twice = ordered[self._owned[ordered]][0]
                     raise ValueError(f"pages: expected pages that are not offered, got {twice}")
                 self._owned[ordered] = True
+            now = time.monotonic()
             offer = _Offer(
-                self._next, secrets.randbits(63), secrets.token_bytes(16), ordered, lease, pulls,
-                release or self._free, written, time.monotonic() + lease,
+                self._next, secrets.randbits(63), self._token_of(self._next), ordered, lease,
+                now + max(lease, self._max_lease_s), pulls, trace_id, release or self._free,
+                written, now + lease,
             )  # fmt: skip
             offer.offered = offered = self._offered(offer)
             self._next += 1
@@ -288,8 +310,8 @@ class PageSender(Endpoint):
         self._engine.offered(offered)
         ticket = Ticket(
             offer.number, offer.generation, offer.token, self._id, self._digest, lease,
-            len(ordered), pulls, self._advertised, self._engine.name, self._identity, numbers,
-            bytes(attachment),
+            len(ordered), pulls, self._advertised, self._engine.name, self._identity,
+            protocol.VERSIONS[-1], numbers, bytes(attachment), trace_id,
         ).encoded(self._secret)  # fmt: skip
         with self._changed:
             if not offer.is_released:
@@ -345,7 +367,7 @@ class PageSender(Endpoint):
             return False
         return self._end(offer, "withdrawn")
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Return current and cumulative counts.
 
         Returns
@@ -353,7 +375,10 @@ class PageSender(Endpoint):
         dict : current "offers", "offered_pages" (not yet freed), "pulls" and "connections";
             cumulative "completed", "expired", "withdrawn", "failed" and "closed" offers,
             "lost_pulls", "refused_pulls", "dropped_connections" (before they have finished the
-            handshake) and "sent_bytes"
+            handshake) and "sent_bytes"; "pull_failures" by the reason of the
+            `TransferError`, "connection_drops" by "late", "crowded" (replaced by a waiting
+            connection), "secret" (or ticket), "version", "stranger" (not a receiver), "thread"
+            (none can be started) and "lost"
         """
         with self._changed:
             now = {
@@ -362,7 +387,13 @@ class PageSender(Endpoint):
                 "pulls": sum(len(offer.channels) for offer in self._unreleased),
                 "connections": len(self._open_connections()),
             }
-            return now | {name: self._counts[name] for name in _COUNTS}
+            return {
+                **now,
+                **{name: self._counts[name] for name in _COUNTS},
+                "dropped_connections": self._dropped.total(),
+                "pull_failures": dict(self._failed_pulls),
+                "connection_drops": dict(self._dropped),
+            }
 
     def close(self, deadline_s: float = _CLOSE_TIMEOUT_S) -> None:
         """End all offers and connections, free the pages, and wait for the threads.
@@ -587,7 +618,7 @@ class PageSender(Endpoint):
 
     def _evict(self, connection: _Connection) -> None:
         if connection.state == "handshake":
-            self._count_dropped("crowded")
+            self._dropped["crowded"] += 1
         connection.enter("evicted")
         protocol.shut_down(connection.socket)  # its receiver reconnects
 
@@ -595,11 +626,8 @@ class PageSender(Endpoint):
         """Close a connection whose handshake has failed."""
         with self._changed:
             if connection.state != "evicted":  # else counted already
-                self._count_dropped(reason)
+                self._dropped[reason] += 1
         self._remove(connection)
-
-    def _count_dropped(self, reason: str) -> None:
-        self._counts["dropped_connections"] += 1
 
     def _remove(self, connection: _Connection) -> None:
         connection.socket.close()
@@ -619,7 +647,8 @@ class PageSender(Endpoint):
             channel, digest = self._shake_hands(connection)
         except (Lost, OSError, ValueError) as error:
             cache_logger.info("dropped a connection to %s: %s", self.address, error)
-            self._drop(connection, "late" if isinstance(error, TimeoutError) else "lost")
+            reason = "late" if isinstance(error, TimeoutError) else "lost"
+            self._drop(connection, error.reason if isinstance(error, Lost) else reason)
             return
         with self._changed:
             connection.enter("busy")
@@ -645,7 +674,9 @@ class PageSender(Endpoint):
         if self._tls is not None:
             entered = partial(self._entered_tls, connection)
             protocol.encrypt(accepted, self._tls, deadline, entered, server_side=True)
-        return protocol.as_sender(connection.socket, self._secret, self._digest, self._id, deadline)
+        return protocol.as_sender(
+            connection.socket, self._secret, self._digest, self._id, self._token_of, deadline
+        )
 
     def _entered_tls(self, connection: _Connection, encrypted: socket.socket) -> None:
         connection.socket = encrypted
@@ -682,18 +713,16 @@ class PageSender(Endpoint):
         try:
             peer = request[PULL_HEAD.size :]
             self._move(channel, offer, heads, run_pages, peer, waits=bool(waits))
-        except TransferError as error:
-            self._leave(channel, offer, "refused_pulls")
-            with suppress(Lost, TimeoutError):
-                channel.refuse(error.reason, str(error), time.monotonic() + 1)
-            return False
-        except (Lost, TimeoutError) as error:
-            cache_logger.info("incomplete pull from %s: %s", self.address, error)
-            self._leave(channel, offer, "lost_pulls")
-            return False
         except BaseException as error:
-            cache_logger.exception("failed pull from %s: %s", self.address, error)
-            self._leave(channel, offer, "lost_pulls")
+            failure = as_transfer_error(error, place(self.address, offer.trace_id))
+            is_expected = isinstance(error, (TransferError, Lost, TimeoutError))
+            level = logging.INFO if is_expected else logging.ERROR
+            cache_logger.log(level, "incomplete pull from %s", failure, exc_info=not is_expected)
+            is_refused = isinstance(error, TransferError)
+            self._leave(channel, offer, "refused_pulls" if is_refused else "lost_pulls", failure)
+            if is_refused:
+                with suppress(Lost, TimeoutError):
+                    channel.refuse(failure.reason, str(error), time.monotonic() + 1)
             return False
         with suppress(Lost, TimeoutError):
             channel.send(CONFIRMED, b"", time.monotonic() + 1)
@@ -718,7 +747,7 @@ class PageSender(Endpoint):
             if offer.completed + len(offer.channels) >= offer.num_pulls:
                 return None, ("taken", f"the offer: all {offer.num_pulls} pulls are taken")
             offer.channels.add(channel)
-            offer.expires = max(offer.expires, time.monotonic() + offer.lease_s)
+            offer.renew()
         return offer, ("", "")
 
     def _move(
@@ -731,7 +760,7 @@ class PageSender(Endpoint):
         service = Service(
             channel, offer.offered, heads, peer=peer, lease_s=offer.lease_s, run_pages=run_pages,
             page_bytes=page_bytes, staging=staging, stream=self._lazy_stream(),
-            renew=partial(self._renew, offer),
+            renew=offer.renew,
         )  # fmt: skip
         grant = GRANT_HEAD.pack(
             round(offer.lease_s * 1e3), run_pages, len(offer.pages), self._pool.num_layers,
@@ -747,7 +776,7 @@ class PageSender(Endpoint):
             channel.moving = True  # ending the offer aborts the wait for DONE
             self._check(offer)
             while channel.receive(service.deadline(), DONE, RENEW)[0] != DONE:
-                self._renew(offer)
+                offer.renew()
             self._check(offer)
         finally:
             with self._changed:
@@ -755,12 +784,15 @@ class PageSender(Endpoint):
                 channel.moving = False
         self._leave(channel, offer)
 
-    def _leave(self, channel: Channel, offer: _Offer, lost: str = "") -> None:
+    def _leave(
+        self, channel: Channel, offer: _Offer, lost: str = "", failure: TransferError | None = None
+    ) -> None:  # fmt: skip
         """Record the end of a pull, and end the offer if the pull was the last."""
         with self._changed:
             offer.channels.discard(channel)
-            if lost:
+            if failure is not None:
                 self._counts[lost] += 1
+                self._failed_pulls[failure.reason] += 1
             else:
                 offer.completed += 1
             is_last = offer.completed >= offer.num_pulls
@@ -773,6 +805,7 @@ class PageSender(Endpoint):
     def _refuse(self, channel: Channel, reason: str, message: str) -> bool:
         with self._changed:
             self._counts["refused_pulls"] += 1
+            self._failed_pulls[reason] += 1
         channel.refuse(reason, message, time.monotonic() + protocol.HANDSHAKE_S)
         return True
 
@@ -800,9 +833,6 @@ class PageSender(Endpoint):
         if offer.ended:
             raise TransferError(f"the offer: {offer.ended}", offer.ended)
 
-    def _renew(self, offer: _Offer) -> None:
-        offer.expires = time.monotonic() + offer.lease_s
-
     def _is_ready(self, offer: _Offer, layer: int) -> bool:
         completion = offer.written[layer]
         if completion is None:
@@ -821,20 +851,23 @@ class PageSender(Endpoint):
 
 _COUNTS = (
     "completed", "expired", "withdrawn", "failed", "closed", "lost_pulls", "refused_pulls",
-    "dropped_connections", "sent_bytes",
+    "sent_bytes",
 )  # fmt: skip
 
 
 def _samples(sender: PageSender) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = sender.stats()
-    yield from _totals(stats)
+    yield from _totals(stats, stats["pull_failures"], stats["connection_drops"])
     yield "kvcupy_migration_offered_pages", (), stats["offered_pages"]
 
 
-def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+def _totals(
+    counts: Mapping[str, int], pulls: Mapping[str, int], connections: Mapping[str, int]
+) -> Iterator[tuple[str, metrics.Labels, float]]:
     for name in ("completed", "expired", "withdrawn", "failed", "closed"):
         yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]
     yield "kvcupy_migration_bytes_total", (("direction", "sent"),), counts["sent_bytes"]
+    yield from reason_samples("sender", pulls, connections)
 
 
 def _inode(path: str) -> int:
