@@ -273,7 +273,7 @@ def test_forked_while_locks_are_held():
     with kv.PageSender(source) as sender, kv.PageReceiver(pool_of()) as receiver:
         ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
         pull = receiver.pull(ticket, [0, 1])
-        locks = [sender._changed, receiver._lock, receiver._workers._changed, pull._changed]
+        locks = [sender._lock, receiver._lock, receiver._workers._lock, pull._lock]
         locks.append(source.allocator._lock)
         held, released = threading.Event(), threading.Event()
 

@@ -21,6 +21,7 @@ from ... import metrics, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.pages import Pages, page_array
 from ...cache.pool import positive_int
+from ...cache.threads import Latch, Waiters
 from ...config import cache_logger
 from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
 from ...observe import Operation
@@ -544,7 +545,8 @@ class _Workers:
     """Daemon threads, kept for a while after each job, since starting a thread is slow."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
         self._jobs: deque[Callable[[], None]] = deque()
         self._threads: set[threading.Thread] = set()
         self._num_idle = 0
@@ -552,28 +554,29 @@ class _Workers:
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a function on a thread; RuntimeError if no thread can be started."""
-        with self._changed:
+        with self._lock:
             if len(self._jobs) >= self._num_idle:
                 thread = threading.Thread(target=self._work, name="kvcupy pull", daemon=True)
                 thread.start()
                 self._threads.add(thread)
             self._jobs.append(job)
-            self._changed.notify()
+            self._changed.notify_one()
 
     def close(self, deadline: float) -> None:
         """Let the threads finish their jobs and end; wait for them until the deadline."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._changed.notify()
             threads = list(self._threads)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._num_idle += 1
-                self._changed.wait_for(lambda: self._jobs or self._closed, _WORKER_IDLE_S)
+            self._changed.wait_for(lambda: self._jobs or self._closed, _WORKER_IDLE_S)
+            with self._lock:
                 self._num_idle -= 1
                 if not self._jobs:
                     self._threads.discard(threading.current_thread())
@@ -590,7 +593,7 @@ class Landing(Completion):
 
     def __init__(self, *, unbounded: bool = False) -> None:
         self.unbounded = unbounded  # a stopped peer may resume at any time, or never
-        self._over = threading.Event()
+        self._over = Latch()
 
     def end(self) -> None:
         self._over.set()
@@ -637,7 +640,8 @@ class Pull(ProcessLocal):
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
         self._is_staged = receiver._used_staging is not None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
         self._sockets: list[socket.socket] = []  # reset if the pull fails
         self._missing = [len(parts)] * pool.num_layers  # number of missing parts, by layer
         self._num_arrived = 0  # number of leading layers that have arrived
@@ -738,7 +742,7 @@ class Pull(ProcessLocal):
 
     def _event_of(self, layer: int) -> Event:
         """Return an event that completes when a layer has arrived."""
-        with self._changed:
+        with self._lock:
             self._raise_failure()
             if self._stream is None:
                 self._stream = self._pool.device.stream()
@@ -761,10 +765,9 @@ class Pull(ProcessLocal):
         )
 
     def _await_layer(self, layer: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_arrived > layer or self.failure is not None)
-            if self._num_arrived <= layer:
-                self._raise_failure()
+        self._changed.wait_for(lambda: self._num_arrived > layer or self.failure is not None)
+        if self._num_arrived <= layer:
+            self._raise_failure()
 
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
@@ -786,14 +789,13 @@ class Pull(ProcessLocal):
 
     def _uses(self, connection: socket.socket) -> None:
         """Register a connection, which is reset if the pull fails."""
-        with self._changed:
+        with self._lock:
             self._sockets.append(connection)
         self._check()
 
     def _pause(self, seconds: float) -> None:
         """Wait before another attempt; TransferError if the pull fails meanwhile."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None, seconds)
+        self._changed.wait_for(lambda: self.failure, seconds)
         self._check()
 
     def _is_used(self) -> bool:
@@ -814,11 +816,11 @@ class Pull(ProcessLocal):
 
     def _part_arrived(self, layer: int) -> None:
         """Record that a part of a layer is in its pages."""
-        with self._changed:
+        with self._lock:
             self._missing[layer] -= 1
             while self._num_arrived < len(self._missing) and not self._missing[self._num_arrived]:
                 self._num_arrived += 1
-            self._changed.notify_all()
+            self._changed.notify()
 
     def _cancel(self, message: str, reason: str) -> None:
         ticket, address, _ = self._parts[0]
@@ -826,18 +828,18 @@ class Pull(ProcessLocal):
 
     def _fail(self, failure: TransferError) -> None:
         """Fail the pull, unless it has failed or all layers have arrived."""
-        with self._changed:
+        with self._lock:
             if self.failure is not None or self._num_arrived == self._pool.num_layers:
                 return
             self.failure = failure
             sockets = list(self._sockets)
-            self._changed.notify_all()
+            self._changed.notify()
         for connection in sockets:
             protocol.abort(connection)
 
     def _part_ended(self) -> None:
         """Record that a thread no longer accesses the pages."""
-        with self._changed:
+        with self._lock:
             self._num_running -= 1
             if self._num_running:
                 return
@@ -861,7 +863,8 @@ class Pull(ProcessLocal):
 
     def _close_in_child(self) -> None:
         """Fail the pull in a forked child, which has none of its threads."""
-        self._changed = threading.Condition()  # a thread of the parent may hold the old one
+        self._lock = threading.Lock()  # a thread of the parent may hold the old one
+        self._changed = Waiters(self._lock)
         self._landing = Landing()
         self._landing.end()
         self.failure = TransferError("the pull belongs to the parent process", "lost")

@@ -177,7 +177,7 @@ class PageSender(Endpoint):
         self._open_engine(engine, staging_pages)
         self._id = secrets.token_bytes(16)
         self._token_of = partial(protocol.offer_token, secrets.token_bytes(32))
-        self._changed = threading.Condition()  # guards the fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._offers: dict[int, _Offer] = {}  # open offers, by number
         self._unreleased: set[_Offer] = set()  # open and ended offers
         self._by_ticket: dict[bytes, _Offer] = {}  # unreleased; avoids decoding a ticket per layer
@@ -287,7 +287,7 @@ class PageSender(Endpoint):
             queue = stream_after(self._pool.device, after, "an offer")
             completion = self._written_by(queue, ordered, "after")
             written = [completion] * self._pool.num_layers
-        with self._changed:
+        with self._lock:
             self._require_open()
             if release is None:
                 if self._owned[ordered].any():
@@ -313,7 +313,7 @@ class PageSender(Endpoint):
             len(ordered), pulls, self._advertised, self._engine.name, self._identity,
             protocol.VERSIONS[-1], numbers, bytes(attachment), trace_id,
         ).encoded(self._secret)  # fmt: skip
-        with self._changed:
+        with self._lock:
             if not offer.is_released:
                 offer.ticket = ticket
                 self._by_ticket[ticket] = offer
@@ -343,13 +343,13 @@ class PageSender(Endpoint):
         offer = self._offer_of(ticket)
         if offer is None:
             return
-        with self._changed:
+        with self._lock:
             if offer.is_released:  # the sender was closed meanwhile
                 return
             if offer.written[number] is not None:
                 raise ValueError(f"layer: expected one that is not done yet, got {number}")
         completion = self._written_by(stream, offer.pages, "stream")
-        with self._changed:
+        with self._lock:
             if not offer.is_released:
                 offer.written[number] = completion
         self._settle(offer)
@@ -380,7 +380,7 @@ class PageSender(Endpoint):
             connection), "secret" (or ticket), "version", "stranger" (not a receiver), "thread"
             (none can be started) and "lost"
         """
-        with self._changed:
+        with self._lock:
             now = {
                 "offers": len(self._offers),
                 "offered_pages": sum(len(offer.pages) for offer in self._unreleased),
@@ -405,7 +405,7 @@ class PageSender(Endpoint):
         if os.getpid() != self._pid:
             return
         deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
-        with self._changed:
+        with self._lock:
             first, self._closed = not self._closed, True
             offers = list(self._unreleased)
             connections = list(self._connections)
@@ -426,7 +426,7 @@ class PageSender(Endpoint):
 
     def _close_in_child(self) -> None:
         """Close inherited sockets in a forked child, without ending the parent's offers."""
-        self._changed = threading.Condition()  # a thread of the parent may hold the old one
+        self._lock = threading.Lock()  # a thread of the parent may hold the old one
         if self._unlink is not None:
             self._unlink.detach()
         connections = [each.socket for each in self._connections]
@@ -456,18 +456,18 @@ class PageSender(Endpoint):
         """Return the offer of a ticket, or None if its pages are released."""
         self._require_own_process()
         if type(ticket) is bytes:
-            with self._changed:
+            with self._lock:
                 if (offer := self._by_ticket.get(ticket)) is not None:
                     return offer
         decoded = Ticket.decoded(ticket, self._secret)
         if decoded.sender_id != self._id:
             raise TransferError("ticket: expected one of this sender", "ticket")
-        with self._changed:
+        with self._lock:
             return next((o for o in self._unreleased if o.number == decoded.number), None)
 
     def _end(self, offer: _Offer, reason: str) -> bool:
         """End an offer, once; its pages are freed when nothing accesses them."""
-        with self._changed:
+        with self._lock:
             if offer.ended:
                 return False
             offer.ended = reason
@@ -487,7 +487,7 @@ class PageSender(Endpoint):
 
     def _abort_blocked(self, now: float) -> float:
         """Abort blocked connections of ended offers; return seconds until the next is due."""
-        with self._changed:
+        with self._lock:
             self._to_abort = [each for each in self._to_abort if each[2] in each[1].channels]
             due = [channel for at, _, channel in self._to_abort if at <= now and channel.moving]
             ends = [at - now for at, _, _ in self._to_abort if at > now]
@@ -497,7 +497,7 @@ class PageSender(Endpoint):
 
     def _settle(self, offer: _Offer) -> None:
         """Free the pages of an offer, once, if it has ended and nothing reads or writes them."""
-        with self._changed:
+        with self._lock:
             unwritten = None in offer.written and not self._closed
             is_read = offer.channels or offer.num_readers
             if not offer.ended or is_read or unwritten or offer.is_released:
@@ -514,12 +514,12 @@ class PageSender(Endpoint):
             cache_logger.exception("cannot release the pages of an offer: %s", error)
 
     def _free(self, pages: Pages) -> None:
-        with self._changed:
+        with self._lock:
             self._owned[pages] = False
         self._pool.allocator.free(pages)
 
     def _notify(self) -> None:
-        with self._changed, suppress(OSError):  # the lock: the keeper may be closing the socket
+        with self._lock, suppress(OSError):  # the lock: the keeper may be closing the socket
             self._wake.send(b"\0", socket.MSG_DONTWAIT)
 
     # --- Keeper thread: accepts connections, ends expired offers ---
@@ -528,7 +528,7 @@ class PageSender(Endpoint):
         accept_at = math.inf  # next attempt, while the sender is too crowded to accept
         while not self._closed:
             now = time.monotonic()
-            with self._changed:
+            with self._lock:
                 self._wakes_at = math.inf  # makes new offers notify this thread
                 offers = list(self._offers.values())
             for offer in offers:
@@ -536,7 +536,7 @@ class PageSender(Endpoint):
                     self._end(offer, "expired")
             ends = [offer.expires - now for offer in offers if not offer.ended]
             ends += [self._abort_blocked(now), accept_at - now]
-            with self._changed:
+            with self._lock:
                 self._wakes_at = now + min(ends)
             poll_s = self._engine.poll_s
             if poll_s is not None:
@@ -550,7 +550,7 @@ class PageSender(Endpoint):
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
             accept_at = self._accept()
-        with self._changed:
+        with self._lock:
             for each in (self._server, self._wake, self._woken):
                 each.close()
 
@@ -562,7 +562,7 @@ class PageSender(Endpoint):
         self._is_crowded = False
         if not protocol.any_readable((self._server,), 0):
             return math.inf
-        with self._changed:
+        with self._lock:
             retry_at = self._make_space()
             self._is_crowded = retry_at > 0
         if retry_at > 0:
@@ -580,7 +580,7 @@ class PageSender(Endpoint):
         connection.thread = threading.Thread(
             target=self._converse, args=(connection,), name="kvcupy pages", daemon=True
         )
-        with self._changed:
+        with self._lock:
             self._connections.add(connection)
         try:
             connection.thread.start()
@@ -624,14 +624,14 @@ class PageSender(Endpoint):
 
     def _drop(self, connection: _Connection, reason: str) -> None:
         """Close a connection whose handshake has failed."""
-        with self._changed:
+        with self._lock:
             if connection.state != "evicted":  # else counted already
                 self._dropped[reason] += 1
         self._remove(connection)
 
     def _remove(self, connection: _Connection) -> None:
         connection.socket.close()
-        with self._changed:
+        with self._lock:
             self._connections.discard(connection)
         self._made_space()
 
@@ -650,7 +650,7 @@ class PageSender(Endpoint):
             reason = "late" if isinstance(error, TimeoutError) else "lost"
             self._drop(connection, error.reason if isinstance(error, Lost) else reason)
             return
-        with self._changed:
+        with self._lock:
             connection.enter("busy")
         self._made_space()
         try:
@@ -680,7 +680,7 @@ class PageSender(Endpoint):
 
     def _entered_tls(self, connection: _Connection, encrypted: socket.socket) -> None:
         connection.socket = encrypted
-        with self._changed:  # a thread that ended the connection may have shut down the old socket
+        with self._lock:  # a thread that ended the connection may have shut down the old socket
             if self._closed or connection.state == "evicted":
                 raise Lost("the connection was evicted, or the sender closed")
 
@@ -688,11 +688,11 @@ class PageSender(Endpoint):
         """Wait for the next request; False if the connection is idle too long or evicted."""
         if channel.readable(0):
             return True
-        with self._changed:
+        with self._lock:
             connection.enter("idle")
         self._made_space()
         is_asked = channel.readable(_IDLE_TIMEOUT_S)
-        with self._changed:
+        with self._lock:
             connection.enter("busy")
             return is_asked and connection.state != "evicted"
 
@@ -733,7 +733,7 @@ class PageSender(Endpoint):
         self, channel: Channel, number: int, generation: int, token: bytes
     ) -> tuple[_Offer | None, tuple[str, str]]:
         """Return the offer that a pull names, or (reason, message) of a refusal."""
-        with self._changed:
+        with self._lock:
             offer = self._offers.get(number)
             if offer is None:
                 reason = self._ended.get(number, "ticket")
@@ -779,7 +779,7 @@ class PageSender(Endpoint):
                 offer.renew()
             self._check(offer)
         finally:
-            with self._changed:
+            with self._lock:
                 self._counts["sent_bytes"] += channel.num_bytes - before
                 channel.moving = False
         self._leave(channel, offer)
@@ -788,7 +788,7 @@ class PageSender(Endpoint):
         self, channel: Channel, offer: _Offer, lost: str = "", failure: TransferError | None = None
     ) -> None:  # fmt: skip
         """Record the end of a pull, and end the offer if the pull was the last."""
-        with self._changed:
+        with self._lock:
             offer.channels.discard(channel)
             if failure is not None:
                 self._counts[lost] += 1
@@ -803,7 +803,7 @@ class PageSender(Endpoint):
             self._notify()
 
     def _refuse(self, channel: Channel, reason: str, message: str) -> bool:
-        with self._changed:
+        with self._lock:
             self._counts["refused_pulls"] += 1
             self._failed_pulls[reason] += 1
         channel.refuse(reason, message, time.monotonic() + protocol.HANDSHAKE_S)
@@ -819,13 +819,13 @@ class PageSender(Endpoint):
     @contextmanager
     def _reading(self, offer: _Offer) -> Iterator[None]:
         """Hold the pages of an offer for an engine thread; TransferError if the offer has ended."""
-        with self._changed:
+        with self._lock:
             self._check(offer)
             offer.num_readers += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 offer.num_readers -= 1
             self._settle(offer)
 
