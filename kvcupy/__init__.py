@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import Transfer, TransferEngine
+from .cache.identity import BlockKeys, PoolIdentity
 from .cache.paged import backends as _backends
 from .cache.paged.arguments import Demotion
 from .cache.paged.cache import PagedKVCache
@@ -44,7 +45,6 @@ from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
 from .order.explore import ExploreResult, explore
-from .remote.identity import BlockKeys, PoolIdentity
 from .remote.migration.receiver import PageReceiver, Pull
 from .remote.migration.sender import PageSender
 from .remote.stores.store import SharedStore

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from copy import copy
 
@@ -216,6 +218,35 @@ class Config:
                 return False
             self._warned.add(warning)
             return True
+
+
+class BoundedLog:
+    """Logs warnings of recurring failures at a bounded rate.
+
+    Parameters
+    ----------
+    logger : where to log
+    interval_s : seconds for which a warning suppresses later ones; the next one has their number
+    """
+
+    def __init__(self, logger: logging.Logger, interval_s: float = 10.0) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._next_at = -math.inf
+        self._num_suppressed = 0
+
+    def warning(self, message: str, *arguments: object) -> None:
+        """Log a warning with %-style arguments, or count it."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next_at:
+                self._num_suppressed += 1
+                return
+            self._next_at = now + self._interval_s
+            count, self._num_suppressed = self._num_suppressed, 0
+        more = f" (and {count} more warnings before)" if count else ""
+        self._logger.warning(message + more, *arguments)
 
 
 config = Config()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,11 +54,12 @@ def inspect(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
     with path.open("rb") as file:
         header = file.read(disk_format.BLOCK_BYTES)
         if disk_format.is_header(header):
-            layout, identity = disk_format.decode_header(header, path)
+            version, layout, identity = disk_format.decode_header(header, path)
             return {
-                "kind": "disk tier", **identity, "file_bytes": layout.num_bytes,
-                "page_bytes": layout.page_bytes, "slots": layout.num_slots,
-                **_blocks(file, layout, verify),
+                **identity, "kind": "disk tier", "file_version": version,
+                "file_bytes": layout.num_bytes, "page_bytes": layout.page_bytes,
+                "slots": layout.num_slots,
+                **_blocks(file, layout, verify, is_encrypted="encryption" in identity),
             }  # fmt: skip
     tensors, metadata = read_file(path)
     check_metadata(metadata, {})
@@ -70,34 +73,67 @@ def inspect(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
     }
 
 
-def _blocks(file: BinaryIO, layout: Layout, verify: bool) -> dict[str, Any]:
-    """Count the blocks of a disk tier; a block with an incomplete record or payload is damaged."""
-    blocks = damaged = torn = 0
+def _blocks(file: BinaryIO, layout: Layout, verify: bool, *, is_encrypted: bool) -> dict[str, Any]:
+    """Count the blocks of a disk tier; a block with an incomplete record or payload is damaged.
+
+    Of encrypted blocks only the number of records is known.
+    """
+    in_file = os.fstat(file.fileno()).st_size - layout.record_at(0)
+    torn = max(0, layout.num_slots + -in_file // disk_format.RECORD_BYTES)  # past its end
+    blocks = damaged = 0
     hashes: set[int] = set()
-    for first in range(0, layout.num_slots, _TABLE_BYTES // disk_format.RECORD_BYTES):
-        count = min(_TABLE_BYTES // disk_format.RECORD_BYTES, layout.num_slots - first)
-        file.seek(layout.record_at(first))
-        table = memoryview(file.read(count * disk_format.RECORD_BYTES))
-        for slot in range(first, first + count):
-            at = (slot - first) * disk_format.RECORD_BYTES
-            raw = table[at : at + disk_format.RECORD_BYTES]
-            if raw == disk_format.NO_RECORD:
-                continue
-            whole = len(raw) == disk_format.RECORD_BYTES
-            record = disk_format.decode_record(raw, layout, slot) if whole else None
-            if record is None:
-                torn += 1
-                continue
+    for slot, raw in _records(file, layout):
+        if is_encrypted:
             blocks += 1
-            hashes.add(record.hash)
-            if verify:
-                file.seek(layout.payload_at(slot))
-                payload = memoryview(file.read(layout.page_bytes))
-                damaged += disk_format.checksum(record.hash, [payload]) != record.checksum
+            continue
+        whole = len(raw) == disk_format.RECORD_BYTES
+        record = disk_format.decode_record(raw, layout, slot) if whole else None
+        if record is None:
+            torn += 1
+            continue
+        blocks += 1
+        hashes.add(record.hash)
+        if verify:
+            file.seek(layout.payload_at(slot))
+            payload = memoryview(file.read(layout.page_bytes))
+            damaged += disk_format.checksum(record.hash, [payload]) != record.checksum
     return {
-        "blocks": blocks, "hashes": len(hashes), "torn_records": torn,
-        "damaged": damaged if verify else None,
+        "blocks": blocks, "hashes": None if is_encrypted else len(hashes),
+        "torn_records": None if is_encrypted else torn,
+        "damaged": damaged if verify and not is_encrypted else None,
     }  # fmt: skip
+
+
+def _records(file: BinaryIO, layout: Layout) -> Iterator[tuple[int, memoryview]]:
+    """Yield the slots whose records are not empty, and the records.
+
+    Skips holes of the file, in which a header can claim any number of records.
+    """
+    record_bytes, end = disk_format.RECORD_BYTES, layout.record_at(layout.num_slots)
+    at = layout.record_at(0)
+    while at < end:
+        first = (_next_data(file, at) - layout.record_at(0)) // record_bytes
+        at = layout.record_at(first)
+        file.seek(at)
+        expected = max(0, min(_TABLE_BYTES, end - at))
+        table = memoryview(file.read(expected))
+        for start in range(0, len(table), record_bytes):
+            raw = table[start : start + record_bytes]
+            if raw != disk_format.NO_RECORD:
+                yield first + start // record_bytes, raw
+        if len(table) < expected:  # the end of the file
+            return
+        at += expected
+
+
+def _next_data(file: BinaryIO, at: int) -> int:
+    """Return the next offset that is not in a hole; at the end of the file, one past it."""
+    if not hasattr(os, "SEEK_DATA"):
+        return at
+    try:
+        return os.lseek(file.fileno(), at, os.SEEK_DATA)
+    except OSError:  # there is none, or the file system cannot tell
+        return max(at, os.fstat(file.fileno()).st_size)
 
 
 def main(path: Path, *, verify: bool = False, as_json: bool = False) -> int:
@@ -123,5 +159,5 @@ def _lines(value: Any) -> list[str]:
         width = max(map(len, value), default=0)
         return [f"{name:{width}}  {text}" for name, text in value.items()]
     if value is None:
-        return ["not looked for: --verify"]
+        return ["unknown: not verified (--verify), or encrypted"]
     return [f"{value:,}" if isinstance(value, int) else str(value)]

@@ -1,1 +1,1 @@
-"""Pages across processes: shared stores, migration, pool identities and the wire format."""
+"""Pages across processes: shared stores, migration and the wire format."""

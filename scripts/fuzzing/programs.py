@@ -17,8 +17,8 @@ from every_call import array
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
+from kvcupy.cache.identity import PoolIdentity
 from kvcupy.cache.tiered.leases import Lease
-from kvcupy.remote.identity import PoolIdentity
 from kvcupy.remote.migration.protocol import Ticket
 
 from . import values

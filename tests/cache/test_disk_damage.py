@@ -215,13 +215,35 @@ def test_files_for_other_pages_raise_and_stay(path, whole, options, message):
     del caught  # which until here kept all that the failed call had, but for its lock
 
 
-def test_other_versions_raise(path, whole, monkeypatch):
+def header_of(monkeypatch, version, identity=IDENTITY):
     with monkeypatch.context() as patch:
-        patch.setattr(disk_format, "VERSION", 2)
-        header = disk_format.encode_header(LAYOUT, IDENTITY)
+        patch.setattr(disk_format, "VERSION", version)
+        return disk_format.encode_header(LAYOUT, identity)
+
+
+def test_other_versions_raise(path, whole, monkeypatch):
+    for version in (0, 3):
+        path.write_bytes(header_of(monkeypatch, version) + whole[4096:])
+        message = f"disk: expected version 1 or 2 .*, got {version} in {path}; remove the file"
+        with pytest.raises(ValueError, match=message):
+            open_tier(path, 3)
+
+
+def test_the_previous_version_is_opened_and_kept(path, whole, monkeypatch):
+    """Its records are the same, so the release that made it can open it again."""
+    old = {"format": "bf16"}
+    header = header_of(monkeypatch, 1, old)
     path.write_bytes(header + whole[4096:])
-    with pytest.raises(ValueError, match=f"disk: expected version 1 .*, got 2 in {path}"):
+    with pytest.raises(ValueError, match=r"disk: expected version 2 .*, got 1 .* remove the file"):
         open_tier(path, 3)
+    with pytest.raises(ValueError, match=r"disk: expected format fp16, got bf16"):
+        open_tier(path, 3, previous={"format": "fp16"})
+    with open_tier(path, 3, previous=old) as tier:
+        assert all(reads(tier, slot, h) for slot, h in BLOCKS.items())
+        write(tier, 2, 99)
+    assert path.read_bytes()[:4096] == header
+    with open_tier(path, 3, previous=old) as tier:
+        assert reads(tier, 2, 99)
 
 
 @pytest.mark.parametrize("found", [b"\0" * 9000, b"kv", b"#!/bin/sh\n" * 900])

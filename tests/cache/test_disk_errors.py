@@ -124,6 +124,69 @@ def test_a_file_has_one_opener(path):
         assert reads(tier, 0, 1)
 
 
+def test_links_are_not_followed(path, tmp_path):
+    """In a folder for all users somebody else may have made them."""
+    empty, missing = tmp_path / "empty", tmp_path / "missing"
+    empty.touch()
+    for target in (empty, missing):
+        path.symlink_to(target)
+        with pytest.raises(ValueError, match=f"disk: expected the name of a file.*link: {path}"):
+            open_tier(path)
+        path.unlink()
+    assert empty.read_bytes() == b"" and not missing.exists()
+
+
+def test_files_of_other_users_are_refused(path, monkeypatch):
+    path.touch()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(PermissionError, match=f"disk: expected a file of this user: '{path}'"):
+        open_tier(path)
+    assert path.read_bytes() == b""
+
+
+def test_only_the_owner_can_read_a_file_that_was_there(path):
+    path.touch(0o644)
+    open_tier(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o666)
+    open_tier(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_bytes(b"not a tier's")
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="disk: expected a file of a disk tier"):
+        open_tier(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_forked_child_has_neither_the_file_nor_its_lock(path):
+    """It lives on when the parent closes the file, as when the parent dies."""
+    program = (
+        "import os, sys\n"
+        "from disk_cases import *\n"
+        f"tier = open_tier({str(path)!r})\n"
+        "write(tier, 0, 1)\n"
+        "tier._changed.acquire()  # as by another thread\n"
+        "(ready, tell), (ended, end) = os.pipe(), os.pipe()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    os.close(end)\n"
+        "    try: reads(tier, 0, 1)\n"
+        "    except ValueError as error: print(error, flush=True)\n"
+        "    os.write(tell, b'x')\n"
+        "    os.read(ended, 1)\n"
+        "    os._exit(0)\n"
+        "tier._changed.release()\n"
+        "os.read(ready, 1)\n"
+        "assert reads(tier, 0, 1)\n"
+        "tier.close()\n"
+        f"with open_tier({str(path)!r}) as tier: print(reads(tier, 0, 1))\n"
+        "os.close(end)\n"
+        "os.waitpid(child, 0)\n"
+    )
+    said = run(program)
+    assert "True" in said and "disk: expected an open tier" in said and "fork" in said
+
+
 def test_a_file_removed_while_it_was_opened_is_not_used(path, monkeypatch):
     """A process that fails to make a file removes it, while another opens it."""
     import fcntl
@@ -189,10 +252,32 @@ def test_a_limit_of_the_system_on_the_length_of_files(path):
         assert reads(tier, 0, 10) and reads(tier, 1, 11)
 
 
-def test_what_the_disk_cannot_read_is_a_miss(tier, monkeypatch, caplog):
+@pytest.mark.parametrize("many", [False, True])
+def test_a_block_that_the_disk_fails_to_read_stays(path, monkeypatch, many):
+    tier = open_tier(path, num_threads=1)
     write(tier, 0, 10)
     write(tier, 1, 11)
-    failing(monkeypatch, "preadv", OSError(errno.EIO, "Input/output error"), bytes_first=99)
+    into = memoryview(bytearray(PAGE_BYTES))
+    with monkeypatch.context() as patch:
+        failing(patch, "preadv", OSError(errno.EIO, "Input/output error"), bytes_first=99)
+        if many:
+            error, second = tier.read_many([(0, 10, into), (1, 11, memoryview(bytearray(into)))])
+            assert second is True
+        else:
+            with pytest.raises(OSError) as caught:
+                tier.read(0, 10, into)
+            error = caught.value
+    assert str(error) == f"[Errno {errno.EIO}] Input/output error: '{path}'"
+    assert tier.entries() == [(10, 0), (11, 1)]
+    assert reads(tier, 0, 10) and reads(tier, 1, 11)
+
+
+def test_damage_that_cannot_be_recorded_is_still_a_miss(tier, path, monkeypatch, caplog):
+    write(tier, 0, 10)
+    write(tier, 1, 11)
+    with path.open("r+b") as file:
+        file.seek(Layout(6, PAGE_BYTES).payload_at(0))
+        file.write(b"\xa5")
     failing(monkeypatch, "pwritev", OSError(errno.EIO, "Input/output error"))
     with caplog.at_level(logging.WARNING, "kvcupy"):
         assert not reads(tier, 0, 10)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cache import disk_cases
+from tiered_cases import in_time
 
 import kvcupy as kv
 from kvcupy.__main__ import main
 from kvcupy.cache.inspection import inspect
+from kvcupy.cache.tiered import disk_format
 from kvcupy.cache.tiered.disk_format import RECORD_BYTES, Layout
 
 LAYOUT = Layout(6, disk_cases.PAGE_BYTES)
@@ -32,7 +36,8 @@ def change(path, at):
 def test_disk_tier(blocks):
     found = inspect(blocks, verify=True)
     assert found == {
-        "kind": "disk tier", **disk_cases.IDENTITY, "file_bytes": blocks.stat().st_size,
+        "kind": "disk tier", **disk_cases.IDENTITY, "file_version": 2,
+        "file_bytes": blocks.stat().st_size,
         "page_bytes": disk_cases.PAGE_BYTES, "slots": 6, "blocks": 3, "hashes": 2,
         "torn_records": 0, "damaged": 0,
     }  # fmt: skip
@@ -49,7 +54,7 @@ def test_a_file_in_use(blocks):
 def test_what_is_damaged(blocks, capsys):
     change(blocks, LAYOUT.payload_at(3) + 4999)
     assert main(["inspect", str(blocks)]) == 0
-    assert "not looked for: --verify" in capsys.readouterr().out
+    assert "not verified (--verify)" in capsys.readouterr().out
     assert main(["inspect", str(blocks), "--verify", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["blocks"], found["damaged"], found["torn_records"]) == (3, 1, 0)
@@ -95,6 +100,46 @@ def test_other_files(tmp_path, capsys, content):
     assert capsys.readouterr().err.startswith("inspect: path: expected")
     assert main(["inspect", str(tmp_path / "missing")]) == 1
     assert "missing" in capsys.readouterr().err
+
+
+def crafted(path, identity, page_bytes=4096, num_slots=1):
+    """Make a file with any header, whose digest fits."""
+    fields = disk_format._HEADER.pack(
+        b"kvcupydt", disk_format.VERSION, len(identity), page_bytes, num_slots
+    )
+    header = (fields + identity).ljust(4096 - 16, b"\0")
+    path.write_bytes(header + disk_format._digest(header))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [(b"[" * 4000,), (b"[1]",), (b"5",), (b'{"a": 1}',), (b"\xff",), (b"{}", 0), (b"{}", 2**33),
+     (b"{}", 4096, 0), (b"{}", 4096, 2**60)],
+)  # fmt: skip
+def test_crafted_headers(tmp_path, capsys, header):
+    path = tmp_path / "file"
+    crafted(path, *header)
+    assert main(["inspect", str(path)]) == 1
+    assert capsys.readouterr().err.startswith("inspect: disk: expected a header of kvcupy")
+    with pytest.raises(ValueError, match=r"^disk: expected"):
+        disk_cases.open_tier(path)
+
+
+def test_a_header_can_claim_any_number_of_records():
+    """A small file of 4 EiB, with one record at the end of its table; disks have smaller files."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        check_many_records(Path(folder, "file"), 2**48)
+
+
+def check_many_records(path, num_slots):
+    crafted(path, b"{}", 4096, num_slots)
+    with path.open("r+b") as file:
+        file.truncate(2**62)
+        file.seek(Layout(num_slots, 4096).record_at(num_slots - 1))
+        file.write(b"x" * RECORD_BYTES)
+    assert path.stat().st_blocks * 512 < 2**20
+    found = in_time(lambda: inspect(path))
+    assert (found["slots"], found["blocks"], found["torn_records"]) == (num_slots, 0, 1)
 
 
 def test_damaged_header(blocks, capsys):

@@ -10,8 +10,8 @@ from test_four_bit_pages import HEADS, LAYERS, LAYOUTS, PAGE, WIDTH, contents, f
 
 import kvcupy as kv
 from kvcupy import arrays
+from kvcupy.cache.identity import BlockKeys, PoolIdentity
 from kvcupy.cache.inspection import inspect
-from kvcupy.remote.identity import BlockKeys, PoolIdentity
 
 # Views ---------------------------------------------------------------------------------------
 

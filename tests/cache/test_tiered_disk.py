@@ -11,6 +11,7 @@ from stream_cases import Gate, delay
 from tiered_cases import Blocks, in_time, snapshot
 
 import kvcupy as kv
+from kvcupy.cache.tiered import disk_blocks, disk_format
 from kvcupy.cache.tiered.cache import TieredCache
 from kvcupy.cache.tiered.disk import DiskTier
 
@@ -365,3 +366,138 @@ def test_a_file_that_is_too_small(device, path):
         Blocks(device, disk=path, disk_bytes=100)
     with pytest.raises(TypeError, match=r"^disk_bytes"):
         Blocks(device, disk=path, disk_bytes=None)
+
+
+# Whose blocks they are ----------------------------------------------------------------------------
+
+
+def open_with(device, path, **options):
+    return Blocks(device, 2, 2, disk=path, disk_bytes=ROOM, **options)
+
+
+def previous_file(device, path, monkeypatch):
+    """Make a file as the previous version did, with the block A."""
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_format, "VERSION", disk_format.PREVIOUS_VERSION)
+        patch.setattr(
+            disk_blocks,
+            "_description",
+            lambda pool, identity: disk_blocks._previous_description(pool),
+        )
+        blocks = open_with(device, path)
+        blocks.insert([A])
+        blocks.cache.close()
+    assert path.read_bytes()[8:12] == b"\1\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "b", "heads": (0, 4)}, "model b, got a"),
+        ({"heads": (0, 4)}, "model none, got a"),
+        ({"model": "a"}, "total_kv_heads 2, got 4"),
+        ({"model": "a", "heads": (2, 4)}, "head_start 2, got 0"),
+        ({"model": "a", "heads": (0, 4), "encryption_key": bytes(32)}, "encryption AES-256-GCM"),
+    ],
+)
+def test_blocks_of_another_model_or_heads_are_refused(device, path, options, message):
+    blocks = open_with(device, path, model="a", heads=(0, 4))
+    blocks.insert([A])
+    blocks.cache.close()
+    with pytest.raises(ValueError, match=f"^disk: expected {message}"):
+        open_with(device, path, **options)
+    blocks = open_with(device, path, model="a", heads=(0, 4))
+    blocks.use([A], known=1)
+    blocks.cache.close()
+
+
+def test_a_file_of_the_previous_version(device, path, monkeypatch):
+    """It says neither whose model it is nor which heads, so it serves caches that do not either."""
+    previous_file(device, path, monkeypatch)
+    before = path.read_bytes()
+    for options in ({"model": "a"}, {"heads": (0, 4)}, {"encryption_key": bytes(32)}):
+        with pytest.raises(ValueError, match=r"^disk: expected version 2 .* remove the file"):
+            open_with(device, path, **options)
+    assert path.read_bytes() == before
+    blocks = open_with(device, path)
+    blocks.use([A], known=1)
+    blocks.insert([B])
+    blocks.cache.close()
+    assert path.read_bytes()[:4096] == before[:4096], "the previous release can open it"
+    blocks = open_with(device, path)
+    blocks.use([A, B], known=2)
+    blocks.cache.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": b"a"}, TypeError, "model: expected a str"),
+        ({"heads": 4}, TypeError, "heads: expected a tuple of two ints, got 4"),
+        ({"heads": (0.0, 4)}, TypeError, "heads: expected"),
+        ({"heads": (3, 4)}, ValueError, r"heads: expected the first of 2 .* got \(3, 4\)"),
+        ({"encryption_key": "k" * 32}, TypeError, "encryption_key: expected bytes"),
+        ({"encryption_key": lambda tenant: b"secret"}, ValueError, "expected 32 bytes, got 6"),
+    ],
+)
+def test_arguments_of_the_identity(device, path, options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        open_with(device, path, **options)
+    assert "secret" not in str(caught.value)
+    assert not path.exists()
+
+
+def test_hashes_of_64_bits_on_disk_are_warned_of_once(device, path, monkeypatch, caplog):
+    monkeypatch.setattr(kv.config, "_warned", set())
+    for number in range(2):
+        blocks = open_with(device, path)
+        blocks.insert([2**64])
+        assert len(caplog.records) == number
+        blocks.cache.match([2**64, A])
+        blocks.cache.match([A])
+        blocks.cache.close()
+        assert len(caplog.records) == 1
+    assert "hashes of 64 bits on disk" in caplog.text
+    Blocks(device, 2, 2).cache.match([A])
+    assert len(caplog.records) == 1
+
+
+# Encryption ---------------------------------------------------------------------------------------
+
+
+def test_encrypted_blocks_outlive_the_process(device, path):
+    hashes = kv.block_hashes(range(4), 1)
+    asked = []
+    blocks = open_with(device, path, encryption_key=lambda t: asked.append(t) or bytes(range(32)))
+    assert asked == [""]
+    write_down(blocks, hashes)
+    blocks.use(hashes[:2], known=2)
+    blocks.cache.close()
+    data = path.read_bytes()
+    for hash in hashes:
+        assert blocks.first_bytes_on_disk(hash) not in data
+        assert hash.to_bytes(16, "little") not in data
+    for wrong in ({"encryption_key": bytes(32)}, {}):
+        with pytest.raises(ValueError, match=r"^disk: expected encryption "):
+            open_with(device, path, **wrong)
+    blocks = open_with(device, path, encryption_key=bytes(range(32)))
+    assert blocks.blocks()[2] == set(hashes)
+    for pair in (hashes[:2], hashes[2:]):
+        blocks.use(pair, known=2)
+    blocks.cache.close()
+
+
+def test_a_block_that_does_not_authenticate_is_forgotten(device, path):
+    blocks = open_with(device, path, encryption_key=bytes(range(32)))
+    write_down(blocks, [A, B, C, D])
+    slot, layout = blocks.tiers.disk.slots[A], blocks.tiers.disk._file._layout
+    with path.open("r+b") as file:
+        file.seek(layout.payload_at(slot) + 5)
+        byte = file.read(1)[0]
+        file.seek(layout.payload_at(slot) + 5)
+        file.write(bytes([byte ^ 1]))
+    blocks.use([A], known=0)
+    assert blocks.cache.match([A])[2] == 0
+    blocks.use([B], known=1)
+    assert blocks.cache.stats()["disk_errors"] == 1
+    blocks.assert_no_leak()

@@ -8,7 +8,7 @@ import pytest
 from shared_cases import block_hashes, bytes_of, contents, fill, holds, new_pool
 
 import kvcupy as kv
-from kvcupy.remote.identity import BlockKeys
+from kvcupy.cache.identity import BlockKeys
 from kvcupy.remote.stores import store as store_module
 from kvcupy.remote.stores.backend import MAX_HEADER_BYTES, BackendLost, SummedBlock
 from kvcupy.remote.stores.store import SharedStore

@@ -9,22 +9,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import metrics
+from ...config import config
 from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
 from ...streams import stream_after
+from ..encryption import key_for
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
+from ..identity import PoolIdentity
 from ..pages import Pages, hash_list, page_array
 from . import policies
-from .disk import DiskBlocks
-from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire
+from .disk_blocks import DiskBlocks, DiskMove
+from .leases import Lease, Match, acquire
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
-from .tiers import BlockCompletion, Copy, Counts, PageTier, SharedTiers, Tiers, counted
+from .tiers import BlockCompletion, Blocked, Copy, Counts, PageTier, SharedTiers, Tiers, counted
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
 
-_MAX_LOCKED_WRITE_BYTES = 2**26
+_MAX_WRITE_BYTES = 2**26  # of a flush at once, whose pages cannot be evicted meanwhile
 _WAITS = ("complete", "best_effort", "timeout")
 
 
@@ -36,6 +39,12 @@ class TieredCache(ProcessLocal):
     device_pool, host_pool : pools as for `TransferEngine`. Other users may share them
     disk : path of a file, or None. An existing file is opened with its blocks
     disk_bytes : size of the file
+    model : a string that distinguishes models whose pools look alike: weights and their revision,
+        adapter, rotary settings; at most about 3000 bytes. Blocks of another one are refused
+    heads : (first head, number of heads of the model), if this pool has some of the model's heads;
+        None: all of them
+    encryption_key : None, or bytes of 32, with which blocks on disk are encrypted and
+        authenticated; or a function that returns them, called with the tenant ""
     policy : eviction order of a tier: "lru", "fifo", "lfu", "2q" (scan resistant), or a class with
         the methods of `policies.Policy`, instantiated once per tier
     write : when to copy a block to the next tier. "through": to host memory on insertion, as far as
@@ -71,9 +80,10 @@ class TieredCache(ProcessLocal):
     Failure: a failed transfer loses only its destination copies. If a shared store fails or is
     late, blocks are missing and the failure is counted, but no call raises.
 
-    Threads may share a cache. A lock is held for bookkeeping and during disk reads and writes, but
-    not while waiting for a transfer or a shared store. With a store the cache has a thread, which
-    ends when the cache is closed or garbage collected; a forked child must make another cache.
+    Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer,
+    the disk or a shared store: a slow disk delays only calls that need it. Acquires that read from
+    disk do so one after the other. With a store the cache has a thread, which ends when the cache
+    is closed or garbage collected. With a store or a disk a forked child must make another cache.
     Capture: illegal for `acquire` and `insert`.
 
     Examples
@@ -97,7 +107,9 @@ class TieredCache(ProcessLocal):
 
     def __init__(
         self, device_pool: Any, host_pool: Any, *,
-        disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
+        disk: Any = None, disk_bytes: int = 0, model: str = "",
+        heads: tuple[int, int] | None = None, encryption_key: Any = None,
+        policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
     ) -> None:  # fmt: skip
         if not isinstance(write, str) or write not in ("through", "back"):
@@ -112,13 +124,16 @@ class TieredCache(ProcessLocal):
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool)
         self.device_pool, self.host_pool = device_pool, host_pool
+        identity = _identity(host_pool, model, heads)
+        key = None if encryption_key is None else key_for(encryption_key)
         store = None
         if shared is not None:
             store = StoreTier(shared, host_pool, shared_write, shared_prefetch)
         self._store = store
         blocks = None
         if disk is not None:
-            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
+            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2], identity, key)
+        self._needs_long_hashes = store is not None or blocks is not None
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
         parts = Tiers(self.engine, device, host, blocks, store)
@@ -160,14 +175,14 @@ class TieredCache(ProcessLocal):
             for known in (
                 device.__contains__,
                 lambda hash: hash in device or hash in host,
-                tiers.__contains__,
+                tiers.readable,
             ):
                 while i < len(keys) and known(keys[i]):
                     i += 1
                 counts.append(i)
             if self._store is None:
                 return Match(counts[0], counts[1], counts[2], counts[2])
-            missing = list(dict.fromkeys([hash for hash in keys[i:] if hash not in tiers]))
+            missing = list(dict.fromkeys([hash for hash in keys[i:] if not tiers.readable(hash)]))
         stored = self._store.count_known(missing)
         shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
         return Match(counts[0], counts[1], counts[2], shared)
@@ -226,9 +241,11 @@ class TieredCache(ProcessLocal):
 
         Notes
         -----
-        All blocks are loaded together, layer by layer. Blocks on disk are read during the call; a
-        damaged block is forgotten, and the lease ends before it. If pages do not suffice for blocks
-        from the shared store, these blocks are missing.
+        All blocks are loaded together, layer by layer. Blocks on disk are read during the call. A
+        damaged block is forgotten, and the lease ends before it, as before a block that the disk
+        fails to read, which stays. After several failures in a row the disk is skipped for 10 s:
+        its blocks count as missing, and evicted blocks are not written. If pages do not suffice for
+        blocks from the shared store, these blocks are missing.
 
         Source: the values of `wait` and the deadline of "timeout" are from sgl-project/sglang
         `hicache_storage_prefetch_policy`; its maximum is 30 s.
@@ -237,32 +254,19 @@ class TieredCache(ProcessLocal):
         seconds = self._checked_wait(wait, deadline_s)
         stream = self._stream(after)
         if self._store is None:
-            return self._acquire(keys, stream)
+            return acquire(self._shared, keys, stream)
         arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
         if arrivals is None:
-            return self._acquire(keys, stream)
+            return acquire(self._shared, keys, stream)
         try:
-            return self._acquire(keys, stream)
+            return acquire(self._shared, keys, stream)
         except CacheFull:
             if not arrivals.held:
                 raise
         finally:
             with self._shared.locked() as tiers:
                 self._store.release(tiers, arrivals)
-        return self._acquire(keys[: keys.index(arrivals.hashes[0])], stream)
-
-    def _acquire(self, keys: list[int], stream: Stream) -> Lease:
-        """Lease the leading blocks in the tiers of this cache."""
-
-        def change(tiers: Tiers) -> Lease | None:
-            plan = plan_acquire(tiers, keys)
-            if evict_some_first(tiers, plan):
-                return None
-            return Lease(self._shared, carry_out(tiers, plan, keys, stream))
-
-        while (lease := self._shared.attempt(change)) is None:
-            pass
-        return lease
+        return acquire(self._shared, keys[: keys.index(arrivals.hashes[0])], stream)
 
     def _wait_for_arrivals(
         self, store: StoreTier, keys: list[int], wait: str, seconds: float | None
@@ -391,15 +395,20 @@ class TieredCache(ProcessLocal):
         KvcupyError : a block is leased, and nothing has changed; or the cache is closed
         """
         orders = [policies.make(self._policy) for _ in range(3)]
-        with self._shared.opened() as tiers:
+
+        def change(tiers: Tiers) -> None:
             if tiers.num_leased:
                 raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
+            if tiers.disk is not None and (wait_for := tiers.disk.wait_for_others()) is not None:
+                raise Blocked(wait_for)
             tiers.device.clear(orders[0])
             tiers.host.clear(orders[1])
             if tiers.disk is not None:
                 tiers.disk.clear(orders[2])
             if self._store is not None:
                 self._store.forget()
+
+        self._shared.attempt(change)
 
     # --- The file, and statistics ---
 
@@ -437,16 +446,14 @@ class TieredCache(ProcessLocal):
                 return
             order = tiers.host.order
             hashes = list(order.victims())[-disk.num_slots :] if self._through else []
-        keep = frozenset(hashes)
-        size = max(1, _MAX_LOCKED_WRITE_BYTES // disk.page_bytes)
         failed: dict[int, OSError] = {}
+        size = max(1, _MAX_WRITE_BYTES // disk.page_bytes)
         for start in range(0, len(hashes), size):
-            piece = hashes[start : start + size]
-
-            def change(tiers: Tiers, piece: Sequence[int] = piece) -> dict[int, OSError]:
-                return _write(tiers, disk, piece, keep)
-
-            failed |= shared.attempt(change)
+            begin = partial(_begin_write, disk, hashes[start : start + size], frozenset(hashes))
+            move = shared.attempt(begin)
+            if move is not None:
+                shared.carry_out(move)
+                failed |= move.failed
         disk.flush()
         for error in failed.values():
             raise error
@@ -480,12 +487,23 @@ class TieredCache(ProcessLocal):
                     self._shared.closed = True
                     for tier in (tiers.device, tiers.host):
                         tier.clear(policies.make("fifo"))
-                    if tiers.disk is not None:
-                        tiers.disk.close()
                     if self._store is not None:
                         self._store.forget()
+            self._close_file()
             if self._store is not None:
                 self._store.stop(join_s=JOIN_TIMEOUT_S)
+
+    def _close_file(self) -> None:
+        """Close the file when no move is in flight; none begins in a closed cache."""
+        while True:
+            with self._shared.locked() as tiers:
+                disk = tiers.disk
+                wait_for = None if disk is None else disk.wait_for_others()
+            if wait_for is None:
+                break
+            wait_for()
+        if disk is not None:
+            disk.close()
 
     @property
     def closed(self) -> bool:
@@ -522,11 +540,17 @@ class TieredCache(ProcessLocal):
     def _hashes(self, hashes: Any) -> list[int]:
         """Check the argument `hashes`, which must have 128 bits with a shared store."""
         keys = hash_list(hashes)
-        if self._store is not None and keys and min(keys) < 2**64:
-            raise ValueError(
-                "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128) where there "
-                f"is a shared store, got {min(keys)}"
+        if self._needs_long_hashes and keys and min(keys) < 2**64:
+            if self._store is not None:
+                raise ValueError(
+                    "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128) where "
+                    f"there is a shared store, got {min(keys)}"
+                )
+            config.warn_once(
+                "TieredCache: hashes of 64 bits on disk, of which two can be equal for different "
+                "tokens; use kv.block_hashes with bits=128"
             )
+            self._needs_long_hashes = False
         return keys
 
     def _checked_wait(self, wait: Any, deadline_s: Any) -> float | None:
@@ -544,6 +568,23 @@ def _final_samples(
     counts: Counts, disk: DiskBlocks | None, store: StoreTier | None
 ) -> Iterable[tuple[str, Any, float]]:
     return metrics.cache_samples(counted(counts, disk, store))
+
+
+def _identity(pool: Any, model: Any, heads: Any) -> PoolIdentity:
+    """Identify the blocks of a pool, by the arguments `model` and `heads`."""
+    if heads is None:
+        return PoolIdentity.of(pool, model=model)
+    if not isinstance(heads, tuple) or len(heads) != 2:
+        raise TypeError(f"heads: expected a tuple of two ints, got {heads!r}")
+    for number in heads:
+        checks.require_int(number, "heads")
+    first, total = heads
+    if not 0 <= first <= total - pool.num_kv_heads:
+        raise ValueError(
+            f"heads: expected the first of {pool.num_kv_heads} heads, and the number of all, got "
+            f"{heads}"
+        )
+    return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
 
 
 def _insert(
@@ -591,10 +632,12 @@ def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None
     tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
 
 
-def _write(
-    tiers: Tiers, disk: DiskBlocks, hashes: Sequence[int], keep: Collection[int]
-) -> dict[int, OSError]:
-    """Write the blocks that are in the host tier but not on disk; return the errors by hash."""
+def _begin_write(
+    disk: DiskBlocks, hashes: Sequence[int], keep: Collection[int], tiers: Tiers
+) -> DiskMove | None:
+    """Begin to write blocks that are in the host tier but not on disk; None if there are none."""
+    if (wait_for := disk.wait_for_others()) is not None:
+        raise Blocked(wait_for)
     copies = [
         copy
         for hash in hashes
@@ -602,7 +645,8 @@ def _write(
     ]
     tiers.require_arrived(copies)
     slots = disk.choose(len(copies) - disk.num_free, keep)
-    return tiers.write(disk, copies[: disk.num_free + len(slots)], slots)
+    copies = copies[: disk.num_free + len(slots)]
+    return tiers.begin_write(disk, copies, slots) if copies else None
 
 
 def seconds_of(deadline_s: Any) -> float:

@@ -1,4 +1,4 @@
-"""Blocks in a file: written in a crash-safe order, and verified when they are read."""
+"""A file of blocks, written in a crash-safe order, and verified when they are read."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ import itertools
 import os
 import stat
 import threading
-import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-
-from ... import observe
-from ...arrays import ArrayView, array_at, bytes_of
-from ...config import cache_logger
+from ...config import BoundedLog, cache_logger
 from ...errors import ProcessLocal, file_path
-from ...formats import stored_as
-from ...observe import Access
 from ...ops import checks
+from ..encryption import NONCE_BYTES, BlockCipher
 from ..threads import Helpers
 from . import disk_format
 from .disk_format import Layout, Record
@@ -33,10 +27,6 @@ try:
 except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
-if TYPE_CHECKING:
-    from ..pool import Pool
-    from .policies import Policy
-
 Buffer = memoryview | Sequence[memoryview]  # one page: whole, or its parts in order
 Item = tuple[int, int, Buffer]  # slot, hash of the block, memory
 Parts = list[memoryview]  # one page as bytes
@@ -45,215 +35,7 @@ _Job = tuple[Any, ...]
 _Result = TypeVar("_Result")
 
 _MAX_PARTS = 1024  # buffers per system call
-
-
-class DiskBlocks:
-    """The disk tier of a cache: the blocks in the slots of a file, and their eviction order.
-
-    The caller holds a lock. The CPU accesses the pages: no transfer may write pages that are being
-    written to disk, or access pages that are being read from it.
-
-    Parameters
-    ----------
-    pool : the host pool
-
-    Attributes
-    ----------
-    slots : by hash
-    num_slots, page_bytes : as in `DiskTier`
-    read_bytes, read_s, written_bytes, write_s : cumulative bytes and seconds
-    errors : number of failed writes and damaged blocks
-    """
-
-    def __init__(self, path: Any, num_bytes: int, pool: Pool, order: Policy) -> None:
-        if any(part.device != "host" for part in (*pool.parts, *pool.scale_parts)):
-            raise ValueError("host_pool: expected memory of the host where there is a disk")
-        self._pool = pool
-        self._pieces = [_pieces(bytes_of(part)) for part in (*pool.parts, *pool.scale_parts)]
-        Layout.fit(num_bytes, pool.page_bytes, "disk_bytes")  # an error names the user's argument
-        self._file = DiskTier(path, num_bytes, pool.page_bytes, _identity(pool))
-        self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes
-        self.order = order
-        self.slots: dict[int, int] = {}
-        self.read_bytes = self.written_bytes = self.errors = 0
-        self.read_s = self.write_s = 0.0
-        for hash, slot in self._file.entries():  # oldest first; the newest of a hash counts
-            self._forget([hash] if hash in self.slots else [])
-            self.slots[hash] = slot
-            order.add(hash)
-        used = set(self.slots.values())
-        self._free = [slot for slot in reversed(range(self._file.num_slots)) if slot not in used]
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def choose(self, count: int, keep: Container[int] = ()) -> list[int]:
-        """Choose up to `count` blocks to evict, in order; they stay until they are evicted."""
-        if count <= 0:
-            return []
-        return list(islice((h for h in self.order.victims() if h not in keep), count))
-
-    def evict(self, hashes: Iterable[int]) -> None:
-        """Forget blocks, and free their slots."""
-        self._free += self._forget(hashes)
-
-    def use(self, hashes: Sequence[int]) -> None:
-        """Mark blocks as used, from the last block of a prefix to the first."""
-        slots, touch = self.slots, self.order.touch
-        for hash in reversed(hashes):
-            if hash in slots:
-                touch(hash)
-
-    def write(self, pages: Mapping[int, int]) -> dict[int, OSError]:
-        """Write host pages, by hash, to free slots; return the errors by hash.
-
-        Enough slots must be free.
-        """
-        started = time.perf_counter()
-        slots = [self._free.pop() for _ in pages]
-        try:
-            results = self._write(slots, list(pages), list(pages.values()))
-        except (
-            BaseException
-        ):  # an interrupt; blocks that were written are found when the file is opened
-            self._free += slots
-            raise
-        failed = {}
-        for slot, hash, error in zip(slots, pages, results, strict=True):
-            if error is None:
-                self.slots[hash] = slot
-                self.order.add(hash)
-            else:
-                failed[hash] = error
-                self._free.append(slot)
-        if failed:
-            self.errors += len(failed)
-            first = next(iter(failed.values()))
-            cache_logger.warning("%d blocks could not be written to disk: %s", len(failed), first)
-        self.written_bytes += self.page_bytes * (len(pages) - len(failed))
-        self.write_s += time.perf_counter() - started
-        return failed
-
-    def read(self, hashes: Sequence[int], pages: Sequence[int]) -> int:
-        """Read blocks into host pages; return the number of leading blocks that were read.
-
-        Damaged blocks are forgotten. The contents of the other pages are undefined.
-        """
-        started = time.perf_counter()
-        whole = self._read(hashes, pages)
-        bad = [hash for hash, good in zip(hashes, whole, strict=True) if not good]
-        if bad:
-            self.errors += len(bad)
-            cache_logger.warning("%d blocks on disk are damaged, and forgotten", len(bad))
-            self._free += self._forget(bad)
-        self.read_bytes += self.page_bytes * (len(hashes) - len(bad))
-        self.read_s += time.perf_counter() - started
-        return next((i for i, good in enumerate(whole) if not good), len(hashes))
-
-    def clear(self, order: Policy) -> None:
-        """Empty every slot, and start with a new eviction order."""
-        for slot in self.slots.values():
-            try:
-                self._file.drop(slot)
-            except OSError as error:
-                self.errors += 1
-                cache_logger.warning("a block may be on disk again upon opening: %s", error)
-        self._free += self.slots.values()
-        self.slots = {}
-        self.order = order
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _forget(self, hashes: Iterable[int]) -> list[int]:
-        freed = []
-        for hash in hashes:
-            freed.append(self.slots.pop(hash))
-            self.order.remove(hash)
-        return freed
-
-    def _write(
-        self, slots: Sequence[int], hashes: Sequence[int], pages: Sequence[int]
-    ) -> list[OSError | None]:
-        """Write host pages to slots; return the error of each block, or None."""
-        self._announce("write to disk", pages, is_read=True)
-        return self._file.write_many([
-            (slot, hash, self._memory(page))
-            for slot, hash, page in zip(slots, hashes, pages, strict=True)
-        ])  # fmt: skip
-
-    def _read(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]:
-        """Read blocks into host pages; return whether each is whole."""
-        self._announce("read from disk", pages, is_read=False)
-        whole = self._file.read_many([
-            (self.slots[hash], hash, self._memory(page))
-            for hash, page in zip(hashes, pages, strict=True)
-        ])  # fmt: skip
-        self._pool.note_written()
-        return whole
-
-    def _announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
-        """Notify order checkers that the CPU reads or writes pages."""
-        if observe.order_observers:
-            parts = (*self._pool.parts, *self._pool.scale_parts)
-            accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
-            observe.touched_by_host(name, *((accesses, ()) if is_read else ((), accesses)))
-
-    def _memory(self, page: int) -> list[memoryview]:
-        """Return the bytes of a page, K and V and scales, without a copy."""
-        return [
-            memoryview(pieces[(page, *place)])
-            for pieces in self._pieces
-            for place in np.ndindex(pieces.shape[1:-1])
-        ]
-
-
-def _pieces(part: ArrayView) -> np.ndarray[Any, Any]:
-    """View (pages, layers, page_size, heads, width) as uint8 (pages, ..., bytes per piece).
-
-    A piece is contiguous: a whole page, or in the layout "layer_first" one layer of it.
-    """
-    num_bytes = part.itemsize
-    axes = [(abs(s), n) for n, s in zip(part.shape[1:], part.strides[1:], strict=True) if n > 1]
-    axes.sort()
-    while axes and axes[0][0] == num_bytes:
-        num_bytes *= axes.pop(0)[1]
-    outer = axes[::-1]
-    back = sum(min(0, s * (n - 1)) for n, s in zip(part.shape[1:], part.strides[1:], strict=True))
-    shape = (part.shape[0], *(n for _, n in outer), num_bytes)
-    strides = (part.strides[0], *(step for step, _ in outer), 1)
-    return array_at(part.owner, part.pointer + back, shape, np.dtype(np.uint8), strides)
-
-
-def _axes_in_memory(part: ArrayView) -> str:
-    """Return the order of layers, slots, heads and width, the outermost first."""
-    order = sorted(range(1, part.ndim), key=lambda axis: -abs(part.strides[axis]))
-    return "".join("PLSHD"[axis] for axis in order if part.shape[axis] > 1)
-
-
-def _identity(pool: Pool) -> dict[str, str]:
-    """Describe the format of a page."""
-    parts = (*pool.parts, *pool.scale_parts)
-    # The axes of wrapped arrays may be stored in any order.
-    axes = {"axes": ", ".join(map(_axes_in_memory, parts))} if pool.is_wrapped else {}
-    return {
-        **axes,
-        "pool": type(pool).__name__,
-        "layout": pool.layout,
-        "formats": ", ".join(stored_as(part.format, part.rotated_width) for part in parts),
-        "shapes": ", ".join("x".join(map(str, part.shape[1:])) for part in parts),
-        "page_bytes": str(pool.page_bytes),
-    }
-
-
-# --- The file ---
+_MODE = 0o600  # keys and values reveal prompts
 
 
 class DiskTier(ProcessLocal):
@@ -267,8 +49,12 @@ class DiskTier(ProcessLocal):
     path : path of the file, created if it does not exist
     num_bytes : size of the file, which is allocated at once and has as many slots as fit
     page_bytes : bytes per block, below 2**32
-    identity : description of a block, such as layout, format and shape, in at most about 4000
+    identity : description of a block, such as model, layout and format, in at most about 4000
         bytes; reopening the file requires the same identity
+    previous : description of the same blocks in files of the previous version, which are opened as
+        they are and stay readable for the previous release; None: such a file is refused
+    encryption_key : None, or bytes of 32, with which hashes and payloads are encrypted; reopening
+        the file requires the same key
     num_threads : number of threads of `read_many` and `write_many`, including the caller's
 
     Attributes
@@ -278,9 +64,10 @@ class DiskTier(ProcessLocal):
     Raises
     ------
     TypeError, ValueError : an argument is invalid. `disk`: the file is not a disk tier's, its
-        header is damaged, or it has another version, identity or size
+        header is damaged, or it has another version, identity, key or size; or the path is a link
     BlockingIOError : another process, or another tier, has the file open
-    OSError : the disk is full, or the file cannot be opened
+    OSError : the disk is full, or the file cannot be opened, or belongs to another user
+    ImportError : the package cryptography is missing
 
     Notes
     -----
@@ -288,8 +75,8 @@ class DiskTier(ProcessLocal):
     the slot may return False, but never wrong data.
 
     A killed process loses only the blocks that it was writing. After a system failure, blocks
-    written before the last completed `flush` are intact; later ones may be missing. The file stays
-    locked while a forked child has it open.
+    written before the last completed `flush` are intact; later ones may be missing. A forked child
+    has neither the file nor its lock.
 
     A page is contiguous memory, or a sequence of contiguous parts with the total size of a page;
     the parts may differ between write and read. The memory is in use until the call returns.
@@ -310,6 +97,7 @@ class DiskTier(ProcessLocal):
     def __init__(
         self, path: str | os.PathLike[str], num_bytes: int, page_bytes: int,
         identity: Mapping[str, str], *,
+        previous: Mapping[str, str] | None = None, encryption_key: bytes | None = None,
         num_threads: int = 4,
     ) -> None:  # fmt: skip
         named = {"num_bytes": num_bytes, "page_bytes": page_bytes, "num_threads": num_threads}
@@ -324,12 +112,18 @@ class DiskTier(ProcessLocal):
         self._changed = threading.Condition()  # guards the records and the next two fields
         self._num_users = 0  # calls in progress
         self._closed = False
+        self._cipher = None
+        if encryption_key is not None:
+            self._cipher = BlockCipher(encryption_key, disk_format.digest_of(identity))
+            identity = {**identity, "encryption": f"AES-256-GCM, key {self._cipher.key_id}"}
+        self._scratch: list[memoryview] = []  # one page each, for ciphertext
+        self._log = BoundedLog(cache_logger)
         header = disk_format.encode_header(self._layout, identity)
         self._file = _open_locked(self.path)
         try:
             with self._naming_file():
                 if self._file.seek(0, os.SEEK_END):
-                    self._load(identity)
+                    self._load(identity, previous)
                 else:
                     self._make(header)
         except BaseException:
@@ -338,6 +132,7 @@ class DiskTier(ProcessLocal):
         newest = max((record.generation for record in self._records.values()), default=0)
         self._generations = itertools.count(newest + 1)
         self._helpers = Helpers(int(num_threads) - 1, "kvcupy disk")
+        _open_tiers.add(self)
 
     def __repr__(self) -> str:
         used = len(self._records)
@@ -379,12 +174,13 @@ class DiskTier(ProcessLocal):
 
         Returns
         -------
-        False if the slot is empty or has another hash; or if its payload cannot be read or is
-            damaged, and then the slot is emptied. The contents of `into` are then undefined
+        False if the slot is empty or has another hash; or if its payload is damaged or not
+            authentic, and then the slot is emptied. The contents of `into` are then undefined
 
         Raises
         ------
         TypeError, ValueError : an argument is invalid
+        OSError : the read failed; the slot keeps its block
         """
         job = self._job(slot, hash, into, "into")
         with self._using():
@@ -431,11 +227,18 @@ class DiskTier(ProcessLocal):
         with self._using():
             return self._share(write, [(*job, next(self._generations)) for job in jobs])
 
-    def read_many(self, items: Iterable[Item]) -> list[bool]:
-        """Read blocks concurrently; return the result of `read` for each."""
+    def read_many(self, items: Iterable[Item]) -> list[bool | OSError]:
+        """Read blocks concurrently; return for each the result of `read`, or its error."""
         jobs = [self._job(slot, hash, into, "into") for slot, hash, into in items]
+
+        def read(*job: Any) -> bool | OSError:
+            try:
+                return self._read(*job)
+            except OSError as error:
+                return error
+
         with self._using():
-            return self._share(self._read, jobs)
+            return self._share(read, jobs)
 
     def _share(self, work: Callable[..., _Result], jobs: Sequence[_Job]) -> list[_Result]:
         """Do jobs in several threads, including this one; return when all of them are done."""
@@ -470,12 +273,20 @@ class DiskTier(ProcessLocal):
         self._file.close()
         self._helpers.close()
 
+    def _leave_to_parent(self) -> None:
+        """Close the file in a forked child, where another thread may hold the lock for ever."""
+        self._changed = threading.Condition()
+        self._num_users, self._closed = 0, True
+        self._file.close()
+
     @contextmanager
     def _using(self) -> Iterator[None]:
         """Keep the file open during a call; ValueError if it is closed."""
         with self._changed:
             if self._closed:
-                raise ValueError(f"disk: expected an open tier, got {self.path} after close()")
+                raise ValueError(
+                    f"disk: expected an open tier, got {self.path} after close() or a fork"
+                )
             self._num_users += 1
         try:
             yield
@@ -528,33 +339,52 @@ class DiskTier(ProcessLocal):
 
     def _write(self, slot: int, hash: int, parts: Parts, generation: int) -> None:
         """Write a block; OSError leaves the slot empty."""
-        checksum = disk_format.checksum(hash, parts)
-        record = Record(hash, generation, slot, self.page_bytes, checksum)
-        encoded = memoryview(disk_format.encode_record(record))
+        if self._cipher is None:
+            self._write_payload(slot, hash, parts, generation, disk_format.checksum(hash, parts))
+            return
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = memoryview(bytearray(self.page_bytes))
+        seal = self._cipher.seal(disk_format.payload_name(hash), parts, scratch)
+        nonce, tag = seal[:NONCE_BYTES], seal[NONCE_BYTES:]
+        self._write_payload(slot, hash, [scratch], generation, tag, nonce)
+        self._scratch.append(scratch)
+
+    def _write_payload(
+        self, slot: int, hash: int, payload: Parts, generation: int, checksum: bytes,
+        nonce: bytes = b"",
+    ) -> None:  # fmt: skip
+        record = Record(hash, generation, slot, self.page_bytes, checksum, nonce)
+        encoded = memoryview(disk_format.encode_record(record, self._cipher))
         with self._naming_file() as descriptor:
             self._invalidate(slot)
-            _write_all(descriptor, parts, self._layout.payload_at(slot))
+            _write_all(descriptor, payload, self._layout.payload_at(slot))
             with self._changed:
                 _write_all(descriptor, [encoded], self._layout.record_at(slot))
                 self._records[slot] = record
 
     def _read(self, slot: int, hash: int, parts: Parts) -> bool:
-        """Read a block; empty the slot if the payload is unreadable or damaged."""
+        """Read a block; empty the slot if the payload is damaged. OSError if it is unreadable."""
         record = self._records.get(slot)
         if record is None or record.hash != hash:
             return False
-        try:
-            there = _read_all(self._file.fileno(), parts, self._layout.payload_at(slot))
-        except OSError as error:
-            cache_logger.warning("slot %d of %s cannot be read: %s", slot, self.path, error)
-            there = False
-        if there and disk_format.checksum(hash, parts) == record.checksum:
+        with self._naming_file() as descriptor:
+            there = _read_all(descriptor, parts, self._layout.payload_at(slot))
+        if there and self._is_whole(record, parts):
             return True
         try:
             self._invalidate(slot, only=record)
         except OSError as error:  # the damage is found again after reopening
-            cache_logger.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
+            self._log.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
         return False
+
+    def _is_whole(self, record: Record, parts: Parts) -> bool:
+        """Verify a payload, and decrypt it."""
+        if self._cipher is None:
+            return disk_format.checksum(record.hash, parts) == record.checksum
+        seal = record.nonce + record.checksum
+        return self._cipher.open(disk_format.payload_name(record.hash), seal, parts)
 
     def _invalidate(self, slot: int, only: Record | None = None) -> None:
         """Empty a slot; with `only`, not if another record has replaced it."""
@@ -569,6 +399,7 @@ class DiskTier(ProcessLocal):
         """Initialise an empty file."""
         descriptor = self._file.fileno()
         try:
+            os.fchmod(descriptor, _MODE)  # an empty file of the user may have another
             _write_all(descriptor, [memoryview(header)], 0)
             os.fsync(descriptor)  # before any block depends on it
             _allocate(descriptor, self._layout.num_bytes)
@@ -577,12 +408,13 @@ class DiskTier(ProcessLocal):
             self.path.unlink(missing_ok=True)
             raise
 
-    def _load(self, identity: Mapping[str, str]) -> None:
+    def _load(self, identity: Mapping[str, str], previous: Mapping[str, str] | None) -> None:
         """Check a file, and read its records."""
         descriptor, layout = self._file.fileno(), self._layout
         size = os.fstat(descriptor).st_size
         header = os.pread(descriptor, disk_format.BLOCK_BYTES, 0)
-        disk_format.check_header(header, layout, identity, self.path)
+        disk_format.check_header(header, layout, identity, previous, self.path)
+        os.fchmod(descriptor, _MODE)
         _allocate(descriptor, layout.num_bytes)  # truncated, or its creation was interrupted
         table = memoryview(bytearray(layout.table_bytes))
         _read_all(descriptor, [table], layout.record_at(0))
@@ -591,7 +423,7 @@ class DiskTier(ProcessLocal):
             raw = table[start : start + disk_format.RECORD_BYTES]
             if raw == disk_format.NO_RECORD:
                 continue
-            record = disk_format.decode_record(raw, layout, slot)
+            record = disk_format.decode_record(raw, layout, slot, self._cipher)
             if record is not None and layout.payload_at(slot) + record.num_bytes <= size:
                 self._records[slot] = record
 
@@ -605,18 +437,28 @@ def _open_locked(path: Path) -> io.FileIO:
     Raises
     ------
     BlockingIOError : another process or another tier has it open
-    ValueError : `path` is not a regular file
-    OSError : it cannot be opened, or the system lacks file locks or vectored I/O
+    ValueError : `path` is a link, or not a regular file
+    OSError : it cannot be opened, or belongs to another user, or the system lacks file locks or
+        vectored I/O
     """
     if fcntl is None or not hasattr(os, "preadv"):
         raise OSError(errno.ENOTSUP, "disk: expected a system with flock and preadv", str(path))
     while True:
-        # Only readable by the owner, since keys and values reveal prompts.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:  # in a folder for all users a link could name, or create, any file of this user
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(f"disk: expected the name of a file, got a link: {path}") from None
         file = io.FileIO(descriptor, "r+b")
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
                 raise ValueError(f"disk: expected the name of a file, got {path}")
+            if info.st_uid != os.geteuid():
+                raise PermissionError(
+                    errno.EPERM, "disk: expected a file of this user", str(path)
+                )  # fmt: skip
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -679,3 +521,18 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+# --- Forked children ---
+
+_open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the files of the parent, whose locks would otherwise outlive it."""
+    for tier in list(_open_tiers):
+        tier._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -4,7 +4,10 @@
     | header  | record 0 | record 1 | ... |    | payload 0 |    | payload 1 |    | ...
       4096 B    64 B each, one per slot          page_bytes each, at multiples of 4096
 
-Numbers are little endian. The record of an empty slot is zeros.
+Numbers are little endian. The record of an empty slot is zeros. In an encrypted file, payloads and
+records are encrypted by a `BlockCipher`: a payload under its hash, a record under its slot, with
+the nonce of the payload. Its 64 bytes are nonce, tag (12 bytes) and ciphertext, so that neither
+hashes nor the order of writes can be read. The tag of a payload takes the place of its checksum.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..encryption import NONCE_BYTES, BlockCipher
+
 BLOCK_BYTES = 4096  # the unit that disks and file systems write atomically
 RECORD_BYTES = 64
-VERSION = 1
+VERSION = 2
+PREVIOUS_VERSION = 1  # whose identities name neither the model nor its heads
 NO_RECORD = bytes(RECORD_BYTES)
 
 _MAGIC = b"kvcupydt"
@@ -29,6 +35,8 @@ _DIGEST_BYTES = 16
 _HASH_BYTES = 16  # for hashes of 64 or 128 bits
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, identity bytes, page_bytes, num_slots
 _RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, payload checksum
+_SEALED = struct.Struct("<16sQ16s")  # hash, generation, tag of the payload
+_SHORT_SEAL_BYTES = RECORD_BYTES - _SEALED.size
 
 # Each word of a block has an odd weight, so that every change of a single word is detected.
 _BLOCK_WORDS = BLOCK_BYTES // 8
@@ -86,7 +94,8 @@ class Record(NamedTuple):
     generation: int
     slot: int
     num_bytes: int
-    checksum: bytes
+    checksum: bytes  # or the tag of an encrypted payload
+    nonce: bytes = b""  # of an encrypted payload
 
 
 # --- Header ---
@@ -94,11 +103,9 @@ class Record(NamedTuple):
 
 def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
     """Return the first 4096 bytes of a file; `identity` must be a mapping of str to str."""
-    if not isinstance(identity, Mapping) or not all(
-        isinstance(text, str) for item in identity.items() for text in item
-    ):
+    if not _is_text_mapping(identity):
         raise TypeError(f"identity: expected names and values that are str, got {identity}")
-    encoded = json.dumps(dict(identity), sort_keys=True).encode()
+    encoded = _json(identity)
     limit = BLOCK_BYTES - _HEADER.size - _DIGEST_BYTES
     if len(encoded) > limit:
         raise ValueError(f"identity: expected at most {limit} bytes of JSON, got {len(encoded)}")
@@ -107,13 +114,26 @@ def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
     return header + _digest(header)
 
 
+def digest_of(identity: Mapping[str, str]) -> bytes:
+    """Return 16 bytes that tell identities apart."""
+    return _digest(_json(identity))
+
+
 def is_header(header: bytes) -> bool:
     """Return whether a file with this start is a file of a disk tier."""
     return header.startswith(_MAGIC)
 
 
-def decode_header(header: bytes, path: object) -> tuple[Layout, dict[str, str]]:
-    """Decode the layout and the identity of a file; ValueError if the header is damaged.
+class Header(NamedTuple):
+    """The start of a file."""
+
+    version: int
+    layout: Layout
+    identity: dict[str, str]
+
+
+def decode_header(header: bytes, path: object) -> Header:
+    """Decode a header; ValueError if it is damaged, or not one that `encode_header` makes.
 
     `header` is the first 4096 bytes of the file, or the whole file if it is shorter.
     """
@@ -124,27 +144,65 @@ def decode_header(header: bytes, path: object) -> tuple[Layout, dict[str, str]]:
         )
     if len(header) == BLOCK_BYTES:
         version = int.from_bytes(header[8:12], "little")
-        if version != VERSION:  # checked before the digest, since its header may differ
+        if version not in (PREVIOUS_VERSION, VERSION):  # before the digest, which may differ
             raise ValueError(
-                f"disk: expected version {VERSION} of the file, got {version} in {path}"
+                f"disk: expected version {PREVIOUS_VERSION} or {VERSION} of the file, got "
+                f"{version} in {path}; remove the file, or pass the path of another"
             )
     body = header[:-_DIGEST_BYTES]
     if len(header) < BLOCK_BYTES or _digest(body) != header[-_DIGEST_BYTES:]:
         raise ValueError(f"disk: expected a whole header, got a damaged one in {path}")
-    _, _, json_bytes, page_bytes, num_slots = _HEADER.unpack_from(body)
-    identity = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
-    return Layout(num_slots, page_bytes), identity
+    _, version, json_bytes, page_bytes, num_slots = _HEADER.unpack_from(body)
+    layout = Layout(num_slots, page_bytes)
+    try:
+        identity = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
+    except (ValueError, RecursionError):
+        identity = None
+    # The digest has no key: whoever writes the file can make it fit any header.
+    if (
+        not _is_text_mapping(identity)
+        or not 1 <= page_bytes < 2**32
+        or not (num_slots >= 1 and layout.num_bytes < 2**63)
+    ):
+        raise ValueError(f"disk: expected a header of kvcupy, got another in {path}")
+    return Header(version, layout, identity)
 
 
-def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], path: object) -> None:
-    """Raise ValueError unless a file was made for the same pages."""
-    stored_layout, stored = decode_header(header, path)
-    actual = {**stored, **_sizes(stored_layout)}
+def check_header(
+    header: bytes, layout: Layout, identity: Mapping[str, str],
+    previous: Mapping[str, str] | None, path: object,
+) -> None:  # fmt: skip
+    """Raise ValueError unless a file was made for the same pages.
+
+    `previous` is their identity in a file of the previous version, or None if such a file does not
+    say enough.
+    """
+    stored = decode_header(header, path)
+    if stored.version == PREVIOUS_VERSION:
+        if previous is None:
+            raise ValueError(
+                f"disk: expected version {VERSION} of the file, got {stored.version} in {path}, "
+                "which names neither a model nor heads nor a key; remove the file, or pass the "
+                "path of another"
+            )
+        identity = previous
+    actual = {**stored.identity, **_sizes(stored.layout)}
     expected = {**identity, **_sizes(layout)}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
-            want, got = expected.get(name, "none"), actual.get(name, "none")
+            want, got = expected.get(name) or "none", actual.get(name) or "none"
             raise ValueError(f"disk: expected {name} {want}, got {got} in {path}")
+
+
+def _json(identity: Mapping[str, str]) -> bytes:
+    return json.dumps(dict(identity), sort_keys=True).encode()
+
+
+def _is_text_mapping(value: object) -> bool:
+    """Return whether a value is a mapping of str to str."""
+    return isinstance(value, Mapping) and all(
+        isinstance(text, str) for item in value.items() for text in item
+    )
 
 
 def _sizes(layout: Layout) -> dict[str, object]:
@@ -155,17 +213,39 @@ def _sizes(layout: Layout) -> dict[str, object]:
     }
 
 
-# --- Records --------------------------------------------------------------------------------------
+# --- Records ---
 
 
-def encode_record(record: Record) -> bytes:
-    """Encode a record in 64 bytes, which end with a checksum of the record."""
-    fields = _RECORD.pack(_hash_bytes(record.hash), *record[1:])
+def encode_record(record: Record, cipher: BlockCipher | None = None) -> bytes:
+    """Encode a record in 64 bytes, with a checksum of the record or encrypted."""
+    hash = _hash_bytes(record.hash)
+    if cipher is not None:
+        fields = _SEALED.pack(hash, record.generation, record.checksum)
+        sealed = bytearray(len(fields))
+        seal = cipher.seal(
+            _record_name(record.slot), [memoryview(fields)], memoryview(sealed), nonce=record.nonce
+        )
+        return seal[:_SHORT_SEAL_BYTES] + sealed
+    fields = _RECORD.pack(
+        hash, record.generation, record.slot, record.num_bytes, record.checksum
+    )  # fmt: skip
     return fields + _digest(fields)
 
 
-def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
-    """Decode the record of a slot; None if it is damaged."""
+def decode_record(
+    raw: memoryview, layout: Layout, slot: int, cipher: BlockCipher | None = None
+) -> Record | None:
+    """Decode the record of a slot; None if it is damaged, or encrypted with another key."""
+    if cipher is not None:
+        seal, fields = (
+            bytes(raw[:_SHORT_SEAL_BYTES]),
+            memoryview(bytearray(raw[_SHORT_SEAL_BYTES:])),
+        )
+        if not cipher.open(_record_name(slot), seal, [fields]):
+            return None
+        hash, generation, tag = _SEALED.unpack(fields)
+        number = int.from_bytes(hash, "little")
+        return Record(number, generation, slot, layout.page_bytes, tag, seal[:NONCE_BYTES])
     fields, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if _digest(fields) != digest:
         return None
@@ -175,6 +255,15 @@ def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
     return record if fits else None
 
 
+def payload_name(hash: int) -> bytes:
+    """Return the name under which a payload is encrypted."""
+    return b"block" + _hash_bytes(hash)
+
+
+def _record_name(slot: int) -> bytes:
+    return b"record" + slot.to_bytes(8, "little")
+
+
 def require_hash(hash: int) -> int:
     """Check that a hash fits a record, and return it as an int."""
     if not 0 <= hash < 2**128:
@@ -182,7 +271,7 @@ def require_hash(hash: int) -> int:
     return int(hash)
 
 
-# --- Checksums ------------------------------------------------------------------------------------
+# --- Checksums ---
 
 
 def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:

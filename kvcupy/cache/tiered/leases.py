@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
+from .disk_blocks import DiskMove
 from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers
 
 if TYPE_CHECKING:
@@ -162,30 +163,117 @@ class AcquirePlan:
 
     known: list[int]  # leading hashes that some tier has
     loads: list[int]  # known hashes that are not on the device, without duplicates
-    reads: list[int]  # loads that are only on disk
+    reads: list[int]  # loads that are only on disk, and must be read before anything else
     num_free: int  # free device pages for the loads
     victims: list[Copy]  # device copies to evict for the other loads
     saves: list[Copy]  # victims that no other tier has; saved as far as host pages suffice
     host: HostEviction  # host pages, first for the reads, then for the saves
 
+    @property
+    def num_save_pages(self) -> int:
+        return self.host.num_pages - len(self.reads)
 
-def plan_acquire(tiers: Tiers, hashes: list[int]) -> AcquirePlan:
+
+class DiskReads:
+    """The blocks that an acquire has read from disk, in host pages that it owns until its end.
+
+    Acquires read one after the other (`SharedTiers.disk_turn`): each block is read once, and none
+    waits for pages of another that waits for its own.
+    """
+
+    def __init__(self, shared: SharedTiers) -> None:
+        self.arrived: dict[int, Copy] = {}
+        self.unreadable: set[int] = set()  # hashes that the disk failed to read in this call
+        self._moves: list[DiskMove] = []
+        self._shared = shared
+
+    def begin(self, tiers: Tiers, plan: AcquirePlan) -> None:
+        """Take host pages for the reads of a plan, and pin the slots of their blocks."""
+        assert tiers.disk is not None
+        pages = tiers.evict_from_host(plan.host.first(len(plan.reads)))
+        self._moves.append(tiers.disk.begin_read(plan.reads, pages.tolist()))
+
+    def carry_out(self) -> None:
+        """Read the blocks, without the lock; damaged ones are forgotten by the disk tier."""
+        move = self._moves[-1]
+        self._shared.carry_out(move)
+        self.arrived |= {hash: Copy(hash, move.pages[hash]) for hash in move.arrived}
+        self.unreadable |= move.failed.keys()
+
+    def become_host_blocks(self, tiers: Tiers) -> None:
+        """Give the blocks to the host tier, which may evict them like others."""
+        tiers.host.use(list(self.arrived), self.arrived)
+        self._free_unused(tiers)
+
+    def end(self) -> None:
+        """Free the pages whose blocks the host tier did not get."""
+        with self._shared.locked() as tiers:
+            self._free_unused(tiers)
+
+    def _free_unused(self, tiers: Tiers) -> None:
+        assert tiers.disk is not None
+        copies, self.arrived = self.arrived, {}
+        for move in self._moves:
+            taken = [h for h in move.arrived if h in copies and tiers.host.has(copies[h])]
+            tiers.host.give_back([page for h, page in move.pages.items() if h not in taken])
+            tiers.disk.end(move)
+        self._moves = []
+
+
+def acquire(shared: SharedTiers, hashes: list[int], after: Any) -> Lease:
+    """Lease the leading blocks that the tiers have."""
+    if (lease := _attempt(shared, hashes, after, None)) is not None:
+        return lease
+    with shared.disk_turn:
+        reads = DiskReads(shared)
+        try:
+            while (lease := _attempt(shared, hashes, after, reads)) is None:
+                reads.carry_out()
+        finally:
+            reads.end()
+    return lease
+
+
+def _attempt(
+    shared: SharedTiers, hashes: list[int], after: Any, reads: DiskReads | None
+) -> Lease | None:
+    """Lease the leading blocks; None if some must be read from disk first, which `reads` begins."""
+
+    def change(tiers: Tiers) -> Lease | bool:
+        """Return a Lease, or whether to plan again."""
+        plan = plan_acquire(tiers, hashes, reads)
+        if evict_some_first(tiers, plan, reads):
+            return True
+        if plan.reads:
+            if reads is not None:
+                reads.begin(tiers, plan)
+            return False
+        return Lease(shared, carry_out(tiers, plan, hashes, after, reads))
+
+    while (outcome := shared.attempt(change)) is True:
+        pass
+    return outcome if isinstance(outcome, Lease) else None
+
+
+def plan_acquire(tiers: Tiers, hashes: list[int], reads: DiskReads | None) -> AcquirePlan:
     """Find the leading known blocks, and pages for them, without changing anything.
 
-    Raises CacheFull if pages do not suffice, Blocked to wait for a transfer.
+    Raises CacheFull if pages do not suffice, Blocked to wait for a transfer or a write to disk.
     """
     device, host = tiers.device, tiers.host
+    arrived = {} if reads is None else reads.arrived
+    unreadable = set() if reads is None else reads.unreadable
     known = hashes
     missing: dict[int, None] = {}
-    reads: dict[int, None] = {}
+    unread: dict[int, None] = {}
     for i, hash in enumerate(hashes):
         if hash in device.copies:
             continue
-        if hash not in host.copies:
-            if not tiers.on_disk(hash):
+        if hash not in host.copies and hash not in arrived:
+            if hash in unreadable or not tiers.readable(hash):
                 known = hashes[:i]
                 break
-            reads[hash] = None
+            unread[hash] = None
         missing[hash] = None
     loads = list(missing)
     num_free = min(len(loads), device.num_free) if loads else 0
@@ -199,72 +287,64 @@ def plan_acquire(tiers: Tiers, hashes: list[int]) -> AcquirePlan:
         )
     saves = tiers.only_on_device(victims)
     eviction = HostEviction()
-    if count := len(reads) + len(saves):
+    if count := len(unread) + len(saves):
         leaving = {copy.hash for copy in victims}
         eviction = tiers.plan_host_eviction(
-            count, required=len(reads), keep=missing, leaving=leaving
+            count, required=len(unread), keep=missing, leaving=leaving
         )
-    return AcquirePlan(known, loads, list(reads), num_free, victims, saves, eviction)
+    return AcquirePlan(known, loads, list(unread), num_free, victims, saves, eviction)
 
 
-def evict_some_first(tiers: Tiers, plan: AcquirePlan) -> bool:
+def evict_some_first(tiers: Tiers, plan: AcquirePlan, reads: DiskReads | None) -> bool:
     """Evict some victims first, if the host pages do not suffice to save all of them.
 
     These victims pass through the host tier to disk, unless that evicts blocks to acquire. Returns
-    whether some were evicted, so that the caller must plan again.
+    whether anything has changed, so that the caller must plan again.
     """
-    disk, to_spare = tiers.disk, plan.host.num_pages - len(plan.reads)
-    if disk is None or to_spare >= len(plan.saves):
+    disk = tiers.disk
+    if disk is None or plan.num_save_pages >= len(plan.saves):
         return False
-    if to_spare > 0:
+    if plan.num_save_pages > 0:
         return tiers.evict_from_device(plan.victims, plan.loads) > 0
     # The blocks to acquire take all host pages. They can go to disk, if that loses no block.
     saves = plan.saves[: disk.num_free]
     if not saves:
         return False
+    if reads is not None and reads.arrived:
+        reads.become_host_blocks(tiers)
+        return True
     first = plan.victims[: plan.victims.index(saves[-1]) + 1]
     return tiers.evict_from_device(first) > 0
 
 
-def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) -> list[Copy]:
-    """Load the blocks of a plan to the device, and pin them; return their copies.
-
-    Returns fewer copies than planned if a block on disk is damaged.
-    """
+def carry_out(
+    tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any, reads: DiskReads | None
+) -> list[Copy]:
+    """Load the blocks of a plan without reads to the device, and pin them; return their copies."""
     device, host, counts = tiers.device, tiers.host, tiers.counts
+    arrived = {} if reads is None else reads.arrived
     free = device.take(plan.num_free)
     try:
         pages = tiers.evict_from_host(plan.host)
         try:
-            read = _read(tiers, plan, pages.tolist())
-            num_saves = min(len(plan.saves), len(pages) - len(plan.reads))
-            saves = plan.saves[len(plan.saves) - num_saves :] if num_saves > 0 else []
-            if len(read) < len(plan.reads):  # truncate the plan before the damaged block
-                damaged = plan.reads[len(read)]
-                plan.known = plan.known[: plan.known.index(damaged)]
-                plan.loads = plan.loads[: plan.loads.index(damaged)]
-            num_loads = len(plan.loads)
-            victims = plan.victims[: max(0, num_loads - len(free))]
-            leaving = set(map(id, victims))
-            saves = [copy for copy in saves if id(copy) in leaving]
-            used = len(plan.reads) + len(saves)
-            behind = tiers.stream_behind(victims, after)
-            saved = tiers.save(saves, pages[len(plan.reads) : used], after)
+            saves = plan.saves[max(0, len(plan.saves) - len(pages)) :]
+            behind = tiers.stream_behind(plan.victims, after)
+            saved = tiers.save(saves, pages[: len(saves)], after)
         except BaseException:
             host.give_back(pages)
             raise
     except BaseException:
         device.give_back(free)
         raise
-    host.give_back(np.concatenate((pages[len(read) : len(plan.reads)], pages[used:])))
+    host.give_back(pages[len(saves) :])
     host.add(saved.values())
-    host.use(plan.known, read)
+    host.use(plan.known, arrived)
     if tiers.disk is not None:
         tiers.disk.use(plan.known)
-    targets = np.concatenate((free[:num_loads], tiers.remove_from_device(victims)))
-    device.give_back(free[num_loads:])
+    targets = np.concatenate((free, tiers.remove_from_device(plan.victims)))
     num_fetched = sum(host.copies[hash].fetched for hash in plan.loads)
-    loaded = _load(tiers, plan.loads, targets, behind) if num_loads else {}
+    read = [copy for h in plan.loads if (copy := arrived.get(h)) is not None and host.has(copy)]
+    loaded = _load(tiers, plan.loads, targets, behind) if plan.loads else {}
     device.use(plan.known, loaded)
     copies = [device.copies[hash] for hash in plan.known]
     tiers.pin(copies)
@@ -273,19 +353,11 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) ->
     counts.device_hits += len(copies) - len(loaded)
     counts.misses += len(hashes) - len(copies)
     if tiers.store is not None:
-        tiers.store.note_saved(read.values())
+        tiers.store.note_saved(read)
         tiers.store.note_acquired(tiers, plan.known, num_fetched)
         for hash in plan.loads:
             host.copies[hash].fetched = False
     return copies
-
-
-def _read(tiers: Tiers, plan: AcquirePlan, pages: list[int]) -> dict[int, Copy]:
-    """Read blocks from disk into the first host pages; stop before a damaged block."""
-    if not plan.reads or tiers.disk is None:
-        return {}
-    whole = tiers.disk.read(plan.reads, pages[: len(plan.reads)])
-    return {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
 
 
 def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, Copy]:

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError
 from ...ops import checks
@@ -109,7 +107,7 @@ class Arrivals:
             if copy is not None:
                 store.hold(copy)
                 self.held.append(copy)
-            elif hash not in tiers:
+            elif not tiers.readable(hash):
                 if hash in store.pending:
                     return False
                 break
@@ -204,7 +202,7 @@ class StoreTier:
 
     def request(self, tiers: Tiers, hashes: Sequence[int], *, urgent: bool) -> list[int]:
         """Queue fetches of the blocks that no tier has; return their hashes."""
-        missing = [hash for hash in dict.fromkeys(hashes) if hash not in tiers]
+        missing = [hash for hash in dict.fromkeys(hashes) if not tiers.readable(hash)]
         fresh = [hash for hash in missing if hash not in self.pending]
         space = 0 if self._stopped else max(0, 4 * self._pool.num_pages - len(self.pending))
         self.counts.shared_skipped += len(fresh[space:])
@@ -243,7 +241,7 @@ class StoreTier:
             self._held[copy.page] -= 1
             if not self._held[copy.page]:
                 del self._held[copy.page]
-            _let_go(tiers, copy)
+            tiers.let_go(copy)
         arrivals.held = []
 
     def hold(self, copy: Copy) -> None:
@@ -522,7 +520,7 @@ class StoreTier:
                     name = f"shared_{outcome}"
                     setattr(counts, name, getattr(counts, name) + 1)
                     counts.shared_put_bytes += self._block_bytes * (outcome == "stored")
-                    _let_go(tiers, copy)
+                    tiers.let_go(copy)
                 counts.shared_put_s += time.perf_counter() - started
                 self._putting -= len(copies)
             if over is not None:
@@ -549,7 +547,7 @@ class StoreTier:
         assert self._shared is not None
         counts = self.counts
         with self._shared.locked() as tiers:
-            hashes = [hash for hash in fetch.hashes if hash not in tiers]
+            hashes = [hash for hash in fetch.hashes if not tiers.readable(hash)]
         with self._calling():
             num_known = self.count_known(hashes)
         with self._shared.locked() as tiers:
@@ -559,11 +557,8 @@ class StoreTier:
         while hashes:
             yield
             started = time.perf_counter()
-            with self._shared.locked() as tiers:
-                epoch = self._epoch
-                hashes = [hash for hash in hashes if hash not in tiers]
-                pages = self._take_pages(tiers, hashes[: self._piece], fetch.keep)
-                unsent = [] if pages or not hashes else self._take_queued(tiers)
+            take = partial(self._take_piece, hashes, fetch.keep)
+            epoch, hashes, pages, unsent = self._shared.attempt(take, opened=False)
             piece = hashes[: len(pages)]
             if unsent:  # put blocks that cannot be evicted before
                 self._put(unsent, None)
@@ -587,6 +582,18 @@ class StoreTier:
             if not all(arrived):
                 return
             hashes = hashes[len(piece) :]
+
+    def _take_piece(
+        self, hashes: list[int], keep: frozenset[int], tiers: Tiers
+    ) -> tuple[int, list[int], list[int], list[Copy]]:
+        """Take pages for the next blocks to get, or else queued copies to put first.
+
+        Returns the epoch, the hashes that no tier has, the pages, and the copies.
+        """
+        hashes = [hash for hash in hashes if not tiers.readable(hash)]
+        pages = self._take_pages(tiers, hashes[: self._piece], keep)
+        unsent = [] if pages or not hashes else self._take_queued(tiers)
+        return self._epoch, hashes, pages, unsent
 
     def _take_pages(self, tiers: Tiers, hashes: Sequence[int], keep: frozenset[int]) -> list[int]:
         """Take host pages for the first of these blocks, evicting others."""
@@ -645,13 +652,6 @@ class StoreTier:
         with self._lock:
             self._num_moves += 1
             self._moved.notify()
-
-
-def _let_go(tiers: Tiers, copy: Copy) -> None:
-    """Release one hold on a host copy; free its page if it was forgotten meanwhile."""
-    copy.held -= 1
-    if not copy.held and not tiers.host.has(copy):
-        tiers.host.give_back(np.array([copy.page], np.int64))
 
 
 _open_stores: weakref.WeakSet[StoreTier] = weakref.WeakSet()

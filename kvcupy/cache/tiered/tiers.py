@@ -7,10 +7,15 @@
 
 A block is copied down only if no lower tier has it. An eviction is planned before anything
 changes, and carried out while the cache's lock is still held, so a plan cannot become stale.
+
+The disk is read and written without the lock. An eviction that needs a write raises `Blocked` with
+a `DiskMove`: the caller carries the move out, and plans again. An acquire that needs blocks from
+disk reads them to host pages of its own first (`leases.DiskReads`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +30,7 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
-from .disk import DiskBlocks
+from .disk_blocks import DiskBlocks, DiskMove
 from .policies import Policy
 
 if TYPE_CHECKING:
@@ -44,14 +49,16 @@ class Copy:
     filled_by : completion that writes the block to the page, if in flight when the copy was made
     used_by : in the host tier, the last transfer that accesses the page, if any; earlier transfers
         end before it
-    held : in the host tier, number of puts to a shared store, and of acquires that wait for a
-        prefix with this fetched block; a held copy is not evicted
+    held : in the host tier, number of puts to a shared store, writes to disk, and acquires that
+        wait for a prefix with this fetched block; a held copy is not evicted
+    write_failed : in the host tier, whether its last write to disk failed; then it is evicted
+        without
     stored : True if a shared store has the block, False if a put failed, None if not yet put
     fetched : whether the block came from a shared store and was not acquired since
     """
 
     __slots__ = (
-        "fetched", "filled_by", "hash", "held", "page", "pins", "stored", "used_by",
+        "fetched", "filled_by", "hash", "held", "page", "pins", "stored", "used_by", "write_failed",
     )  # fmt: skip
 
     def __init__(self, hash: int, page: int, filled_by: BlockCompletion | None = None) -> None:
@@ -61,6 +68,7 @@ class Copy:
         self.filled_by = filled_by
         self.used_by = filled_by
         self.held = 0
+        self.write_failed = False
         self.stored: bool | None = None
         self.fetched = False
 
@@ -183,9 +191,14 @@ class PageTier:
 
 
 class Blocked(Exception):
-    """Raised before a call changes anything: the caller must `wait` without the lock, and retry."""
+    """Raised before a call changes anything: the caller must wait without the lock, and retry.
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+    Parameters
+    ----------
+    wait : a function to call, or a move that has begun and is to be carried out, or None
+    """
+
+    def __init__(self, wait: Callable[[], object] | DiskMove | None = None) -> None:
         super().__init__("waits for a transfer")
         self.wait = wait
 
@@ -354,12 +367,15 @@ class HostEviction:
 
     num_free: int = 0  # free pages to take
     victims: list[Copy] = field(default_factory=list)  # host copies to evict, one page each
-    writes: list[Copy] = field(default_factory=list)  # victims to write to disk first
-    slots: list[int] = field(default_factory=list)  # hashes to evict from disk for the writes
 
     @property
     def num_pages(self) -> int:
         return self.num_free + len(self.victims)
+
+    def first(self, count: int) -> HostEviction:
+        """Return the plan for the first pages only."""
+        num_free = min(count, self.num_free)
+        return HostEviction(num_free, self.victims[: count - num_free])
 
 
 class StoreTierProtocol(Protocol):
@@ -423,6 +439,14 @@ class Tiers:
     def on_disk(self, hash: int) -> bool:
         return self.disk is not None and hash in self.disk.slots
 
+    def readable(self, hash: int) -> bool:
+        """Return whether an acquire finds the block: a disk that fails is skipped for a while."""
+        return (
+            hash in self.device.copies
+            or hash in self.host.copies
+            or (self.disk is not None and self.disk.available and hash in self.disk.slots)
+        )
+
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
         """Return the device copies whose blocks no lower tier has."""
         host = self.host.copies
@@ -456,6 +480,12 @@ class Tiers:
             "disk_blocks": 0 if self.disk is None else len(self.disk.slots),
             **counted(self.counts, self.disk, self.store),
         }
+
+    def let_go(self, copy: Copy) -> None:
+        """Release one hold on a host copy; free its page if it was forgotten meanwhile."""
+        copy.held -= 1
+        if not copy.held and not self.host.has(copy):
+            self.host.give_back([copy.page])
 
     # --- In flight ---
 
@@ -548,6 +578,8 @@ class Tiers:
                     raise Blocked(copy.touched.synchronize)
             if plan.num_pages < count:
                 self.require_settled(self.host, num_free)
+                if self.disk is not None and (wait_for := self.disk.wait_for_others()) is not None:
+                    raise Blocked(wait_for)
             if plan.num_pages < required and self.store is not None and self.store.holding:
                 raise Blocked(self.store.wait_for_call)
         if plan.num_pages < required:
@@ -558,7 +590,7 @@ class Tiers:
         if self.store is not None:
             self._plan_puts(plan, self.store, leaving, wait=wait)
         if self.disk is not None:
-            self._plan_writes(plan, self.disk, keep, leaving)
+            self._require_written(plan.victims, self.disk, keep, leaving)
         return plan
 
     def _plan_puts(
@@ -574,38 +606,62 @@ class Tiers:
         staying = set(map(id, unsent))
         plan.victims = [copy for copy in plan.victims if id(copy) not in staying]
 
-    def _plan_writes(
-        self, plan: HostEviction, disk: DiskBlocks, keep: Collection[int], leaving: Collection[int]
-    ) -> None:
-        plan.writes = [
+    def _require_written(
+        self, victims: Sequence[Copy], disk: DiskBlocks, keep: Collection[int],
+        leaving: Collection[int],
+    ) -> None:  # fmt: skip
+        """Raise Blocked if victims must be written to disk before their eviction.
+
+        If the disk has too few slots, the first in eviction order are lost.
+        """
+        unwritten = [
             copy
-            for copy in plan.victims
+            for copy in victims
             if copy.hash not in disk.slots
             and (copy.hash not in self.device.copies or copy.hash in leaving)
+            and not copy.write_failed
         ]
-        self.require_arrived(plan.writes)
-        plan.slots = disk.choose(len(plan.writes) - disk.num_free, keep)
-        excess = len(plan.writes) - disk.num_free - len(plan.slots)
-        del plan.writes[: max(0, excess)]  # the first in eviction order are lost
+        if not unwritten or not disk.available:
+            return
+        self.require_arrived(unwritten)
+        staying = {*keep, *(copy.hash for copy in victims)}
+        slots = disk.choose(len(unwritten) - disk.num_free, staying)
+        num_lost = max(0, len(unwritten) - disk.num_free - len(slots))
+        if writes := unwritten[num_lost:]:
+            raise Blocked(self.begin_write(disk, writes, slots))
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
         pages = self.host.take(plan.num_free)
-        if self.disk is not None:
-            self.write(self.disk, plan.writes, plan.slots)
         self.host.forget(plan.victims)
         self.counts.host_evicted += len(plan.victims)
         self.counts.lost += sum(c.hash not in self and not c.stored for c in plan.victims)
         return np.concatenate((pages, _pages(plan.victims)))
 
-    def write(
+    # --- Moves between host memory and disk ---
+
+    def begin_write(
         self, disk: DiskBlocks, copies: Sequence[Copy], slots: Sequence[int]
-    ) -> dict[int, OSError]:
-        """Write host copies to disk, replacing the blocks `slots`; return the errors by hash."""
+    ) -> DiskMove:
+        """Begin to write host copies to disk, replacing the blocks `slots`."""
         disk.evict(slots)
         self.counts.disk_evicted += len(slots)
         self.counts.lost += sum(hash not in self for hash in slots)
-        return disk.write({copy.hash: copy.page for copy in copies}) if copies else {}
+        for copy in copies:
+            copy.held += 1
+        move = disk.begin_write({copy.hash: copy.page for copy in copies})
+        move.copies = copies
+        return move
+
+    def land(self, move: DiskMove) -> None:
+        """Record the outcome of a move; a write ends, and a read keeps its pages."""
+        assert self.disk is not None
+        self.disk.land(move)
+        if not move.is_read:
+            for copy in move.copies:
+                copy.write_failed = copy.hash in move.failed
+                self.let_go(copy)
+            self.disk.end(move)
 
     # --- Evicting from the device tier ---
 
@@ -673,8 +729,10 @@ class SharedTiers:
     def __init__(self, tiers: Tiers) -> None:
         self.engine: TransferEngine = tiers.engine
         self.closed = False
+        self.disk_turn = threading.Lock()  # of acquires that read from disk; before the other lock
         self._tiers = tiers
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of `TieredCache.stats`, without the lock and possibly stale."""
@@ -701,18 +759,37 @@ class SharedTiers:
         """Raise KvcupyError in a forked child, where another thread may hold the lock for ever."""
         if self._tiers.store is not None:
             self._tiers.store.require_own_process()
+        elif self._tiers.disk is not None and os.getpid() != self._pid:
+            raise KvcupyError(
+                "disk: the cache belongs to another process; make one in each process"
+            )
 
-    def attempt(self, change: Callable[[Tiers], _Result]) -> _Result:
-        """Call `change` until it is not Blocked, then submit the transfers that it queued."""
+    def attempt(self, change: Callable[[Tiers], _Result], *, opened: bool = True) -> _Result:
+        """Call `change` until it is not Blocked, then submit the transfers that it queued.
+
+        KvcupyError if the cache is closed, unless `opened` is False.
+        """
         while True:
             try:
-                with self.opened() as tiers:
+                with self.opened() if opened else self.locked() as tiers:
                     result = change(tiers)
                 break
             except Blocked as blocked:
                 wait = blocked.wait
             if wait is not None:
                 with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
-                    wait()
+                    if isinstance(wait, DiskMove):
+                        self.carry_out(wait)
+                    else:
+                        wait()
         self.engine._send()
         return result
+
+    def carry_out(self, move: DiskMove) -> None:
+        """Read or write the blocks of a move, without the lock, and record the outcome."""
+        assert self._tiers.disk is not None
+        try:
+            self._tiers.disk.run(move)
+        finally:
+            with self.locked() as tiers:
+                tiers.land(move)

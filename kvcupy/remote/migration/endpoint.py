@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ... import metrics
+from ...cache.identity import PoolIdentity
 from ...cache.pages import Pages, page_array
 from ...cache.pool import Pool, positive_int
 from ...errors import KvcupyError, ProcessLocal, TransferError
 from ...observe import Access
 from ...ops import checks
-from ..identity import PoolIdentity
 from . import protocol
 from .layers import PageBytes, Staging, staging_for
 

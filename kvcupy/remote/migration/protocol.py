@@ -39,8 +39,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...cache.identity import PoolIdentity
 from ...errors import TransferError
-from ..identity import PoolIdentity
 from ..wire import HASHERS
 
 try:

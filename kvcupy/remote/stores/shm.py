@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...cache.identity import KEY_BYTES
 from ...cache.threads import Helpers
 from ...config import cache_logger
 from ...errors import ProcessLocal, file_path
 from ...ops import checks
-from ..identity import KEY_BYTES
 from ..wire import WirePages
 from .backend import (
     FAILED,

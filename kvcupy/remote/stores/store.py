@@ -18,13 +18,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ... import metrics
+from ...cache.identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ...cache.pages import page_array
 from ...cache.pool import Pool
 from ...cache.threads import Users
 from ...config import cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
-from ..identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ..wire import DEFAULT_CHECKSUM, HASHERS, WirePages
 from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
 

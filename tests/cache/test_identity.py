@@ -9,7 +9,7 @@ import json
 import pytest
 
 import kvcupy as kv
-from kvcupy.remote.identity import BlockKeys, PoolIdentity
+from kvcupy.cache.identity import BlockKeys, PoolIdentity
 
 SHAPE = {"page_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "device": "host"}
 HASHES = kv.block_hashes(range(8), 2)

@@ -1,4 +1,4 @@
-"""Names for blocks outside one process: a pool's identity, and keys made of it and block hashes.
+"""Names for blocks outside one pool: what its bytes mean, and keys made of that and block hashes.
 
 Identities, digests and keys are the same in every process and on every machine.
 """
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
-from ..cache.pages import hash_list
-from ..cache.pool import MLAPool, Pool
 from ..ops import checks
+from .pages import hash_list
+from .pool import MLAPool, Pool
 
 DIGEST_BYTES = 16
 KEY_BYTES = 32
@@ -154,7 +154,7 @@ class BlockKeys:
 
     Parameters
     ----------
-    identity : a PoolIdentity (`kvcupy.remote.identity.PoolIdentity.of`), or a pool that holds all
+    identity : a PoolIdentity (`kvcupy.cache.identity.PoolIdentity.of`), or a pool that holds all
         heads of its model
     tenant : str or bytes. While it is secret, other tenants can neither name this tenant's blocks
         nor test whether they exist
