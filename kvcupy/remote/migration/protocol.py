@@ -35,9 +35,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ...errors import TransferError
 from ..identity import PoolIdentity
-from ..wire import HASHERS
 
 VERSION = 3
 
@@ -343,10 +344,8 @@ class Ticket:
 # --- Checksums ------------------------------------------------------------------------------------
 
 
-_ALGORITHMS = {
-    number: HASHERS[name] for number, name in ((1, "xxh3_64"), (2, "sum64")) if name in HASHERS
-}
-"""Available checksums by their numbers in a hello, the best first."""
+_ALGORITHMS = {1: xxhash.xxh3_64}
+"""Checksums by their numbers in a hello, the best first; 2 is reserved, for a former one."""
 _SUPPORTED = sum(1 << number for number in _ALGORITHMS)
 BEST_ALGORITHM = next(iter(_ALGORITHMS))
 
@@ -721,7 +720,7 @@ def as_sender(
     magic, version, _, supported, _, its_digest = _CLIENT_HELLO.unpack(hello)
     if magic != _MAGIC:
         raise Lost("the peer is not a PageReceiver")
-    algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 2)
+    algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 0)
     answer = _SERVER_HELLO.pack(
         _MAGIC, VERSION, bool(secret), algorithm, os.urandom(32), sender_id, digest
     )
