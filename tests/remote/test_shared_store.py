@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import os
 import pickle
 import random
+import signal
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import helpers
@@ -442,6 +445,65 @@ def test_blocks_with_a_former_checksum_are_misses(shared, monkeypatch):
     assert one.store.match(hashes) == 2, "they are not dropped"
 
 
+# --- The memory of a container ---
+
+
+@pytest.fixture
+def container(tmp_path, monkeypatch):
+    """Return a function that lets this process have memory limits: (cgroup line, {file: text})."""
+
+    def limited(line, files, available_kb=2**30):
+        folder = tmp_path / "cgroup"
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(f"{text}\n")
+        (tmp_path / "of this process").write_text(f"9:name=systemd:/\n{line}\n1:cpu:/\n")
+        (tmp_path / "meminfo").write_text(f"MemFree: 1 kB\nMemAvailable:   {available_kb} kB\n")
+        monkeypatch.setattr(shm, "_CGROUPS_OF_THIS_PROCESS", str(tmp_path / "of this process"))
+        monkeypatch.setattr(shm, "_CGROUP_FOLDER", str(folder))
+        monkeypatch.setattr(shm, "_MEMORY_INFO", str(tmp_path / "meminfo"))
+
+    return limited
+
+
+LIMITS = {
+    "v2": ("0::/pod/box", "pod/box/memory.max"),
+    "v2, of a parent": ("0::/pod/box", "pod/memory.max"),
+    "v2, in its own namespace": ("0::/", "memory.max"),
+    "v1": ("4:memory,pids:/pod/box", "memory/pod/box/memory.limit_in_bytes"),
+    "v1, mounted from a parent": ("4:memory:/elsewhere", "memory/memory.limit_in_bytes"),
+}
+
+
+@pytest.mark.parametrize("where", LIMITS)
+def test_a_capacity_above_the_memory_limit_is_refused(shared, container, where, path, caplog):
+    line, file = LIMITS[where]
+    container(line, {"pod/box/memory.max": "max", file: capacity(16) - 1})
+    with pytest.raises(ValueError, match=rf"^capacity_bytes: expected at most {capacity(16) - 1},"):
+        shared(16)
+    assert not path.exists()
+    shared(8)
+    assert f"up to {capacity(8)} bytes of the {capacity(16) - 1}" in caplog.text
+    caplog.clear()
+    shared(None)
+    assert "bytes of the" in caplog.text
+    with pytest.raises(ValueError, match=r"^capacity_bytes: expected at most"):
+        shared(16)
+
+
+def test_no_memory_limit_no_warning(shared, container, path, caplog):
+    unlimited = 2**63 - 4096  # as version 1 writes it
+    container(
+        "4:memory:/", {"memory.max": "max", "memory/memory.limit_in_bytes": unlimited},
+        available_kb=2 * capacity(16) // 1024 + 1,
+    )  # fmt: skip
+    shared(16)
+    assert caplog.text == ""
+    container("4:memory:/", {}, available_kb=capacity(16) // 1024)
+    shared(16)
+    assert f"the system has {capacity(16) // 1024 * 1024} available" in caplog.text
+
+
 # --- Failures of the system ---
 
 
@@ -477,6 +539,57 @@ def test_a_store_that_cannot_be_made_leaves_nothing(shared, path, monkeypatch, n
     assert not [*path.parent.iterdir()]
     assert num_descriptors() == descriptors
     assert shared().put(*block_hashes(2)) == ["stored", "stored"]
+
+
+def make_no_unnamed_files(monkeypatch):
+    """Let the file system make no file without a name."""
+
+    def open_named(path, flags, *mode, really=os.open, **options):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return really(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", open_named)
+
+
+@pytest.mark.parametrize("has_unnamed_files", [True, False])
+def test_a_process_killed_while_it_makes_a_store_leaves_nothing(
+    shared, path, monkeypatch, has_unnamed_files
+):
+    if not has_unnamed_files:
+        make_no_unnamed_files(monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        killed = os.fork()
+        if not killed:
+            with suppress(BaseException):
+                shared()
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
+    left = [*path.parent.iterdir()]
+    assert not path.exists() and len(left) == (not has_unnamed_files)
+    unfinished = path.with_name(f".{path.name}.1.live")
+    with unfinished.open("wb") as of_another:
+        fcntl.flock(of_another, fcntl.LOCK_EX)
+        user = shared()
+        assert {*path.parent.iterdir()} == {path, unfinished}, "a process that lives makes it"
+    assert user.put(*block_hashes(2)) == ["stored"] * 2
+    assert shared().get(*block_hashes(2)) == [True] * 2
+
+
+def test_a_file_taken_for_a_leftover_before_it_is_locked_is_made_again(shared, path, monkeypatch):
+    make_no_unnamed_files(monkeypatch)
+    removed = []
+
+    def remove_first(descriptor, operation, really=fcntl.flock):
+        if not removed and operation == fcntl.LOCK_EX:
+            removed.extend(path.parent.iterdir())
+            removed[0].unlink()
+        really(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    assert shared().put(*block_hashes(2)) == ["stored"] * 2
+    assert removed and [*path.parent.iterdir()] == [path]
 
 
 def test_a_store_that_cannot_be_mapped_stays_as_it_was(shared, path, monkeypatch):

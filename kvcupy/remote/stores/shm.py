@@ -28,8 +28,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +92,10 @@ _STUCK_S, _STUCK_TTL_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.05
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _MAX_DEFAULT_THREADS = 4
 
+_CGROUPS_OF_THIS_PROCESS = "/proc/self/cgroup"
+_CGROUP_FOLDER = "/sys/fs/cgroup"
+_MEMORY_INFO = "/proc/meminfo"
+
 
 def open_backend(
     url: str, pages: WirePages, *,
@@ -133,8 +137,9 @@ class ShmBackend(ProcessLocal):
 
     Raises
     ------
-    TypeError, ValueError : an argument is invalid, or the file is not a shared store, is truncated,
-        belongs to another user, or was made with another capacity or for blocks of another length
+    TypeError, ValueError : an argument is invalid; `capacity_bytes` exceeds the memory limit of
+        this process's control group; or the file is not a shared store, is truncated, belongs to
+        another user, or was made with another capacity or for blocks of another length
     FileNotFoundError : the file does not exist, and `capacity_bytes` is None
     OSError : the file cannot be created, opened or mapped
     """
@@ -152,10 +157,17 @@ class ShmBackend(ProcessLocal):
         if capacity_bytes is not None:
             checks.require_int(capacity_bytes, "capacity_bytes")
             layout = Layout.fit(int(capacity_bytes), block_bytes)
+        limit = _memory_limit()
+        if layout is not None and limit is not None and layout.num_bytes > limit[0]:
+            raise ValueError(
+                f"capacity_bytes: expected at most {limit[0]}, the memory limit of this process in "
+                f"{limit[1]}, got {capacity_bytes}; the system would end it with SIGKILL"
+            )
         try:
             self._fd, self._map, layout = _open_mapped(path, block_bytes, capacity_bytes, layout)
         except OSError as error:  # may name a temporary file
             raise OSError(error.errno, error.strerror, str(path)) from error
+        _warn_if_tight(path, layout.num_bytes, os.fstat(self._fd).st_blocks * 512, limit)
         self._layout = layout
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(self._map)
@@ -804,17 +816,20 @@ def _open_mapped(
 
 
 def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
-    """Create, open and map a file, under a temporary name until it is complete."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+    """Create, open and map a file, which gets its name when it is complete."""
+    descriptor, unfinished = _new_file(path)
+    own = Path(f"/proc/self/fd/{descriptor}")
     try:
         os.ftruncate(descriptor, layout.num_bytes)
         os.posix_fallocate(descriptor, 0, layout.payloads_at)
         os.pwrite(descriptor, layout.header(), 0)
-        mapped = _mapped(unfinished, descriptor, layout)
+        mapped = _mapped(own, descriptor, layout, _FLAGS & ~os.O_NOFOLLOW)
         assert mapped is not None
         try:
-            os.link(unfinished, path)
+            # Only linkat, which a directory descriptor selects, follows links of /proc.
+            os.link(own, path, src_dir_fd=descriptor, follow_symlinks=True)
+            if unfinished is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         except BaseException:
             mapped.close()
             raise
@@ -822,23 +837,55 @@ def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
         os.close(descriptor)
         raise
     finally:
-        unfinished.unlink()
+        if unfinished is not None:
+            unfinished.unlink()
     return descriptor, mapped
 
 
-def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap | None:
+def _new_file(path: Path) -> tuple[int, Path | None]:
+    """Open a new file in the folder of `path`, without a name if the file system can do that.
+
+    Otherwise return its temporary name, too. The file is then locked, and is removed by the next
+    process that makes this store if its creator dies.
+    """
+    try:
+        return os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    for leftover in path.parent.glob(f".{path.name}.*"):
+        with suppress(OSError), _opened_file(leftover) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+    while True:
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+        descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, unfinished
+        os.close(descriptor)  # another process took it for a leftover before it was locked
+
+
+@contextmanager
+def _opened_file(path: Path, flags: int = _FLAGS) -> Iterator[int]:
+    descriptor = os.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(
+    path: Path, descriptor: int, layout: Layout, flags: int = _FLAGS
+) -> mmap.mmap | None:
     """Map an open file; None if the path no longer refers to it.
 
     An mmap duplicates its descriptor, and children inherit the duplicate. The descriptor is
     therefore opened separately, so that it does not share the lock.
     """
-    with suppress(FileNotFoundError):
-        another = os.open(path, _FLAGS)
-        try:
-            if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
-                return mmap.mmap(another, layout.num_bytes)
-        finally:
-            os.close(another)
+    with suppress(FileNotFoundError), _opened_file(path, flags) as another:
+        if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
+            return mmap.mmap(another, layout.num_bytes)
     return None
 
 
@@ -881,6 +928,54 @@ def _read_layout(
                 f"got {capacity_bytes}, a capacity of {asked}"
             )
     return layout
+
+
+# --- The memory that this process may use ---
+
+
+def _memory_limit() -> tuple[int, Path] | None:
+    """Return the lowest memory limit of this process's control groups, and its file, if any."""
+    limits = []
+    for path in _limit_files():
+        with suppress(OSError, ValueError):  # "max" is no limit
+            limits.append((int(path.read_text()), path))
+    return min(limits, default=None)
+
+
+def _limit_files() -> Iterator[Path]:
+    """Yield the files that may limit this process's memory, of control groups version 2 and 1."""
+    with suppress(OSError):
+        for line in Path(_CGROUPS_OF_THIS_PROCESS).read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                root, name = Path(_CGROUP_FOLDER), "memory.max"
+            elif "memory" in controllers.split(","):
+                root, name = Path(_CGROUP_FOLDER, "memory"), "memory.limit_in_bytes"
+            else:
+                continue
+            folder = root / group.lstrip("/")
+            while folder != root.parent:
+                yield folder / name
+                folder = folder.parent
+
+
+def _warn_if_tight(
+    path: Path, num_bytes: int, allocated_bytes: int, limit: tuple[int, Path] | None
+) -> None:
+    """Log a warning if the store may take more than half of the memory of this process."""
+    if limit is not None and num_bytes > limit[0] // 2:
+        cache_logger.warning(
+            "%s: takes up to %d bytes of the %d that %s allows; pages count there until the store "
+            "is removed, whether its processes live or not", path, num_bytes, *limit,
+        )  # fmt: skip
+    with suppress(OSError):
+        found = re.search(r"MemAvailable: *(\d+) kB", Path(_MEMORY_INFO).read_text())
+        available = 1024 * int(found[1]) if found else num_bytes
+        if num_bytes - allocated_bytes > available // 2:
+            cache_logger.warning(
+                "%s: takes up to %d bytes more, and the system has %d available",
+                path, num_bytes - allocated_bytes, available,
+            )  # fmt: skip
 
 
 def _rounded(num_bytes: int) -> int:
