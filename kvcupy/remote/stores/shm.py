@@ -875,9 +875,7 @@ def _opened_file(path: Path, flags: int = _FLAGS) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _mapped(
-    path: Path, descriptor: int, layout: Layout, flags: int = _FLAGS
-) -> mmap.mmap | None:
+def _mapped(path: Path, descriptor: int, layout: Layout, flags: int = _FLAGS) -> mmap.mmap | None:
     """Map an open file; None if the path no longer refers to it.
 
     An mmap duplicates its descriptor, and children inherit the duplicate. The descriptor is
