@@ -17,11 +17,13 @@ from pathlib import Path
 
 import helpers
 import pytest
-from shared_cases import Writer, block_hashes, fill, holds, new_pool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared_cases import Writer, block_hashes, fill, holds, new_pool, soon
 
 import kvcupy as kv
 from kvcupy.remote.stores import shm
-from kvcupy.remote.stores.shm import Layout
+from kvcupy.remote.stores.shm import Layout, ShmBackend
 
 PAGE_BYTES = new_pool(1).page_bytes
 
@@ -443,6 +445,75 @@ def test_blocks_with_a_former_checksum_are_misses(shared, monkeypatch):
         assert user.get(*hashes) == [False, False]
         assert user.store.stats()["unverified"] == 2
     assert one.store.match(hashes) == 2, "they are not dropped"
+
+
+# --- Repairs ---
+
+
+@given(data=st.data())
+@settings(max_examples=helpers.examples(100), deadline=None)
+def test_a_repair_finds_all_whole_blocks(tmp_path_factory, data):
+    """Records of any contents: equal keys, equal hashes, homes at the end of the buckets."""
+    num_slots = data.draw(st.integers(1, 24))
+    path = tmp_path_factory.mktemp("repair") / "kvcupy-test"
+    backend = ShmBackend(path, PAGE_BYTES, capacity(num_slots))
+    num_buckets = backend._layout.num_buckets
+    starts = [0, 1, num_buckets - 1, num_buckets - 2, 2 * num_buckets - 1, 2**32 - 1]
+    expected = {}
+    for slot in range(num_slots):
+        if data.draw(st.booleans()):
+            continue
+        start, rest = data.draw(st.sampled_from(starts)), data.draw(st.integers(0, 2))
+        key = start.to_bytes(4, "little") + bytes([rest]) * 28
+        generation = data.draw(st.sampled_from([2, 4, 7]))
+        length = data.draw(st.sampled_from([PAGE_BYTES, PAGE_BYTES, 5]))
+        shm._RECORD.pack_into(
+            backend._map, backend._layout.record_at(slot), generation, length, key, 80
+        )
+        if generation % 2 == 0 and length == PAGE_BYTES:
+            expected.setdefault(key, []).append(slot)
+    backend._words[shm._DIRTY] = 1
+    backend.discard([b"another key".ljust(32)], soon())
+    stats = backend.stats()
+    assert (stats["blocks"], stats["recovered"]) == (len(expected), 1)
+    for key, slots in expected.items():
+        assert backend._find(key) == slots[0], "of equal keys the first"
+    assert sum(map(bool, backend._buckets)) == len(expected)
+    new = [os.urandom(32) for _ in range(num_slots - len(expected))]
+    blocks = [[memoryview(bytes(PAGE_BYTES))]] * len(new)
+    assert backend.put(new, blocks, [b"header"] * len(new), soon()) == ["stored"] * len(new)
+    assert all(backend.exists([*expected, *new], soon()))
+    assert (backend.stats()["evicted"], backend.stats()["recovered"]) == (0, 1)
+    backend.close()
+
+
+def test_an_eviction_looks_at_few_of_many_used_blocks(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_MAX_SWEEP", 4)
+    user, hashes = shared(12), block_hashes(18)
+    for first in (0, 6):
+        user.put(*hashes[first : first + 6])
+        user.get(*hashes[first : first + 6])
+    backend = user.store._backend
+    used = backend._records[shm._USED :: shm._RECORD_WORDS]
+    assert sum(used[:12]) == 12
+    user.put(hashes[12])
+    assert user.store.match([hashes[0]]) == 0 and sum(used[:12]) == 12 - 4
+    user.put(*hashes[13:16])
+    there = [user.store.match([h]) for h in hashes[:16]]
+    assert there == [0] * 4 + [1] * 12, "in the order of the clock"
+
+
+def test_a_put_of_many_small_blocks_has_the_lock_for_some_at_a_time(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_MAX_BATCH_BLOCKS", 2)
+    user, other, hashes = shared(), shared(), block_hashes(6)
+    seen = []
+    really = shm.ShmBackend._yield_lock
+    monkeypatch.setattr(
+        shm.ShmBackend, "_yield_lock",
+        lambda backend: (seen.append(other.store.match(hashes)), really(backend)),
+    )  # fmt: skip
+    assert user.put(*hashes) == ["stored"] * 6
+    assert seen == [2, 4]
 
 
 # --- The memory of a container ---
