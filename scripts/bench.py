@@ -20,6 +20,7 @@ from benchmarks import (
     ops,
     order,
     scale,
+    shared_growth,
     shared_servers,
     transfer,
 )
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "generate": generate,
     "order": order,
     "shared": shared_servers,
+    "growth": shared_growth,
 }
 
 

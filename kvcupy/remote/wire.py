@@ -11,23 +11,17 @@ first order, so they can exchange pages with each other.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from .. import observe
 from ..arrays import ArrayView, array_at, bytes_of
 from ..cache.pool import Pool
 from ..observe import Access
-
-try:
-    import xxhash
-except ImportError:  # optional: the extra "shared"
-    xxhash = None  # type: ignore[assignment]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -278,77 +272,19 @@ def _as_bytes(buffer: Any, num_bytes: int) -> Bytes:
 # --- Checksums ---
 
 
-class Hasher(Protocol):
-    """A checksum that does not depend on how the bytes are split across updates."""
+def checksum(buffers: Iterable[Any]) -> int:
+    """Compute the checksum of the concatenated buffers, XXH3 of 64 bits.
 
-    def update(self, data: Any, /) -> None: ...
-    def intdigest(self) -> int: ...
-
-
-_BLOCK_BYTES = 4096
-# Each word of a 4096-byte group has an odd weight, so every change of a single word is detected.
-_WEIGHTS = np.frombuffer(
-    hashlib.shake_256(b"kvcupy wire, weights of 4096 bytes").digest(_BLOCK_BYTES), "<u8"
-).astype(np.uint64) | np.uint64(1)
-
-
-class WeightedSums:
-    """The checksum "sum64", the fallback without xxhash: BLAKE2b over one sum per 4096 bytes.
-
-    Each sum is the dot product of 64-bit words and weights, modulo 2**64.
-    """
-
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=8)
-        self._tail = b""
-        self._num_bytes = 0
-
-    def update(self, data: Any, /) -> None:
-        view = memoryview(data).cast("B")
-        self._num_bytes += len(view)
-        if self._tail:
-            taken = _BLOCK_BYTES - len(self._tail)
-            self._tail += bytes(view[:taken])
-            view = view[taken:]
-            if len(self._tail) < _BLOCK_BYTES:
-                return
-            self._add(memoryview(self._tail))
-        whole = len(view) // _BLOCK_BYTES * _BLOCK_BYTES
-        if whole:
-            self._add(view[:whole])
-        self._tail = bytes(view[whole:])
-
-    def intdigest(self) -> int:
-        digest = self._digest.copy()
-        digest.update(self._tail + struct.pack("<Q", self._num_bytes))
-        return int.from_bytes(digest.digest(), "little")
-
-    def _add(self, blocks: memoryview) -> None:
-        words = np.frombuffer(blocks, "<u8").reshape(-1, _BLOCK_BYTES // 8)
-        self._digest.update(np.dot(words, _WEIGHTS).astype("<u8", copy=False))
-
-
-HASHERS: dict[str, type[Hasher]] = {"sum64": WeightedSums}
-"""Available checksum algorithms, by name."""
-if xxhash is not None:
-    HASHERS["xxh3_64"] = xxhash.xxh3_64
-
-DEFAULT_CHECKSUM = "xxh3_64" if xxhash is not None else "sum64"
-
-
-def checksum(buffers: Iterable[Any], algorithm: str = DEFAULT_CHECKSUM) -> int:
-    """Compute a 64-bit checksum of the concatenated buffers.
+    It detects accidental damage. It is not a cryptographic code: an attacker can forge it.
 
     Parameters
     ----------
     buffers : contiguous buffers
-    algorithm : a key of `HASHERS`: "xxh3_64" (package xxhash, in the extra "shared") is faster
-        than a memory copy; "sum64" is always available
 
-    >>> checksum([b"12", b"345"], "sum64") == checksum([b"12345"], "sum64")
+    >>> checksum([b"12", b"345"]) == checksum([b"12345"])
     True
     """
-    hasher = HASHERS[algorithm]()
+    hasher = xxhash.xxh3_64()
     for buffer in buffers:
         hasher.update(buffer)
     return hasher.intdigest()

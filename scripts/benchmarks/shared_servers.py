@@ -50,7 +50,7 @@ import kvcupy as kv
 from kvcupy.bench.report import format_table
 from kvcupy.bench.timers import interleave
 from kvcupy.remote.stores.shm import default_threads
-from kvcupy.remote.wire import DEFAULT_CHECKSUM, WirePages, checksum
+from kvcupy.remote.wire import WirePages, checksum
 
 PAGE = {"page_size": 16, "num_kv_heads": 8, "head_dim": 128}
 LAYOUTS = ("page_first_direct", "layer_first")
@@ -460,7 +460,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
                 rows += case_rows(blocks, layout, open_all, quick=options.quick)
     report = {"rows": rows, "notes": notes}
     if not options.servers:
-        report |= {"checksum": DEFAULT_CHECKSUM, "threads": default_threads()}
+        report |= {"checksum": "xxh3_64", "threads": default_threads()}
     return report
 
 

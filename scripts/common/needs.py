@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ("numpy", "ml_dtypes", "platformdirs", "tqdm")
+CORE = ("numpy", "ml_dtypes", "platformdirs", "tqdm", "xxhash")
 # --torch installs these: tensors, and the models' own rotations.
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
 SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer

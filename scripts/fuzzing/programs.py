@@ -759,7 +759,7 @@ def shared(case: Case) -> None:
     pools = [new_pool(5, **packed), new_pool(8, layout="page_first", **packed)]
     opening = {
         "url": "shm:fuzz", "capacity_bytes": 1 << 16, "folder": case.folder, "tenant": "a",
-        "checksum": case.rng.choice([None, "sum64", "none"]), "deadline_s": 5.0,
+        "checksum": case.rng.choice(["xxh3_64", "none"]), "deadline_s": 5.0,
         "threads": case.rng.choice([None, 1, 3]),
     }  # fmt: skip
     stores = [kv.SharedStore.open(host_pool=pool, **opening) for pool in pools]

@@ -206,7 +206,7 @@ def test_where_wheels_of_both_are_installed_those_of_cupy_are_loaded(
 
 # --- A newcomer ---
 
-BASE = {"numpy", "ml-dtypes", "platformdirs", "tqdm", "kvcupy"}
+BASE = {"numpy", "ml-dtypes", "platformdirs", "tqdm", "xxhash", "kvcupy"}
 OF_EXTRA = {
     "cuda12": {"cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"},
     "cuda13": {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"},
@@ -409,7 +409,7 @@ def test_wheels(tmp_path, wheels, nvrtc, usable):
     environment = tmp_path / "environment"
     python = str(environment / "bin" / "python")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    requirements = ["ml_dtypes", "platformdirs", "tqdm", *wheels]
+    requirements = ["ml_dtypes", "platformdirs", "tqdm", "xxhash", *wheels]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *requirements],
         capture_output=True, text=True,

@@ -166,13 +166,13 @@ class TestStore:
         assert pieces[2:] == [[3] * 2], "K, V and the header"
         for backend in (staged, in_place):
             pages = Pages(layout="layer_first")
-            summed = [SummedBlock(block, "sum64") for block in pages.wipe()]
+            summed = [SummedBlock(block, is_summed=True) for block in pages.wipe()]
             expected = [HEADER] * 6 + [None] * 2
             assert backend.get(KEYS, summed, soon()) == expected
             assert all(pages.block(i) == content(KEYS[i], BLOCK_BYTES) for i in range(6))
             assert pages.block(7) == bytes([PATTERN]) * BLOCK_BYTES
             for key, block in zip(KEYS[:6], summed, strict=False):
-                assert block.checksum("sum64") == checksum([content(key, BLOCK_BYTES)], "sum64")
+                assert block.checksum() == checksum([content(key, BLOCK_BYTES)])
         assert pieces[3:] == [[1] * 3, [1] * 3, [1] * 2, [9] * 8]
 
     def test_the_first_writer_wins(self, store):

@@ -112,13 +112,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     kind = url = options = None
 
-    @initialize(algorithm=st.sampled_from(["xxh3_64", "sum64"]))
-    def start(self, algorithm):
+    @initialize()
+    def start(self):
         example = next(_names)
         self.known = {}
         tenants = [f"{example} a"] * len(LAYOUTS) + [f"{example} b"]
         self.arguments = [
-            {"tenant": tenant, "layout": layout, "checksum": algorithm}
+            {"tenant": tenant, "layout": layout}
             for tenant, layout in zip(tenants, (*LAYOUTS, LAYOUTS[0]), strict=True)
         ]
         self.users = [self.opened(arguments) for arguments in self.arguments]

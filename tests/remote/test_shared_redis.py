@@ -12,16 +12,19 @@ import sys
 import threading
 import time
 from concurrent import futures
+import traceback
 from contextlib import suppress
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from redis_server import certificates, cluster_in, needs_redis, sentinel_in, servers_in
-from shared_cases import content, key_of, soon
+from shared_cases import content, key_of, new_pool, soon
 
 # isort: split
 from redis.connection import SSLConnection
 
+import kvcupy as kv
 from kvcupy.remote.stores import redis
 from kvcupy.remote.stores.backend import BackendLost
 from kvcupy.remote.stores.redis import RedisBackend
@@ -87,7 +90,7 @@ def filled(keys, sizes=SIZES):
 
 def open_backend(url, namespace=b"tenant", *, connect=True, ttl_s=None, **options):
     if not connect:
-        return RedisBackend(redis._connector(url, options)(), namespace, ttl_s=ttl_s)
+        return RedisBackend(redis._server(url, options).connect(), namespace, ttl_s=ttl_s)
     return redis.open_backend(
         url, None, namespace=namespace, capacity_bytes=None, deadline=soon(), ttl_s=ttl_s, **options
     )
@@ -391,6 +394,25 @@ class TestAccess:
         with pytest.raises(BackendLost, match="Authentication required"):
             put(open_backend(server.url, connect=False), KEYS)
 
+    @pytest.mark.parametrize("password", ["s3cr-et/wörd'", "s3cr" * 200])
+    def test_no_error_contains_the_password(self, redis_server, password):
+        server = redis_server("--rename-command", "AUTH", "")  # it repeats the words of AUTH
+        quoted = quote(password, safe="")
+        for url, options in (
+            (server.url.replace("//", f"//:{quoted}@"), {}),
+            (server.url, {"password": password}),
+            (f"{server.url}?password={quoted}", {}),
+            (f"{server.unix_url}?password={quoted}", {}),
+        ):
+            with pytest.raises(BackendLost, match="whose text may contain") as caught:
+                open_backend(url, **options)
+            assert "s3cr" not in "".join(traceback.format_exception(caught.value))
+            with pytest.raises(ConnectionError) as caught:
+                kv.SharedStore.open(url, new_pool(), **options)
+            assert "s3cr" not in "".join(traceback.format_exception(caught.value))
+        with pytest.raises(BackendLost, match="unknown command"):
+            ask(open_backend(server.url), "UNKNOWN", "and its words")
+
     def test_user_with_the_documented_rights(self, redis_server):
         rights = ["+auth", "+select", "+ping", "+exists", "+get", "+set", "+scan", "+unlink"]
         server = redis_server(
@@ -613,7 +635,7 @@ URLS = [
 
 @pytest.mark.parametrize("url, options, expected", URLS)
 def test_urls(url, options, expected):
-    connection = redis._connector(url, options)().connection_pool.make_connection()
+    connection = redis._server(url, options).connect().connection_pool.make_connection()
     where = getattr(connection, "host", None), getattr(connection, "port", None)
     where = (connection.path, None) if url.startswith("unix") else where
     assert (*where, connection.db, connection.username, connection.password) == expected
@@ -624,7 +646,7 @@ def test_urls(url, options, expected):
 @pytest.mark.parametrize("secure", [False, True])
 def test_urls_of_sentinels(secure):
     url = f"redis{'s' * secure}+sentinel://u:p%40@one,two:7,[::1]/cache/2"
-    pool = redis._connector(url, {"sentinel_kwargs": {"password": "s"}})().connection_pool
+    pool = redis._server(url, {"sentinel_kwargs": {"password": "s"}}).connect().connection_pool
     of_sentinels = [
         client.connection_pool.connection_kwargs for client in pool.sentinel_manager.sentinels
     ]
@@ -635,6 +657,43 @@ def test_urls_of_sentinels(secure):
     assert (connection.db, connection.username, connection.password) == (2, "u", "p@")
     assert pool.service_name == "cache"
     assert isinstance(connection, SSLConnection) == secure
+
+
+EXPOSED = [
+    ("redis://:p@h", {}, True), ("redis://h", {}, False), ("redis://h", {"password": "p"}, True),
+    ("redis://h?password=p", {}, True), ("redis://?host=h&password=p", {}, True),
+    ("redis://:p@10.0.0.1", {}, True), ("redis://:p@localhost:7", {}, False),
+    ("redis://:p@127.0.0.3", {}, False), ("redis://:p@[::1]:7", {}, False),
+    ("rediss://:p@h", {}, False), ("unix://:p@/run/r.sock", {}, False),
+    ("redis://h", {"credential_provider": object()}, True),
+    ("redis+cluster://:p@localhost", {}, True), ("redis+cluster://localhost", {}, False),
+    ("rediss+cluster://:p@h", {}, False), ("redis+sentinel://:p@localhost/cache", {}, True),
+    ("redis+sentinel://localhost/cache", {"sentinel_kwargs": {"password": "p"}}, True),
+    ("rediss+sentinel://:p@h/cache", {}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url, options, exposes", EXPOSED)
+def test_a_password_does_not_leave_the_machine_without_tls(url, options, exposes, monkeypatch):
+    def connect(client, *arguments):
+        raise BackendLost("it connects")
+
+    monkeypatch.setattr(RedisBackend, "connect", connect)
+    monkeypatch.setattr(redis, "RedisCluster", lambda **options: None)
+
+    def opened(**more):
+        return redis.open_backend(
+            url, None, namespace=b"", capacity_bytes=None, deadline=soon(), **options, **more
+        )
+
+    if exposes:
+        with pytest.raises(ValueError, match=r"^url: expected TLS"):
+            opened()
+    else:
+        with pytest.raises(BackendLost, match="it connects"):
+            opened()
+    with pytest.raises(BackendLost, match="it connects"):
+        opened(plaintext_password=True)
 
 
 WRONG = [

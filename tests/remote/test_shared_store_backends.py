@@ -111,7 +111,7 @@ def shelf(clock):
 def open_over(shelf, *, layout="page_first_direct", retries=0, num_pages=8):
     pool = new_pool(num_pages, layout=layout)
     return SharedStore(
-        shelf, WirePages(pool), BlockKeys(pool), deadline_s=5.0, algorithm="sum64", retries=retries
+        shelf, WirePages(pool), BlockKeys(pool), deadline_s=5.0, is_summed=True, retries=retries
     )
 
 
@@ -500,7 +500,7 @@ def test_closing_waits_for_a_call_in_flight(store, shelf, monkeypatch):
 def test_headers_are_read_like_a_list(store):
     put(store, 3)
     pages = WirePages(store.pool)
-    blocks = [SummedBlock([bytes_of(store.pool, page)], "sum64") for page in range(3)]
+    blocks = [SummedBlock([bytes_of(store.pool, page)], is_summed=True) for page in range(3)]
     headers = store_module._Headers(store, store._keys.keys(HASHES[:3]), blocks)
     assert len(headers) == 3 and [*headers] == headers[:] == [headers[0], headers[1], headers[-1]]
     assert headers[-1] is headers[2] and pages.block_bytes == store.pool.page_bytes

@@ -15,12 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
+import xxhash
 
 from ..encryption import NONCE_BYTES, BlockCipher
 
@@ -37,12 +36,6 @@ _HEADER = struct.Struct("<8sIIQQ")  # magic, version, identity bytes, page_bytes
 _RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, payload checksum
 _SEALED = struct.Struct("<16sQ16s")  # hash, generation, tag of the payload
 _SHORT_SEAL_BYTES = RECORD_BYTES - _SEALED.size
-
-# Each word of a block has an odd weight, so that every change of a single word is detected.
-_BLOCK_WORDS = BLOCK_BYTES // 8
-_WEIGHTS = np.frombuffer(
-    hashlib.shake_256(b"kvcupy disk tier, weights of a block").digest(BLOCK_BYTES), "<u8"
-).astype(np.uint64) | np.uint64(1)
 
 
 @dataclass(frozen=True)
@@ -277,29 +270,13 @@ def require_hash(hash: int) -> int:
 def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
     """Return 16 bytes that verify that a payload was written for a hash.
 
-    The result does not depend on how the payload is split into parts.
-
-    BLAKE2b over the hash and a summary of the payload, because BLAKE2b over the whole payload is
-    slower than disks. The summary has the CRC-32 of the payload, which detects every burst of up to
-    32 bits and every two wrong bits in 512 MiB; and for each 4096 bytes, the unit of torn writes,
-    the sum of its words times the weights modulo 2**64, which accepts unrelated contents with
-    probability 2**-64. Bytes past the last 4096 are hashed directly. Reads the payload twice.
+    The result does not depend on how the payload is split into parts. XXH3 of 128 bits, because
+    cryptographic hashes are slower than disks; it detects accidental damage only.
     """
-    if any(len(part) % BLOCK_BYTES for part in parts[:-1]):
-        parts = [memoryview(b"".join(parts))]
-    digest = hashlib.blake2b(_hash_bytes(hash), digest_size=_DIGEST_BYTES)
-    crc = num_bytes = 0
+    hasher = xxhash.xxh3_128(_hash_bytes(hash))
     for part in parts:
-        blocks = len(part) // BLOCK_BYTES
-        if blocks:
-            words = np.frombuffer(part, "<u8", blocks * _BLOCK_WORDS)
-            sums = np.dot(words.reshape(blocks, _BLOCK_WORDS), _WEIGHTS)
-            digest.update(sums.astype("<u8", copy=False))
-        digest.update(part[blocks * BLOCK_BYTES :])
-        crc = zlib.crc32(part, crc)
-        num_bytes += len(part)
-    digest.update(struct.pack("<QI", num_bytes, crc))
-    return digest.digest()
+        hasher.update(part)
+    return hasher.digest()
 
 
 def _blocks(num_bytes: int) -> int:

@@ -39,9 +39,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ...cache.identity import PoolIdentity
 from ...errors import TransferError
-from ..wire import HASHERS
 
 try:
     import fcntl
@@ -428,10 +429,8 @@ class Ticket:
 # --- Checksums ------------------------------------------------------------------------------------
 
 
-_ALGORITHMS = {
-    number: HASHERS[name] for number, name in ((1, "xxh3_64"), (2, "sum64")) if name in HASHERS
-}
-"""Available checksums by their numbers in a hello, the best first."""
+_ALGORITHMS = {1: xxhash.xxh3_64}
+"""Checksums by their numbers in a hello, the best first; 2 is reserved, for a former one."""
 _SUPPORTED = sum(1 << number for number in _ALGORITHMS)
 BEST_ALGORITHM = next(iter(_ALGORITHMS))
 
@@ -879,7 +878,7 @@ def as_sender(
     if version > 3:
         offer = receive_exactly(connection, _OFFER.size, deadline)
         hello, key = hello + offer, secret or token_of(*_OFFER.unpack(offer))
-    algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 2)
+    algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 0)
     answer = _SERVER_HELLO.pack(
         _MAGIC, spoken, bool(secret), algorithm, os.urandom(32), sender_id, digest
     )

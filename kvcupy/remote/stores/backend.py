@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import xxhash
+
 from ...cache.hazards import Completion
-from ..wire import HASHERS, Hasher, checksum
+from ..wire import checksum
 
 Block = Sequence[memoryview]  # the bytes of a block in wire order, in contiguous pieces
 
@@ -50,26 +52,24 @@ class SummedBlock(list[memoryview]):
     Hashing each part next to its copy reads the part from the CPU cache.
     """
 
-    def __init__(self, pieces: Iterable[memoryview], algorithm: str) -> None:
+    def __init__(self, pieces: Iterable[memoryview], *, is_summed: bool) -> None:
         super().__init__(pieces)
-        self._algorithm = algorithm
-        self._hasher: Hasher | None = None
+        self._is_summed = is_summed
+        self._hasher: xxhash.xxh3_64 | None = None
 
     def begin(self) -> Callable[[Any], None] | None:
         """Start a checksum; pass all parts of the block to the returned function, in order.
 
         Return None if the block needs no checksum.
         """
-        if self._algorithm not in HASHERS:
+        if not self._is_summed:
             return None
-        self._hasher = HASHERS[self._algorithm]()
+        self._hasher = xxhash.xxh3_64()
         return self._hasher.update
 
-    def checksum(self, algorithm: str) -> int:
+    def checksum(self) -> int:
         """Return the checksum of the parts passed since `begin`, or compute it from the block."""
-        if self._hasher is None or algorithm != self._algorithm:
-            return checksum(self, algorithm)
-        return self._hasher.intdigest()
+        return checksum(self) if self._hasher is None else self._hasher.intdigest()
 
 
 class Backend(Protocol):

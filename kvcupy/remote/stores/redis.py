@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
+import re
 import ssl
 import time
 from collections import Counter
@@ -10,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ...cache.threads import Users
@@ -53,7 +56,8 @@ _PARSER_ERRORS = (exceptions.InvalidResponse, ValueError, ArithmeticError, Recur
 
 def open_backend(
     url: str, pages: WirePages, *, namespace: bytes, capacity_bytes: int | None, deadline: float,
-    ttl_s: float | None = None, max_connections: int = 4, **options: Any,
+    ttl_s: float | None = None, max_connections: int = 4, plaintext_password: bool = False,
+    **options: Any,
 ) -> RedisBackend:  # fmt: skip
     """Connect to a server.
 
@@ -67,30 +71,85 @@ def open_backend(
     pages, deadline : as in `Backend`
     namespace, ttl_s, max_connections : as in `RedisBackend`
     capacity_bytes : must be None; the server's `maxmemory` sets the capacity
+    plaintext_password : send a password without TLS to hosts other than this one, and to the
+        servers that a cluster or sentinels name. Otherwise that is a ValueError
     options : options of redis-py's connections, such as `username`, `password`, `db`,
         `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` and `ssl_cert_reqs`. `sentinel_kwargs`, a
         dict, has the options of connections to sentinels
 
     Raises
     ------
-    TypeError, ValueError, OSError : an argument is invalid; no message contains a password
+    TypeError, ValueError, OSError : an argument is invalid
     BackendLost : the server is unreachable, or denies access
+
+    Notes
+    -----
+    No error of this module contains a password or its start: the text of a server that does is
+    withheld.
     """
     if capacity_bytes is not None:
         raise ValueError("capacity_bytes: expected None, since the server's maxmemory decides")
-    connect = _connector(url, options)
-    address = url.partition("://")[2].rpartition("@")[2].partition("?")[0]
-    with _call(f"redis {address}", deadline):
-        client = connect()
+    server = _server(url, options)
+    if server.exposes_password and not plaintext_password:
+        raise ValueError(
+            f"url: expected TLS (rediss://...), or plaintext_password=True, to send a password to "
+            f"{server.address}, which is not loopback or names other servers"
+        )
+    with _call(f"redis {server.address}", deadline, server.secrets):
+        client = server.connect()
     backend = RedisBackend(
-        client, namespace, address=address, ttl_s=ttl_s, max_connections=max_connections
-    )
+        client, namespace, address=server.address, secrets=server.secrets, ttl_s=ttl_s,
+        max_connections=max_connections,
+    )  # fmt: skip
     backend.connect(deadline)
     return backend
 
 
-def _connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """Return a function that makes a redis-py client; a cluster client connects when it is made."""
+class _Server(NamedTuple):
+    """What a URL and options say.
+
+    Attributes
+    ----------
+    connect : makes a redis-py client; a cluster client connects when it is made
+    address : of the URL, without user, password and options
+    secrets : passwords
+    exposes_password : whether a password may leave this machine without TLS
+    """
+
+    connect: Callable[[], Any]
+    address: str
+    secrets: tuple[str, ...]
+    exposes_password: bool
+
+
+def _server(url: str, options: dict[str, Any]) -> _Server:
+    """Parse a URL and options of redis-py's connections."""
+    address, slash, path = url.partition("://")[2].partition("?")[0].partition("/")
+    connect, settings = _connector(url, options)
+    sentinels = settings.get("sentinel_kwargs", {})
+    secrets = tuple(
+        value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        for name, value in (*settings.items(), *sentinels.items())
+        if "password" in name and value
+    )
+    scheme, _, kind = url.partition("://")[0].partition("+")
+    is_local = scheme == "unix" or (not kind and _is_loopback(settings.get("host", "localhost")))
+    exposes = scheme != "rediss" and not is_local
+    has_password = bool(secrets) or "credential_provider" in {**settings, **sentinels}
+    return _Server(
+        connect, address.rpartition("@")[2] + slash + path, secrets, exposes and has_password
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def _connector(url: str, options: dict[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Return a function that makes a redis-py client, and the settings in URL and options."""
     scheme, _, rest = url.partition("://")
     scheme, _, kind = scheme.partition("+")
     secure = scheme == "rediss"
@@ -101,21 +160,23 @@ def _connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
         if kind == "sentinel":
             sentinel_class = _TlsSentinelConnection if secure else _SentinelConnection
             return _sentinel_connector(url, {**options, "connection_class": sentinel_class})
-        parse_url(url)
+        settings = {**options, **parse_url(url)}
     except ValueError:  # its message may contain parts of a password
         form = _SENTINEL_FORM if kind == "sentinel" else _URL_FORM
         raise ValueError(f"url: expected {form} or unix:///path") from None
     if kind == "cluster":
         node_class: Any = _TlsConnection if secure else _TcpConnection
-        return lambda: RedisCluster(url=url, connection_class=node_class, **options)
+        return lambda: RedisCluster(url=url, connection_class=node_class, **options), settings
     server_class: Any = _TlsConnection if secure else _TcpConnection
     pool = ConnectionPool.from_url(
         url, connection_class=_UnixConnection if scheme == "unix" else server_class, **options
     )
-    return lambda: Redis.from_pool(pool)
+    return lambda: Redis.from_pool(pool), settings
 
 
-def _sentinel_connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
+def _sentinel_connector(
+    url: str, options: dict[str, Any]
+) -> tuple[Callable[[], Any], dict[str, Any]]:
     # `urlsplit` of newer Python patch releases rejects brackets after the first host.
     address, _, query = url.partition("://")[2].partition("?")
     servers, _, path = address.partition("/")
@@ -127,10 +188,11 @@ def _sentinel_connector(url: str, options: dict[str, Any]) -> Callable[[], Any]:
     sentinels = [(node.hostname, node.port or _SENTINEL_PORT) for node in nodes]
     in_url = parse_url(f"redis://{credentials}{at}/{db}?{query}")
     timeouts = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), _SENTINEL_TIMEOUT_S)
-    sentinel = Sentinel(
-        sentinels, sentinel_kwargs={**timeouts, **options.pop("sentinel_kwargs", {})}
-    )
-    return lambda: sentinel.master_for(service, **{**options, **in_url})
+    settings = {**options, **in_url}
+    of_sentinels = settings.pop("sentinel_kwargs", {})
+    sentinel = Sentinel(sentinels, sentinel_kwargs={**timeouts, **of_sentinels})
+    connect = partial(sentinel.master_for, service, **settings)
+    return connect, {**settings, "sentinel_kwargs": of_sentinels}
 
 
 class RedisBackend(ProcessLocal):
@@ -143,6 +205,7 @@ class RedisBackend(ProcessLocal):
     client : a Redis or RedisCluster of redis-py
     namespace : key prefix, written in hexadecimal, by which `remove` finds the keys
     address : of the server, for error messages
+    secrets : texts that no error may contain
     ttl_s : seconds until a block expires on the server; None keeps it until eviction
     max_connections : per server; a call waits for a free connection until its deadline
 
@@ -163,8 +226,8 @@ class RedisBackend(ProcessLocal):
     put_asks_first = False
 
     def __init__(
-        self, client: Any, namespace: bytes, *, address: str = "", ttl_s: float | None = None,
-        max_connections: int = 4,
+        self, client: Any, namespace: bytes, *, address: str = "", secrets: Sequence[str] = (),
+        ttl_s: float | None = None, max_connections: int = 4,
     ) -> None:  # fmt: skip
         if ttl_s is not None:
             checks.require_number(ttl_s, "ttl_s")
@@ -173,7 +236,7 @@ class RedisBackend(ProcessLocal):
         checks.require_int(max_connections, "max_connections")
         if max_connections < 1:
             raise ValueError(f"max_connections: expected at least 1, got {max_connections}")
-        self._client, self._address = client, address
+        self._client, self._address, self._secrets = client, address, secrets
         self._prefix = b"kvcupy:" + namespace.hex().encode() + b":"
         expiry = () if ttl_s is None else (b"PX", b"%d" % (ttl_s * 1000))
         self._after_value = (b"NX", *expiry)
@@ -305,11 +368,10 @@ class RedisBackend(ProcessLocal):
         if call is None:
             raise BackendLost(f"{name}: {_LATE}")
         try:
-            with _call(name, deadline, num_bytes):
+            with _call(name, deadline, self._secrets, num_bytes):
                 yield
         except BackendLost as error:
-            late = isinstance(error.__cause__, TimeoutError | exceptions.TimeoutError)
-            self._counts["timeouts" if late else "errors"] += 1
+            self._counts["timeouts" if _LATE in str(error) else "errors"] += 1
             raise
         finally:
             self._users.leave(call)
@@ -350,22 +412,43 @@ _limits: ContextVar[_Limits] = ContextVar("_limits")
 
 
 @contextmanager
-def _call(name: str, deadline: float, num_bytes: int = 0) -> Iterator[None]:
+def _call(name: str, deadline: float, secrets: Sequence[str], num_bytes: int = 0) -> Iterator[None]:
     """Limit time and received bytes in this thread; raise redis-py's errors as `BackendLost`."""
     token = _limits.set(_Limits(deadline, num_bytes + _MAX_EXTRA_REPLY_BYTES))
     try:
         yield
     except (TimeoutError, exceptions.TimeoutError) as error:
-        raise BackendLost(f"{name}: {_LATE}") from error
+        raise BackendLost(f"{name}: {_LATE}") from _quotable(error, secrets)
     except _PARSER_ERRORS as error:
-        raise BackendLost(f"{name}: {_NO_REDIS}") from error
+        raise BackendLost(f"{name}: {_NO_REDIS}") from _quotable(error, secrets)
     except _FAILURES as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, _REFUSALS):
-            cause = cause.__cause__ or cause.__context__
-        raise BackendLost(f"{name}: {cause or error}", refused=cause is not None) from error
+        refusal = next((cause for cause in _causes(error) if isinstance(cause, _REFUSALS)), None)
+        text: object = refusal or error
+        if _quotable(error, secrets) is None:
+            text = f"{type(text).__name__}, whose text may contain the password"
+        raise BackendLost(f"{name}: {text}", refused=refusal is not None) from _quotable(
+            error, secrets
+        )
     finally:
         _limits.reset(token)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _quotable(error: BaseException, secrets: Sequence[str]) -> BaseException | None:
+    """Return the error; None if a text in its traceback may contain a secret or its start.
+
+    Servers that lack AUTH repeat its arguments, of which they cut the end, and redis-py escapes
+    punctuation: the first letters and digits are compared.
+    """
+    texts = [re.sub(r"\W", "", str(cause)) for cause in _causes(error)]
+    starts = [re.sub(r"\W", "", secret)[:6] for secret in secrets]
+    return None if any(start in text for start in starts for text in texts) else error
 
 
 class _Socket:

@@ -28,8 +28,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _FOLDER = "/dev/shm"
 
 _WORDS_AT = 2048  # offset of the mutable words of the header
-_DIRTY, _HIGH_WATER, _HAND, _FREE, _NUM_BLOCKS, _EVICTED, _RECOVERED, _WAITING = range(8)
+_DIRTY, _HIGH_WATER, _HAND, _FREE, _NUM_BLOCKS, _EVICTED, _RECOVERED = range(7)
+_WAITING, _WAITING_SINCE = 7, 8  # the process that waits longest for the lock: last try, first try
 
 # Start of a record: generation, length, key, length of the header.
 _RECORD = struct.Struct(f"@QQ{KEY_BYTES}sQ")
@@ -83,14 +84,20 @@ _FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 _MIN_NUMPY_PIECE_BYTES = 2**17  # NumPy copies release the GIL, memoryview copies do not
 _MIN_THREADED_BYTES = 2**21  # below this, a copy ends before another thread wakes up
 _PART_BYTES = 2**19  # fits the CPU cache while it is copied and hashed
-_MAX_BATCH_BYTES = 2**24  # bounds the time for which a writer holds the lock
-_POLL_S, _MAX_POLL_S = 1e-4, 5e-3
+# Bound the time for which a writer holds the lock.
+_MAX_BATCH_BYTES, _MAX_BATCH_BLOCKS, _MAX_SWEEP = 2**24, 64, 1024
+_POLL_S = 1e-4  # between tries of the process that waits longest for the lock
+_MAX_POLL_S = 5e-3  # of others
 _WAITING_TTL_NS = 5_000_000  # age up to which `_WAITING` means that a process waits for the lock
 # After a timed-out wait of at least _STUCK_S, the holder of the lock counts as stopped: for
 # _STUCK_TTL_S, calls wait at most _BRIEF_WAIT_S, as long as a live writer holds the lock.
 _STUCK_S, _STUCK_TTL_S, _BRIEF_WAIT_S = 0.1, 10.0, 0.05
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 _MAX_DEFAULT_THREADS = 4
+
+_CGROUPS_OF_THIS_PROCESS = "/proc/self/cgroup"
+_CGROUP_FOLDER = "/sys/fs/cgroup"
+_MEMORY_INFO = "/proc/meminfo"
 
 
 def open_backend(
@@ -133,8 +140,9 @@ class ShmBackend(ProcessLocal):
 
     Raises
     ------
-    TypeError, ValueError : an argument is invalid, or the file is not a shared store, is truncated,
-        belongs to another user, or was made with another capacity or for blocks of another length
+    TypeError, ValueError : an argument is invalid; `capacity_bytes` exceeds the memory limit of
+        this process's control group; or the file is not a shared store, is truncated, belongs to
+        another user, or was made with another capacity or for blocks of another length
     FileNotFoundError : the file does not exist, and `capacity_bytes` is None
     OSError : the file cannot be created, opened or mapped
     """
@@ -152,10 +160,17 @@ class ShmBackend(ProcessLocal):
         if capacity_bytes is not None:
             checks.require_int(capacity_bytes, "capacity_bytes")
             layout = Layout.fit(int(capacity_bytes), block_bytes)
+        limit = _memory_limit()
+        if layout is not None and limit is not None and layout.num_bytes > limit[0]:
+            raise ValueError(
+                f"capacity_bytes: expected at most {limit[0]}, the memory limit of this process in "
+                f"{limit[1]}, got {capacity_bytes}; the system would end it with SIGKILL"
+            )
         try:
             self._fd, self._map, layout = _open_mapped(path, block_bytes, capacity_bytes, layout)
         except OSError as error:  # may name a temporary file
             raise OSError(error.errno, error.strerror, str(path)) from error
+        _warn_if_tight(path, layout.num_bytes, os.fstat(self._fd).st_blocks * 512, limit)
         self._layout = layout
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(self._map)
@@ -324,7 +339,8 @@ class ShmBackend(ProcessLocal):
             else:
                 new.append(i)
         put = _Put(keys, blocks, headers, outcomes)
-        for start in range(0, len(new), self.blocks_per_get):
+        at_once = min(self.blocks_per_get, _MAX_BATCH_BLOCKS)
+        for start in range(0, len(new), at_once):
             if start:
                 self._yield_lock()
             try:
@@ -333,7 +349,7 @@ class ShmBackend(ProcessLocal):
             except BackendLost as error:
                 raise BackendLost(str(error), outcomes) from error
             try:
-                self._put(put, new[start : start + self.blocks_per_get])
+                self._put(put, new[start : start + at_once])
             finally:
                 self._unlock()
         return outcomes
@@ -450,10 +466,14 @@ class ShmBackend(ProcessLocal):
         return True
 
     def _victim(self, kept: set[int]) -> int | None:
-        """Return the next slot not used since the clock hand passed it."""
+        """Return the next slot not used since the clock hand passed it.
+
+        If the next `_MAX_SWEEP` are all used, return the first of them, which bounds the time.
+        """
         words, records = self._words, self._records
         count = min(words[_HIGH_WATER], self._layout.num_slots)
         hand = words[_HAND] % count if count else 0
+        swept: list[int] = []
         for _ in range(2 * count):
             slot, hand = hand, (hand + 1) % count
             at = slot * _RECORD_WORDS + _USED
@@ -463,6 +483,10 @@ class ShmBackend(ProcessLocal):
                 words[_HAND] = hand
                 return slot
             records[at] = 0
+            swept.append(slot)
+            if len(swept) == _MAX_SWEEP:
+                words[_HAND] = (swept[0] + 1) % count
+                return swept[0]
         return None
 
     def _vacate(self, slot: int, bucket: int) -> None:
@@ -515,31 +539,31 @@ class ShmBackend(ProcessLocal):
         )
         if self._putting is not None:  # its slots would be dropped as a dead writer's
             self._write_reserved(self._putting)
-        words, buckets = self._words, self._buckets
+        words, layout = self._words, self._layout
         words[_DIRTY] = 1
-        for i in range(len(buckets)):
-            buckets[i] = 0
+        buckets = np.frombuffer(self._buckets, np.uint64)
+        buckets[:] = 0
         words[_FREE] = words[_NUM_BLOCKS] = 0
         self._at("emptied")
         records = np.frombuffer(self._records, np.uint64).reshape(-1, _RECORD_WORDS)
-        records = records[: self._layout.num_slots]
-        generations, header_lengths = records[:, _GENERATION], records[:, _HEADER_LENGTH]
-        whole = generations & np.uint64(1) == 0
-        whole &= records[:, _LENGTH] == np.uint64(self._layout.block_bytes)
+        records = records[: layout.num_slots]
+        heads = records[:, : _HEADER_LENGTH + 1].copy()  # reads each record once
+        generations, header_lengths = heads[:, _GENERATION], heads[:, _HEADER_LENGTH]
+        is_odd, has_length = generations & 1 == 1, heads[:, _LENGTH] != 0
+        whole = ~is_odd & (heads[:, _LENGTH] == layout.block_bytes)
         whole &= (header_lengths > 0) & (header_lengths <= MAX_HEADER_BYTES)
-        for slot in np.flatnonzero(whole).tolist():
-            key = self._key(slot)
-            assert key is not None
-            if self._find(key) < 0:
-                self._insert(key, slot)
-                words[_NUM_BLOCKS] += 1
-            else:
-                whole[slot] = False
-        generations[~whole] = (generations[~whole] | np.uint64(1)) + np.uint64(1)
-        records[~whole, _LENGTH] = 0
-        words[_HIGH_WATER] = np.flatnonzero(whole)[-1] + 1 if whole.any() else 0
-        for slot in np.flatnonzero(~whole[: words[_HIGH_WATER]]).tolist():
-            self._free(slot)
+        slots = _fill_buckets(buckets, heads[:, _KEY:_HEADER_LENGTH], np.flatnonzero(whole))
+        whole[:] = False
+        whole[slots] = True  # of several slots with one key, one
+        dropped = np.flatnonzero(~whole & (is_odd | has_length))
+        records[dropped, _GENERATION] = (generations[dropped] | 1) + 1
+        records[dropped, _LENGTH] = 0
+        high_water = int(slots.max(initial=-1)) + 1
+        free = np.flatnonzero(~whole[:high_water])
+        numbers = np.concatenate([np.zeros(1, np.int64), free + 1])  # as `_NEXT` and `_FREE` have
+        records[free, _NEXT] = numbers[:-1]
+        words[_FREE], words[_HIGH_WATER] = int(numbers[-1]), high_water
+        words[_NUM_BLOCKS] = len(slots)
         words[_RECOVERED] += 1
         self._at("rebuilt")
         words[_DIRTY] = 0
@@ -558,7 +582,8 @@ class ShmBackend(ProcessLocal):
         if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return False
         pause_s = _POLL_S
-        started = time.monotonic()
+        started, started_ns = time.monotonic(), time.monotonic_ns()
+        words = self._words
         if started < self._stuck_until:
             deadline = min(deadline, started + _BRIEF_WAIT_S)
         try:
@@ -575,9 +600,13 @@ class ShmBackend(ProcessLocal):
                         self._stuck_until = now + _STUCK_TTL_S
                     self._mutex.release()
                     return False
-                self._words[_WAITING] = time.monotonic_ns()
+                now_ns = time.monotonic_ns()
+                if self._is_awaited(now_ns) and words[_WAITING_SINCE] < started_ns:
+                    pause_s = min(1.5 * pause_s, _MAX_POLL_S)
+                else:
+                    words[_WAITING], words[_WAITING_SINCE] = now_ns, started_ns
+                    pause_s = _POLL_S
                 time.sleep(min(pause_s, deadline - now))
-                pause_s = min(1.2 * pause_s, _MAX_POLL_S)
         except OSError as error:
             self._mutex.release()
             raise BackendLost(f"{self.path}: cannot lock the file: {error}") from error
@@ -585,8 +614,10 @@ class ShmBackend(ProcessLocal):
             self._mutex.release()
             raise
         self._stuck_until = -math.inf
+        if words[_WAITING_SINCE] == started_ns:
+            words[_WAITING] = 0
         try:
-            if self._words[_DIRTY]:
+            if words[_DIRTY]:
                 self._recover()
         except BaseException:
             self._unlock()
@@ -608,10 +639,13 @@ class ShmBackend(ProcessLocal):
 
     def _yield_lock(self) -> None:
         """Pause so that another process can take the lock, if one waited for it recently."""
-        waiting_ns = self._words[_WAITING]
-        if waiting_ns and 0 <= time.monotonic_ns() - waiting_ns < _WAITING_TTL_NS:
+        if self._is_awaited(time.monotonic_ns()):
             self._words[_WAITING] = 0
             time.sleep(2 * _POLL_S)
+
+    def _is_awaited(self, now_ns: int) -> bool:
+        """Return whether another process waits for the lock."""
+        return 0 <= now_ns - self._words[_WAITING] < _WAITING_TTL_NS
 
     # --- The file ---
 
@@ -730,6 +764,48 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
+def _fill_buckets(
+    buckets: np.ndarray[Any, np.dtype[np.uint64]], keys: np.ndarray[Any, np.dtype[np.uint64]],
+    slots: np.ndarray[Any, np.dtype[np.int64]],
+) -> np.ndarray[Any, np.dtype[np.int64]]:  # fmt: skip
+    """Insert slots into empty buckets, and return them without those whose key another one has.
+
+    Each entry goes to its home, or to the bucket after the entry before, in the order of homes.
+
+    Parameters
+    ----------
+    buckets : of the whole store
+    keys : of all slots, (num_slots, 4) words
+    """
+    bits = (len(buckets) - 1).bit_length()
+    hashes = keys[slots, 0].view("<u4")[::2].astype(np.uint64)
+    # Sorts by home, the low bits of the hash, then by its other bits, then by slot.
+    order = (hashes & (len(buckets) - 1)) << (32 - bits) | hashes >> bits
+    order = np.sort(order << 32 | slots.astype(np.uint64))
+    rotated, slots = order >> 32, (order & _SLOT_MASK).astype(np.int64)
+    equals = np.flatnonzero(rotated[1:] == rotated[:-1])
+    if len(equals):
+        seen: set[bytes] = set()
+        again = []
+        for i in np.union1d(equals, equals + 1).tolist():
+            key = keys[slots[i]].tobytes()
+            if key in seen:
+                again.append(i)
+            seen.add(key)
+        rotated, slots = np.delete(rotated, again), np.delete(slots, again)
+    homes = (rotated >> (32 - bits)).astype(np.int64)
+    hashes = (rotated & ((1 << (32 - bits)) - 1)) << bits | rotated >> (32 - bits)
+    entries = hashes << 32 | (slots + 1).astype(np.uint64)
+    numbers = np.arange(len(slots))
+    places = np.maximum.accumulate(homes - numbers) + numbers
+    num_fitting = int(np.searchsorted(places, len(buckets)))
+    buckets[places[:num_fitting]] = entries[:num_fitting]
+    if num_fitting < len(slots):  # the last go on at the start
+        empty = np.flatnonzero(buckets == 0)[: len(slots) - num_fitting]
+        buckets[empty] = entries[num_fitting:]
+    return slots
+
+
 # --- The file: its layout, and making one ---
 
 
@@ -804,17 +880,20 @@ def _open_mapped(
 
 
 def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
-    """Create, open and map a file, under a temporary name until it is complete."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+    """Create, open and map a file, which gets its name when it is complete."""
+    descriptor, unfinished = _new_file(path)
+    own = Path(f"/proc/self/fd/{descriptor}")
     try:
         os.ftruncate(descriptor, layout.num_bytes)
         os.posix_fallocate(descriptor, 0, layout.payloads_at)
         os.pwrite(descriptor, layout.header(), 0)
-        mapped = _mapped(unfinished, descriptor, layout)
+        mapped = _mapped(own, descriptor, layout, _FLAGS & ~os.O_NOFOLLOW)
         assert mapped is not None
         try:
-            os.link(unfinished, path)
+            # Only linkat, which a directory descriptor selects, follows links of /proc.
+            os.link(own, path, src_dir_fd=descriptor, follow_symlinks=True)
+            if unfinished is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         except BaseException:
             mapped.close()
             raise
@@ -822,23 +901,53 @@ def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
         os.close(descriptor)
         raise
     finally:
-        unfinished.unlink()
+        if unfinished is not None:
+            unfinished.unlink()
     return descriptor, mapped
 
 
-def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap | None:
+def _new_file(path: Path) -> tuple[int, Path | None]:
+    """Open a new file in the folder of `path`, without a name if the file system can do that.
+
+    Otherwise return its temporary name, too. The file is then locked, and is removed by the next
+    process that makes this store if its creator dies.
+    """
+    try:
+        return os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    for leftover in path.parent.glob(f".{path.name}.*"):
+        with suppress(OSError), _opened_file(leftover) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+    while True:
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+        descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, unfinished
+        os.close(descriptor)  # another process took it for a leftover before it was locked
+
+
+@contextmanager
+def _opened_file(path: Path, flags: int = _FLAGS) -> Iterator[int]:
+    descriptor = os.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(path: Path, descriptor: int, layout: Layout, flags: int = _FLAGS) -> mmap.mmap | None:
     """Map an open file; None if the path no longer refers to it.
 
     An mmap duplicates its descriptor, and children inherit the duplicate. The descriptor is
     therefore opened separately, so that it does not share the lock.
     """
-    with suppress(FileNotFoundError):
-        another = os.open(path, _FLAGS)
-        try:
-            if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
-                return mmap.mmap(another, layout.num_bytes)
-        finally:
-            os.close(another)
+    with suppress(FileNotFoundError), _opened_file(path, flags) as another:
+        if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
+            return mmap.mmap(another, layout.num_bytes)
     return None
 
 
@@ -881,6 +990,54 @@ def _read_layout(
                 f"got {capacity_bytes}, a capacity of {asked}"
             )
     return layout
+
+
+# --- The memory that this process may use ---
+
+
+def _memory_limit() -> tuple[int, Path] | None:
+    """Return the lowest memory limit of this process's control groups, and its file, if any."""
+    limits = []
+    for path in _limit_files():
+        with suppress(OSError, ValueError):  # "max" is no limit
+            limits.append((int(path.read_text()), path))
+    return min(limits, default=None)
+
+
+def _limit_files() -> Iterator[Path]:
+    """Yield the files that may limit this process's memory, of control groups version 2 and 1."""
+    with suppress(OSError):
+        for line in Path(_CGROUPS_OF_THIS_PROCESS).read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                root, name = Path(_CGROUP_FOLDER), "memory.max"
+            elif "memory" in controllers.split(","):
+                root, name = Path(_CGROUP_FOLDER, "memory"), "memory.limit_in_bytes"
+            else:
+                continue
+            folder = root / group.lstrip("/")
+            while folder != root.parent:
+                yield folder / name
+                folder = folder.parent
+
+
+def _warn_if_tight(
+    path: Path, num_bytes: int, allocated_bytes: int, limit: tuple[int, Path] | None
+) -> None:
+    """Log a warning if the store may take more than half of the memory of this process."""
+    if limit is not None and num_bytes > limit[0] // 2:
+        cache_logger.warning(
+            "%s: takes up to %d bytes of the %d that %s allows; pages count there until the store "
+            "is removed, whether its processes live or not", path, num_bytes, *limit,
+        )  # fmt: skip
+    with suppress(OSError):
+        found = re.search(r"MemAvailable: *(\d+) kB", Path(_MEMORY_INFO).read_text())
+        available = 1024 * int(found[1]) if found else num_bytes
+        if num_bytes - allocated_bytes > available // 2:
+            cache_logger.warning(
+                "%s: takes up to %d bytes more, and the system has %d available",
+                path, num_bytes - allocated_bytes, available,
+            )  # fmt: skip
 
 
 def _rounded(num_bytes: int) -> int:

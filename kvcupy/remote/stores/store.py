@@ -25,7 +25,8 @@ from ...cache.threads import Users
 from ...config import cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
-from ..wire import DEFAULT_CHECKSUM, HASHERS, WirePages
+from ...cache.identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
+from ..wire import WirePages
 from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
 
 _Result = TypeVar("_Result")
@@ -38,8 +39,7 @@ _BACKENDS = {
 }  # fmt: skip
 _HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
 _MAGIC, _VERSION = b"kvsb", 1
-_ALGORITHMS = {"none": 0, "xxh3_64": 1, "sum64": 2}
-_ALGORITHM_NAMES = {code: name for name, code in _ALGORITHMS.items()}
+_NO_CHECKSUM, _XXH3_64 = 0, 1  # algorithms in a header; 2 is reserved, for a former one
 
 _SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered before they are sent
 _KEYS_PER_QUERY = 1024
@@ -86,12 +86,12 @@ class SharedStore(ProcessLocal):
 
     def __init__(
         self, backend: Backend, pages: WirePages, keys: BlockKeys, *,
-        deadline_s: float, algorithm: str, retries: int,
+        deadline_s: float, is_summed: bool, retries: int,
     ) -> None:  # fmt: skip
         self.pool, self.identity = pages.pool, keys.identity
         self._backend, self._pages, self._keys = backend, pages, keys
         self._digest = keys.identity.digest()
-        self._deadline_s, self._algorithm, self._retries = deadline_s, algorithm, retries
+        self._deadline_s, self._is_summed, self._retries = deadline_s, is_summed, retries
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
@@ -111,7 +111,7 @@ class SharedStore(ProcessLocal):
         cls, url: str, host_pool: Any, *,
         capacity_bytes: int | None = None, tenant: str | bytes = "", head_start: int = 0,
         total_kv_heads: int | None = None, model: str = "", deadline_s: float = 5.0,
-        checksum: str | None = None, retries: int = 1, **options: Any,
+        checksum: str = "xxh3_64", retries: int = 1, **options: Any,
     ) -> SharedStore:  # fmt: skip
         """Open a store.
 
@@ -130,8 +130,8 @@ class SharedStore(ProcessLocal):
         head_start, total_kv_heads, model : as for `PoolIdentity.of`. `model` is a string that
             distinguishes models whose pools look alike: weights, adapter, rotary settings
         deadline_s : default time limit of a call, and the limit of this one, in seconds
-        checksum : algorithm stored with blocks: "xxh3_64" (`kvcupy[shared]`), "sum64", or "none",
-            which also reads blocks without verifying their bytes. None selects the first available
+        checksum : algorithm stored with blocks: "xxh3_64", or "none", which also reads blocks
+            without verifying their bytes
         retries : maximum retries of a call that has lost the server, within its deadline
         options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
             number of threads that copy the blocks of one call, including the caller's, up to 4 by
@@ -180,10 +180,8 @@ class SharedStore(ProcessLocal):
         keys = BlockKeys(identity, tenant)
         pages = WirePages(host_pool)
         seconds = _seconds(deadline_s)
-        algorithm = DEFAULT_CHECKSUM if checksum is None else checksum
-        there = ("none", *HASHERS)
-        if algorithm not in there:
-            raise ValueError(f"checksum: expected one of {', '.join(there)}, got {checksum!r}")
+        if checksum not in ("xxh3_64", "none"):
+            raise ValueError(f"checksum: expected xxh3_64 or none, got {checksum!r}")
         checks.require_int(retries, "retries")
         if not 0 <= retries <= 100:
             raise ValueError(f"retries: expected 0 to 100, got {retries}")
@@ -201,7 +199,12 @@ class SharedStore(ProcessLocal):
             failure = PermissionError if error.refused else ConnectionError
             raise failure(f"url: {error}") from error
         return cls(
-            backend, pages, keys, deadline_s=seconds, algorithm=algorithm, retries=int(retries)
+            backend,
+            pages,
+            keys,
+            deadline_s=seconds,
+            is_summed=checksum != "none",
+            retries=int(retries),
         )
 
     def __repr__(self) -> str:
@@ -394,10 +397,10 @@ class SharedStore(ProcessLocal):
         Notes
         -----
         Puts, in blocks: `stored`, `known`, `full` and `failed`. Gets, in blocks: `hits` and
-        `misses`; of the misses, `damaged` (verification failed), `unverified` (the checksum
-        algorithm is not available here) and `late`. Also `put_bytes`, `get_bytes`, `put_s` and
-        `get_s`. Calls: `lost` (no connection), `slow` (late), and `skipped` (after consecutive
-        lost or late calls).
+        `misses`; of the misses, `damaged` (verification failed), `unverified` (stored without
+        a checksum, or with one that this version does not know) and `late`. Also `put_bytes`,
+        `get_bytes`, `put_s` and `get_s`. Calls: `lost` (no connection), `slow` (late), and
+        `skipped` (after consecutive lost or late calls).
         """
         names = (
             "stored", "known", "full", "failed", "hits", "misses", "damaged", "unverified", "late",
@@ -437,30 +440,24 @@ class SharedStore(ProcessLocal):
     # --- Headers and verification ---
 
     def _header(self, key: bytes, block: SummedBlock) -> bytes:
-        algorithm = self._algorithm
-        total = 0 if algorithm == "none" else block.checksum(algorithm)
+        algorithm, total = (_XXH3_64, block.checksum()) if self._is_summed else (_NO_CHECKSUM, 0)
         return _HEADER.pack(
-            _MAGIC, _VERSION, _ALGORITHMS[algorithm], 0, self._pages.block_bytes, total,
-            self._digest, key,
-        )  # fmt: skip
+            _MAGIC, _VERSION, algorithm, 0, self._pages.block_bytes, total, self._digest, key
+        )
 
     def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
         """Return whether a block is what was put; None if its checksum cannot be computed."""
         if len(header) != _HEADER.size:
             return False
-        magic, version, code, _, num_bytes, total, digest, of_key = _HEADER.unpack(header)
+        magic, version, algorithm, _, num_bytes, total, digest, of_key = _HEADER.unpack(header)
         expected = (_MAGIC, self._pages.block_bytes, self._digest, key)
         if (magic, num_bytes, digest, of_key) != expected:
             return False
-        algorithm = _ALGORITHM_NAMES.get(code)
-        if version != _VERSION or algorithm is None:  # written by a later kvcupy
-            algorithm = "unknown"
-        if algorithm == "none" and self._algorithm == "none":
-            return True
-        if algorithm not in HASHERS:
+        known = (_XXH3_64,) if self._is_summed else (_XXH3_64, _NO_CHECKSUM)
+        if version != _VERSION or algorithm not in known:  # such as of another version of kvcupy
             self._count("unverified", 1)
             return None
-        return self._algorithm == "none" or block.checksum(algorithm) == total
+        return not self._is_summed or block.checksum() == total
 
     # --- Memory ---
 
@@ -478,7 +475,7 @@ class SharedStore(ProcessLocal):
         the buffer.
         """
         if self._pages.is_direct:
-            yield [SummedBlock(self._pages.pieces(page), self._algorithm) for page in pages]
+            yield [self._block(self._pages.pieces(page)) for page in pages]
             return
         num_bytes = self._pages.block_bytes
         try:
@@ -490,10 +487,13 @@ class SharedStore(ProcessLocal):
             piece = scratch[n * num_bytes : (n + 1) * num_bytes].data
             if gather:
                 self._pages.read_into(page, piece)
-            blocks.append(SummedBlock([piece], self._algorithm))
+            blocks.append(self._block([piece]))
         yield blocks
         if blocks:
             self._scratch.append(scratch)
+
+    def _block(self, pieces: list[memoryview]) -> SummedBlock:
+        return SummedBlock(pieces, is_summed=self._is_summed)
 
     def _page_list(self, pages: Any, count: int) -> list[int]:
         numbers = [int(page) for page in page_array(pages)]
