@@ -76,8 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{sum(counts.values())} runs, {len(failures)} failures, {seconds:.0f} s")
     if options.json:
         record = {
-            **describe(kv.device("host")), "first_seed": options.seeds.start, "stop_seed": options.seeds.stop,
-            "runs": counts, "failures": failures, "seconds": round(seconds),
+            **describe(kv.device("host")),
+            "first_seed": options.seeds.start, "stop_seed": options.seeds.stop, "runs": counts, "failures": failures, "seconds": round(seconds),
         }  # fmt: skip
         write_json(options.json, record)
     return 1 if failures else 0

@@ -13,8 +13,8 @@ from kvcupy.testing.world import Process, Simulated
 
 from .pools import assert_stamped, stamp
 
-TLS = 0.0
-STRANGERS = 2
+TLS = 0.4
+STRANGERS = 20
 NUM_PAGES = 8
 SECRET = b"a secret of at least sixteen bytes"
 SLACK_S = 7.0  # by which a pull may end after its deadline: a stopped peer's handshake

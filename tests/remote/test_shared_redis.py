@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent import futures
 import traceback
+from concurrent import futures
 from contextlib import suppress
 from urllib.parse import quote
 

@@ -25,7 +25,6 @@ from ...cache.threads import Users
 from ...config import cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
-from ...cache.identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ..wire import WirePages
 from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
 

@@ -102,10 +102,7 @@ class Files:
         self.inodes[path] = self._new_inode(real_stat.S_IFSOCK | 0o755, socket)
 
     def socket_at(self, path: str) -> Any:
-        inode = self.inodes.get(path)
-        if inode is None:
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-        return inode.socket
+        return self.inode_at(path).socket
 
     def _new_inode(self, mode: int, socket: Any = None) -> Inode:
         self._inode_numbers += 1
@@ -143,6 +140,7 @@ class Files:
             inode = self.inodes[path] = self._new_inode(real_stat.S_IFREG | mode & 0o777)
         elif flags & getattr(real_os, "O_TMPFILE", -1) == getattr(real_os, "O_TMPFILE", -2):
             inode = self._new_inode(real_stat.S_IFREG | mode & 0o777)
+            inode.num_links = 0
         else:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
         descriptor = self.next_descriptor()
@@ -228,34 +226,34 @@ class Files:
         return self._status(self._file(descriptor).inode)
 
     def stat(self, path: Any) -> Any:
+        return self._status(self.inode_at(path))
+
+    def inode_at(self, path: Any) -> Inode:
         inode = self.inodes.get(str(path))
         if inode is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-        return self._status(inode)
+        return inode
 
     def link(self, source: Any, target: Any, **options: Any) -> None:
         source, target = str(source), str(target)
         self._enter("link", target)
         if source.startswith("/proc/self/fd/"):
             inode = self._file(int(source.rpartition("/")[2])).inode
-        elif source in self.inodes:
-            inode = self.inodes[source]
         else:
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", source)
+            inode = self.inode_at(source)
         if target in self.inodes:
             raise FileExistsError(errno.EEXIST, "File exists", target)
         self.inodes[target] = inode
+        inode.num_links += 1
 
     def unlink(self, path: Any) -> None:
         self._enter("unlink", str(path))
-        if str(path) not in self.inodes:
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        self.inode_at(path).num_links -= 1
         del self.inodes[str(path)]
 
     def rename(self, source: Any, target: Any) -> None:
         self._enter("rename", str(target))
-        if str(source) not in self.inodes:
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
+        self.inode_at(source)
         self.inodes[str(target)] = self.inodes.pop(str(source))
 
     def flock(self, descriptor: Any, operation: int) -> None:
@@ -318,7 +316,7 @@ class Files:
     def _status(self, inode: Inode) -> Any:
         return SimpleNamespace(
             st_mode=inode.mode, st_ino=inode.number, st_dev=1, st_size=len(inode.data),
-            st_uid=real_os.geteuid(), st_gid=0, st_nlink=1, st_blocks=len(inode.data) // 512,
+            st_uid=real_os.geteuid(), st_gid=0, st_nlink=inode.num_links, st_blocks=len(inode.data) // 512,
             st_mtime=0.0, st_mtime_ns=0,
         )  # fmt: skip
 
@@ -394,6 +392,9 @@ def modules_of(world: World, files: Files) -> tuple[Any, Any, Any, Any, Any]:
 
         def chmod(self, mode: int) -> None:
             files.chmod(self, mode)
+
+        def read_text(self) -> str:
+            return bytes(files.inode_at(self).data).decode()
 
         def unlink(self, missing_ok: bool = False) -> None:
             if not (missing_ok and not self.exists()):

@@ -412,6 +412,8 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
     class TLSSocket(Socket):
         """A connection after `wrap_socket`; its bytes are those of the wrapped one."""
 
+        is_server = False
+
         def sendmsg(self, buffers: Sequence[Any]) -> int:
             raise NotImplementedError("sendmsg not allowed on instances of SSLSocket")
 
@@ -421,47 +423,48 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
         def pending(self) -> int:
             return 0
 
-    class SSLContext:
-        def wrap_socket(
-            self, connection: Socket, server_side: bool = False, server_hostname: Any = None
-        ) -> TLSSocket:
-            wrapped: TLSSocket = TLSSocket.__new__(TLSSocket)
-            wrapped.__dict__.update(connection.__dict__)
-            connection.is_closed = True  # its descriptor is the wrapped socket's
-            connection.process.handles.pop(connection, None)
-            wrapped.process.handles[wrapped] = None
-            network.connections.append(wrapped)
-            try:
-                if not server_side:
-                    self._send(wrapped)
-                if self._receive(wrapped) != _TLS_HELLO:
-                    raise real_ssl.SSLError(1, "WRONG_VERSION_NUMBER")
-                if server_side:
-                    self._send(wrapped)
-            except BaseException:
-                wrapped.close()
-                raise
-            return wrapped
-
-        def _send(self, connection: Any) -> None:
-            connection.sendall(_TLS_HELLO)
-
-        def _receive(self, connection: Any) -> bytes:
-            data = b""
-            deadline = None if connection.timeout is None else world.now + connection.timeout
-            while len(data) < len(_TLS_HELLO):
-                if deadline is not None and world.now >= deadline:
+        def do_handshake(self) -> None:
+            deadline = float("inf") if self.timeout is None else world.now + self.timeout
+            if not self.is_server:
+                self.sendall(_TLS_HELLO)
+            hello = b""
+            while len(hello) < len(_TLS_HELLO):
+                if world.now >= deadline:
                     raise TimeoutError("The handshake operation timed out")
                 try:
-                    piece = connection._receive(len(_TLS_HELLO) - len(data))
+                    piece = self._receive(len(_TLS_HELLO) - len(hello))
                 except BlockingIOError:
                     # OpenSSL reports the timeout of a socket option as "would block", and Python
                     # then waits again, without end.
                     continue
                 if not piece:
                     raise real_ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
-                data += piece
-            return data
+                hello += piece
+            if hello != _TLS_HELLO:
+                raise real_ssl.SSLError(1, "WRONG_VERSION_NUMBER")
+            if self.is_server:
+                self.sendall(_TLS_HELLO)
+
+    class SSLContext:
+        def wrap_socket(
+            self, connection: Socket, server_side: bool = False,
+            do_handshake_on_connect: bool = True, server_hostname: Any = None,
+        ) -> TLSSocket:  # fmt: skip
+            connection._require_open()
+            wrapped: TLSSocket = TLSSocket.__new__(TLSSocket)
+            wrapped.__dict__.update(connection.__dict__)
+            wrapped.is_server = server_side
+            connection.is_closed = True  # its descriptor is the wrapped socket's
+            connection.process.handles.pop(connection, None)
+            wrapped.process.handles[wrapped] = None
+            network.connections.append(wrapped)
+            if do_handshake_on_connect:
+                try:
+                    wrapped.do_handshake()
+                except BaseException:
+                    wrapped.close()
+                    raise
+            return wrapped
 
     class SocketModule(_Constants):
         socket = Socket
@@ -548,6 +551,7 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
     class SSLModule:
         SSLSocket = TLSSocket
         SSLError = real_ssl.SSLError
+        SSLEOFError = real_ssl.SSLEOFError
         SSLWantReadError = real_ssl.SSLWantReadError
         SSLCertVerificationError = real_ssl.SSLCertVerificationError
 
