@@ -85,6 +85,7 @@ def run_service(
 ) -> None:
     draw = world.random
     cache = open_cache(world, num_slots, write)
+    world.task.process.start(watch, world, cache).is_daemon = True
     pool = cache.device_pool
     for _ in range(count):
         world.time.sleep(draw.choice([0.0, 1e-4]))
@@ -107,6 +108,30 @@ def run_service(
                 contents.flushed = set(contents.inserted)
         except OSError:
             assert disk.has_failed
+
+
+def watch(world: Simulated, cache: TieredCache) -> None:
+    """Look up and acquire a block that is on the device, however slow the disk is."""
+    while not cache.closed:
+        world.time.sleep(world.random.choice([1e-4, 0.05, 0.3]))
+        block = [FIRST_HASH + world.random.randrange(NUM_HASHES)]
+        try:
+            if not cache.match(block).device:
+                continue
+            lease = cache.acquire(block)
+        except (kv.CacheFull, kv.KvcupyError):  # evicted meanwhile; closed
+            continue
+        for _ in range(10):
+            began = world.now
+            try:
+                cache.match(block)
+                cache.acquire(block).release()
+            except kv.KvcupyError:
+                break
+            took = world.now - began
+            assert took < HOT_S or not lease.num_blocks, f"a block on the device took {took:g} s"
+            world.time.sleep(0.01)
+        lease.release()
 
 
 def perform(
