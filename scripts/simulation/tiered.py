@@ -87,9 +87,10 @@ def run_service(
     cache = open_cache(world, num_slots, write)
     world.task.process.start(watch, world, cache).is_daemon = True
     pool = cache.device_pool
+    pause_s = draw.choice([0.0, 1e-4, 0.02])
     for _ in range(count):
-        world.time.sleep(draw.choice([0.0, 1e-4]))
-        kind = draw.choice(["insert", "insert", "acquire", "acquire", "match", "evict", "flush"])
+        world.time.sleep(pause_s)
+        kind = draw.choice(["insert", "insert", *["acquire"] * 3, "match", "evict", "flush"])
         start = draw.randrange(NUM_HASHES)
         numbers = list(range(start, min(NUM_HASHES, start + draw.randint(1, 3))))
         hashes = [FIRST_HASH + number for number in numbers]
@@ -188,14 +189,14 @@ def weather(world: Simulated, disk: Disk, process: Process) -> None:
     draw = world.random
     for _ in range(draw.randint(0, 4)):
         world.time.sleep(draw.choice([1e-4, 2e-3, 0.5]))
-        kind = draw.choice(["read error", "write error", "slow", "short"])
+        kind = draw.choice(["read error", "read error", "write error", "slow", "short"])
         if not world.step(f"disk: {kind}"):
             continue
         if kind == "short":
             world.files.is_short = True
             continue
         disk.kind = kind
-        world.time.sleep(draw.choice([1e-3, 0.1, 5.0]))
+        world.time.sleep(draw.choice([1e-3, 0.1, 0.3]))
         disk.kind = ""
     if draw.random() < 0.5 and world.step("kill"):
         process.kill()
@@ -210,7 +211,7 @@ def tiered_disk(world: Simulated) -> Any:
     write = draw.choice(["through", "back"])
     for generation in range(draw.randint(1, 3)):
         process = world.process(f"service{generation}")
-        count = draw.randint(1, 20)
+        count = draw.randint(1, 40)
         process.start(run_service, world, disk, contents, num_slots, write, count)
         world.process("weather").start(weather, world, disk, process)
         world.run(5000.0)

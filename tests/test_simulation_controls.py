@@ -1,0 +1,162 @@
+"""Faults put back, and guards taken away: simulated worlds find each of them."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
+pytest.importorskip("redis", reason='pip install "kvcupy[redis]"')
+
+from simulation import PROTOCOLS
+
+from kvcupy.cache import threads
+from kvcupy.cache.tiered import cache, disk_blocks, leases
+from kvcupy.remote.migration import protocol, receiver, sender
+from kvcupy.remote.stores import mooncake, shm, store
+from kvcupy.testing.world import search
+
+MAX_SEEDS = 1500
+
+
+def handshakes_with_timeouts_of_the_socket_option(patch):
+    """A silent TLS peer hangs both ends: Python retries without end after such a timeout."""
+
+    def encrypt(connection, tls, deadline, entered, **options):
+        protocol.set_timeout(connection, deadline)
+        encrypted = tls.wrap_socket(connection, **options)
+        entered(encrypted)
+        return encrypted
+
+    patch.setattr(protocol, "encrypt", encrypt)
+
+
+def crowds_dropped(patch):
+    """More than 16 handshakes at once are dropped instead of queued, and nobody tries again."""
+    make_space = sender.PageSender._make_space
+
+    def drop(self):
+        if (retry_at := make_space(self)) > 0:
+            self._server.accept()[0].close()
+        return retry_at
+
+    patch.setattr(sender.PageSender, "_make_space", drop)
+    patch.setattr(receiver, "_MAX_ATTEMPTS", 1)
+
+
+def read_errors_taken_for_damage(patch):
+    """A momentary read error erases good blocks."""
+    run = disk_blocks.DiskBlocks.run
+
+    def forgetful(self, move):
+        run(self, move)
+        if move.is_read:
+            move.failed.clear()
+
+    patch.setattr(disk_blocks.DiskBlocks, "run", forgetful)
+
+
+def disk_reads_that_stop_other_calls(patch):
+    """A slow disk stops every call, as if its reads held the lock of the cache."""
+    carry_out, match = leases.DiskReads.carry_out, cache.TieredCache.match
+    reading = []
+
+    def read(self):
+        reading.append(protocol.os.getpid())
+        try:
+            carry_out(self)
+        finally:
+            reading.remove(protocol.os.getpid())
+
+    def wait_and_match(self, hashes):
+        while protocol.os.getpid() in reading:
+            threads.time.sleep(1e-3)
+        return match(self, hashes)
+
+    patch.setattr(leases.DiskReads, "carry_out", read)
+    patch.setattr(cache.TieredCache, "match", wait_and_match)
+
+
+def conditions_in_with_statements(patch):
+    """An exception of a signal handler leaves a lock held for good."""
+
+    class Users:
+        def __init__(self, limit=math.inf):
+            self._changed = threads.threading.Condition()
+            self._count = 0
+
+        def enter(self, timeout_s=0.0):
+            with self._changed:
+                self._count += 1
+            return object()
+
+        def leave(self, call):
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+
+        def close(self):
+            with self._changed:
+                self._changed.wait_for(lambda: self._count <= 0)
+            return True
+
+    patch.setattr(store, "Users", Users)
+
+
+def sockets_replaced_without_a_lock(patch):
+    """Of two senders over one stale socket, the second unlinks the live socket of the first."""
+
+    @contextmanager
+    def unlocked(*arguments):
+        yield
+
+    patch.setattr(protocol, "_locked", unlocked)
+
+
+def stores_without_the_lock(patch):
+    """Two writers change the file at once."""
+    patch.setattr(shm.ShmBackend, "_lock", lambda self, deadline: True)
+    patch.setattr(shm.ShmBackend, "_unlock", lambda self: None)
+
+
+def stores_without_repair(patch):
+    """The slots that a killed writer was filling are lost."""
+    patch.setattr(shm.ShmBackend, "_recover", lambda self: self._words.__setitem__(0, 0))
+
+
+def blocks_neither_confirmed_nor_verified(patch):
+    """A block that is overwritten during its copy is served."""
+    patch.setattr(shm.ShmBackend, "_confirmed", lambda self, read: read.header)
+    patch.setattr(store.SharedStore, "_verify", lambda self, *arguments: True)
+
+
+def pages_of_failed_transfers_reused(patch):
+    """Bytes of a failed transfer land in pages that have a new owner."""
+    patch.setattr(mooncake.MooncakeBackend, "busy", lambda self, keys: None)
+
+
+def failed_transfers_taken_for_finished(patch):
+    patch.setattr(mooncake, "_is_unsafe", lambda code: False)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("migration", handshakes_with_timeouts_of_the_socket_option),
+        ("migration", crowds_dropped),
+        ("disk", read_errors_taken_for_damage),
+        ("disk", disk_reads_that_stop_other_calls),
+        ("interrupts", conditions_in_with_statements),
+        ("stale_socket", sockets_replaced_without_a_lock),
+        ("shared_memory", stores_without_the_lock),
+        ("shared_memory", stores_without_repair),
+        ("shared_memory", blocks_neither_confirmed_nor_verified),
+        ("mooncake", pages_of_failed_transfers_reused),
+        ("mooncake", failed_transfers_taken_for_finished),
+    ],
+)  # fmt: skip
+def test_it_is_found(name, fault, monkeypatch, record_property):
+    fault(monkeypatch)
+    failure = search(PROTOCOLS[name], range(MAX_SEEDS))
+    assert failure is not None, f"{MAX_SEEDS} seeds of {name} did not notice it"
+    print(f"{fault.__name__}: seed {failure.seed}: {str(failure.error)[:120]}")
