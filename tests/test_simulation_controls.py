@@ -62,14 +62,14 @@ def disk_reads_that_stop_other_calls(patch):
     reading = []
 
     def read(self):
-        reading.append(protocol.os.getpid())
+        reading.append(self._shared)
         try:
             carry_out(self)
         finally:
-            reading.remove(protocol.os.getpid())
+            reading.remove(self._shared)
 
     def wait_and_match(self, hashes):
-        while protocol.os.getpid() in reading:
+        while self._shared in reading:
             threads.time.sleep(1e-3)
         return match(self, hashes)
 
