@@ -5,7 +5,7 @@ a condition in that code; a model without some guards shows what they prevent. A
 with one layer, and a pull one READ: pages and layers of one pull share its fate.
 
 Senders number their offers from 1 again when they restart at the same address. Tickets stay in the
-world: any receiver may pull any ticket at any time, also those of a sender that has died.
+world: any receiver may pull any ticket at any time, even if its sender has died.
 Connections deliver messages late, in order, or lose them when they are cut. A process that is
 stopped takes no step for a while, which every interleaving includes; that pages come back without
 it is checked by paths without its steps.
@@ -18,6 +18,7 @@ Not modelled: authentication, several heads, staging, and streams that still use
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import NamedTuple
 
 from state_space import Step, Violation
@@ -187,17 +188,16 @@ class LeaseModel:
         for old, new in enumerate(order):
             senders[new] = state.senders[old]
         for old, new in enumerate(others):
-            receivers[new] = tuple(
-                pull and pull._replace(sender=order[pull.sender]) for pull in state.receivers[old]
-            )
-        return state._replace(
-            senders=tuple(senders), receivers=tuple(receivers),
-            connections=tuple(sorted(
-                c._replace(receiver=others[c.receiver], sender=order[c.sender])
-                for c in state.connections
-            )),
-            strays=tuple(each._replace(receiver=others[each.receiver]) for each in state.strays),
-        )  # fmt: skip
+            receivers[new] = with_senders(state.receivers[old], order)
+        connections = [between_others(each, order, others) for each in state.connections]
+        strays = (each._replace(receiver=others[each.receiver]) for each in state.strays)
+        return State(
+            tuple(senders),
+            tuple(receivers),
+            tuple(sorted(connections)),
+            tuple(sorted(strays)),
+            state.left,
+        )
 
     def steps(self, state):
         """Yield every (step, next state), or (step, Violation)."""
@@ -317,9 +317,7 @@ class LeaseModel:
     def _with_offer(self, state, s, k, **changes):
         sender = state.senders[s]
         offers = replaced(sender.offers, k, sender.offers[k]._replace(**changes))
-        return state._replace(
-            senders=replaced(state.senders, s, sender._replace(offers=offers))
-        )
+        return state._replace(senders=replaced(state.senders, s, sender._replace(offers=offers)))
 
     def _with_pull(self, state, r, i, pull):
         pulls = replaced(state.receivers[r], i, pull)
@@ -357,9 +355,7 @@ class LeaseModel:
         number = 1 + sum(offer.life == life for offer in offers)
         offer = Offer(life, number, self._free_page(state, s))
         sender = Sender(life, (*offers, offer))
-        return self._spent(
-            state._replace(senders=replaced(state.senders, s, sender)), OFFERS
-        )
+        return self._spent(state._replace(senders=replaced(state.senders, s, sender)), OFFERS)
 
     def write(self, state, s, k):
         """The sender's stream writes the page, and the layer is announced."""
@@ -418,9 +414,7 @@ class LeaseModel:
         )
 
     def cut(self, state, n):
-        return self._spent(
-            self._with_connection(state, n, alive=False, up=(), down=()), CUTS
-        )
+        return self._spent(self._with_connection(state, n, alive=False, up=(), down=()), CUTS)
 
     def close_idle(self, state, n):
         """The sender evicts a connection, or it has been idle too long."""
@@ -498,9 +492,7 @@ class LeaseModel:
         c = state.connections[n]
         is_open = "refusal" not in self.guards and c.alive and c.receiver_open
         up = c.up if is_open else ()
-        state = self._with_connection(
-            state, n, sender_open=is_open, serving=-1, stage="", up=up
-        )
+        state = self._with_connection(state, n, sender_open=is_open, serving=-1, stage="", up=up)
         return self._settle(state, c.sender, c.serving) if c.serving >= 0 else state
 
     # --- The receiver's thread of a pull ---
@@ -646,6 +638,19 @@ class LeaseModel:
         state = self._with_pull(state, r, i, NO_PULL)
         strays = (*state.strays, *(Stray(r, i),) * pull.in_flight)
         return state._replace(strays=tuple(sorted(strays)))
+
+
+@cache
+def with_senders(pulls, order):
+    """Renumber the senders of a receiver's pulls."""
+    return tuple(pull and pull._replace(sender=order[pull.sender]) for pull in pulls)
+
+
+@cache
+def between_others(connection, order, others):
+    """Renumber the ends of a connection."""
+    sender, receiver = order[connection.sender], others[connection.receiver]
+    return connection._replace(sender=sender, receiver=receiver)
 
 
 def settled(pull):

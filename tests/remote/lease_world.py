@@ -1,8 +1,8 @@
 """Real senders and receivers in this process, driven step by step along a path of `LeaseModel`.
 
-What the model calls the network is here: `Wires` hold every message until it is delivered, and
-`HeldAgent` takes the place of a NIXL agent and holds every READ. Threads of senders and receivers
-do what they do at once; the model does the same in `settle`.
+A `Wire` holds every message until a step delivers it. A `HeldAgent` takes the place of a NIXL agent
+and holds every READ. Threads of senders and receivers act at once, and so does the model here
+(`World.immediate`).
 """
 
 from __future__ import annotations
@@ -15,21 +15,37 @@ import time
 from contextlib import suppress
 
 import numpy as np
-from lease_model import CRASHES, NO_PULL, USER, LeaseModel
+from lease_model import (
+    LANDING,
+    NO_PULL,
+    RECEIVER,
+    SENDER,
+    USER,
+    LeaseModel,
+    receivers_are_free,
+    senders_are_free,
+)
 from migration_cases import eventually
 
 import kvcupy as kv
-from kvcupy.remote.migration import nixl, protocol
+from kvcupy.remote.migration import protocol
 from kvcupy.remote.migration.protocol import CHECKSUM, CONFIRMED, DONE, LAYER, PULL, READ, REFUSED
 
 _HANDSHAKE_UP = protocol._CLIENT_HELLO.size + 32
 _HANDSHAKE_DOWN = protocol._SERVER_HELLO.size + 32
 _HEAD = struct.Struct(">BI")
 _LONG_S = 1000.0
-# Chances of steps that end what goes on, relative to others.
+# Chances of steps that end offers, pulls or connections, relative to others.
 _WEIGHTS = {
     "end": 0.1, "fail": 0.1, "cut": 0.1, "kill_sender": 0.1, "kill_receiver": 0.1,
     "read_fails": 0.3, "close_idle": 0.5,
+}  # fmt: skip
+
+
+ACTIONS = {
+    "offer", "write", "end", "kill_sender", "kill_receiver", "cut", "close_idle", "sender_receives",
+    "sender_leaves", "receiver_receives", "receiver_notices", "pull", "fail", "free", "land",
+    "read_fails", "grant", "send", "refuse", "abort",
 }  # fmt: skip
 
 
@@ -169,7 +185,14 @@ class World:
     """The senders and receivers of a model, and its present state.
 
     The model's connections keep the order in which they were made, as the wires do.
+
+    Attributes
+    ----------
+    patience_s : time for the threads to reach the model's state
+    pause_s : time after which they must still be in it
     """
+
+    patience_s, pause_s = 10.0, 0.0
 
     def __init__(self, engine, seed, **options):
         self.model = LeaseModel(engine, **options)
@@ -211,12 +234,12 @@ class World:
         for wire in self.wires:
             wire.receiver.close()
             wire.sender.close()
-        for receiver in [*self.receivers, *(each for each in self.gone)]:
-            if self.is_nixl and isinstance(receiver, kv.PageReceiver):
-                for reading in receiver._engine._agent.in_flight():
-                    reading.end(RuntimeError("over"))
-        for each in (*self.receivers, *self.senders, *self.gone):
-            each.close()
+        endpoints = [*self.receivers, *self.senders, *self.gone]
+        for endpoint in endpoints if self.is_nixl else ():
+            for reading in endpoint._engine._agent.in_flight():
+                reading.end(RuntimeError("the world is closed"))
+        for endpoint in endpoints:
+            endpoint.close()
 
     # --- Steps ---
 
@@ -232,10 +255,27 @@ class World:
             weights = np.array([_WEIGHTS.get(step[2].__name__, 1) for step in steps])
             self.take(steps[self.rng.choice(len(steps), p=weights / weights.sum())])
 
+    def follow(self, path):
+        """Take the steps of a path while the model has them, and then those that free all pages."""
+        for text in path:
+            steps = [step for step in self.model.enabled(self.state) if step[0] == text]
+            if steps and steps[-1][2].__name__ in self.immediate:
+                continue
+            if not steps and " grants " not in text and " sends " not in text:
+                break
+            if steps:
+                self.take(steps[-1])
+        while steps := [
+            step for step in self.model.enabled(self.state)
+            if step[1] in (SENDER, RECEIVER, LANDING) and step[2].__name__ not in self.immediate
+        ]:  # fmt: skip
+            self.take(steps[0])
+        assert senders_are_free(self.state) and receivers_are_free(self.state)
+
     @property
     def immediate(self):
         """Actions that the threads take at once."""
-        return {"grant", "send", "refuse", "abort"} | (set() if self.is_nixl else {"land"})
+        return {"grant", "send", "refuse"} | (set() if self.is_nixl else {"land"})
 
     def take(self, step):
         text, cause, action, *arguments = step
@@ -255,7 +295,13 @@ class World:
     def compare(self):
         """Wait until what can be observed is what the model has."""
         expected = self.expected()
-        deadline = time.monotonic() + 10
+        self.reach(expected)
+        if self.pause_s:
+            time.sleep(self.pause_s)
+            self.reach(expected)
+
+    def reach(self, expected):
+        deadline = time.monotonic() + self.patience_s
         while (observed := self.observed()) != expected:
             if time.monotonic() > deadline:
                 lines = [f"{n:4d}. {text}" for n, text in enumerate(self.path, 1)]
@@ -280,6 +326,11 @@ class World:
             ],
             "served pulls": [
                 sum(c.sender == s and c.serving >= 0 and c.sender_open for c in state.connections)
+                for s in range(self.model.num_senders)
+            ],
+            "pulls that wait for DONE": [
+                sum(c.sender == s and c.stage == "sent" and c.sender_open
+                    for c in state.connections)
                 for s in range(self.model.num_senders)
             ],
             "releases": [
@@ -318,6 +369,9 @@ class World:
             "pages of senders": [sender.pool.allocator.num_free for sender in self.senders],
             "open offers": [sender.stats()["offers"] for sender in self.senders],
             "served pulls": [sender.stats()["pulls"] for sender in self.senders],
+            "pulls that wait for DONE": [
+                sum(channel.moving for channel in channels_of(sender)) for sender in self.senders
+            ],
             "releases": [list(counts) for counts in self.released],
             "pages of receivers": [each.pool.allocator.num_free for each in self.receivers],
             "quarantined": [each.stats()["quarantined_pages"] for each in self.receivers],
@@ -376,14 +430,11 @@ class World:
         if cause == USER:
             assert sender.withdraw(ticket)
         else:
-            offer = sender._offer_of(ticket)
-
-            def has_expired():
+            offer, deadline = sender._offer_of(ticket), time.monotonic() + self.patience_s
+            while not offer.ended and time.monotonic() < deadline:
                 offer.expires = 0.0  # again, if the last message of a receiver renews it
                 sender._notify()
-                return offer.ended
-
-            eventually(has_expired)
+                time.sleep(0.0005)
 
     def kill_sender(self, s, cause):
         for wire, c in zip(self.wires, self.state.connections, strict=True):
@@ -406,21 +457,31 @@ class World:
         self.pulls[r] = [None] * self.model.receiver_pages
 
     def cut(self, n, cause):
-        """Lose what is in flight; each end notices by a step of its own."""
+        """Lose what is in flight; each end notices by a separate step."""
         self.wires[n].is_cut = True
 
     def close_idle(self, n, cause):
         sender = self.senders[self.state.connections[n].sender]
         name = self.wires[n].sender.socket.getsockname()
-        eventually(lambda: any(each.getpeername() == name for each in list(sender._idle)))
+        eventually(lambda: any(peer_of(each) == name for each in list(sender._idle)))
         with sender._changed:
-            chosen = next(each for each in sender._idle if each.getpeername() == name)
+            chosen = next(each for each in sender._idle if peer_of(each) == name)
             del sender._idle[chosen]
             sender._evicted.add(chosen)
             protocol.shut_down(chosen)
 
     def sender_receives(self, n, cause):
         self.wires[n].deliver(self.wires[n].receiver, self.wires[n].sender)
+
+    def abort(self, n, cause):
+        sender = self.senders[self.state.connections[n].sender]
+        name = self.wires[n].sender.socket.getsockname()
+        with sender._changed:
+            sender._to_abort = [
+                (0.0 if peer_of(channel._socket) == name else at, offer, channel)
+                for at, offer, channel in sender._to_abort
+            ]
+        sender._notify()
 
     def sender_leaves(self, n, cause):
         self.wires[n].sender.close()
@@ -453,18 +514,28 @@ class World:
         self.pulls[r][i] = None
 
     def land(self, r, i, flipped, cause):
-        (reading,) = self.receivers[r]._engine._agent.in_flight()
+        reading = self.receivers[r]._engine._agent.in_flight()[0]  # they end in their order
         if flipped is not None:
             reading.blocks = [(local, local, 0) for local, _, _ in reading.blocks]
         reading.end()
 
     def read_fails(self, r, i, cause):
-        (reading,) = self.receivers[r]._engine._agent.in_flight()
+        reading = self.receivers[r]._engine._agent.in_flight()[0]
         reading.end(RuntimeError("a READ has failed"))
 
 
+def peer_of(connection):
+    with suppress(OSError):  # reset
+        return connection.getpeername()
+
+
+def channels_of(sender):
+    with sender._changed:
+        return [channel for offer in sender._unreleased for channel in offer.channels]
+
+
 def outcome_of(held):
-    """Return "failed", "completed" if the bytes are those of the offer, "running", or ""."""
+    """Return "failed", "completed" if the page has the bytes of the offer, "running", or ""."""
     if held is None:
         return ""
     pull, page, value, pool = held

@@ -1,0 +1,239 @@
+"""Leases, generations and quarantine: every state of a model, and the real classes beside it.
+
+By default: two senders and two receivers with a page each, two offers, two pulls and one killed
+process: 31,430 states over "nixl", 25,141 over "socket". `-m slow` enumerates seven larger
+instances with 934,395 states: cut connections, READs that fail or flip bits, two pages, two pulls
+of an offer, a third pull, two killed processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+import lease_world
+import pytest
+from helpers import examples
+from lease_model import GUARDS, LIVENESS, LeaseModel
+from lease_world import World
+from state_space import StateSpace
+
+from kvcupy.remote.migration import nixl, sender
+from kvcupy.remote.migration.nixl import NixlEngine, _Reader, _Verification
+from kvcupy.remote.migration.receiver import PageReceiver
+from kvcupy.remote.migration.sender import PageSender
+
+SMALL = {"senders": 1, "receivers": 1, "failures": 1}
+
+# Sets of guards of which each alone prevents what happens without all of them: the kind of the
+# violation (or of `LIVENESS`), and the instance.
+CUTS = [
+    (("sender_id", "generation", "token"), "older generation", {}),
+    (("open_offers", "generation", "check"), "wrong bytes", {}),
+    (("channels", "check"), "wrong bytes", {}),
+    (("channels",), "wrong bytes", {"engine": "socket"}),
+    (("num_pulls",), "too many pulls", {"receivers": 2}),
+    (("written",), "late write", {}),
+    (("is_ready",), "wrong bytes", {}),
+    (("is_released",), "freed twice", {}),
+    (("confirmation",), "wrong bytes", {}),
+    (("checksum",), "wrong bytes", {"flips": 1}),
+    (("read_failure", "checksum"), "wrong bytes", {}),
+    (("confirming",), "older answer", {}),
+    (("every_read",), "late landing", {"reads": 2}),
+    (("quiet",), "late landing", {}),
+    (("busy",), "late landing", {}),
+    (("expiry",), "pages of senders, by their own steps", {}),
+    (("check",), "pages of senders, by their own steps", {}),
+    (("deadline",), "pages of receivers, by their own steps once nothing is in flight", {}),
+    (("refusal", "deadline"), "all pages", {}),
+]
+
+# Defects of other libraries: the guards that prevent them here, and the kind of the violation.
+PEERS = {
+    "vLLM 52234: a stale reference is read after its blocks were used again": (
+        ("confirmation",), "wrong bytes",
+    ),
+    "vLLM 52234: what a failed READ left is served": (("read_failure", "checksum"), "wrong bytes"),
+    "vLLM 50754: nobody hears of a transfer that failed": (("refusal", "deadline"), "all pages"),
+    "vLLM 56104: the first of several failing READs releases the blocks": (
+        ("every_read",), "late landing",
+    ),
+    "SGLang 24527: pages of an aborted pull are used again before it has ended": (
+        ("busy",), "late landing",
+    ),
+}  # fmt: skip
+
+
+def find(without, kind, **options):
+    """Return the shortest path to a violation of a kind, without some guards; None if none is."""
+    space = StateSpace(LeaseModel(without=without, **{**SMALL, **options}), until=kind)
+    if kind in LIVENESS:
+        return space.unable(*LIVENESS[kind])
+    return space.counterexample and space.counterexample.path
+
+
+def assert_correct(expected, **options):
+    space = StateSpace(LeaseModel(**options))
+    assert space.counterexample is None, str(space.counterexample)
+    for name, property_ in LIVENESS.items():
+        path = space.unable(*property_)
+        assert path is None, "\n".join((f"never free: {name}", *path))
+    assert len(space) == expected
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("nixl", 31430), ("socket", 25141)])
+def test_no_state_is_wrong(engine, expected):
+    assert_correct(expected, engine=engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"cuts": 1}, 86248), ({"cuts": 1, "engine": "socket"}, 70402), ({"crashes": 2}, 36478),
+     ({"cuts": 1, "flips": 1, "failures": 1, "reads": 2}, 232512), ({"num_pulls": 2}, 46275),
+     ({"sender_pages": 2, "receiver_pages": 2}, 103567), ({"pulls": 3}, 358913)],
+)  # fmt: skip
+def test_no_state_is_wrong_in_larger_instances(options, expected):
+    assert_correct(expected, **options)
+
+
+@pytest.mark.parametrize(("without", "kind", "options"), CUTS)
+def test_what_guards_prevent(without, kind, options):
+    """And that each guard of several is enough."""
+    path = find(without, kind, **options)
+    assert path is not None
+    print(*without, f"-> {kind}", *path, sep="\n    ")
+    for guard in without if len(without) > 1 else ():
+        others = set(without) - {guard}
+        assert find(others, kind, **options) is None, f"{guard} does not help"
+    if len(without) == 1:
+        assert find((), kind, **options) is None
+
+
+def test_every_guard_prevents_something():
+    assert {guard for without, _, _ in CUTS for guard in without} == set(GUARDS)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_defects_of_peers(name):
+    without, kind = PEERS[name]
+    assert (without, kind) in [cut[:2] for cut in CUTS]
+    path = find(without, kind, reads=2 if without == ("every_read",) else 1)
+    print(name, *path, sep="\n    ")
+    if kind == "late landing":
+        assert "frees" in path[-2] and "lands" in path[-1]
+
+
+# --- The real classes ---
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Make worlds, which are closed in the end."""
+    monkeypatch.setattr(nixl, "Agent", lease_world.HeldAgent)
+    monkeypatch.setattr(sender, "_ABORT_DELAY_S", 1e6)  # `World.abort` ends it
+    worlds = []
+
+    def make(engine="nixl", seed=0, reads=1, **options):
+        monkeypatch.setattr(nixl, "_READ_BYTES", 128 // reads)  # K and V have 64 each
+        worlds.append(World(engine, seed, reads=reads, **options))
+        return worlds[-1]
+
+    yield make
+    for each in worlds:
+        each.close()
+
+
+@pytest.mark.parametrize("engine", ["nixl", "socket"])
+def test_the_real_classes_take_the_steps_of_the_model(engine, world):
+    """In random orders, with the same pages, outcomes and messages after each step."""
+    actions = set()
+    for seed in range(examples(200)):
+        walking = world(
+            engine, seed, reads=1 + seed % 2 if engine == "nixl" else 1, offers=4, pulls=5,
+            cuts=1, failures=1,
+        )  # fmt: skip
+        walking.walk(60)
+        actions |= walking.actions
+    only = {"nixl": {"send"}, "socket": {"read_fails"}}[engine]
+    assert lease_world.ACTIONS - actions == only
+
+
+# What each guard is in the source, and the source without it. Time in `World` is abstract, so the
+# deadline is tested elsewhere, with a clock.
+SOURCES = {
+    "sender_id": [(PageReceiver._connect, "channel.peer != ticket.sender_id", "False")],
+    "open_offers": [(PageSender._end, "del self._offers[offer.number]", "pass")],
+    "generation": [(PageSender._claim, "offer.generation == generation and", "")],
+    "token": [(PageSender._claim, "hmac.compare_digest(offer.token, token)", "True")],
+    "num_pulls": [
+        (PageSender._claim, "offer.completed + len(offer.channels) >= offer.num_pulls", "False")
+    ],
+    "written": [(PageSender._settle, "None in offer.written and not self._closed", "False")],
+    "is_ready": [(PageSender._is_ready, "return False", "return True")],
+    "channels": [(PageSender._settle, "offer.channels or offer.num_readers", "False")],
+    "is_released": [
+        (PageSender._settle, " or offer.is_released", ""),
+        (PageSender._settle, "offer.offered.prepared.clear()", "pass"),
+        (PageSender._settle, "del offer.offered", "pass"),
+    ],
+    "expiry": [(PageSender._keep, "offer.expires <= now", "False")],
+    "check": [(PageSender._check, "offer.ended:", "False:")],
+    "refusal": [
+        (PageSender._serve, "channel.refuse(error.reason, str(error), time.monotonic() + 1)",
+         "return True"),
+    ],
+    "confirmation": [
+        (_Reader._end_read, "self._unconfirmed.append(read)",
+         "self._num_confirmed += len(read.layers); self._task.arrived(0)"),
+    ],
+    "checksum": [(_Verification._compare, "self._digests.popleft() != expected", "False")],
+    "read_failure": [(_Reader._end_read, "failure is not None", "False")],
+    "confirming": [
+        (PageReceiver._granted, "if channel.confirming:", "if False:"),
+        (PageReceiver._granted, " or channel.confirming", ""),
+    ],
+    "every_read": [(_Reader.pending, "list(self._begun)", "list(self._begun)[:1]")],
+    "quiet": [(NixlEngine.quiet, "return ", "return True or ")],
+    "busy": [
+        (PageReceiver.pull, "self._pool.allocator._mark_busy(ordered, pull._landing)", "pass")
+    ],
+}  # fmt: skip
+
+
+def remove(guard, monkeypatch):
+    """Remove a guard from the real code."""
+    for function, old, new in SOURCES[guard]:
+        owner = inspect.getmodule(function)
+        name, method = function.__qualname__.split(".")
+        current = getattr(getattr(owner, name), method)
+        source = getattr(current, "source", None) or textwrap.dedent(inspect.getsource(function))
+        assert source.count(old) == 1, f"{function.__qualname__} has changed: {guard}"
+        code = source.replace(old, new)
+        namespace = {}
+        exec("from __future__ import annotations\n" + code, vars(owner), namespace)
+        namespace[method].source = code
+        monkeypatch.setattr(getattr(owner, name), method, namespace[method])
+
+
+FOLLOWED = [cut for cut in CUTS if set(cut[0]) & set(SOURCES)]
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["intact", "removed"])
+@pytest.mark.parametrize(("without", "kind", "options"), FOLLOWED)
+def test_the_real_classes_have_the_guards(without, kind, options, is_removed, world, monkeypatch):
+    """On the path to a violation they do what the model with all guards does. A copy of their
+    source without the guards does not."""
+    path = find(without, kind, **options)
+    if is_removed:
+        for guard in set(without) & set(SOURCES):
+            remove(guard, monkeypatch)
+    walking = world(**{**SMALL, **options})
+    walking.pause_s = 0.005
+    if not is_removed:
+        walking.follow(path)
+        return
+    walking.patience_s, walking.pause_s = 0.2, 0.01
+    with pytest.raises(AssertionError, match="expected"):
+        walking.follow(path)
