@@ -8,7 +8,6 @@ and holds every READ. Threads of senders and receivers act at once, and so does 
 from __future__ import annotations
 
 import ctypes
-import select
 import socket
 import struct
 import time
@@ -120,7 +119,7 @@ class End:
 
     def pump(self, other):
         """Receive what has been sent; pass a handshake on at once."""
-        while self.is_open and select.select([self.socket], (), (), 0)[0]:
+        while self.is_open and protocol.any_readable([self.socket], 0):
             try:
                 data = self.socket.recv(1 << 16)
             except OSError:
@@ -370,7 +369,8 @@ class World:
             "open offers": [sender.stats()["offers"] for sender in self.senders],
             "served pulls": [sender.stats()["pulls"] for sender in self.senders],
             "pulls that wait for DONE": [
-                sum(channel.moving for channel in channels_of(sender)) for sender in self.senders
+                sum(DONE in getattr(channel, "awaited", ()) for channel in channels_of(sender))
+                for sender in self.senders
             ],
             "releases": [list(counts) for counts in self.released],
             "pages of receivers": [each.pool.allocator.num_free for each in self.receivers],
@@ -391,7 +391,7 @@ class World:
     def pump(self):
         """Accept connections, and receive messages without delivering them."""
         for s, listener in enumerate(self.listeners):
-            while select.select([listener], (), (), 0)[0]:
+            while protocol.any_readable([listener], 0):
                 near, _ = listener.accept()
                 target = protocol.Address.parse(self.senders[s].address, "listen").port
                 self.wires.append(Wire(near, target, self.is_nixl))
@@ -416,7 +416,9 @@ class World:
             pool.k(0)[pages] = pool.v(0)[pages] = 0
             pool.allocator.free(pages)
 
-        ticket = self.senders[s].offer(page, by_layer=True, lease_s=_LONG_S, release=release)
+        ticket = self.senders[s].offer(
+            page, by_layer=True, lease_s=_LONG_S, pulls=self.model.num_pulls, release=release
+        )
         self.tickets[s].append((ticket, page))
 
     def write(self, s, k, cause):
@@ -471,7 +473,15 @@ class World:
             protocol.shut_down(chosen)
 
     def sender_receives(self, n, cause):
-        self.wires[n].deliver(self.wires[n].receiver, self.wires[n].sender)
+        def counts():
+            stats = sender.stats()
+            return [stats[name] for name in ("pulls", "refused_pulls", "lost_pulls")]
+
+        sender, wire = self.senders[self.state.connections[n].sender], self.wires[n]
+        is_pull, before = wire.receiver.sent[0][0] == PULL, counts()
+        wire.deliver(wire.receiver, wire.sender)
+        if is_pull:  # a refusal cannot be observed if the receiver has closed the connection
+            eventually(lambda: counts() != before)
 
     def abort(self, n, cause):
         sender = self.senders[self.state.connections[n].sender]
@@ -522,6 +532,19 @@ class World:
     def read_fails(self, r, i, cause):
         reading = self.receivers[r]._engine._agent.in_flight()[0]
         reading.end(RuntimeError("a READ has failed"))
+
+
+def noting(receive):
+    """Wrap `Channel.receive` to note in `awaited` what a channel waits for."""
+
+    def wrapped(channel, deadline, *kinds):
+        channel.awaited = kinds
+        try:
+            return receive(channel, deadline, *kinds)
+        finally:
+            channel.awaited = ()
+
+    return wrapped
 
 
 def peer_of(connection):
