@@ -12,7 +12,8 @@ it is checked by paths without its steps.
 
 Time is abstract. A lease may expire, a deadline pass, and an idle connection be closed at any step,
 so no property here depends on the RENEW of a receiver: it only decides how often pulls succeed.
-Not modelled: authentication, several heads, staging, and streams that still use a destination.
+Not modelled: authentication, `close`, pulls from several senders, staging, checksums that are
+computed ahead, and streams that still use a destination.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class State(NamedTuple):
 
 OFFERS, PULLS, CRASHES, CUTS, FLIPS, FAILURES = range(6)
 
-# Causes of steps. Steps of users, crashes and faults need not happen.
+# Causes of steps. Steps of users, crashes and faults need not happen. The stream that writes an
+# offer counts as the sender, and the caller who frees a page as the receiver.
 USER, CRASH, FAULT, SENDER, RECEIVER, NETWORK, LANDING = (
     "user", "crash", "fault", "sender", "receiver", "network", "landing",
 )  # fmt: skip
