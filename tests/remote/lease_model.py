@@ -616,7 +616,8 @@ class LeaseModel:
         """The pull has completed: its bytes are used from now on."""
         pull = state.receivers[r][i]
         if pull.content != 1 + pull.offer:
-            raise Wrong("wrong bytes", f"page {i} of receiver {r} has content {pull.content}")
+            kind = "bytes of another offer" if pull.content > 0 else "wrong bytes"
+            raise Wrong(kind, f"page {i} of receiver {r} has content {pull.content}")
         n = self._connection_of(state, r, i)
         state = self._with_pull(state, r, i, settled(pull._replace(phase="completed")))
         state = self._up(state, n, "DONE", state.connections[n].request)

@@ -34,6 +34,7 @@ _HANDSHAKE_UP = protocol._CLIENT_HELLO.size + 32
 _HANDSHAKE_DOWN = protocol._SERVER_HELLO.size + 32
 _HEAD = struct.Struct(">BI")
 _LONG_S = 1000.0
+_IMMEDIATE_VERBS = " grants ", " looks at ", " sends ", " refuses ", " data of "
 # Chances of steps that end offers, pulls or connections, relative to others.
 _WEIGHTS = {
     "end": 0.1, "fail": 0.1, "cut": 0.1, "kill_sender": 0.1, "kill_receiver": 0.1,
@@ -258,12 +259,10 @@ class World:
         """Take the steps of a path while the model has them, and then those that free all pages."""
         for text in path:
             steps = [step for step in self.model.enabled(self.state) if step[0] == text]
-            if steps and steps[-1][2].__name__ in self.immediate:
-                continue
-            if not steps and " grants " not in text and " sends " not in text:
-                break
-            if steps:
+            if steps and steps[-1][2].__name__ not in self.immediate:
                 self.take(steps[-1])
+            elif not any(verb in text for verb in _IMMEDIATE_VERBS):
+                break
         while steps := [
             step for step in self.model.enabled(self.state)
             if step[1] in (SENDER, RECEIVER, LANDING) and step[2].__name__ not in self.immediate
