@@ -9,8 +9,10 @@ of an offer, a third pull, two killed processes.
 from __future__ import annotations
 
 import inspect
+import json
 import textwrap
 from functools import cache
+from pathlib import Path
 
 import lease_world
 import pytest
@@ -25,6 +27,8 @@ from kvcupy.remote.migration.protocol import Channel
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
 
+RESULTS = Path(__file__).parents[2] / "scripts/results/lease_model.json"
+INSTANCES = json.loads(RESULTS.read_text())
 SMALL = {"senders": 1, "receivers": 1, "failures": 1}
 
 # Sets of guards of which each alone prevents what happens without all of them: the kind of the
@@ -88,30 +92,25 @@ def is_correct(**options):
     )
 
 
-def assert_correct(expected, **options):
+def assert_correct(instance):
     with without_collection():
-        space = StateSpace(LeaseModel(**options))
+        space = StateSpace(LeaseModel(**INSTANCES["base"] | instance["options"]))
     assert space.counterexample is None, str(space.counterexample)
     for name, property_ in LIVENESS.items():
         path = space.unable(*property_)
         assert path is None, "\n".join((f"never free: {name}", *path))
-    assert len(space) == expected
+    assert len(space) == instance["states"]
 
 
-@pytest.mark.parametrize(("engine", "expected"), [("nixl", 31430), ("socket", 25141)])
-def test_no_state_is_wrong(engine, expected):
-    assert_correct(expected, engine=engine)
+@pytest.mark.parametrize("instance", INSTANCES["default"], ids=str)
+def test_no_state_is_wrong(instance):
+    assert_correct(instance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"cuts": 1}, 86248), ({"cuts": 1, "engine": "socket"}, 70402), ({"crashes": 2}, 36478),
-     ({"cuts": 1, "flips": 1, "failures": 1, "reads": 2}, 232512), ({"num_pulls": 2}, 46275),
-     ({"sender_pages": 2, "receiver_pages": 2}, 103567), ({"pulls": 3}, 358913)],
-)  # fmt: skip
-def test_no_state_is_wrong_in_larger_instances(options, expected):
-    assert_correct(expected, **options)
+@pytest.mark.parametrize("instance", INSTANCES["slow"], ids=str)
+def test_no_state_is_wrong_in_larger_instances(instance):
+    assert_correct(instance)
 
 
 @pytest.mark.parametrize(("without", "kind", "options"), CUTS, ids=id_of)
