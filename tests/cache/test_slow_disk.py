@@ -93,7 +93,7 @@ def on_disk(device, path):
     return blocks
 
 
-# --- Who waits ---
+# --- Calls that wait ---
 
 
 def test_hot_blocks_do_not_wait_for_a_slow_read(on_disk, monkeypatch):

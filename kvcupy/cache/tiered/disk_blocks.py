@@ -147,7 +147,7 @@ class DiskBlocks:
     # --- Moves ---
 
     def wait_for_others(self) -> Callable[[], object] | None:
-        """Return a function that waits for a move of another thread, or None if there is none."""
+        """Return a function that waits for a move of another thread, or None."""
         thread = threading.get_ident()
         return next((move.over.wait for move in self.moves if move.thread != thread), None)
 
@@ -186,7 +186,7 @@ class DiskBlocks:
         move.completed = True
 
     def land(self, move: DiskMove) -> None:
-        """Record what has arrived; the move goes on, with its pages, until `end`."""
+        """Record what has arrived; the pages stay in use until `end`."""
         num_bytes, arrived = self.page_bytes * len(move.arrived), set(move.arrived)
         if move.is_read:
             self.read_bytes += num_bytes

@@ -10,7 +10,7 @@ changes, and carried out while the cache's lock is still held, so a plan cannot 
 
 The disk is read and written without the lock. An eviction that needs a write raises `Blocked` with
 a `DiskMove`: the caller carries the move out, and plans again. An acquire that needs blocks from
-disk reads them to host pages of its own first (`leases.DiskReads`).
+disk reads them to separate host pages first (`leases.DiskReads`).
 """
 
 from __future__ import annotations
