@@ -82,7 +82,7 @@ def test_another_name_context_or_key_does_not_open_it():
 
 
 def test_equal_blocks_are_sealed_differently():
-    """Each with a nonce of its own, and each name with a key of its own."""
+    """Each has another nonce, and each name another subkey."""
     seals = [seal(block=BLOCK[:32]) for _ in range(1000)]
     assert len({found[:12] for found, _ in seals}) == 1000
     assert len({bytes(sealed) for _, sealed in seals}) == 1000
