@@ -338,3 +338,22 @@ def test_what_is_skipped_is_not_written_either(device, path, monkeypatch):
         blocks.cache._through = True  # then a flush writes what is in host memory
         blocks.cache.flush()
     blocks.assert_no_leak()
+
+
+def test_an_interrupt_before_a_write_leaves_nothing_behind(device, path, monkeypatch):
+    """Between the plan and the write; otherwise the next call waits for ever."""
+    blocks = Blocks(device, 2, 1, disk=path, disk_bytes=file_of(8), write="back")
+    write_down(blocks, [A])
+    blocks.insert([B])
+
+    def interrupt(move):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.cache._shared, "carry_out", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            blocks.cache.evict(1)
+    in_time(lambda: blocks.cache.evict(1))
+    for hash in (A, B):
+        in_time(lambda hash=hash: blocks.use([hash], known=1))
+    blocks.assert_no_leak()

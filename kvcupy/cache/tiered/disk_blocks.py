@@ -186,7 +186,7 @@ class DiskBlocks:
         move.completed = True
 
     def land(self, move: DiskMove) -> None:
-        """Record what has arrived; the pages stay in use until `end`."""
+        """Record what has arrived; the pages stay in use until `finish`."""
         num_bytes, arrived = self.page_bytes * len(move.arrived), set(move.arrived)
         if move.is_read:
             self.read_bytes += num_bytes
@@ -208,7 +208,7 @@ class DiskBlocks:
             self._free += self._forget(damaged)
         self._judge(move)
 
-    def end(self, move: DiskMove) -> None:
+    def finish(self, move: DiskMove) -> None:
         """End a move, whose pages have another owner now."""
         self.moves.remove(move)
         move.over.set()
