@@ -285,6 +285,7 @@ def test_an_encrypted_file_shows_no_block_no_hash_and_no_key(path, sealed):
         for start in range(0, PAGE_BYTES - 8, 8):
             assert page[start : start + 8] in plain and page[start : start + 8] not in sealed
     assert KEY not in sealed
+    assert len({disk_format.payload_name(h) for h in BLOCKS.values()}) == 3  # the bound of nonces
     again = filled(path.with_name("again"), BLOCKS, num_slots=3, encryption_key=KEY)
     records, payloads = LAYOUT.record_at, LAYOUT.payload_at
     for slot in BLOCKS:  # neither shows that the blocks are equal

@@ -357,3 +357,21 @@ def test_an_interrupt_before_a_write_leaves_nothing_behind(device, path, monkeyp
     for hash in (A, B):
         in_time(lambda hash=hash: blocks.use([hash], known=1))
     blocks.assert_no_leak()
+
+
+def test_blocks_inserted_during_a_read_are_not_lost(device, path, monkeypatch):
+    """The read has the only host page, which B needs on its way to the disk."""
+    blocks = Blocks(device, 2, 1, disk=path, disk_bytes=file_of(8), write="back")
+    write_down(blocks, [A, D])
+    slow = SlowDisk(monkeypatch, "read_many")
+    cold = Background(lambda: blocks.cache.acquire([A]))
+    slow.wait_for_call()
+    blocks.insert([B, C])
+    slow.open()
+    with cold.result() as lease:
+        lease.wait()
+        blocks.assert_holds(lease, [A])
+    assert blocks.cache.stats()["lost"] == 0
+    for hash in (A, B, C, D):
+        blocks.use([hash], known=1)
+    blocks.assert_no_leak()
