@@ -43,7 +43,10 @@ class DiskMove:
     arrived : hashes of blocks that are whole at their destination, after `run`
     failed : errors of the system by hash, after `run`; blocks in neither were damaged, or an
         interrupt ended `run`
+    seconds : duration of `run`
+    completed : whether `run` has returned
     over : set when the move has ended
+    thread : identifier of the thread that carries it out
     """
 
     def __init__(
@@ -54,10 +57,9 @@ class DiskMove:
         self.copies: Sequence[Any] = ()
         self.arrived: list[int] = []
         self.failed: dict[int, OSError] = {}
-        self.seconds = 0.0
+        self.seconds, self.completed = 0.0, False
         self.over = threading.Event()
         self.thread = threading.get_ident()
-        self.completed = False  # whether `run` has returned
 
 
 class DiskBlocks:
