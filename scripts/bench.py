@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from benchmarks import (
     calls,
+    disk,
     frames,
     generate,
     loading,
@@ -34,6 +35,7 @@ BENCHMARKS = {
     "transfer": transfer,
     "scale": scale,
     "calls": calls,
+    "disk": disk,
     "frames": frames,
     "generate": generate,
     "order": order,

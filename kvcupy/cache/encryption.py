@@ -129,7 +129,7 @@ class BlockCipher:
         return self._cipher(self._aes(subkey), self._gcm(nonce, tag, min_tag_length=12))
 
     def _expand(self, info: bytes) -> bytes:
-        """Return 32 bytes of HKDF-Expand; a context makes `info` longer than that of `key_id`."""
+        """Return 32 bytes of HKDF-Expand; a context makes `info` longer than "key id"."""
         return hmac.digest(self._key, info + b"\1", "sha256")
 
 

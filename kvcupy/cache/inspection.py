@@ -132,7 +132,7 @@ def _next_data(file: BinaryIO, at: int) -> int:
         return at
     try:
         return os.lseek(file.fileno(), at, os.SEEK_DATA)
-    except OSError:  # there is none, or the file system cannot tell
+    except OSError:  # no more data, or the file system cannot tell
         return max(at, os.fstat(file.fileno()).st_size)
 
 

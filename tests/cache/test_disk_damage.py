@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -249,6 +250,121 @@ def test_files_of_others_raise_and_stay(path, found):
     with pytest.raises(ValueError, match=f"disk: expected a file of a disk tier, got {path}"):
         open_tier(path)
     assert path.read_bytes() == found
+
+
+# --- Encrypted files ---
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def sealed(path):
+    """The bytes of an encrypted file with three blocks."""
+    return filled(path, BLOCKS, num_slots=3, encryption_key=KEY)
+
+
+def opened(path, **options):
+    """Open an encrypted file and return the listed slots, and those whose block is served."""
+    with open_tier(path, 3, num_threads=1, **{"encryption_key": KEY, **options}) as tier:
+        listed = {slot for _, slot in tier.entries()}
+        return listed, {s for s, block_hash in BLOCKS.items() if reads(tier, s, block_hash)}
+
+
+def test_an_encrypted_file_shows_no_block_no_hash_and_no_key(path, sealed):
+    everywhere = {0, 1, 2}
+    assert opened(path) == (everywhere, everywhere)
+    plain = filled(path.with_name("plain"), BLOCKS, num_slots=3)
+    assert len(plain) == len(sealed)
+    for block_hash in BLOCKS.values():
+        hash_bytes = block_hash.to_bytes(16, "little")
+        assert hash_bytes in plain and hash_bytes not in sealed
+        page = bytes(contents(block_hash))
+        for start in range(0, PAGE_BYTES - 8, 8):
+            assert page[start : start + 8] in plain and page[start : start + 8] not in sealed
+    assert KEY not in sealed
+    assert len({disk_format.payload_name(h) for h in BLOCKS.values()}) == 3  # the bound of nonces
+    again = filled(path.with_name("again"), BLOCKS, num_slots=3, encryption_key=KEY)
+    records, payloads = LAYOUT.record_at, LAYOUT.payload_at
+    for slot in BLOCKS:  # neither shows that the blocks are equal
+        assert again[records(slot) : records(slot + 1)] != sealed[records(slot) : records(slot + 1)]
+        assert again[payloads(slot) :][:PAGE_BYTES] != sealed[payloads(slot) :][:PAGE_BYTES]
+
+
+def test_no_bit_of_an_encrypted_record_can_flip(path, sealed):
+    for byte in range(LAYOUT.record_at(1), LAYOUT.record_at(2)):
+        for bit in range(0, 8, 3):
+            flip(path, sealed, byte, bit)
+            assert opened(path) == ({0, 2}, {0, 2}), (byte, bit)
+
+
+def test_no_byte_of_an_encrypted_payload_can_change(path, sealed):
+    start = LAYOUT.payload_at(1)
+    for byte in [*range(start, start + PAGE_BYTES, 13), start + PAGE_BYTES - 1]:
+        flip(path, sealed, byte, byte % 8)
+        assert opened(path) == ({0, 1, 2}, {0, 2}), byte
+        assert opened(path) == ({0, 2}, {0, 2})  # dropped for good
+
+
+@pytest.mark.parametrize("parts", [("record",), ("payload",), ("record", "payload")])
+def test_encrypted_blocks_cannot_be_moved(path, sealed, parts):
+    """Not to another slot, not to another hash, not over a block that was there before."""
+    places = {"record": (LAYOUT.record_at, 64), "payload": (LAYOUT.payload_at, PAGE_BYTES)}
+    changed = bytearray(sealed)
+    for place, size in (places[part] for part in parts):
+        changed[place(1) : place(1) + size] = sealed[place(0) : place(0) + size]
+    path.write_bytes(changed)
+    listed, good = opened(path)
+    assert good == {0, 2} and listed == ({0, 2} if "record" in parts else {0, 1, 2})
+
+
+@pytest.mark.parametrize("parts", [("record",), ("payload",), ("record", "payload")])
+def test_blocks_of_another_encrypted_file_do_not_open(path, sealed, parts):
+    """It has the same key, hashes and slots, but another model."""
+    other = path.with_name("other")
+    foreign = filled(other, BLOCKS, num_slots=3, encryption_key=KEY, identity={"model": "b"})
+    places = {"record": (LAYOUT.record_at, 64), "payload": (LAYOUT.payload_at, PAGE_BYTES)}
+    changed = bytearray(sealed)
+    for place, size in (places[part] for part in parts):
+        changed[place(1) : place(1) + size] = foreign[place(1) : place(1) + size]
+    path.write_bytes(changed)
+    assert opened(path)[1] == {0, 2}
+
+
+def test_another_key_or_none_raises_and_changes_nothing(path, sealed):
+    for options, message in (
+        ({"encryption_key": bytes(32)}, "expected encryption AES-256-GCM, key .* got AES-256-GCM"),
+        ({"encryption_key": None}, "expected encryption none, got AES-256-GCM"),
+    ):
+        with pytest.raises(ValueError, match=f"disk: {message}"):
+            opened(path, **options)
+    assert path.read_bytes() == sealed
+    plain = filled(path.with_name("plain"), BLOCKS, num_slots=3)
+    path.write_bytes(plain)
+    with pytest.raises(
+        ValueError, match=r"disk: expected encryption AES-256-GCM, key .*, got none"
+    ):
+        opened(path)
+    assert path.read_bytes() == plain
+
+
+def test_encrypted_blocks_in_several_parts(path):
+    """Also written and read by several threads at once."""
+    pages = {h: contents(h) for h in range(20, 26)}
+    cuts = [0, 1, 4097, PAGE_BYTES]
+
+    def parts(memory):
+        return [memory[a:b] for a, b in itertools.pairwise(cuts)]
+
+    with open_tier(path, encryption_key=KEY) as tier:
+        before = {h: bytes(page) for h, page in pages.items()}
+        items = [(slot, h, parts(page)) for slot, (h, page) in enumerate(pages.items())]
+        assert tier.write_many(items) == [None] * 6
+        assert {h: bytes(page) for h, page in pages.items()} == before, "written blocks change"
+    with open_tier(path, encryption_key=KEY) as tier:
+        into = {h: memoryview(bytearray(PAGE_BYTES)) for h in pages}
+        items = [(slot, h, parts(into[h])) for slot, h in enumerate(pages)]
+        assert tier.read_many(items) == [True] * 6
+        assert into == pages
 
 
 # --- A system that fails --------------------------------------------------------------------------

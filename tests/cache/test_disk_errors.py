@@ -125,7 +125,7 @@ def test_a_file_has_one_opener(path):
 
 
 def test_links_are_not_followed(path, tmp_path):
-    """In a folder for all users somebody else may have made them."""
+    """In a folder for all users another user may have made them."""
     empty, missing = tmp_path / "empty", tmp_path / "missing"
     empty.touch()
     for target in (empty, missing):

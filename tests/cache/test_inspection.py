@@ -146,3 +146,13 @@ def test_damaged_header(blocks, capsys):
     change(blocks, 100)
     assert main(["inspect", str(blocks)]) == 1
     assert "damaged" in capsys.readouterr().err
+
+
+def test_an_encrypted_file(tmp_path, capsys):
+    path = tmp_path / "blocks.kv"
+    disk_cases.filled(path, {0: 11, 3: 12}, encryption_key=bytes(32))
+    found = inspect(path, verify=True)
+    assert (found["blocks"], found["hashes"], found["damaged"]) == (2, None, None)
+    assert found["encryption"].startswith("AES-256-GCM, key ")
+    assert main(["inspect", str(path), "--verify"]) == 0
+    assert "encrypted" in capsys.readouterr().out

@@ -129,7 +129,7 @@ def test_a_disk_of_rotated_blocks(device, tmp_path):
         device.synchronize()
         np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], before[:, :, pages])
         lease.release()
-    assert "nvfp4+hadamard:128" in inspect(tmp_path / "blocks.kv")["formats"]
+    assert "nvfp4+hadamard:128" in inspect(tmp_path / "blocks.kv")["format"]
     with pytest.raises(ValueError, match="disk"):
         kv.TieredCache(*pools("nvfp4"), **options)
     with pytest.raises(ValueError, match=r"^host_pool: expected nvfp4\+hadamard:128"):

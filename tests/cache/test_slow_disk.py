@@ -93,7 +93,7 @@ def on_disk(device, path):
     return blocks
 
 
-# --- Who waits ---
+# --- Calls that wait ---
 
 
 def test_hot_blocks_do_not_wait_for_a_slow_read(on_disk, monkeypatch):
@@ -337,4 +337,41 @@ def test_what_is_skipped_is_not_written_either(device, path, monkeypatch):
         blocks.evict_all()
         blocks.cache._through = True  # then a flush writes what is in host memory
         blocks.cache.flush()
+    blocks.assert_no_leak()
+
+
+def test_an_interrupt_before_a_write_leaves_nothing_behind(device, path, monkeypatch):
+    """Between the plan and the write; otherwise the next call waits for ever."""
+    blocks = Blocks(device, 2, 1, disk=path, disk_bytes=file_of(8), write="back")
+    write_down(blocks, [A])
+    blocks.insert([B])
+
+    def interrupt(move):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.cache._shared, "carry_out", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            blocks.cache.evict(1)
+    in_time(lambda: blocks.cache.evict(1))
+    for hash in (A, B):
+        in_time(lambda hash=hash: blocks.use([hash], known=1))
+    blocks.assert_no_leak()
+
+
+def test_blocks_inserted_during_a_read_are_not_lost(device, path, monkeypatch):
+    """The read has the only host page, which B needs on its way to the disk."""
+    blocks = Blocks(device, 2, 1, disk=path, disk_bytes=file_of(8), write="back")
+    write_down(blocks, [A, D])
+    slow = SlowDisk(monkeypatch, "read_many")
+    cold = Background(lambda: blocks.cache.acquire([A]))
+    slow.wait_for_call()
+    blocks.insert([B, C])
+    slow.open()
+    with cold.result() as lease:
+        lease.wait()
+        blocks.assert_holds(lease, [A])
+    assert blocks.cache.stats()["lost"] == 0
+    for hash in (A, B, C, D):
+        blocks.use([hash], known=1)
     blocks.assert_no_leak()

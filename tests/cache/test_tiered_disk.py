@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -501,3 +503,32 @@ def test_a_block_that_does_not_authenticate_is_forgotten(device, path):
     blocks.use([B], known=1)
     assert blocks.cache.stats()["disk_errors"] == 1
     blocks.assert_no_leak()
+
+
+# With a shared store ------------------------------------------------------------------------------
+
+
+def test_model_and_heads_are_those_of_the_shared_store(device, path):
+    def open_both(name, **options):
+        pools = pool_of(device, 2), pool_of(device, 2, placement="pinned")
+        store = kv.SharedStore.open(
+            f"shm:{name}", pools[1], capacity_bytes=2**20, model="a", total_kv_heads=4
+        )
+        stack.callback(store.remove)
+        return TieredCache(*pools, disk=path, disk_bytes=ROOM, shared=store, **options)
+
+    name = f"test-model-{os.getpid()}"
+    with ExitStack() as stack:
+        open_both(name).close()
+        open_both(name, model="a", heads=(0, 4)).close()
+        for options in ({"model": "b", "heads": (0, 4)}, {"model": "a"}):
+            with pytest.raises(ValueError, match=r"^shared: expected a store of the same blocks"):
+                open_both(name, **options)
+    pools = pool_of(device, 2), pool_of(device, 2, placement="pinned")
+    with pytest.raises(ValueError, match=r"^disk: expected model none, got a"):
+        TieredCache(*pools, disk=path, disk_bytes=ROOM)
+
+
+def test_a_key_without_a_disk(device):
+    with pytest.raises(ValueError, match=r"^encryption_key: expected None where .* no disk"):
+        Blocks(device, 2, 2, encryption_key=bytes(32))

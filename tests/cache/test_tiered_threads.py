@@ -13,17 +13,30 @@ from stream_cases import Gate
 from tiered_cases import Blocks, in_time
 
 import kvcupy as kv
+from kvcupy.cache.tiered.disk import DiskTier
 
 SECONDS = 1.0 if helpers.full else 0.4  # hundreds of requests
 MIN_ROUNDS = 6  # of each thread, however long they take
 
 
-@pytest.mark.parametrize("with_disk", [False, True], ids=["two tiers", "three tiers"])
+def delayed(call):
+    def slow(tier, items):
+        time.sleep(random.random() * 2e-3)
+        return call(tier, items)
+
+    return slow
+
+
+@pytest.mark.parametrize("tiers", ["two tiers", "three tiers", "a small host tier, a slow disk"])
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_many_threads(device, tmp_path, write, with_disk):
+def test_many_threads(device, tmp_path, monkeypatch, write, tiers):
     """Requests with shared prefixes: acquire, verify, compute the rest, insert, release."""
-    options = {"disk": tmp_path / "kv", "disk_bytes": 2**20} if with_disk else {}
-    blocks = Blocks(device, 24, 40, write=write, **options)
+    options = {} if tiers == "two tiers" else {"disk": tmp_path / "kv", "disk_bytes": 2**20}
+    is_slow = "slow" in tiers
+    blocks = Blocks(device, 24, 6 if is_slow else 40, write=write, **options)
+    if is_slow:
+        for name in ("read_many", "write_many"):
+            monkeypatch.setattr(DiskTier, name, delayed(getattr(DiskTier, name)))
     cache, allocator = blocks.cache, blocks.device_pool.allocator
     until, errors, done = time.monotonic() + SECONDS, [], []
 
@@ -89,6 +102,8 @@ def test_many_threads(device, tmp_path, write, with_disk):
     blocks.settle()
     found = cache.stats()
     assert found["device_hits"] and found["host_hits"] and found["inserted"]
+    assert not is_slow or found["disk_hits"]
+    assert not options or found["lost"] == 0, "the disk has room for all blocks"
     assert found["failed_loads"] == found["failed_saves"] == found["disk_errors"] == 0
     blocks.assert_no_leak()
 

@@ -1523,6 +1523,8 @@ class Disk(Program):
             items = [(slot, b, memoryview(into[slot])) for slot, b in blocks.items()]
             whole = self.tier.read_many(items)
             for (slot, block), good in zip(blocks.items(), whole, strict=True):
+                if isinstance(good, OSError):
+                    raise good  # the block stays
                 if good:
                     assert into[slot] == self.pages[block], f"slot {slot}: wrong bytes"
                 else:  # a miss, and an empty slot; it is written again

@@ -342,8 +342,8 @@ def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) 
     }  # fmt: skip
     described = {**{name: str(value) for name, value in metadata.items()}, **KIND}
     temporary = path.with_name(f".kvcupy-{secrets.token_hex(8)}")
-    with temporary.open("xb"):  # also shows the permissions of new files here
-        permissions = temporary.stat().st_mode & 0o777
+    # Only the owner can read it, since keys and values reveal prompts.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         try:
             package.serialize_file(specs, temporary, described)
@@ -351,7 +351,6 @@ def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) 
             raise _system_error(error, path) from error
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(permissions)  # the package's are 0600
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

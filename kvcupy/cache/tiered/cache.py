@@ -42,7 +42,7 @@ class TieredCache(ProcessLocal):
     model : a string that distinguishes models whose pools look alike: weights and their revision,
         adapter, rotary settings; at most about 3000 bytes. Blocks of another one are refused
     heads : (first head, number of heads of the model), if this pool has some of the model's heads;
-        None: all of them
+        None: all of them. Without `model` and `heads`, both are the same as in the shared store
     encryption_key : None, or bytes of 32, with which blocks on disk are encrypted and
         authenticated; or a function that returns them, called with the tenant ""
     policy : eviction order of a tier: "lru", "fifo", "lfu", "2q" (scan resistant), or a class with
@@ -119,12 +119,14 @@ class TieredCache(ProcessLocal):
             raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
         if disk is None and disk_bytes:
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
+        if disk is None and encryption_key is not None:
+            raise ValueError("encryption_key: expected None where there is no disk, got a key")
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool)
         self.device_pool, self.host_pool = device_pool, host_pool
-        identity = _identity(host_pool, model, heads)
+        identity = _identity(host_pool, model, heads, shared)
         key = None if encryption_key is None else key_for(encryption_key)
         store = None
         if shared is not None:
@@ -570,8 +572,18 @@ def _final_samples(
     return metrics.cache_samples(counted(counts, disk, store))
 
 
-def _identity(pool: Any, model: Any, heads: Any) -> PoolIdentity:
-    """Identify the blocks of a pool, by the arguments `model` and `heads`."""
+def _identity(pool: Any, model: Any, heads: Any, store: Any) -> PoolIdentity:
+    """Identify the blocks of a pool, by the arguments `model` and `heads`, or as the store does."""
+    stored = getattr(store, "identity", None)
+    if model == "" and heads is None and isinstance(stored, PoolIdentity):
+        return stored
+    identity = _identity_of(pool, model, heads)
+    if isinstance(stored, PoolIdentity) and (difference := identity.difference(stored)):
+        raise ValueError(f"shared: expected a store of the same blocks; {difference}")
+    return identity
+
+
+def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
     if heads is None:
         return PoolIdentity.of(pool, model=model)
     if not isinstance(heads, tuple) or len(heads) != 2:

@@ -51,8 +51,8 @@ class DiskTier(ProcessLocal):
     page_bytes : bytes per block, below 2**32
     identity : description of a block, such as model, layout and format, in at most about 4000
         bytes; reopening the file requires the same identity
-    previous : description of the same blocks in files of the previous version, which are opened as
-        they are and stay readable for the previous release; None: such a file is refused
+    previous : description of the same blocks in files of the previous version, which are opened
+        unchanged and stay readable for the previous release; None: such a file is refused
     encryption_key : None, or bytes of 32, with which hashes and payloads are encrypted; reopening
         the file requires the same key
     num_threads : number of threads of `read_many` and `write_many`, including the caller's

@@ -43,7 +43,10 @@ class DiskMove:
     arrived : hashes of blocks that are whole at their destination, after `run`
     failed : errors of the system by hash, after `run`; blocks in neither were damaged, or an
         interrupt ended `run`
+    seconds : duration of `run`
+    completed : whether `run` has returned
     over : set when the move has ended
+    thread : identifier of the thread that carries it out
     """
 
     def __init__(
@@ -54,10 +57,9 @@ class DiskMove:
         self.copies: Sequence[Any] = ()
         self.arrived: list[int] = []
         self.failed: dict[int, OSError] = {}
-        self.seconds = 0.0
+        self.seconds, self.completed = 0.0, False
         self.over = threading.Event()
         self.thread = threading.get_ident()
-        self.completed = False  # whether `run` has returned
 
 
 class DiskBlocks:
@@ -147,7 +149,7 @@ class DiskBlocks:
     # --- Moves ---
 
     def wait_for_others(self) -> Callable[[], object] | None:
-        """Return a function that waits for a move of another thread, or None if there is none."""
+        """Return a function that waits for a move of another thread, or None."""
         thread = threading.get_ident()
         return next((move.over.wait for move in self.moves if move.thread != thread), None)
 
@@ -186,7 +188,7 @@ class DiskBlocks:
         move.completed = True
 
     def land(self, move: DiskMove) -> None:
-        """Record what has arrived; the move goes on, with its pages, until `end`."""
+        """Record what has arrived; the pages stay in use until `finish`."""
         num_bytes, arrived = self.page_bytes * len(move.arrived), set(move.arrived)
         if move.is_read:
             self.read_bytes += num_bytes
@@ -208,7 +210,7 @@ class DiskBlocks:
             self._free += self._forget(damaged)
         self._judge(move)
 
-    def end(self, move: DiskMove) -> None:
+    def finish(self, move: DiskMove) -> None:
         """End a move, whose pages have another owner now."""
         self.moves.remove(move)
         move.over.set()

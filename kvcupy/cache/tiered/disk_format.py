@@ -151,7 +151,7 @@ def decode_header(header: bytes, path: object) -> Header:
         identity = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
     except (ValueError, RecursionError):
         identity = None
-    # The digest has no key: whoever writes the file can make it fit any header.
+    # The digest has no key, so a crafted header can have one that fits.
     if (
         not _is_text_mapping(identity)
         or not 1 <= page_bytes < 2**32

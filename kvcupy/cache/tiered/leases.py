@@ -187,7 +187,7 @@ class DiskReads:
         self._moves: list[DiskMove] = []
         self._shared = shared
 
-    def begin(self, tiers: Tiers, plan: AcquirePlan) -> None:
+    def claim(self, tiers: Tiers, plan: AcquirePlan) -> None:
         """Take host pages for the reads of a plan, and pin the slots of their blocks."""
         assert tiers.disk is not None
         pages = tiers.evict_from_host(plan.host.first(len(plan.reads)))
@@ -205,7 +205,7 @@ class DiskReads:
         tiers.host.use(list(self.arrived), self.arrived)
         self._free_unused(tiers)
 
-    def end(self) -> None:
+    def give_back(self) -> None:
         """Free the pages whose blocks the host tier did not get."""
         with self._shared.locked() as tiers:
             self._free_unused(tiers)
@@ -214,9 +214,9 @@ class DiskReads:
         assert tiers.disk is not None
         copies, self.arrived = self.arrived, {}
         for move in self._moves:
-            taken = [h for h in move.arrived if h in copies and tiers.host.has(copies[h])]
+            taken = {h for h in move.arrived if h in copies and tiers.host.has(copies[h])}
             tiers.host.give_back([page for h, page in move.pages.items() if h not in taken])
-            tiers.disk.end(move)
+            tiers.disk.finish(move)
         self._moves = []
 
 
@@ -230,14 +230,14 @@ def acquire(shared: SharedTiers, hashes: list[int], after: Any) -> Lease:
             while (lease := _attempt(shared, hashes, after, reads)) is None:
                 reads.carry_out()
         finally:
-            reads.end()
+            reads.give_back()
     return lease
 
 
 def _attempt(
     shared: SharedTiers, hashes: list[int], after: Any, reads: DiskReads | None
 ) -> Lease | None:
-    """Lease the leading blocks; None if some must be read from disk first, which `reads` begins."""
+    """Lease the leading blocks; None if some must be read from disk first, to pages of `reads`."""
 
     def change(tiers: Tiers) -> Lease | bool:
         """Return a Lease, or whether to plan again."""
@@ -246,7 +246,7 @@ def _attempt(
             return True
         if plan.reads:
             if reads is not None:
-                reads.begin(tiers, plan)
+                reads.claim(tiers, plan)
             return False
         return Lease(shared, carry_out(tiers, plan, hashes, after, reads))
 

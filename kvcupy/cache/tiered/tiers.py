@@ -10,7 +10,7 @@ changes, and carried out while the cache's lock is still held, so a plan cannot 
 
 The disk is read and written without the lock. An eviction that needs a write raises `Blocked` with
 a `DiskMove`: the caller carries the move out, and plans again. An acquire that needs blocks from
-disk reads them to host pages of its own first (`leases.DiskReads`).
+disk reads them to separate host pages first (`leases.DiskReads`).
 """
 
 from __future__ import annotations
@@ -661,7 +661,7 @@ class Tiers:
             for copy in move.copies:
                 copy.write_failed = copy.hash in move.failed
                 self.let_go(copy)
-            self.disk.end(move)
+            self.disk.finish(move)
 
     # --- Evicting from the device tier ---
 
@@ -769,21 +769,35 @@ class SharedTiers:
 
         KvcupyError if the cache is closed, unless `opened` is False.
         """
-        while True:
-            try:
-                with self.opened() if opened else self.locked() as tiers:
-                    result = change(tiers)
-                break
-            except Blocked as blocked:
-                wait = blocked.wait
-            if wait is not None:
-                with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
-                    if isinstance(wait, DiskMove):
-                        self.carry_out(wait)
-                    else:
-                        wait()
+        try:
+            while True:
+                try:
+                    with self.opened() if opened else self.locked() as tiers:
+                        result = change(tiers)
+                    break
+                except Blocked as blocked:
+                    wait = blocked.wait
+                if wait is not None:
+                    with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
+                        if isinstance(wait, DiskMove):
+                            self.carry_out(wait)
+                        else:
+                            wait()
+        except BaseException:
+            self._end_own_writes()
+            raise
         self.engine._send()
         return result
+
+    def _end_own_writes(self) -> None:
+        """End writes of this thread that an interrupt kept from being carried out."""
+        if (disk := self._tiers.disk) is None:
+            return
+        thread = threading.get_ident()
+        with self._lock:
+            for move in list(disk.moves):
+                if move.thread == thread and not move.is_read:
+                    self._tiers.land(move)
 
     def carry_out(self, move: DiskMove) -> None:
         """Read or write the blocks of a move, without the lock, and record the outcome."""
