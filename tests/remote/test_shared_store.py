@@ -808,7 +808,9 @@ def test_arguments_of_open(options, error, message, tmp_path):
 
 
 def test_a_store_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="capacity_bytes: expected a size"):
+    with pytest.raises(
+        FileNotFoundError, match="url: the store does not exist; capacity_bytes creates it"
+    ):
         Writer("shm:test", folder=tmp_path)
     with pytest.raises(FileNotFoundError, match="no-folder"):
         Writer("shm:test", capacity_bytes=2**20, folder=tmp_path / "no-folder")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -35,7 +35,9 @@ _BACKENDS = {
     "redis+cluster": "redis", "rediss+cluster": "redis", "redis+sentinel": "redis",
     "rediss+sentinel": "redis", "mooncake": "mooncake",
 }  # fmt: skip
+
 _HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
+HEADER_BYTES = _HEADER.size
 _MAGIC, _VERSION = b"kvsb", 1
 _NO_CHECKSUM, _XXH3_64 = 0, 1  # algorithms in a header; 2 is reserved, for a former one
 
@@ -43,6 +45,30 @@ _SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered before they are
 _KEYS_PER_QUERY = 1024
 _MAX_LOST_IN_A_ROW, _SKIP_S = 3, 10.0
 _NEGATIVE_CACHE_TTL_S, _NEGATIVE_CACHE_SIZE = 10.0, 2**16
+
+
+class BlockHeader(NamedTuple):
+    """What is stored before a block."""
+
+    version: int
+    algorithm: int
+    num_bytes: int
+    checksum: int
+    identity: bytes
+    key: bytes
+
+    @classmethod
+    def decode(cls, header: bytes) -> BlockHeader | None:
+        """Decode a header; None if it is damaged."""
+        if len(header) != _HEADER.size:
+            return None
+        magic, version, algorithm, _, *others = _HEADER.unpack(header)
+        return cls(version, algorithm, *others) if magic == _MAGIC else None
+
+    @property
+    def has_checksum(self) -> bool:
+        """Whether this version can compute the checksum."""
+        return (self.version, self.algorithm) == (_VERSION, _XXH3_64)
 
 
 class SharedStore(ProcessLocal):
@@ -450,17 +476,16 @@ class SharedStore(ProcessLocal):
 
     def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
         """Return whether a block is what was put; None if its checksum cannot be computed."""
-        if len(header) != _HEADER.size:
+        stored = BlockHeader.decode(header)
+        expected = (self._pages.block_bytes, self._digest, key)
+        if stored is None or (stored.num_bytes, stored.identity, stored.key) != expected:
             return False
-        magic, version, algorithm, _, num_bytes, total, digest, of_key = _HEADER.unpack(header)
-        expected = (_MAGIC, self._pages.block_bytes, self._digest, key)
-        if (magic, num_bytes, digest, of_key) != expected:
-            return False
-        known = (_XXH3_64,) if self._is_summed else (_XXH3_64, _NO_CHECKSUM)
-        if version != _VERSION or algorithm not in known:  # such as of another version of kvcupy
+        if not self._is_summed and (stored.version, stored.algorithm) == (_VERSION, _NO_CHECKSUM):
+            return True
+        if not stored.has_checksum:  # such as of another version of kvcupy
             self._count("unverified", 1)
             return None
-        return not self._is_summed or block.checksum() == total
+        return not self._is_summed or block.checksum() == stored.checksum
 
     # --- Memory ---
 
