@@ -223,7 +223,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     if "eviction" in options.sections:
         report["eviction"] = [evict(n, 20 if options.quick else 1000) for n in counts]
     if "clients" in options.sections:
-        seconds = 0.1 if options.quick else 4.0
+        seconds = 0.1 if options.quick else 6.0
         report["clients"] = [clients(n, seconds) for n in ((2,) if options.quick else CLIENTS)]
     return report
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import helpers
@@ -762,6 +762,54 @@ def test_a_block_that_is_replaced_while_it_is_read_is_missed(shared, monkeypatch
     assert replaced == [["stored", "stored"]]
     assert one.store.stats()["torn"] == 1
     assert one.get(*hashes[2:4]) == [True, True]
+
+
+# --- Turns at the lock ---
+
+
+@pytest.mark.parametrize(
+    ("waits_for_ms", "seen_ms_ago", "takes_it"),
+    [(500, 0, False), (1, 0, True), (500, 60_000, True), (-1000, 0, True)],
+    ids=["waits for long", "waits briefly", "has died", "is younger"],
+)
+def test_a_process_lets_one_that_waits_for_long_take_the_lock(
+    shared, monkeypatch, waits_for_ms, seen_ms_ago, takes_it
+):
+    monkeypatch.setattr(shm, "_WAITING_TTL_NS", 30 * 10**9)
+    user, (block_hash,) = shared(deadline_s=0.1), block_hashes(1)
+    words, now_ns = user.store._backend._words, time.monotonic_ns()
+    words[shm._WAITING] = now_ns - seen_ms_ago * 10**6
+    words[shm._WAITING_SINCE] = now_ns - waits_for_ms * 10**6
+    assert user.put(block_hash) == (["stored"] if takes_it else ["failed"])
+    words[shm._WAITING] = 0
+    assert user.put(block_hash) == (["known"] if takes_it else ["stored"])
+
+
+def test_the_process_that_waits_longest_is_known(shared):
+    user, other = shared(), shared()
+    backend = user.store._backend
+    words = backend._words
+    with open_locked(backend.path):
+        waiting = threading.Thread(target=other.put, args=block_hashes(1))
+        waiting.start()
+        end = soon()
+        while not words[shm._WAITING] and time.monotonic() < end:
+            time.sleep(0.001)
+        since_ns = words[shm._WAITING_SINCE]
+        assert 0 < since_ns <= words[shm._WAITING]
+        user.store._deadline_s = 0.05
+        assert user.put(*block_hashes(1, 100)) == ["failed"]
+        assert words[shm._WAITING_SINCE] == since_ns, "it waits for less long"
+    waiting.join(60)
+    assert words[shm._WAITING] == 0 and user.store.match(block_hashes(1)) == 1
+
+
+@contextmanager
+def open_locked(path):
+    """Have the lock of a store, as another process has it."""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # --- Arguments, and the rules of other objects of a process ---

@@ -90,8 +90,8 @@ _PART_BYTES = 2**19  # fits the CPU cache while it is copied and hashed
 _MAX_BATCH_BYTES, _MAX_BATCH_BLOCKS, _MAX_SWEEP = 2**24, 64, 1024
 # Pauses between tries to take the lock: at first, at most of the process that waits longest, and at
 # most of others, whose tries would take CPU time from the process that has it.
-_POLL_S, _MAX_POLL_S, _MAX_QUEUE_POLL_S = 1e-4, 1e-3, 2e-2
-_PATIENCE_NS = 50_000_000  # age of a wait after which others let that process take the lock
+_POLL_S, _MAX_POLL_S, _MAX_QUEUE_POLL_S = 1e-4, 3e-4, 5e-3
+_PATIENCE_NS = 30_000_000  # age of a wait after which others let that process take the lock
 _WAITING_TTL_NS = 5_000_000  # age up to which `_WAITING` means that a process waits for the lock
 # After a timed-out wait of at least _STUCK_S, the holder of the lock counts as stopped: for
 # _STUCK_TTL_S, calls wait at most _BRIEF_WAIT_S, as long as a live writer holds the lock.
