@@ -785,7 +785,8 @@ def test_a_process_lets_one_that_waits_for_long_take_the_lock(
     assert user.put(block_hash) == (["known"] if takes_it else ["stored"])
 
 
-def test_the_process_that_waits_longest_is_known(shared):
+def test_the_process_that_waits_longest_is_known(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_WAITING_TTL_NS", 30 * 10**9)
     user, other = shared(), shared()
     backend = user.store._backend
     words = backend._words
