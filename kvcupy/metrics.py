@@ -131,6 +131,7 @@ _HISTOGRAMS = {
     "kvcupy_step_seconds": (_SHORT, "Steps of paged caches, from begin_forward to end_forward."),
     "kvcupy_host_wait_seconds": (_SHORT, "Waits of the host for transfers that hold pages."),
     "kvcupy_compile_seconds": (_LONG, "Compilations of kernels."),
+    "kvcupy_shared_call_seconds": (_SHORT, "Puts and gets of shared stores, by worst outcome."),
 }
 
 # What `TieredCache.stats` names, as a metric and its labels.

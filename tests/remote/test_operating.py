@@ -44,14 +44,17 @@ def test_memory_is_listed_and_sized(memory, store):
     user, where = memory
     user.get(*HASHES[:2])
     keys = [key.hex() for key in user.store._keys.keys(HASHES)]
+    tenant = user.store._keys.namespace.hex()
     expected = [
-        {"key": key, "bytes": user.pool.page_bytes, "idle_s": None, "tenant": ""} for key in keys
+        {"key": key, "bytes": user.pool.page_bytes, "idle_s": None, "tenant": tenant}
+        for key in keys
     ]
     status, listed = store("list", *where)
     assert status == 0 and listed == expected[2:] + expected[:2], "the next to be evicted first"
     status, sizes = store("stat", *where)
     assert status == 0
     assert (sizes["blocks"], sizes["evicted"], sizes["draining"]) == (6, 0, False)
+    assert sizes["blocks_of_tenants"] == {tenant: 6}
     assert sizes["block_bytes"] == user.pool.page_bytes and sizes["bytes"] > 6 * 4096
 
 
@@ -96,6 +99,16 @@ def test_memory_is_emptied(memory, store):
     assert not path.exists()
     status, error = store("stat", *where)
     assert status == 1 and "the store does not exist" in error
+
+
+def test_one_tenant_of_a_memory_is_emptied(memory, store):
+    user, where = memory
+    with Writer("shm:test", folder=where[-1], tenant="another") as other:
+        other.put(*HASHES[:2])
+        tenant = other.store._keys.namespace.hex()
+        assert store("stat", *where)[1]["blocks_of_tenants"][tenant] == 2
+        assert store("clear", "--yes", "--tenant", tenant, *where) == (0, {"dropped": 2})
+        assert (user.store.match(HASHES), other.store.match(HASHES)) == (6, 0)
 
 
 def test_a_drained_store_takes_no_puts(memory, store):

@@ -131,7 +131,10 @@ class _Memory:
         self._backend = shm.ShmBackend(path, None, None)
 
     def stat(self, deadline: float) -> dict[str, Any]:
-        return {"kind": "memory", "file": str(self._backend.path), **self._backend.stats()}
+        return {
+            "kind": "memory", "file": str(self._backend.path), **self._backend.stats(),
+            "blocks_of_tenants": dict(Counter(b.tenant for b in self._backend.blocks())),
+        }  # fmt: skip
 
     def blocks(self, deadline: float) -> Iterator[StoredBlock]:
         return self._backend.blocks()

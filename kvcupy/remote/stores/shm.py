@@ -76,8 +76,9 @@ _DRAINING = 9  # whether puts are refused
 # Start of a record: generation, length, key, length of the header.
 _RECORD = struct.Struct(f"@QQ{KEY_BYTES}sQ")
 _DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # fields after the generation, up to `_USED`
+_OWNER = struct.Struct("@Q16s")  # the fields after `_USED`: expiry in Unix time, tenant
 # Words of a record. `_NEXT` links free slots: the number of the next one plus one.
-_GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED = 0, 1, 2, 6, 7, 8
+_GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED, _EXPIRY = 0, 1, 2, 6, 7, 8, 9
 _RECORD_WORDS = RECORD_BYTES // 8
 _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MAX_HEADER_BYTES
 
@@ -107,7 +108,7 @@ _MEMORY_INFO = "/proc/meminfo"
 def open_backend(
     url: str, pages: WirePages, *,
     namespace: bytes, capacity_bytes: int | None, deadline: float, folder: Any = _FOLDER,
-    threads: int | None = None,
+    threads: int | None = None, ttl_s: float | None = None,
 ) -> ShmBackend:  # fmt: skip
     """Open "shm:NAME", a file in `folder`; create it if it does not exist."""
     if threads is None:
@@ -115,7 +116,14 @@ def open_backend(
     checks.require_int(threads, "threads")
     if not 1 <= threads <= 64:
         raise ValueError(f"threads: expected 1 to 64, got {threads}")
-    return ShmBackend(path_of(url, folder), pages.block_bytes, capacity_bytes, threads=int(threads))
+    if ttl_s is not None:
+        checks.require_number(ttl_s, "ttl_s")
+        if not 0.001 <= ttl_s < 1e9:
+            raise ValueError(f"ttl_s: expected 0.001 to 1e9 seconds, got {ttl_s!r}")
+    return ShmBackend(
+        path_of(url, folder), pages.block_bytes, capacity_bytes, threads=int(threads),
+        tenant=namespace, ttl_s=ttl_s,
+    )  # fmt: skip
 
 
 def path_of(url: str, folder: Any = _FOLDER) -> Path:
@@ -145,6 +153,8 @@ class ShmBackend(ProcessLocal):
     block_bytes : length of a block; None opens an existing file for blocks of any length
     capacity_bytes : size of the file; None opens an existing file of any size
     threads : number of threads that copy the blocks of one call, including the caller's
+    tenant : digest stored with the blocks of this user, for operators
+    ttl_s : seconds after which a block that this user puts is missing; None keeps it until eviction
 
     Raises
     ------
@@ -158,8 +168,9 @@ class ShmBackend(ProcessLocal):
     put_asks_first = True
 
     def __init__(
-        self, path: Path, block_bytes: int | None, capacity_bytes: int | None, *, threads: int = 1
-    ) -> None:
+        self, path: Path, block_bytes: int | None, capacity_bytes: int | None, *, threads: int = 1,
+        tenant: bytes = bytes(16), ttl_s: float | None = None,
+    ) -> None:  # fmt: skip
         if fcntl is None or not hasattr(os, "posix_fallocate"):
             message = "url: expected a system with flock and posix_fallocate for shm:"
             raise OSError(errno.ENOTSUP, message, str(path))
@@ -180,6 +191,7 @@ class ShmBackend(ProcessLocal):
             raise OSError(error.errno, error.strerror, str(path)) from error
         _warn_if_tight(path, layout.num_bytes, os.fstat(self._fd).st_blocks * 512, limit)
         self._layout = layout
+        self._tenant, self._ttl_ns = tenant, 0 if ttl_s is None else int(ttl_s * 1e9)
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(self._map)
         self._array = np.frombuffer(self._map, np.uint8)
@@ -236,6 +248,7 @@ class ShmBackend(ProcessLocal):
             or stored_key != key
             or length != sum(map(len, block))
             or not 0 < header_length <= MAX_HEADER_BYTES
+            or self._has_expired(slot)
         ):
             return None
         header = self._map[record_at + _HEADER_AT : record_at + _HEADER_AT + header_length]
@@ -320,7 +333,7 @@ class ShmBackend(ProcessLocal):
 
     def _used(self, slot: int) -> bool:
         """Return whether a slot has a whole block, and mark it used, which delays its eviction."""
-        if slot < 0 or not self._is_whole(slot):
+        if slot < 0 or not self._is_whole(slot) or self._has_expired(slot):
             return False
         if not self._records[at := slot * _RECORD_WORDS + _USED]:
             self._records[at] = 1
@@ -333,6 +346,10 @@ class ShmBackend(ProcessLocal):
             and records[at + _LENGTH] == self._layout.block_bytes
             and 0 < records[at + _HEADER_LENGTH] <= MAX_HEADER_BYTES
         )
+
+    def _has_expired(self, slot: int) -> bool:
+        expiry_ns = self._records[slot * _RECORD_WORDS + _EXPIRY]
+        return expiry_ns > 0 and time.time_ns() >= expiry_ns
 
     # --- Writing, with the lock ---
 
@@ -384,10 +401,10 @@ class ShmBackend(ProcessLocal):
         if bucket < 0:
             return False
         slot = (self._buckets[bucket] & _SLOT_MASK) - 1
-        self._words[_DIRTY] = 1
+        was_dirty, self._words[_DIRTY] = self._words[_DIRTY], 1  # during a put it stays dirty
         self._vacate(slot, bucket)
         self._free(slot)
-        self._words[_DIRTY] = 0
+        self._words[_DIRTY] = was_dirty
         return True
 
     # --- For an operator ---
@@ -402,7 +419,10 @@ class ShmBackend(ProcessLocal):
         for slot in in_order:
             key = self._key(slot)
             if key and self._is_whole(slot) and self._find(key) == slot:
-                yield StoredBlock(key, self._layout.block_bytes)
+                at = self._layout.record_at(slot) + 8 * _EXPIRY
+                _, tenant = _OWNER.unpack_from(self._map, at)
+                known = tenant.hex() if any(tenant) else ""
+                yield StoredBlock(key, self._layout.block_bytes, tenant=known)
 
     def read(self, block: StoredBlock, deadline: float) -> tuple[bytes, memoryview] | None:
         """Return header and contents of a block; None if it is gone."""
@@ -467,7 +487,10 @@ class ShmBackend(ProcessLocal):
         if (slot := self._find(key)) >= 0:
             if self._used(slot):
                 return KNOWN
-            self._recover()  # this process holds the lock, so the slot is damaged
+            if self._is_whole(slot):
+                self._discard(key)  # it has expired
+            else:
+                self._recover()  # this process holds the lock, so the slot is damaged
         if sum(map(len, put.blocks[i])) != self._layout.block_bytes:
             return FULL
         free = self._take_slot(put.kept)
@@ -498,6 +521,8 @@ class ShmBackend(ProcessLocal):
         _DESCRIPTION.pack_into(
             self._map, start + 8 * _LENGTH, self._layout.block_bytes, key, len(header), 0, 0
         )
+        expiry_ns = time.time_ns() + self._ttl_ns if self._ttl_ns else 0
+        _OWNER.pack_into(self._map, start + 8 * _EXPIRY, expiry_ns, self._tenant)
         self._at("described")
         self._records[slot * _RECORD_WORDS + _GENERATION] += 1
         self._at("even")

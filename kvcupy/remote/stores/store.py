@@ -25,7 +25,7 @@ from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
 from ..identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ..wire import WirePages
-from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
+from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost, SummedBlock
 
 _Result = TypeVar("_Result")
 
@@ -41,6 +41,7 @@ HEADER_BYTES = _HEADER.size
 _MAGIC, _VERSION = b"kvsb", 1
 _NO_CHECKSUM, _XXH3_64 = 0, 1  # algorithms in a header; 2 is reserved, for a former one
 
+_WORST_FIRST = FAILED, FULL, "misses", STORED, KNOWN, "hits"
 _SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered before they are sent
 _KEYS_PER_QUERY = 1024
 _MAX_LOST_IN_A_ROW, _SKIP_S = 3, 10.0
@@ -160,7 +161,7 @@ class SharedStore(ProcessLocal):
         retries : maximum retries of a call that has lost the server, within its deadline
         options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
             number of threads that copy the blocks of one call, including the caller's, up to 4 by
-            default. Redis: `ttl_s`, `max_connections` and the options of redis-py's connections.
+            default; `ttl_s`, seconds after which a block of this process is missing. Redis: `ttl_s`, `max_connections` and the options of redis-py's connections.
             Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
             docs/shared_store_servers.md
 
@@ -294,7 +295,7 @@ class SharedStore(ProcessLocal):
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
         seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
-        with self._using(), self._timed("put"):
+        with self._using(), self._timed("put") as timed:
             deadline = time.monotonic() + seconds
             if self._backend.put_asks_first and self._pages.is_direct:
                 known = [False] * len(keys)
@@ -321,6 +322,7 @@ class SharedStore(ProcessLocal):
                     failed = [i for i in chunk if outcomes[i] == FAILED]
                     self._hold_back([keys[i] for i in failed], [numbers[i] for i in failed], blocks)
             self._count_put(keys, outcomes)
+            timed += outcomes
         return outcomes
 
     def get(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[bool]:
@@ -346,7 +348,7 @@ class SharedStore(ProcessLocal):
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once, got one twice")
         seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
-        with self._using(), self._timed("get"):
+        with self._using(), self._timed("get") as timed:
             deadline = time.monotonic() + seconds
             there = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
@@ -367,6 +369,7 @@ class SharedStore(ProcessLocal):
             self._count("hits", hits)
             self._count("misses", len(keys) - hits)
             self._count("get_bytes", hits * self._pages.block_bytes)
+            timed += ["hits" if whole else "misses" for whole in there]
         return there
 
     def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
@@ -628,13 +631,19 @@ class SharedStore(ProcessLocal):
                         self._retry_at.pop(key, None)
 
     @contextmanager
-    def _timed(self, call: str) -> Iterator[None]:
+    def _timed(self, call: str) -> Iterator[list[str]]:
+        """Measure a call, by the worst of the outcomes that it adds to the list."""
         started = time.perf_counter()
+        results: list[str] = []
         try:
-            yield
+            yield results
         finally:
+            seconds = time.perf_counter() - started
             with self._changed:
-                self._times_s[call] += time.perf_counter() - started
+                self._times_s[call] += seconds
+            if metrics.enabled:
+                worst = next((outcome for outcome in _WORST_FIRST if outcome in results), "none")
+                metrics.note("kvcupy_shared_call_seconds", seconds, call=call, outcome=worst)
 
     @contextmanager
     def _using(self) -> Iterator[None]:
