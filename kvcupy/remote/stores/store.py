@@ -161,8 +161,9 @@ class SharedStore(ProcessLocal):
         retries : maximum retries of a call that has lost the server, within its deadline
         options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
             number of threads that copy the blocks of one call, including the caller's, up to 4 by
-            default; `ttl_s`, seconds after which a block of this process is missing. Redis: `ttl_s`, `max_connections` and the options of redis-py's connections.
-            Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
+            default; `ttl_s`, seconds after which a block of this process is missing. Redis:
+            `ttl_s`, `max_connections`, `plaintext_password` and the options of redis-py's
+            connections. Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
             docs/shared_store_servers.md
 
         Raises
