@@ -9,7 +9,7 @@ import time
 
 import pytest
 from cache import disk_cases
-from redis_server import Redis, free_port, needs_redis, servers_in
+from redis_server import Redis, cluster_in, free_port, needs_redis, servers_in
 from shared_cases import Writer, block_hashes
 
 from kvcupy.__main__ import main
@@ -302,6 +302,17 @@ class TestServer:
         assert store("verify", "--drop", *server.where)[1]["dropped"] == 2
         assert store("verify", *server.where)[0] == 0
         assert all(one.get(*HASHES)) and two.get(*HASHES[:3]) == [True, False, True]
+
+    def test_a_cluster(self, tmp_path, store):
+        with cluster_in(tmp_path) as nodes:
+            url = nodes[0].url.replace("redis:", "redis+cluster:")
+            with Writer(url) as user:
+                user.put(*HASHES)
+                assert len(store("list", url)[1]) == store("stat", url)[1]["blocks"] == 6
+                assert store("verify", url)[0] == 0
+                assert store("evict", url, 2) == (0, {"dropped": 2})
+                assert store("clear", "--yes", url) == (0, {"dropped": 4})
+                assert user.store.match(HASHES) == 0
 
     def test_errors(self, server, store):
         for arguments, message in (

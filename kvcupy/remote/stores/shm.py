@@ -996,7 +996,7 @@ def _open_mapped(
 def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
     """Create, open and map a file, which gets its name when it is complete."""
     descriptor, unfinished = _new_file(path)
-    own = Path(f"/proc/self/fd/{descriptor}")
+    own = unfinished or Path(f"/proc/self/fd/{descriptor}")
     try:
         os.ftruncate(descriptor, layout.num_bytes)
         os.posix_fallocate(descriptor, 0, layout.payloads_at)
@@ -1004,9 +1004,11 @@ def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
         mapped = _mapped(own, descriptor, layout, _FLAGS & ~os.O_NOFOLLOW)
         assert mapped is not None
         try:
-            # Only linkat, which a directory descriptor selects, follows links of /proc.
-            os.link(own, path, src_dir_fd=descriptor, follow_symlinks=True)
-            if unfinished is not None:
+            if unfinished is None:
+                # Only linkat, which a directory descriptor selects, follows links of /proc.
+                os.link(own, path, src_dir_fd=descriptor, follow_symlinks=True)
+            else:
+                os.link(own, path)
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         except BaseException:
             mapped.close()
@@ -1027,7 +1029,8 @@ def _new_file(path: Path) -> tuple[int, Path | None]:
     process that makes this store if its creator dies.
     """
     try:
-        return os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+        flags = getattr(os, "O_TMPFILE", 0) | os.O_RDWR | os.O_CLOEXEC
+        return os.open(path.parent, flags, 0o600), None
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
