@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .testing import verification
 
             return verification.main(options.device, json_file=options.json)
+        if options.command == "store":
+            from .remote.stores import operating
+
+            return operating.main(options)
         if options.command == "inspect":
             from .cache import inspection
 
@@ -116,6 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     verify = "read the blocks of a disk tier, and compare them with their checksums"
     inspecting.add_argument("--verify", action="store_true", help=verify)
     inspecting.add_argument("--json", action="store_true", help="print JSON")
+    from .remote.stores import operating
+
+    operating.add_arguments(
+        commands.add_parser(
+            "store",
+            help="list, size, empty, drain and verify the blocks of a store",
+            description="Operate a store: memory of this machine, a Redis or Valkey server, or "
+            "the file of a disk tier. The exit status is 1 if it fails, or finds damaged blocks.",
+        )
+    )
     progress = "print progress lines where stderr is not a terminal"
     for command in (compiling, calibrating):
         command.add_argument("--progress", action="store_true", help=progress)

@@ -134,6 +134,7 @@ _HISTOGRAMS = {
     "kvcupy_migration_pull_seconds": (_SHORT, "Pulls of pages, until no more bytes can arrive."),
     "kvcupy_host_wait_seconds": (_SHORT, "Waits of the host for transfers that hold pages."),
     "kvcupy_compile_seconds": (_LONG, "Compilations of kernels."),
+    "kvcupy_shared_call_seconds": (_SHORT, "Puts and gets of shared stores, by worst outcome."),
 }
 
 # What `TieredCache.stats` names, as a metric and its labels.

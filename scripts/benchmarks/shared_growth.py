@@ -107,9 +107,11 @@ def repair(num_blocks: int, rounds: int) -> dict[str, Any]:
                 os._exit(1)
             assert os.waitpid(writer, 0)[1] == signal.SIGKILL
             ShmBackend._recover = recover
+            survivor = ShmBackend(backend.path, len(block), None)  # has mapped nothing yet
             try:
-                puts.append(put_one(backend, block))
+                puts.append(put_one(survivor, block))
             finally:
+                survivor.close()
                 ShmBackend._recover = recover.__defaults__[0]
         assert len(times) == rounds
         return {
@@ -193,7 +195,8 @@ def clients(count: int, seconds: float) -> dict[str, Any]:
         finally:
             store.remove()
     row: dict[str, Any] = {
-        "clients": count, "gb_per_s": sum(report["bytes"] for report in reports) / seconds / 1e9
+        "clients": count,
+        "gb_per_s": sum(report["bytes"] for report in reports) / seconds / 1e9,
     }
     for call in ("put", "get"):
         p99 = [float(np.percentile(report[call] or [seconds], 99)) for report in reports]
@@ -220,7 +223,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     if "eviction" in options.sections:
         report["eviction"] = [evict(n, 20 if options.quick else 1000) for n in counts]
     if "clients" in options.sections:
-        seconds = 0.1 if options.quick else 4.0
+        seconds = 0.1 if options.quick else 6.0
         report["clients"] = [clients(n, seconds) for n in ((2,) if options.quick else CLIENTS)]
     return report
 
@@ -229,6 +232,9 @@ def render(report: dict[str, Any]) -> str:
     tables = []
     for name in ("repair", "eviction", "clients"):
         if rows := report.get(name):
-            cells = [[f"{v:,}" if isinstance(v, int) else f"{v:.3f}" for v in row.values()] for row in rows]
+            cells = [
+                [f"{v:,}" if isinstance(v, int) else f"{v:.3f}" for v in row.values()]
+                for row in rows
+            ]
             tables.append(f"{name}\n{format_table([*rows[0]], cells)}")
     return "\n\n".join(tables)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import helpers
@@ -447,6 +447,43 @@ def test_blocks_with_a_former_checksum_are_misses(shared, monkeypatch):
     assert one.store.match(hashes) == 2, "they are not dropped"
 
 
+def test_blocks_expire(shared, monkeypatch):
+    now_ns = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns)
+    lasting, brief, hashes = shared(6), shared(6, ttl_s=10), block_hashes(6)
+    lasting.put(*hashes[:2])
+    brief.put(*hashes[2:5])
+    assert lasting.put(*hashes[:5]) == ["known"] * 5
+    now_ns += 10 * 10**9 - 1
+    assert lasting.get(*hashes[:5]) == [True] * 5
+    now_ns += 1
+    for user in (lasting, brief):
+        assert user.get(*hashes[:5]) == [True] * 2 + [False] * 3
+        assert user.store.match(hashes[:5]) == 2
+    assert lasting.put(hashes[2], hashes[5]) == ["stored"] * 2, "in the place of the expired one"
+    now_ns += 10**12
+    assert brief.get(*hashes) == [True] * 3 + [False] * 2 + [True]
+    stats = brief.store.stats()
+    assert (stats["blocks"], stats["evicted"], stats["recovered"]) == (6, 0, 0)
+
+
+def test_a_put_stays_marked_when_it_drops_an_expired_block(shared, monkeypatch):
+    """If it dies then, a repair drops what it has reserved."""
+    user, hashes = shared(6, ttl_s=0.001), block_hashes(3)
+    user.put(hashes[1])
+    time.sleep(0.01)
+    marks = []
+
+    def discard(backend, key, really=ShmBackend._discard):
+        before = backend._words[shm._DIRTY]
+        marks.append((before, really(backend, key), backend._words[shm._DIRTY]))
+
+    monkeypatch.setattr(ShmBackend, "_discard", discard)
+    assert user.put(*hashes) == ["stored"] * 3
+    assert marks == [(1, True, 1)]
+    assert user.store._backend._words[shm._DIRTY] == 0
+
+
 # --- Repairs ---
 
 
@@ -764,6 +801,55 @@ def test_a_block_that_is_replaced_while_it_is_read_is_missed(shared, monkeypatch
     assert one.get(*hashes[2:4]) == [True, True]
 
 
+# --- Turns at the lock ---
+
+
+@pytest.mark.parametrize(
+    ("waits_for_ms", "seen_ms_ago", "takes_it"),
+    [(500, 0, False), (1, 0, True), (500, 60_000, True), (-1000, 0, True)],
+    ids=["waits for long", "waits briefly", "has died", "is younger"],
+)
+def test_a_process_lets_one_that_waits_for_long_take_the_lock(
+    shared, monkeypatch, waits_for_ms, seen_ms_ago, takes_it
+):
+    monkeypatch.setattr(shm, "_WAITING_TTL_NS", 30 * 10**9)
+    user, (block_hash,) = shared(deadline_s=0.1), block_hashes(1)
+    words, now_ns = user.store._backend._words, time.monotonic_ns()
+    words[shm._WAITING] = now_ns - seen_ms_ago * 10**6
+    words[shm._WAITING_SINCE] = now_ns - waits_for_ms * 10**6
+    assert user.put(block_hash) == (["stored"] if takes_it else ["failed"])
+    words[shm._WAITING] = 0
+    assert user.put(block_hash) == (["known"] if takes_it else ["stored"])
+
+
+def test_the_process_that_waits_longest_is_known(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_WAITING_TTL_NS", 30 * 10**9)
+    user, other = shared(), shared()
+    backend = user.store._backend
+    words = backend._words
+    with open_locked(backend.path):
+        waiting = threading.Thread(target=other.put, args=block_hashes(1))
+        waiting.start()
+        end = soon()
+        while not words[shm._WAITING] and time.monotonic() < end:
+            time.sleep(0.001)
+        since_ns = words[shm._WAITING_SINCE]
+        assert 0 < since_ns <= words[shm._WAITING]
+        user.store._deadline_s = 0.05
+        assert user.put(*block_hashes(1, 100)) == ["failed"]
+        assert words[shm._WAITING_SINCE] == since_ns, "it waits for less long"
+    waiting.join(60)
+    assert words[shm._WAITING] == 0 and user.store.match(block_hashes(1)) == 1
+
+
+@contextmanager
+def open_locked(path):
+    """Have the lock of a store, as another process has it."""
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 # --- Arguments, and the rules of other objects of a process ---
 
 
@@ -796,6 +882,8 @@ def test_names_that_are_refused(url, tmp_path):
         ({"retries": -1}, ValueError, "retries: expected 0 to 100"),
         ({"retries": 1.0}, TypeError, "retries: expected an int"),
         ({"folder": 5}, TypeError, "folder: expected"),
+        ({"ttl_s": 0}, ValueError, "ttl_s: expected"),
+        ({"ttl_s": "1"}, TypeError, "ttl_s: expected"),
     ],
 )
 def test_arguments_of_open(options, error, message, tmp_path):
@@ -808,12 +896,16 @@ def test_arguments_of_open(options, error, message, tmp_path):
 
 
 def test_a_store_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="capacity_bytes: expected a size"):
+    with pytest.raises(
+        FileNotFoundError, match="url: the store does not exist; capacity_bytes creates it"
+    ):
         Writer("shm:test", folder=tmp_path)
     with pytest.raises(FileNotFoundError, match="no-folder"):
         Writer("shm:test", capacity_bytes=2**20, folder=tmp_path / "no-folder")
-    with pytest.raises(TypeError, match=r"^options: expected some of folder, threads, got ttl_s"):
-        Writer("shm:test", capacity_bytes=2**20, ttl_s=1)
+    with pytest.raises(
+        TypeError, match=r"^options: expected some of folder, threads, ttl_s, got max"
+    ):
+        Writer("shm:test", capacity_bytes=2**20, folder=tmp_path, max_connections=1)
 
 
 CALLS = [
@@ -932,3 +1024,28 @@ def test_the_order_checker_is_told_of_pages(shared):
         user.store.get(hashes, [0, 1])
         [report, *_] = checker.reports
         assert "get shared" in str(report)
+
+
+def test_calls_are_timed_by_their_worst_outcome(shared):
+    user, hashes = shared(), block_hashes(4)
+
+    def count(call, outcome):
+        timed = kv.metrics.value("kvcupy_shared_call_seconds", call=call, outcome=outcome)
+        return timed.count if timed else 0
+
+    expected = [("put", "stored"), ("put", "known"), ("get", "hits"), ("get", "misses")]
+    kv.metrics.enable()
+    try:
+        before = [count(*labels) for labels in expected]
+        user.put(*hashes[:2])
+        user.put(*hashes[:2])
+        user.put(*hashes[1:3])
+        user.get(*hashes[:2])
+        user.get(*hashes[2:])
+        assert [count(*labels) for labels in expected] == [
+            n + more for n, more in zip(before, (2, 1, 1, 1), strict=True)
+        ]
+    finally:
+        kv.metrics.disable()
+    user.get(*hashes[:2])
+    assert count("get", "hits") == before[2] + 1

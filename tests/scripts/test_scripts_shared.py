@@ -92,3 +92,17 @@ def test_wrong_blocks_of_a_server_are_found(bench, monkeypatch):
     spoil(monkeypatch, RedisBackend)
     with pytest.raises(AssertionError, match="redis tcp backend: other bytes than were put"):
         bench("--servers")
+
+
+def test_growth_is_measured(tmp_path, capsys):
+    import bench
+
+    left = {path.name for path in Path("/dev/shm").iterdir()}
+    report = tmp_path / "report.json"
+    assert bench.main(["growth", "--device", "host", "--quick", "--json", str(report)]) == 0
+    rows = json.loads(report.read_text())
+    assert rows["repair"][0]["put_ms"] >= rows["repair"][0]["lock_ms"] > 0
+    assert rows["eviction"][0]["longest_ms"] > 0
+    assert rows["clients"][0]["gb_per_s"] > 0 and rows["clients"][0]["put_worst_p99_ms"] > 0
+    assert "longest_lock_ms" in capsys.readouterr().out
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= left

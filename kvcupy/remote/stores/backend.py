@@ -10,7 +10,7 @@ BackendLost if the server is unreachable.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -22,6 +22,23 @@ Block = Sequence[memoryview]  # the bytes of a block in wire order, in contiguou
 STORED, KNOWN, FULL, FAILED = "stored", "known", "full", "failed"  # outcomes of a put
 
 MAX_HEADER_BYTES = 128
+
+
+class StoredBlock(NamedTuple):
+    """A block of a store, as its operator sees it.
+
+    Attributes
+    ----------
+    key : names the block in this store
+    num_bytes : of the block; on a server, of the memory that it takes
+    idle_s : seconds since its last use; None if unknown
+    tenant : digest of the tenant, in hexadecimal; "" if unknown
+    """
+
+    key: bytes
+    num_bytes: int
+    idle_s: float | None = None
+    tenant: str = ""
 
 
 class BackendLost(Exception):

@@ -20,8 +20,16 @@ from ...cache.threads import Users
 from ...errors import ProcessLocal
 from ...extras import install
 from ...ops import checks
-from ..wire import WirePages
-from .backend import FAILED, FULL, KNOWN, MAX_HEADER_BYTES, STORED, BackendLost, Block
+from .backend import (
+    FAILED,
+    FULL,
+    KNOWN,
+    MAX_HEADER_BYTES,
+    STORED,
+    BackendLost,
+    Block,
+    StoredBlock,
+)
 
 try:
     from redis import Redis, RedisCluster, exceptions
@@ -55,7 +63,7 @@ _PARSER_ERRORS = (exceptions.InvalidResponse, ValueError, ArithmeticError, Recur
 
 
 def open_backend(
-    url: str, pages: WirePages, *, namespace: bytes, capacity_bytes: int | None, deadline: float,
+    url: str, pages: Any, *, namespace: bytes, capacity_bytes: int | None, deadline: float,
     ttl_s: float | None = None, max_connections: int = 4, plaintext_password: bool = False,
     **options: Any,
 ) -> RedisBackend:  # fmt: skip
@@ -68,7 +76,8 @@ def open_backend(
         cluster; "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]" and
         "rediss+sentinel://..." name sentinels and a service. Special characters are
         percent-encoded, such as %40 for @ in a password
-    pages, deadline : as in `Backend`
+    pages : not used
+    deadline : as in `Backend`
     namespace, ttl_s, max_connections : as in `RedisBackend`
     capacity_bytes : must be None; the server's `maxmemory` sets the capacity
     plaintext_password : send a password without TLS to hosts other than this one, and to the
@@ -301,6 +310,48 @@ class RedisBackend(ProcessLocal):
             except TypeError as error:  # unexpected type of reply
                 raise BackendLost(f"redis {self._address}: {_NO_REDIS}") from error
         return removed
+
+    # --- For an operator: blocks of all tenants ---
+
+    def blocks(self, deadline: float) -> Iterator[StoredBlock]:
+        """Yield the blocks, in no order."""
+        with self._calling(deadline):
+            keys = list(self._client.scan_iter(match=b"kvcupy:*", count=_KEYS_PER_SCAN))
+        for start in range(0, len(keys), _KEYS_PER_SCAN):
+            some = keys[start : start + _KEYS_PER_SCAN]
+            # Commands that do not count as a use of the block.
+            sizes = self._run([("MEMORY USAGE", key) for key in some], deadline)
+            try:
+                idle = self._run([("OBJECT IDLETIME", key) for key in some], deadline)
+            except BackendLost:  # no permission, or the server counts uses instead
+                idle = [None] * len(some)
+            for key, num_bytes, seconds in zip(some, sizes, idle, strict=True):
+                if num_bytes is not None:  # else it is gone
+                    yield StoredBlock(key, num_bytes, seconds, key.split(b":")[1].decode())
+
+    def read(
+        self, block: StoredBlock, header_bytes: int, deadline: float
+    ) -> tuple[bytes, memoryview] | None:
+        """Return header and contents of a block; None if it is gone."""
+        (value,) = self._run([("GET", block.key)], deadline, block.num_bytes)
+        if not isinstance(value, bytes):
+            return None
+        return value[:header_bytes], memoryview(value)[header_bytes:]
+
+    def drop(self, keys: Sequence[bytes], deadline: float) -> int:
+        """Drop blocks, and return their number."""
+        return sum(
+            sum(self._run([("UNLINK", key) for key in keys[i : i + _KEYS_PER_SCAN]], deadline))
+            for i in range(0, len(keys), _KEYS_PER_SCAN)
+        )
+
+    def memory(self, deadline: float) -> dict[str, int]:
+        """Return the server's memory and limit; nothing if it does not tell this user."""
+        try:
+            (info,) = self._run([("INFO", "memory")], deadline)
+        except BackendLost:
+            return {}
+        return {name: info[name] for name in ("used_memory", "maxmemory") if name in info}
 
     def stats(self) -> dict[str, int]:
         """Count late calls (`timeouts`), failed calls (`errors`) and values of another length."""

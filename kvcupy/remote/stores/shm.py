@@ -49,6 +49,7 @@ from .backend import (
     STORED,
     BackendLost,
     Block,
+    StoredBlock,
     SummedBlock,
 )
 
@@ -70,12 +71,14 @@ _FOLDER = "/dev/shm"
 _WORDS_AT = 2048  # offset of the mutable words of the header
 _DIRTY, _HIGH_WATER, _HAND, _FREE, _NUM_BLOCKS, _EVICTED, _RECOVERED = range(7)
 _WAITING, _WAITING_SINCE = 7, 8  # the process that waits longest for the lock: last try, first try
+_DRAINING = 9  # whether puts are refused
 
 # Start of a record: generation, length, key, length of the header.
 _RECORD = struct.Struct(f"@QQ{KEY_BYTES}sQ")
 _DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # fields after the generation, up to `_USED`
+_OWNER = struct.Struct("@Q16s")  # the fields after `_USED`: expiry in Unix time, tenant
 # Words of a record. `_NEXT` links free slots: the number of the next one plus one.
-_GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED = 0, 1, 2, 6, 7, 8
+_GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED, _EXPIRY = 0, 1, 2, 6, 7, 8, 9
 _RECORD_WORDS = RECORD_BYTES // 8
 _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MAX_HEADER_BYTES
 
@@ -86,8 +89,10 @@ _MIN_THREADED_BYTES = 2**21  # below this, a copy ends before another thread wak
 _PART_BYTES = 2**19  # fits the CPU cache while it is copied and hashed
 # Bound the time for which a writer holds the lock.
 _MAX_BATCH_BYTES, _MAX_BATCH_BLOCKS, _MAX_SWEEP = 2**24, 64, 1024
-_POLL_S = 1e-4  # between tries of the process that waits longest for the lock
-_MAX_POLL_S = 5e-3  # of others
+# Pauses between tries to take the lock: at first, at most of the process that waits longest, and at
+# most of others, whose tries would take CPU time from the process that has it.
+_POLL_S, _MAX_POLL_S, _MAX_QUEUE_POLL_S = 1e-4, 3e-4, 5e-3
+_PATIENCE_NS = 30_000_000  # age of a wait after which others let that process take the lock
 _WAITING_TTL_NS = 5_000_000  # age up to which `_WAITING` means that a process waits for the lock
 # After a timed-out wait of at least _STUCK_S, the holder of the lock counts as stopped: for
 # _STUCK_TTL_S, calls wait at most _BRIEF_WAIT_S, as long as a live writer holds the lock.
@@ -103,7 +108,7 @@ _MEMORY_INFO = "/proc/meminfo"
 def open_backend(
     url: str, pages: WirePages, *,
     namespace: bytes, capacity_bytes: int | None, deadline: float, folder: Any = _FOLDER,
-    threads: int | None = None,
+    threads: int | None = None, ttl_s: float | None = None,
 ) -> ShmBackend:  # fmt: skip
     """Open "shm:NAME", a file in `folder`; create it if it does not exist."""
     if threads is None:
@@ -111,14 +116,25 @@ def open_backend(
     checks.require_int(threads, "threads")
     if not 1 <= threads <= 64:
         raise ValueError(f"threads: expected 1 to 64, got {threads}")
+    if ttl_s is not None:
+        checks.require_number(ttl_s, "ttl_s")
+        if not 0.001 <= ttl_s < 1e9:
+            raise ValueError(f"ttl_s: expected 0.001 to 1e9 seconds, got {ttl_s!r}")
+    return ShmBackend(
+        path_of(url, folder), pages.block_bytes, capacity_bytes, threads=int(threads),
+        tenant=namespace, ttl_s=ttl_s,
+    )  # fmt: skip
+
+
+def path_of(url: str, folder: Any = _FOLDER) -> Path:
+    """Return the file of "shm:NAME"."""
     name = url.removeprefix("shm:")
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"url: expected shm:NAME, a name of up to 100 letters, digits and ._- that does not "
             f"start with . or -, got {url!r}"
         )
-    path = file_path(folder, "folder") / f"kvcupy-{name}"
-    return ShmBackend(path, pages.block_bytes, capacity_bytes, threads=int(threads))
+    return file_path(folder, "folder") / f"kvcupy-{name}"
 
 
 def default_threads() -> int:
@@ -134,9 +150,11 @@ class ShmBackend(ProcessLocal):
     Parameters
     ----------
     path : path of the file, in an in-memory file system
-    block_bytes : length of a block
+    block_bytes : length of a block; None opens an existing file for blocks of any length
     capacity_bytes : size of the file; None opens an existing file of any size
     threads : number of threads that copy the blocks of one call, including the caller's
+    tenant : digest stored with the blocks of this user, for operators
+    ttl_s : seconds after which a block that this user puts is missing; None keeps it until eviction
 
     Raises
     ------
@@ -150,14 +168,15 @@ class ShmBackend(ProcessLocal):
     put_asks_first = True
 
     def __init__(
-        self, path: Path, block_bytes: int, capacity_bytes: int | None, *, threads: int = 1
-    ) -> None:
+        self, path: Path, block_bytes: int | None, capacity_bytes: int | None, *, threads: int = 1,
+        tenant: bytes = bytes(16), ttl_s: float | None = None,
+    ) -> None:  # fmt: skip
         if fcntl is None or not hasattr(os, "posix_fallocate"):
             message = "url: expected a system with flock and posix_fallocate for shm:"
             raise OSError(errno.ENOTSUP, message, str(path))
         self.path = path
         layout = None
-        if capacity_bytes is not None:
+        if capacity_bytes is not None and block_bytes is not None:
             checks.require_int(capacity_bytes, "capacity_bytes")
             layout = Layout.fit(int(capacity_bytes), block_bytes)
         limit = _memory_limit()
@@ -172,6 +191,7 @@ class ShmBackend(ProcessLocal):
             raise OSError(error.errno, error.strerror, str(path)) from error
         _warn_if_tight(path, layout.num_bytes, os.fstat(self._fd).st_blocks * 512, limit)
         self._layout = layout
+        self._tenant, self._ttl_ns = tenant, 0 if ttl_s is None else int(ttl_s * 1e9)
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(self._map)
         self._array = np.frombuffer(self._map, np.uint8)
@@ -228,6 +248,7 @@ class ShmBackend(ProcessLocal):
             or stored_key != key
             or length != sum(map(len, block))
             or not 0 < header_length <= MAX_HEADER_BYTES
+            or self._has_expired(slot)
         ):
             return None
         header = self._map[record_at + _HEADER_AT : record_at + _HEADER_AT + header_length]
@@ -312,17 +333,23 @@ class ShmBackend(ProcessLocal):
 
     def _used(self, slot: int) -> bool:
         """Return whether a slot has a whole block, and mark it used, which delays its eviction."""
-        records, at = self._records, slot * _RECORD_WORDS
-        if (
-            slot < 0
-            or records[at + _GENERATION] & 1
-            or records[at + _LENGTH] != self._layout.block_bytes
-            or not 0 < records[at + _HEADER_LENGTH] <= MAX_HEADER_BYTES
-        ):
+        if slot < 0 or not self._is_whole(slot) or self._has_expired(slot):
             return False
-        if not records[at + _USED]:
-            records[at + _USED] = 1
+        if not self._records[at := slot * _RECORD_WORDS + _USED]:
+            self._records[at] = 1
         return True
+
+    def _is_whole(self, slot: int) -> bool:
+        records, at = self._records, slot * _RECORD_WORDS
+        return (
+            not records[at + _GENERATION] & 1
+            and records[at + _LENGTH] == self._layout.block_bytes
+            and 0 < records[at + _HEADER_LENGTH] <= MAX_HEADER_BYTES
+        )
+
+    def _has_expired(self, slot: int) -> bool:
+        expiry_ns = self._records[slot * _RECORD_WORDS + _EXPIRY]
+        return expiry_ns > 0 and time.time_ns() >= expiry_ns
 
     # --- Writing, with the lock ---
 
@@ -349,6 +376,10 @@ class ShmBackend(ProcessLocal):
             except BackendLost as error:
                 raise BackendLost(str(error), outcomes) from error
             try:
+                if self._words[_DRAINING]:
+                    for i in new[start:]:
+                        outcomes[i] = FULL
+                    break
                 self._put(put, new[start : start + at_once])
             finally:
                 self._unlock()
@@ -360,15 +391,83 @@ class ShmBackend(ProcessLocal):
             if not self._lock(deadline):
                 return
             try:
-                bucket = self._bucket(key)
-                if bucket >= 0:
-                    slot = (self._buckets[bucket] & _SLOT_MASK) - 1
-                    self._words[_DIRTY] = 1
-                    self._vacate(slot, bucket)
-                    self._free(slot)
-                    self._words[_DIRTY] = 0
+                self._discard(key)
             finally:
                 self._unlock()
+
+    def _discard(self, key: bytes) -> bool:
+        """Drop a block; return whether there was one."""
+        bucket = self._bucket(key)
+        if bucket < 0:
+            return False
+        slot = (self._buckets[bucket] & _SLOT_MASK) - 1
+        was_dirty, self._words[_DIRTY] = self._words[_DIRTY], 1  # during a put it stays dirty
+        self._vacate(slot, bucket)
+        self._free(slot)
+        self._words[_DIRTY] = was_dirty
+        return True
+
+    # --- For an operator ---
+
+    def blocks(self) -> Iterator[StoredBlock]:
+        """Yield the whole blocks in the order of their eviction, if no other is used until then."""
+        self._require_whole()
+        count = min(self._words[_HIGH_WATER], self._layout.num_slots)
+        hand = self._words[_HAND] % count if count else 0
+        in_order = [*range(hand, count), *range(hand)]
+        in_order.sort(key=lambda slot: self._records[slot * _RECORD_WORDS + _USED] > 0)
+        for slot in in_order:
+            key = self._key(slot)
+            if key and self._is_whole(slot) and self._find(key) == slot:
+                at = self._layout.record_at(slot) + 8 * _EXPIRY
+                _, tenant = _OWNER.unpack_from(self._map, at)
+                known = tenant.hex() if any(tenant) else ""
+                yield StoredBlock(key, self._layout.block_bytes, tenant=known)
+
+    def read(self, block: StoredBlock, deadline: float) -> tuple[bytes, memoryview] | None:
+        """Return header and contents of a block; None if it is gone."""
+        slot = self._find(block.key)
+        used_at = slot * _RECORD_WORDS + _USED
+        was_used = slot < 0 or self._records[used_at]
+        contents = memoryview(bytearray(self._layout.block_bytes))
+        (header,) = self.get([block.key], [[contents]], deadline)
+        if not was_used:
+            self._records[used_at] = 0  # an operator's read does not delay its eviction
+        return None if header is None else (header, contents)
+
+    def drop(self, keys: Sequence[bytes], deadline: float) -> int:
+        """Drop blocks, some at a time, and return their number.
+
+        Raises
+        ------
+        BackendLost : the lock was not released before the deadline
+        """
+        self._require_whole()
+        dropped = 0
+        for start in range(0, len(keys), _MAX_BATCH_BLOCKS):
+            self._yield_lock()
+            if not self._lock(deadline):
+                raise BackendLost(f"{self.path}: another process holds its lock")
+            try:
+                dropped += sum(map(self._discard, keys[start : start + _MAX_BATCH_BLOCKS]))
+            finally:
+                self._unlock()
+        return dropped
+
+    def drain(self, deadline: float, *, undo: bool = False) -> None:
+        """Refuse puts of all processes, and wait for the one in progress.
+
+        Raises
+        ------
+        BackendLost : a put was still in progress at the deadline; nothing has changed
+        """
+        self._require_whole()
+        if not self._lock(deadline):
+            raise BackendLost(f"{self.path}: another process holds its lock")
+        try:
+            self._words[_DRAINING] = not undo
+        finally:
+            self._unlock()
 
     def _put(self, put: _Put, numbers: Sequence[int]) -> None:
         """Reserve slots for some blocks of a put, then write the blocks."""
@@ -388,7 +487,10 @@ class ShmBackend(ProcessLocal):
         if (slot := self._find(key)) >= 0:
             if self._used(slot):
                 return KNOWN
-            self._recover()  # this process holds the lock, so the slot is damaged
+            if self._is_whole(slot):
+                self._discard(key)  # it has expired
+            else:
+                self._recover()  # this process holds the lock, so the slot is damaged
         if sum(map(len, put.blocks[i])) != self._layout.block_bytes:
             return FULL
         free = self._take_slot(put.kept)
@@ -419,6 +521,8 @@ class ShmBackend(ProcessLocal):
         _DESCRIPTION.pack_into(
             self._map, start + 8 * _LENGTH, self._layout.block_bytes, key, len(header), 0, 0
         )
+        expiry_ns = time.time_ns() + self._ttl_ns if self._ttl_ns else 0
+        _OWNER.pack_into(self._map, start + 8 * _EXPIRY, expiry_ns, self._tenant)
         self._at("described")
         self._records[slot * _RECORD_WORDS + _GENERATION] += 1
         self._at("even")
@@ -547,15 +651,16 @@ class ShmBackend(ProcessLocal):
         self._at("emptied")
         records = np.frombuffer(self._records, np.uint64).reshape(-1, _RECORD_WORDS)
         records = records[: layout.num_slots]
-        heads = records[:, : _HEADER_LENGTH + 1].copy()  # reads each record once
-        generations, header_lengths = heads[:, _GENERATION], heads[:, _HEADER_LENGTH]
-        is_odd, has_length = generations & 1 == 1, heads[:, _LENGTH] != 0
-        whole = ~is_odd & (heads[:, _LENGTH] == layout.block_bytes)
+        generations, lengths, header_lengths = (
+            records[:, word].copy() for word in (_GENERATION, _LENGTH, _HEADER_LENGTH)
+        )
+        is_odd = generations & 1 == 1
+        whole = ~is_odd & (lengths == layout.block_bytes)
         whole &= (header_lengths > 0) & (header_lengths <= MAX_HEADER_BYTES)
-        slots = _fill_buckets(buckets, heads[:, _KEY:_HEADER_LENGTH], np.flatnonzero(whole))
+        slots = _fill_buckets(buckets, records[:, _KEY:_HEADER_LENGTH], np.flatnonzero(whole))
         whole[:] = False
         whole[slots] = True  # of several slots with one key, one
-        dropped = np.flatnonzero(~whole & (is_odd | has_length))
+        dropped = np.flatnonzero(~whole & (is_odd | (lengths != 0)))
         records[dropped, _GENERATION] = (generations[dropped] | 1) + 1
         records[dropped, _LENGTH] = 0
         high_water = int(slots.max(initial=-1)) + 1
@@ -588,11 +693,12 @@ class ShmBackend(ProcessLocal):
             deadline = min(deadline, started + _BRIEF_WAIT_S)
         try:
             while True:
-                try:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    pass
+                if not self._defers(started_ns):
+                    try:
+                        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        pass
                 now = time.monotonic()
                 if now >= deadline:
                     self._lock_timeouts += 1
@@ -601,11 +707,10 @@ class ShmBackend(ProcessLocal):
                     self._mutex.release()
                     return False
                 now_ns = time.monotonic_ns()
-                if self._is_awaited(now_ns) and words[_WAITING_SINCE] < started_ns:
-                    pause_s = min(1.5 * pause_s, _MAX_POLL_S)
-                else:
+                is_next = not (self._is_awaited(now_ns) and words[_WAITING_SINCE] < started_ns)
+                if is_next:
                     words[_WAITING], words[_WAITING_SINCE] = now_ns, started_ns
-                    pause_s = _POLL_S
+                pause_s = min(1.5 * pause_s, _MAX_POLL_S if is_next else _MAX_QUEUE_POLL_S)
                 time.sleep(min(pause_s, deadline - now))
         except OSError as error:
             self._mutex.release()
@@ -643,6 +748,13 @@ class ShmBackend(ProcessLocal):
             self._words[_WAITING] = 0
             time.sleep(2 * _POLL_S)
 
+    def _defers(self, started_ns: int) -> bool:
+        """Return whether another process has waited for the lock for long, and longer than this."""
+        now_ns, since_ns = time.monotonic_ns(), self._words[_WAITING_SINCE]
+        return (
+            now_ns - since_ns > _PATIENCE_NS and since_ns < started_ns and self._is_awaited(now_ns)
+        )
+
     def _is_awaited(self, now_ns: int) -> bool:
         """Return whether another process waits for the lock."""
         return 0 <= now_ns - self._words[_WAITING] < _WAITING_TTL_NS
@@ -677,8 +789,8 @@ class ShmBackend(ProcessLocal):
         self._fd = -1
 
     def stats(self) -> dict[str, Any]:
-        """Return `blocks`, `capacity_blocks`, `bytes` (of memory), `evicted`, `recovered`, `torn`,
-        `lock_timeouts`.
+        """Return `blocks`, `capacity_blocks`, `block_bytes`, `bytes` (of memory), `evicted`,
+        `draining`, `recovered`, `torn`, `lock_timeouts`.
 
         `evicted` and `recovered` (recoveries after a writer died) count all processes; `torn`
         (reads overtaken by a writer) and `lock_timeouts` (calls that did not get the lock in time)
@@ -687,7 +799,9 @@ class ShmBackend(ProcessLocal):
         words = self._words
         return {
             "blocks": words[_NUM_BLOCKS], "capacity_blocks": self._layout.num_slots,
+            "block_bytes": self._layout.block_bytes,
             "bytes": os.fstat(self._fd).st_blocks * 512, "evicted": words[_EVICTED],
+            "draining": bool(words[_DRAINING]),
             "recovered": words[_RECOVERED], "torn": self._torn,
             "lock_timeouts": self._lock_timeouts,
         }  # fmt: skip
@@ -800,7 +914,7 @@ def _fill_buckets(
     places = np.maximum.accumulate(homes - numbers) + numbers
     num_fitting = int(np.searchsorted(places, len(buckets)))
     buckets[places[:num_fitting]] = entries[:num_fitting]
-    if num_fitting < len(slots):  # the last go on at the start
+    if num_fitting < len(slots):  # the last continue at the start
         empty = np.flatnonzero(buckets == 0)[: len(slots) - num_fitting]
         buckets[empty] = entries[num_fitting:]
     return slots
@@ -855,7 +969,7 @@ class Layout:
 
 
 def _open_mapped(
-    path: Path, block_bytes: int, capacity_bytes: int | None, layout: Layout | None
+    path: Path, block_bytes: int | None, capacity_bytes: int | None, layout: Layout | None
 ) -> tuple[int, mmap.mmap, Layout]:
     """Open and map a file; create it if it does not exist and `layout` is not None."""
     while True:
@@ -864,7 +978,7 @@ def _open_mapped(
         except FileNotFoundError:
             if layout is None:
                 raise FileNotFoundError(
-                    errno.ENOENT, "capacity_bytes: expected a size, since the store does not exist"
+                    errno.ENOENT, "url: the store does not exist; capacity_bytes creates it"
                 ) from None
             with suppress(FileExistsError):  # another process was first
                 return *_make(path, layout), layout
@@ -882,7 +996,7 @@ def _open_mapped(
 def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
     """Create, open and map a file, which gets its name when it is complete."""
     descriptor, unfinished = _new_file(path)
-    own = Path(f"/proc/self/fd/{descriptor}")
+    own = unfinished or Path(f"/proc/self/fd/{descriptor}")
     try:
         os.ftruncate(descriptor, layout.num_bytes)
         os.posix_fallocate(descriptor, 0, layout.payloads_at)
@@ -890,9 +1004,11 @@ def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
         mapped = _mapped(own, descriptor, layout, _FLAGS & ~os.O_NOFOLLOW)
         assert mapped is not None
         try:
-            # Only linkat, which a directory descriptor selects, follows links of /proc.
-            os.link(own, path, src_dir_fd=descriptor, follow_symlinks=True)
-            if unfinished is not None:
+            if unfinished is None:
+                # Only linkat, which a directory descriptor selects, follows links of /proc.
+                os.link(own, path, src_dir_fd=descriptor, follow_symlinks=True)
+            else:
+                os.link(own, path)
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         except BaseException:
             mapped.close()
@@ -913,7 +1029,8 @@ def _new_file(path: Path) -> tuple[int, Path | None]:
     process that makes this store if its creator dies.
     """
     try:
-        return os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+        flags = getattr(os, "O_TMPFILE", 0) | os.O_RDWR | os.O_CLOEXEC
+        return os.open(path.parent, flags, 0o600), None
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
@@ -952,7 +1069,7 @@ def _mapped(path: Path, descriptor: int, layout: Layout, flags: int = _FLAGS) ->
 
 
 def _read_layout(
-    descriptor: int, path: Path, block_bytes: int, capacity_bytes: int | None
+    descriptor: int, path: Path, block_bytes: int | None, capacity_bytes: int | None
 ) -> Layout:
     """Read the layout of a file; ValueError unless the file is valid and fits these blocks."""
     status = os.fstat(descriptor)
@@ -972,6 +1089,8 @@ def _read_layout(
     _, version, record_bytes, stored_block_bytes, num_slots, num_buckets, _ = _HEADER.unpack(fields)
     if (version, record_bytes) != (VERSION, RECORD_BYTES):
         raise ValueError(f"url: expected version {VERSION} of the file, got {version} in {path}")
+    if block_bytes is None:
+        block_bytes = stored_block_bytes
     if stored_block_bytes != block_bytes:
         raise ValueError(
             f"host_pool: expected pages of {stored_block_bytes} bytes, as {path} was made for, "

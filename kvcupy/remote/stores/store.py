@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ...config import cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
 from ..wire import WirePages
-from .backend import FAILED, KNOWN, STORED, Backend, BackendLost, SummedBlock
+from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost, SummedBlock
 
 _Result = TypeVar("_Result")
 
@@ -36,14 +36,41 @@ _BACKENDS = {
     "redis+cluster": "redis", "rediss+cluster": "redis", "redis+sentinel": "redis",
     "rediss+sentinel": "redis", "mooncake": "mooncake",
 }  # fmt: skip
+
 _HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
+HEADER_BYTES = _HEADER.size
 _MAGIC, _VERSION = b"kvsb", 1
 _NO_CHECKSUM, _XXH3_64 = 0, 1  # algorithms in a header; 2 is reserved, for a former one
 
+_WORST_FIRST = FAILED, FULL, "misses", STORED, KNOWN, "hits"
 _SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered before they are sent
 _KEYS_PER_QUERY = 1024
 _MAX_LOST_IN_A_ROW, _SKIP_S = 3, 10.0
 _NEGATIVE_CACHE_TTL_S, _NEGATIVE_CACHE_SIZE = 10.0, 2**16
+
+
+class BlockHeader(NamedTuple):
+    """What is stored before a block."""
+
+    version: int
+    algorithm: int
+    num_bytes: int
+    checksum: int
+    identity: bytes
+    key: bytes
+
+    @classmethod
+    def decode(cls, header: bytes) -> BlockHeader | None:
+        """Decode a header; None if it is damaged."""
+        if len(header) != _HEADER.size:
+            return None
+        magic, version, algorithm, _, *others = _HEADER.unpack(header)
+        return cls(version, algorithm, *others) if magic == _MAGIC else None
+
+    @property
+    def has_checksum(self) -> bool:
+        """Whether this version can compute the checksum."""
+        return (self.version, self.algorithm) == (_VERSION, _XXH3_64)
 
 
 class SharedStore(ProcessLocal):
@@ -134,8 +161,9 @@ class SharedStore(ProcessLocal):
         retries : maximum retries of a call that has lost the server, within its deadline
         options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
             number of threads that copy the blocks of one call, including the caller's, up to 4 by
-            default. Redis: `ttl_s`, `max_connections` and the options of redis-py's connections.
-            Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
+            default; `ttl_s`, seconds after which a block of this process is missing. Redis:
+            `ttl_s`, `max_connections`, `plaintext_password` and the options of redis-py's
+            connections. Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
             docs/shared_store_servers.md
 
         Raises
@@ -268,7 +296,7 @@ class SharedStore(ProcessLocal):
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
         seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
-        with self._using(), self._timed("put"):
+        with self._using(), self._timed("put") as timed:
             deadline = time.monotonic() + seconds
             if self._backend.put_asks_first and self._pages.is_direct:
                 known = [False] * len(keys)
@@ -295,6 +323,7 @@ class SharedStore(ProcessLocal):
                     failed = [i for i in chunk if outcomes[i] == FAILED]
                     self._hold_back([keys[i] for i in failed], [numbers[i] for i in failed], blocks)
             self._count_put(keys, outcomes)
+            timed += outcomes
         return outcomes
 
     def get(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[bool]:
@@ -320,7 +349,7 @@ class SharedStore(ProcessLocal):
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once, got one twice")
         seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
-        with self._using(), self._timed("get"):
+        with self._using(), self._timed("get") as timed:
             deadline = time.monotonic() + seconds
             there = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
@@ -341,6 +370,7 @@ class SharedStore(ProcessLocal):
             self._count("hits", hits)
             self._count("misses", len(keys) - hits)
             self._count("get_bytes", hits * self._pages.block_bytes)
+            timed += ["hits" if whole else "misses" for whole in there]
         return there
 
     def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
@@ -446,17 +476,16 @@ class SharedStore(ProcessLocal):
 
     def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
         """Return whether a block is what was put; None if its checksum cannot be computed."""
-        if len(header) != _HEADER.size:
+        stored = BlockHeader.decode(header)
+        expected = (self._pages.block_bytes, self._digest, key)
+        if stored is None or (stored.num_bytes, stored.identity, stored.key) != expected:
             return False
-        magic, version, algorithm, _, num_bytes, total, digest, of_key = _HEADER.unpack(header)
-        expected = (_MAGIC, self._pages.block_bytes, self._digest, key)
-        if (magic, num_bytes, digest, of_key) != expected:
-            return False
-        known = (_XXH3_64,) if self._is_summed else (_XXH3_64, _NO_CHECKSUM)
-        if version != _VERSION or algorithm not in known:  # such as of another version of kvcupy
+        if not self._is_summed and (stored.version, stored.algorithm) == (_VERSION, _NO_CHECKSUM):
+            return True
+        if not stored.has_checksum:  # such as of another version of kvcupy
             self._count("unverified", 1)
             return None
-        return not self._is_summed or block.checksum() == total
+        return not self._is_summed or block.checksum() == stored.checksum
 
     # --- Memory ---
 
@@ -599,13 +628,19 @@ class SharedStore(ProcessLocal):
                         self._retry_at.pop(key, None)
 
     @contextmanager
-    def _timed(self, call: str) -> Iterator[None]:
+    def _timed(self, call: str) -> Iterator[list[str]]:
+        """Measure a call, by the worst of the outcomes that it adds to the list."""
         started = time.perf_counter()
+        results: list[str] = []
         try:
-            yield
+            yield results
         finally:
+            seconds = time.perf_counter() - started
             with self._lock:
-                self._times_s[call] += time.perf_counter() - started
+                self._times_s[call] += seconds
+            if metrics.enabled:
+                worst = next((outcome for outcome in _WORST_FIRST if outcome in results), "none")
+                metrics.note("kvcupy_shared_call_seconds", seconds, call=call, outcome=worst)
 
     @contextmanager
     def _using(self) -> Iterator[None]:

@@ -1,0 +1,381 @@
+"""Operate a store without a pool: list, size, empty, drain and verify its blocks.
+
+`python -m kvcupy store` calls these functions. A store is memory of this machine ("shm:NAME"), a
+Redis or Valkey server, or the file of a disk tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...cache.tiered import disk_format
+from ..wire import checksum
+from . import shm
+from .backend import BackendLost, StoredBlock
+from .store import HEADER_BYTES, BlockHeader
+
+_REDIS_SCHEMES = "redis", "rediss", "unix"
+_DROPS_AT_ONCE = 1000
+
+
+class OperatedStore(Protocol):
+    """A store that an operator has opened. `deadline` is a value of `time.monotonic`."""
+
+    def stat(self, deadline: float) -> dict[str, Any]:
+        """Return sizes and counts."""
+        ...
+
+    def blocks(self, deadline: float) -> Iterator[StoredBlock]:
+        """Yield the blocks, as far as ages are known the oldest first."""
+        ...
+
+    def is_intact(self, block: StoredBlock, deadline: float) -> bool | None:
+        """Return whether a block is as it was stored; None if it is gone or has no checksum."""
+        ...
+
+    def drop(self, keys: Sequence[bytes], deadline: float) -> int:
+        """Drop blocks, and return their number."""
+        ...
+
+    def drain(self, deadline: float, *, undo: bool) -> None:
+        """Refuse puts, and wait for those in progress."""
+        ...
+
+    def remove_file(self, deadline: float) -> None:
+        """Remove the file."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_store(
+    url: str, *, folder: Path | None = None, deadline_s: float = 30.0, **options: Any
+) -> OperatedStore:
+    """Open a store.
+
+    Parameters
+    ----------
+    url : "shm:NAME", "redis://..." in all forms of `SharedStore.open`, or the path of a disk tier's
+        file
+    folder : of "shm:", as for `SharedStore.open`
+    deadline_s : time limit for connecting
+    options : of a server, as for `SharedStore.open`
+
+    Raises
+    ------
+    TypeError, ValueError : an argument is invalid, or the file is not a store
+    ImportError : redis-py is missing
+    OSError, BackendLost : the store does not exist, or is unreachable
+    """
+    scheme = url.partition(":")[0]
+    if scheme == "shm":
+        return _Memory(shm.path_of(url) if folder is None else shm.path_of(url, folder))
+    if scheme.partition("+")[0] in _REDIS_SCHEMES and "://" in url:
+        return _Server(url, time.monotonic() + deadline_s, options)
+    if "://" in url:
+        raise ValueError(f"url: expected shm:NAME, redis://... or a file, got {scheme}://...")
+    return _DiskFile(Path(url))
+
+
+def verify(store: OperatedStore, deadline: float, *, drop: bool = False) -> dict[str, Any]:
+    """Read all blocks, and compare them with their checksums.
+
+    Returns
+    -------
+    numbers of `blocks`, of those `damaged`, `unverified` (gone meanwhile, or without a checksum)
+    and `dropped`, and the keys of damaged blocks
+    """
+    damaged, count, unverified = [], 0, 0
+    for block in store.blocks(deadline):
+        count += 1
+        verdict = store.is_intact(block, deadline)
+        unverified += verdict is None
+        if verdict is False:
+            damaged.append(block.key)
+    return {
+        "blocks": count, "damaged": len(damaged), "unverified": unverified,
+        "dropped": store.drop(damaged, deadline) if drop and damaged else 0,
+        "damaged_keys": [_name(key) for key in damaged],
+    }  # fmt: skip
+
+
+def clear(store: OperatedStore, deadline: float, *, tenant: str = "") -> int:
+    """Drop all blocks, or the blocks of the tenant with a digest; return their number."""
+    dropped = 0
+    keys = (b.key for b in store.blocks(deadline) if not tenant or b.tenant == tenant)
+    while some := list(itertools.islice(keys, _DROPS_AT_ONCE)):
+        dropped += store.drop(some, deadline)
+    return dropped
+
+
+def evict(store: OperatedStore, count: int, deadline: float) -> int:
+    """Drop the `count` oldest blocks, and return their number."""
+    return store.drop([b.key for b in itertools.islice(store.blocks(deadline), count)], deadline)
+
+
+# --- Kinds of stores ---
+
+
+class _Memory:
+    def __init__(self, path: Path) -> None:
+        self._backend = shm.ShmBackend(path, None, None)
+
+    def stat(self, deadline: float) -> dict[str, Any]:
+        return {
+            "kind": "memory", "file": str(self._backend.path), **self._backend.stats(),
+            "blocks_of_tenants": dict(Counter(b.tenant for b in self._backend.blocks())),
+        }  # fmt: skip
+
+    def blocks(self, deadline: float) -> Iterator[StoredBlock]:
+        return self._backend.blocks()
+
+    def is_intact(self, block: StoredBlock, deadline: float) -> bool | None:
+        found = self._backend.read(block, deadline)
+        return None if found is None else _is_intact(*found, block.key)
+
+    def drop(self, keys: Sequence[bytes], deadline: float) -> int:
+        return self._backend.drop(keys, deadline)
+
+    def drain(self, deadline: float, *, undo: bool) -> None:
+        self._backend.drain(deadline, undo=undo)
+
+    def remove_file(self, deadline: float) -> None:
+        self._backend.remove(deadline)
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class _Server:
+    def __init__(self, url: str, deadline: float, options: dict[str, Any]) -> None:
+        from . import redis
+
+        self._backend = redis.open_backend(
+            url, None, namespace=b"", capacity_bytes=None, deadline=deadline, **options
+        )
+
+    def stat(self, deadline: float) -> dict[str, Any]:
+        blocks = list(self._backend.blocks(deadline))
+        return {
+            "kind": "server", "blocks": len(blocks), "bytes": sum(b.num_bytes for b in blocks),
+            "blocks_of_tenants": dict(Counter(b.tenant for b in blocks)),
+            **self._backend.memory(deadline),
+        }  # fmt: skip
+
+    def blocks(self, deadline: float) -> Iterator[StoredBlock]:
+        blocks = list(self._backend.blocks(deadline))
+        return iter(sorted(blocks, key=lambda block: -(block.idle_s or 0)))
+
+    def is_intact(self, block: StoredBlock, deadline: float) -> bool | None:
+        found = self._backend.read(block, HEADER_BYTES, deadline)
+        if found is None:
+            return None
+        try:
+            return _is_intact(*found, bytes.fromhex(block.key.decode().rpartition(":")[2]))
+        except ValueError:  # not a key of kvcupy
+            return False
+
+    def drop(self, keys: Sequence[bytes], deadline: float) -> int:
+        return self._backend.drop(keys, deadline)
+
+    def drain(self, deadline: float, *, undo: bool) -> None:
+        raise ValueError("drain: expected shm:NAME; on a server, take the right to SET from users")
+
+    def remove_file(self, deadline: float) -> None:
+        raise ValueError("clear: expected shm:NAME for --remove-file, got a server")
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class _DiskFile:
+    """The file of a disk tier, which may be in use; blocks are dropped only if it is not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            header = os.pread(self._descriptor, disk_format.BLOCK_BYTES, 0)
+            self._layout, self._identity = disk_format.decode_header(header, path)
+            if os.fstat(self._descriptor).st_size < self._layout.num_bytes:
+                raise ValueError(f"url: expected a whole file, got a truncated one: {path}")
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def stat(self, deadline: float) -> dict[str, Any]:
+        layout = self._layout
+        return {
+            "kind": "disk tier", "file": str(self._path), **self._identity,
+            "blocks": sum(1 for _ in self.blocks(deadline)), "capacity_blocks": layout.num_slots,
+            "block_bytes": layout.page_bytes, "file_bytes": layout.num_bytes,
+        }  # fmt: skip
+
+    def blocks(self, deadline: float) -> Iterator[StoredBlock]:
+        records = (self._record(slot) for slot in range(self._layout.num_slots))
+        there = [record for record in records if record is not None]
+        for record in sorted(there, key=lambda record: record.generation):
+            yield StoredBlock(_disk_key(record), record.num_bytes)
+
+    def is_intact(self, block: StoredBlock, deadline: float) -> bool | None:
+        record = self._record_of(block.key)
+        if record is None:
+            return None
+        payload = os.pread(self._descriptor, record.num_bytes, self._layout.payload_at(record.slot))
+        return disk_format.checksum(record.hash, [memoryview(payload)]) == record.checksum
+
+    def drop(self, keys: Sequence[bytes], deadline: float) -> int:
+        self._lock()
+        dropped = [record for key in keys if (record := self._record_of(key)) is not None]
+        for record in dropped:
+            os.pwrite(self._descriptor, disk_format.NO_RECORD, self._layout.record_at(record.slot))
+        return len(dropped)
+
+    def drain(self, deadline: float, *, undo: bool) -> None:
+        raise ValueError("drain: expected shm:NAME; the file of a disk tier has one writer")
+
+    def remove_file(self, deadline: float) -> None:
+        self._lock()
+        self._path.unlink()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _lock(self) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                error.errno, "url: expected a file that no process has open", str(self._path)
+            ) from None
+
+    def _record(self, slot: int) -> disk_format.Record | None:
+        raw = os.pread(self._descriptor, disk_format.RECORD_BYTES, self._layout.record_at(slot))
+        if raw == disk_format.NO_RECORD:
+            return None
+        return disk_format.decode_record(memoryview(raw), self._layout, slot)
+
+    def _record_of(self, key: bytes) -> disk_format.Record | None:
+        """Return the record of a block; None if its slot has another one."""
+        record = self._record(int.from_bytes(key[16:], "big"))
+        return record if record is not None and _disk_key(record) == key else None
+
+
+def _disk_key(record: disk_format.Record) -> bytes:
+    """Return the hash and the slot of a block: a hash may have several."""
+    return record.hash.to_bytes(16, "big") + record.slot.to_bytes(8, "big")
+
+
+def _is_intact(header: bytes, contents: memoryview, key: bytes) -> bool | None:
+    stored = BlockHeader.decode(header)
+    if stored is None or (stored.num_bytes, stored.key) != (len(contents), key):
+        return False
+    return checksum([contents]) == stored.checksum if stored.has_checksum else None
+
+
+def _name(key: bytes) -> str:
+    """Return a key as text: keys of servers unchanged, others in hexadecimal."""
+    return key.decode() if key.startswith(b"kvcupy:") else key.hex()
+
+
+# --- The command ---
+
+
+def add_arguments(parser: Any) -> None:
+    """Add the commands of `python -m kvcupy store` and their options."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for action, purpose in (
+        ("list", "print the blocks, as far as ages are known the oldest first"),
+        ("stat", "print sizes and counts"),
+        ("clear", "drop all blocks, or those of one tenant"),
+        ("drain", "shm: refuse puts of all processes, which count as full, and wait for the "
+         "one in progress"),
+        ("verify", "read all blocks, and compare them with their checksums"),
+        ("evict", "drop the oldest blocks"),
+    ):  # fmt: skip
+        add = commands.add_parser(action, help=purpose, description=f"{purpose}.").add_argument
+        add("url", metavar="URL", help="shm:NAME, redis://..., or the file of a disk tier")
+        if action == "clear":
+            add("--tenant", default="", metavar="DIGEST", help="only of this tenant, as in `stat`")
+            add("--remove-file", action="store_true", help="remove the file, too")
+            add("--yes", action="store_true", help="do it")
+        elif action == "drain":
+            add("--undo", action="store_true", help="accept puts again")
+        elif action == "verify":
+            add("--drop", action="store_true", help="drop damaged blocks")
+        elif action == "evict":
+            add("count", type=int, metavar="N", help="number of blocks")
+        add("--deadline", type=float, default=60.0, metavar="SECONDS", help="default: 60")
+        add("--folder", type=Path, help="of shm:NAME; default: /dev/shm")
+        add("--password-file", type=Path, metavar="FILE", help="of a server: its first line")
+        help = "of a server, as for SharedStore.open, such as ssl_ca_certs=ca.pem"
+        add("--option", action="append", default=[], metavar="NAME=VALUE", help=help)
+        add("--json", action="store_true", help="print JSON")
+
+
+def main(options: Namespace) -> int:
+    """Run one command; return 1 if it failed, or found damaged blocks."""
+    try:
+        return _run(options)
+    except (OSError, ValueError, TypeError, ImportError, BackendLost) as error:
+        print(f"store: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: Namespace) -> int:
+    settings: dict[str, Any] = dict(text.partition("=")[::2] for text in options.option)
+    if options.password_file is not None:
+        settings["password"] = options.password_file.read_text().partition("\n")[0]
+    deadline = time.monotonic() + options.deadline
+    status = 0
+    with closing(
+        open_store(options.url, folder=options.folder, deadline_s=options.deadline, **settings)
+    ) as store:
+        report: Any
+        if options.action == "list":
+            report = [
+                {"key": _name(b.key), "bytes": b.num_bytes, "idle_s": b.idle_s, "tenant": b.tenant}
+                for b in store.blocks(deadline)
+            ]
+        elif options.action == "stat":
+            report = store.stat(deadline)
+        elif options.action == "verify":
+            report = verify(store, deadline, drop=options.drop)
+            status = int(bool(report["damaged"]))
+        elif options.action == "evict":
+            if options.count < 1:
+                raise ValueError(f"N: expected at least 1, got {options.count}")
+            report = {"dropped": evict(store, options.count, deadline)}
+        elif options.action == "drain":
+            store.drain(deadline, undo=options.undo)
+            report = {"draining": not options.undo}
+        elif not options.yes:
+            raise ValueError("clear: expected --yes, since it drops blocks that others may use")
+        else:
+            report = {"dropped": clear(store, deadline, tenant=options.tenant)}
+            if options.remove_file:
+                store.remove_file(deadline)
+    print(json.dumps(report, indent=2) if options.json else _text(report))
+    return status
+
+
+def _text(report: Any) -> str:
+    if isinstance(report, list):
+        return "\n".join(
+            "  ".join("-" if value in (None, "") else str(value) for value in block.values())
+            for block in report
+        )
+    width = max(map(len, report))
+    return "\n".join(f"{name.replace('_', ' '):{width}}  {value}" for name, value in report.items())
