@@ -237,9 +237,12 @@ def test_a_tiered_cache(interrupt):
 
 @contextmanager
 def ends():
-    """A sender and a receiver; an interrupted call may leave some of their pages allocated."""
+    """A sender and a receiver.
+
+    Interrupted calls leave connections open for as long as their tracebacks live.
+    """
     with (
-        kv.PageSender(filled()) as sender,
+        kv.PageSender(filled(), max_connections=10_000) as sender,
         kv.PageReceiver(pool_of(), max_pulls=10_000) as receiver,
     ):
         yield sender, receiver
