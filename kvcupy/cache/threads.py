@@ -103,14 +103,18 @@ class Users:
 
     def enter(self, timeout_s: float = 0.0) -> object | None:
         """Begin a call; return what to pass to `leave`, or None if closed, or full until then."""
-        call = object()
-        self._changed.wait_for(partial(self._add, threading.current_thread(), call), timeout_s)
-        return call if self._calls.get(threading.current_thread()) is call else None
+        thread, call = threading.current_thread(), object()
+        with self._lock:  # the usual case, without a wait
+            is_over = self._add(thread, call)
+        if not is_over:
+            self._changed.wait_for(partial(self._add, thread, call), timeout_s)
+        return call if self._calls.get(thread) is call else None
 
     def leave(self, call: object) -> None:
+        thread = threading.current_thread()
         with self._lock:
-            if self._calls.get(threading.current_thread()) is call:
-                del self._calls[threading.current_thread()]
+            if self._calls.get(thread) is call:
+                del self._calls[thread]
                 self._changed.notify()
 
     def close(self) -> bool:

@@ -23,37 +23,44 @@ class Interrupt(BaseException):
     pass
 
 
-def interrupt(call, seconds):
-    """Repeat a call until it was interrupted often, each time within so many seconds."""
-    assert threading.current_thread() is threading.main_thread()
-    rng, armed, num_interrupts = random.Random(3), False, 0
+@pytest.fixture
+def interrupt():
+    """Repeat a call until it was interrupted often, each time within so many seconds.
+
+    The tracebacks keep the frames of the calls alive until the test is over, as sys.last_traceback
+    does with one.
+    """
+    errors, armed = [], False
 
     def raise_interrupt(*_):
-        nonlocal armed
         if armed:
-            armed = False
             raise Interrupt
 
-    before = signal.signal(signal.SIGALRM, raise_interrupt)
-    end = time.monotonic() + PATIENCE_S
-    kept = None  # as sys.last_traceback keeps one
-    try:
-        while num_interrupts < NUM_INTERRUPTS:
-            assert time.monotonic() < end
-            try:
-                armed = True
-                # Again after a while: a signal just before a wait begins does not end it.
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, seconds), 1e-3)
-                while armed:
-                    call()
-            except Interrupt as error:
-                num_interrupts += 1
-                kept = error
-            armed = False
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    del kept
+    def repeat(call, seconds):
+        nonlocal armed
+        assert threading.current_thread() is threading.main_thread()
+        rng, num_errors = random.Random(3), len(errors)
+        before = signal.signal(signal.SIGALRM, raise_interrupt)
+        end = time.monotonic() + PATIENCE_S
+        try:
+            while len(errors) < num_errors + NUM_INTERRUPTS:
+                assert time.monotonic() < end
+                try:
+                    armed = True
+                    # Again after a while, since a signal just before a wait does not end it, and
+                    # finalizers swallow exceptions.
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, seconds), 0.02)
+                    while True:
+                        call()
+                except Interrupt as error:
+                    armed = False
+                    errors.append(error)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    yield repeat
+    errors.clear()
 
 
 def in_time(call):
@@ -69,7 +76,7 @@ def in_time(call):
 # --- Waiters, latches and users ---
 
 
-def test_waiters():
+def test_waiters(interrupt):
     """A thread notifies all the while; another one still excludes it in the end."""
     lock = threading.Lock()
     changed, number, over = Waiters(lock), 0, False
@@ -125,7 +132,7 @@ def test_waiters_wait_until_a_change_or_a_timeout():
         assert not thread.is_alive()
 
 
-def test_latch():
+def test_latch(interrupt):
     latch = Latch()
     interrupt(lambda: latch.wait(1), 2e-4)
     assert not latch.is_set()
@@ -134,7 +141,7 @@ def test_latch():
     assert latch.is_set() and latch.wait()
 
 
-def test_users():
+def test_users(interrupt):
     """A call that an interrupt leaves behind is replaced by the next one of its thread."""
     users = Users(2)
 
@@ -181,7 +188,7 @@ def test_users_close_while_calls_are_in_progress():
 # --- What is made of them ---
 
 
-def test_a_store(tmp_path):
+def test_a_store(tmp_path, interrupt):
     pool = pool_of()
     options = {"folder": tmp_path, "capacity_bytes": 1 << 20, "model": "m"}
     store = kv.SharedStore.open("shm:interrupted", pool, **options)
@@ -198,17 +205,50 @@ def test_a_store(tmp_path):
     in_time(lambda: store.close() or True)
 
 
+def test_the_lock_of_a_file(tmp_path, interrupt):
+    """An interrupt between the lock and the work under it: the thread's next call releases it."""
+    options = {"folder": tmp_path, "capacity_bytes": 1 << 20, "model": "m"}
+    store = kv.SharedStore.open("shm:locked", pool_of(), **options)
+    backend = store._backend
+
+    def call():
+        if backend._lock(time.monotonic() + 0.5):
+            backend._unlock()
+
+    interrupt(call, 5e-5)
+    call()
+    hashes = [(1 << 100) + 1]
+    assert in_time(lambda: store.put(hashes, [0])) == ["stored"]
+    store.close()
+
+
+def test_a_tiered_cache(interrupt):
+    shape = {"page_size": 4, "num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "fp16"}
+    pools = (
+        kv.KVPool(16, **shape, device="host"),
+        kv.KVPool(32, **shape, device="host", placement="pinned"),
+    )
+    cache = kv.TieredCache(*pools)
+    hashes = [(1 << 100) + i for i in range(4)]
+    interrupt(lambda: cache.match(hashes), 5e-5)
+    in_time(lambda: cache.match(hashes) is not None)
+    in_time(lambda: cache.close() or True)
+
+
 @contextmanager
 def ends():
-    """A sender and a receiver; an interrupted call may leave some of their pages allocated."""
+    """A sender and a receiver.
+
+    Interrupted calls leave connections open for as long as their tracebacks live.
+    """
     with (
-        kv.PageSender(filled()) as sender,
+        kv.PageSender(filled(), max_connections=10_000) as sender,
         kv.PageReceiver(pool_of(), max_pulls=10_000) as receiver,
     ):
         yield sender, receiver
 
 
-def test_a_sender():
+def test_a_sender(interrupt):
     with ends() as (sender, receiver):
         pages = sender.pool.allocator.alloc(2)
 
@@ -224,7 +264,7 @@ def test_a_sender():
         assert_pulled(receiver.pool, [0, 1], pages)
 
 
-def test_a_receiver():
+def test_a_receiver(interrupt):
     with ends() as (sender, receiver):
         pages = sender.pool.allocator.alloc(2)
         ticket = sender.offer(pages, pulls=1 << 20, lease_s=PATIENCE_S)
@@ -240,7 +280,7 @@ def test_a_receiver():
         sender.withdraw(ticket)
 
 
-def test_a_pull_that_is_waited_for():
+def test_a_pull_that_is_waited_for(interrupt):
     with ends() as (sender, receiver):
         pages = sender.pool.allocator.alloc(2)
         ticket = sender.offer(pages, by_layer=True, lease_s=PATIENCE_S)

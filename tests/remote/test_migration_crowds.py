@@ -202,6 +202,29 @@ def test_a_connection_lost_before_the_grant(proxy):  # noqa: F811
         assert not losses
 
 
+def test_a_grant_that_is_lost_while_its_sender_has_not_noticed(proxy, monkeypatch):  # noqa: F811
+    """The only pull is taken by the lost connection until then, and the receiver tries again."""
+    leave, is_first = kv.PageSender._leave, [True]
+
+    def late(sender, *arguments):
+        if is_first:
+            is_first.pop()
+            time.sleep(0.1)
+        leave(sender, *arguments)
+
+    monkeypatch.setattr(kv.PageSender, "_leave", late)
+    losses = [150]
+    between = proxy()
+    between.change = lambda data, before: (
+        None if losses and before + len(data) > losses[-1] and losses.pop() else data
+    )
+    with pair(sender={"advertise": between.address}) as (sender, receiver, source, target):
+        between.target = sender.address
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
+        assert_pulled(target, [0, 1], [0, 1])
+        assert sender.stats()["pull_failures"]["taken"] >= 1
+
+
 def test_nobody_listens():
     """A pull from a sender that is gone fails at once, and is not tried until its deadline."""
     with pair() as (_, receiver, source, target):

@@ -380,7 +380,8 @@ class StoreTier:
         shared = self._shared
         pause = _POLL_S
         while shared is not None and time.monotonic() < deadline:
-            with shared.locked() as tiers:
+            with shared.lock:
+                tiers = shared.tiers
                 if shared.closed:
                     return
                 tiers.settle()
@@ -409,7 +410,8 @@ class StoreTier:
         over.wait(0.0 if stuck else _STORE_TIMEOUT_S)
         if shared is None:
             return
-        with shared.locked() as tiers:
+        with shared.lock:
+            tiers = shared.tiers
             for hash in hashes:
                 copy = tiers.host.copies.get(hash)
                 if copy is not None and copy.stored is None and copy.arriving is None:
@@ -456,7 +458,8 @@ class StoreTier:
 
     def _next(self, shared: SharedTiers) -> Callable[[], None] | None:
         """Return the next job, or None."""
-        with shared.locked() as tiers:
+        with shared.lock:
+            tiers = shared.tiers
             if shared.closed:
                 return None
             tiers.settle()
@@ -512,7 +515,8 @@ class StoreTier:
                     outcomes = answer
         finally:
             counts = self.counts
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 for i, copy in enumerate(copies):
                     outcome = outcomes[i] if i < len(outcomes) else "failed"
                     outcome = outcome if outcome in _OUTCOMES else "failed"
@@ -536,7 +540,8 @@ class StoreTier:
         try:
             over = next(fetch.steps, self) is self
         finally:
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 if over:
                     if fetch in self._fetches:
                         self._fetches.remove(fetch)
@@ -546,11 +551,13 @@ class StoreTier:
         """Look up blocks, and get them piece by piece until one is missing."""
         assert self._shared is not None
         counts = self.counts
-        with self._shared.locked() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.tiers
             hashes = [hash for hash in fetch.hashes if not tiers.readable(hash)]
         with self._calling():
             num_known = self.count_known(hashes)
-        with self._shared.locked() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.tiers
             counts.shared_misses += len(hashes) - num_known
             self._resolve(tiers, fetch, hashes[num_known:])
         hashes = hashes[:num_known]
@@ -574,7 +581,8 @@ class StoreTier:
                     arrived = answer
             finally:
                 arrived = arrived or [False] * len(piece)
-                with self._shared.locked() as tiers:
+                with self._shared.lock:
+                    tiers = self._shared.tiers
                     self._land(tiers, piece, pages, arrived, epoch)
                     self._resolve(tiers, fetch, piece)
                     counts.shared_get_s += time.perf_counter() - started

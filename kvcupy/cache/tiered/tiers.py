@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -730,39 +730,37 @@ class SharedTiers:
         self.engine: TransferEngine = tiers.engine
         self.closed = False
         self.disk_turn = threading.Lock()  # of acquires that read from disk; before the other lock
-        self._tiers = tiers
+        self.tiers = tiers
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of `TieredCache.stats`, without the lock and possibly stale."""
-        return self._tiers.stats()
+        return self.tiers.stats()
 
-    @contextmanager
-    def locked(self) -> Iterator[Tiers]:
-        """Hold the lock. The tiers may be closed, and are not settled."""
-        self._require_own_process()
-        with self._lock:
-            yield self._tiers
+    @property
+    def lock(self) -> threading.Lock:
+        """The lock, for `with`: a context manager in Python could keep it after an interrupt.
 
-    @contextmanager
-    def opened(self) -> Iterator[Tiers]:
-        """Hold the lock, and settle the tiers. KvcupyError if the cache is closed."""
-        self._require_own_process()
-        with self._lock:
-            if self.closed:
-                raise KvcupyError("the cache is closed")
-            self._tiers.settle()
-            yield self._tiers
-
-    def _require_own_process(self) -> None:
-        """Raise KvcupyError in a forked child, where another thread may hold the lock for ever."""
-        if self._tiers.store is not None:
-            self._tiers.store.require_own_process()
-        elif self._tiers.disk is not None and os.getpid() != self._pid:
+        KvcupyError in a forked child, where another thread may hold the lock for ever.
+        """
+        if self.tiers.store is not None:
+            self.tiers.store.require_own_process()
+        elif self.tiers.disk is not None and os.getpid() != self._pid:
             raise KvcupyError(
                 "disk: the cache belongs to another process; make one in each process"
             )
+        return self._lock
+
+    def opened(self) -> Tiers:
+        """Settle the tiers, and return them. KvcupyError if the cache is closed.
+
+        The caller holds the lock.
+        """
+        if self.closed:
+            raise KvcupyError("the cache is closed")
+        self.tiers.settle()
+        return self.tiers
 
     def attempt(self, change: Callable[[Tiers], _Result], *, opened: bool = True) -> _Result:
         """Call `change` until it is not Blocked, then submit the transfers that it queued.
@@ -772,8 +770,8 @@ class SharedTiers:
         try:
             while True:
                 try:
-                    with self.opened() if opened else self.locked() as tiers:
-                        result = change(tiers)
+                    with self.lock:
+                        result = change(self.opened() if opened else self.tiers)
                     break
                 except Blocked as blocked:
                     wait = blocked.wait
@@ -791,19 +789,19 @@ class SharedTiers:
 
     def _end_own_writes(self) -> None:
         """End writes of this thread that an interrupt kept from being carried out."""
-        if (disk := self._tiers.disk) is None:
+        if (disk := self.tiers.disk) is None:
             return
         thread = threading.get_ident()
         with self._lock:
             for move in list(disk.moves):
                 if move.thread == thread and not move.is_read:
-                    self._tiers.land(move)
+                    self.tiers.land(move)
 
     def carry_out(self, move: DiskMove) -> None:
         """Read or write the blocks of a move, without the lock, and record the outcome."""
-        assert self._tiers.disk is not None
+        assert self.tiers.disk is not None
         try:
-            self._tiers.disk.run(move)
+            self.tiers.disk.run(move)
         finally:
-            with self.locked() as tiers:
-                tiers.land(move)
+            with self._lock:
+                self.tiers.land(move)

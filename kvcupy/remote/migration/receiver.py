@@ -481,9 +481,11 @@ class PageReceiver(Endpoint):
                     is_confirming = channel.confirming
                     channel.close()
                 pull._check()
-                # A refusal instead of CONFIRMED is of the previous pull.
                 is_lost = isinstance(error, Lost)
-                is_lost |= isinstance(error, TransferError) and is_confirming
+                if isinstance(error, TransferError):
+                    # The refusal is of the previous pull, or the sender has yet to notice the end
+                    # of a connection over which it granted this one.
+                    is_lost = is_confirming or (error.reason == "taken" and num_attempts > 1)
                 if not is_lost:
                     raise
                 with self._lock:

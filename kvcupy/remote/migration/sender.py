@@ -737,8 +737,7 @@ class PageSender(Endpoint):
             offer = self._offers.get(number)
             if offer is None:
                 reason = self._ended.get(number, "ticket")
-                if reason in ("completed", "failed"):
-                    reason = "taken" if reason == "completed" else reason
+                reason = "taken" if reason == "completed" else reason
                 message = "no such offer" if reason == "ticket" else f"the offer: {reason}"
                 return None, (reason, message)
             known = offer.generation == generation and hmac.compare_digest(offer.token, token)

@@ -199,14 +199,18 @@ class _Server:
 
 
 class _DiskFile:
-    """The file of a disk tier, which may be in use; blocks are dropped only if it is not."""
+    """The file of a disk tier, which may be in use; blocks are dropped only if it is not.
+
+    Blocks of an encrypted file have the start of their record instead of a hash, and no known age.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             header = os.pread(self._descriptor, disk_format.BLOCK_BYTES, 0)
-            self._layout, self._identity = disk_format.decode_header(header, path)
+            _, self._layout, self._identity = disk_format.decode_header(header, path)
+            self._is_encrypted = "encryption" in self._identity
             if os.fstat(self._descriptor).st_size < self._layout.num_bytes:
                 raise ValueError(f"url: expected a whole file, got a truncated one: {path}")
         except BaseException:
@@ -229,7 +233,7 @@ class _DiskFile:
 
     def is_intact(self, block: StoredBlock, deadline: float) -> bool | None:
         record = self._record_of(block.key)
-        if record is None:
+        if record is None or self._is_encrypted:
             return None
         payload = os.pread(self._descriptor, record.num_bytes, self._layout.payload_at(record.slot))
         return disk_format.checksum(record.hash, [memoryview(payload)]) == record.checksum
@@ -265,6 +269,9 @@ class _DiskFile:
         raw = os.pread(self._descriptor, disk_format.RECORD_BYTES, self._layout.record_at(slot))
         if raw == disk_format.NO_RECORD:
             return None
+        if self._is_encrypted:
+            start = int.from_bytes(raw[:16], "big")
+            return disk_format.Record(start, 0, slot, self._layout.page_bytes, b"")
         return disk_format.decode_record(memoryview(raw), self._layout, slot)
 
     def _record_of(self, key: bytes) -> disk_format.Record | None:

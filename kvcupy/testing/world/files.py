@@ -316,8 +316,8 @@ class Files:
     def _status(self, inode: Inode) -> Any:
         return SimpleNamespace(
             st_mode=inode.mode, st_ino=inode.number, st_dev=1, st_size=len(inode.data),
-            st_uid=real_os.geteuid(), st_gid=0, st_nlink=inode.num_links, st_blocks=len(inode.data) // 512,
-            st_mtime=0.0, st_mtime_ns=0,
+            st_uid=real_os.geteuid(), st_gid=0, st_nlink=inode.num_links,
+            st_blocks=len(inode.data) // 512, st_mtime=0.0, st_mtime_ns=0,
         )  # fmt: skip
 
 
