@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
+
+_POLL_S = 0.05  # interval of checks for calls that ended without leaving
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -87,33 +90,37 @@ class Latch:
         return self._is_set or self._changed.wait_for(self.is_set, timeout_s)
 
 
+class Call:
+    """A call in progress, returned by `Users.enter`."""
+
+
 class Users:
     """Calls in progress, at most one of each thread and `limit` in all.
 
-    An exception of a signal handler may leave a call behind that has ended. It counts until the
-    next call of its thread.
+    An exception of a signal handler may keep a call from leaving. It counts until the frame that
+    holds its `Call` has ended, its thread has ended, or the next call of its thread begins.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._changed = Waiters(self._lock)
-        self._calls: dict[threading.Thread, object] = {}
+        self._calls: dict[threading.Thread, weakref.ref[Call]] = {}
         self._closed = False
 
-    def enter(self, timeout_s: float = 0.0) -> object | None:
+    def enter(self, timeout_s: float = 0.0) -> Call | None:
         """Begin a call; return what to pass to `leave`, or None if closed, or full until then."""
-        thread, call = threading.current_thread(), object()
+        thread, call = threading.current_thread(), Call()
         with self._lock:  # the usual case, without a wait
             is_over = self._add(thread, call)
         if not is_over:
-            self._changed.wait_for(partial(self._add, thread, call), timeout_s)
-        return call if self._calls.get(thread) is call else None
+            self._wait_for(partial(self._add, thread, call), timeout_s)
+        return call if self._is_in(thread, call) else None
 
-    def leave(self, call: object) -> None:
+    def leave(self, call: Call) -> None:
         thread = threading.current_thread()
         with self._lock:
-            if self._calls.get(thread) is call:
+            if self._is_in(thread, call):
                 del self._calls[thread]
                 self._changed.notify()
 
@@ -128,16 +135,34 @@ class Users:
                 return False
             self._closed = True
         own = {threading.current_thread()}
-        self._changed.wait_for(lambda: self._calls.keys() <= own)
-        return not self._calls
+        self._wait_for(lambda: self._in_progress() <= own, math.inf)
+        return not self._in_progress()
 
-    def _add(self, thread: threading.Thread, call: object) -> bool:
+    def _add(self, thread: threading.Thread, call: Call) -> bool:
         if self._closed:
             return True
-        if len(self._calls) >= self._limit and thread not in self._calls:
+        if len(self._calls) >= self._limit and len(self._in_progress() - {thread}) >= self._limit:
             return False
-        self._calls[thread] = call
+        self._calls[thread] = weakref.ref(call)
         return True
+
+    def _is_in(self, thread: threading.Thread, call: Call) -> bool:
+        entry = self._calls.get(thread)
+        return entry is not None and entry() is call
+
+    def _in_progress(self) -> set[threading.Thread]:
+        """Return the threads whose calls have not ended. The caller holds the lock."""
+        return {
+            thread for thread, call in self._calls.items()
+            if call() is not None and thread.is_alive()
+        }  # fmt: skip
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait as `Waiters.wait_for` does, also for calls that end without leaving."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._changed.wait_for(condition, min(left_s, _POLL_S)):
+                return
 
 
 class Helpers:

@@ -76,7 +76,8 @@ class Contents:
 
     def note_flush(self, cache: TieredCache) -> None:
         """Note the blocks of the lower tiers, which a flush is about to write."""
-        with cache._shared.locked() as tiers:
+        with cache._shared.lock:
+            tiers = cache._shared.tiers
             self.flushed = {
                 number for number in range(NUM_HASHES)
                 if FIRST_HASH + number in tiers.host.copies

@@ -142,8 +142,8 @@ def test_latch(interrupt):
 
 
 def test_users(interrupt):
-    """A call that an interrupt leaves behind is replaced by the next one of its thread."""
-    users = Users(2)
+    """A call that an interrupt leaves behind ends with the frame that holds it."""
+    users = Users(1)
 
     def use():
         call = users.enter(1)
@@ -151,16 +151,20 @@ def test_users(interrupt):
         users.leave(call)
 
     interrupt(use, 5e-5)
-    other = in_time(lambda: users.enter(1) or 0)
-    assert other
-    first = users.enter()
-    assert in_time(lambda: users.enter(0.05) is None)  # two are in a call
+    assert in_time(lambda: users.enter(1) is not None)  # and ends with its thread
+    first = users.enter(1)
+    assert first is not None
+    assert in_time(lambda: users.enter(0.05) is None)  # one is in a call
     users.leave(first)
-    assert len(users._calls) == 1
-    users._calls.clear()
     assert users.close() is True
     assert users.close() is False
     assert users.enter() is None
+
+
+def test_a_call_left_behind_does_not_keep_others_from_closing():
+    users = Users()
+    users.enter()  # whose frame is gone
+    assert in_time(users.close)
 
 
 def test_users_close_while_calls_are_in_progress():

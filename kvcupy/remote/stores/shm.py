@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...cache.identity import KEY_BYTES
-from ...cache.threads import Helpers, Users
+from ...cache.threads import Call, Helpers, Users
 from ...config import cache_logger
 from ...errors import ProcessLocal, file_path
 from ...ops import checks
@@ -200,7 +200,7 @@ class ShmBackend(ProcessLocal):
         self._records = words[layout.records_at // 8 :]
         self._mask = layout.num_buckets - 1
         self._threads = Users(1)  # flock excludes processes, not threads
-        self._holder: object = None  # the thread's entry that holds the lock
+        self._holder: Call | None = None  # of the thread that holds the lock
         self.blocks_per_get = max(1, _MAX_BATCH_BYTES // layout.block_bytes)
         self._helpers = Helpers(threads - 1, "kvcupy-shared")
         self._putting: _Put | None = None  # the put that holds the lock
@@ -706,7 +706,7 @@ class ShmBackend(ProcessLocal):
                     self._lock_timeouts += 1
                     if now - started >= _STUCK_S:
                         self._stuck_until = now + _STUCK_TTL_S
-                    self._threads.leave(self._holder)
+                    self._threads.leave(holder)
                     return False
                 now_ns = time.monotonic_ns()
                 is_next = not (self._is_awaited(now_ns) and words[_WAITING_SINCE] < started_ns)
@@ -715,10 +715,10 @@ class ShmBackend(ProcessLocal):
                 pause_s = min(1.5 * pause_s, _MAX_POLL_S if is_next else _MAX_QUEUE_POLL_S)
                 time.sleep(min(pause_s, deadline - now))
         except OSError as error:
-            self._threads.leave(self._holder)
+            self._threads.leave(holder)
             raise BackendLost(f"{self.path}: cannot lock the file: {error}") from error
         except BaseException:
-            self._threads.leave(self._holder)
+            self._threads.leave(holder)
             raise
         self._stuck_until = -math.inf
         if words[_WAITING_SINCE] == started_ns:
@@ -742,7 +742,9 @@ class ShmBackend(ProcessLocal):
                 finally:
                     os.close(another)
         finally:
-            self._threads.leave(self._holder)
+            holder, self._holder = self._holder, None
+            if holder is not None:
+                self._threads.leave(holder)
 
     def _yield_lock(self) -> None:
         """Pause so that another process can take the lock, if one waited for it recently."""

@@ -125,6 +125,8 @@ def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simu
                 setattr(module, key, pair[1])
     replaced.append((streams, "_idle", streams._idle))  # a stream of a world ends with it
     streams._idle = weakref.WeakKeyDictionary()
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda raised: world.note(f"ignored {raised.exc_type.__name__}")
     was_disabled = logging.root.manager.disable
     logging.disable()
     with collected_later():
@@ -133,6 +135,7 @@ def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simu
         finally:
             world.close()
             logging.disable(was_disabled)
+            sys.unraisablehook = hook
             for module, key, value in replaced:
                 setattr(module, key, value)
 
