@@ -1,0 +1,29 @@
+"""Logs at a bounded rate."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+
+from kvcupy.config import BoundedLog
+
+
+def test_recurring_warnings_are_counted_instead_of_logged(monkeypatch, caplog):
+    now = [5.0]
+    monkeypatch.setattr(
+        sys.modules[BoundedLog.__module__], "time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    log = BoundedLog(logging.getLogger("kvcupy.cache"), interval_s=10)
+    for number in range(4):
+        log.warning("%d blocks: %s", number, "100 %")
+    assert [r.getMessage() for r in caplog.records] == ["0 blocks: 100 %"]
+    now[0] = 14.9
+    log.warning("too early")
+    now[0] = 15.0
+    log.warning("%s again", "damaged")
+    now[0] = 100.0
+    log.warning("late")
+    assert [r.getMessage() for r in caplog.records[1:]] == [
+        "damaged again (and 4 more warnings before)", "late"
+    ]  # fmt: skip
