@@ -98,7 +98,7 @@ class Users:
     """Calls in progress, at most one of each thread and `limit` in all.
 
     An exception of a signal handler may keep a call from leaving. It counts until the frame that
-    holds its `Call` has ended, its thread has ended, or the next call of its thread begins.
+    holds its `Call` has ended, or the next call of its thread begins.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -152,10 +152,7 @@ class Users:
 
     def _in_progress(self) -> set[threading.Thread]:
         """Return the threads whose calls have not ended. The caller holds the lock."""
-        return {
-            thread for thread, call in self._calls.items()
-            if call() is not None and thread.is_alive()
-        }  # fmt: skip
+        return {thread for thread, call in self._calls.items() if call() is not None}
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Wait as `Waiters.wait_for` does, also for calls that end without leaving."""
