@@ -3,7 +3,7 @@
 Clock, threads, sockets, files and processes are simulated; the code of kvcupy is the real one. A
 seed decides the order of threads and every fault: connections that break or fall silent, processes
 that are killed or stopped in the middle of a call, disks that fail, lose power or fill up, signals
-whose handlers raise. What each call returns is compared with what it may return.
+whose handlers raise. The result of each call is compared with what it may be.
 
     python scripts/simulate.py                                     # 200 seeds of each protocol
     python scripts/simulate.py --protocol disk --seeds 0:10000 --jobs 2
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         record = {
             **describe(kv.device("host")),
-            "first_seed": options.seeds.start, "stop_seed": options.seeds.stop, "runs": counts, "failures": failures, "seconds": round(seconds),
+            "first_seed": options.seeds.start, "stop_seed": options.seeds.stop, "runs": counts,
+            "failures": failures, "seconds": round(seconds),
         }  # fmt: skip
         write_json(options.json, record)
     return 1 if failures else 0

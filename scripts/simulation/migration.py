@@ -242,7 +242,7 @@ def migration(world: Simulated) -> Any:
 
 
 def stale_socket(world: Simulated) -> None:
-    """Senders that start at once over the socket of a dead one: whoever listens can be reached."""
+    """Senders that start at once over the socket of a dead one: exactly one listens, reachably."""
     draw = world.random
     history = History()
     path = "/run/pages"

@@ -410,7 +410,7 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
         network.connections += [here, there]
 
     class TLSSocket(Socket):
-        """A connection after `wrap_socket`; its bytes are those of the wrapped one."""
+        """A connection after `wrap_socket`; with the bytes of the wrapped one."""
 
         is_server = False
 
