@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -59,7 +60,10 @@ def interrupt():
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda raised: None  # one in Python might be interrupted, too
     yield repeat
+    sys.unraisablehook = hook
     errors.clear()
 
 
