@@ -104,6 +104,8 @@ _COUNTERS = {
     "kvcupy_cache_moved_seconds_total": "Seconds that moves between tiers took.",
     "kvcupy_migration_offers_total": "Offers of page senders that are over, by outcome.",
     "kvcupy_migration_pulls_total": "Pulls of page receivers that are over, by outcome.",
+    "kvcupy_migration_failed_pulls_total": "Failed pulls, by the end that counts and the reason.",
+    "kvcupy_migration_dropped_connections_total": "Connections that ended without a pull.",
     "kvcupy_migration_bytes_total": "Bytes of pages sent to and received from other processes.",
     "kvcupy_shared_blocks_total": "Blocks put into shared stores, or asked of them.",
     "kvcupy_shared_bytes_total": "Bytes moved to shared stores and from them.",
@@ -129,6 +131,7 @@ _SHORT = (
 _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 _HISTOGRAMS = {
     "kvcupy_step_seconds": (_SHORT, "Steps of paged caches, from begin_forward to end_forward."),
+    "kvcupy_migration_pull_seconds": (_SHORT, "Pulls of pages, until no more bytes can arrive."),
     "kvcupy_host_wait_seconds": (_SHORT, "Waits of the host for transfers that hold pages."),
     "kvcupy_compile_seconds": (_LONG, "Compilations of kernels."),
 }

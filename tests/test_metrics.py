@@ -210,7 +210,7 @@ def test_counts_outlive_their_caches_and_blocks_do_not(device, counting):
 
 def test_a_busy_cache_is_read_without_waiting(device, counting):
     cache = tiered(device)
-    with cache._shared.locked():
+    with cache._shared.lock:
         reader = threading.Thread(target=counting.collect, daemon=True)
         reader.start()
         reader.join(30)

@@ -1,15 +1,143 @@
-"""Threads that help a call to work on many items, such as blocks to copy."""
+"""Threads that help a call to work on many items, and waits that survive interrupts.
+
+A signal handler may raise between any two bytecodes of the main thread, as KeyboardInterrupt does.
+`with` on a Lock is safe; `with` and `wait` of threading.Condition and Event run Python code, which
+an exception can leave with the lock held, or released twice. `Waiters` and `Latch` replace them.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from contextlib import suppress
+from functools import partial
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Waiters:
+    """Threads that wait for changes of attributes that a lock guards.
+
+    An interrupted wait leaves nothing behind but an entry, until the next change.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._waiting: list[threading.Lock] = []  # held until the thread is to wake
+
+    def notify(self) -> None:
+        """Wake all waiting threads. The caller holds the lock."""
+        for each in self._waiting:
+            if each.locked():  # else woken already, before an interrupt
+                each.release()
+        self._waiting.clear()
+
+    def notify_one(self) -> None:
+        """Wake the thread that has waited longest. The caller holds the lock.
+
+        Only for waits that nothing interrupts: no wait of the main thread.
+        """
+        if self._waiting:
+            self._waiting.pop(0).release()
+
+    def wait_for(self, condition: Callable[[], _Result], timeout_s: float | None = None) -> _Result:
+        """Wait until `condition()` is true, or until the timeout; return its last result.
+
+        The caller does not hold the lock, which is held during calls of `condition`.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                result = condition()
+                seconds = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                if result or seconds <= 0:
+                    return result
+                waiting = threading.Lock()
+                waiting.acquire()
+                self._waiting.append(waiting)
+            if not waiting.acquire(timeout=seconds):
+                with self._lock, suppress(ValueError):  # notified meanwhile
+                    self._waiting.remove(waiting)
+
+
+class Latch:
+    """An event that stays set."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        with self._lock:
+            self._is_set = True
+            self._changed.notify()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the latch is set, or until the timeout; return whether it is set."""
+        return self._is_set or self._changed.wait_for(self.is_set, timeout_s)
+
+
+class Users:
+    """Calls in progress, at most one of each thread and `limit` in all.
+
+    An exception of a signal handler may leave a call behind that has ended. It counts until the
+    next call of its thread.
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
+        self._calls: dict[threading.Thread, object] = {}
+        self._closed = False
+
+    def enter(self, timeout_s: float = 0.0) -> object | None:
+        """Begin a call; return what to pass to `leave`, or None if closed, or full until then."""
+        thread, call = threading.current_thread(), object()
+        with self._lock:  # the usual case, without a wait
+            is_over = self._add(thread, call)
+        if not is_over:
+            self._changed.wait_for(partial(self._add, thread, call), timeout_s)
+        return call if self._calls.get(thread) is call else None
+
+    def leave(self, call: object) -> None:
+        thread = threading.current_thread()
+        with self._lock:
+            if self._calls.get(thread) is call:
+                del self._calls[thread]
+                self._changed.notify()
+
+    def close(self) -> bool:
+        """Let no call begin, and wait until those in progress in other threads have ended.
+
+        Return False if closed already, or this thread is in a call: a signal handler has
+        interrupted it, or has left it behind.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+        own = {threading.current_thread()}
+        self._changed.wait_for(lambda: self._calls.keys() <= own)
+        return not self._calls
+
+    def _add(self, thread: threading.Thread, call: object) -> bool:
+        if self._closed:
+            return True
+        if len(self._calls) >= self._limit and thread not in self._calls:
+            return False
+        self._calls[thread] = call
+        return True
 
 
 class Helpers:
@@ -57,13 +185,14 @@ class _Job(Generic[_Item]):
 
     def __init__(self, function: Callable[[_Item], None], items: Iterable[_Item]) -> None:
         self._function, self._rest = function, deque(items)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
         self._num_working = 0
         self._error: BaseException | None = None
 
     def work(self) -> None:
         """Work on items until none are left; `wait` raises errors."""
-        with self._changed:
+        with self._lock:
             self._num_working += 1
         try:
             while True:
@@ -76,16 +205,15 @@ class _Job(Generic[_Item]):
             self._rest.clear()
             self._error = self._error or error
         finally:
-            with self._changed:
+            with self._lock:
                 self._num_working -= 1
-                self._changed.notify_all()
+                self._changed.notify()
 
     def wait(self) -> None:
         """Wait until no thread works on an item, despite interrupts; then raise any error."""
         while self._num_working:
             try:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._num_working)
+                self._changed.wait_for(lambda: not self._num_working)
             except BaseException as error:  # such as KeyboardInterrupt
                 self._error = error
         failure, self._error = self._error, None

@@ -90,7 +90,8 @@ def test_pages_of_the_host_that_are_late_are_waited_for(device):
     blocks.cache.evict(2)
     gate = Gate(blocks.engine.load_stream)
     blocks.cache.acquire([A, B]).release()
-    with blocks.cache._shared.opened() as tiers:  # as if they had been lost to a failure
+    with blocks.cache._shared.lock:  # as if they had been lost to a failure
+        tiers = blocks.cache._shared.opened()
         copies = list(tiers.host.copies.values())
         tiers.host.forget(copies)
         tiers.host.give_back([copy.page for copy in copies])

@@ -194,7 +194,8 @@ def test_a_chain_of_transfers_behind_a_failed_save(device):
     gate = failing_stream(blocks, "save")
     blocks.cache.evict(2)
     blocks.cache.acquire([A, B]).release()
-    with blocks.cache._shared.opened() as tiers:  # as if the host's policy had let them go
+    with blocks.cache._shared.lock:  # as if the host's policy had let them go
+        tiers = blocks.cache._shared.opened()
         copies = list(tiers.host.copies.values())
         tiers.host.forget(copies)
         tiers.host.give_back([copy.page for copy in copies])
@@ -243,7 +244,8 @@ def test_a_save_is_as_good_as_the_load_before_it(device):
     lease = blocks.cache.acquire([A])
     (load,) = lease.completion._arriving
     lease.release()
-    with blocks.cache._shared.opened() as tiers:  # as if the host's policy had let it go
+    with blocks.cache._shared.lock:  # as if the host's policy had let it go
+        tiers = blocks.cache._shared.opened()
         copies = list(tiers.host.copies.values())
         tiers.host.forget(copies)
         tiers.host.give_back([copy.page for copy in copies])

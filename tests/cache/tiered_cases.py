@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def tiers(self):
-        return self.cache._shared._tiers
+        return self.cache._shared.tiers
 
     def values(self, hash):
         return page_values(self.device_pool, hash)

@@ -154,7 +154,8 @@ class SharedBlocks(Blocks):
         """Wait until the worker has nothing to do."""
 
         def over():
-            with self.cache._shared.locked() as tiers:
+            with self.cache._shared.lock:
+                tiers = self.cache._shared.tiers
                 tiers.settle()
                 tier = self.tier
                 return not (tier.pending or tier._puts or tier._urgent_puts or tier.holding)

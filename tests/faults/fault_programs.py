@@ -973,7 +973,7 @@ class Tiered(Program):
         settle(self.device)
         if self.tiers is None:
             return None
-        tiers = self.tiers._shared._tiers
+        tiers = self.tiers._shared.tiers
         if not self.tiers.closed:
             self.tiers.stats()
         for tier in (tiers.device, tiers.host):
@@ -1139,7 +1139,7 @@ class PagedTiers(Paged):
 
     def state(self, step: str) -> Any:
         seen = super().state(step)
-        tiers = self.tiers._shared._tiers
+        tiers = self.tiers._shared.tiers
         self.tiers.stats()
         seen["host"] = self.host.allocator.num_free
         if step in ("add", "evict", "remove"):  # blocks may have been evicted, moved or lost

@@ -477,8 +477,6 @@ NOT_NEEDED = {
             "TransferQueue._reap: batch.join()": _FAILURES,
         },
         "remote/migration/layers.py": {
-            "Staging.borrowed: self._freed.wait(min(_STAGING_POLL_S, max(0.0, deadline - "
-            "time.monotonic())))": _THREADS,
             "Staging.load: stream.synchronize()": _SOCKETS,
             "Staging.save: stream.synchronize()": _SOCKETS,
         },
@@ -546,8 +544,6 @@ NOT_NEEDED = {
         },
         STORE_TIER: {
             "StoreTier._wait_for_put: over.wait(0.0 if stuck else _STORE_TIMEOUT_S)": _THREADS,
-            "StoreTier.drain: self._moved.wait(min(pause, max(0.0, deadline - time.monotonic())))":
-                _THREADS,
             "StoreTier.stop: thread.join(join_s)": _THREADS,
         },
         TIERS: {

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -104,12 +106,13 @@ def keep_leases(sender):
     busy machine.
     """
 
-    def renew(offer):
+    (offer,) = sender._offers.values()
+
+    def renew():
         offer.expires = time.monotonic() + 3600
 
-    sender._renew = renew
-    (offer,) = sender._offers.values()
-    renew(offer)
+    offer.renew = renew
+    renew()
     return offer
 
 
@@ -213,6 +216,23 @@ def process():
     for each in started:
         each.signal(signal.SIGCONT)
         each.kill()
+
+
+@pytest.fixture
+def contexts(tmp_path):
+    """TLS of a sender, and of a receiver that trusts it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command, to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(certificate, key)
+    return server, ssl.create_default_context(cafile=certificate)
 
 
 # --- What lies between ----------------------------------------------------------------------------

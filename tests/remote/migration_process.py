@@ -55,6 +55,11 @@ def run_sender(pool, options):
         elif command == "layer_done":
             sender.layer_done(ticket, request["layer"])
             answer()
+        elif command == "fork":
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            answer(child=child)
         elif command == "stop_after":
             stop_after(request["count"])
             answer()
@@ -90,6 +95,8 @@ def run_receiver(pool, options):
 
 if __name__ == "__main__":
     role, configuration = sys.argv[1], json.loads(sys.argv[2])
+    if versions := configuration.get("versions"):
+        protocol.VERSIONS = range(*versions)
     pool = cases.pool_of(**configuration.get("pool", {}))
     options = configuration.get("options", {})
     if "secret" in options:

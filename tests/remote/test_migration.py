@@ -356,6 +356,21 @@ def test_a_pull_that_waits_renews_the_lease(name):
         eventually(lambda: sender.stats()["completed"] == 1)
 
 
+def test_renewals_have_a_limit():
+    """A receiver that never ends its pull keeps no pages for longer than the sender allows."""
+    with pair(sender={"max_lease_s": 0.6}) as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(1), lease_s=0.3, by_layer=True)
+        start = time.monotonic()
+        assert reason_of(receiver.pull(ticket, [0])) == "expired"
+        assert 0.55 < time.monotonic() - start < 5
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        sender.offer(source.allocator.alloc(1), lease_s=100)
+        (offer,) = sender._offers.values()
+        offer.renew()
+        assert 90 < offer.expires - time.monotonic() <= 100
+
+
 @pytest.mark.parametrize("name", [name for name in PAUSES if name != "staging of the receiver"])
 def test_without_renewals_the_lease_ends(name, monkeypatch):
     """A control: the pages are released, once, while the pull still waits."""
@@ -820,6 +835,39 @@ def test_calls_of_the_system_that_fail(call, monkeypatch):
             break
 
 
+def test_pulls_and_connections_by_reason():
+    """At both ends, in `stats` and as metrics."""
+    name = "kvcupy_migration_failed_pulls_total"
+    ends = "sender", "receiver"
+    before = [kv.metrics.value(name, end=end, reason="withdrawn") for end in ends]
+    was_enabled = kv.metrics.enabled
+    kv.metrics.enable()
+    try:
+        with pair() as (sender, receiver, source, _):
+            ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
+            sender.layer_done(ticket, 0)
+            pull = receiver.pull(ticket, [0])
+            pull.wait_layer(0)
+            sender.withdraw(ticket)
+            assert reason_of(pull) == "withdrawn"
+            for layer in (1, 2):
+                sender.layer_done(ticket, layer)
+            eventually(lambda: sender.stats()["pull_failures"] == {"withdrawn": 1})
+            assert receiver.stats()["pull_failures"] == {"withdrawn": 1}
+            with socket.create_connection(("127.0.0.1", int(sender.address.split(":")[-1]))) as it:
+                it.sendall(b"GET / HTTP/1.1\r\n" * 8)
+                eventually(lambda: sender.stats()["connection_drops"] == {"stranger": 1})
+            assert sender.stats()["dropped_connections"] == 1
+    finally:
+        if not was_enabled:
+            kv.metrics.disable()
+    after = [kv.metrics.value(name, end=end, reason="withdrawn") for end in ends]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1]
+    assert kv.metrics.value("kvcupy_migration_pull_seconds", outcome="failed").count >= 1
+    name = "kvcupy_migration_dropped_connections_total"
+    assert kv.metrics.value(name, end="sender", reason="stranger") >= 1
+
+
 def test_metrics_of_senders_and_receivers_that_are_gone():
     """Totals never decrease, which a scraper would take for a restart."""
 
@@ -854,22 +902,25 @@ def test_an_idle_connection_makes_place():
             each.pull(sender.offer(pages), [3, 4]).synchronize()
             assert_pulled(each.pool, [3, 4], pages)
             eventually(lambda: source.allocator.num_free == 12)
-            eventually(lambda: len(sender._idle) == min(2, sender.stats()["connections"]))
+            eventually(lambda: all(c.state == "idle" for c in sender._open_connections()))
         stats = sender.stats()
         assert (stats["connections"], stats["dropped_connections"]) == (2, 0)
         eventually(lambda: len(sender._connections) == 2)
-        # Those that are at work stay.
+        # Those that are at work stay; the third waits for one of them.
         tickets = [sender.offer(source.allocator.alloc(1), by_layer=True) for _ in range(3)]
         pulls = [each.pull(t, [5]) for each, t in zip(others[:2], tickets, strict=False)]
         eventually(lambda: sender.stats()["pulls"] == 2)
-        assert reason_of(others[2].pull(tickets[2], [5])) == "lost"
-        assert sender.stats()["dropped_connections"] >= 1
-        for ticket in tickets:
+        pulls.append(others[2].pull(tickets[2], [5]))
+        for layer in LAYERS:
+            sender.layer_done(tickets[2], layer)
+        eventually(lambda: sender._is_crowded)
+        assert sender.stats()["pulls"] == 2
+        for ticket in tickets[:2]:
             for layer in LAYERS:
                 sender.layer_done(ticket, layer)
         for pull in pulls:
             pull.synchronize()
-        sender.withdraw(tickets[2])
+        assert sender.stats()["dropped_connections"] == 0
         for each in others:
             each.close()
 
@@ -905,14 +956,14 @@ def test_nobody_waits_for_a_sender_that_stops_while_it_confirms(monkeypatch):
     send, opened, halves = protocol.Channel.send, threading.Event(), []
 
     def sending(channel, kind, payload, deadline, **options):
-        if kind != protocol.CONFIRMED or channel._socket.getsockname()[1] != stopped_port:
+        if kind != protocol.CONFIRMED or channel.socket.getsockname()[1] != stopped_port:
             send(channel, kind, payload, deadline, **options)
             return
         message = channel._message(kind, payload)
-        channel._socket.sendall(message[:10])
+        channel.socket.sendall(message[:10])
         halves.append(channel)
         assert opened.wait(PATIENCE_S)
-        channel._socket.sendall(message[10:])
+        channel.socket.sendall(message[10:])
 
     monkeypatch.setattr(protocol.Channel, "send", sending)
     monkeypatch.setattr(receivers, "_CONFIRM_TIMEOUT_S", 10.0 * PATIENCE_S)

@@ -273,7 +273,7 @@ def test_forked_while_locks_are_held():
     with kv.PageSender(source) as sender, kv.PageReceiver(pool_of()) as receiver:
         ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
         pull = receiver.pull(ticket, [0, 1])
-        locks = [sender._changed, receiver._lock, receiver._workers._changed, pull._changed]
+        locks = [sender._lock, receiver._lock, receiver._workers._lock, pull._lock]
         locks.append(source.allocator._lock)
         held, released = threading.Event(), threading.Event()
 
@@ -319,6 +319,27 @@ def test_forked_while_locks_are_held():
         pull.synchronize()
         assert_pulled(receiver.pool, [0, 1], [0, 1])
     source.allocator.check_leaks()
+
+
+@pytest.mark.parametrize("listen", ["tcp:127.0.0.1:0", "unix:{}/pages"])
+def test_a_forked_child_outlives_the_sender(listen, tmp_path, process):  # noqa: F811
+    """Its parent is killed: the child keeps neither a connection nor the address."""
+    listen = listen.format(tmp_path)
+    sender = process("sender", options={"listen": listen})
+    with kv.PageReceiver(pool_of()) as receiver:
+        ticket = sender.offer([0, 1], by_layer=True, lease_s=PATIENCE_S)
+        pull = receiver.pull(ticket, [0, 1], deadline_s=PATIENCE_S)
+        eventually(lambda: sender.ask("stats")["pulls"] == 1)
+        child = sender.ask("fork")["child"]
+        try:
+            start = time.monotonic()
+            sender.kill()
+            assert reason_of(pull) == "lost"
+            assert reason_of(receiver.pull(ticket, [0, 1], deadline_s=PATIENCE_S)) == "lost"
+            assert time.monotonic() - start < 5
+            kv.PageSender(pool_of(), listen=sender.hello["address"]).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_the_guide_in_two_terminals(tmp_path):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import socket
 import ssl
 import struct
-import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -19,6 +17,7 @@ from migration_cases import (
     PATIENCE_S,
     SECRET,
     assert_pulled,
+    contexts,  # noqa: F401 -- a fixture
     eventually,
     filled,
     is_poisoned,
@@ -96,7 +95,7 @@ def test_flipped_bits(direction, secret, proxy, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("direction", ["change", "change_up"])
 def test_a_message_that_is_changed(direction, proxy):  # noqa: F811
     """In a field in which any number would do: the lease that is granted, a page run."""
-    offset = 104 + 5 + 7 if direction == "change" else 88 + 5 + 43
+    offset = 104 + 5 + 7 if direction == "change" else 96 + 5 + 43
     between = proxy(**{direction: flipped(offset, 1)})
     with pair(sender={"advertise": between.address}) as (sender, receiver, source, _):
         between.target = sender.address
@@ -133,18 +132,81 @@ def test_another_secret():
 def test_a_proof_with_another_secret():
     with pair(secret=SECRET) as (sender, _, source, _):
         digest = sender._digest
-        with connected(sender) as connection:
-            hello = protocol._CLIENT_HELLO.pack(
-                b"KVPM", protocol.VERSION, 1, 6, os.urandom(32), digest
-            )
-            connection.sendall(hello)
-            protocol.receive_exactly(
-                connection, protocol._SERVER_HELLO.size + 32, time.monotonic() + PATIENCE_S
-            )
-            connection.sendall(os.urandom(32))
-            assert ended(connection)
-        eventually(lambda: sender.stats()["dropped_connections"] == 1)
+        for version in protocol.VERSIONS:
+            with connected(sender) as connection:
+                hello = protocol._CLIENT_HELLO.pack(b"KVPM", version, 1, 6, os.urandom(32), digest)
+                connection.sendall(hello if version == 3 else hello + bytes(8))
+                protocol.receive_exactly(
+                    connection, protocol._SERVER_HELLO.size + 32, time.monotonic() + PATIENCE_S
+                )
+                connection.sendall(os.urandom(32))
+                assert ended(connection)
+        eventually(lambda: sender.stats()["dropped_connections"] == 2)
         assert source.allocator.num_free == 12
+
+
+def test_refusals_of_a_peer(monkeypatch):
+    """The text is printable and bounded, the reason a known one, and the peer is named."""
+
+    def refuse(channel, reason, message, deadline):
+        channel.send(protocol.REFUSED, b"evil\n\x1b[2J\n" + b"x" * 100_000, deadline)
+
+    monkeypatch.setattr(protocol.Channel, "refuse", refuse)
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(1))
+        sender.withdraw(ticket)
+        pull = receiver.pull(ticket, [0])
+        assert reason_of(pull) == "lost"
+        message = str(pull.failure)
+        assert message.isprintable() and len(message) < 1100
+        assert message.startswith(f"{sender.address}: ?[2J?xxx")
+
+
+class Impostor(kv.PageSender):
+    """Takes another sender's port and its name, which is public, and serves any request."""
+
+    def __init__(self, pool, ticket, **options):
+        super().__init__(pool, listen=ticket.address, **options)
+        self._id = ticket.sender_id
+        self.offer(pool.allocator.alloc(ticket.num_pages))
+
+    def _claim(self, channel, number, generation, token):
+        (offer,) = self._offers.values()
+        return super()._claim(channel, offer.number, offer.generation, offer.token)
+
+
+def test_an_impostor_after_the_sender_is_gone():
+    """Without a secret, a sender proves that it made the ticket."""
+    source, target = filled(), pool_of()
+    with kv.PageReceiver(target) as receiver:
+        sender = kv.PageSender(source)
+        ticket = sender.offer(source.allocator.alloc(2))
+        sender.close()
+        poison(target, range(12))
+        with Impostor(pool_of(), receiver.inspect(ticket)) as impostor:
+            pull = receiver.pull(ticket, [0, 1])
+            assert reason_of(pull) == "lost"
+            assert "no longer listens" in str(pull.failure)
+            assert impostor.stats()["sent_bytes"] == 0
+        assert is_poisoned(target, range(12))
+
+
+def test_a_receiver_without_a_ticket():
+    """Without a secret, a receiver proves that it has a ticket before anything else is read."""
+    from dataclasses import replace
+
+    with pair() as (sender, receiver, source, _):
+        genuine = receiver.inspect(sender.offer(source.allocator.alloc(1)))
+        forged = replace(genuine, token=bytes(16))
+        assert reason_of(receiver.pull(forged.encoded(b""), [0])) == "lost"
+        version_3 = replace(genuine, version=3)  # a hello that names no offer, as of old receivers
+        for ticket in (version_3, genuine):
+            with connected(sender) as connection:
+                deadline = time.monotonic() + PATIENCE_S
+                protocol.as_receiver(connection, b"", sender._digest, ticket, deadline)
+        with connected(sender) as connection, pytest.raises(kv.TransferError, match="listens"):
+            protocol.as_receiver(connection, b"", sender._digest, forged, deadline)
+        eventually(lambda: sender.stats()["dropped_connections"] == 2)
 
 
 def test_replayed(proxy):  # noqa: F811
@@ -210,9 +272,10 @@ def test_nonsense_behind_the_handshake(nonsense, monkeypatch):
     """
     monkeypatch.setattr(protocol, "HANDSHAKE_S", 60.0)
     with pair(secret=SECRET) as (sender, receiver, source, _):
+        ticket = receiver.inspect(sender.offer(source.allocator.alloc(1)))
         with connected(sender) as connection:
             deadline = time.monotonic() + PATIENCE_S
-            kept, _ = protocol.as_receiver(connection, SECRET, sender._digest, deadline)
+            kept, _ = protocol.as_receiver(connection, SECRET, sender._digest, ticket, deadline)
             connection.sendall(nonsense(kept))
             assert ended(connection)
         eventually(lambda: sender.stats()["connections"] == 0)
@@ -236,7 +299,7 @@ def test_requests_that_ask_for_too_much():
         ]:
             with connected(sender) as connection:
                 deadline = time.monotonic() + PATIENCE_S
-                channel, _ = protocol.as_receiver(connection, b"", sender._digest, deadline)
+                channel, _ = protocol.as_receiver(connection, b"", sender._digest, ticket, deadline)
                 channel.send(protocol.PULL, PULL_HEAD.pack(*request), deadline)
                 with pytest.raises(kv.TransferError) as caught:
                     channel.receive(deadline)
@@ -247,11 +310,11 @@ def test_requests_that_ask_for_too_much():
 
 def test_another_pool_behind_the_handshake():
     """A receiver that is broken, or lies: its digest is compared before anything is decoded."""
-    with pair() as (sender, _, source, _):
-        sender.offer(source.allocator.alloc(1))
+    with pair() as (sender, receiver, source, _):
+        ticket = receiver.inspect(sender.offer(source.allocator.alloc(1)))
         with connected(sender) as connection:
             deadline = time.monotonic() + PATIENCE_S
-            channel, _ = protocol.as_receiver(connection, b"", bytes(16), deadline)
+            channel, _ = protocol.as_receiver(connection, b"", bytes(16), ticket, deadline)
             channel.send(protocol.PULL, b"", deadline)
             with pytest.raises(kv.TransferError, match="the pools differ"):
                 channel.receive(deadline)
@@ -314,24 +377,7 @@ def test_socket_files(tmp_path):
         kv.PageSender(pool_of(), listen=f"unix:{tmp_path}/nowhere/pages")
 
 
-@pytest.fixture
-def contexts(tmp_path):
-    """TLS of a sender, and of a receiver that trusts it."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command, to make a certificate")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    server.load_cert_chain(certificate, key)
-    return server, ssl.create_default_context(cafile=certificate)
-
-
-def test_tls(contexts):
+def test_tls(contexts):  # noqa: F811
     server, client = contexts
     with pair(sender={"tls": server}, receiver={"tls": client}) as (
         sender,
@@ -350,7 +396,7 @@ def test_tls(contexts):
             assert reason_of(stranger.pull(ticket, [0, 1, 2])) == "lost"
 
 
-def test_tls_stays_until_a_connection_has_ended(contexts, monkeypatch):
+def test_tls_stays_until_a_connection_has_ended(contexts, monkeypatch):  # noqa: F811
     """A thread that still sends while another aborts sends nothing that is not encrypted."""
     ends = socket.socketpair()
     result = {}

@@ -28,6 +28,7 @@ from migration_cases import (
 )
 
 import kvcupy as kv
+from kvcupy.remote.migration import protocol
 from kvcupy.remote.migration.protocol import Channel, Lost
 
 NUM_LAYERS = 3
@@ -182,8 +183,8 @@ class MigrationMachine(RuleBasedStateMachine):
         """Reset the connections of a pull."""
         if confirmed and self.pulls:
             self.cut_off = True
-            for channel in list(self.pulls[pick % len(self.pulls)].pull._channels):
-                channel.abort()
+            for connection in list(self.pulls[pick % len(self.pulls)].pull._sockets):
+                protocol.abort(connection)
 
     @rule(seconds=st.sampled_from([0.0, 0.001, 0.004]))
     def pause(self, seconds):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 from contextlib import suppress
 
 import numpy as np
@@ -293,8 +294,12 @@ class TestLost:
 
     def test_calls_wait_for_a_connection_until_their_deadline(self, redis_server):
         backend = open_backend(redis_server().url, max_connections=1)
-        with backend._calling(soon()), pytest.raises(BackendLost, match="in time"):
-            backend.exists(KEYS, time.monotonic() + 0.05)
+        with futures.ThreadPoolExecutor(1) as other:
+            calling = backend._calling(soon())
+            other.submit(calling.__enter__).result()
+            with pytest.raises(BackendLost, match="in time"):
+                backend.exists(KEYS, time.monotonic() + 0.05)
+            other.submit(calling.__exit__, None, None, None).result()
         assert backend.exists(KEYS, soon()) == [False] * 9
 
     def test_any_call_to_the_system_may_fail(self, redis_server, monkeypatch):

@@ -154,7 +154,8 @@ class TieredCache(ProcessLocal):
         Queries a shared store once, for all blocks that no tier has, and waits for the answer.
         """
         keys = self._hashes(hashes)
-        with self._shared.opened() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.opened()
             device, host = tiers.device.copies, tiers.host.copies
             counts, i = [], 0
             for known in (
@@ -190,7 +191,8 @@ class TieredCache(ProcessLocal):
         like any other block before they are acquired.
         """
         keys = self._hashes(hashes)
-        with self._shared.opened() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.opened()
             if self._store is not None:
                 self._store.request(tiers, keys, urgent=False)
 
@@ -247,7 +249,8 @@ class TieredCache(ProcessLocal):
             if not arrivals.held:
                 raise
         finally:
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 self._store.release(tiers, arrivals)
         return self._acquire(keys[: keys.index(arrivals.hashes[0])], stream)
 
@@ -268,7 +271,8 @@ class TieredCache(ProcessLocal):
         self, store: StoreTier, keys: list[int], wait: str, seconds: float | None
     ) -> Arrivals | None:
         """Fetch missing blocks from the store, and wait for them; None without a wait."""
-        with self._shared.opened() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.opened()
             if wait == "best_effort":
                 store.note_late(store.request(tiers, keys, urgent=False))
                 return None
@@ -281,11 +285,12 @@ class TieredCache(ProcessLocal):
         try:
             arrivals.settled.wait(seconds)
         except BaseException:  # an interrupt
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 store.expire(arrivals)
                 store.release(tiers, arrivals)
             raise
-        with self._shared.locked():
+        with self._shared.lock:
             store.expire(arrivals)
         return arrivals
 
@@ -391,7 +396,8 @@ class TieredCache(ProcessLocal):
         KvcupyError : a block is leased, and nothing has changed; or the cache is closed
         """
         orders = [policies.make(self._policy) for _ in range(3)]
-        with self._shared.opened() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.opened()
             if tiers.num_leased:
                 raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
             tiers.device.clear(orders[0])
@@ -424,14 +430,16 @@ class TieredCache(ProcessLocal):
         """
         deadline = time.monotonic() + seconds_of(deadline_s)
         shared = self._shared
-        with shared.opened() as tiers:
+        with shared.lock:
+            tiers = shared.opened()
             saves = tiers.in_flight.saves()
         self.engine._send()
         for completion in saves:
             completion.synchronize()
         if self._store is not None:
             self._store.drain(deadline)
-        with shared.opened() as tiers:
+        with shared.lock:
+            tiers = shared.opened()
             disk = tiers.disk
             if disk is None:
                 return
@@ -475,7 +483,8 @@ class TieredCache(ProcessLocal):
             if not self._shared.closed:  # else another thread has closed the cache
                 raise
         finally:
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 if not self._shared.closed:
                     self._shared.closed = True
                     for tier in (tiers.device, tiers.host):
@@ -514,7 +523,8 @@ class TieredCache(ProcessLocal):
         put. `shared_errors`: calls that raised; `shared_get_bytes`, `shared_get_s`,
         `shared_put_bytes`, `shared_put_s`
         """
-        with self._shared.locked() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.tiers
             if not self._shared.closed:
                 tiers.settle()
             return tiers.stats()

@@ -100,7 +100,8 @@ class Lease(ProcessLocal):
 
     def release(self) -> None:
         """Unpin the blocks. Do not read their pages after this call. Idempotent."""
-        with self._shared.locked() as tiers:  # also legal after the cache is closed
+        with self._shared.lock:  # also legal after the cache is closed
+            tiers = self._shared.tiers
             if not self.released:
                 self.released = True
                 tiers.unpin(self._copies)
@@ -125,7 +126,7 @@ class LeaseCompletion:
         return next((b.failure for b in self._arriving if b.failure is not None), None)
 
     def done(self) -> bool:
-        with self._shared.locked():
+        with self._shared.lock:
             return all([blocks.done() for blocks in self._arriving])
 
     def synchronize(self) -> None:
@@ -146,7 +147,8 @@ class LeaseCompletion:
             try:
                 wait(blocks)
             except DeviceError as error:
-                with self._shared.locked() as tiers:
+                with self._shared.lock:
+                    tiers = self._shared.tiers
                     if blocks.broken:  # else the stream itself has failed
                         blocks.fail(error)
                         tiers.drop(blocks)

@@ -28,6 +28,7 @@ import numpy as np
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError
 from ...ops import checks
+from ..threads import Latch, Waiters
 from .tiers import Copy, SharedTiers, Tiers
 
 WRITES = ("through", "back", "second_use")
@@ -96,7 +97,7 @@ class Arrivals:
 
     def __init__(self, hashes: list[int]) -> None:
         self.hashes = hashes
-        self.settled = threading.Event()
+        self.settled = Latch()
         self.held: list[Copy] = []
         self._passed = 0
 
@@ -158,7 +159,7 @@ class StoreTier:
         self._fetches: list[Fetch] = []
         self._arrivals: list[Arrivals] = []
         self._puts: OrderedDict[int, None] = OrderedDict()  # hashes of the host tier
-        self._urgent_puts: list[tuple[list[int], threading.Event]] = []
+        self._urgent_puts: list[tuple[list[int], Latch]] = []
         self._used: OrderedDict[int, int] = OrderedDict()  # number of acquires, by hash
         self._held: Counter[int] = Counter()  # number of holds of a fetched block, by page
         self._landing = 0  # pages that a get may write now
@@ -166,7 +167,8 @@ class StoreTier:
         self._epoch = 0  # incremented when the tiers are emptied
         self._call_began: float | None = None  # start of the worker's store call
         self._num_moves = 0  # completed gets and puts of the worker
-        self._moved = threading.Condition(threading.Lock())  # only for notification
+        self._lock = threading.Lock()  # of the number of moves and the count of errors
+        self._moved = Waiters(self._lock)
         self._num_fetched = 0  # fetch steps since the last put
         self._stopped = False
         self._failing = False  # whether the last call raised
@@ -296,7 +298,7 @@ class StoreTier:
                 break
             if self.unsent(tiers, [copy], ()):
                 hashes[copy.hash] = None
-        over = threading.Event()
+        over = Latch()
         if self._stopped:
             over.set()
         else:
@@ -369,12 +371,10 @@ class StoreTier:
 
         CacheFull after `_STORE_TIMEOUT_S`.
         """
-        with self._moved:
-            number = self._num_moves
-            over = self._moved.wait_for(
-                lambda: self._num_moves != number or not self.holding, _STORE_TIMEOUT_S
-            )
-        if not over:
+        number = self._num_moves
+        if not self._moved.wait_for(
+            lambda: self._num_moves != number or not self.holding, _STORE_TIMEOUT_S
+        ):
             raise CacheFull("host_pool: a call of the shared store holds pages and does not return")
 
     def drain(self, deadline: float) -> None:
@@ -382,14 +382,16 @@ class StoreTier:
         shared = self._shared
         pause = _POLL_S
         while shared is not None and time.monotonic() < deadline:
-            with shared.locked() as tiers:
+            with shared.lock:
+                tiers = shared.tiers
                 if shared.closed:
                     return
                 tiers.settle()
                 if not (self._puts or self._urgent_puts or self._putting):
                     return
-            with self._moved:
-                self._moved.wait(min(pause, max(0.0, deadline - time.monotonic())))
+                number = self._num_moves
+            wait_s = min(pause, max(0.0, deadline - time.monotonic()))
+            self._moved.wait_for(partial(self._has_moved, number), wait_s)
             pause = min(2 * pause, _MAX_POLL_S)
 
     def stop(self, join_s: float = 0.0) -> None:
@@ -400,14 +402,18 @@ class StoreTier:
         if join_s > 0 and thread is not None and thread is not threading.current_thread():
             thread.join(join_s)
 
-    def _wait_for_put(self, hashes: Sequence[int], over: threading.Event) -> None:
+    def _has_moved(self, number: int) -> bool:
+        return self._num_moves != number
+
+    def _wait_for_put(self, hashes: Sequence[int], over: Latch) -> None:
         began = self._call_began
         stuck = began is not None and time.monotonic() - began > _STORE_TIMEOUT_S
         shared = self._shared
         over.wait(0.0 if stuck else _STORE_TIMEOUT_S)
         if shared is None:
             return
-        with shared.locked() as tiers:
+        with shared.lock:
+            tiers = shared.tiers
             for hash in hashes:
                 copy = tiers.host.copies.get(hash)
                 if copy is not None and copy.stored is None and copy.arriving is None:
@@ -418,7 +424,7 @@ class StoreTier:
         try:
             answer = call()
         except Exception as error:
-            with self._moved:
+            with self._lock:
                 self.counts.shared_errors += 1
             if not self._failing:  # logs only the first of consecutive failures
                 kind = type(error).__name__
@@ -454,7 +460,8 @@ class StoreTier:
 
     def _next(self, shared: SharedTiers) -> Callable[[], None] | None:
         """Return the next job, or None."""
-        with shared.locked() as tiers:
+        with shared.lock:
+            tiers = shared.tiers
             if shared.closed:
                 return None
             tiers.settle()
@@ -497,7 +504,7 @@ class StoreTier:
         self._putting += len(taken)
         return taken
 
-    def _put(self, copies: list[Copy], over: threading.Event | None) -> None:
+    def _put(self, copies: list[Copy], over: Latch | None) -> None:
         """Put held copies, and release them."""
         assert self._shared is not None
         outcomes: list[str] = []
@@ -510,7 +517,8 @@ class StoreTier:
                     outcomes = answer
         finally:
             counts = self.counts
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 for i, copy in enumerate(copies):
                     outcome = outcomes[i] if i < len(outcomes) else "failed"
                     outcome = outcome if outcome in _OUTCOMES else "failed"
@@ -534,7 +542,8 @@ class StoreTier:
         try:
             over = next(fetch.steps, self) is self
         finally:
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 if over:
                     if fetch in self._fetches:
                         self._fetches.remove(fetch)
@@ -544,18 +553,21 @@ class StoreTier:
         """Look up blocks, and get them piece by piece until one is missing."""
         assert self._shared is not None
         counts = self.counts
-        with self._shared.locked() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.tiers
             hashes = [hash for hash in fetch.hashes if hash not in tiers]
         with self._calling():
             num_known = self.count_known(hashes)
-        with self._shared.locked() as tiers:
+        with self._shared.lock:
+            tiers = self._shared.tiers
             counts.shared_misses += len(hashes) - num_known
             self._resolve(tiers, fetch, hashes[num_known:])
         hashes = hashes[:num_known]
         while hashes:
             yield
             started = time.perf_counter()
-            with self._shared.locked() as tiers:
+            with self._shared.lock:
+                tiers = self._shared.tiers
                 epoch = self._epoch
                 hashes = [hash for hash in hashes if hash not in tiers]
                 pages = self._take_pages(tiers, hashes[: self._piece], fetch.keep)
@@ -575,7 +587,8 @@ class StoreTier:
                     arrived = answer
             finally:
                 arrived = arrived or [False] * len(piece)
-                with self._shared.locked() as tiers:
+                with self._shared.lock:
+                    tiers = self._shared.tiers
                     self._land(tiers, piece, pages, arrived, epoch)
                     self._resolve(tiers, fetch, piece)
                     counts.shared_get_s += time.perf_counter() - started
@@ -638,9 +651,9 @@ class StoreTier:
             self._call_began = None
 
     def _note_moved(self) -> None:
-        with self._moved:
+        with self._lock:
             self._num_moves += 1
-            self._moved.notify_all()
+            self._moved.notify()
 
 
 def _let_go(tiers: Tiers, copy: Copy) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -673,40 +673,39 @@ class SharedTiers:
     def __init__(self, tiers: Tiers) -> None:
         self.engine: TransferEngine = tiers.engine
         self.closed = False
-        self._tiers = tiers
+        self.tiers = tiers
         self._lock = threading.Lock()
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of `TieredCache.stats`, without the lock and possibly stale."""
-        return self._tiers.stats()
+        return self.tiers.stats()
 
-    @contextmanager
-    def locked(self) -> Iterator[Tiers]:
-        """Hold the lock. The tiers may be closed, and are not settled."""
-        self._require_own_process()
-        with self._lock:
-            yield self._tiers
+    @property
+    def lock(self) -> threading.Lock:
+        """The lock, for `with`: a context manager in Python could keep it after an interrupt.
 
-    @contextmanager
-    def opened(self) -> Iterator[Tiers]:
-        """Hold the lock, and settle the tiers. KvcupyError if the cache is closed."""
-        self._require_own_process()
-        with self._lock:
-            if self.closed:
-                raise KvcupyError("the cache is closed")
-            self._tiers.settle()
-            yield self._tiers
+        KvcupyError in a forked child, where another thread may hold the lock for ever.
+        """
+        if self.tiers.store is not None:
+            self.tiers.store.require_own_process()
+        return self._lock
 
-    def _require_own_process(self) -> None:
-        """Raise KvcupyError in a forked child, where another thread may hold the lock for ever."""
-        if self._tiers.store is not None:
-            self._tiers.store.require_own_process()
+    def opened(self) -> Tiers:
+        """Settle the tiers, and return them. KvcupyError if the cache is closed.
+
+        The caller holds the lock.
+        """
+        if self.closed:
+            raise KvcupyError("the cache is closed")
+        self.tiers.settle()
+        return self.tiers
 
     def attempt(self, change: Callable[[Tiers], _Result]) -> _Result:
         """Call `change` until it is not Blocked, then submit the transfers that it queued."""
         while True:
             try:
-                with self.opened() as tiers:
+                with self.lock:
+                    tiers = self.opened()
                     result = change(tiers)
                 break
             except Blocked as blocked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import entry_points
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from ... import metrics
 from ...cache.pages import Pages, page_array
 from ...cache.pool import Pool, positive_int
-from ...errors import KvcupyError, ProcessLocal
+from ...errors import KvcupyError, ProcessLocal, TransferError
 from ...observe import Access
 from ...ops import checks
 from ..identity import PoolIdentity
@@ -154,6 +155,33 @@ def checked_page_list(pages: Any) -> Pages:
     """Copy pages, which an allocator has checked, to an int64 array in the same order."""
     listed: Pages = np.ascontiguousarray(page_array(pages), np.int64).copy()
     return listed
+
+
+def place(address: Any, trace_id: str) -> str:
+    """Name the sender of a pull, and the trace, for logs and errors."""
+    return f"{address}, trace {trace_id}" if trace_id else str(address)
+
+
+def as_transfer_error(error: BaseException, where: str) -> TransferError:
+    """Convert the error of a pull's thread to a TransferError that says where it occurred."""
+    if isinstance(error, TransferError):
+        failure = TransferError(f"{where}: {error}", error.reason)
+    elif isinstance(error, TimeoutError):
+        failure = TransferError(f"{where}: the deadline has passed", "late")
+    else:
+        failure = TransferError(f"{where}: {error or type(error).__name__}", "lost")
+    failure.__cause__ = error
+    return failure
+
+
+def reason_samples(
+    end: str, pulls: Mapping[str, int], connections: Mapping[str, int]
+) -> Iterator[tuple[str, metrics.Labels, float]]:
+    """Yield samples of failed pulls and dropped connections, by reason."""
+    for name, counts in (("failed_pulls", pulls), ("dropped_connections", connections)):
+        for reason, count in counts.items():
+            labels = ("end", end), ("reason", reason)
+            yield f"kvcupy_migration_{name}_total", labels, count
 
 
 def positive_seconds(value: Any, name: str) -> float:

@@ -22,6 +22,7 @@ import numpy as np
 from ...arrays import ArrayView, array_at, bytes_of
 from ...cache.pages import Pages
 from ...cache.pool import Pool, pool_like
+from ...cache.threads import Waiters
 from ...ops import transfer
 
 _CHUNK_BYTES = 1 << 20  # fits the CPU cache while it is checksummed
@@ -191,7 +192,8 @@ class Staging:
         self._owner = pool
         self._save = [transfer.prepare(pool, self.pool, layers=[i]) for i in range(pool.num_layers)]
         self._load = [transfer.prepare(self.pool, pool, layers=[i]) for i in range(pool.num_layers)]
-        self._freed = threading.Condition()
+        self._lock = threading.Lock()
+        self._freed = Waiters(self._lock)
 
     @contextmanager
     def borrowed(
@@ -203,9 +205,9 @@ class Staging:
         """
         allocator = self.pool.allocator
         while True:
-            with self._freed:
-                if allocator.num_free < count:
-                    self._freed.wait(min(_STAGING_POLL_S, max(0.0, deadline - time.monotonic())))
+            pause_s = min(_STAGING_POLL_S, max(0.0, deadline - time.monotonic()))
+            self._freed.wait_for(lambda: allocator.num_free >= count, pause_s)
+            with self._lock:
                 if allocator.num_free >= count:
                     pages = allocator.alloc(count)
                     break
@@ -215,9 +217,9 @@ class Staging:
         try:
             yield pages
         finally:
-            with self._freed:
+            with self._lock:
                 allocator.free(pages)
-                self._freed.notify_all()
+                self._freed.notify()
 
     def save(self, pages: Pages, staged: Pages, layer: int, stream: Any) -> None:
         """Copy pages of a layer to staging pages on a stream, and synchronize."""

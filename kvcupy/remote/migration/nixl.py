@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...cache.pool import Pool
+from ...cache.threads import Waiters
 from ...config import cache_logger
 from ...errors import TransferError
 from .nixl_agents import (
@@ -240,13 +241,14 @@ class _ChecksumWorker:
     """A thread that computes checksums of offers before pulls request them."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
         self._thread: threading.Thread | None = None
         self._offers: list[_LayerGroups] = []
         self._closed = False
 
     def add(self, groups: _LayerGroups) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             if self._thread is None:
@@ -262,7 +264,7 @@ class _ChecksumWorker:
             self._changed.notify()
 
     def close(self, deadline: float) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify()
         if self._thread not in (None, threading.current_thread()):  # it may run `release`
@@ -271,8 +273,8 @@ class _ChecksumWorker:
     def _work(self) -> None:
         pause_s = _READY_POLL_S
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._offers or self._closed)
+            self._changed.wait_for(lambda: self._offers or self._closed)
+            with self._lock:
                 if self._closed:
                     self._offers.clear()
                     return
@@ -285,14 +287,21 @@ class _ChecksumWorker:
                 except Exception:  # the offer has ended; pulls report other errors
                     is_over = True
                 if is_over:
-                    with self._changed:
+                    with self._lock:
                         self._offers.remove(groups)
+            num_left = len(self._offers)
             del offers, groups  # drops references to ended offers
-            with self._changed:
-                if moved or not self._offers or self._changed.wait(pause_s):
-                    pause_s = _READY_POLL_S
-                else:
-                    pause_s = min(2 * pause_s, _MAX_READY_POLL_S)
+            if (
+                moved
+                or not num_left
+                or self._changed.wait_for(partial(self._has_news, num_left), pause_s)
+            ):
+                pause_s = _READY_POLL_S
+            else:
+                pause_s = min(2 * pause_s, _MAX_READY_POLL_S)
+
+    def _has_news(self, num_offers: int) -> bool:
+        return self._closed or len(self._offers) != num_offers
 
 
 # --- The checksums and the READs of a receiver ---
@@ -306,7 +315,8 @@ class _Verification:
 
     def __init__(self, task: PullTask, blocks: BlockAddresses, executor: futures.Executor) -> None:
         self._task, self._blocks, self._executor = task, blocks, executor
-        self._changed = threading.Condition()  # guards the next four fields
+        self._lock = threading.Lock()  # guards the next four fields
+        self._changed = Waiters(self._lock)
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_working = False
         self._is_submitted = False  # whether `executor` has a pending `_work`
@@ -327,7 +337,7 @@ class _Verification:
 
     def submit(self) -> None:
         """Start queued jobs on a thread of `executor`; raise the error of a failed job."""
-        with self._changed:
+        with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._is_working or self._is_submitted or not self._jobs:
@@ -352,35 +362,33 @@ class _Verification:
         while not self._is_finished():
             self._task.keep()
             if not self.run_next():
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: not self._is_working, min(_MESSAGE_POLL_S, self._task.next_keep_s)
-                    )
+                pause_s = min(_MESSAGE_POLL_S, self._task.next_keep_s)
+                self._changed.wait_for(lambda: not self._is_working, pause_s)
         self.run_next()
 
     def stop(self) -> None:
         """Drop queued jobs, and wait until no thread is working."""
-        with self._changed:
+        with self._lock:
             self._jobs.clear()
-            self._changed.wait_for(lambda: not self._is_working)
+        self._changed.wait_for(lambda: not self._is_working)
 
     def _is_finished(self) -> bool:
-        with self._changed:
+        with self._lock:
             return not (self._jobs or self._is_working)
 
     def _add(self, job: Callable[[], None]) -> None:
-        with self._changed:
+        with self._lock:
             self._jobs.append(job)
 
     def _work(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_submitted = False
         while self._run_next():
             pass
 
     def _run_next(self) -> bool:
         """Run the next job; return False if another thread is working, or no job can run."""
-        with self._changed:
+        with self._lock:
             if self._is_working or self._failure is not None or not self._jobs:
                 return False
             self._is_working = True
@@ -390,10 +398,10 @@ class _Verification:
             job()
         except BaseException as error:
             failure = error
-        with self._changed:
+        with self._lock:
             self._failure = failure
             self._is_working = False
-            self._changed.notify_all()
+            self._changed.notify()
         return True
 
     def _hash(

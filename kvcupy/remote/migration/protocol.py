@@ -1,7 +1,7 @@
 """Migration protocol: addresses, tickets, the handshake, messages.
 
     receiver                                             sender
-    hello: version, nonce, digest of the pool   ---->
+    hello: version, nonce, pool's digest, offer ---->
                                                 <----    hello: nonce, its id, HMAC of both hellos
     HMAC of both hellos                         ---->
     PULL offer, generation, heads               ---->
@@ -11,9 +11,13 @@
     DONE                                        ---->
                                                 <----    CONFIRMED
 
-The HMACs are keyed with the secret. Every later message has an authentication code with a key
-derived from the secret and a message count, so messages cannot be forged, replayed or dropped.
-Sizes are checked before allocation, and nothing is unpickled.
+The HMACs are keyed with the secret, or else with the token of the offer, which its ticket holds.
+Every later message has an authentication code with a key derived from that and a message count, so
+messages cannot be forged, replayed or dropped. Sizes are checked before allocation, and nothing is
+unpickled.
+
+Versions: a ticket has the newest version that the sender speaks, and a hello the newest that both
+speak. Version 3 names no offer in its hello; without a secret, its keys are public.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ import ssl
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -39,7 +43,12 @@ from ...errors import TransferError
 from ..identity import PoolIdentity
 from ..wire import HASHERS
 
-VERSION = 3
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+VERSIONS = range(3, 5)  # of the wire, spoken by this release
 
 # Kinds of messages.
 PULL, GRANT, REFUSED, RENEW, DONE, CONFIRMED = 1, 2, 3, 4, 5, 6
@@ -50,9 +59,16 @@ NAMES = {
     CONFIRMED: "CONFIRMED", LAYER: "LAYER", CHECKSUM: "CHECKSUM", READ: "READ", START: "START",
 }  # fmt: skip
 
+# Of failed pulls: `TransferError.reason`.
+REASONS = frozenset((
+    "cancelled", "closed", "late", "expired", "withdrawn", "taken", "failed", "lost", "corrupt",
+    "identity", "secret", "version", "ticket",
+))  # fmt: skip
+
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TICKET_BYTES = 8 << 20
 MAX_ATTACHMENT_BYTES = 1 << 20
+MAX_TRACE_BYTES = 128
 MAX_PAGES = 1 << 18  # per offer
 HANDSHAKE_S = 5.0
 MIN_SECRET_BYTES = 16
@@ -62,6 +78,9 @@ _MAC_BYTES = 16
 _MIN_PAYLOAD_BYTES = 48  # shorter payloads are padded, so that one call receives most messages
 MIN_MESSAGE_BYTES = _HEAD.size + _MIN_PAYLOAD_BYTES + _MAC_BYTES
 _REFUSAL_TIMEOUT_S = 0.1
+_MAX_REASON_CHARS = 1000
+_LISTEN_TIMEOUT_S = 5.0
+_LOCK_POLL_S = 0.005
 _MAX_BUFFERS = 512  # per system call
 
 
@@ -130,8 +149,12 @@ class Address:
             return connection
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(deadline_s)
+            # A socket option: with `settimeout`, connecting to a full backlog fails at once.
+            set_timeout(connection, time.monotonic() + deadline_s)
             connection.connect(self.path)
+        except BlockingIOError:
+            connection.close()
+            raise TimeoutError("timed out") from None
         except BaseException:
             connection.close()
             raise
@@ -150,29 +173,33 @@ class Address:
                 family=socket.AF_INET6 if ":" in self.host else socket.AF_INET,
             )
             return server, Address(host=self.host, port=server.getsockname()[1])
-        path = Path(self.path)
-        if path.is_socket():
-            self._remove_stale(path)
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            # A private name until the mode is set, so that no other user can connect before.
-            private = f"{self.path}.{os.getpid():x}"
-            bound = private if len(os.fsencode(private)) <= 107 else self.path
-            server.bind(bound)
-            Path(bound).chmod(0o600)
-            server.listen()
-            if bound != self.path:
-                try:
-                    os.link(bound, self.path)  # raises if the name is taken
-                finally:
-                    Path(bound).unlink()
-        except BaseException:
-            server.close()
-            raise
+        with _locked(f"{self.path}.lock"):
+            self._remove_stale()
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                # A private name until the mode is set, so that no other user can connect before.
+                private = f"{self.path}.{os.getpid():x}"
+                bound = private if len(os.fsencode(private)) <= 107 else self.path
+                if bound != self.path:
+                    Path(bound).unlink(missing_ok=True)  # of a killed process with the same id
+                server.bind(bound)
+                Path(bound).chmod(0o600)
+                server.listen()
+                if bound != self.path:
+                    try:
+                        os.link(bound, self.path)  # raises if the name is taken
+                    finally:
+                        Path(bound).unlink()
+            except BaseException:
+                server.close()
+                raise
         return server, self
 
-    def _remove_stale(self, path: Path) -> None:
+    def _remove_stale(self) -> None:
         """Remove a socket without a listener; OSError if a process listens on it."""
+        path = Path(self.path)
+        if not path.is_socket():
+            return
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             probe.settimeout(1.0)
@@ -188,7 +215,50 @@ class Address:
         raise FileExistsError(f"listen: another sender listens on {self}")
 
 
-# --- Secrets --------------------------------------------------------------------------------------
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Exclude other processes and threads through a lock file, which is removed in the end.
+
+    Raises
+    ------
+    OSError : the file cannot be opened, or another process keeps the lock for 5 s
+    """
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_nlink:  # else its last owner has removed it meanwhile
+                break
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"listen: another process keeps {path} locked")
+        time.sleep(_LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        Path(path).unlink()
+        os.close(lock)
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+def checked_trace_id(trace_id: Any) -> str:
+    """Check the argument `trace_id`; TypeError or ValueError if it is invalid."""
+    if not isinstance(trace_id, str):
+        raise TypeError(f"trace_id: expected a str, got {type(trace_id).__name__}")
+    if len(trace_id.encode("utf-8", "replace")) > MAX_TRACE_BYTES or not trace_id.isprintable():
+        raise ValueError(
+            f"trace_id: expected printable text of at most {MAX_TRACE_BYTES} bytes, "
+            f"got {trace_id[:MAX_TRACE_BYTES]!r}"
+        )
+    return trace_id
 
 
 def checked_secret(secret: Any) -> bytes:
@@ -212,8 +282,8 @@ def checked_tls(tls: Any) -> ssl.SSLContext | None:
     return tls
 
 
-def _hmac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
-    keyed = hmac.new(secret, purpose, hashlib.sha256)
+def _hmac(key: bytes, purpose: bytes, *parts: bytes) -> bytes:
+    keyed = hmac.new(key, purpose, hashlib.sha256)
     for part in parts:
         keyed.update(len(part).to_bytes(4, "big") + part)
     return keyed.digest()
@@ -240,6 +310,7 @@ _encoded = lru_cache(64)(PoolIdentity.encoded)
 _decoded = lru_cache(64)(PoolIdentity.decoded)
 _TICKET = struct.Struct(">4sBBQQ16s16s16sQIHHBBII")
 _TICKET_MAGIC = b"KVPT"
+_PLAIN_TICKET, _TRACED_TICKET = 3, 4  # formats; the latter, with a trace id, came with version 4
 
 
 @dataclass(frozen=True)
@@ -255,7 +326,9 @@ class Ticket:
     attachment : bytes added by the sender's user
     identity : of the sender's pool: its geometry and its range of heads
     address : listening address of the sender
+    trace_id : identifier that the sender's user chose, or empty
     number, generation, token, sender_id, engine : identify the offer
+    version : newest version of the wire that the sender speaks
     """
 
     number: int
@@ -269,8 +342,10 @@ class Ticket:
     address: str
     engine: str
     identity: PoolIdentity
+    version: int
     hashes: tuple[int, ...] = ()
     attachment: bytes = b""
+    trace_id: str = ""
 
     def is_alike(self, other: Ticket) -> bool:
         """Return whether another ticket has the same pool and engine."""
@@ -286,13 +361,17 @@ class Ticket:
         engine = self.engine.encode()
         wide = any(h >> 64 for h in self.hashes)
         hash_bytes = (16 if wide else 8) if self.hashes else 0
+        trace = self.trace_id.encode()
         head = _TICKET.pack(
-            _TICKET_MAGIC, VERSION, hash_bytes, self.number, self.generation, self.token,
-            self.sender_id, self.digest, round(self.lease_s * 1e3), self.num_pages,
-            len(address), len(identity), len(engine), 0, self.num_pulls, len(self.attachment),
+            _TICKET_MAGIC, _TRACED_TICKET if trace else _PLAIN_TICKET, hash_bytes, self.number,
+            self.generation, self.token, self.sender_id, self.digest, round(self.lease_s * 1e3),
+            self.num_pages, len(address), len(identity), len(engine), self.version,
+            self.num_pulls, len(self.attachment),
         )  # fmt: skip
+        if trace:
+            head += bytes((len(trace),))
         hashes = b"".join(h.to_bytes(hash_bytes, "big") for h in self.hashes)
-        body = b"".join((head, address, identity, engine, hashes, self.attachment))
+        body = b"".join((head, trace, address, identity, engine, hashes, self.attachment))
         return body + _ticket_mac(secret, body)
 
     @classmethod
@@ -304,39 +383,45 @@ class Ticket:
         body, mac = whole[:-32], whole[-32:]
         if len(data) > MAX_TICKET_BYTES or len(body) < _TICKET.size or body[:4] != _TICKET_MAGIC:
             raise TransferError("ticket: expected a ticket of PageSender.offer", "ticket")
-        if body[4] != VERSION:
-            raise TransferError(f"ticket: expected version {VERSION}, got {body[4]}", "version")
+        if body[4] not in (_PLAIN_TICKET, _TRACED_TICKET) or body[4] > VERSIONS[-1]:
+            raise TransferError(
+                f"ticket: expected version {_PLAIN_TICKET} to {VERSIONS[-1]}, got {body[4]}",
+                "version",
+            )
         if not hmac.compare_digest(mac, _ticket_mac(secret, body)):
             raise TransferError("ticket: damaged, or the sender has another secret", "secret")
         # From here on, the ticket is authentic.
-        (_, _, hash_bytes, number, generation, token, sender_id, digest, lease_ms, num_pages,
-         address_bytes, identity_bytes, engine_bytes, _, num_pulls, attachment_bytes,
+        (_, layout, hash_bytes, number, generation, token, sender_id, digest, lease_ms, num_pages,
+         address_bytes, identity_bytes, engine_bytes, version, num_pulls, attachment_bytes,
         ) = _TICKET.unpack_from(body)  # fmt: skip
-        sizes = (address_bytes, identity_bytes, engine_bytes, hash_bytes * num_pages)
-        if (
-            num_pages > MAX_PAGES
-            or hash_bytes not in (0, 8, 16)
-            or len(body) != _TICKET.size + sum(sizes) + attachment_bytes
-        ):
+        start, trace_bytes = _TICKET.size, 0
+        if layout == _TRACED_TICKET:
+            start, trace_bytes = start + 1, int.from_bytes(body[start : start + 1], "big")
+        sizes = (
+            trace_bytes, address_bytes, identity_bytes, engine_bytes, hash_bytes * num_pages,
+            attachment_bytes,
+        )  # fmt: skip
+        if num_pages > MAX_PAGES or hash_bytes not in (0, 8, 16) or len(body) != start + sum(sizes):
             raise TransferError("ticket: inconsistent sizes", "ticket")
-        parts, start = [], _TICKET.size
-        for size in (*sizes, attachment_bytes):
+        parts = []
+        for size in sizes:
             parts.append(body[start : start + size])
             start += size
-        hashes = parts[3]
+        hashes = parts[4]
         try:
-            identity = _decoded(parts[1])
-            address, engine = parts[0].decode(), parts[2].decode()
+            trace_id = checked_trace_id(parts[0].decode())
+            address, engine = parts[1].decode(), parts[3].decode()
+            identity = _decoded(parts[2])
         except (ValueError, TypeError) as error:
             raise TransferError(f"ticket: {error}", "ticket") from error
         return cls(
             number, generation, token, sender_id, digest, lease_ms / 1e3, num_pages, num_pulls,
-            address, engine, identity,
+            address, engine, identity, version or 3,  # senders of version 3 write 0
             tuple(
                 int.from_bytes(hashes[i : i + hash_bytes], "big")
                 for i in range(0, len(hashes), hash_bytes or 1)
             ),
-            parts[4],
+            parts[5], trace_id,
         )  # fmt: skip
 
 
@@ -358,6 +443,13 @@ def new_checksum(algorithm: int, key: bytes, *names: int) -> Any:
     return checksum
 
 
+def offer_token(key: bytes, number: int) -> bytes:
+    """Return the token of an offer, which proves its ticket. `key` is known to the sender alone."""
+    return hashlib.blake2b(
+        number.to_bytes(8, "big"), key=key, digest_size=16, person=b"kvcupy offers"
+    ).digest()
+
+
 def offer_key(secret: bytes, token: bytes) -> bytes:
     """Return the key of the page checksums of an offer; holders of its ticket can derive it."""
     key = _ticket_key(secret)
@@ -367,8 +459,20 @@ def offer_key(secret: bytes, token: bytes) -> bytes:
 # --- Messages on a connection ---------------------------------------------------------------------
 
 
+def _printable(text: str) -> str:
+    """Return text of a peer such that it can be logged."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])
+
+
 class Lost(Exception):
-    """The connection has ended, or the peer has violated the protocol."""
+    """The connection has ended, or the peer has violated the protocol.
+
+    `reason` is the label under which senders count dropped connections.
+    """
+
+    def __init__(self, message: str, reason: str = "lost") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Channel:
@@ -383,7 +487,7 @@ class Channel:
         algorithm: int, peer: bytes,
     ) -> None:  # fmt: skip
         self.peer = peer
-        self._socket = connection
+        self.socket = connection
         self._keys = {True: send_key, False: receive_key}
         self._counts = {True: 0, False: 0}
         self._data_key = data_key
@@ -396,7 +500,7 @@ class Channel:
         self.moving = False  # whether the thread may block, so that ending the offer must abort it
 
     def __del__(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
     # --- Messages ---
 
@@ -443,7 +547,7 @@ class Channel:
         payload = body[_HEAD.size : _HEAD.size + length]
         if kind == REFUSED:
             reason, _, message = payload.decode("utf-8", "replace").partition("\n")
-            raise TransferError(message, reason)
+            raise TransferError(_printable(message), reason if reason in REASONS else "lost")
         if kinds and kind not in kinds:
             expected = " or ".join(NAMES[k] for k in kinds)
             raise Lost(f"expected {expected}, got {NAMES[kind]}")
@@ -451,19 +555,19 @@ class Channel:
 
     def refuse(self, reason: str, message: str, deadline: float) -> None:
         """Send a REFUSED message with the reason."""
-        self.send(REFUSED, f"{reason}\n{message[:4000]}".encode(), deadline)
+        self.send(REFUSED, f"{reason}\n{_printable(message)}".encode(), deadline)
 
     def readable(self, deadline_s: float) -> bool:
         """Wait for data or the end of the connection; return whether there is either."""
-        if self._is_tls and self._socket.pending():  # type: ignore[attr-defined]
+        if self._is_tls and self.socket.pending():  # type: ignore[attr-defined]
             return True
-        return any_readable([self._socket], deadline_s)
+        return any_readable([self.socket], deadline_s)
 
     def has_ended(self) -> bool:
         """Return whether the peer has ended the connection, even if unread data is left."""
         poll = select.poll()
         try:
-            poll.register(self._socket, getattr(select, "POLLRDHUP", 0))  # Linux only
+            poll.register(self.socket, getattr(select, "POLLRDHUP", 0))  # Linux only
             return bool(poll.poll(0))
         except (OSError, ValueError):
             return True
@@ -516,21 +620,17 @@ class Channel:
         self, views: list[memoryview], num_bytes: int, deadline: float, *, is_sent: bool
     ) -> None:
         """Send or fill all of `views`, which have `num_bytes` in total."""
-        connection = self._socket
+        connection = self.socket
         try:
             if not self._is_tls:
                 move = connection.sendmsg if is_sent else self._fill
                 self._move_all(views, num_bytes, move, deadline)
                 return
-            for view in views:
-                set_timeout(connection, deadline)
-                if is_sent:
-                    connection.sendall(view)
-                    continue
-                rest = view
+            for rest in views:
                 while rest.nbytes:
                     set_timeout(connection, deadline)
-                    rest = rest[_some(connection.recv_into(rest)) :]
+                    moved = connection.send(rest) if is_sent else connection.recv_into(rest)
+                    rest = rest[_some(moved) :]
         except (TimeoutError, BlockingIOError):
             raise TimeoutError("timed out") from None
         except (OSError, ValueError) as error:
@@ -553,7 +653,7 @@ class Channel:
         while True:
             remaining_s = deadline - time.monotonic()
             if not 0 < self._timeout_s <= 1.05 * remaining_s:  # avoids most calls
-                set_timeout(self._socket, deadline)
+                set_timeout(self.socket, deadline)
                 self._timeout_s = remaining_s
             try:
                 moved = move(rest if len(rest) <= _MAX_BUFFERS else rest[:_MAX_BUFFERS])
@@ -573,19 +673,17 @@ class Channel:
             rest[0] = rest[0][moved:]
 
     def _fill(self, views: list[memoryview]) -> int:
-        return _some(self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
+        return _some(self.socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
 
     # --- Closing ---
 
     def abort(self) -> None:
         """Make a thread that waits for the peer fail at once. Any thread may call this."""
-        with suppress(OSError):  # a reset, since a peer blocked in a send may not notice a close
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
-        shut_down(self._socket)
+        abort(self.socket)
 
     def close(self) -> None:
         with suppress(OSError):
-            self._socket.close()
+            self.socket.close()
 
 
 closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -632,6 +730,42 @@ def set_timeout(connection: socket.socket, deadline: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
+def encrypt(
+    connection: socket.socket, tls: ssl.SSLContext, deadline: float,
+    entered: Callable[[ssl.SSLSocket], None], **options: Any,
+) -> ssl.SSLSocket:  # fmt: skip
+    """Start TLS on a connection, which the returned socket replaces.
+
+    Parameters
+    ----------
+    entered : called with the new socket before the handshake, so that other threads can abort it
+
+    Raises
+    ------
+    Lost : the peer has ended the connection
+    OSError : the handshake has failed, or the deadline has passed (TimeoutError)
+    """
+    encrypted = tls.wrap_socket(connection, do_handshake_on_connect=False, **options)
+    try:
+        entered(encrypted)
+        # Not `set_timeout`: after a timeout of the socket option, Python would retry for ever.
+        encrypted.settimeout(max(0.001, deadline - time.monotonic()))
+        encrypted.do_handshake()
+    except BaseException as error:
+        encrypted.close()
+        if isinstance(error, (ConnectionError, ssl.SSLEOFError)):
+            raise Lost(f"the connection has ended: {error}") from error
+        raise
+    return encrypted
+
+
+def abort(connection: socket.socket) -> None:
+    """Reset a connection, so that threads that wait for the peer fail at once."""
+    with suppress(OSError):  # a reset, since a peer blocked in a send may not notice a close
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+    shut_down(connection)
+
+
 def shut_down(connection: socket.socket) -> None:
     """Shut down a connection that another thread may be using.
 
@@ -666,80 +800,104 @@ def _some(count: int) -> int:
 # --- The handshake --------------------------------------------------------------------------------
 
 _CLIENT_HELLO = struct.Struct(">4sHBB32s16s")
+_OFFER = struct.Struct(">Q")  # follows the receiver's hello from version 4 on
 _SERVER_HELLO = struct.Struct(">4sHBB32s16s16s")
 _MAGIC = b"KVPM"
 
 
 def as_receiver(
-    connection: socket.socket, secret: bytes, digest: bytes, deadline: float
+    connection: socket.socket, secret: bytes, digest: bytes, ticket: Ticket, deadline: float
 ) -> tuple[Channel, bytes]:
     """Shake hands with a sender; return the channel, and the digest of the sender's pool.
 
     Raises
     ------
-    TransferError : the sender has another secret or version
+    TransferError : the sender has another secret or version, or without a secret, has not made the
+        ticket
     Lost, TimeoutError : the peer is not a sender, or does not answer
     """
-    hello = _CLIENT_HELLO.pack(_MAGIC, VERSION, bool(secret), _SUPPORTED, os.urandom(32), digest)
+    version = min(ticket.version, VERSIONS[-1])
+    if version not in VERSIONS:
+        raise _other_version(ticket.version)
+    hello = _CLIENT_HELLO.pack(_MAGIC, version, bool(secret), _SUPPORTED, os.urandom(32), digest)
+    key = secret
+    if version > 3:
+        hello += _OFFER.pack(ticket.number)
+        key = secret or ticket.token
     set_timeout(connection, deadline)
     try:
         connection.sendall(hello)
     except (OSError, ValueError) as error:
         raise Lost(f"the connection has ended: {error}") from error
     answer = receive_exactly(connection, _SERVER_HELLO.size, deadline)
-    magic, version, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
+    magic, spoken, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
     if magic != _MAGIC:
         raise Lost("the peer is not a PageSender")
-    if version != VERSION:
-        raise TransferError(f"the sender has version {version}, this receiver {VERSION}", "version")
+    if spoken != version:
+        raise _other_version(spoken)
     mac = receive_exactly(connection, 32, deadline)
-    if has_secret != bool(secret) or not hmac.compare_digest(
-        mac, _hmac(secret, b"kvcupy sender", hello, answer)
-    ):
+    is_genuine = hmac.compare_digest(mac, _hmac(key, b"kvcupy sender", hello, answer))
+    if has_secret != bool(secret) or (secret and not is_genuine):
         raise TransferError("secret: the sender has another secret, or none", "secret")
+    if not is_genuine:
+        raise TransferError("the sender that made the ticket no longer listens", "lost")
     if algorithm not in _ALGORITHMS:
         raise Lost("the sender chose a checksum that this receiver lacks")
     try:
-        connection.sendall(_hmac(secret, b"kvcupy receiver", hello, answer))
+        connection.sendall(_hmac(key, b"kvcupy receiver", hello, answer))
     except (OSError, ValueError) as error:
         raise Lost(f"the connection has ended: {error}") from error
-    to_sender, to_receiver, data = _session_keys(secret, hello, answer)
+    to_sender, to_receiver, data = _session_keys(key, hello, answer)
     return Channel(connection, to_sender, to_receiver, data, algorithm, sender_id), its_digest
 
 
+def _other_version(version: int) -> TransferError:
+    own = f"{VERSIONS[0]} to {VERSIONS[-1]}"
+    return TransferError(f"the sender has version {version}, this receiver {own}", "version")
+
+
 def as_sender(
-    connection: socket.socket, secret: bytes, digest: bytes, sender_id: bytes, deadline: float
-) -> tuple[Channel, bytes]:
+    connection: socket.socket, secret: bytes, digest: bytes, sender_id: bytes,
+    token_of: Callable[[int], bytes], deadline: float,
+) -> tuple[Channel, bytes]:  # fmt: skip
     """Shake hands with a receiver; return the channel, and the digest of the receiver's pool.
+
+    Parameters
+    ----------
+    token_of : returns the token of an offer by its number
 
     Raises
     ------
-    Lost, TimeoutError : the peer is not a receiver, has another secret or version, or does not
-        answer
+    Lost, TimeoutError : the peer is not a receiver, has another secret or version, has no ticket
+        and no secret, or does not answer
     """
     hello = receive_exactly(connection, _CLIENT_HELLO.size, deadline)
     magic, version, _, supported, _, its_digest = _CLIENT_HELLO.unpack(hello)
     if magic != _MAGIC:
-        raise Lost("the peer is not a PageReceiver")
+        raise Lost("the peer is not a PageReceiver", "stranger")
+    key, spoken = secret, version if version in VERSIONS else VERSIONS[-1]
+    if version > 3:
+        offer = receive_exactly(connection, _OFFER.size, deadline)
+        hello, key = hello + offer, secret or token_of(*_OFFER.unpack(offer))
     algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 2)
     answer = _SERVER_HELLO.pack(
-        _MAGIC, VERSION, bool(secret), algorithm, os.urandom(32), sender_id, digest
+        _MAGIC, spoken, bool(secret), algorithm, os.urandom(32), sender_id, digest
     )
     set_timeout(connection, deadline)
     try:
-        connection.sendall(answer + _hmac(secret, b"kvcupy sender", hello, answer))
+        connection.sendall(answer + _hmac(key, b"kvcupy sender", hello, answer))
     except (OSError, ValueError) as error:
         raise Lost(f"the connection has ended: {error}") from error
-    if version != VERSION:
-        raise Lost(f"the receiver has version {version}")
+    if version != spoken:
+        raise Lost(f"the receiver has version {version}", "version")
     proof = receive_exactly(connection, 32, deadline)
-    if not hmac.compare_digest(proof, _hmac(secret, b"kvcupy receiver", hello, answer)):
-        raise Lost("the receiver has another secret, or none")
-    to_sender, to_receiver, data = _session_keys(secret, hello, answer)
+    if not hmac.compare_digest(proof, _hmac(key, b"kvcupy receiver", hello, answer)):
+        raise Lost("the receiver has another secret, or no ticket", "secret")
+    to_sender, to_receiver, data = _session_keys(key, hello, answer)
     return Channel(connection, to_receiver, to_sender, data, algorithm, b""), its_digest
 
 
-def _session_keys(secret: bytes, hello: bytes, answer: bytes) -> tuple[bytes, bytes, bytes]:
-    to_sender = _hmac(secret, b"kvcupy messages to the sender", hello, answer)
-    to_receiver = _hmac(secret, b"kvcupy messages to the receiver", hello, answer)
-    return to_sender, to_receiver, _hmac(secret, b"kvcupy data", hello, answer)
+def _session_keys(key: bytes, hello: bytes, answer: bytes) -> tuple[bytes, bytes, bytes]:
+    to_sender = _hmac(key, b"kvcupy messages to the sender", hello, answer)
+    to_receiver = _hmac(key, b"kvcupy messages to the receiver", hello, answer)
+    return to_sender, to_receiver, _hmac(key, b"kvcupy data", hello, answer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import threading
 import time
 from collections import Counter, deque
@@ -19,11 +21,23 @@ from ... import metrics, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.pages import Pages, page_array
 from ...cache.pool import positive_int
+from ...cache.threads import Latch, Waiters
+from ...config import cache_logger
 from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
 from ...observe import Operation
 from ...streams import stream_after
 from . import protocol
-from .endpoint import GRANT_HEAD, PULL_HEAD, Endpoint, accesses, common_digest, positive_seconds
+from .endpoint import (
+    GRANT_HEAD,
+    PULL_HEAD,
+    Endpoint,
+    accesses,
+    as_transfer_error,
+    common_digest,
+    place,
+    positive_seconds,
+    reason_samples,
+)
 from .engines import PullTask
 from .protocol import CONFIRMED, DONE, GRANT, PULL, START, Address, Channel, Lost, Ticket
 
@@ -36,6 +50,8 @@ _MAX_CACHED_PLANS = 64
 _CONFIRM_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _QUIET_POLL_S = 0.02
+_MAX_ATTEMPTS = 8  # to connect to a sender
+_RETRY_S = 0.01  # pause after the first attempt; doubles with each
 
 
 class PageReceiver(Endpoint):
@@ -87,8 +103,11 @@ class PageReceiver(Endpoint):
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
         self._counts: Counter[str] = Counter()
+        self._failed_pulls: Counter[str] = Counter()  # by reason, as the next one
+        self._dropped: Counter[str] = Counter()
         protocol.closed_in_children.add(self)
-        metrics.follow(self, _samples, partial(_totals, self._counts))
+        counts = self._counts, self._failed_pulls, self._dropped
+        metrics.follow(self, _samples, partial(_totals, *counts))
 
     def __repr__(self) -> str:
         return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
@@ -180,14 +199,15 @@ class PageReceiver(Endpoint):
         pull._start(asked)
         return pull
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Return current and cumulative counts.
 
         Returns
         -------
         dict : current "pulls", "connections" (kept for later pulls) and "quarantined_pages" (of
             failed pulls whose pages may still be written); cumulative "completed", "failed" and
-            "cancelled" pulls, and "received_bytes"
+            "cancelled" pulls, and "received_bytes"; by reason "pull_failures" (of `TransferError`)
+            and "connection_drops": "idle" or "lost" before a grant, and replaced if there was time
         """
         with self._lock:
             return {
@@ -195,6 +215,8 @@ class PageReceiver(Endpoint):
                 "quarantined_pages": self._quarantined(),
                 "connections": sum(map(len, self._idle.values())),
                 **{name: self._counts[name] for name in _COUNTS},
+                "pull_failures": dict(self._failed_pulls),
+                "connection_drops": dict(self._dropped),
             }
 
     def close(self, deadline_s: float = _CLOSE_TIMEOUT_S) -> None:
@@ -211,7 +233,7 @@ class PageReceiver(Endpoint):
             first, self._closed = not self._closed, True
             pulls, idle, self._idle = list(self._pulls), self._idle, {}
         for pull in pulls:
-            pull._fail(TransferError("the receiver was closed", "closed"))
+            pull._cancel("the receiver was closed", "closed")
         for channel in chain.from_iterable(idle.values()):
             _close_confirmed(channel, min(deadline, time.monotonic() + _CONFIRM_TIMEOUT_S))
         self._workers.close(deadline)  # includes workers that send DONE
@@ -299,32 +321,36 @@ class PageReceiver(Endpoint):
 
     # --- Connections ---
 
-    def _connect(self, ticket: Ticket, address: Address, deadline: float) -> Channel:
+    def _connect(self, pull: Pull, ticket: Ticket, address: Address) -> Channel:
         """Connect to the sender of a ticket, and shake hands."""
-        until = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
+        deadline = min(pull._deadline, time.monotonic() + protocol.HANDSHAKE_S)
         try:
-            channel, digest = self._shake_hands(address, until)
-        except TimeoutError:
-            if time.monotonic() >= deadline:
+            channel, digest = self._shake_hands(pull, ticket, address, deadline)
+        except TimeoutError as error:
+            if time.monotonic() >= pull._deadline:
                 raise
-            raise Lost(f"no answer from a sender within {protocol.HANDSHAKE_S:g} s") from None
+            message = f"no answer from a sender within {protocol.HANDSHAKE_S:g} s"
+            raise TransferError(message, "lost") from error
         if channel.peer != ticket.sender_id:
             channel.close()
-            raise TransferError(
-                f"the sender that made the ticket no longer listens on {address}", "lost"
-            )
+            raise TransferError("the sender that made the ticket no longer listens", "lost")
         if digest != self._digest:
             channel.close()
             raise TransferError("the pools differ", "identity")
         return channel
 
-    def _shake_hands(self, address: Address, deadline: float) -> tuple[Channel, bytes]:
+    def _shake_hands(
+        self, pull: Pull, ticket: Ticket, address: Address, deadline: float
+    ) -> tuple[Channel, bytes]:  # fmt: skip
         connection = address.connect(max(0.001, deadline - time.monotonic()))
         try:
+            pull._uses(connection)
             if self._tls is not None:
-                protocol.set_timeout(connection, deadline)
-                connection = self._tls.wrap_socket(connection, server_hostname=address.host or None)
-            return protocol.as_receiver(connection, self._secret, self._digest, deadline)
+                name = address.host or None
+                connection = protocol.encrypt(
+                    connection, self._tls, deadline, pull._uses, server_hostname=name
+                )
+            return protocol.as_receiver(connection, self._secret, self._digest, ticket, deadline)
         except BaseException:
             connection.close()
             raise
@@ -407,7 +433,7 @@ class PageReceiver(Endpoint):
                 with self._lock:
                     self._counts["received_bytes"] += channel.num_bytes - before
         except BaseException as error:
-            pull._fail(_as_transfer_error(error, str(address)))
+            pull._fail(as_transfer_error(error, place(address, ticket.trace_id)))
             while task is not None and not self._engine.quiet(task):
                 time.sleep(_QUIET_POLL_S)
             pull._part_ended()
@@ -429,28 +455,48 @@ class PageReceiver(Endpoint):
         self, pull: Pull, ticket: Ticket, address: Address, heads: range,
         asked: tuple[Channel, bool] | None,
     ) -> tuple[Channel, bytes, bool]:  # fmt: skip
-        """Return the connection, the payload of GRANT, and whether the sender waits for START."""
+        """Return the connection, the payload of GRANT, and whether the sender waits for START.
+
+        Nothing has been received before the grant, so lost connections are replaced: crowded
+        senders drop the oldest ones whose handshake is unfinished.
+        """
+        num_attempts = 0
         while True:
-            channel = self._connect(ticket, address, pull._deadline) if asked is None else asked[0]
+            is_reused, channel = asked is not None, None
             try:
-                pull._uses(channel)
                 if asked is None:
+                    num_attempts += 1
+                    channel = self._connect(pull, ticket, address)
                     waits = self._ask(pull, ticket, heads, channel, pull._deadline)
                 else:
-                    waits = asked[1]
+                    (channel, waits), asked = asked, None
+                    pull._uses(channel.socket)
                 if channel.confirming:
                     channel.receive(pull._deadline, CONFIRMED)
                     channel.confirming = False
-                _, granted = channel.receive(pull._deadline, GRANT)
+                return channel, channel.receive(pull._deadline, GRANT)[1], waits
             except BaseException as error:
-                channel.close()
-                is_over = isinstance(error, Lost) or channel.confirming
-                if isinstance(error, (Lost, TransferError)) and is_over and asked:
-                    pull._check()
-                    asked = None  # the sender had closed the idle connection: reconnect
+                is_confirming = False
+                if channel is not None:
+                    is_confirming = channel.confirming
+                    channel.close()
+                pull._check()
+                is_lost = isinstance(error, Lost)
+                if isinstance(error, TransferError):
+                    # The refusal is of the previous pull, or the sender has yet to notice the end
+                    # of a connection over which it granted this one.
+                    is_lost = is_confirming or (error.reason == "taken" and num_attempts > 1)
+                if not is_lost:
+                    raise
+                with self._lock:
+                    self._dropped["idle" if is_reused else "lost"] += 1
+                if is_reused:  # the sender had closed the idle connection
                     continue
-                raise
-            return channel, granted, waits
+                pause_s = _RETRY_S * 2 ** (num_attempts - 1) * random.uniform(0.5, 1.5)
+                is_late = time.monotonic() + pause_s >= pull._deadline
+                if num_attempts >= _MAX_ATTEMPTS or is_late:
+                    raise
+                pull._pause(pause_s)
 
     def _task(
         self, pull: Pull, ticket: Ticket, channel: Channel, heads: range, granted: bytes
@@ -480,13 +526,18 @@ class PageReceiver(Endpoint):
     def _settled(self, pull: Pull) -> None:
         """Count a pull whose threads no longer access its pages."""
         failure = pull.failure
+        outcome = "completed"
+        if failure is not None:
+            cache_logger.info("failed pull: %s", failure)
+            outcome = "cancelled" if failure.reason in ("cancelled", "closed") else "failed"
         with self._lock:
             self._pulls.discard(pull)
-            if failure is None:
-                self._counts["completed"] += 1
-            else:
-                is_cancelled = failure.reason in ("cancelled", "closed")
-                self._counts["cancelled" if is_cancelled else "failed"] += 1
+            self._counts[outcome] += 1
+            if failure is not None:
+                self._failed_pulls[failure.reason] += 1
+        if metrics.enabled:
+            seconds = time.monotonic() - pull._start_s
+            metrics.note("kvcupy_migration_pull_seconds", seconds, outcome=outcome)
 
 
 _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
@@ -496,7 +547,8 @@ class _Workers:
     """Daemon threads, kept for a while after each job, since starting a thread is slow."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
         self._jobs: deque[Callable[[], None]] = deque()
         self._threads: set[threading.Thread] = set()
         self._num_idle = 0
@@ -504,28 +556,29 @@ class _Workers:
 
     def run(self, job: Callable[[], None]) -> None:
         """Run a function on a thread; RuntimeError if no thread can be started."""
-        with self._changed:
+        with self._lock:
             if len(self._jobs) >= self._num_idle:
                 thread = threading.Thread(target=self._work, name="kvcupy pull", daemon=True)
                 thread.start()
                 self._threads.add(thread)
             self._jobs.append(job)
-            self._changed.notify()
+            self._changed.notify_one()
 
     def close(self, deadline: float) -> None:
         """Let the threads finish their jobs and end; wait for them until the deadline."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._changed.notify()
             threads = list(self._threads)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 self._num_idle += 1
-                self._changed.wait_for(lambda: self._jobs or self._closed, _WORKER_IDLE_S)
+            self._changed.wait_for(lambda: self._jobs or self._closed, _WORKER_IDLE_S)
+            with self._lock:
                 self._num_idle -= 1
                 if not self._jobs:
                     self._threads.discard(threading.current_thread())
@@ -542,7 +595,7 @@ class Landing(Completion):
 
     def __init__(self, *, unbounded: bool = False) -> None:
         self.unbounded = unbounded  # a stopped peer may resume at any time, or never
-        self._over = threading.Event()
+        self._over = Latch()
 
     def end(self) -> None:
         self._over.set()
@@ -580,6 +633,7 @@ class Pull(ProcessLocal):
     ) -> None:  # fmt: skip
         pool = receiver._pool
         self._pages, self._deadline = pages, deadline
+        self._start_s = time.monotonic()
         self.num_pages = len(pages)
         self.num_bytes = len(pages) * pool.page_bytes
         self.hashes, self.attachment = parts[0][0].hashes, parts[0][0].attachment
@@ -588,8 +642,9 @@ class Pull(ProcessLocal):
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
         self._is_staged = receiver._used_staging is not None
-        self._changed = threading.Condition()
-        self._channels: list[Channel] = []
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
+        self._sockets: list[socket.socket] = []  # reset if the pull fails
         self._missing = [len(parts)] * pool.num_layers  # number of missing parts, by layer
         self._num_arrived = 0  # number of leading layers that have arrived
         self._num_running = len(parts)
@@ -666,7 +721,7 @@ class Pull(ProcessLocal):
         Returns at once. The pages are in quarantine until no bytes can arrive in them:
         `synchronize` waits for that, and freed pages become free then.
         """
-        self._fail(TransferError("the pull was cancelled", "cancelled"))
+        self._cancel("the pull was cancelled", "cancelled")
 
     # --- Waiting ---
 
@@ -689,7 +744,7 @@ class Pull(ProcessLocal):
 
     def _event_of(self, layer: int) -> Event:
         """Return an event that completes when a layer has arrived."""
-        with self._changed:
+        with self._lock:
             self._raise_failure()
             if self._stream is None:
                 self._stream = self._pool.device.stream()
@@ -712,10 +767,9 @@ class Pull(ProcessLocal):
         )
 
     def _await_layer(self, layer: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_arrived > layer or self.failure is not None)
-            if self._num_arrived <= layer:
-                self._raise_failure()
+        self._changed.wait_for(lambda: self._num_arrived > layer or self.failure is not None)
+        if self._num_arrived <= layer:
+            self._raise_failure()
 
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
@@ -735,10 +789,15 @@ class Pull(ProcessLocal):
                 self._fail(TransferError(f"cannot start a thread for the pull: {error}", "lost"))
                 self._part_ended()
 
-    def _uses(self, channel: Channel) -> None:
-        """Register a connection, to abort it if the pull fails."""
-        with self._changed:
-            self._channels.append(channel)
+    def _uses(self, connection: socket.socket) -> None:
+        """Register a connection, which is reset if the pull fails."""
+        with self._lock:
+            self._sockets.append(connection)
+        self._check()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before another attempt; TransferError if the pull fails meanwhile."""
+        self._changed.wait_for(lambda: self.failure, seconds)
         self._check()
 
     def _is_used(self) -> bool:
@@ -759,30 +818,34 @@ class Pull(ProcessLocal):
 
     def _part_arrived(self, layer: int) -> None:
         """Record that a part of a layer is in its pages."""
-        with self._changed:
+        with self._lock:
             self._missing[layer] -= 1
             while self._num_arrived < len(self._missing) and not self._missing[self._num_arrived]:
                 self._num_arrived += 1
-            self._changed.notify_all()
+            self._changed.notify()
+
+    def _cancel(self, message: str, reason: str) -> None:
+        ticket, address, _ = self._parts[0]
+        self._fail(TransferError(f"{place(address, ticket.trace_id)}: {message}", reason))
 
     def _fail(self, failure: TransferError) -> None:
         """Fail the pull, unless it has failed or all layers have arrived."""
-        with self._changed:
+        with self._lock:
             if self.failure is not None or self._num_arrived == self._pool.num_layers:
                 return
             self.failure = failure
-            channels = list(self._channels)
-            self._changed.notify_all()
-        for channel in channels:
-            channel.abort()
+            sockets = list(self._sockets)
+            self._changed.notify()
+        for connection in sockets:
+            protocol.abort(connection)
 
     def _part_ended(self) -> None:
         """Record that a thread no longer accesses the pages."""
-        with self._changed:
+        with self._lock:
             self._num_running -= 1
             if self._num_running:
                 return
-            self._channels = []
+            self._sockets = []
         self._settle()
 
     def _settle(self) -> None:
@@ -802,12 +865,13 @@ class Pull(ProcessLocal):
 
     def _close_in_child(self) -> None:
         """Fail the pull in a forked child, which has none of its threads."""
-        self._changed = threading.Condition()  # a thread of the parent may hold the old one
+        self._lock = threading.Lock()  # a thread of the parent may hold the old one
+        self._changed = Waiters(self._lock)
         self._landing = Landing()
         self._landing.end()
         self.failure = TransferError("the pull belongs to the parent process", "lost")
-        for channel in self._channels:
-            channel.close()
+        for connection in self._sockets:
+            connection.close()
 
 
 def _is_idle(channel: Channel) -> bool:
@@ -826,18 +890,6 @@ def _close_confirmed(channel: Channel, deadline: float) -> None:
     channel.close()
 
 
-def _as_transfer_error(error: BaseException, where: str) -> TransferError:
-    """Convert an error of a worker thread to a TransferError."""
-    if isinstance(error, TransferError):
-        return error
-    if isinstance(error, TimeoutError):
-        failure = TransferError(f"{where}: the deadline has passed", "late")
-    else:
-        failure = TransferError(f"{where}: {error or type(error).__name__}", "lost")
-    failure.__cause__ = error
-    return failure
-
-
 def _difference(own: Any, theirs: Any) -> str:
     """Describe the first difference of two identities, except in heads and layout."""
     common = {"head_start": 0, "num_kv_heads": 0, "wire": ""}
@@ -846,11 +898,14 @@ def _difference(own: Any, theirs: Any) -> str:
 
 def _samples(receiver: PageReceiver) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = receiver.stats()
-    yield from _totals(stats)
+    yield from _totals(stats, stats["pull_failures"], stats["connection_drops"])
     yield "kvcupy_migration_quarantined_pages", (), stats["quarantined_pages"]
 
 
-def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+def _totals(
+    counts: Mapping[str, int], pulls: Mapping[str, int], connections: Mapping[str, int]
+) -> Iterator[tuple[str, metrics.Labels, float]]:
     for name in ("completed", "failed", "cancelled"):
         yield "kvcupy_migration_pulls_total", (("outcome", name),), counts[name]
     yield "kvcupy_migration_bytes_total", (("direction", "received"),), counts["received_bytes"]
+    yield from reason_samples("receiver", pulls, connections)

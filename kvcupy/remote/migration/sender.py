@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import math
 import os
 import secrets
@@ -34,20 +35,40 @@ from .endpoint import (
     PULL_HEAD,
     Endpoint,
     accesses,
+    as_transfer_error,
     checked_page_list,
+    place,
     positive_seconds,
+    reason_samples,
 )
 from .engines import Offered, Service
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
 
 _IDLE_TIMEOUT_S = 60.0
 _MAX_CONCURRENT_HANDSHAKES = 16
+_MIN_HANDSHAKE_S = 0.5  # before another connection may replace an unfinished handshake
+_ACCEPT_RETRY_S = 0.05  # after an error, such as a temporary lack of file descriptors
 _MAX_PULLS_PER_OFFER = 1 << 20
 _MAX_ENDED_OFFERS = 1024
 _UNIX_BUFFER_BYTES = 1 << 20  # lets both ends of a Unix socket work concurrently
 _CLOSE_TIMEOUT_S = 5.0
 _ABORT_DELAY_S = 0.05  # from the end of an offer until blocked connections are aborted
 _MAX_SLEEP_S = 3600.0
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A connection, from its acceptance until its thread ends."""
+
+    socket: socket.socket  # replaced by an encrypted one when TLS starts
+    since: float  # when the state began
+    state: str = "handshake"  # or "busy", "idle", or "evicted" in favour of a new connection
+    thread: threading.Thread = field(init=False)
+
+    def enter(self, state: str) -> None:
+        """Change the state, unless the connection is evicted. The caller holds the lock."""
+        if self.state != "evicted":
+            self.state, self.since = state, time.monotonic()
 
 
 @dataclass(eq=False)
@@ -59,10 +80,12 @@ class _Offer:
     token: bytes
     pages: Pages
     lease_s: float
+    latest: float  # expiry that renewals cannot extend, a value of time.monotonic
     num_pulls: int
+    trace_id: str
     release: Callable[[Any], object]
     written: list[StreamCompletion | None]  # completion of each layer; None: not announced yet
-    expires: float = 0.0  # a value of time.monotonic
+    expires: float = 0.0
     ticket: bytes = b""  # as returned by `PageSender.offer`
     completed: int = 0  # number of completed pulls
     channels: set[Channel] = field(default_factory=set)  # of pulls in progress
@@ -70,6 +93,9 @@ class _Offer:
     ended: str = ""  # reason, empty while the offer is open
     is_released: bool = False
     offered: Offered = field(init=False)  # the engine's view, until the release
+
+    def renew(self) -> None:
+        self.expires = max(self.expires, min(time.monotonic() + self.lease_s, self.latest))
 
 
 class PageSender(Endpoint):
@@ -91,8 +117,10 @@ class PageSender(Endpoint):
         uses at most a quarter of them. None stages only such pools, with up to 64 pages
     advertise : address in tickets instead of `listen`, such as this machine's address if `listen`
         is "tcp:0.0.0.0:PORT"
+    max_lease_s : maximum time from `offer` until an offer expires, however often receivers renew
+        it, unless its own `lease_s` is longer
     max_connections : maximum number of connections. At the maximum, a new connection replaces the
-        one that has been idle longest, and is dropped if none is idle
+        one that has been idle longest, and waits in the listening socket's backlog if none is idle
 
     Attributes
     ----------
@@ -133,10 +161,11 @@ class PageSender(Endpoint):
         self, pool: Any, *, listen: str = "tcp:127.0.0.1:0", secret: bytes | None = None,
         engine: str = "socket", heads: tuple[int, int] | None = None, model: str = "",
         tls: Any = None, staging_pages: int | None = None, advertise: str | None = None,
-        max_connections: int = 64,
+        max_connections: int = 64, max_lease_s: float = 3600.0,
     ) -> None:  # fmt: skip
         super().__init__(pool, secret, heads, model, tls)
         self._max_connections = positive_int(max_connections, "max_connections")
+        self._max_lease_s = positive_seconds(max_lease_s, "max_lease_s")
         address = Address.parse(listen, "listen")
         if not (address.is_local or self._secret or self._tls):
             raise ValueError(
@@ -147,20 +176,21 @@ class PageSender(Endpoint):
             raise ValueError(f"advertise: expected the address of this machine, for {address}")
         self._open_engine(engine, staging_pages)
         self._id = secrets.token_bytes(16)
-        self._changed = threading.Condition()  # guards the fields below
+        self._token_of = partial(protocol.offer_token, secrets.token_bytes(32))
+        self._lock = threading.Lock()  # guards the fields below
         self._offers: dict[int, _Offer] = {}  # open offers, by number
         self._unreleased: set[_Offer] = set()  # open and ended offers
         self._by_ticket: dict[bytes, _Offer] = {}  # unreleased; avoids decoding a ticket per layer
         self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that the sender frees
         self._ended: OrderedDict[int, str] = OrderedDict()  # reasons by offer number
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._idle: dict[socket.socket, None] = {}  # connections without a pull, oldest first
-        self._evicted: set[socket.socket] = set()  # connections being closed for new ones
-        self._num_handshakes = 0
+        self._connections: set[_Connection] = set()
+        self._is_crowded = False  # whether a waiting connection cannot be accepted yet
         self._next = 1
         self._to_abort: list[tuple[float, _Offer, Channel]] = []  # if still blocked at that time
         self._wakes_at = 0.0  # next wakeup of the keeper thread, by time.monotonic
         self._counts: Counter[str] = Counter()
+        self._failed_pulls: Counter[str] = Counter()  # by reason, as the next one
+        self._dropped: Counter[str] = Counter()
         self._server, listening = address.listen()
         self.address = str(listening)
         self._advertised = self.address if advertised is None else str(advertised)
@@ -175,12 +205,13 @@ class PageSender(Endpoint):
         try:
             self._keeper.start()
         except RuntimeError as error:
-            for each in (self._server, self._wake, self._woken):
-                each.close()
             if self._unlink is not None:
                 self._unlink()
+            for each in (self._server, self._wake, self._woken):
+                each.close()
             raise KvcupyError(f"PageSender: cannot start a thread: {error}") from error
-        metrics.follow(self, _samples, partial(_totals, self._counts))
+        counts = self._counts, self._failed_pulls, self._dropped
+        metrics.follow(self, _samples, partial(_totals, *counts))
 
     def __repr__(self) -> str:
         return f"<PageSender at {self.address}, {len(self._offers)} offers>"
@@ -190,7 +221,7 @@ class PageSender(Endpoint):
     def offer(
         self, pages: Any, *, hashes: Any = None, after: Any = None, lease_s: float = 30.0,
         by_layer: bool = False, pulls: int = 1, attachment: bytes = b"",
-        release: Callable[[Any], object] | None = None,
+        release: Callable[[Any], object] | None = None, trace_id: str = "",
     ) -> bytes:  # fmt: skip
         """Offer pages. The sender owns them until it frees them.
 
@@ -202,13 +233,16 @@ class PageSender(Endpoint):
         after : stream that writes the pages: Stream, or a CuPy or torch stream; None for the
             current stream of CuPy or torch; False if the pages are written. A layer is sent once
             the stream has completed the work enqueued before this call
-        lease_s : seconds after which the offer expires, unless a receiver renews it
+        lease_s : seconds after which the offer expires, unless a receiver renews it, up to the
+            sender's `max_lease_s`
         by_layer : send each layer when `layer_done` announces it; ignore `after`
         pulls : number of pulls that complete the offer, if several receivers each fetch all pages
             or some of their heads
         attachment : up to 1 MiB, which receivers read with the ticket
         release : function to call once with the pages when the offer ends, on any thread, instead
             of the pool's `allocator.free`. The pages may then be in several offers
+        trace_id : up to 128 bytes of text, sent with the ticket, that logs and errors of both ends
+            name. Receivers of kvcupy before wire version 4 refuse such tickets
 
         Returns
         -------
@@ -245,6 +279,7 @@ class PageSender(Endpoint):
             raise TypeError(f"attachment: expected bytes, got {type(attachment).__name__}")
         if len(attachment) > protocol.MAX_ATTACHMENT_BYTES:
             raise ValueError(f"attachment: expected at most 1 MiB, got {len(attachment)} bytes")
+        trace_id = protocol.checked_trace_id(trace_id)
         if release is not None and not callable(release):
             raise TypeError(f"release: expected a function, got {release!r}")
         written: list[StreamCompletion | None] = [None] * self._pool.num_layers
@@ -252,16 +287,18 @@ class PageSender(Endpoint):
             queue = stream_after(self._pool.device, after, "an offer")
             completion = self._written_by(queue, ordered, "after")
             written = [completion] * self._pool.num_layers
-        with self._changed:
+        with self._lock:
             self._require_open()
             if release is None:
                 if self._owned[ordered].any():
                     twice = ordered[self._owned[ordered]][0]
                     raise ValueError(f"pages: expected pages that are not offered, got {twice}")
                 self._owned[ordered] = True
+            now = time.monotonic()
             offer = _Offer(
-                self._next, secrets.randbits(63), secrets.token_bytes(16), ordered, lease, pulls,
-                release or self._free, written, time.monotonic() + lease,
+                self._next, secrets.randbits(63), self._token_of(self._next), ordered, lease,
+                now + max(lease, self._max_lease_s), pulls, trace_id, release or self._free,
+                written, now + lease,
             )  # fmt: skip
             offer.offered = offered = self._offered(offer)
             self._next += 1
@@ -273,10 +310,10 @@ class PageSender(Endpoint):
         self._engine.offered(offered)
         ticket = Ticket(
             offer.number, offer.generation, offer.token, self._id, self._digest, lease,
-            len(ordered), pulls, self._advertised, self._engine.name, self._identity, numbers,
-            bytes(attachment),
+            len(ordered), pulls, self._advertised, self._engine.name, self._identity,
+            protocol.VERSIONS[-1], numbers, bytes(attachment), trace_id,
         ).encoded(self._secret)  # fmt: skip
-        with self._changed:
+        with self._lock:
             if not offer.is_released:
                 offer.ticket = ticket
                 self._by_ticket[ticket] = offer
@@ -306,13 +343,13 @@ class PageSender(Endpoint):
         offer = self._offer_of(ticket)
         if offer is None:
             return
-        with self._changed:
+        with self._lock:
             if offer.is_released:  # the sender was closed meanwhile
                 return
             if offer.written[number] is not None:
                 raise ValueError(f"layer: expected one that is not done yet, got {number}")
         completion = self._written_by(stream, offer.pages, "stream")
-        with self._changed:
+        with self._lock:
             if not offer.is_released:
                 offer.written[number] = completion
         self._settle(offer)
@@ -330,24 +367,33 @@ class PageSender(Endpoint):
             return False
         return self._end(offer, "withdrawn")
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Return current and cumulative counts.
 
         Returns
         -------
         dict : current "offers", "offered_pages" (not yet freed), "pulls" and "connections";
             cumulative "completed", "expired", "withdrawn", "failed" and "closed" offers,
-            "lost_pulls", "refused_pulls", "dropped_connections" (not from a receiver, or over the
-            limit) and "sent_bytes"
+            "lost_pulls", "refused_pulls", "dropped_connections" (before they have finished the
+            handshake) and "sent_bytes"; "pull_failures" by the reason of the
+            `TransferError`, "connection_drops" by "late", "crowded" (replaced by a waiting
+            connection), "secret" (or ticket), "version", "stranger" (not a receiver), "thread"
+            (none can be started) and "lost"
         """
-        with self._changed:
+        with self._lock:
             now = {
                 "offers": len(self._offers),
                 "offered_pages": sum(len(offer.pages) for offer in self._unreleased),
                 "pulls": sum(len(offer.channels) for offer in self._unreleased),
-                "connections": len(self._connections) - len(self._evicted),
+                "connections": len(self._open_connections()),
             }
-            return now | {name: self._counts[name] for name in _COUNTS}
+            return {
+                **now,
+                **{name: self._counts[name] for name in _COUNTS},
+                "dropped_connections": self._dropped.total(),
+                "pull_failures": dict(self._failed_pulls),
+                "connection_drops": dict(self._dropped),
+            }
 
     def close(self, deadline_s: float = _CLOSE_TIMEOUT_S) -> None:
         """End all offers and connections, free the pages, and wait for the threads.
@@ -359,31 +405,32 @@ class PageSender(Endpoint):
         if os.getpid() != self._pid:
             return
         deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
-        with self._changed:
+        with self._lock:
             first, self._closed = not self._closed, True
             offers = list(self._unreleased)
-            connections = dict(self._connections)
+            connections = list(self._connections)
         if first:
+            if self._unlink is not None:
+                self._unlink()  # while it listens: nobody takes the socket for stale
             for offer in offers:
                 self._end(offer, "closed")
                 self._settle(offer)
             self._notify()
             for connection in connections:
-                protocol.shut_down(connection)
-        for thread in (self._keeper, *connections.values()):
+                protocol.shut_down(connection.socket)
+        for thread in (self._keeper, *(each.thread for each in connections)):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if first:
             self._engine.close(deadline)
-            if self._unlink is not None:
-                self._unlink()
 
     def _close_in_child(self) -> None:
         """Close inherited sockets in a forked child, without ending the parent's offers."""
-        self._changed = threading.Condition()  # a thread of the parent may hold the old one
+        self._lock = threading.Lock()  # a thread of the parent may hold the old one
         if self._unlink is not None:
             self._unlink.detach()
-        for inherited in (self._server, self._wake, self._woken, *self._connections):
+        connections = [each.socket for each in self._connections]
+        for inherited in (self._server, self._wake, self._woken, *connections):
             with suppress(OSError):
                 os.close(inherited.detach())
 
@@ -409,18 +456,18 @@ class PageSender(Endpoint):
         """Return the offer of a ticket, or None if its pages are released."""
         self._require_own_process()
         if type(ticket) is bytes:
-            with self._changed:
+            with self._lock:
                 if (offer := self._by_ticket.get(ticket)) is not None:
                     return offer
         decoded = Ticket.decoded(ticket, self._secret)
         if decoded.sender_id != self._id:
             raise TransferError("ticket: expected one of this sender", "ticket")
-        with self._changed:
+        with self._lock:
             return next((o for o in self._unreleased if o.number == decoded.number), None)
 
     def _end(self, offer: _Offer, reason: str) -> bool:
         """End an offer, once; its pages are freed when nothing accesses them."""
-        with self._changed:
+        with self._lock:
             if offer.ended:
                 return False
             offer.ended = reason
@@ -440,7 +487,7 @@ class PageSender(Endpoint):
 
     def _abort_blocked(self, now: float) -> float:
         """Abort blocked connections of ended offers; return seconds until the next is due."""
-        with self._changed:
+        with self._lock:
             self._to_abort = [each for each in self._to_abort if each[2] in each[1].channels]
             due = [channel for at, _, channel in self._to_abort if at <= now and channel.moving]
             ends = [at - now for at, _, _ in self._to_abort if at > now]
@@ -450,7 +497,7 @@ class PageSender(Endpoint):
 
     def _settle(self, offer: _Offer) -> None:
         """Free the pages of an offer, once, if it has ended and nothing reads or writes them."""
-        with self._changed:
+        with self._lock:
             unwritten = None in offer.written and not self._closed
             is_read = offer.channels or offer.num_readers
             if not offer.ended or is_read or unwritten or offer.is_released:
@@ -467,28 +514,29 @@ class PageSender(Endpoint):
             cache_logger.exception("cannot release the pages of an offer: %s", error)
 
     def _free(self, pages: Pages) -> None:
-        with self._changed:
+        with self._lock:
             self._owned[pages] = False
         self._pool.allocator.free(pages)
 
     def _notify(self) -> None:
-        with self._changed, suppress(OSError):  # the lock: the keeper may be closing the socket
+        with self._lock, suppress(OSError):  # the lock: the keeper may be closing the socket
             self._wake.send(b"\0", socket.MSG_DONTWAIT)
 
     # --- Keeper thread: accepts connections, ends expired offers ---
 
     def _keep(self) -> None:
+        accept_at = math.inf  # next attempt, while the sender is too crowded to accept
         while not self._closed:
             now = time.monotonic()
-            with self._changed:
+            with self._lock:
                 self._wakes_at = math.inf  # makes new offers notify this thread
                 offers = list(self._offers.values())
             for offer in offers:
                 if offer.expires <= now:
                     self._end(offer, "expired")
             ends = [offer.expires - now for offer in offers if not offer.ended]
-            ends.append(self._abort_blocked(now))
-            with self._changed:
+            ends += [self._abort_blocked(now), accept_at - now]
+            with self._lock:
                 self._wakes_at = now + min(ends)
             poll_s = self._engine.poll_s
             if poll_s is not None:
@@ -497,87 +545,114 @@ class PageSender(Endpoint):
                 except Exception as error:  # one peer's error must not stop the others
                     cache_logger.warning("%s: the engine failed to make progress: %s", self, error)
                 ends.append(poll_s)
-            if protocol.any_readable((self._server, self._woken), min(ends)):
+            awaited = (self._woken,) if self._is_crowded else (self._woken, self._server)
+            if protocol.any_readable(awaited, min(ends)):
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
-                self._accept()
-        with self._changed:
+            accept_at = self._accept()
+        with self._lock:
             for each in (self._server, self._wake, self._woken):
                 each.close()
 
-    def _accept(self) -> None:
+    def _accept(self) -> float:
+        """Accept a waiting connection, or return the time of the next attempt.
+
+        Connections that do not fit wait in the backlog of the listening socket.
+        """
+        self._is_crowded = False
+        if not protocol.any_readable((self._server,), 0):
+            return math.inf
+        with self._lock:
+            retry_at = self._make_space()
+            self._is_crowded = retry_at > 0
+        if retry_at > 0:
+            return retry_at
         try:
-            connection, _ = self._server.accept()
+            accepted, _ = self._server.accept()
         except BlockingIOError:
-            return
+            return math.inf
         except OSError as error:
-            if not self._closed:  # such as a temporary lack of file descriptors
+            if not self._closed:
                 cache_logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.05)
-            return
-        with self._changed:
-            is_crowded = self._num_handshakes >= _MAX_CONCURRENT_HANDSHAKES
-            if self._closed or is_crowded or not self._make_space():
-                self._counts["dropped_connections"] += 1
-                connection.close()
-                return
-            thread = threading.Thread(
-                target=self._converse, args=(connection,), name="kvcupy pages", daemon=True
-            )
-            self._connections[connection] = thread
-            self._num_handshakes += 1
+            self._is_crowded = True
+            return time.monotonic() + _ACCEPT_RETRY_S
+        connection = _Connection(accepted, time.monotonic())
+        connection.thread = threading.Thread(
+            target=self._converse, args=(connection,), name="kvcupy pages", daemon=True
+        )
+        with self._lock:
+            self._connections.add(connection)
         try:
-            thread.start()
+            connection.thread.start()
         except RuntimeError as error:  # no thread can be started
             cache_logger.warning("cannot serve a connection: %s", error)
-            self._dropped(connection)
+            self._drop(connection, "thread")
+        return math.inf
 
-    def _make_space(self) -> bool:
-        """Evict an idle connection if the maximum is reached; return whether one more fits."""
-        if len(self._connections) - len(self._evicted) < self._max_connections:
-            return True
-        oldest = next(iter(self._idle), None)
+    def _make_space(self) -> float:
+        """Return 0 if another connection fits, else the time of the next attempt.
+
+        Without space, evict the connection that has been idle longest, or the oldest unfinished
+        handshake if it has had its minimum time. The caller holds the lock.
+        """
+        connections = self._open_connections()
+        handshakes = [each for each in connections if each.state == "handshake"]
+        idle = [each for each in connections if each.state == "idle"]
+        is_full = len(connections) >= self._max_connections
+        if len(handshakes) < _MAX_CONCURRENT_HANDSHAKES:
+            if not is_full:
+                return 0.0
+            if idle:
+                self._evict(min(idle, key=lambda each: each.since))
+                return 0.0
+        oldest = min(handshakes, key=lambda each: each.since, default=None)
         if oldest is None:
-            return False
-        del self._idle[oldest]
-        self._evicted.add(oldest)
-        protocol.shut_down(oldest)  # its receiver reconnects for the next pull
-        return True
+            return math.inf  # the next connection that ends or becomes idle wakes the keeper
+        if (retry_at := oldest.since + _MIN_HANDSHAKE_S) > time.monotonic():
+            return retry_at
+        self._evict(oldest)
+        return 0.0
 
-    def _dropped(self, connection: socket.socket) -> None:
-        connection.close()
-        with self._changed:
-            self._num_handshakes -= 1
-            self._connections.pop(connection, None)
-            self._counts["dropped_connections"] += 1
+    def _open_connections(self) -> list[_Connection]:
+        return [each for each in self._connections if each.state != "evicted"]
+
+    def _evict(self, connection: _Connection) -> None:
+        if connection.state == "handshake":
+            self._dropped["crowded"] += 1
+        connection.enter("evicted")
+        protocol.shut_down(connection.socket)  # its receiver reconnects
+
+    def _drop(self, connection: _Connection, reason: str) -> None:
+        """Close a connection whose handshake has failed."""
+        with self._lock:
+            if connection.state != "evicted":  # else counted already
+                self._dropped[reason] += 1
+        self._remove(connection)
+
+    def _remove(self, connection: _Connection) -> None:
+        connection.socket.close()
+        with self._lock:
+            self._connections.discard(connection)
+        self._made_space()
+
+    def _made_space(self) -> None:
+        """Wake the keeper if a connection waits for space."""
+        if self._is_crowded:
+            self._notify()
 
     # --- Connection threads ---
 
-    def _converse(self, connection: socket.socket) -> None:
-        deadline = time.monotonic() + protocol.HANDSHAKE_S
-        accepted = connection
+    def _converse(self, connection: _Connection) -> None:
         try:
-            connection.setblocking(True)
-            if connection.family == socket.AF_UNIX:  # TCP sizes its buffers automatically
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
-            else:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                protocol.set_timeout(connection, deadline)
-                connection = self._tls.wrap_socket(connection, server_side=True)
-                with self._changed:
-                    self._connections[connection] = self._connections.pop(accepted)
-            channel, digest = protocol.as_sender(
-                connection, self._secret, self._digest, self._id, deadline
-            )
-        except (Lost, OSError, ValueError, KeyError) as error:
+            channel, digest = self._shake_hands(connection)
+        except (Lost, OSError, ValueError) as error:
             cache_logger.info("dropped a connection to %s: %s", self.address, error)
-            with self._changed:
-                self._connections.pop(accepted, None)
-            self._dropped(connection)
+            reason = "late" if isinstance(error, TimeoutError) else "lost"
+            self._drop(connection, error.reason if isinstance(error, Lost) else reason)
             return
-        with self._changed:
-            self._num_handshakes -= 1
+        with self._lock:
+            connection.enter("busy")
+        self._made_space()
         try:
             while not self._closed and self._is_asked(channel, connection):
                 _, request = channel.receive(time.monotonic() + protocol.HANDSHAKE_S, PULL)
@@ -586,21 +661,40 @@ class PageSender(Endpoint):
         except (Lost, TimeoutError, TransferError):
             pass  # the receiver has disconnected
         finally:
-            channel.close()
-            with self._changed:
-                self._connections.pop(connection, None)
-                self._evicted.discard(connection)
+            self._remove(connection)
 
-    def _is_asked(self, channel: Channel, connection: socket.socket) -> bool:
+    def _shake_hands(self, connection: _Connection) -> tuple[Channel, bytes]:
+        deadline = connection.since + protocol.HANDSHAKE_S
+        accepted = connection.socket
+        accepted.setblocking(True)
+        if accepted.family == socket.AF_UNIX:  # TCP sizes its buffers automatically
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        else:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            entered = partial(self._entered_tls, connection)
+            protocol.encrypt(accepted, self._tls, deadline, entered, server_side=True)
+        return protocol.as_sender(
+            connection.socket, self._secret, self._digest, self._id, self._token_of, deadline
+        )
+
+    def _entered_tls(self, connection: _Connection, encrypted: socket.socket) -> None:
+        connection.socket = encrypted
+        with self._lock:  # a thread that ended the connection may have shut down the old socket
+            if self._closed or connection.state == "evicted":
+                raise Lost("the connection was evicted, or the sender closed")
+
+    def _is_asked(self, channel: Channel, connection: _Connection) -> bool:
         """Wait for the next request; False if the connection is idle too long or evicted."""
         if channel.readable(0):
             return True
-        with self._changed:
-            self._idle[connection] = None
+        with self._lock:
+            connection.enter("idle")
+        self._made_space()
         is_asked = channel.readable(_IDLE_TIMEOUT_S)
-        with self._changed:
-            self._idle.pop(connection, None)
-            return is_asked and connection not in self._evicted
+        with self._lock:
+            connection.enter("busy")
+            return is_asked and connection.state != "evicted"
 
     def _serve(self, channel: Channel, digest: bytes, request: bytes) -> bool:
         """Serve one pull; return whether the connection can be used for another."""
@@ -619,18 +713,16 @@ class PageSender(Endpoint):
         try:
             peer = request[PULL_HEAD.size :]
             self._move(channel, offer, heads, run_pages, peer, waits=bool(waits))
-        except TransferError as error:
-            self._leave(channel, offer, "refused_pulls")
-            with suppress(Lost, TimeoutError):
-                channel.refuse(error.reason, str(error), time.monotonic() + 1)
-            return False
-        except (Lost, TimeoutError) as error:
-            cache_logger.info("incomplete pull from %s: %s", self.address, error)
-            self._leave(channel, offer, "lost_pulls")
-            return False
         except BaseException as error:
-            cache_logger.exception("failed pull from %s: %s", self.address, error)
-            self._leave(channel, offer, "lost_pulls")
+            failure = as_transfer_error(error, place(self.address, offer.trace_id))
+            is_expected = isinstance(error, (TransferError, Lost, TimeoutError))
+            level = logging.INFO if is_expected else logging.ERROR
+            cache_logger.log(level, "incomplete pull from %s", failure, exc_info=not is_expected)
+            is_refused = isinstance(error, TransferError)
+            self._leave(channel, offer, "refused_pulls" if is_refused else "lost_pulls", failure)
+            if is_refused:
+                with suppress(Lost, TimeoutError):
+                    channel.refuse(failure.reason, str(error), time.monotonic() + 1)
             return False
         with suppress(Lost, TimeoutError):
             channel.send(CONFIRMED, b"", time.monotonic() + 1)
@@ -641,12 +733,11 @@ class PageSender(Endpoint):
         self, channel: Channel, number: int, generation: int, token: bytes
     ) -> tuple[_Offer | None, tuple[str, str]]:
         """Return the offer that a pull names, or (reason, message) of a refusal."""
-        with self._changed:
+        with self._lock:
             offer = self._offers.get(number)
             if offer is None:
                 reason = self._ended.get(number, "ticket")
-                if reason in ("completed", "failed"):
-                    reason = "taken" if reason == "completed" else reason
+                reason = "taken" if reason == "completed" else reason
                 message = "no such offer" if reason == "ticket" else f"the offer: {reason}"
                 return None, (reason, message)
             known = offer.generation == generation and hmac.compare_digest(offer.token, token)
@@ -655,7 +746,7 @@ class PageSender(Endpoint):
             if offer.completed + len(offer.channels) >= offer.num_pulls:
                 return None, ("taken", f"the offer: all {offer.num_pulls} pulls are taken")
             offer.channels.add(channel)
-            offer.expires = max(offer.expires, time.monotonic() + offer.lease_s)
+            offer.renew()
         return offer, ("", "")
 
     def _move(
@@ -668,7 +759,7 @@ class PageSender(Endpoint):
         service = Service(
             channel, offer.offered, heads, peer=peer, lease_s=offer.lease_s, run_pages=run_pages,
             page_bytes=page_bytes, staging=staging, stream=self._lazy_stream(),
-            renew=partial(self._renew, offer),
+            renew=offer.renew,
         )  # fmt: skip
         grant = GRANT_HEAD.pack(
             round(offer.lease_s * 1e3), run_pages, len(offer.pages), self._pool.num_layers,
@@ -684,20 +775,23 @@ class PageSender(Endpoint):
             channel.moving = True  # ending the offer aborts the wait for DONE
             self._check(offer)
             while channel.receive(service.deadline(), DONE, RENEW)[0] != DONE:
-                self._renew(offer)
+                offer.renew()
             self._check(offer)
         finally:
-            with self._changed:
+            with self._lock:
                 self._counts["sent_bytes"] += channel.num_bytes - before
                 channel.moving = False
         self._leave(channel, offer)
 
-    def _leave(self, channel: Channel, offer: _Offer, lost: str = "") -> None:
+    def _leave(
+        self, channel: Channel, offer: _Offer, lost: str = "", failure: TransferError | None = None
+    ) -> None:  # fmt: skip
         """Record the end of a pull, and end the offer if the pull was the last."""
-        with self._changed:
+        with self._lock:
             offer.channels.discard(channel)
-            if lost:
+            if failure is not None:
                 self._counts[lost] += 1
+                self._failed_pulls[failure.reason] += 1
             else:
                 offer.completed += 1
             is_last = offer.completed >= offer.num_pulls
@@ -708,8 +802,9 @@ class PageSender(Endpoint):
             self._notify()
 
     def _refuse(self, channel: Channel, reason: str, message: str) -> bool:
-        with self._changed:
+        with self._lock:
             self._counts["refused_pulls"] += 1
+            self._failed_pulls[reason] += 1
         channel.refuse(reason, message, time.monotonic() + protocol.HANDSHAKE_S)
         return True
 
@@ -723,22 +818,19 @@ class PageSender(Endpoint):
     @contextmanager
     def _reading(self, offer: _Offer) -> Iterator[None]:
         """Hold the pages of an offer for an engine thread; TransferError if the offer has ended."""
-        with self._changed:
+        with self._lock:
             self._check(offer)
             offer.num_readers += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 offer.num_readers -= 1
             self._settle(offer)
 
     def _check(self, offer: _Offer) -> None:
         if offer.ended:
             raise TransferError(f"the offer: {offer.ended}", offer.ended)
-
-    def _renew(self, offer: _Offer) -> None:
-        offer.expires = time.monotonic() + offer.lease_s
 
     def _is_ready(self, offer: _Offer, layer: int) -> bool:
         completion = offer.written[layer]
@@ -758,20 +850,23 @@ class PageSender(Endpoint):
 
 _COUNTS = (
     "completed", "expired", "withdrawn", "failed", "closed", "lost_pulls", "refused_pulls",
-    "dropped_connections", "sent_bytes",
+    "sent_bytes",
 )  # fmt: skip
 
 
 def _samples(sender: PageSender) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = sender.stats()
-    yield from _totals(stats)
+    yield from _totals(stats, stats["pull_failures"], stats["connection_drops"])
     yield "kvcupy_migration_offered_pages", (), stats["offered_pages"]
 
 
-def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+def _totals(
+    counts: Mapping[str, int], pulls: Mapping[str, int], connections: Mapping[str, int]
+) -> Iterator[tuple[str, metrics.Labels, float]]:
     for name in ("completed", "expired", "withdrawn", "failed", "closed"):
         yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]
     yield "kvcupy_migration_bytes_total", (("direction", "sent"),), counts["sent_bytes"]
+    yield from reason_samples("sender", pulls, connections)
 
 
 def _inode(path: str) -> int:

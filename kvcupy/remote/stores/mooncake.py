@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ...cache.hazards import Completion
+from ...cache.threads import Latch, Waiters
 from ...config import cache_logger
 from ...errors import ProcessLocal
 from ...extras import install
@@ -458,7 +459,8 @@ class _Clients:
         self._draining: list[_Client] = []
         self._closed = False
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Waiters(self._lock)
         self._counts = {"clients": 0, "late": 0, "failed_transfers": 0, "errors": 0}
 
     def call(
@@ -508,7 +510,7 @@ class _Clients:
             raise BackendLost(f"mooncake {self._settings.master}: {reason}")
 
     def busy(self, keys: Sequence[bytes]) -> _Quiet | None:
-        with self._changed:
+        with self._lock:
             clients = [
                 client
                 for client in self._draining
@@ -521,56 +523,59 @@ class _Clients:
         if not self._draining:
             return False
         start = _address(block[0])
-        with self._changed:
+        with self._lock:
             return any(start in job.addresses for client in self._draining for job in client.unsafe)
 
     def stats(self) -> dict[str, int]:
-        with self._changed:
+        with self._lock:
             return {**self._counts, "draining": len(self._draining)}
 
     def close(self, wait_s: float) -> bool:
         """Retire all clients; return whether they are closed within `wait_s`."""
         if os.getpid() != self._pid:  # the worker threads belong to the parent
             return True
-        with self._changed:
+        with self._lock:
             self._closed = True
             clients = [client for client in (self._current, self._node) if client is not None]
             self._node = None
         for client in clients:
             self._retire(client, None)
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._draining, wait_s)
+        return self._changed.wait_for(lambda: not self._draining, wait_s)
 
     def _begin(self, job: _Job, deadline: float) -> tuple[_Client, _Worker]:
         """Start a job on a worker of the current client; return both."""
         if os.getpid() != self._pid:
             raise BackendLost("the store was opened in another process; open one in each")
-        with self._changed:
-            while True:
-                if self._closed:
-                    raise BackendLost("the store is closed")
-                if self._current is None:
-                    if len(self._draining) >= _MAX_DRAINING:
-                        raise BackendLost(
-                            f"mooncake {self._settings.master}: abandoned calls have not returned"
-                        )
-                    self._current = _Client(self._settings, 0, self._pages)
-                    self._counts["clients"] += 1
-                if (worker := self._current.take_worker()) is not None:
-                    worker.jobs.put(job)  # before the None of `_Client.drain`
-                    return self._current, worker
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or not self._changed.wait(remaining):
-                    raise BackendLost(f"mooncake {self._settings.master}: all calls are in use")
+        started = self._changed.wait_for(partial(self._start, job), deadline - time.monotonic())
+        if started is None:
+            raise BackendLost(f"mooncake {self._settings.master}: all calls are in use")
+        return started
+
+    def _start(self, job: _Job) -> tuple[_Client, _Worker] | None:
+        """Start a job; None if all workers are busy. The caller holds the lock."""
+        if self._closed:
+            raise BackendLost("the store is closed")
+        if self._current is None:
+            if len(self._draining) >= _MAX_DRAINING:
+                raise BackendLost(
+                    f"mooncake {self._settings.master}: abandoned calls have not returned"
+                )
+            self._current = _Client(self._settings, 0, self._pages)
+            self._counts["clients"] += 1
+        worker = self._current.take_worker()
+        if worker is None:
+            return None
+        worker.jobs.put(job)  # before the None of `_Client.drain`
+        return self._current, worker
 
     def _give_back(self, client: _Client, worker: _Worker) -> None:
-        with self._changed:
+        with self._lock:
             client.idle.append(worker)
             self._changed.notify()
 
     def _retire(self, client: _Client, job: _Job | None, reason: str = "") -> None:
         """Stop using a client, and close it when its calls end."""
-        with self._changed:
+        with self._lock:
             if reason:
                 self._counts[reason] += 1
             if job is not None:
@@ -580,7 +585,7 @@ class _Clients:
             if client in self._draining or client.quiet.is_set():
                 return
             self._draining.append(client)
-            self._changed.notify_all()
+            self._changed.notify()
         thread = threading.Thread(
             target=self._drain, args=(client,), name="kvcupy-mooncake-drain", daemon=True
         )
@@ -595,9 +600,9 @@ class _Clients:
         except Exception as error:  # the client keeps draining, so its pages stay held back
             cache_logger.warning("cannot close a Mooncake client: %s", error)
             return
-        with self._changed:
+        with self._lock:
             self._draining.remove(client)
-            self._changed.notify_all()
+            self._changed.notify()
 
 
 class _Client:
@@ -616,7 +621,7 @@ class _Client:
         self._pages = pages  # kept alive
         self.idle: list[_Worker] = []
         self.unsafe: list[_Job] = []
-        self.quiet = threading.Event()
+        self.quiet = Latch()
         self._workers: list[_Worker] = []
         shape = (_MAX_CONCURRENT_CALLS, _BLOCKS_PER_CALL, _HEADER_BYTES)
         if pages is not None and pages.block_bytes <= _MAX_STAGED_BYTES:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import ssl
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from ...cache.threads import Users
 from ...errors import ProcessLocal
 from ...extras import install
 from ...ops import checks
@@ -177,7 +177,7 @@ class RedisBackend(ProcessLocal):
         self._prefix = b"kvcupy:" + namespace.hex().encode() + b":"
         expiry = () if ttl_s is None else (b"PX", b"%d" % (ttl_s * 1000))
         self._after_value = (b"NX", *expiry)
-        self._connections = threading.BoundedSemaphore(max_connections)
+        self._users = Users(max_connections)
         self._counts: Counter[str] = Counter(timeouts=0, wrong_replies=0, errors=0)
 
     def __repr__(self) -> str:
@@ -301,7 +301,8 @@ class RedisBackend(ProcessLocal):
     def _calling(self, deadline: float, num_bytes: int = 0) -> Iterator[None]:
         """Limit the number of connections in use, and count failures."""
         name = f"redis {self._address}"
-        if not self._connections.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        call = self._users.enter(deadline - time.monotonic())
+        if call is None:
             raise BackendLost(f"{name}: {_LATE}")
         try:
             with _call(name, deadline, num_bytes):
@@ -311,7 +312,7 @@ class RedisBackend(ProcessLocal):
             self._counts["timeouts" if late else "errors"] += 1
             raise
         finally:
-            self._connections.release()
+            self._users.leave(call)
 
 
 def _num_bytes(block: Block) -> int:

@@ -25,7 +25,6 @@ import os
 import re
 import stat
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...cache.threads import Helpers
+from ...cache.threads import Helpers, Users
 from ...config import cache_logger
 from ...errors import ProcessLocal, file_path
 from ...ops import checks
@@ -165,7 +164,8 @@ class ShmBackend(ProcessLocal):
         self._buckets = words[HEADER_BYTES // 8 :][: layout.num_buckets]
         self._records = words[layout.records_at // 8 :]
         self._mask = layout.num_buckets - 1
-        self._mutex = threading.Lock()  # flock excludes processes, not threads
+        self._threads = Users(1)  # flock excludes processes, not threads
+        self._holder: object = None  # the thread's entry that holds the lock
         self.blocks_per_get = max(1, _MAX_BATCH_BYTES // layout.block_bytes)
         self._helpers = Helpers(threads - 1, "kvcupy-shared")
         self._putting: _Put | None = None  # the put that holds the lock
@@ -555,8 +555,10 @@ class ShmBackend(ProcessLocal):
         If a stopped process holds the lock, one call waits until its deadline; later calls wait
         only briefly for a while.
         """
-        if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        holder = self._threads.enter(deadline - time.monotonic())
+        if holder is None:
             return False
+        self._holder = holder
         pause_s = _POLL_S
         started = time.monotonic()
         if started < self._stuck_until:
@@ -573,16 +575,16 @@ class ShmBackend(ProcessLocal):
                     self._lock_timeouts += 1
                     if now - started >= _STUCK_S:
                         self._stuck_until = now + _STUCK_TTL_S
-                    self._mutex.release()
+                    self._threads.leave(self._holder)
                     return False
                 self._words[_WAITING] = time.monotonic_ns()
                 time.sleep(min(pause_s, deadline - now))
                 pause_s = min(1.2 * pause_s, _MAX_POLL_S)
         except OSError as error:
-            self._mutex.release()
+            self._threads.leave(self._holder)
             raise BackendLost(f"{self.path}: cannot lock the file: {error}") from error
         except BaseException:
-            self._mutex.release()
+            self._threads.leave(self._holder)
             raise
         self._stuck_until = -math.inf
         try:
@@ -604,7 +606,7 @@ class ShmBackend(ProcessLocal):
                 finally:
                     os.close(another)
         finally:
-            self._mutex.release()
+            self._threads.leave(self._holder)
 
     def _yield_lock(self) -> None:
         """Pause so that another process can take the lock, if one waited for it recently."""

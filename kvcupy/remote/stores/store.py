@@ -20,6 +20,7 @@ import numpy as np
 from ... import metrics
 from ...cache.pages import page_array
 from ...cache.pool import Pool
+from ...cache.threads import Users
 from ...config import cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
@@ -92,9 +93,8 @@ class SharedStore(ProcessLocal):
         self._digest = keys.identity.digest()
         self._deadline_s, self._algorithm, self._retries = deadline_s, algorithm, retries
         self._pid = os.getpid()
-        self._changed = threading.Condition()  # guards the fields below
-        self._num_users = 0  # calls in progress on the backend
-        self._closed = False
+        self._lock = threading.Lock()  # guards the fields below
+        self._users = Users()  # calls in progress on the backend
         self._counts: Counter[str] = Counter()
         self._times_s = {"put": 0.0, "get": 0.0}
         self._retry_at: dict[bytes, float] = {}  # of keys whose last fetch failed
@@ -404,7 +404,7 @@ class SharedStore(ProcessLocal):
             "put_bytes", "get_bytes", "lost", "slow", "skipped",
         )  # fmt: skip
         with self._using():
-            with self._changed:
+            with self._lock:
                 counts: dict[str, Any] = {name: self._counts[name] for name in names}
                 counts |= {f"{call}_s": seconds for call, seconds in self._times_s.items()}
             return {**counts, **self._backend.stats()}
@@ -413,12 +413,8 @@ class SharedStore(ProcessLocal):
         """Wait for calls of other threads, then close the store; its blocks stay. Idempotent."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._changed.wait_for(lambda: not self._num_users)
-        self._backend.close()
+        if self._users.close():
+            self._backend.close()
 
     def remove(self) -> None:
         """Remove the embedded store's memory, or this tenant's blocks on a server.
@@ -531,7 +527,7 @@ class SharedStore(ProcessLocal):
         whose deadline was too short to tell
         """
         started = time.monotonic()
-        with self._changed:
+        with self._lock:
             if started < self._skipped_until:
                 self._counts["skipped"] += 1
                 return None, False
@@ -555,7 +551,7 @@ class SharedStore(ProcessLocal):
         # A deadline that was short, or nearly over at the start, says nothing about the server.
         hurried = now >= deadline and deadline - started < self._deadline_s / 2
         lost = failure is not None and not hurried
-        with self._changed:
+        with self._lock:
             if not lost and not late:
                 if failure is None:
                     self._lost_in_a_row = 0
@@ -576,14 +572,14 @@ class SharedStore(ProcessLocal):
         if not self._retry_at:
             return [False] * len(keys)
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             return [self._retry_at.get(key, now) > now for key in keys]
 
     def _note_failed(self, keys: Sequence[bytes]) -> None:
         if not keys:
             return
         until = time.monotonic() + _NEGATIVE_CACHE_TTL_S
-        with self._changed:
+        with self._lock:
             for key in keys:
                 self._retry_at.pop(key, None)  # keeps the oldest first
                 self._retry_at[key] = until
@@ -591,11 +587,11 @@ class SharedStore(ProcessLocal):
                 del self._retry_at[next(iter(self._retry_at))]
 
     def _count(self, name: str, amount: int) -> None:
-        with self._changed:
+        with self._lock:
             self._counts[name] += amount
 
     def _count_put(self, keys: Sequence[bytes], outcomes: Sequence[str]) -> None:
-        with self._changed:
+        with self._lock:
             self._counts.update(outcomes)
             self._counts["put_bytes"] += outcomes.count(STORED) * self._pages.block_bytes
             if self._retry_at:
@@ -609,7 +605,7 @@ class SharedStore(ProcessLocal):
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._times_s[call] += time.perf_counter() - started
 
     @contextmanager
@@ -623,16 +619,13 @@ class SharedStore(ProcessLocal):
                 f"store: expected the process that opened it ({self._pid}), got {os.getpid()}; "
                 f"{self._instead}"
             )
-        with self._changed:
-            if self._closed:
-                raise KvcupyError("store: expected an open store, got a closed one")
-            self._num_users += 1
+        call = self._users.enter()
+        if call is None:
+            raise KvcupyError("store: expected an open store, got a closed one")
         try:
             yield
         finally:
-            with self._changed:
-                self._num_users -= 1
-                self._changed.notify_all()
+            self._users.leave(call)
 
 
 class _Headers(Sequence[bytes]):

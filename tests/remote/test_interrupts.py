@@ -1,0 +1,293 @@
+"""Exceptions of signal handlers, such as KeyboardInterrupt, leave no lock held."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from migration_cases import PATIENCE_S, assert_pulled, eventually, filled, pool_of
+
+import kvcupy as kv
+from kvcupy.cache.threads import Latch, Users, Waiters
+
+NUM_INTERRUPTS = 2000
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.fixture
+def interrupt():
+    """Repeat a call until it was interrupted often, each time within so many seconds.
+
+    The tracebacks keep the frames of the calls alive until the test is over, as sys.last_traceback
+    does with one.
+    """
+    errors, armed = [], False
+
+    def raise_interrupt(*_):
+        if armed:
+            raise Interrupt
+
+    def repeat(call, seconds):
+        nonlocal armed
+        assert threading.current_thread() is threading.main_thread()
+        rng, num_errors = random.Random(3), len(errors)
+        before = signal.signal(signal.SIGALRM, raise_interrupt)
+        end = time.monotonic() + PATIENCE_S
+        try:
+            while len(errors) < num_errors + NUM_INTERRUPTS:
+                assert time.monotonic() < end
+                try:
+                    armed = True
+                    # Again after a while, since a signal just before a wait does not end it, and
+                    # finalizers swallow exceptions.
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, seconds), 0.02)
+                    while True:
+                        call()
+                except Interrupt as error:
+                    armed = False
+                    errors.append(error)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    yield repeat
+    errors.clear()
+
+
+def in_time(call):
+    """Return the result of a call in another thread, which must end."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results, "the call does not return"
+    return results[0]
+
+
+# --- Waiters, latches and users ---
+
+
+def test_waiters(interrupt):
+    """A thread notifies all the while; another one still excludes it in the end."""
+    lock = threading.Lock()
+    changed, number, over = Waiters(lock), 0, False
+
+    def count():
+        nonlocal number
+        while not over:
+            with lock:
+                number += 1
+                changed.notify()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+
+        def wait():
+            seen = number
+            changed.wait_for(lambda: number != seen, 0.01)
+
+        interrupt(wait, 2e-4)
+        assert lock.acquire(timeout=20)
+        seen = number
+        time.sleep(0.05)
+        assert number == seen  # nothing has released the lock meanwhile
+        lock.release()
+    finally:
+        over = True
+        thread.join()
+
+
+def test_waiters_wait_until_a_change_or_a_timeout():
+    lock, values = threading.Lock(), []
+    changed = Waiters(lock)
+    start = time.monotonic()
+    assert changed.wait_for(lambda: values, 0.05) == []
+    assert time.monotonic() - start >= 0.05
+    assert not changed._waiting
+    waiting = [threading.Thread(target=changed.wait_for, args=(lambda: values,)) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    eventually(lambda: len(changed._waiting) == 3)
+    with lock:
+        changed.notify()  # in vain
+    eventually(lambda: len(changed._waiting) == 3)
+    with lock:
+        values.append(1)
+        changed.notify_one()
+    eventually(lambda: sum(thread.is_alive() for thread in waiting) == 2)
+    with lock:
+        changed.notify()
+    for thread in waiting:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_latch(interrupt):
+    latch = Latch()
+    interrupt(lambda: latch.wait(1), 2e-4)
+    assert not latch.is_set()
+    assert latch.wait(0.01) is False
+    in_time(latch.set)
+    assert latch.is_set() and latch.wait()
+
+
+def test_users(interrupt):
+    """A call that an interrupt leaves behind is replaced by the next one of its thread."""
+    users = Users(2)
+
+    def use():
+        call = users.enter(1)
+        assert call is not None
+        users.leave(call)
+
+    interrupt(use, 5e-5)
+    other = in_time(lambda: users.enter(1) or 0)
+    assert other
+    first = users.enter()
+    assert in_time(lambda: users.enter(0.05) is None)  # two are in a call
+    users.leave(first)
+    assert len(users._calls) == 1
+    users._calls.clear()
+    assert users.close() is True
+    assert users.close() is False
+    assert users.enter() is None
+
+
+def test_users_close_while_calls_are_in_progress():
+    users, entered, over = Users(), threading.Event(), threading.Event()
+
+    def use():
+        call = users.enter()
+        entered.set()
+        over.wait(20)
+        users.leave(call)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    assert entered.wait(20)
+    threading.Timer(0.1, over.set).start()
+    assert users.close() is True
+    assert over.is_set()
+    thread.join()
+    own = Users()
+    call = own.enter()
+    assert own.close() is False  # as from a signal handler
+    own.leave(call)
+
+
+# --- What is made of them ---
+
+
+def test_a_store(tmp_path, interrupt):
+    pool = pool_of()
+    options = {"folder": tmp_path, "capacity_bytes": 1 << 20, "model": "m"}
+    store = kv.SharedStore.open("shm:interrupted", pool, **options)
+    hashes = [(1 << 100) + i for i in range(8)]
+
+    def call():
+        store.put(hashes, range(8))
+        store.match(hashes)
+        store.stats()
+
+    interrupt(call, 5e-4)
+    assert in_time(lambda: store.get(hashes, range(8)))
+    assert store.stats()["hits"] >= 0
+    in_time(lambda: store.close() or True)
+
+
+def test_the_lock_of_a_file(tmp_path, interrupt):
+    """An interrupt between the lock and the work under it: the thread's next call releases it."""
+    options = {"folder": tmp_path, "capacity_bytes": 1 << 20, "model": "m"}
+    store = kv.SharedStore.open("shm:locked", pool_of(), **options)
+    backend = store._backend
+
+    def call():
+        if backend._lock(time.monotonic() + 0.5):
+            backend._unlock()
+
+    interrupt(call, 5e-5)
+    call()
+    hashes = [(1 << 100) + 1]
+    assert in_time(lambda: store.put(hashes, [0])) == ["stored"]
+    store.close()
+
+
+def test_a_tiered_cache(interrupt):
+    shape = {"page_size": 4, "num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "fp16"}
+    pools = (
+        kv.KVPool(16, **shape, device="host"),
+        kv.KVPool(32, **shape, device="host", placement="pinned"),
+    )
+    cache = kv.TieredCache(*pools)
+    hashes = [(1 << 100) + i for i in range(4)]
+    interrupt(lambda: cache.match(hashes), 5e-5)
+    in_time(lambda: cache.match(hashes) is not None)
+    in_time(lambda: cache.close() or True)
+
+
+@contextmanager
+def ends():
+    """A sender and a receiver.
+
+    Interrupted calls leave connections open for as long as their tracebacks live.
+    """
+    with (
+        kv.PageSender(filled(), max_connections=10_000) as sender,
+        kv.PageReceiver(pool_of(), max_pulls=10_000) as receiver,
+    ):
+        yield sender, receiver
+
+
+def test_a_sender(interrupt):
+    with ends() as (sender, receiver):
+        pages = sender.pool.allocator.alloc(2)
+
+        def call():
+            sender.withdraw(sender.offer(pages, lease_s=0.01, release=lambda _: None))
+            sender.stats()
+
+        interrupt(call, 2e-4)
+        eventually(lambda: in_time(sender.stats)["offers"] == 0)
+        pages = sender.pool.allocator.alloc(2)
+        ticket = in_time(lambda: sender.offer(pages))
+        receiver.pull(ticket, [0, 1]).synchronize()
+        assert_pulled(receiver.pool, [0, 1], pages)
+
+
+def test_a_receiver(interrupt):
+    with ends() as (sender, receiver):
+        pages = sender.pool.allocator.alloc(2)
+        ticket = sender.offer(pages, pulls=1 << 20, lease_s=PATIENCE_S)
+
+        def call():
+            receiver.pull(ticket, [3, 4], after=False).synchronize()
+            receiver.stats()
+
+        interrupt(call, 1e-3)
+        in_time(receiver.stats)
+        in_time(lambda: receiver.pull(ticket, [5, 6]).synchronize() or True)
+        assert_pulled(receiver.pool, [5, 6], pages)
+        sender.withdraw(ticket)
+
+
+def test_a_pull_that_is_waited_for(interrupt):
+    with ends() as (sender, receiver):
+        pages = sender.pool.allocator.alloc(2)
+        ticket = sender.offer(pages, by_layer=True, lease_s=PATIENCE_S)
+        pull = receiver.pull(ticket, [3, 4], deadline_s=PATIENCE_S)
+        interrupt(lambda: pull._await_layer(2), 2e-4)
+        interrupt(pull.synchronize, 2e-4)
+        for layer in range(3):
+            sender.layer_done(ticket, layer)
+        in_time(lambda: pull.synchronize() or True)
+        assert_pulled(receiver.pool, [3, 4], pages)
