@@ -460,7 +460,7 @@ class PageReceiver(Endpoint):
         Nothing has been received before the grant, so lost connections are replaced: crowded
         senders drop the oldest ones whose handshake is unfinished.
         """
-        num_attempts = 0
+        num_attempts, was_lost = 0, False
         while True:
             is_reused, channel = asked is not None, None
             try:
@@ -485,9 +485,10 @@ class PageReceiver(Endpoint):
                 if isinstance(error, TransferError):
                     # The refusal is of the previous pull, or the sender has yet to notice the end
                     # of a connection over which it granted this one.
-                    is_lost = is_confirming or (error.reason == "taken" and num_attempts > 1)
+                    is_lost = is_confirming or (error.reason == "taken" and was_lost)
                 if not is_lost:
                     raise
+                was_lost = True
                 with self._lock:
                     self._dropped["idle" if is_reused else "lost"] += 1
                 if is_reused:  # the sender had closed the idle connection
