@@ -27,10 +27,11 @@ _Result = TypeVar("_Result")
 class Waiters:
     """Threads that wait for changes of attributes that a lock guards.
 
+    With an RLock, signal handlers that do not raise may call what they interrupt, except waits.
     An interrupted wait leaves nothing behind but an entry, until the next change.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock | threading.RLock) -> None:
         self._lock = lock
         self._waiting: list[threading.Lock] = []  # held until the thread is to wake
 

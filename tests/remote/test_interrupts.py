@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from migration_cases import PATIENCE_S, assert_pulled, eventually, filled, pool_of
@@ -300,3 +301,35 @@ def test_a_pull_that_is_waited_for(interrupt):
             sender.layer_done(ticket, layer)
         in_time(lambda: pull.synchronize() or True)
         assert_pulled(receiver.pool, [3, 4], pages)
+
+
+def test_what_a_handler_that_does_not_raise_may_call():
+    """At every line of the same calls: a trace function takes the place of the signal."""
+    folder, lines = str(Path(kv.PageSender.offer.__code__.co_filename).parent), set()
+
+    def call():
+        with ends() as (sender, receiver):
+            pages = sender.pool.allocator.alloc(2)
+            first = sender.offer(pages, by_layer=True, release=lambda _: None)
+            running = receiver.pull(first, [0, 1])
+
+            def trace(frame, event, argument):
+                if frame.f_code.co_filename.startswith(folder):
+                    lines.add((frame.f_code.co_filename, frame.f_lineno))
+                    sender.stats()
+                    receiver.stats()
+                    running.cancel()
+                    sender.withdraw(first)
+                    return trace
+
+            sys.settrace(trace)
+            try:
+                ticket = sender.offer(pages)
+                pull = receiver.pull(ticket, [2, 3])
+                pull.cancel()
+                return sender.withdraw(ticket), receiver.stats()
+            finally:
+                sys.settrace(None)
+
+    in_time(call)
+    assert len(lines) > 100
