@@ -74,7 +74,7 @@ class Latch:
     """An event that stays set."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._is_set = False
 
@@ -104,7 +104,7 @@ class Users:
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._calls: dict[threading.Thread, weakref.ref[Call]] = {}
         self._closed = False
@@ -208,7 +208,7 @@ class _Job(Generic[_Item]):
 
     def __init__(self, function: Callable[[_Item], None], items: Iterable[_Item]) -> None:
         self._function, self._rest = function, deque(items)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._num_working = 0
         self._error: BaseException | None = None
