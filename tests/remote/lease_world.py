@@ -30,7 +30,8 @@ import kvcupy as kv
 from kvcupy.remote.migration import protocol
 from kvcupy.remote.migration.protocol import CHECKSUM, CONFIRMED, DONE, LAYER, PULL, READ, REFUSED
 
-_HANDSHAKE_UP = protocol._CLIENT_HELLO.size + 32
+_HANDSHAKE_UP = protocol._CLIENT_HELLO.size + protocol._OFFER.size + 32
+_SECRET = bytes(16)  # without one, the handshake itself guards against an older sender's tickets
 _HANDSHAKE_DOWN = protocol._SERVER_HELLO.size + 32
 _HEAD = struct.Struct(">BI")
 _LONG_S = 1000.0
@@ -219,13 +220,13 @@ class World:
         port = self.listeners[s].getsockname()[1]
         return kv.PageSender(
             self.new_pool(self.model.sender_pages), engine=self.engine,
-            advertise=f"tcp:127.0.0.1:{port}",
+            advertise=f"tcp:127.0.0.1:{port}", secret=_SECRET,
         )  # fmt: skip
 
     def new_receiver(self):
         return kv.PageReceiver(
             self.new_pool(self.model.receiver_pages), engine=self.engine,
-            max_quarantined_pages=self.model.receiver_pages + 1,
+            max_quarantined_pages=self.model.receiver_pages + 1, secret=_SECRET,
         )  # fmt: skip
 
     def close(self):
@@ -464,12 +465,17 @@ class World:
     def close_idle(self, n, cause):
         sender = self.senders[self.state.connections[n].sender]
         name = self.wires[n].sender.socket.getsockname()
-        eventually(lambda: any(peer_of(each) == name for each in list(sender._idle)))
-        with sender._changed:
-            chosen = next(each for each in sender._idle if peer_of(each) == name)
-            del sender._idle[chosen]
-            sender._evicted.add(chosen)
-            protocol.shut_down(chosen)
+
+        def idle():
+            return [
+                each
+                for each in list(sender._connections)
+                if each.state == "idle" and peer_of(each.socket) == name
+            ]
+
+        eventually(idle)
+        with sender._lock:
+            sender._evict(idle()[0])
 
     def sender_receives(self, n, cause):
         def counts():
@@ -485,9 +491,9 @@ class World:
     def abort(self, n, cause):
         sender = self.senders[self.state.connections[n].sender]
         name = self.wires[n].sender.socket.getsockname()
-        with sender._changed:
+        with sender._lock:
             sender._to_abort = [
-                (0.0 if peer_of(channel._socket) == name else at, offer, channel)
+                (0.0 if peer_of(channel.socket) == name else at, offer, channel)
                 for at, offer, channel in sender._to_abort
             ]
         sender._notify()
@@ -552,8 +558,8 @@ def peer_of(connection):
 
 
 def channels_of(sender):
-    with sender._changed:
-        return [channel for offer in sender._unreleased for channel in offer.channels]
+    with sender._lock:
+        return [channel for offer in sender._unreleased.values() for channel in offer.channels]
 
 
 def outcome_of(held):

@@ -21,7 +21,7 @@ from lease_model import GUARDS, LIVENESS, LeaseModel
 from lease_world import World
 from state_space import StateSpace
 
-from kvcupy.remote.migration import nixl, sender
+from kvcupy.remote.migration import nixl, receiver, sender
 from kvcupy.remote.migration.nixl import NixlEngine, _Reader, _Verification
 from kvcupy.remote.migration.protocol import Channel
 from kvcupy.remote.migration.receiver import PageReceiver
@@ -148,6 +148,7 @@ def world(monkeypatch):
     monkeypatch.setattr(nixl, "Agent", lease_world.HeldAgent)
     monkeypatch.setattr(Channel, "receive", lease_world.noting(Channel.receive))
     monkeypatch.setattr(sender, "_ABORT_DELAY_S", 1e6)  # `World.abort` ends it
+    monkeypatch.setattr(receiver, "_MAX_ATTEMPTS", 1)  # the model connects once
     worlds = []
 
     def make(engine="nixl", seed=0, reads=1, **options):
@@ -185,24 +186,24 @@ def test_the_real_classes_take_the_steps_of_the_model(engine, world):
 # deadline is tested elsewhere, with a clock.
 SOURCES = {
     "sender_id": [(PageReceiver._connect, "channel.peer != ticket.sender_id", "False")],
-    "open_offers": [(PageSender._end, "del self._offers[offer.number]", "pass")],
+    "open_offers": [(PageSender._end, "self._offers.pop(offer.number, None)", "pass")],
     "generation": [(PageSender._claim, "offer.generation == generation and", "")],
     "token": [(PageSender._claim, "hmac.compare_digest(offer.token, token)", "True")],
     "num_pulls": [
         (PageSender._claim, "offer.completed + len(offer.channels) >= offer.num_pulls", "False")
     ],
-    "written": [(PageSender._settle, "None in offer.written and not self._closed", "False")],
+    "written": [(PageSender._is_held, "None in offer.written and not self._closed", "False")],
     "is_ready": [(PageSender._is_ready, "return False", "return True")],
-    "channels": [(PageSender._settle, "offer.channels or offer.num_readers", "False")],
+    "channels": [(PageSender._is_held, "offer.channels or offer.num_readers", "False")],
     "is_released": [
         (PageSender._settle, " or offer.is_released", ""),
         (PageSender._settle, "offer.offered.prepared.clear()", "pass"),
         (PageSender._settle, "del offer.offered", "pass"),
     ],
-    "expiry": [(PageSender._keep, "offer.expires <= now", "False")],
+    "expiry": [(PageSender._end_if_due, "offer.expires <= now", "False")],
     "check": [(PageSender._check, "offer.ended:", "False:")],
     "refusal": [
-        (PageSender._serve, "channel.refuse(error.reason, str(error), time.monotonic() + 1)",
+        (PageSender._serve, "channel.refuse(failure.reason, str(error), time.monotonic() + 1)",
          "return True"),
     ],
     "confirmation": [
@@ -213,7 +214,7 @@ SOURCES = {
     "read_failure": [(_Reader._end_read, "failure is not None", "False")],
     "confirming": [
         (PageReceiver._granted, "if channel.confirming:", "if False:"),
-        (PageReceiver._granted, " or channel.confirming", ""),
+        (PageReceiver._granted, "is_confirming or ", ""),
     ],
     "every_read": [(_Reader.pending, "list(self._begun)", "list(self._begun)[:1]")],
     "quiet": [(NixlEngine.quiet, "return ", "return True or ")],
