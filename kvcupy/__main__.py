@@ -54,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .remote.stores import operating
 
             return operating.main(options)
+        if options.command == "sender":
+            from .remote.migration import operating as operating_senders
+
+            return operating_senders.main(options)
         if options.command == "inspect":
             from .cache import inspection
 
@@ -128,6 +132,16 @@ def _parser() -> argparse.ArgumentParser:
             help="list, size, empty, drain and verify the blocks of a store",
             description="Operate a store: memory of this machine, a Redis or Valkey server, or "
             "the file of a disk tier. The exit status is 1 if it fails, or finds damaged blocks.",
+        )
+    )
+    from .remote.migration import operating as operating_senders
+
+    operating_senders.add_arguments(
+        commands.add_parser(
+            "sender",
+            help="watch and drain a PageSender that another process runs",
+            description="Ask a PageSender for its counts, or drain it, over its own address. The "
+            "exit status is 1 if it refuses, or if offers are left at the deadline.",
         )
     )
     progress = "print progress lines where stderr is not a terminal"

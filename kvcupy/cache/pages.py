@@ -47,7 +47,8 @@ class PageAllocator(ProcessLocal):
     -----
     A transfer that raises a failure no longer touches its pages: they become free. The failure is
     logged, and raised by the handle of the transfer. `CaptureError` is not a failure: the pages
-    stay busy. No lock is held while a transfer is polled or waited for.
+    stay busy. No lock is held while a transfer is polled or waited for. An exception of a signal
+    handler in the middle of a call leaves the pages of `free` allocated or free, all alike.
 
     Examples
     --------
@@ -75,6 +76,8 @@ class PageAllocator(ProcessLocal):
                 f"got {num_pages}: {error}"
             ) from error
         self._lock = threading.Lock()
+        # `_state` and `_transfers` say everything. An interrupt may leave the rest behind.
+        self._is_changing = False
         self._num_free = self.num_pages
         self._num_deferred = 0
         # By number, in order of issue: what is in flight, and its pages.
@@ -88,13 +91,14 @@ class PageAllocator(ProcessLocal):
 
     @property
     def num_free(self) -> int:
-        if self._num_deferred:
+        if self._num_deferred or self._is_changing:
             self._poll()
         return self._num_free
 
     @property
     def num_allocated(self) -> int:
         with self._lock:
+            self._recover()
             return self.num_pages - self._num_free - self._num_deferred
 
     @property
@@ -102,6 +106,7 @@ class PageAllocator(ProcessLocal):
         if self._num_unbounded:
             self._poll()
         with self._lock:
+            self._recover()
             return self._available()
 
     def alloc(self, n: int) -> Pages:
@@ -128,6 +133,7 @@ class PageAllocator(ProcessLocal):
         polled = False
         while True:
             with self._lock:
+                self._recover()
                 if n <= self._num_free:
                     return self._take(n)
                 available = self._available()
@@ -159,13 +165,16 @@ class PageAllocator(ProcessLocal):
         """
         ordered = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
+            self._recover()
             self._require_out(ordered)
+            self._is_changing = True
             if self._transfers:
                 held = self._num_transfers[ordered] > 0
-                self._state[ordered[held]] = _DEFERRED
+                self._state[ordered] = np.where(held, _DEFERRED, _FREE)
                 self._num_deferred += int(np.count_nonzero(held))
                 ordered = ordered[~held]
             self._put(ordered)
+            self._is_changing = False
 
     def _require_allocated(self, pages: Any) -> Pages:
         """Return pages in ascending order; raise what `free` would raise for them."""
@@ -215,10 +224,13 @@ class PageAllocator(ProcessLocal):
         if len(touched) == 0:
             return
         with self._lock:
+            self._recover()
+            self._is_changing = True
             self._transfers[next(self._numbers)] = transfer, touched
             self._num_transfers[touched] += 1
             if getattr(transfer, "unbounded", False):
                 self._num_unbounded += 1
+            self._is_changing = False
             crowded = len(self._transfers) > self._poll_above
             if crowded:  # so that threads that call this meanwhile do not poll too
                 self._poll_above = 2 * len(self._transfers)
@@ -229,16 +241,34 @@ class PageAllocator(ProcessLocal):
     def _wait_for_freed(self) -> None:
         """Wait for the oldest bounded transfer that holds back freed pages, if there is one."""
         with self._lock:
+            self._recover()
             oldest = self._oldest_that_defers() if self._num_deferred else None
         if oldest is not None:
             self._wait(oldest)
 
     # --- With the lock held ---
 
+    def _recover(self) -> None:
+        """Count pages and transfers again if an interrupt has ended a change midway."""
+        if not self._is_changing:
+            return
+        self._num_transfers[:] = 0
+        for _, touched in self._transfers.values():
+            self._num_transfers[touched] += 1
+        self._num_unbounded = sum(_is_unbounded(each) for each, _ in self._transfers.values())
+        self._state[(self._state == _DEFERRED) & (self._num_transfers == 0)] = _FREE
+        self._num_deferred = int(np.count_nonzero(self._state == _DEFERRED))
+        free = np.flatnonzero(self._state == _FREE)
+        self._stack[: len(free)] = free[::-1]
+        self._num_free = len(free)
+        self._is_changing = False
+
     def _take(self, n: int) -> Pages:
         taken = self._stack[self._num_free - n : self._num_free][::-1].copy()
+        self._is_changing = True
         self._num_free -= n
         self._state[taken] = _ALLOCATED
+        self._is_changing = False
         return taken
 
     def _put(self, ordered: Pages) -> None:
@@ -301,6 +331,8 @@ class PageAllocator(ProcessLocal):
     def _drop(self, numbers: Sequence[int]) -> None:
         """Forget transfers, and free what only they held back."""
         with self._lock:
+            self._recover()
+            self._is_changing = True
             # Another thread may have been first.
             ended = [self._transfers.pop(n) for n in numbers if n in self._transfers]
             dropped = [pages for _, pages in ended]
@@ -308,13 +340,13 @@ class PageAllocator(ProcessLocal):
                 self._num_unbounded -= sum(_is_unbounded(transfer) for transfer, _ in ended)
             for pages in dropped:
                 self._num_transfers[pages] -= 1
-            if not dropped or not self._num_deferred:
-                return
-            touched = np.unique(np.concatenate(dropped))
-            waiting = self._state[touched] == _DEFERRED
-            freed = touched[waiting & (self._num_transfers[touched] == 0)]
-            self._num_deferred -= len(freed)
-            self._put(freed)
+            if dropped and self._num_deferred:
+                touched = np.unique(np.concatenate(dropped))
+                waiting = self._state[touched] == _DEFERRED
+                freed = touched[waiting & (self._num_transfers[touched] == 0)]
+                self._num_deferred -= len(freed)
+                self._put(freed)
+            self._is_changing = False
 
     def _require_pages(self, pages: Pages) -> Pages:
         outside = pages[(pages < 0) | (pages >= self.num_pages)]

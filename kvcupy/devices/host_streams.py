@@ -23,6 +23,7 @@ import numpy as np
 from .. import faults, observe
 from ..config import config
 from ..errors import CaptureError, DeviceError, ProcessLocal
+from ..waiting import Latch, Waiters
 from .protocol import Device, Hook, LaunchHooks
 
 Task = Callable[["State", int], "Marker | None"]
@@ -195,8 +196,9 @@ class HostStream(ProcessLocal):
         if self._thread is threading.current_thread():
             raise DeviceError("a function on a stream cannot wait for that stream")
         state, target = self._state, self._submitted
-        with state.changed:
+        if state.finished < target:
             state.changed.wait_for(lambda: state.finished >= target)
+        with state.lock:
             failure = state.failure_in(state.epoch)
             if state.finished == self._submitted:
                 state.failure = None  # no work is left to skip, and it may hold arrays
@@ -209,13 +211,13 @@ class HostStream(ProcessLocal):
 
     def forgive(self) -> None:
         """Let work that is queued from now on run, including after a failure."""
-        with self._state.changed:
+        with self._state.lock:
             self._state.epoch += 1
 
     def done(self) -> bool:
         """Return whether all work is done; DeviceError if some of it failed."""
         self._refuse_captured()
-        with self._state.changed:
+        with self._state.lock:
             failure = self._state.failure_in(self._state.epoch)
             all_done = self._state.finished == self._submitted
         if failure is not None:
@@ -323,7 +325,7 @@ class Failure:
 
     def surface(self) -> None:
         """Raise DeviceError, the first time: what is queued from now on runs again."""
-        with self.state.changed:
+        with self.state.lock:
             if self.surfaced:
                 return
             self.state.epoch = self.epoch + 1
@@ -338,7 +340,7 @@ class Marker:
     """
 
     def __init__(self) -> None:
-        self.passed = threading.Event()
+        self.passed = Latch()
         self.time_ns = 0
         self.failure: Failure | None = None
 
@@ -430,9 +432,10 @@ class State:
         self.failure: Failure | None = None
         self.epoch = 0
         self.finished = 0
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
+        self.changed = Waiters(self.lock)
         self.thread: threading.Thread | None = None
-        self.ended = threading.Event()
+        self.ended = Latch()
 
     def failure_in(self, epoch: int) -> Failure | None:
         """Return the failure after which work of `epoch` must not run."""
@@ -459,11 +462,11 @@ def work(state: State, priority: int) -> None:
         epoch, task = queued
         marker = task(state, epoch)
         del queued, task  # and with them the arrays that the task keeps alive
-        with state.changed:
+        with state.lock:
             state.finished += 1
             if marker is not None:
                 marker.finish(state.failure_in(epoch))
-            state.changed.notify_all()
+            state.changed.notify()
     state.ended.set()
     state.dropped.discard(state)
 

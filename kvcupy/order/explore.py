@@ -243,7 +243,7 @@ class _Scheduler:
 
 
 class _Flag:
-    """What stands for a `threading.Event`: waiting for it lets streams run."""
+    """What stands for a `Latch`: waiting for it lets streams run."""
 
     def __init__(self, scheduler: _Scheduler) -> None:
         self._scheduler = scheduler
@@ -306,7 +306,7 @@ class SimulatedStream(HostStream):
         queued = self.tasks.popleft()
         state = self._state
         marker = queued.task(state, queued.epoch)
-        with state.changed:
+        with state.lock:
             state.finished += 1
             if marker is not None:
                 marker.finish(state.failure_in(queued.epoch))

@@ -481,8 +481,8 @@ NOT_NEEDED = {
             "Staging.save: stream.synchronize()": _SOCKETS,
         },
         "remote/migration/receiver.py": {
-            "Landing.synchronize: self._over.wait(None if deadline_s is None else "
-            "max(0.0, deadline_s))": _THREADS,
+            "Landing.synchronize: self._over.wait(min(left_s, _ABANDONED_POLL_S))": _THREADS,
+            "Landing.synchronize: self.done()": _THREADS,
             "Landing.wait: self.synchronize()": _THREADS,
             "PageReceiver._run: pull._landing.synchronize()": _THREADS,
             "_Workers.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,

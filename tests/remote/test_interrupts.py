@@ -1,7 +1,8 @@
-"""Exceptions of signal handlers, such as KeyboardInterrupt, leave no lock held."""
+"""Exceptions of signal handlers, such as KeyboardInterrupt, leave no lock held and no page lost."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
@@ -14,11 +15,10 @@ import pytest
 from migration_cases import PATIENCE_S, assert_pulled, eventually, filled, pool_of
 
 import kvcupy as kv
-from kvcupy.cache.threads import Latch, Users, Waiters
+from kvcupy.cache.threads import Users
+from kvcupy.waiting import Latch, Waiters
 
 NUM_INTERRUPTS = 2000
-
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Interrupt(BaseException):
@@ -26,13 +26,14 @@ class Interrupt(BaseException):
 
 
 @pytest.fixture
-def interrupt():
+def interrupt(monkeypatch):
     """Repeat a call until it was interrupted often, each time within so many seconds.
 
     The tracebacks keep the frames of the calls alive until the test is over, as sys.last_traceback
     does with one.
     """
     errors, armed = [], False
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # of finalizers
 
     def raise_interrupt(*_):
         if armed:
@@ -63,6 +64,7 @@ def interrupt():
 
     hook = sys.unraisablehook
     sys.unraisablehook = lambda raised: None  # one in Python might be interrupted, too
+    repeat.forget = errors.clear
     yield repeat
     sys.unraisablehook = hook
     errors.clear()
@@ -333,3 +335,116 @@ def test_what_a_handler_that_does_not_raise_may_call():
 
     in_time(call)
     assert len(lines) > 100
+
+
+# --- Every page comes back ---
+
+
+class Done:
+    """A transfer that has ended."""
+
+    def done(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+
+def test_pages_of_an_allocator(interrupt):
+    """An interrupted `alloc` may leave pages allocated that it has not returned."""
+    pages = kv.KVPool(64, 4, 1, 1, 8, device="host").allocator
+
+    def call():
+        mine = pages.alloc(3)
+        pages._mark_busy(mine, Done())
+        pages.free(mine)
+        assert pages.num_free + pages.num_allocated <= 64
+
+    def freed():
+        while True:
+            try:
+                return pages.free(pages.allocated())
+            except Interrupt:
+                pass
+
+    def again():
+        try:
+            call()
+        except kv.CacheFull:
+            freed()
+
+    interrupt(again, 1e-4)
+    pages.free(pages.allocated())
+    assert pages.num_free == 64
+    assert sorted(pages.alloc(64)) == list(range(64))
+    assert not pages._num_transfers.any() and pages._num_deferred == 0
+
+
+@pytest.mark.parametrize("is_withdrawn", [True, False], ids=["withdrawn", "expired"])
+def test_pages_of_a_sender(interrupt, is_withdrawn):
+    with ends() as (sender, _):
+        allocator = sender.pool.allocator
+
+        def call():
+            ticket = sender.offer(allocator.alloc(2), lease_s=0.02, after=False)
+            if is_withdrawn:
+                sender.withdraw(ticket)
+
+        def repeated():
+            try:
+                call()
+            except kv.CacheFull:  # the caller's pages, of interrupted calls
+                eventually(lambda: sender.stats()["offered_pages"] == 0)
+                allocator.free(allocator.allocated())
+
+        interrupt(repeated, 5e-4)
+        eventually(lambda: sender.stats()["offered_pages"] == 0)
+        allocator.free(allocator.allocated())
+        assert allocator.num_free == sender.pool.num_pages
+        everything = allocator.alloc(sender.pool.num_pages)
+        assert sender.withdraw(sender.offer(everything)), "none counts as offered"
+        assert allocator.num_free == sender.pool.num_pages
+
+
+@pytest.mark.parametrize("num_senders", [1, 2])
+def test_pages_of_a_receiver(interrupt, num_senders):
+    """Frames of interrupted calls keep what they were about to do, so they must be gone."""
+    halves = [range(2), range(2, 4)] if num_senders == 2 else [range(4)]
+    with contextlib.ExitStack() as stack:
+        senders = [
+            stack.enter_context(
+                kv.PageSender(
+                    filled(heads), heads=(heads.start, 4), max_connections=10_000, max_lease_s=1e5
+                )
+            )
+            for heads in halves
+        ]
+        receiver = stack.enter_context(
+            kv.PageReceiver(pool_of(), max_pulls=10_000, max_quarantined_pages=10_000)
+        )
+        allocator = receiver.pool.allocator
+        tickets = [
+            each.offer(each.pool.allocator.alloc(2), pulls=1 << 20, lease_s=1e4) for each in senders
+        ]
+
+        def call():
+            pages = allocator.alloc(2)
+            receiver.pull(tickets, pages, after=False).synchronize()
+            allocator.free(pages)
+
+        def again():
+            try:
+                call()
+            except kv.CacheFull:  # pages of interrupted calls
+                allocator.free(allocator.allocated())
+
+        interrupt(again, 2e-3)
+        interrupt.forget()
+        eventually(lambda: receiver.stats()["pulls"] == 0)
+        assert receiver.stats()["quarantined_pages"] == 0
+        allocator.free(allocator.allocated())
+        eventually(lambda: allocator.num_free == receiver.pool.num_pages)
+        everything = in_time(lambda: allocator.alloc(receiver.pool.num_pages))
+        allocator.free(everything)
+        for each, ticket in zip(senders, tickets, strict=True):
+            each.withdraw(ticket)

@@ -189,21 +189,21 @@ def test_the_real_classes_take_the_steps_of_the_model(engine, world):
 # deadline is tested elsewhere, with a clock.
 SOURCES = {
     "sender_id": [(PageReceiver._connect, "channel.peer != ticket.sender_id", "False")],
-    "open_offers": [(PageSender._end, "del self._offers[offer.number]", "pass")],
+    "open_offers": [(PageSender._end, "self._offers.pop(offer.number, None)", "pass")],
     "generation": [(PageSender._claim, "offer.generation == generation and", "")],
     "token": [(PageSender._claim, "hmac.compare_digest(offer.token, token)", "True")],
     "num_pulls": [
         (PageSender._claim, "offer.completed + len(offer.channels) >= offer.num_pulls", "False")
     ],
-    "written": [(PageSender._settle, "None in offer.written and not self._closed", "False")],
+    "written": [(PageSender._is_held, "None in offer.written and not self._closed", "False")],
     "is_ready": [(PageSender._is_ready, "return False", "return True")],
-    "channels": [(PageSender._settle, "offer.channels or offer.num_readers", "False")],
+    "channels": [(PageSender._is_held, "offer.channels or offer.num_readers", "False")],
     "is_released": [
         (PageSender._settle, " or offer.is_released", ""),
         (PageSender._settle, "offer.offered.prepared.clear()", "pass"),
         (PageSender._settle, "del offer.offered", "pass"),
     ],
-    "expiry": [(PageSender._keep, "offer.expires <= now", "False")],
+    "expiry": [(PageSender._end_if_due, "offer.expires <= now", "False")],
     "check": [(PageSender._check, "offer.ended:", "False:")],
     "refusal": [
         (PageSender._serve, "channel.refuse(failure.reason, str(error), time.monotonic() + 1)",

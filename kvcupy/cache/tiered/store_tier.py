@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError
 from ...ops import checks
-from ..threads import Latch, Waiters
+from ...waiting import Latch, Waiters
 from .tiers import Copy, SharedTiers, Tiers
 
 WRITES = ("through", "back", "second_use")

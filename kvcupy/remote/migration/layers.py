@@ -22,8 +22,8 @@ import numpy as np
 from ...arrays import ArrayView, array_at, bytes_of
 from ...cache.pages import Pages
 from ...cache.pool import Pool, pool_like
-from ...cache.threads import Waiters
 from ...ops import transfer
+from ...waiting import Waiters
 
 _CHUNK_BYTES = 1 << 20  # fits the CPU cache while it is checksummed
 _PACKED_BYTES = 256 << 10

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...cache.pool import Pool
-from ...cache.threads import Waiters
 from ...config import cache_logger
 from ...errors import TransferError
+from ...waiting import Waiters
 from .nixl_agents import (
     Addresses,
     Agent,

@@ -16,6 +16,9 @@ Every later message has an authentication code with a key derived from that and 
 messages cannot be forged, replayed or dropped. Sizes are checked before allocation, and nothing is
 unpickled.
 
+An operator has no ticket: its hello names offer 0, whose token is empty. Instead of PULL it sends
+OPERATE, and the sender answers with OPERATE or REFUSED.
+
 Versions: a ticket has the newest version that the sender speaks, and a hello the newest that both
 speak. Version 3 names no offer in its hello; without a secret, its keys are public.
 """
@@ -55,9 +58,11 @@ VERSIONS = range(3, 5)  # of the wire, spoken by this release
 PULL, GRANT, REFUSED, RENEW, DONE, CONFIRMED = 1, 2, 3, 4, 5, 6
 LAYER, CHECKSUM, READ = 7, 8, 9  # used by engines
 START = 10
+OPERATE = 11  # request and answer of an operator, JSON
 NAMES = {
     PULL: "PULL", GRANT: "GRANT", REFUSED: "REFUSED", RENEW: "RENEW", DONE: "DONE",
     CONFIRMED: "CONFIRMED", LAYER: "LAYER", CHECKSUM: "CHECKSUM", READ: "READ", START: "START",
+    OPERATE: "OPERATE",
 }  # fmt: skip
 
 # Of failed pulls: `TransferError.reason`.
@@ -805,9 +810,11 @@ _MAGIC = b"KVPM"
 
 
 def as_receiver(
-    connection: socket.socket, secret: bytes, digest: bytes, ticket: Ticket, deadline: float
+    connection: socket.socket, secret: bytes, digest: bytes, ticket: Ticket | None, deadline: float
 ) -> tuple[Channel, bytes]:
     """Shake hands with a sender; return the channel, and the digest of the sender's pool.
+
+    Without a ticket, as an operator: the keys are public unless there is a secret.
 
     Raises
     ------
@@ -815,14 +822,17 @@ def as_receiver(
         ticket
     Lost, TimeoutError : the peer is not a sender, or does not answer
     """
-    version = min(ticket.version, VERSIONS[-1])
+    number, token, newest = 0, b"", VERSIONS[-1]
+    if ticket is not None:
+        number, token, newest = ticket.number, ticket.token, ticket.version
+    version = min(newest, VERSIONS[-1])
     if version not in VERSIONS:
-        raise _other_version(ticket.version)
+        raise _other_version(newest)
     hello = _CLIENT_HELLO.pack(_MAGIC, version, bool(secret), _SUPPORTED, os.urandom(32), digest)
     key = secret
     if version > 3:
-        hello += _OFFER.pack(ticket.number)
-        key = secret or ticket.token
+        hello += _OFFER.pack(number)
+        key = secret or token
     set_timeout(connection, deadline)
     try:
         connection.sendall(hello)
@@ -832,14 +842,16 @@ def as_receiver(
     magic, spoken, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
     if magic != _MAGIC:
         raise Lost("the peer is not a PageSender")
+    too_old = TransferError("the sender is of a release that answers no operator", "version")
     if spoken != version:
-        raise _other_version(spoken)
+        raise _other_version(spoken) if ticket is not None else too_old
     mac = receive_exactly(connection, 32, deadline)
     is_genuine = hmac.compare_digest(mac, _hmac(key, b"kvcupy sender", hello, answer))
     if has_secret != bool(secret) or (secret and not is_genuine):
         raise TransferError("secret: the sender has another secret, or none", "secret")
     if not is_genuine:
-        raise TransferError("the sender that made the ticket no longer listens", "lost")
+        gone = TransferError("the sender that made the ticket no longer listens", "lost")
+        raise gone if ticket is not None else too_old
     if algorithm not in _ALGORITHMS:
         raise Lost("the sender chose a checksum that this receiver lacks")
     try:
@@ -877,7 +889,8 @@ def as_sender(
     key, spoken = secret, version if version in VERSIONS else VERSIONS[-1]
     if version > 3:
         offer = receive_exactly(connection, _OFFER.size, deadline)
-        hello, key = hello + offer, secret or token_of(*_OFFER.unpack(offer))
+        (number,) = _OFFER.unpack(offer)
+        hello, key = hello + offer, secret or (token_of(number) if number else b"")
     algorithm = next((n for n in _ALGORITHMS if supported >> n & 1), 0)
     answer = _SERVER_HELLO.pack(
         _MAGIC, spoken, bool(secret), algorithm, os.urandom(32), sender_id, digest

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,11 +23,11 @@ from ... import metrics, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.pages import Pages, page_array
 from ...cache.pool import positive_int
-from ...cache.threads import Latch, Waiters
 from ...config import cache_logger
 from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
 from ...observe import Operation
 from ...streams import stream_after
+from ...waiting import Latch, Waiters
 from . import protocol
 from .endpoint import (
     GRANT_HEAD,
@@ -50,6 +52,9 @@ _MAX_CACHED_PLANS = 64
 _CONFIRM_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _QUIET_POLL_S = 0.02
+_ABANDONED_POLL_S = (
+    0.5  # interval of checks for pulls that an interrupt has ended before they began
+)
 _MAX_ATTEMPTS = 8  # to connect to a sender
 _RETRY_S = 0.01  # pause after the first attempt; doubles with each
 
@@ -99,7 +104,9 @@ class PageReceiver(Endpoint):
         # Checked tickets with their plans, by sender and address.
         self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
         self._lock = threading.RLock()  # guards the fields below; see Waiters
-        self._pulls: set[Pull] = set()  # pulls whose pages may be written
+        # Pulls whose pages may be written; a thread holds each. One that an exception of a signal
+        # handler kept from starting ends with the frames of the call.
+        self._pulls: weakref.WeakSet[Pull] = weakref.WeakSet()
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
         self._counts: Counter[str] = Counter()
@@ -411,6 +418,17 @@ class PageReceiver(Endpoint):
                 channel.close()  # or its answer concerns the previous pull
         return None
 
+    def _run_parts(self, pull: Pull, asked: Sequence[tuple[Channel, bool] | None]) -> None:
+        """Fetch all parts of a pull, in this thread and one for each other part."""
+        first, *others = zip(pull._parts, asked, strict=True)
+        for part, early in others:
+            try:
+                self._workers.run(partial(self._run, pull, *part, early))
+            except RuntimeError as error:
+                pull._fail(TransferError(f"cannot start a thread for the pull: {error}", "lost"))
+                pull._part_ended()
+        self._run(pull, *first[0], first[1])
+
     def _run(
         self, pull: Pull, ticket: Ticket, address: Address, heads: range,
         asked: tuple[Channel, bool] | None,
@@ -590,22 +608,28 @@ class _Workers:
 
 
 class Landing(Completion):
-    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull."""
+    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull.
+
+    Also done once the pull is gone: its threads hold it, so none has started, or all have ended.
+    """
 
     failure: BaseException | None = None  # `Pull.failure` has the error
 
-    def __init__(self, *, unbounded: bool = False) -> None:
+    def __init__(self, pull: Pull | None = None, *, unbounded: bool = False) -> None:
         self.unbounded = unbounded  # a stopped peer may resume at any time, or never
+        self._pull = None if pull is None else weakref.ref(pull)
         self._over = Latch()
 
     def end(self) -> None:
         self._over.set()
 
     def done(self) -> bool:
-        return self._over.is_set()
+        return self._over.is_set() or (self._pull is not None and self._pull() is None)
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        self._over.wait(None if deadline_s is None else max(0.0, deadline_s))
+        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        while not self.done() and (left_s := deadline - time.monotonic()) > 0:
+            self._over.wait(min(left_s, _ABANDONED_POLL_S))
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()
@@ -639,7 +663,7 @@ class Pull(ProcessLocal):
         self.num_bytes = len(pages) * pool.page_bytes
         self.hashes, self.attachment = parts[0][0].hashes, parts[0][0].attachment
         self.failure: TransferError | None = None
-        self._landing = Landing(unbounded=not receiver._engine.bounded)
+        self._landing = Landing(self, unbounded=not receiver._engine.bounded)
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
         self._is_staged = receiver._used_staging is not None
@@ -783,12 +807,12 @@ class Pull(ProcessLocal):
             self._event_of(self._pool.num_layers - 1)
 
     def _start(self, asked: Sequence[tuple[Channel, bool] | None]) -> None:
-        for part, early in zip(self._parts, asked, strict=True):
-            try:
-                self._receiver._workers.run(partial(self._receiver._run, self, *part, early))
-            except RuntimeError as error:
-                self._fail(TransferError(f"cannot start a thread for the pull: {error}", "lost"))
-                self._part_ended()
+        """Give the pull to a thread, which signals do not interrupt, in one step."""
+        try:
+            self._receiver._workers.run(partial(self._receiver._run_parts, self, asked))
+        except RuntimeError as error:
+            self._fail(TransferError(f"cannot start a thread for the pull: {error}", "lost"))
+            self._settle()
 
     def _uses(self, connection: socket.socket) -> None:
         """Register a connection, which is reset if the pull fails."""

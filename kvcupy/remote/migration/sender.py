@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import math
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from ...config import cache_logger
 from ...errors import CaptureError, KvcupyError, TransferError
 from ...ops import checks
 from ...streams import stream_after
+from ...waiting import Waiters
 from . import protocol
 from .endpoint import (
     GRANT_HEAD,
@@ -42,7 +45,18 @@ from .endpoint import (
     reason_samples,
 )
 from .engines import Offered, Service
-from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
+from .protocol import (
+    CONFIRMED,
+    DONE,
+    GRANT,
+    OPERATE,
+    PULL,
+    RENEW,
+    Address,
+    Channel,
+    Lost,
+    Ticket,
+)
 
 _IDLE_TIMEOUT_S = 60.0
 _MAX_CONCURRENT_HANDSHAKES = 16
@@ -54,6 +68,9 @@ _UNIX_BUFFER_BYTES = 1 << 20  # lets both ends of a Unix socket work concurrentl
 _CLOSE_TIMEOUT_S = 5.0
 _ABORT_DELAY_S = 0.05  # from the end of an offer until blocked connections are aborted
 _MAX_SLEEP_S = 3600.0
+_SETTLE_POLL_S = 1.0  # for what an interrupted call has not announced
+_MAX_REQUEST_BYTES = 4096  # of an operator
+_CREDENTIALS = struct.Struct("@iII")  # struct ucred: process, user, group
 
 
 @dataclass(eq=False)
@@ -90,8 +107,10 @@ class _Offer:
     completed: int = 0  # number of completed pulls
     channels: set[Channel] = field(default_factory=set)  # of pulls in progress
     num_readers: int = 0  # engine threads that read the pages outside of pulls
+    is_withdrawn: bool = False  # the keeper is to end the offer
     ended: str = ""  # reason, empty while the offer is open
     is_released: bool = False
+    is_over: bool = False  # the release has returned
     offered: Offered = field(init=False)  # the engine's view, until the release
 
     def renew(self) -> None:
@@ -138,7 +157,9 @@ class PageSender(Endpoint):
     Stream: a thread of the sender reads pages once `after` has completed the work enqueued before.
     Capture: illegal. Bytes: each page once per pull, and over "nixl" once per offer for checksums.
     Lifetime: a daemon thread, and one per connection, until `close`; over "nixl" another thread,
-    which reads pages as soon as they are written. Threads may share a sender.
+    which reads pages as soon as they are written. Threads may share a sender. The first one ends
+    offers and frees pages, so an exception of a signal handler during a call loses none: the pages
+    of an interrupted `offer` are still the caller's, or free when its lease ends.
     Security: with a secret, both ends authenticate each other, and messages are authenticated. Page
     data has a keyed checksum, which detects network faults but is not a cryptographic MAC. Nothing
     is encrypted. `tls` authenticates and encrypts page data too. See docs/migration.md.
@@ -177,17 +198,22 @@ class PageSender(Endpoint):
         self._open_engine(engine, staging_pages)
         self._id = secrets.token_bytes(16)
         self._token_of = partial(protocol.offer_token, secrets.token_bytes(32))
-        self._lock = threading.RLock()  # guards the fields below; see Waiters
+        self._lock = threading.RLock()  # guards the fields below
+        self._changed = Waiters(self._lock)
         self._offers: dict[int, _Offer] = {}  # open offers, by number
-        self._unreleased: set[_Offer] = set()  # open and ended offers
+        self._unreleased: dict[int, _Offer] = {}  # open and ended offers, by number
         self._by_ticket: dict[bytes, _Offer] = {}  # unreleased; avoids decoding a ticket per layer
         self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that the sender frees
+        self._is_adding = False  # true between calls: an interrupt has left `_owned` behind
+        self._draining = False
+        self._since = time.monotonic()
         self._ended: OrderedDict[int, str] = OrderedDict()  # reasons by offer number
         self._connections: set[_Connection] = set()
         self._is_crowded = False  # whether a waiting connection cannot be accepted yet
         self._next = 1
         self._to_abort: list[tuple[float, _Offer, Channel]] = []  # if still blocked at that time
         self._wakes_at = 0.0  # next wakeup of the keeper thread, by time.monotonic
+        self._engine_closed = False
         self._counts: Counter[str] = Counter()
         self._failed_pulls: Counter[str] = Counter()  # by reason, as the next one
         self._dropped: Counter[str] = Counter()
@@ -253,7 +279,7 @@ class PageSender(Endpoint):
         ------
         TypeError, ValueError : an argument is invalid, such as a page that is not allocated
         CaptureError : `after` is being captured
-        KvcupyError : the sender is closed
+        KvcupyError : the sender is closed, or draining
 
         Notes
         -----
@@ -289,11 +315,13 @@ class PageSender(Endpoint):
             written = [completion] * self._pool.num_layers
         with self._lock:
             self._require_open()
-            if release is None:
-                if self._owned[ordered].any():
-                    twice = ordered[self._owned[ordered]][0]
-                    raise ValueError(f"pages: expected pages that are not offered, got {twice}")
-                self._owned[ordered] = True
+            if self._draining:
+                raise KvcupyError("PageSender: draining, as an operator or `drain` has asked")
+            if self._is_adding:
+                self._find_owned()
+            if release is None and self._owned[ordered].any():
+                twice = ordered[self._owned[ordered]][0]
+                raise ValueError(f"pages: expected pages that are not offered, got {twice}")
             now = time.monotonic()
             offer = _Offer(
                 self._next, secrets.randbits(63), self._token_of(self._next), ordered, lease,
@@ -302,11 +330,14 @@ class PageSender(Endpoint):
             )  # fmt: skip
             offer.offered = offered = self._offered(offer)
             self._next += 1
+            if offer.expires < self._wakes_at:
+                self._wake_keeper()
+            self._is_adding = True
+            if release is None:
+                self._owned[ordered] = True
+            self._unreleased[offer.number] = offer  # from here on, the pages are the sender's
             self._offers[offer.number] = offer
-            self._unreleased.add(offer)
-            is_earliest = offer.expires < self._wakes_at
-        if is_earliest:
-            self._notify()
+            self._is_adding = False
         self._engine.offered(offered)
         ticket = Ticket(
             offer.number, offer.generation, offer.token, self._id, self._digest, lease,
@@ -350,9 +381,12 @@ class PageSender(Endpoint):
                 raise ValueError(f"layer: expected one that is not done yet, got {number}")
         completion = self._written_by(stream, offer.pages, "stream")
         with self._lock:
+            if offer.ended:
+                self._wake_keeper()
             if not offer.is_released:
                 offer.written[number] = completion
-        self._settle(offer)
+        if offer.ended:
+            self._await_release(offer)
 
     def withdraw(self, ticket: bytes) -> bool:
         """Cancel an offer, including pulls in progress; return whether it was still open.
@@ -361,11 +395,43 @@ class PageSender(Endpoint):
         ------
         TypeError : `ticket` is not bytes
         TransferError : `ticket` is from another sender
+
+        Notes
+        -----
+        Pages that no pull reads are free when this returns. A `release` function may run later.
         """
         offer = self._offer_of(ticket)
-        if offer is None or offer.ended:
+        if offer is None:
             return False
-        return self._end(offer, "withdrawn")
+        with self._lock:
+            if offer.ended or offer.is_withdrawn:
+                return False
+            self._wake_keeper()
+            offer.is_withdrawn = True
+        self._await_release(offer)
+        reason: str = offer.ended  # the keeper has set it
+        return reason == "withdrawn"
+
+    def drain(self, deadline_s: float | None = None, *, undo: bool = False) -> bool:
+        """Refuse new offers, and wait until none is open; pulls of open ones still complete.
+
+        Parameters
+        ----------
+        deadline_s : maximum time to wait; None does not wait
+        undo : accept offers again, and do not wait
+
+        Returns
+        -------
+        bool : whether no offer is open
+        """
+        self._require_own_process()
+        seconds = 0.0 if deadline_s is None else positive_seconds(deadline_s, "deadline_s")
+        undo = checks.flag(undo, "undo")
+        with self._lock:
+            self._draining = not undo
+        if not undo:
+            self._changed.wait_for(lambda: not self._offers, seconds)
+        return not self._offers
 
     def stats(self) -> dict[str, Any]:
         """Return current and cumulative counts.
@@ -373,6 +439,7 @@ class PageSender(Endpoint):
         Returns
         -------
         dict : current "offers", "offered_pages" (not yet freed), "pulls" and "connections";
+            whether it is "draining";
             cumulative "completed", "expired", "withdrawn", "failed" and "closed" offers,
             "lost_pulls", "refused_pulls", "dropped_connections" (before they have finished the
             handshake) and "sent_bytes"; "pull_failures" by the reason of the
@@ -383,9 +450,10 @@ class PageSender(Endpoint):
         with self._lock:
             now = {
                 "offers": len(self._offers),
-                "offered_pages": sum(len(offer.pages) for offer in self._unreleased),
-                "pulls": sum(len(offer.channels) for offer in self._unreleased),
+                "offered_pages": sum(len(offer.pages) for offer in self._unreleased.values()),
+                "pulls": sum(len(offer.channels) for offer in self._unreleased.values()),
                 "connections": len(self._open_connections()),
+                "draining": self._draining,
             }
             return {
                 **now,
@@ -406,28 +474,24 @@ class PageSender(Endpoint):
             return
         deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
         with self._lock:
-            first, self._closed = not self._closed, True
-            offers = list(self._unreleased)
+            self._wake_keeper()
+            self._closed = True
             connections = list(self._connections)
-        if first:
-            if self._unlink is not None:
-                self._unlink()  # while it listens: nobody takes the socket for stale
-            for offer in offers:
-                self._end(offer, "closed")
-                self._settle(offer)
-            self._notify()
-            for connection in connections:
-                protocol.shut_down(connection.socket)
+        if threading.current_thread() is self._keeper:  # in a `release` function
+            self._end_all()
         for thread in (self._keeper, *(each.thread for each in connections)):
             is_started = thread.ident is not None  # the keeper may have failed to start it
             if is_started and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            first, self._engine_closed = not self._engine_closed, True
         if first:
             self._engine.close(deadline)
 
     def _close_in_child(self) -> None:
         """Close inherited sockets in a forked child, without ending the parent's offers."""
         self._lock = threading.RLock()  # a thread of the parent may hold the old one
+        self._changed = Waiters(self._lock)
         if self._unlink is not None:
             self._unlink.detach()
         connections = [each.socket for each in self._connections]
@@ -464,7 +528,43 @@ class PageSender(Endpoint):
         if decoded.sender_id != self._id:
             raise TransferError("ticket: expected one of this sender", "ticket")
         with self._lock:
-            return next((o for o in self._unreleased if o.number == decoded.number), None)
+            return self._unreleased.get(decoded.number)
+
+    def _find_owned(self) -> None:
+        """Find the pages that the sender frees. The caller holds the lock."""
+        self._owned[:] = False
+        for offer in self._unreleased.values():
+            if offer.release == self._free and not offer.is_released:
+                self._owned[offer.pages] = True
+        self._is_adding = False
+
+    def _await_release(self, offer: _Offer) -> None:
+        """Wait until the keeper has ended an offer and freed its pages, unless a pull reads them.
+
+        Signals interrupt the main thread alone, so the keeper does what must not be lost. Waits for
+        no `release` function: it may take a lock that this thread holds.
+        """
+        if threading.current_thread() is self._keeper:  # in a `release` function
+            self._end_if_due(offer, time.monotonic())
+        elif offer.release == self._free:
+            self._changed.wait_for(lambda: self._is_settled(offer), _CLOSE_TIMEOUT_S)
+        else:
+            self._changed.wait_for(lambda: offer.ended, _CLOSE_TIMEOUT_S)
+
+    def _is_settled(self, offer: _Offer) -> bool:
+        return bool(offer.ended) and (offer.is_over or self._is_held(offer))
+
+    def _is_held(self, offer: _Offer) -> bool:
+        """Return whether pages are read or may be written. The caller holds the lock."""
+        unwritten = None in offer.written and not self._closed
+        return bool(offer.channels or offer.num_readers or unwritten)
+
+    def _end_if_due(self, offer: _Offer, now: float) -> None:
+        if offer.is_withdrawn:
+            self._end(offer, "withdrawn")
+        elif offer.expires <= now:
+            self._end(offer, "expired")
+        self._settle(offer)
 
     def _end(self, offer: _Offer, reason: str) -> bool:
         """End an offer, once; its pages are freed when nothing accesses them."""
@@ -474,13 +574,14 @@ class PageSender(Endpoint):
             offer.ended = reason
             offer.generation += 1
             self._counts[reason] += 1
-            del self._offers[offer.number]
+            self._offers.pop(offer.number, None)
             self._ended[offer.number] = reason
             while len(self._ended) > _MAX_ENDED_OFFERS:
                 self._ended.popitem(last=False)
             abort_at = time.monotonic() + _ABORT_DELAY_S
             moving = [(abort_at, offer, each) for each in offer.channels if each.moving]
             self._to_abort += moving  # other pulls check the offer before they move bytes
+            self._changed.notify()
         if moving:
             self._notify()
         self._settle(offer)
@@ -499,20 +600,21 @@ class PageSender(Endpoint):
     def _settle(self, offer: _Offer) -> None:
         """Free the pages of an offer, once, if it has ended and nothing reads or writes them."""
         with self._lock:
-            unwritten = None in offer.written and not self._closed
-            is_read = offer.channels or offer.num_readers
-            if not offer.ended or is_read or unwritten or offer.is_released:
+            if not offer.ended or self._is_held(offer) or offer.is_released:
                 return
             offer.is_released = True
             offer.written = []
             offer.offered.prepared.clear()  # breaks reference cycles that include the pool
             del offer.offered
-            self._unreleased.discard(offer)
             self._by_ticket.pop(offer.ticket, None)
         try:
             offer.release(offer.pages)
         except Exception as error:
             cache_logger.exception("cannot release the pages of an offer: %s", error)
+        with self._lock:
+            offer.is_over = True
+            self._unreleased.pop(offer.number, None)
+            self._changed.notify()
 
     def _free(self, pages: Pages) -> None:
         with self._lock:
@@ -520,22 +622,53 @@ class PageSender(Endpoint):
         self._pool.allocator.free(pages)
 
     def _notify(self) -> None:
-        with self._lock, suppress(OSError):  # the lock: the keeper may be closing the socket
+        with self._lock:
+            self._wake_keeper()
+
+    def _wake_keeper(self) -> None:
+        """Let the keeper look at the state once the caller, which holds the lock, has released it.
+
+        Called before the state changes, so that an interrupt cannot come between.
+        """
+        with suppress(OSError):  # the keeper has closed the socket
             self._wake.send(b"\0", socket.MSG_DONTWAIT)
 
     # --- Keeper thread: accepts connections, ends expired offers ---
 
     def _keep(self) -> None:
+        try:
+            self._keep_until_closed()
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """End all offers and connections of a closed sender."""
+        if self._unlink is not None:
+            self._unlink()  # while it listens: nobody takes the socket for stale
+        with self._lock:
+            self._closed = True
+            offers, connections = list(self._unreleased.values()), list(self._connections)
+        for offer in offers:
+            self._end(offer, "closed")
+            self._settle(offer)
+        for connection in connections:
+            protocol.shut_down(connection.socket)
+        with self._lock:
+            for each in (self._server, self._wake, self._woken):
+                each.close()
+
+    def _keep_until_closed(self) -> None:
         accept_at = math.inf  # next attempt, while the sender is too crowded to accept
-        while not self._closed:
+        while True:
             now = time.monotonic()
-            with self._lock:
+            with self._lock:  # for what a thread changes that has woken this one
+                if self._closed:
+                    return
                 self._wakes_at = math.inf  # makes new offers notify this thread
-                offers = list(self._offers.values())
+                offers = list(self._unreleased.values())
             for offer in offers:
-                if offer.expires <= now:
-                    self._end(offer, "expired")
-            ends = [offer.expires - now for offer in offers if not offer.ended]
+                self._end_if_due(offer, now)
+            ends = [_SETTLE_POLL_S if each.ended else each.expires - now for each in offers]
             ends += [self._abort_blocked(now), accept_at - now]
             with self._lock:
                 self._wakes_at = now + min(ends)
@@ -551,9 +684,6 @@ class PageSender(Endpoint):
                 with suppress(BlockingIOError):
                     self._woken.recv(4096)
             accept_at = self._accept()
-        with self._lock:
-            for each in (self._server, self._wake, self._woken):
-                each.close()
 
     def _accept(self) -> float:
         """Accept a waiting connection, or return the time of the next attempt.
@@ -656,8 +786,13 @@ class PageSender(Endpoint):
         self._made_space()
         try:
             while not self._closed and self._is_asked(channel, connection):
-                _, request = channel.receive(time.monotonic() + protocol.HANDSHAKE_S, PULL)
-                if not self._serve(channel, digest, request):
+                deadline = time.monotonic() + protocol.HANDSHAKE_S
+                kind, request = channel.receive(deadline, PULL, OPERATE)
+                if kind == OPERATE:
+                    is_served = self._operate(channel, connection.socket, request)
+                else:
+                    is_served = self._serve(channel, digest, request)
+                if not is_served:
                     break
         except (Lost, TimeoutError, TransferError):
             pass  # the receiver has disconnected
@@ -696,6 +831,31 @@ class PageSender(Endpoint):
         with self._lock:
             connection.enter("busy")
             return is_asked and connection.state != "evicted"
+
+    def _operate(self, channel: Channel, connection: socket.socket, request: bytes) -> bool:
+        """Answer an operator; return whether the connection can be used for another request."""
+        deadline = time.monotonic() + protocol.HANDSHAKE_S
+        if not (self._secret or _is_own_user(connection)):
+            message = "operators need the secret, or a Unix socket of the sender's user"
+            channel.refuse("secret", message, deadline)
+            return False
+        asked = None
+        if len(request) <= _MAX_REQUEST_BYTES:
+            with suppress(ValueError, RecursionError):
+                asked = json.loads(request)
+        if asked in ({"action": "drain", "undo": False}, {"action": "drain", "undo": True}):
+            cache_logger.info("%r: an operator drains it, or has ended that: %s", self, asked)
+            self.drain(undo=asked["undo"])
+        elif asked != {"action": "stat"}:
+            channel.refuse("version", "this sender does not know the request", deadline)
+            return False
+        answer = {
+            **self.stats(), "address": self.address, "engine": self._engine.name,
+            "age_s": round(time.monotonic() - self._since, 3), "pid": self._pid,
+            "identity": asdict(self._identity),
+        }  # fmt: skip
+        channel.send(OPERATE, json.dumps(answer).encode(), deadline)
+        return True
 
     def _serve(self, channel: Channel, digest: bytes, request: bytes) -> bool:
         """Serve one pull; return whether the connection can be used for another."""
@@ -868,6 +1028,16 @@ def _totals(
         yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]
     yield "kvcupy_migration_bytes_total", (("direction", "sent"),), counts["sent_bytes"]
     yield from reason_samples("sender", pulls, connections)
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Return whether the peer is a process of this user, on a Unix socket."""
+    option = getattr(socket, "SO_PEERCRED", None)  # Linux
+    if option is None or connection.family != socket.AF_UNIX:
+        return False
+    credentials = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
 
 
 def _inode(path: str) -> int:

@@ -29,10 +29,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ...cache.hazards import Completion
-from ...cache.threads import Latch, Waiters
 from ...config import cache_logger
 from ...errors import ProcessLocal
 from ...extras import install
+from ...waiting import Latch, Waiters
 from ..wire import WirePages
 from .backend import (
     FAILED,

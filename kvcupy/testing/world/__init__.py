@@ -51,7 +51,8 @@ except ImportError:  # not a Unix
 __all__ = ["Failure", "Interrupt", "Process", "Simulated", "Stuck", "Task", "search", "simulated"]
 
 _SCOPE = (
-    "kvcupy.remote", "kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors", "redis",
+    "kvcupy.remote", "kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors",
+    "kvcupy.waiting", "redis",
 )  # fmt: skip
 
 

@@ -328,7 +328,10 @@ class World:
         if task.interrupt is not None:
             interrupt, task.interrupt = task.interrupt, None
             self.note("interrupted")
-            raise interrupt
+            try:
+                raise interrupt
+            finally:
+                del interrupt  # else it would keep the frames of the call until a collection
 
     def _state_of_tasks(self, is_late: bool) -> str:
         lines = ["the virtual time is over" if is_late else "no task can run"]
