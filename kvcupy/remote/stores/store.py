@@ -76,10 +76,15 @@ class BlockHeader(NamedTuple):
     @classmethod
     def decode(cls, header: bytes) -> BlockHeader | None:
         """Decode a header; None if it is damaged."""
-        if len(header) not in (HEADER_BYTES, HEADER_BYTES + SEAL_BYTES):
+        if len(header) < HEADER_BYTES:
             return None
         magic, version, algorithm, _, *others = _HEADER.unpack_from(header)
         return cls(version, algorithm, *others) if magic == _MAGIC else None
+
+    @property
+    def header_bytes(self) -> int:
+        """Length of the header, with the seal of an encrypted block."""
+        return HEADER_BYTES + (SEAL_BYTES if self.algorithm == _AES_256_GCM else 0)
 
     @property
     def has_checksum(self) -> bool:
@@ -521,7 +526,9 @@ class SharedStore(ProcessLocal):
             return block.is_authentic(header)
         stored = BlockHeader.decode(header)
         expected = (self._pages.block_bytes, self._digest, key)
-        if stored is None or (stored.num_bytes, stored.identity, stored.key) != expected:
+        if stored is None or len(header) != stored.header_bytes:
+            return False
+        if (stored.num_bytes, stored.identity, stored.key) != expected:
             return False
         if not self._is_summed and (stored.version, stored.algorithm) == (_VERSION, _NO_CHECKSUM):
             return True
@@ -533,6 +540,7 @@ class SharedStore(ProcessLocal):
     def _decryption(self, key: bytes, header: bytes) -> Decryption | None:
         """Start to decrypt a block; None unless its header is right but for the seal."""
         assert self._cipher is not None
+        # Another version is damage, too. One that seals blocks otherwise has other names for them.
         expected, seal = self._packed(key, _AES_256_GCM), header[HEADER_BYTES:]
         if header[:HEADER_BYTES] != expected or len(seal) != SEAL_BYTES:
             return None
