@@ -456,6 +456,30 @@ def test_pages_that_the_engine_may_still_use_are_held_back(
     assert allocator.num_free == 8
 
 
+@pytest.mark.parametrize(
+    "failure", [BackendLost("late", ["stored", "failed"]), KeyboardInterrupt()]
+)
+def test_encrypted_blocks_that_the_engine_may_still_read_are_held_back(shelf, failure):
+    """The pages are free, since the engine reads a buffer."""
+    store = open_over(shelf, key=bytes(32))
+    put(store, 2)
+    [buffer] = store._scratch
+    pages = store.pool.allocator.alloc(2)
+    shelf.completion, shelf.failures = Landing(), [None, failure]
+    try:
+        assert store.put(HASHES[2:4], pages) == ["stored", "failed"]
+    except KeyboardInterrupt:
+        assert not isinstance(failure, BackendLost)
+    store.pool.allocator.free(pages)
+    assert store.pool.allocator.num_free == 8
+    assert store._scratch == []
+    assert store.put(HASHES[4:5], [4]) == ["stored"] and store._scratch[0] is not buffer
+    pages = store.pool.allocator.alloc(1)
+    assert store.get(HASHES[7:8], pages) == [False]
+    store.pool.allocator.free(pages)
+    assert store.pool.allocator.num_free == 7, "bytes may still arrive in a page"
+
+
 def test_a_buffer_is_not_used_again_while_something_may_land_in_it(shelf):
     store = open_over(shelf, layout="layer_first")
     put(store, 2)
