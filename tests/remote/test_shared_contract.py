@@ -368,6 +368,7 @@ def test_damaged_or_foreign_blocks_are_misses(store_of):
         "another block of the tenant": other,
         "the payload of another block": (header, other[1]),
         "the seal of another block": (header[:72] + other[0][72:], payload),
+        "the payload and the seal of another block": (header[:72] + other[0][72:], other[1]),
         "a block of another tenant": foreign,
         "the payload and the seal of another tenant": (header[:72] + foreign[0][72:], foreign[1]),
         "a plain block": of_plain,
