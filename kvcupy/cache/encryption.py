@@ -29,6 +29,7 @@ class BlockCipher:
     Attributes
     ----------
     key_id : 16 hexadecimal digits that tell keys apart, and reveal nothing about them
+    name_key : bytes of 32, from which only the key's owners can derive names of blocks
 
     Raises
     ------
@@ -76,6 +77,7 @@ class BlockCipher:
         self._key = hmac.digest(_EXTRACT_SALT, key, "sha256")  # HKDF-Extract
         self._context = context
         self.key_id = self._expand(b"key id")[:8].hex()
+        self.name_key = self._expand(b"name key")
 
     def __repr__(self) -> str:
         return f"<BlockCipher of key {self.key_id}>"
@@ -114,23 +116,43 @@ class BlockCipher:
         seal : as returned by `seal`, or without its last 4 bytes, where space is short
         parts : writable bytes, with the encrypted block. Undefined after False
         """
+        decryption = self.decryption(name, seal)
+        for part in parts:
+            decryption.update(part)
+        return decryption.is_authentic()
+
+    def decryption(self, name: bytes, seal: bytes) -> Decryption:
+        """Start to decrypt a block part by part, such as while it is copied."""
         context = self._gcm_of(name, seal[:NONCE_BYTES], seal[NONCE_BYTES:]).decryptor()
         context.authenticate_additional_data(self._context + name)
-        for part in parts:
-            context.update_into(part, part)
-        try:
-            context.finalize()
-        except self._invalid:
-            return False
-        return True
+        return Decryption(context, self._invalid)
 
     def _gcm_of(self, name: bytes, nonce: bytes, tag: bytes | None) -> Any:
         subkey = self._expand(self._context + name)
         return self._cipher(self._aes(subkey), self._gcm(nonce, tag, min_tag_length=12))
 
     def _expand(self, info: bytes) -> bytes:
-        """Return 32 bytes of HKDF-Expand; a context makes `info` longer than "key id"."""
+        """Return 32 bytes of HKDF-Expand; a context makes `info` longer than "name key"."""
         return hmac.digest(self._key, info + b"\1", "sha256")
+
+
+class Decryption:
+    """A block that is being decrypted in place, made by `BlockCipher.decryption`."""
+
+    def __init__(self, context: Any, invalid: type[Exception]) -> None:
+        self._context, self._invalid = context, invalid
+
+    def update(self, part: Any) -> None:
+        """Decrypt the next part of the block, a writable buffer of bytes."""
+        self._context.update_into(part, part)
+
+    def is_authentic(self) -> bool:
+        """Return whether the block is authentic; called once, after all parts."""
+        try:
+            self._context.finalize()
+        except self._invalid:
+            return False
+        return True
 
 
 def key_for(encryption_key: Any, tenant: str | bytes = "") -> bytes:
@@ -138,14 +160,23 @@ def key_for(encryption_key: Any, tenant: str | bytes = "") -> bytes:
 
     Raises
     ------
-    TypeError, ValueError : the key is not bytes of 32. The message does not contain it
+    TypeError, ValueError : the key is not bytes of 32, or the function raised. The message contains
+        neither the key nor the tenant
 
     Examples
     --------
     >>> key_for(lambda tenant: {"a": bytes(32)}[tenant], "a") == bytes(32)
     True
     """
-    key = encryption_key(tenant) if callable(encryption_key) else encryption_key
+    key = encryption_key
+    if callable(encryption_key):
+        try:
+            key = encryption_key(tenant)
+        except Exception as error:
+            kind = type(error).__name__
+            raise ValueError(
+                f"encryption_key: expected a key, but the function raised {kind}"
+            ) from error
     if not isinstance(key, bytes):
         kind = type(key).__name__
         raise TypeError(f"encryption_key: expected bytes, or a function to bytes, got {kind}")

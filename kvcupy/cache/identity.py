@@ -158,11 +158,13 @@ class BlockKeys:
         heads of its model
     tenant : str or bytes. While it is secret, other tenants can neither name this tenant's blocks
         nor test whether they exist
+    secret : up to 64 bytes, without which no key can be derived; such as of an encryption key
 
     Attributes
     ----------
     identity
-    namespace : 16 bytes, the same for all keys of a tenant, and different for each tenant
+    namespace : 16 bytes, the same for all keys of a tenant, and different for each tenant. It does
+        not depend on `secret`
 
     Raises
     ------
@@ -171,7 +173,7 @@ class BlockKeys:
     Notes
     -----
     A key is BLAKE2b of 32 bytes over the digest of the identity and the hash (128 bits, little
-    endian), keyed with BLAKE2b of the tenant.
+    endian), keyed with BLAKE2b of the tenant; with `secret`, that in turn keyed with `secret`.
 
     Examples
     --------
@@ -181,11 +183,11 @@ class BlockKeys:
     ['2576f6f1', '3ab7e63e']
     """
 
-    def __init__(self, identity: Any, tenant: str | bytes = "") -> None:
+    def __init__(self, identity: Any, tenant: str | bytes = "", *, secret: bytes = b"") -> None:
         if isinstance(tenant, str):
-            secret = tenant.encode("utf-8", "surrogatepass")
+            name = tenant.encode("utf-8", "surrogatepass")
         elif isinstance(tenant, bytes):
-            secret = tenant
+            name = tenant
         else:
             raise TypeError(f"tenant: expected a str or bytes, got {type(tenant).__name__}")
         if not isinstance(identity, PoolIdentity):
@@ -194,8 +196,10 @@ class BlockKeys:
                 raise TypeError(f"identity: expected a PoolIdentity or a pool, got {kind}")
             identity = PoolIdentity.of(identity)
         self.identity: PoolIdentity = identity
-        secret_key = blake2b(secret).digest()
+        secret_key = blake2b(name).digest()
         self.namespace = blake2b(digest_size=DIGEST_BYTES, key=secret_key).digest()
+        if secret:
+            secret_key = blake2b(secret_key, key=secret).digest()
         self._start = blake2b(identity.digest(), digest_size=KEY_BYTES, key=secret_key)
 
     def __repr__(self) -> str:

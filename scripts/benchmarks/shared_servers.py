@@ -11,12 +11,13 @@ memcpy        NumPy, from pages to pages, in one thread
 checksum      of the pages alone, in one thread
 shm           kv.SharedStore, with as many threads as the report says. It is full, so that each put
               evicts. "shm, 1 thread": in the caller's alone; "shm unverified, 1 thread": without
-              checksums too
+              checksums too; "shm encrypted": with `encryption_key`, beside the plain store
 
 With `--servers`, over loopback, from and to 64 MiB:
 
 socket        another process that takes and sends as many blocks on request
-backend       the backend of a `SharedStore`; `SharedStore`: the whole, with checksums
+backend       the backend of a `SharedStore`; `SharedStore`: the whole, with checksums;
+              `encrypted`: with `encryption_key`, beside the plain store
 Mooncake      its own batch calls, on registered memory: of the blocks alone, and in `Mooncake
               asked` after the call that asks which keys are known, without which a put does not
               tell. kvcupy's objects have a header of 256 bytes more.
@@ -66,12 +67,20 @@ BASELINES = {
     "Mooncake SharedStore": "Mooncake",
     "checksum": "memcpy", "shm": "memcpy", "shm, 1 thread": "memcpy",
     "shm unverified, 1 thread": "memcpy",
+    "shm encrypted": "shm", "shm encrypted, 1 thread": "shm, 1 thread",
+    "redis tcp encrypted": "redis tcp SharedStore",
+    "redis unix encrypted": "redis unix SharedStore",
+    "Mooncake encrypted": "Mooncake SharedStore",
 }  # fmt: skip
+
+KEY = bytes(range(32))
 
 MEMORY_STORES: dict[str, dict[str, Any]] = {
     "shm": {},
     "shm, 1 thread": {"threads": 1},
     "shm unverified, 1 thread": {"threads": 1, "checksum": "none"},
+    "shm encrypted": {"encryption_key": KEY},
+    "shm encrypted, 1 thread": {"threads": 1, "encryption_key": KEY},
 }
 
 Times = tuple[float, float]  # seconds of puts and of gets
@@ -388,6 +397,7 @@ def candidates(
             stack.callback(backend.close)
             rounds[f"redis {kind} backend"] = backend_round(backend, blocks)
             rounds[f"redis {kind} SharedStore"] = store_round(url, blocks, stack)
+            rounds[f"redis {kind} encrypted"] = store_round(url, blocks, stack, encryption_key=KEY)
     if "mooncake" in started:
         from kvcupy.remote.stores import mooncake
 
@@ -401,6 +411,9 @@ def candidates(
         stack.callback(other.close)
         rounds["Mooncake backend"] = backend_round(other, blocks)
         rounds["Mooncake SharedStore"] = store_round(url, blocks, stack, host="127.0.0.1")
+        rounds["Mooncake encrypted"] = store_round(
+            url, blocks, stack, host="127.0.0.1", encryption_key=KEY
+        )
     return rounds
 
 

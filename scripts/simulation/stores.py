@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import kvcupy as kv
@@ -18,6 +19,8 @@ from .redis_model import PORT, RedisModel
 
 NUM_PAGES, NUM_HASHES = 6, 12
 FIRST_HASH = 1 << 100
+# Of clients: blocks are plain, or under a key of the tenant, or under a key of all tenants.
+ENCRYPTION_KEYS = None, lambda tenant: sha256(tenant.encode()).digest(), bytes(32)
 
 
 def new_pool(world: Simulated) -> Any:
@@ -27,12 +30,12 @@ def new_pool(world: Simulated) -> Any:
 
 
 class Blocks:
-    """What the test knows of a store: a block's content follows from its hash and its tenant.
+    """What the test knows of a store: a block's content follows from its hash and its owner.
 
     Attributes
     ----------
     is_calm : whether no process was killed or stopped, and nothing was removed
-    stored : hashes of each tenant that a completed put has stored
+    stored : hashes of each owner, a tenant and its encryption key, that a completed put has stored
     evicts : whether the capacity is too small for all blocks
     """
 
@@ -43,8 +46,9 @@ class Blocks:
         self.puts = self.hits = self.misses = 0
 
     @staticmethod
-    def value(number: int, tenant: int) -> Any:
-        return number + 1 + 100 * tenant
+    def value(number: int, owner: tuple[int, int]) -> Any:
+        tenant, key = owner
+        return number + 1 + 100 * tenant + 200 * key
 
 
 def run_client(
@@ -55,14 +59,16 @@ def run_client(
     draw = world.random
     pool = new_pool(world)
     deadline_s = draw.choice([0.5, 5.0])
+    owner = tenant, draw.choice([0, 0, 1, 2])
     try:
         store = SharedStore.open(
-            url, pool, tenant=f"tenant {tenant}", deadline_s=deadline_s, **options
-        )
+            url, pool, tenant=f"tenant {tenant}", deadline_s=deadline_s,
+            encryption_key=ENCRYPTION_KEYS[owner[1]], **options,
+        )  # fmt: skip
     except OSError as error:
         assert not blocks.is_calm, f"cannot open the store in calm: {error}"
         return
-    known = blocks.stored.setdefault(tenant, set())
+    known = blocks.stored.setdefault(owner, set())
     process = world.task.process
     for _ in range(count):
         world.time.sleep(draw.choice([0.0, 1e-4, 0.01]))
@@ -76,13 +82,13 @@ def run_client(
             continue
         began, stopped_before = world.now, process.stopped_s
         kind = draw.choice(["put", "put", "get", "get", "get", "match"])
-        if not world.step(f"{kind} {numbers} of tenant {tenant}"):
+        if not world.step(f"{kind} {numbers} of owner {owner}"):
             pool.allocator.free(pages)
             continue
         expected = set(known)
         if kind == "put":
             for number, page in zip(numbers, pages, strict=True):
-                stamp(pool, [page], blocks.value(number, tenant))
+                stamp(pool, [page], blocks.value(number, owner))
             outcomes = store.put(hashes, pages)
             blocks.puts += outcomes.count("stored")
             for number, outcome in zip(numbers, outcomes, strict=True):
@@ -96,7 +102,7 @@ def run_client(
             for number, page, hit in zip(numbers, pages, store.get(hashes, pages), strict=True):
                 if hit:
                     blocks.hits += 1
-                    assert_stamped(pool, [page], blocks.value(number, tenant), f"block {number}")
+                    assert_stamped(pool, [page], blocks.value(number, owner), f"block {number}")
                     known.add(number)
                 else:
                     blocks.misses += 1
@@ -203,7 +209,7 @@ def shared_memory(world: Simulated) -> Any:
     shm._write_parts = lambda parts: copied_in_pieces(parts, False)
     try:
         processes = []
-        num_slots = draw.randint(2, 6) if blocks.evicts else 3 * NUM_HASHES
+        num_slots = draw.randint(2, 6) if blocks.evicts else 6 * NUM_HASHES
         block_bytes = new_pool(world).page_bytes
         capacity = shm.Layout(block_bytes, num_slots).num_bytes
         for i in range(draw.randint(1, 4)):

@@ -124,6 +124,33 @@ def test_the_key_of_a_tenant():
             key_for(bad, "none")
 
 
+def test_a_function_that_raises_is_named():
+    with pytest.raises(ValueError, match=r"^encryption_key: .* function raised KeyError") as caught:
+        key_for({}.__getitem__, "secret tenant")
+    assert "secret" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_blocks_are_decrypted_part_by_part():
+    cipher, sealed = BlockCipher(KEY, CONTEXT), bytearray(1000)
+    block = bytes(range(250)) * 4
+    seal = cipher.seal(b"name", [memoryview(block)], memoryview(sealed))
+    for flips in (0, 1):
+        decryption, copy = cipher.decryption(b"name", seal), bytearray(sealed)
+        copy[-1] ^= flips
+        for start, stop in ((0, 1), (1, 700), (700, 1000)):
+            decryption.update(memoryview(copy)[start:stop])
+        assert decryption.is_authentic() == (not flips)
+        assert (copy == block) == (not flips)
+
+
+def test_names_need_the_key():
+    cipher, again = BlockCipher(KEY, CONTEXT), BlockCipher(KEY, bytes(16))
+    assert cipher.name_key == again.name_key and len(cipher.name_key) == 32
+    assert cipher.name_key != BlockCipher(bytes(32), CONTEXT).name_key
+    assert not cipher.name_key.hex().startswith(cipher.key_id)
+
+
 def test_the_package_is_missing(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("cryptography")]:
         monkeypatch.setitem(sys.modules, name, None)

@@ -129,6 +129,17 @@ def test_tenants_share_nothing():
     assert "secret" not in repr(BlockKeys(pool(), "secret"))
 
 
+def test_keys_with_a_secret_cannot_be_derived_without():
+    secrets = [b"", b"s", bytes(32), bytes(64)]
+    keys = [BlockKeys(pool(), "a", secret=secret) for secret in secrets]
+    assert len({key for some in keys for key in some.keys(HASHES)}) == len(secrets) * len(HASHES)
+    assert len({some.namespace for some in keys}) == 1, "`remove` and operators find them all"
+    tenant = hashlib.blake2b(hashlib.blake2b(b"a").digest(), key=b"s").digest()
+    message = identity().digest() + HASHES[0].to_bytes(16, "little")
+    expected = hashlib.blake2b(message, digest_size=32, key=tenant).digest()
+    assert keys[1].keys(HASHES)[0] == expected
+
+
 @pytest.mark.parametrize(
     "hashes", [[5], [HASHES[0], 2**64 - 1], [-1], kv.block_hashes([1], 1, bits=64)]
 )

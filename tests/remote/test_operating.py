@@ -83,6 +83,16 @@ def test_blocks_without_checksums_are_not_verified(tmp_path, store):
         assert store("verify", "shm:test", "--folder", tmp_path)[1]["unverified"] == 6
 
 
+def test_encrypted_blocks_are_not_verified(tmp_path, store):
+    with Writer(
+        "shm:test", capacity_bytes=2**20, folder=tmp_path, encryption_key=bytes(32)
+    ) as user:
+        user.put(*HASHES)
+        _, report = store("verify", "--drop", "shm:test", "--folder", tmp_path)
+        assert (report["unverified"], report["damaged"], report["dropped"]) == (6, 0, 0)
+        assert all(user.get(*HASHES))
+
+
 def test_memory_is_emptied(memory, store):
     user, where = memory
     user.get(HASHES[0])
@@ -302,6 +312,13 @@ class TestServer:
         assert store("verify", "--drop", *server.where)[1]["dropped"] == 2
         assert store("verify", *server.where)[0] == 0
         assert all(one.get(*HASHES)) and two.get(*HASHES[:3]) == [True, False, True]
+
+    def test_encrypted_blocks_are_not_verified(self, server, users, store):
+        with Writer(server.url, password="secret", encryption_key=bytes(32)) as user:
+            user.put(*HASHES)
+            _, report = store("verify", "--drop", *server.where)
+            assert (report["unverified"], report["damaged"], report["dropped"]) == (6, 0, 0)
+            assert all(user.get(*HASHES))
 
     def test_a_cluster(self, tmp_path, store):
         with cluster_in(tmp_path) as nodes:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import random
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from helpers import examples
@@ -23,7 +27,6 @@ from mooncake_servers import servers_in as mooncakes_in
 from redis_server import needs_redis, servers_in
 from shared_cases import Writer, block_hashes, bytes_of, contents, fill, holds, new_pool
 
-from kvcupy.remote.stores.backend import SummedBlock
 from kvcupy.remote.stores.shm import Layout
 
 NUM_PAGES = 8
@@ -86,17 +89,55 @@ def mooncake(tmp_path):
         yield servers.url, {"host": "127.0.0.1"}
 
 
-def damage_mooncake(user, block_hash):
-    """Put another block under the key, with the header of the first."""
-    store, [key] = user.store, user.store._keys.keys([block_hash])
-    right, wrong = (
-        [memoryview(bytearray(contents(h, user.pool.page_bytes)))]
-        for h in (block_hash, block_hash + 1)
-    )
-    header = store._header(key, SummedBlock(right, store._algorithm))
+@contextmanager
+def modelled_mooncake(tmp_path, *, staged_bytes=None):
+    """The model of Mooncake's client library, without the world that simulates its failures."""
+    pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
+    from simulation.mooncake_model import MooncakeModel
+
+    from kvcupy.remote.stores import mooncake
+
+    model = MooncakeModel(
+        SimpleNamespace(
+            task=SimpleNamespace(process=SimpleNamespace(is_alive=True)), is_over=False,
+            time=SimpleNamespace(sleep=lambda seconds: None), pause=lambda: None,
+            random=random.Random(0),
+        )
+    )  # fmt: skip
+    changes = {"_store_class": lambda: model.client, "_is_alive": lambda master: True}
+    if staged_bytes is not None:
+        changes["_MAX_STAGED_BYTES"] = staged_bytes
+    with mock.patch.multiple(mooncake, **changes):
+        yield f"mooncake://127.0.0.1:{50051 + next(_names)}", {"host": "127.0.0.1"}
+
+
+@contextmanager
+def modelled_mooncake_in_place(tmp_path):
+    with modelled_mooncake(tmp_path, staged_bytes=0) as opened:
+        yield opened
+
+
+def raw_block(user, block_hash):
+    """Return the header and the payload of a block, as they are stored."""
+    [key] = user.store._keys.keys([block_hash])
+    payload = bytearray(user.pool.page_bytes)
+    # A page, since that is what Mooncake transfers.
+    [header] = user.store._backend.get([key], [[memoryview(payload)]], time.monotonic() + 60)
+    return header, payload
+
+
+def replace_block(user, block_hash, header, payload):
+    """Store a header and a payload under the key of a hash."""
+    backend, [key] = user.store._backend, user.store._keys.keys([block_hash])
     deadline = time.monotonic() + 60
-    store._backend.discard([key], deadline)
-    store._backend.put([key], [wrong], [header], deadline)
+    backend.discard([key], deadline)
+    assert backend.put([key], [[memoryview(payload)]], [header], deadline) == ["stored"]
+
+
+def damage_mooncake(user, block_hash):
+    header, payload = raw_block(user, block_hash)
+    payload[1000] ^= 1
+    replace_block(user, block_hash, header, payload)
 
 
 KINDS = {
@@ -104,7 +145,21 @@ KINDS = {
     "redis": Kind(redis, damage_redis),
     "redis over a Unix socket": Kind(redis_over_unix, damage_redis),
     "mooncake": Kind(mooncake, damage_mooncake),
+    "modelled mooncake": Kind(modelled_mooncake, damage_mooncake, removes=False),
+    "modelled mooncake in place": Kind(modelled_mooncake_in_place, damage_mooncake, removes=False),
 }
+NAMES = [
+    "shm",
+    pytest.param("redis", marks=needs_redis),
+    pytest.param("redis over a Unix socket", marks=needs_redis),
+    pytest.param("mooncake", marks=needs_mooncake),
+    "modelled mooncake",
+    "modelled mooncake in place",
+]
+
+
+def key_of_tenant(tenant):
+    return hashlib.sha256(b"key of " + tenant.encode()).digest()
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -196,17 +251,12 @@ class StoreMachine(RuleBasedStateMachine):
             user.store.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "shm",
-        pytest.param("redis", marks=needs_redis),
-        pytest.param("redis over a Unix socket", marks=needs_redis),
-        pytest.param("mooncake", marks=needs_mooncake),
-    ],
-)
-def test_any_sequence_of_calls(name, tmp_path):
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_sequence_of_calls(name, is_encrypted, tmp_path):
     with KINDS[name].opened(tmp_path) as (store_url, store_options):
+        if is_encrypted:
+            store_options["encryption_key"] = key_of_tenant
 
         class OverBackend(StoreMachine):
             kind, url, options = KINDS[name], store_url, store_options
@@ -234,3 +284,104 @@ def test_control_without_checksums_damaged_bytes_are_served(name, tmp_path):
         assert not holds(user.pool, 0, block_hash)
         assert verifying.get(block_hash) == [False], "it cannot be verified"
         assert verifying.store.stats()["unverified"] == 1
+
+
+# --- Encrypted blocks ---
+
+
+@pytest.fixture(params=NAMES)
+def store_of(request, tmp_path):
+    """A function that opens a store of a tenant on one backend."""
+    with KINDS[request.param].opened(tmp_path) as (url, options):
+        users = []
+
+        def open_store(tenant="a", **changes):
+            encrypted = {"encryption_key": key_of_tenant, **changes}
+            users.append(Writer(url, tenant=tenant, **options, **encrypted))
+            return users[-1]
+
+        yield open_store
+        for user in users:
+            user.store.close()
+
+
+def test_no_content_is_in_the_store(store_of):
+    user = store_of()
+    assert user.put(*HASHES[:2]) == ["stored"] * 2
+    for block_hash in HASHES[:2]:
+        header, payload = raw_block(user, block_hash)
+        plain = contents(block_hash, len(payload))
+        assert plain[:2000:2] != payload[:2000:2] and plain[100:116] not in payload
+        assert len(header) <= 128 and not any(header[16:24]), "no checksum of the plain block"
+        assert bytes_of(user.pool, HASHES.index(block_hash)) == plain, "the page is unchanged"
+    assert user.get(*HASHES[:3]) == [True, True, False]
+
+
+def test_tenants_and_keys_do_not_find_each_others_blocks(store_of):
+    """Each stores its own beside the others', and gets it."""
+    users = [
+        store_of("a"),
+        store_of("b"),
+        store_of("a", encryption_key=None),
+        store_of("a", encryption_key=bytes(32)),
+        store_of("b", encryption_key=bytes(32)),
+        store_of("a", encryption_key=None, checksum="none"),
+    ]
+    for user in users[:-1]:
+        assert user.store.match(HASHES[:2]) == 0
+        assert user.get(*HASHES[:2]) == [False, False]
+        assert user.store.stats()["damaged"] == 0
+        assert user.put(*HASHES[:2]) == ["stored", "stored"]
+    for user in (*users[:-1], store_of("a"), store_of("b")):
+        assert user.store.match(HASHES[:2]) == 2
+        assert user.put(*HASHES[:2]) == ["known", "known"]
+        assert user.get(*HASHES[:2]) == [True, True]
+
+
+def test_no_bit_can_flip(store_of):
+    """A damaged block is a miss, is dropped, and can be stored again."""
+    user = store_of()
+    user.put(*HASHES[:2])
+    for place in range(101):
+        header, payload = raw_block(user, HASHES[0])
+        assert len(header) == 100
+        changed = bytearray(header)
+        (changed if place < 100 else payload)[min(place, 99)] ^= 1 << place % 8
+        replace_block(user, HASHES[0], bytes(changed), payload)
+        assert user.get(*HASHES[:2]) == [False, True], f"byte {place}"
+        assert user.store.stats()["damaged"] == place + 1
+        assert user.put(HASHES[0]) == ["stored"]
+    assert user.get(*HASHES[:2]) == [True, True]
+
+
+def test_damaged_or_foreign_blocks_are_misses(store_of):
+    users = store_of("a"), store_of("b")
+    users[0].put(*HASHES[:3])
+    users[1].put(*HASHES[:1])
+    plain = store_of("a", encryption_key=None)
+    plain.put(*HASHES[:1])
+    user, (header, payload) = users[0], raw_block(users[0], HASHES[0])
+    foreign, other = raw_block(users[1], HASHES[0]), raw_block(user, HASHES[1])
+    of_plain, [key] = raw_block(plain, HASHES[0]), user.store._keys.keys(HASHES[:1])
+    renamed = header[:40] + key, contents(HASHES[0], len(payload))
+    for what, (some_header, some_payload) in {
+        "another block of the tenant": other,
+        "the payload of another block": (header, other[1]),
+        "the seal of another block": (header[:72] + other[0][72:], payload),
+        "the payload and the seal of another block": (header[:72] + other[0][72:], other[1]),
+        "a block of another tenant": foreign,
+        "the payload and the seal of another tenant": (header[:72] + foreign[0][72:], foreign[1]),
+        "a plain block": of_plain,
+        "a plain block with the header of an encrypted one": (header, of_plain[1]),
+        "a plain block under the right key": (of_plain[0][:40] + renamed[0][40:], renamed[1]),
+        "no seal": (header[:72], payload),
+        "a longer header": (header + bytes(4), payload),
+        "an empty header": (b"\0", payload),
+    }.items():
+        replace_block(user, HASHES[0], some_header, bytearray(some_payload))
+        assert user.get(*HASHES[:3]) == [False, True, True], what
+        assert user.put(HASHES[0]) == ["stored"], what
+        assert user.get(*HASHES[:3]) == [True] * 3, what
+    replace_block(plain, HASHES[0], header, bytearray(payload))
+    assert plain.get(HASHES[0]) == [False]
+    assert users[1].get(HASHES[0]) == [True]

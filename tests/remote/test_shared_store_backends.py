@@ -8,6 +8,7 @@ import pytest
 from shared_cases import block_hashes, bytes_of, contents, fill, holds, new_pool
 
 import kvcupy as kv
+from kvcupy.cache.encryption import BlockCipher
 from kvcupy.cache.identity import BlockKeys
 from kvcupy.remote.stores import store as store_module
 from kvcupy.remote.stores.backend import MAX_HEADER_BYTES, BackendLost, SummedBlock
@@ -108,16 +109,20 @@ def shelf(clock):
     return Shelf(clock)
 
 
-def open_over(shelf, *, layout="page_first_direct", retries=0, num_pages=8):
+def open_over(shelf, *, layout="page_first_direct", retries=0, num_pages=8, key=None):
     pool = new_pool(num_pages, layout=layout)
+    keys = BlockKeys(pool)
     return SharedStore(
-        shelf, WirePages(pool), BlockKeys(pool), deadline_s=5.0, is_summed=True, retries=retries
-    )
+        shelf, WirePages(pool), keys, deadline_s=5.0, is_summed=True, retries=retries,
+        cipher=None if key is None else BlockCipher(key, keys.identity.digest()),
+    )  # fmt: skip
 
 
-@pytest.fixture(params=["page_first_direct", "layer_first"])
+@pytest.fixture(params=["page_first_direct", "layer_first", "encrypted"])
 def store(shelf, request):
-    """Over pages that the backend accesses directly, and pages that are copied to a buffer."""
+    """Over pages that the backend accesses directly, copied pages, and encrypted blocks."""
+    if request.param == "encrypted":
+        return open_over(shelf, key=bytes(range(32)))
     return open_over(shelf, layout=request.param)
 
 
@@ -195,6 +200,7 @@ def test_damaged_blocks_are_misses_and_dropped(store, shelf, clock, name):
         assert holds(store.pool, 0, HASHES[3])
     stats = store.stats()
     unknown = name == "byte 4 of the header" or name == "byte 5 of the header"
+    unknown = unknown and store._cipher is None
     assert (stats["damaged"], stats["unverified"]) == ((0, 1) if unknown else (1, 0))
     assert (damaged in shelf.blocks) == unknown, "it may be of a later version"
     assert {*others} <= {*shelf.blocks}
@@ -448,6 +454,30 @@ def test_pages_that_the_engine_may_still_use_are_held_back(
     assert allocator.num_free == 8 - num_held
     shelf.completion.over = True
     assert allocator.num_free == 8
+
+
+@pytest.mark.parametrize(
+    "failure", [BackendLost("late", ["stored", "failed"]), KeyboardInterrupt()]
+)
+def test_encrypted_blocks_that_the_engine_may_still_read_are_held_back(shelf, failure):
+    """The pages are free, since the engine reads a buffer."""
+    store = open_over(shelf, key=bytes(32))
+    put(store, 2)
+    [buffer] = store._scratch
+    pages = store.pool.allocator.alloc(2)
+    shelf.completion, shelf.failures = Landing(), [None, failure]
+    try:
+        assert store.put(HASHES[2:4], pages) == ["stored", "failed"]
+    except KeyboardInterrupt:
+        assert not isinstance(failure, BackendLost)
+    store.pool.allocator.free(pages)
+    assert store.pool.allocator.num_free == 8
+    assert store._scratch == []
+    assert store.put(HASHES[4:5], [4]) == ["stored"] and store._scratch[0] is not buffer
+    pages = store.pool.allocator.alloc(1)
+    assert store.get(HASHES[7:8], pages) == [False]
+    store.pool.allocator.free(pages)
+    assert store.pool.allocator.num_free == 7, "bytes may still arrive in a page"
 
 
 def test_a_buffer_is_not_used_again_while_something_may_land_in_it(shelf):

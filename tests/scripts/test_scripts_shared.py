@@ -17,9 +17,11 @@ from kvcupy.remote.stores.shm import ShmBackend
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 MEMORY = ["memcpy", "checksum", "shm", "shm, 1 thread", "shm unverified, 1 thread"]
+MEMORY += ["shm encrypted", "shm encrypted, 1 thread"]
 SOCKETS = ["socket tcp", "socket unix"]
-REDIS = [f"redis {kind} {what}" for kind in ("tcp", "unix") for what in ("backend", "SharedStore")]
-MOONCAKE = ["Mooncake", "Mooncake asked", "Mooncake backend", "Mooncake SharedStore"]
+KINDS = "backend", "SharedStore", "encrypted"
+REDIS = [f"redis {server} {kind}" for server in ("tcp", "unix") for kind in KINDS]
+MOONCAKE = ["Mooncake", "Mooncake asked", *(f"Mooncake {kind}" for kind in KINDS)]
 
 
 @pytest.fixture
@@ -64,7 +66,8 @@ def test_the_servers_that_are_installed_are_measured(bench, tmp_path, capsys):
     if not mooncake_servers.PROBLEM:
         expected += MOONCAKE
     assert sorted(row["candidate"] for row in report["rows"]) == sorted(expected)
-    assert len(report["notes"]) == (len(expected) <= 6) + (redis_server.PROGRAM is None)
+    missing = redis_server.PROGRAM is None, bool(mooncake_servers.PROBLEM)
+    assert len(report["notes"]) == sum(missing)
     assert "64 KiB x 32" in capsys.readouterr().out
 
 

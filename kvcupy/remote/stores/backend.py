@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
+from ...cache.encryption import Decryption
 from ...cache.hazards import Completion
 from ..wire import checksum
 
@@ -74,10 +75,11 @@ class SummedBlock(list[memoryview]):
         self._is_summed = is_summed
         self._hasher: xxhash.xxh3_64 | None = None
 
-    def begin(self) -> Callable[[Any], None] | None:
+    def begin(self, header: bytes | None = None) -> Callable[[Any], None] | None:
         """Start a checksum; pass all parts of the block to the returned function, in order.
 
-        Return None if the block needs no checksum.
+        Return None if nothing is to be done with the parts. `header`: of a block that is copied
+        from the store.
         """
         if not self._is_summed:
             return None
@@ -87,6 +89,31 @@ class SummedBlock(list[memoryview]):
     def checksum(self) -> int:
         """Return the checksum of the parts passed since `begin`, or compute it from the block."""
         return checksum(self) if self._hasher is None else self._hasher.intdigest()
+
+
+class SealedBlock(SummedBlock):
+    """An encrypted block that is decrypted in place, if possible while it is copied.
+
+    `decryption` : starts it by the block's header; returns None for a header of no encrypted block
+    """
+
+    def __init__(
+        self, pieces: Iterable[memoryview], decryption: Callable[[bytes], Decryption | None]
+    ) -> None:
+        super().__init__(pieces, is_summed=False)
+        self._start = decryption
+        self._decryption: Decryption | None = None
+
+    def begin(self, header: bytes | None = None) -> Callable[[Any], None] | None:
+        self._decryption = None if header is None else self._start(header)
+        return None if self._decryption is None else self._decryption.update
+
+    def is_authentic(self, header: bytes) -> bool:
+        """Return whether the block is authentic, after decrypting it unless that has been done."""
+        if self._decryption is None and (update := self.begin(header)) is not None:
+            for piece in self:
+                update(piece)
+        return self._decryption is not None and self._decryption.is_authentic()
 
 
 class Backend(Protocol):
@@ -102,7 +129,13 @@ class Backend(Protocol):
     blocks_per_get : maximum number of blocks `SharedStore` requests in one `get`. Small where
         batching gains little, so that blocks are verified while they are in the CPU cache
     put_asks_first : whether `put` sends no data of known blocks, so that calling `exists` before
-        it is unnecessary
+        it is unnecessary. Blocks that are encrypted are asked for in any case
+
+    Optional attributes
+    -------------------
+    helpers : `Helpers`, threads that also encrypt the blocks of large puts
+    puts_pages_only : whether `put` takes no blocks from memory outside the pool; such stores cannot
+        encrypt. False by default
     """
 
     blocks_per_get: int
@@ -140,7 +173,8 @@ class Backend(Protocol):
         """Fill blocks, and return the header stored with each; None for each missing block.
 
         Missing blocks, and blocks of another length, may be partly written. Of every other block,
-        either all or no parts were passed to the function from `SummedBlock.begin`.
+        either all or no parts were passed, in place, to the function from
+        `SummedBlock.begin(header)`, which may change them.
 
         Raises
         ------

@@ -225,6 +225,8 @@ class MooncakeBackend(ProcessLocal):
         self._settings = settings
         self._prefix = f"kvcupy:{namespace.hex()}:"
         self._segment_bytes = segment_bytes
+        is_staged = pages.block_bytes <= _MAX_STAGED_BYTES
+        self.puts_pages_only = bool(settings.regions) and not is_staged
         self._clients = _Clients(settings, pages)
         # Also runs at interpreter exit: calls that return during shutdown would crash the process.
         self._finalizer = weakref.finalize(self, self._clients.close, _CLOSE_TIMEOUT_S)
@@ -391,7 +393,8 @@ def _get(
         memory = row.data
         headers.append(bytes(memory[:_HEADER_BYTES]))
         if code == sum(lengths) and _is_staged(rows, block):
-            update = block.begin() if isinstance(block, SummedBlock) else None
+            header = _header(headers[-1])
+            update = block.begin(header) if isinstance(block, SummedBlock) else None
             start = _HEADER_BYTES
             for piece in block:
                 piece[:] = memory[start : start + piece.nbytes]

@@ -287,7 +287,10 @@ def _disk_key(record: disk_format.Record) -> bytes:
 
 def _is_intact(header: bytes, contents: memoryview, key: bytes) -> bool | None:
     stored = BlockHeader.decode(header)
-    if stored is None or (stored.num_bytes, stored.key) != (len(contents), key):
+    if stored is None or stored.key != key:
+        return False
+    # What was read from a server has the seal of an encrypted block in the contents.
+    if stored.header_bytes + stored.num_bytes != len(header) + len(contents):
         return False
     return checksum([contents]) == stored.checksum if stored.has_checksum else None
 

@@ -202,7 +202,7 @@ class ShmBackend(ProcessLocal):
         self._threads = Users(1)  # flock excludes processes, not threads
         self._holder: Call | None = None  # of the thread that holds the lock
         self.blocks_per_get = max(1, _MAX_BATCH_BYTES // layout.block_bytes)
-        self._helpers = Helpers(threads - 1, "kvcupy-shared")
+        self.helpers = Helpers(threads - 1, "kvcupy-shared")
         self._putting: _Put | None = None  # the put that holds the lock
         self._is_mapped = bytearray(layout.num_slots)  # slots whose pages this process has mapped
         self._torn = 0
@@ -231,7 +231,9 @@ class ShmBackend(ProcessLocal):
             found = [(i, self._look_up(keys[i], blocks[i])) for i in some]
             reads = [(i, read) for i, read in found if read is not None]
             self._at("copying")
-            self._copy(_read_parts, [(blocks[i], read.slot) for i, read in reads])
+            self._copy(
+                _read_parts, [self._parts(blocks[i], read.slot, read.header) for i, read in reads]
+            )
             for i, read in reads:
                 headers[i] = self._confirmed(read)
         return headers
@@ -299,22 +301,21 @@ class ShmBackend(ProcessLocal):
             self._map.madvise(_MADV_POPULATE_READ, start, stop - start)
         self._is_mapped[slot] = 1
 
-    def _copy(self, copy: Callable[[_Parts], None], blocks: Sequence[tuple[Block, int]]) -> None:
+    def _copy(self, copy: Callable[[_Parts], None], jobs: Sequence[_Parts]) -> None:
         """Copy blocks from or to slots in parts, with several threads if they are large."""
-        jobs = [self._parts(block, slot) for block, slot in blocks]
         # For less, waking threads takes longer than the copy, and small parts hold the GIL.
         is_large = len(jobs) > 1 and len(jobs) * self._layout.block_bytes >= _MIN_THREADED_BYTES
         is_helped = is_large and isinstance(jobs[0].pairs[0][0], np.ndarray)
-        share = min(self._helpers.count, len(jobs) - 1) if is_helped else 0
+        share = min(self.helpers.count, len(jobs) - 1) if is_helped else 0
 
         def copy_one(parts: _Parts) -> None:
             copy(parts)
             self._at("piece")
 
-        self._helpers.each(copy_one, jobs, share)
+        self.helpers.each(copy_one, jobs, share)
 
-    def _parts(self, block: Block, slot: int) -> _Parts:
-        """Pair the parts of a slot with the parts of a block."""
+    def _parts(self, block: Block, slot: int, header: bytes | None = None) -> _Parts:
+        """Pair the parts of a slot with the parts of a block; `header`: of a block to read."""
         if not self._is_mapped[slot]:
             self._map_payload(slot)
         start = self._layout.payload_at(slot)
@@ -329,7 +330,7 @@ class ShmBackend(ProcessLocal):
                 part = array[first : first + _PART_BYTES]
                 pairs.append((self._array[start : start + len(part)], part))
                 start += len(part)
-        return _Parts(pairs, block.begin() if isinstance(block, SummedBlock) else None)
+        return _Parts(pairs, block.begin(header) if isinstance(block, SummedBlock) else None)
 
     def _used(self, slot: int) -> bool:
         """Return whether a slot has a whole block, and mark it used, which delays its eviction."""
@@ -508,7 +509,8 @@ class ShmBackend(ProcessLocal):
         reserved, put.reserved = put.reserved, {}
         if not reserved:
             return
-        self._copy(_write_parts, [(put.blocks[i], slot) for i, slot in reserved.values()])
+        jobs = [self._parts(put.blocks[i], slot) for i, slot in reserved.values()]
+        self._copy(_write_parts, jobs)
         for key, (i, slot) in reserved.items():
             self._publish(key, put.headers[i], slot)
         self._words[_DIRTY] = 0
@@ -783,7 +785,7 @@ class ShmBackend(ProcessLocal):
         _opened.discard(self)
         if self._fd < 0:
             return
-        self._helpers.close()
+        self.helpers.close()
         views = self._words, self._buckets, self._records, self._bytes
         del self._array
         for release in (*(view.release for view in views), self._map.close):

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar, cast
@@ -18,15 +19,25 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from ... import metrics
+from ...cache.encryption import SEAL_BYTES, BlockCipher, Decryption, key_for
 from ...cache.identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ...cache.pages import page_array
 from ...cache.pool import Pool
-from ...cache.threads import Users
+from ...cache.threads import Helpers, Users
 from ...config import cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
 from ..wire import WirePages
-from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost, SummedBlock
+from .backend import (
+    FAILED,
+    FULL,
+    KNOWN,
+    STORED,
+    Backend,
+    BackendLost,
+    SealedBlock,
+    SummedBlock,
+)
 
 _Result = TypeVar("_Result")
 
@@ -40,10 +51,13 @@ _BACKENDS = {
 _HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
 HEADER_BYTES = _HEADER.size
 _MAGIC, _VERSION = b"kvsb", 1
-_NO_CHECKSUM, _XXH3_64 = 0, 1  # algorithms in a header; 2 is reserved, for a former one
+# Algorithms in a header; 2 is reserved, for a former one. With _AES_256_GCM the checksum is 0, and
+# the seal follows the header.
+_NO_CHECKSUM, _XXH3_64, _AES_256_GCM = 0, 1, 3
 
 _WORST_FIRST = FAILED, FULL, "misses", STORED, KNOWN, "hits"
-_SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered before they are sent
+_SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered or encrypted before they are sent
+_MIN_HELPED_BYTES = 2**21  # below this, blocks are encrypted before another thread wakes up
 _KEYS_PER_QUERY = 1024
 _MAX_LOST_IN_A_ROW, _SKIP_S = 3, 10.0
 _NEGATIVE_CACHE_TTL_S, _NEGATIVE_CACHE_SIZE = 10.0, 2**16
@@ -62,10 +76,15 @@ class BlockHeader(NamedTuple):
     @classmethod
     def decode(cls, header: bytes) -> BlockHeader | None:
         """Decode a header; None if it is damaged."""
-        if len(header) != _HEADER.size:
+        if len(header) < HEADER_BYTES:
             return None
-        magic, version, algorithm, _, *others = _HEADER.unpack(header)
+        magic, version, algorithm, _, *others = _HEADER.unpack_from(header)
         return cls(version, algorithm, *others) if magic == _MAGIC else None
+
+    @property
+    def header_bytes(self) -> int:
+        """Length of the header, with the seal of an encrypted block."""
+        return HEADER_BYTES + (SEAL_BYTES if self.algorithm == _AES_256_GCM else 0)
 
     @property
     def has_checksum(self) -> bool:
@@ -112,12 +131,14 @@ class SharedStore(ProcessLocal):
 
     def __init__(
         self, backend: Backend, pages: WirePages, keys: BlockKeys, *,
-        deadline_s: float, is_summed: bool, retries: int,
+        deadline_s: float, is_summed: bool, retries: int, cipher: BlockCipher | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.identity = pages.pool, keys.identity
         self._backend, self._pages, self._keys = backend, pages, keys
         self._digest = keys.identity.digest()
         self._deadline_s, self._is_summed, self._retries = deadline_s, is_summed, retries
+        self._cipher = cipher
+        self._puts_pages = cipher is None and pages.is_direct  # their memory, without a copy
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
@@ -137,7 +158,7 @@ class SharedStore(ProcessLocal):
         cls, url: str, host_pool: Any, *,
         capacity_bytes: int | None = None, tenant: str | bytes = "", head_start: int = 0,
         total_kv_heads: int | None = None, model: str = "", deadline_s: float = 5.0,
-        checksum: str = "xxh3_64", retries: int = 1, **options: Any,
+        checksum: str = "xxh3_64", encryption_key: Any = None, retries: int = 1, **options: Any,
     ) -> SharedStore:  # fmt: skip
         """Open a store.
 
@@ -157,7 +178,10 @@ class SharedStore(ProcessLocal):
             distinguishes models whose pools look alike: weights, adapter, rotary settings
         deadline_s : default time limit of a call, and the limit of this one, in seconds
         checksum : algorithm stored with blocks: "xxh3_64", or "none", which also reads blocks
-            without verifying their bytes
+            without verifying their bytes. Encrypted blocks are verified by their tags instead
+        encryption_key : None, or bytes of 32, secret and random, with which blocks are encrypted
+            and authenticated; or a function from `tenant` to them. Stores with another key, or
+            with none, do not find these blocks, and store their own beside them
         retries : maximum retries of a call that has lost the server, within its deadline
         options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
             number of threads that copy the blocks of one call, including the caller's, up to 4 by
@@ -204,7 +228,10 @@ class SharedStore(ProcessLocal):
         identity = PoolIdentity.of(
             host_pool, head_start=head_start, total_kv_heads=total_kv_heads, model=model
         )
-        keys = BlockKeys(identity, tenant)
+        keys, cipher = BlockKeys(identity, tenant), None
+        if encryption_key is not None:
+            cipher = BlockCipher(key_for(encryption_key, tenant), identity.digest())
+            keys = BlockKeys(identity, tenant, secret=cipher.name_key)
         pages = WirePages(host_pool)
         seconds = _seconds(deadline_s)
         if checksum not in ("xxh3_64", "none"):
@@ -225,6 +252,12 @@ class SharedStore(ProcessLocal):
         except BackendLost as error:
             failure = PermissionError if error.refused else ConnectionError
             raise failure(f"url: {error}") from error
+        if cipher is not None and getattr(backend, "puts_pages_only", False):
+            backend.close()
+            raise ValueError(
+                f"encryption_key: expected None, since {url} sends blocks of {pages.block_bytes} "
+                f"bytes from the pages themselves"
+            )
         return cls(
             backend,
             pages,
@@ -232,6 +265,7 @@ class SharedStore(ProcessLocal):
             deadline_s=seconds,
             is_summed=checksum != "none",
             retries=int(retries),
+            cipher=cipher,
         )
 
     def __repr__(self) -> str:
@@ -298,30 +332,32 @@ class SharedStore(ProcessLocal):
         seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
         with self._using(), self._timed("put") as timed:
             deadline = time.monotonic() + seconds
-            if self._backend.put_asks_first and self._pages.is_direct:
+            if self._backend.put_asks_first and self._puts_pages:
                 known = [False] * len(keys)
             else:
                 known = self._known(keys, deadline) if keys else []
             outcomes = [KNOWN if there else FAILED for there in known]
             missing = [i for i, there in enumerate(known) if not there]
             self._pages.announce("put shared", [numbers[i] for i in missing], is_read=True)
-            for chunk in _chunks(missing, self._blocks_at_once()):
+            for chunk in _chunks(missing, self._blocks_at_once(self._puts_pages)):
                 if time.monotonic() >= deadline:
                     break
-                with self._blocks([numbers[i] for i in chunk], gather=True) as blocks:
-                    asked = [keys[i] for i in chunk]
-                    headers = _Headers(self, asked, blocks)
+                asked, asked_pages = [keys[i] for i in chunk], [numbers[i] for i in chunk]
+                with self._to_put(asked, asked_pages) as (blocks, headers):
                     try:
                         results, _ = self._call(
                             self._backend.put, asked, blocks, headers, deadline=deadline
                         )
                     except BaseException:
-                        self._hold_back(asked, [numbers[i] for i in chunk], blocks)
+                        self._hold_back(asked, asked_pages, blocks, self._puts_pages)
                         raise
                     for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
                         outcomes[i] = outcome
                     failed = [i for i in chunk if outcomes[i] == FAILED]
-                    self._hold_back([keys[i] for i in failed], [numbers[i] for i in failed], blocks)
+                    self._hold_back(
+                        [keys[i] for i in failed], [numbers[i] for i in failed], blocks,
+                        self._puts_pages,
+                    )  # fmt: skip
             self._count_put(keys, outcomes)
             timed += outcomes
         return outcomes
@@ -354,7 +390,7 @@ class SharedStore(ProcessLocal):
             there = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
             self._pages.announce("get shared", [numbers[i] for i in asked], is_read=False)
-            at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
+            at_once = min(self._backend.blocks_per_get, self._blocks_at_once(self._pages.is_direct))
             for chunk in _chunks(asked, at_once):
                 if time.monotonic() >= deadline:
                     self._count("late", sum(i >= chunk[0] for i in asked))
@@ -375,12 +411,12 @@ class SharedStore(ProcessLocal):
 
     def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
         """Read blocks with one backend call; return which arrived and passed verification."""
-        backend = self._backend
-        with self._blocks(pages, gather=False) as blocks:
+        backend, is_direct = self._backend, self._pages.is_direct
+        with self._to_get(keys, pages) as blocks:
             try:
                 headers, lost = self._call(backend.get, keys, blocks, deadline=deadline)
             except BaseException:  # such as KeyboardInterrupt
-                self._hold_back(keys, pages, blocks)
+                self._hold_back(keys, pages, blocks, is_direct)
                 raise
             headers = headers or [None] * len(keys)
             failed = []
@@ -390,12 +426,14 @@ class SharedStore(ProcessLocal):
                 None if header is None else self._verify(header, key, block)
                 for header, key, block in zip(headers, keys, blocks, strict=True)
             ]
-            if not self._pages.is_direct:
+            if not is_direct:
                 for page, block, verdict in zip(pages, blocks, verdicts, strict=True):
                     if verdict:
                         self._pages.write_from(page, block[0])
             missing = [i for i, header in enumerate(headers) if header is None]
-            self._hold_back([keys[i] for i in missing], [pages[i] for i in missing], blocks)
+            self._hold_back(
+                [keys[i] for i in missing], [pages[i] for i in missing], blocks, is_direct
+            )
         damaged = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is False]
         if damaged:
             self._count("damaged", len(damaged))
@@ -405,11 +443,15 @@ class SharedStore(ProcessLocal):
         return [verdict is True for verdict in verdicts]
 
     def _hold_back(
-        self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[SummedBlock]
-    ) -> None:
-        """Hold back memory that the engine may still access, so that it is not reused."""
+        self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[SummedBlock],
+        are_pages: bool,
+    ) -> None:  # fmt: skip
+        """Hold back memory that the engine may still access, so that it is not reused.
+
+        `are_pages` : whether the blocks are the pages' memory, instead of a scratch buffer
+        """
         if keys and (completion := self._backend.busy(keys)) is not None:
-            if self._pages.is_direct:
+            if are_pages:
                 self.pool.allocator._mark_busy(pages, completion)
             else:
                 blocks.clear()
@@ -426,10 +468,10 @@ class SharedStore(ProcessLocal):
         Notes
         -----
         Puts, in blocks: `stored`, `known`, `full` and `failed`. Gets, in blocks: `hits` and
-        `misses`; of the misses, `damaged` (verification failed), `unverified` (stored without
-        a checksum, or with one that this version does not know) and `late`. Also `put_bytes`,
-        `get_bytes`, `put_s` and `get_s`. Calls: `lost` (no connection), `slow` (late), and
-        `skipped` (after consecutive lost or late calls).
+        `misses`; of the misses, `damaged` (the checksum or the tag is wrong), `unverified` (stored
+        without a checksum, or with one that this version does not know) and `late`. Also
+        `put_bytes`, `get_bytes`, `put_s` and `get_s`. Calls: `lost` (no connection), `slow`
+        (late), and `skipped` (after consecutive lost or late calls).
         """
         names = (
             "stored", "known", "full", "failed", "hits", "misses", "damaged", "unverified", "late",
@@ -469,16 +511,24 @@ class SharedStore(ProcessLocal):
     # --- Headers and verification ---
 
     def _header(self, key: bytes, block: SummedBlock) -> bytes:
-        algorithm, total = (_XXH3_64, block.checksum()) if self._is_summed else (_NO_CHECKSUM, 0)
+        if self._is_summed:
+            return self._packed(key, _XXH3_64, block.checksum())
+        return self._packed(key, _NO_CHECKSUM)
+
+    def _packed(self, key: bytes, algorithm: int, total: int = 0) -> bytes:
         return _HEADER.pack(
             _MAGIC, _VERSION, algorithm, 0, self._pages.block_bytes, total, self._digest, key
         )
 
     def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
         """Return whether a block is what was put; None if its checksum cannot be computed."""
+        if isinstance(block, SealedBlock):
+            return block.is_authentic(header)
         stored = BlockHeader.decode(header)
         expected = (self._pages.block_bytes, self._digest, key)
-        if stored is None or (stored.num_bytes, stored.identity, stored.key) != expected:
+        if stored is None or len(header) != stored.header_bytes:
+            return False
+        if (stored.num_bytes, stored.identity, stored.key) != expected:
             return False
         if not self._is_summed and (stored.version, stored.algorithm) == (_VERSION, _NO_CHECKSUM):
             return True
@@ -487,35 +537,95 @@ class SharedStore(ProcessLocal):
             return None
         return not self._is_summed or block.checksum() == stored.checksum
 
+    def _decryption(self, key: bytes, header: bytes) -> Decryption | None:
+        """Start to decrypt a block; None unless its header is right but for the seal."""
+        assert self._cipher is not None
+        # Another version is damage, too. One that seals blocks otherwise has other names for them.
+        expected, seal = self._packed(key, _AES_256_GCM), header[HEADER_BYTES:]
+        if header[:HEADER_BYTES] != expected or len(seal) != SEAL_BYTES:
+            return None
+        return self._cipher.decryption(key, seal)
+
     # --- Memory ---
 
-    def _blocks_at_once(self) -> int:
+    def _blocks_at_once(self, are_pages: bool) -> int:
         """Return the maximum number of blocks in one backend call."""
-        if self._pages.is_direct:
+        if are_pages:
             return _KEYS_PER_QUERY
         return max(1, _SCRATCH_BYTES // self._pages.block_bytes)
 
     @contextmanager
-    def _blocks(self, pages: Sequence[int], *, gather: bool) -> Iterator[list[SummedBlock]]:
-        """Yield pages as blocks in wire order: the pages' memory, or else a scratch buffer.
-
-        With `gather`, pages are first copied to the buffer. Clearing the list prevents reuse of
-        the buffer.
-        """
-        if self._pages.is_direct:
-            yield [self._block(self._pages.pieces(page)) for page in pages]
+    def _to_put(
+        self, keys: Sequence[bytes], pages: Sequence[int]
+    ) -> Iterator[tuple[list[SummedBlock], Sequence[bytes]]]:
+        """Yield pages as blocks in wire order, encrypted if there is a key, and their headers."""
+        if self._puts_pages:
+            blocks = [self._block(self._pages.pieces(page)) for page in pages]
+            yield blocks, _Headers(self, keys, blocks)
             return
+        with self._gathered(len(pages)) as blocks:
+            if self._cipher is None:
+                for page, block in zip(pages, blocks, strict=True):
+                    self._pages.read_into(page, block[0])
+                yield blocks, _Headers(self, keys, blocks)
+            else:
+                yield blocks, self._sealed(self._cipher, keys, pages, blocks)
+
+    def _sealed(
+        self, cipher: BlockCipher, keys: Sequence[bytes], pages: Sequence[int],
+        blocks: Sequence[SummedBlock],
+    ) -> Sequence[bytes]:  # fmt: skip
+        """Encrypt pages into blocks, and return their headers."""
+        headers = [b""] * len(keys)
+
+        def seal(i: int) -> None:
+            [out] = blocks[i]
+            if self._pages.is_direct:
+                pieces = self._pages.pieces(pages[i])
+            else:
+                self._pages.read_into(pages[i], out)
+                pieces = [out]
+            headers[i] = self._packed(keys[i], _AES_256_GCM) + cipher.seal(keys[i], pieces, out)
+
+        helpers: Helpers | None = getattr(self._backend, "helpers", None)
+        if helpers is None or len(keys) * self._pages.block_bytes < _MIN_HELPED_BYTES:
+            for i in range(len(keys)):
+                seal(i)
+        else:
+            helpers.each(seal, range(len(keys)), min(helpers.count, len(keys) - 1))
+        return headers
+
+    @contextmanager
+    def _to_get(self, keys: Sequence[bytes], pages: Sequence[int]) -> Iterator[list[SummedBlock]]:
+        """Yield the memory to read blocks into, in wire order: the pages', or a scratch buffer."""
+        if self._pages.is_direct:
+            blocks = [self._block(self._pages.pieces(page)) for page in pages]
+            yield self._decrypted(keys, blocks)
+            return
+        with self._gathered(len(pages)) as blocks:
+            blocks[:] = self._decrypted(keys, blocks)
+            yield blocks
+
+    def _decrypted(self, keys: Sequence[bytes], blocks: list[SummedBlock]) -> list[SummedBlock]:
+        """Return blocks that are decrypted when they arrive, if there is a key."""
+        if self._cipher is None:
+            return blocks
+        return [
+            SealedBlock(block, partial(self._decryption, key))
+            for key, block in zip(keys, blocks, strict=True)
+        ]
+
+    @contextmanager
+    def _gathered(self, count: int) -> Iterator[list[SummedBlock]]:
+        """Yield blocks in a scratch buffer. Clearing the list prevents reuse of the buffer."""
         num_bytes = self._pages.block_bytes
         try:
             scratch = self._scratch.pop()
         except IndexError:
-            scratch = np.empty(self._blocks_at_once() * num_bytes, np.uint8)
-        blocks: list[SummedBlock] = []
-        for n, page in enumerate(pages):
-            piece = scratch[n * num_bytes : (n + 1) * num_bytes].data
-            if gather:
-                self._pages.read_into(page, piece)
-            blocks.append(self._block([piece]))
+            scratch = np.empty(self._blocks_at_once(False) * num_bytes, np.uint8)
+        blocks = [
+            self._block([scratch[n * num_bytes : (n + 1) * num_bytes].data]) for n in range(count)
+        ]
         yield blocks
         if blocks:
             self._scratch.append(scratch)
