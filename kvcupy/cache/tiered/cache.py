@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from ... import metrics
@@ -173,7 +174,7 @@ class TieredCache(ProcessLocal):
         keys = self._hashes(hashes)
         with self._shared.lock:
             tiers = self._shared.opened()
-            device, host = tiers.device.copies, tiers.host.copies
+            device, host = tiers.device.pages, tiers.host.pages
             counts, i = [], 0
             for known in (
                 device.__contains__,
@@ -623,21 +624,21 @@ def _insert(
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
     written = StreamCompletion(stream)
     is_written = written.done() and written.failure is None  # this may raise: nothing has changed
-    inserted: dict[int, Copy] = {}
+    inserted: dict[int, int] = {}  # pages by hash
     unneeded = []
     for hash, page in zip(hashes, pages.tolist(), strict=True):
-        if hash in inserted or hash in device.copies:
+        if hash in inserted or hash in device.pages:
             unneeded.append(page)
         else:
-            inserted[hash] = Copy(hash, page)
+            inserted[hash] = page
     saved = {}
     if through:
-        saves = [copy for copy in inserted.values() if copy.hash not in tiers.host.copies]
+        saves = [Copy(h, p) for h, p in inserted.items() if h not in tiers.host.pages]
         plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
-        _hold(tiers, list(inserted.values()), written)
+        _hold(tiers, inserted, written)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
@@ -646,12 +647,12 @@ def _insert(
     return unneeded
 
 
-def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:
+def _hold(tiers: Tiers, inserted: dict[int, int], written: StreamCompletion) -> None:
     """Prevent reads and overwrites of pages before their stream has written them."""
-    completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
-    for copy in inserted:
-        copy.filled_by = completion
-    tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
+    copies, pages = list(starmap(Copy, inserted.items())), list(inserted.values())
+    completion = tiers.in_flight.add(BlockCompletion("insert", written, copies, ()))
+    tiers.device.filled_by.update(dict.fromkeys(pages, completion))
+    tiers.device.pool.allocator._mark_busy(pages, written)
 
 
 def _begin_write(
@@ -663,7 +664,7 @@ def _begin_write(
     copies = [
         copy
         for hash in hashes
-        if hash not in disk.slots and (copy := tiers.host.copies.get(hash)) is not None
+        if hash not in disk.slots and (copy := tiers.host.find(hash)) is not None
     ]
     tiers.require_arrived(copies)
     slots = disk.choose(len(copies) - disk.num_free, keep)
