@@ -80,7 +80,7 @@ class Contents:
             tiers = cache._shared.tiers
             self.flushed = {
                 number for number in range(NUM_HASHES)
-                if FIRST_HASH + number in tiers.host.copies
+                if FIRST_HASH + number in tiers.host.pages
                 or (tiers.disk is not None and FIRST_HASH + number in tiers.disk.slots)
             }  # fmt: skip
 
