@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from ... import metrics
@@ -638,7 +637,7 @@ def _insert(
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
-        _hold(tiers, inserted, written)
+        _hold(tiers, [Copy(hash, page) for hash, page in inserted.items()], written)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
@@ -647,12 +646,12 @@ def _insert(
     return unneeded
 
 
-def _hold(tiers: Tiers, inserted: dict[int, int], written: StreamCompletion) -> None:
+def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:
     """Prevent reads and overwrites of pages before their stream has written them."""
-    copies, pages = list(starmap(Copy, inserted.items())), list(inserted.values())
-    completion = tiers.in_flight.add(BlockCompletion("insert", written, copies, ()))
-    tiers.device.filled_by.update(dict.fromkeys(pages, completion))
-    tiers.device.pool.allocator._mark_busy(pages, written)
+    completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
+    for copy in inserted:
+        tiers.device.filled_by[copy.page] = completion
+    tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
 
 
 def _begin_write(

@@ -50,8 +50,8 @@ class Copy(NamedTuple):
 class PageTier:
     """The blocks in the pages of one pool.
 
-    There may be millions of them: what most pages have in common is not stored, and the rest is by
-    page in dicts of ints, which garbage collections do not visit.
+    There may be millions, so a block at rest has only an entry in `pages` and in `order`, of ints,
+    which garbage collections do not visit. The other dicts and sets have the pages that differ.
 
     Attributes
     ----------
