@@ -27,10 +27,11 @@ _Result = TypeVar("_Result")
 class Waiters:
     """Threads that wait for changes of attributes that a lock guards.
 
+    With an RLock, signal handlers that do not raise may call what they interrupt, except waits.
     An interrupted wait leaves nothing behind but an entry, until the next change.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock | threading.RLock) -> None:
         self._lock = lock
         self._waiting: list[threading.Lock] = []  # held until the thread is to wake
 
@@ -73,7 +74,7 @@ class Latch:
     """An event that stays set."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._is_set = False
 
@@ -103,7 +104,7 @@ class Users:
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._calls: dict[threading.Thread, weakref.ref[Call]] = {}
         self._closed = False
@@ -207,7 +208,7 @@ class _Job(Generic[_Item]):
 
     def __init__(self, function: Callable[[_Item], None], items: Iterable[_Item]) -> None:
         self._function, self._rest = function, deque(items)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._num_working = 0
         self._error: BaseException | None = None

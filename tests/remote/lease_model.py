@@ -11,7 +11,8 @@ stopped takes no step for a while, which every interleaving includes; that pages
 it is checked by paths without its steps.
 
 Time is abstract. A lease may expire, a deadline pass, and an idle connection be closed at any step,
-so no property here depends on the RENEW of a receiver: it only decides how often pulls succeed.
+so no property here depends on the RENEW of a receiver, nor on the maximum of a lease: they only
+decide how often pulls succeed. The pause before another attempt to connect is no step either.
 Not modelled: authentication, `close`, pulls from several senders, staging, checksums that are
 computed ahead, and streams that still use a destination.
 """
@@ -76,6 +77,8 @@ class Pull(NamedTuple):
     sender: int
     offer: int
     phase: str
+    attempts: int = 0  # to connect, until the grant; 0 over a connection that was idle
+    was_lost: bool = False  # whether a connection was lost before the grant
     source: int = -1  # offer that the sender granted
     in_flight: int = 0  # READs, or messages with data, that may still land in the page
     data: int = 0  # bytes in flight, if the sender has sent them
@@ -97,7 +100,6 @@ class Connection(NamedTuple):
     down: tuple[tuple, ...] = ()
     pull: int = -1  # page of the pull that uses it, or -1 if idle
     request: int = 0  # number of the last request
-    reused: bool = False  # whether that request went over an idle connection
     confirming: bool = False
     serving: int = -1  # offer that the sender's thread serves
     stage: str = ""  # "claimed", "checked", "unread", "sent"
@@ -153,12 +155,14 @@ class LeaseModel:
         flipped, and READs that fail
     num_pulls : pulls that complete an offer
     reads : READs of a pull
+    attempts : maximum number of attempts to connect, until a pull is granted
     without : names of guards that are missing
     """
 
     def __init__(
         self, engine="nixl", *, senders=2, receivers=2, sender_pages=1, receiver_pages=1, offers=2,
-        pulls=2, crashes=1, cuts=0, flips=0, failures=0, num_pulls=1, reads=1, without=(),
+        pulls=2, crashes=1, cuts=0, flips=0, failures=0, num_pulls=1, reads=1, attempts=3,
+        without=(),
     ):  # fmt: skip
         assert set(without) <= set(GUARDS)
         self.is_nixl = engine == "nixl"
@@ -166,6 +170,7 @@ class LeaseModel:
         self.sender_pages, self.receiver_pages = sender_pages, receiver_pages
         self.budget = offers, pulls, crashes, cuts, flips, failures
         self.num_pulls, self.reads = num_pulls, reads if self.is_nixl else 1
+        self.attempts = attempts
         self.guards = set(GUARDS) - set(without)
         self._permutations = [
             (order, others)
@@ -449,11 +454,12 @@ class LeaseModel:
     def _claim(self, state, n, request, k):
         c = state.connections[n]
         sender = state.senders[c.sender]
-        asked = sender.offers[k]
+        asked, is_taken = sender.offers[k], False
         for number, offer in enumerate(sender.offers):
             if offer.life != sender.life or offer.number != asked.number:
                 continue
             if offer.ended and "open_offers" in self.guards:
+                is_taken = offer.completed >= self.num_pulls
                 continue
             if (number != k or offer.ended) and "generation" in self.guards:
                 continue
@@ -462,10 +468,13 @@ class LeaseModel:
             count = offer.completed + self._num_channels(state, c.sender, number)
             if count >= self.num_pulls:
                 if "num_pulls" in self.guards:
+                    is_taken = True
                     continue
                 raise Wrong("too many pulls", f"{count + 1} of offer {number}")
             return self._with_connection(state, n, serving=number, stage="claimed")
-        return self._down(state, n, "REFUSED", request)
+        # The reason makes a difference only if a connection was lost before.
+        is_retried = c.pull >= 0 and state.receivers[c.receiver][c.pull].was_lost and is_taken
+        return self._down(state, n, "REFUSED", request, is_retried)
 
     def grant(self, state, n):
         c = state.connections[n]
@@ -483,7 +492,7 @@ class LeaseModel:
 
     def refuse(self, state, n):
         if "refusal" in self.guards:
-            state = self._down(state, n, "REFUSED", state.connections[n].request)
+            state = self._down(state, n, "REFUSED", state.connections[n].request, False)
         return self.sender_leaves(state, n)
 
     def abort(self, state, n):
@@ -508,7 +517,7 @@ class LeaseModel:
             if "sender_id" in self.guards:
                 is_same = is_same and c.life == life
             if is_same and c.pull < 0 and c.receiver_open and c.request:
-                state = self._with_connection(state, n, pull=i, request=c.request + 1, reused=True)
+                state = self._with_connection(state, n, pull=i, request=c.request + 1)
                 return self._up(state, n, "PULL", c.request + 1, k)
         return self._connected(state, r, i)
 
@@ -516,6 +525,7 @@ class LeaseModel:
         """Connect to what listens on the address, and ask for the pages."""
         pull = state.receivers[r][i]
         s, k = pull.sender, pull.offer
+        state = self._with_pull(state, r, i, pull._replace(attempts=pull.attempts + 1))
         sender = state.senders[s]
         if "sender_id" in self.guards and sender.offers[k].life != sender.life:
             return self.fail(state, r, i)
@@ -537,32 +547,37 @@ class LeaseModel:
         if request != c.request:
             raise Wrong("older answer", f"{kind} of the pull before ends the pull into page {i}")
         if kind == "REFUSED":
-            return self.fail(state, r, i)
+            # The sender may have yet to notice the end of the connection of an earlier attempt.
+            return self._reconnected(state, n) if what == [True] else self.fail(state, r, i)
         granted, data = what
         if kind == "GRANT":
             if granted != pull.offer:
                 raise Wrong(
                     "older generation", f"a pull of ticket {pull.offer} is granted offer {granted}"
                 )
-            taken = pull._replace(phase="granted", source=granted, in_flight=self.reads, data=data)
+            taken = pull._replace(
+                phase="granted", attempts=0, was_lost=False, source=granted, in_flight=self.reads,
+                data=data,
+            )  # fmt: skip
             return self._with_pull(state, r, i, taken)
         if "checksum" in self.guards and (granted, data) != (pull.offer, pull.content):
             return self.fail(state, r, i)
         return self._arrived(state, r, i)
 
     def _reconnected(self, state, n):
-        """Close a connection whose sender had closed it, and ask over a new one."""
+        """Close a connection that was lost before the grant, and ask over a new one."""
         c = state.connections[n]
-        state = self._with_connection(state, n, receiver_open=False, pull=-1, down=())
-        if not c.reused:
+        if state.receivers[c.receiver][c.pull].attempts >= self.attempts:
             return self.fail(state, c.receiver, c.pull)
-        return self._connected(state, c.receiver, c.pull)
+        state = self._with_connection(state, n, receiver_open=False, pull=-1, down=())
+        pull = state.receivers[c.receiver][c.pull]._replace(was_lost=True)
+        return self._connected(self._with_pull(state, c.receiver, c.pull, pull), c.receiver, c.pull)
 
     def receiver_notices(self, state, n):
         """Notice that the connection has ended."""
         c = state.connections[n]
         if c.pull >= 0:
-            if state.receivers[c.receiver][c.pull].phase == "asked" and c.reused:
+            if state.receivers[c.receiver][c.pull].phase == "asked":
                 return self._reconnected(state, n)
             return self.fail(state, c.receiver, c.pull)
         return self._with_connection(state, n, receiver_open=False)
@@ -660,7 +675,7 @@ def settled(pull):
     """Forget what no longer matters about a pull that has ended."""
     if pull.in_flight:
         return pull._replace(content=0)
-    return pull._replace(source=-1, data=0, content=0, let_go=False)
+    return Pull(pull.sender, pull.offer, pull.phase, freed=pull.freed)
 
 
 def cleaned(state):

@@ -30,10 +30,11 @@ import kvcupy as kv
 from kvcupy.remote.migration import protocol
 from kvcupy.remote.migration.protocol import CHECKSUM, CONFIRMED, DONE, LAYER, PULL, READ, REFUSED
 
-_HANDSHAKE_UP = protocol._CLIENT_HELLO.size + 32
+_HANDSHAKE_UP = protocol._CLIENT_HELLO.size + protocol._OFFER.size + 32
 _HANDSHAKE_DOWN = protocol._SERVER_HELLO.size + 32
 _HEAD = struct.Struct(">BI")
 _LONG_S = 1000.0
+SECRET = bytes(16)
 _IMMEDIATE_VERBS = " grants ", " looks at ", " sends ", " refuses ", " data of "
 # Chances of steps that end offers, pulls or connections, relative to others.
 _WEIGHTS = {
@@ -194,7 +195,8 @@ class World:
 
     patience_s, pause_s = 10.0, 0.0
 
-    def __init__(self, engine, seed, **options):
+    def __init__(self, engine, seed, waiting_for_done, secret=SECRET, **options):
+        self.waiting_for_done, self.secret = waiting_for_done, secret
         self.model = LeaseModel(engine, **options)
         self.state = self.model.initial()
         self.is_nixl, self.engine = engine == "nixl", engine
@@ -218,13 +220,13 @@ class World:
     def new_sender(self, s):
         port = self.listeners[s].getsockname()[1]
         return kv.PageSender(
-            self.new_pool(self.model.sender_pages), engine=self.engine,
+            self.new_pool(self.model.sender_pages), engine=self.engine, secret=self.secret,
             advertise=f"tcp:127.0.0.1:{port}",
         )  # fmt: skip
 
     def new_receiver(self):
         return kv.PageReceiver(
-            self.new_pool(self.model.receiver_pages), engine=self.engine,
+            self.new_pool(self.model.receiver_pages), engine=self.engine, secret=self.secret,
             max_quarantined_pages=self.model.receiver_pages + 1,
         )  # fmt: skip
 
@@ -368,7 +370,7 @@ class World:
             "open offers": [sender.stats()["offers"] for sender in self.senders],
             "served pulls": [sender.stats()["pulls"] for sender in self.senders],
             "pulls that wait for DONE": [
-                sum(DONE in getattr(channel, "awaited", ()) for channel in channels_of(sender))
+                list(self.waiting_for_done.values()).count(port_of(sender))
                 for sender in self.senders
             ],
             "releases": [list(counts) for counts in self.released],
@@ -392,8 +394,7 @@ class World:
         for s, listener in enumerate(self.listeners):
             while protocol.any_readable([listener], 0):
                 near, _ = listener.accept()
-                target = protocol.Address.parse(self.senders[s].address, "listen").port
-                self.wires.append(Wire(near, target, self.is_nixl))
+                self.wires.append(Wire(near, port_of(self.senders[s]), self.is_nixl))
         for wire in self.wires:
             wire.pump()
         for wire in list(self.wires):  # to another sender than the ticket's: closed unasked
@@ -447,7 +448,7 @@ class World:
 
     def kill_receiver(self, r, cause):
         def connect(*_):
-            raise protocol.Lost("the process is dead")
+            raise kv.TransferError("the process is dead", "lost")
 
         self.receivers[r]._connect = connect
         for wire, c in zip(self.wires, self.state.connections, strict=True):
@@ -464,12 +465,15 @@ class World:
     def close_idle(self, n, cause):
         sender = self.senders[self.state.connections[n].sender]
         name = self.wires[n].sender.socket.getsockname()
-        eventually(lambda: any(peer_of(each) == name for each in list(sender._idle)))
-        with sender._changed:
-            chosen = next(each for each in sender._idle if peer_of(each) == name)
-            del sender._idle[chosen]
-            sender._evicted.add(chosen)
-            protocol.shut_down(chosen)
+
+        def evict():
+            with sender._lock:
+                for each in sender._connections:
+                    if each.state == "idle" and has_peer(each.socket, name):
+                        sender._evict(each)
+                        return True
+
+        eventually(evict)
 
     def sender_receives(self, n, cause):
         def counts():
@@ -485,9 +489,9 @@ class World:
     def abort(self, n, cause):
         sender = self.senders[self.state.connections[n].sender]
         name = self.wires[n].sender.socket.getsockname()
-        with sender._changed:
+        with sender._lock:
             sender._to_abort = [
-                (0.0 if peer_of(channel._socket) == name else at, offer, channel)
+                (0.0 if has_peer(channel.socket, name) else at, offer, channel)
                 for at, offer, channel in sender._to_abort
             ]
         sender._notify()
@@ -533,27 +537,29 @@ class World:
         reading.end(RuntimeError("a READ has failed"))
 
 
-def noting(receive):
-    """Wrap `Channel.receive` to note in `awaited` what a channel waits for."""
+def noting(receive, waiting_for_done):
+    """Wrap `Channel.receive` to note the channels that wait for DONE, with their senders' ports."""
 
     def wrapped(channel, deadline, *kinds):
-        channel.awaited = kinds
+        if DONE in kinds:
+            with suppress(OSError):  # reset
+                waiting_for_done[channel] = channel.socket.getsockname()[1]
         try:
             return receive(channel, deadline, *kinds)
         finally:
-            channel.awaited = ()
+            waiting_for_done.pop(channel, None)
 
     return wrapped
 
 
-def peer_of(connection):
+def port_of(sender):
+    return protocol.Address.parse(sender.address, "listen").port
+
+
+def has_peer(connection, name):
     with suppress(OSError):  # reset
-        return connection.getpeername()
-
-
-def channels_of(sender):
-    with sender._changed:
-        return [channel for offer in sender._unreleased for channel in offer.channels]
+        return connection.getpeername() == name
+    return False
 
 
 def outcome_of(held):
@@ -561,9 +567,10 @@ def outcome_of(held):
     if held is None:
         return ""
     pull, page, value, pool = held
-    if pull.failure is not None:
+    try:
+        if not pull.done():
+            return "running"
+    except kv.TransferError:
         return "failed"
-    if not pull._landing.done():
-        return "running"
     is_right = (pool.k(0)[page] == value).all() and (pool.v(0)[page] == value).all()
     return "completed" if is_right else "wrong bytes"

@@ -1,8 +1,8 @@
 """Leases, generations and quarantine: every state of a model, and the real classes beside it.
 
 By default: two senders and two receivers with a page each, two offers, two pulls and one killed
-process: 31,430 states over "nixl", 25,141 over "socket". `-m slow` enumerates seven larger
-instances with 934,395 states: cut connections, READs that fail or flip bits, two pages, two pulls
+process: 31,873 states over "nixl", 25,585 over "socket". `-m slow` enumerates seven larger
+instances with 1,613,229 states: cut connections, READs that fail or flip bits, two pages, two pulls
 of an offer, a third pull, two killed processes.
 """
 
@@ -21,7 +21,7 @@ from lease_model import GUARDS, LIVENESS, LeaseModel
 from lease_world import World
 from state_space import StateSpace
 
-from kvcupy.remote.migration import nixl, sender
+from kvcupy.remote.migration import nixl, receiver, sender
 from kvcupy.remote.migration.nixl import NixlEngine, _Reader, _Verification
 from kvcupy.remote.migration.protocol import Channel
 from kvcupy.remote.migration.receiver import PageReceiver
@@ -146,14 +146,17 @@ def test_defects_of_peers(name):
 def world(monkeypatch):
     """Make worlds, each of which is closed before the next."""
     monkeypatch.setattr(nixl, "Agent", lease_world.HeldAgent)
-    monkeypatch.setattr(Channel, "receive", lease_world.noting(Channel.receive))
+    waiting_for_done, worlds = {}, []
+    receive = lease_world.noting(Channel.receive, waiting_for_done)
+    monkeypatch.setattr(Channel, "receive", receive)
     monkeypatch.setattr(sender, "_ABORT_DELAY_S", 1e6)  # `World.abort` ends it
-    worlds = []
+    monkeypatch.setattr(receiver, "_MAX_ATTEMPTS", LeaseModel().attempts)
+    monkeypatch.setattr(receiver, "_RETRY_S", 0.0)
 
     def make(engine="nixl", seed=0, reads=1, **options):
         close()
         monkeypatch.setattr(nixl, "_READ_BYTES", 128 // reads)  # K and V have 64 each
-        worlds.append(World(engine, seed, reads=reads, **options))
+        worlds.append(World(engine, seed, waiting_for_done, reads=reads, **options))
         return worlds[-1]
 
     def close():
@@ -173,6 +176,7 @@ def test_the_real_classes_take_the_steps_of_the_model(engine, world):
         walking = world(
             engine, seed, reads=1 + seed % 2, num_pulls=1 + seed // 2 % 2,
             sender_pages=1 + seed // 4 % 2, offers=4, pulls=5, cuts=1, failures=1,
+            secret=None if seed // 8 % 2 else lease_world.SECRET,
         )  # fmt: skip
         walking.walk(60)
         walking.follow(())
@@ -202,7 +206,7 @@ SOURCES = {
     "expiry": [(PageSender._keep, "offer.expires <= now", "False")],
     "check": [(PageSender._check, "offer.ended:", "False:")],
     "refusal": [
-        (PageSender._serve, "channel.refuse(error.reason, str(error), time.monotonic() + 1)",
+        (PageSender._serve, "channel.refuse(failure.reason, str(error), time.monotonic() + 1)",
          "return True"),
     ],
     "confirmation": [
@@ -213,7 +217,7 @@ SOURCES = {
     "read_failure": [(_Reader._end_read, "failure is not None", "False")],
     "confirming": [
         (PageReceiver._granted, "if channel.confirming:", "if False:"),
-        (PageReceiver._granted, " or channel.confirming", ""),
+        (PageReceiver._granted, "is_confirming = channel.confirming", "pass"),
     ],
     "every_read": [(_Reader.pending, "list(self._begun)", "list(self._begun)[:1]")],
     "quiet": [(NixlEngine.quiet, "return ", "return True or ")],

@@ -803,6 +803,29 @@ def test_no_thread(name, monkeypatch, tmp_path):
         assert target.allocator.num_free == 12
 
 
+def test_no_thread_for_a_connection_while_the_sender_closes(monkeypatch):
+    start, shut_down, closing = threading.Thread.start, protocol.shut_down, threading.Event()
+    starting = threading.Event()
+
+    def refused(thread):
+        if thread.name == "kvcupy pages":
+            starting.set()
+            assert closing.wait(PATIENCE_S)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with kv.PageSender(pool_of()) as sender:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        monkeypatch.setattr(
+            protocol, "shut_down", lambda connection: shut_down(connection) or closing.set()
+        )
+        _, port = sender.address.rsplit(":", 1)
+        with socket.create_connection(("127.0.0.1", int(port))):
+            assert starting.wait(PATIENCE_S)
+            sender.close()
+        assert not sender._connections
+
+
 @pytest.mark.parametrize("call", ["accept", "sendmsg", "recvmsg_into"])
 def test_calls_of_the_system_that_fail(call, monkeypatch):
     """Each call fails once; a second pull succeeds."""

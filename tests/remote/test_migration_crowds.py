@@ -202,26 +202,31 @@ def test_a_connection_lost_before_the_grant(proxy):  # noqa: F811
         assert not losses
 
 
-def test_a_grant_that_is_lost_while_its_sender_has_not_noticed(proxy, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("is_reused", [False, True], ids=["new", "reused"])
+def test_a_grant_is_lost_and_its_sender_has_not_noticed(is_reused, proxy, monkeypatch):  # noqa: F811
     """The only pull is taken by the lost connection until then, and the receiver tries again."""
-    leave, is_first = kv.PageSender._leave, [True]
+    leave = kv.PageSender._leave
 
-    def late(sender, *arguments):
-        if is_first:
-            is_first.pop()
+    def late(sender, channel, offer, *failure):
+        if failure:
             time.sleep(0.1)
-        leave(sender, *arguments)
+        leave(sender, channel, offer, *failure)
 
     monkeypatch.setattr(kv.PageSender, "_leave", late)
-    losses = [150]
+    losses = []
     between = proxy()
     between.change = lambda data, before: (
         None if losses and before + len(data) > losses[-1] and losses.pop() else data
     )
     with pair(sender={"advertise": between.address}) as (sender, receiver, source, target):
         between.target = sender.address
-        receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
-        assert_pulled(target, [0, 1], [0, 1])
+        if is_reused:
+            receiver.pull(sender.offer(source.allocator.alloc(2)), [2, 3]).synchronize()
+            eventually(lambda: [each.state for each in sender._connections] == ["idle"])
+        losses.append(150)
+        pages = source.allocator.alloc(2)
+        receiver.pull(sender.offer(pages), [0, 1]).synchronize()
+        assert_pulled(target, [0, 1], pages)
         assert sender.stats()["pull_failures"]["taken"] >= 1
 
 

@@ -192,7 +192,7 @@ class Staging:
         self._owner = pool
         self._save = [transfer.prepare(pool, self.pool, layers=[i]) for i in range(pool.num_layers)]
         self._load = [transfer.prepare(self.pool, pool, layers=[i]) for i in range(pool.num_layers)]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._freed = Waiters(self._lock)
 
     @contextmanager

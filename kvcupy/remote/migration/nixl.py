@@ -241,7 +241,7 @@ class _ChecksumWorker:
     """A thread that computes checksums of offers before pulls request them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._thread: threading.Thread | None = None
         self._offers: list[_LayerGroups] = []
@@ -315,7 +315,7 @@ class _Verification:
 
     def __init__(self, task: PullTask, blocks: BlockAddresses, executor: futures.Executor) -> None:
         self._task, self._blocks, self._executor = task, blocks, executor
-        self._lock = threading.Lock()  # guards the next four fields
+        self._lock = threading.RLock()  # guards the next four fields
         self._changed = Waiters(self._lock)
         self._jobs: deque[Callable[[], None]] = deque()
         self._is_working = False

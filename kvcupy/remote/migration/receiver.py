@@ -98,7 +98,7 @@ class PageReceiver(Endpoint):
         self._open_engine(engine, staging_pages)
         # Checked tickets with their plans, by sender and address.
         self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.RLock()  # guards the fields below; see Waiters
         self._pulls: set[Pull] = set()  # pulls whose pages may be written
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
@@ -242,7 +242,7 @@ class PageReceiver(Endpoint):
 
     def _close_in_child(self) -> None:
         """Close inherited connections in a forked child."""
-        self._lock = threading.Lock()  # a thread of the parent may hold the old one
+        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         self._workers = _Workers()
         for channel in chain.from_iterable(self._idle.values()):
             channel.close()
@@ -460,7 +460,7 @@ class PageReceiver(Endpoint):
         Nothing has been received before the grant, so lost connections are replaced: crowded
         senders drop the oldest ones whose handshake is unfinished.
         """
-        num_attempts = 0
+        num_attempts, was_lost = 0, False
         while True:
             is_reused, channel = asked is not None, None
             try:
@@ -485,9 +485,10 @@ class PageReceiver(Endpoint):
                 if isinstance(error, TransferError):
                     # The refusal is of the previous pull, or the sender has yet to notice the end
                     # of a connection over which it granted this one.
-                    is_lost = is_confirming or (error.reason == "taken" and num_attempts > 1)
+                    is_lost = is_confirming or (error.reason == "taken" and was_lost)
                 if not is_lost:
                     raise
+                was_lost = True
                 with self._lock:
                     self._dropped["idle" if is_reused else "lost"] += 1
                 if is_reused:  # the sender had closed the idle connection
@@ -547,7 +548,7 @@ class _Workers:
     """Daemon threads, kept for a while after each job, since starting a thread is slow."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._jobs: deque[Callable[[], None]] = deque()
         self._threads: set[threading.Thread] = set()
@@ -642,7 +643,7 @@ class Pull(ProcessLocal):
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
         self._is_staged = receiver._used_staging is not None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._sockets: list[socket.socket] = []  # reset if the pull fails
         self._missing = [len(parts)] * pool.num_layers  # number of missing parts, by layer
@@ -865,7 +866,7 @@ class Pull(ProcessLocal):
 
     def _close_in_child(self) -> None:
         """Fail the pull in a forked child, which has none of its threads."""
-        self._lock = threading.Lock()  # a thread of the parent may hold the old one
+        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         self._changed = Waiters(self._lock)
         self._landing = Landing()
         self._landing.end()

@@ -177,7 +177,7 @@ class PageSender(Endpoint):
         self._open_engine(engine, staging_pages)
         self._id = secrets.token_bytes(16)
         self._token_of = partial(protocol.offer_token, secrets.token_bytes(32))
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.RLock()  # guards the fields below; see Waiters
         self._offers: dict[int, _Offer] = {}  # open offers, by number
         self._unreleased: set[_Offer] = set()  # open and ended offers
         self._by_ticket: dict[bytes, _Offer] = {}  # unreleased; avoids decoding a ticket per layer
@@ -419,14 +419,15 @@ class PageSender(Endpoint):
             for connection in connections:
                 protocol.shut_down(connection.socket)
         for thread in (self._keeper, *(each.thread for each in connections)):
-            if thread is not threading.current_thread():
+            is_started = thread.ident is not None  # the keeper may have failed to start it
+            if is_started and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         if first:
             self._engine.close(deadline)
 
     def _close_in_child(self) -> None:
         """Close inherited sockets in a forked child, without ending the parent's offers."""
-        self._lock = threading.Lock()  # a thread of the parent may hold the old one
+        self._lock = threading.RLock()  # a thread of the parent may hold the old one
         if self._unlink is not None:
             self._unlink.detach()
         connections = [each.socket for each in self._connections]

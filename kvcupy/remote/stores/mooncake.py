@@ -459,7 +459,7 @@ class _Clients:
         self._draining: list[_Client] = []
         self._closed = False
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._counts = {"clients": 0, "late": 0, "failed_transfers": 0, "errors": 0}
 

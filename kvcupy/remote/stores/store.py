@@ -119,7 +119,7 @@ class SharedStore(ProcessLocal):
         self._digest = keys.identity.digest()
         self._deadline_s, self._is_summed, self._retries = deadline_s, is_summed, retries
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.RLock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
         self._counts: Counter[str] = Counter()
         self._times_s = {"put": 0.0, "get": 0.0}
