@@ -22,7 +22,17 @@ from . import policies
 from .disk_blocks import DiskBlocks, DiskMove
 from .leases import Lease, Match, acquire
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
-from .tiers import BlockCompletion, Blocked, Copy, Counts, PageTier, SharedTiers, Tiers, counted
+from .tiers import (
+    BlockCompletion,
+    Blocked,
+    Copy,
+    Counts,
+    PageTier,
+    SharedTiers,
+    Tiers,
+    copy_of,
+    counted,
+)
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -632,12 +642,13 @@ def _insert(
             inserted[hash] = page
     saved = {}
     if through:
-        saves = [Copy(h, p) for h, p in inserted.items() if h not in tiers.host.pages]
+        host = tiers.host.pages
+        saves = [copy_of(item) for item in inserted.items() if item[0] not in host]
         plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
-        _hold(tiers, [Copy(hash, page) for hash, page in inserted.items()], written)
+        _hold(tiers, list(map(copy_of, inserted.items())), written)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:

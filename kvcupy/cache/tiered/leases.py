@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .disk_blocks import DiskMove
-from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers
+from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers, copy_of
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -374,7 +374,7 @@ def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int
     except BaseException:
         tiers.device.give_back(targets)
         raise
-    loaded = [Copy(hash, page) for hash, page in zip(hashes, targets.tolist(), strict=True)]
+    loaded = list(map(copy_of, zip(hashes, targets.tolist(), strict=True)))
     arriving = [tiers.host.arriving(page) for page in sources]
     completion = BlockCompletion("load", transfer, loaded, arriving, sources)
     tiers.in_flight.add(completion)
