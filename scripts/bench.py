@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    blocks,
     calls,
     disk,
     frames,
@@ -34,6 +35,7 @@ BENCHMARKS = {
     "migration": migration,
     "transfer": transfer,
     "scale": scale,
+    "blocks": blocks,
     "calls": calls,
     "disk": disk,
     "frames": frames,

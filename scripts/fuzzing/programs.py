@@ -496,7 +496,7 @@ def tiered(case: Case) -> None:
             elif isinstance(result, list):
                 on_device.allocator.free(result)
                 left = [p for p in arguments["pages"].tolist() if p in before and p not in result]
-                owned = np.flatnonzero(cache._shared._tiers.device.owned).tolist()
+                owned = np.flatnonzero(cache._shared.tiers.device.owned).tolist()
                 strangers = [p for p in left if p not in owned]
                 held = on_device.allocator.allocated().tolist()
                 on_device.allocator.free([p for p in strangers if p in held])

@@ -83,7 +83,7 @@ class Contents:
             tiers = cache._shared.tiers
             self.flushed = {
                 number for number in range(NUM_HASHES)
-                if FIRST_HASH + number in tiers.host.copies
+                if FIRST_HASH + number in tiers.host.pages
                 or (tiers.disk is not None and FIRST_HASH + number in tiers.disk.slots)
             }  # fmt: skip
 
@@ -325,7 +325,7 @@ def share(
     else:
         with cache._shared.lock:
             there = {n for n in range(NUM_HASHES)
-                     if FIRST_HASH + n in cache._shared.tiers.host.copies}  # fmt: skip
+                     if FIRST_HASH + n in cache._shared.tiers.host.pages}  # fmt: skip
         cache.flush(deadline_s=deadline_s)
         if cache._store is not None and not cache.stats()["shared_queued"]:
             hashes = [FIRST_HASH + n for n in sorted(there)]

@@ -38,7 +38,7 @@ def audit(cache: Any, tiers: Any, leases: Sequence[Any]) -> None:
     """
     tiers.stats()  # which lets it notice what is over
     held = _audit_device(cache, tiers, leases)
-    parts = tiers._shared._tiers
+    parts = tiers._shared.tiers
     leased = sum(lease.num_blocks for lease in held)
     require(parts.num_leased == leased, f"{parts.num_leased} blocks leased, {leased} by leases")
     _audit_host(cache, tiers)
@@ -77,7 +77,7 @@ def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
         f"{sequences._references[wrong].tolist()} are counted",
     )
     require(cache.total_length == length, f"total_length {cache.total_length}, expected {length}")
-    tier = tiers._shared._tiers.device
+    tier = tiers._shared.tiers.device
     pinned = [lease.pages for lease in leases]
     used, first_past = np.flatnonzero(references), cache.pool.num_pages
     owned = np.concatenate([used[used < first_past], np.flatnonzero(tier.owned), *pinned])
@@ -85,16 +85,16 @@ def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
     if cache.past_pool is not None:
         demoted = used[used >= first_past] - first_past
         _compare("past", cache.past_pool.allocator.allocated(), demoted)
-    copies = [copy.page for copy in tier.copies.values()]
-    require(len(set(copies)) == len(copies), "two blocks are on one device page")
-    require(bool(tier.owned[copies].all()), "a block is on a page that is not the tier's")
+    pages = list(tier.pages.values())
+    require(len(set(pages)) == len(pages), "two blocks are on one device page")
+    require(bool(tier.owned[pages].all()), "a block is on a page that is not the tier's")
     return [*held.values(), *leases]
 
 
 def _audit_host(cache: Any, tiers: Any) -> None:
-    with tiers._shared.locked() as locked:  # a shared store's thread takes and frees pages
+    with tiers._shared.lock:  # a shared store's thread takes and frees pages
         allocated = tiers.host_pool.allocator.allocated()
-        taken = np.flatnonzero(locked.host.owned)
+        taken = np.flatnonzero(tiers._shared.tiers.host.owned)
     known = cache._sequences._known.values()
     offloaded = [s.offloaded.pages for s in known if s.offloaded is not None]
     owned = np.concatenate([taken, *offloaded])

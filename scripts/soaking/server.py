@@ -302,7 +302,7 @@ class Server:
 
     def pages(self) -> dict[str, int]:
         """Return how many pages and blocks are in use."""
-        disk = self.tiers._shared._tiers.disk
+        disk = self.tiers._shared.tiers.disk
         return {
             "device_pages": self.cache.pool.allocator.num_allocated,
             "past_pages": self._past_pages,

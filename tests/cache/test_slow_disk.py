@@ -375,3 +375,23 @@ def test_blocks_inserted_during_a_read_are_not_lost(device, path, monkeypatch):
     for hash in (A, B, C, D):
         blocks.use([hash], known=1)
     blocks.assert_no_leak()
+
+
+def test_host_pages_of_a_read_may_be_evicted_as_soon_as_another_call_can(on_disk, monkeypatch):
+    """Before the acquire has returned; it must not free them again."""
+    blocks, host = on_disk, on_disk.host_pool.allocator
+    send, taken = blocks.engine._send, []
+
+    def evicted():
+        send()
+        if A in blocks.tiers.device.pages and not taken:  # between two sections of the lock
+            taken.append(None)
+            taken.extend(blocks.cache.take_host_pages(host.num_pages).tolist())
+
+    monkeypatch.setattr(blocks.engine, "_send", evicted)
+    with blocks.cache.acquire([A, B]) as lease:
+        lease.wait()
+        blocks.assert_holds(lease, [A, B])
+    assert host.allocated().tolist() == sorted(taken[1:])
+    host.free(taken[1:])
+    blocks.assert_no_leak()

@@ -460,3 +460,22 @@ def test_captures_raise(blocks):
         with pytest.raises(kv.CaptureError, match="stream"):
             lease.wait(stream)
     assert snapshot(blocks) == before
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "2q"])
+def test_blocks_at_rest_are_not_visited_by_garbage_collections(device, policy):
+    """Otherwise a collection takes as long as there are blocks, in whichever call it happens."""
+    blocks = Blocks(device, 1000, 2000, policy=policy)
+
+    def visited(hashes):
+        """Insert and use blocks; return how many references a collection follows then."""
+        blocks.cache.insert(hashes, blocks.device_pool.allocator.alloc(len(hashes)))
+        blocks.cache.acquire(hashes[::2]).release()
+        blocks.settle()
+        gc.collect()
+        return sum(len(gc.get_referents(each)) for each in gc.get_objects())
+
+    few, many = visited(range(100)), visited(range(100, 1000))
+    assert len(blocks.blocks()[0]) == len(blocks.blocks()[1]) == 1000
+    assert many - few < 500
+    blocks.assert_no_leak()

@@ -7,7 +7,7 @@ from stream_cases import Gate
 from tiered_cases import Blocks, in_time, snapshot
 
 import kvcupy as kv
-from kvcupy.cache.tiered.tiers import PageTier
+from kvcupy.cache.tiered.tiers import Copy, PageTier
 
 A, B, C, D, E, F, G, H = range(10, 18)
 
@@ -92,9 +92,9 @@ def test_pages_of_the_host_that_are_late_are_waited_for(device):
     blocks.cache.acquire([A, B]).release()
     with blocks.cache._shared.lock:  # as if they had been lost to a failure
         tiers = blocks.cache._shared.opened()
-        copies = list(tiers.host.copies.values())
-        tiers.host.forget(copies)
-        tiers.host.give_back([copy.page for copy in copies])
+        pages = dict(tiers.host.pages)
+        tiers.host.forget([Copy(hash, page) for hash, page in pages.items()])
+        tiers.host.give_back(list(pages.values()))
     gate.open()
     in_time(lambda: blocks.cache.evict(2))
     assert blocks.cache.match([A, B]) == (0, 2, 2, 2)
@@ -172,7 +172,7 @@ def test_a_chain_of_exchanges_without_waiting(device, write):
     """Pages of both pools change hands again and again while all transfers are held up."""
     blocks = Blocks(device, 2, 6, write=write)
     for hashes in ([A, B], [C, D], [E, F]):
-        if blocks.tiers.device.copies:
+        if blocks.tiers.device.pages:
             blocks.cache.evict(2)
         blocks.insert(hashes)
     blocks.settle()

@@ -352,7 +352,7 @@ def test_pages_in_which_bytes_may_still_land_are_used_for_nothing(device, monkey
     assert used and allocator.num_free == 4 - len(used)
     blocks.insert(names(C, D, E, F))
     blocks.cache.flush()
-    others = [copy.page for copy in blocks.tiers.host.copies.values()]
+    others = list(blocks.tiers.host.pages.values())
     assert len(others) == 4 - len(used) and not {*others} & {*used}
     landing.over = True
     assert allocator.num_free == len(used)

@@ -6,6 +6,7 @@ import errno
 import itertools
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -185,8 +186,7 @@ class Machine(RuleBasedStateMachine):
     def insert(self, hashes):
         allocator = self.blocks.device_pool.allocator
         short = len(hashes) - (allocator.num_pages - allocator.num_allocated)
-        evictable = [c for c in self.blocks.tiers.device.copies.values() if not c.pins]
-        if 0 < short <= len(evictable):
+        if 0 < short <= self.num_unleased():
             self.unchanged_if_full(self.blocks.cache.evict, short, still=False)
         hashes = hashes[: allocator.num_pages - allocator.num_allocated]
         pages = self.call(allocator.alloc, len(hashes))
@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
     def evict(self, count, still):
         self.blocks.settle_quietly()
         device = self.blocks.tiers.device
-        unpinned = [h for h in device.order.victims() if not device.copies[h].pins]
+        unpinned = [h for h in device.order.victims() if device.pages[h] not in device.pins]
         before = self.blocks.blocks()[0]
         evicted = self.unchanged_if_full(
             lambda: self.blocks.cache.evict(count) is None, still=still
@@ -270,8 +270,11 @@ class Machine(RuleBasedStateMachine):
 
     def make_way(self):
         """Evict all blocks that are not leased, so that acquired blocks must be loaded."""
-        unleased = [c for c in self.blocks.tiers.device.copies.values() if not c.pins]
-        self.unchanged_if_full(self.blocks.cache.evict, len(unleased))
+        self.unchanged_if_full(self.blocks.cache.evict, self.num_unleased())
+
+    def num_unleased(self):
+        device = self.blocks.tiers.device
+        return sum(page not in device.pins for page in device.pages.values())
 
     @precondition(lambda self: not self.calm)
     @rule(hashes=CHAINS, which=st.sampled_from(["load 0", "load 2", "save"]), keep=st.booleans())
@@ -372,10 +375,10 @@ class Machine(RuleBasedStateMachine):
             p for b, lease, _ in self.leases for p in lease.pages.tolist() if lease.pages.size
         ]
         for tier in (tiers.device, tiers.host):
-            pages = [copy.page for copy in tier.copies.values()]
+            pages = list(tier.pages.values())
             assert len(set(pages)) == len(pages)
-            assert sorted([*tier.order.victims(), *tier.aside]) == sorted(tier.copies)
-            assert all(tier.copies[hash].pins for hash in tier.aside)
+            assert sorted([*tier.order.victims(), *tier.aside]) == sorted(tier.pages)
+            assert all(tier.pages[hash] in tier.pins for hash in tier.aside)
             owned = set(np.flatnonzero(tier.owned).tolist())
             assert set(pages) <= owned
             out = set(tier.pool.allocator.allocated().tolist())
@@ -393,18 +396,17 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def leased(self):
         """Leased blocks stay; pages of failed loads belong to their leases."""
-        pins = {}
+        pins = {id(blocks): Counter() for blocks in (self.blocks, *(b for b, _, _ in self.leases))}
         for blocks, lease, hashes in self.leases:
-            assert lease.pages.tolist() == [copy.page for copy in lease._copies]
-            assert [copy.hash for copy in lease._copies] == hashes
-            for copy in lease._copies:
-                pins[id(copy)] = pins.get(id(copy), 0) + 1
-                known = blocks.tiers.device.has(copy)
-                assert blocks.tiers.device.owned[copy.page]
-                assert known or blocks.cache._shared.closed or copy.filled_by.failure is not None
-        copies = [copy for _, lease, _ in self.leases for copy in lease._copies]
-        for copy in (*self.blocks.tiers.device.copies.values(), *copies):
-            assert copy.pins == pins.get(id(copy), 0)
+            device = blocks.tiers.device
+            assert lease._hashes == hashes
+            pages = lease.pages.tolist()
+            pins[id(blocks)].update(pages)
+            assert device.owned[pages].all()
+            known = [device.pages.get(h) == p for h, p in zip(hashes, pages, strict=True)]
+            assert all(known) or blocks.cache._shared.closed or self.failures
+        for blocks in (self.blocks, *(b for b, _, _ in self.leases)):
+            assert blocks.tiers.device.pins == pins[id(blocks)]
         mine = sum(len(h) for b, _, h in self.leases if b is self.blocks)
         assert self.blocks.tiers.num_leased == mine
 

@@ -71,7 +71,7 @@ class Blocks:
         return unneeded
 
     def evict_all(self):
-        self.cache.evict(len(self.tiers.device.copies))
+        self.cache.evict(len(self.tiers.device.pages))
 
     def assert_holds(self, lease, hashes):
         """A lease has exactly these blocks, whole."""
@@ -93,7 +93,7 @@ class Blocks:
         """The hashes in each tier."""
         tiers = self.tiers
         disk = set() if tiers.disk is None else set(tiers.disk.slots)
-        return set(tiers.device.copies), set(tiers.host.copies), disk
+        return set(tiers.device.pages), set(tiers.host.pages), disk
 
     def order(self, tier):
         return list(getattr(self.tiers, tier).order.victims())
@@ -129,8 +129,8 @@ def snapshot(blocks):
     for tier in (tiers.device, tiers.host):
         allocator = tier.pool.allocator
         seen[tier.name] = (
-            {hash: (id(c), c.page, c.pins) for hash, c in tier.copies.items()},
-            [hash for hash in tier.order.victims() if not tier.copies[hash].pins],
+            (dict(tier.pages), dict(tier.pins), dict(tier.held)),
+            [hash for hash in tier.order.victims() if tier.pages[hash] not in tier.pins],
             tier.owned.tolist(),
             allocator._state.tolist(),
             allocator._stack[: allocator.num_free].tolist(),

@@ -980,9 +980,9 @@ class Tiered(Program):
             allocator = tier.pool.allocator
             assert allocator.num_free == allocator.num_pages - allocator.num_allocated
             owned, allocated = np.flatnonzero(tier.owned).tolist(), allocator.allocated().tolist()
-            held = sorted(copy.page for copy in tier.copies.values())
+            held = sorted(tier.pages.values())
             assert owned == allocated == held, f"{tier.name}: {owned}, {allocated}, {held}"
-            assert not any(copy.pins for copy in tier.copies.values()), "a block is still leased"
+            assert not tier.pins, "a block is still leased"
         assert tiers.num_leased == 0
         if tiers.disk is not None and not self.tiers.closed:
             slots = sorted([*tiers.disk.slots.values(), *tiers.disk._free])

@@ -166,3 +166,21 @@ def test_it_reports_every_size(device_name, tmp_path, capsys):
     assert picture.stat().st_size > 5_000
     printed = capsys.readouterr().out
     assert "4,194,304" in printed and "last to first" in printed
+
+
+@pytest.mark.parametrize("policy", ["lru", "2q"])
+def test_calls_among_many_blocks_are_measured(quick_host, tmp_path, capsys, policy):
+    import bench
+
+    path = tmp_path / "blocks.json"
+    arguments = ["--device", "host", "--quick", "--policy", policy, "--json", str(path)]
+    assert bench.main(["blocks", *arguments]) == 0
+    report = json.loads(path.read_text())
+    assert report["policy"] == policy
+    assert [row["phase"] for row in report["rows"]] == ["growing", "full"]
+    for row in report["rows"]:
+        assert 16 * 1024 < row["blocks"] <= 20 * 1024
+        assert row["insert_longest_ms"] >= row["insert_median_ms"] > 0
+        assert row["evict_longest_ms"] >= row["evict_median_ms"] > 0
+        assert row["match_us"] > 0 and row["acquire_us"] > 0 and row["bytes"] > 0
+    assert "insert_longest_ms" in capsys.readouterr().out

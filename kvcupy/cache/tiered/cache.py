@@ -22,7 +22,17 @@ from . import policies
 from .disk_blocks import DiskBlocks, DiskMove
 from .leases import Lease, Match, acquire
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
-from .tiers import BlockCompletion, Blocked, Copy, Counts, PageTier, SharedTiers, Tiers, counted
+from .tiers import (
+    BlockCompletion,
+    Blocked,
+    Copy,
+    Counts,
+    PageTier,
+    SharedTiers,
+    Tiers,
+    copy_of,
+    counted,
+)
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -173,7 +183,7 @@ class TieredCache(ProcessLocal):
         keys = self._hashes(hashes)
         with self._shared.lock:
             tiers = self._shared.opened()
-            device, host = tiers.device.copies, tiers.host.copies
+            device, host = tiers.device.pages, tiers.host.pages
             counts, i = [], 0
             for known in (
                 device.__contains__,
@@ -623,21 +633,22 @@ def _insert(
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
     written = StreamCompletion(stream)
     is_written = written.done() and written.failure is None  # this may raise: nothing has changed
-    inserted: dict[int, Copy] = {}
+    inserted: dict[int, int] = {}  # pages by hash
     unneeded = []
     for hash, page in zip(hashes, pages.tolist(), strict=True):
-        if hash in inserted or hash in device.copies:
+        if hash in inserted or hash in device.pages:
             unneeded.append(page)
         else:
-            inserted[hash] = Copy(hash, page)
+            inserted[hash] = page
     saved = {}
     if through:
-        saves = [copy for copy in inserted.values() if copy.hash not in tiers.host.copies]
+        host = tiers.host.pages
+        saves = [copy_of(item) for item in inserted.items() if item[0] not in host]
         plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
-        _hold(tiers, list(inserted.values()), written)
+        _hold(tiers, list(map(copy_of, inserted.items())), written)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
@@ -650,7 +661,7 @@ def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None
     """Prevent reads and overwrites of pages before their stream has written them."""
     completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
     for copy in inserted:
-        copy.filled_by = completion
+        tiers.device.filled_by[copy.page] = completion
     tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
 
 
@@ -663,7 +674,7 @@ def _begin_write(
     copies = [
         copy
         for hash in hashes
-        if hash not in disk.slots and (copy := tiers.host.copies.get(hash)) is not None
+        if hash not in disk.slots and (copy := tiers.host.find(hash)) is not None
     ]
     tiers.require_arrived(copies)
     slots = disk.choose(len(copies) - disk.num_free, keep)

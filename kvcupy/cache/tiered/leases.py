@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .disk_blocks import DiskMove
-from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers
+from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers, copy_of
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -54,16 +54,17 @@ class Lease(ProcessLocal):
     completion : `Completion` of the transfers that load the blocks, until the release
     """
 
-    def __init__(self, shared: SharedTiers, copies: list[Copy]) -> None:
-        self.pages: Pages = np.array([copy.page for copy in copies], np.int64)
+    def __init__(self, shared: SharedTiers, hashes: list[int], pages: list[int]) -> None:
+        self.pages: Pages = np.array(pages, np.int64)
         self.pages.flags.writeable = False
-        self.num_blocks = len(copies)
+        self.num_blocks = len(pages)
         self.released = False
         # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
-        arriving = {id(b): b for c in copies if (b := c.filled_by) is not None and not b.over}
+        fillers = [shared.tiers.device.arriving(page) for page in pages]
+        arriving = {id(b): b for b in fillers if b is not None}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
         self._shared = shared
-        self._copies = copies
+        self._hashes = hashes
 
     def __repr__(self) -> str:
         state = "released" if self.released else "held"
@@ -105,7 +106,7 @@ class Lease(ProcessLocal):
             tiers = self._shared.tiers
             if not self.released:
                 self.released = True
-                tiers.unpin(self._copies)
+                tiers.unpin(self._hashes, self.pages.tolist())
         self.completion.release()
 
     def _waiting(self, stream: Any) -> Stream:
@@ -184,7 +185,7 @@ class DiskReads:
     """
 
     def __init__(self, shared: SharedTiers) -> None:
-        self.arrived: dict[int, Copy] = {}
+        self.arrived: dict[int, int] = {}  # pages by hash
         self.unreadable: set[int] = set()  # hashes that the disk failed to read in this call
         self._moves: list[DiskMove] = []
         self._shared = shared
@@ -199,26 +200,27 @@ class DiskReads:
         """Read the blocks, without the lock; damaged ones are forgotten by the disk tier."""
         move = self._moves[-1]
         self._shared.carry_out(move)
-        self.arrived |= {hash: Copy(hash, move.pages[hash]) for hash in move.arrived}
+        self.arrived |= {hash: move.pages[hash] for hash in move.arrived}
         self.unreadable |= move.failed.keys()
 
     def become_host_blocks(self, tiers: Tiers) -> None:
         """Give the blocks to the host tier, which may evict them like others."""
         tiers.host.use(list(self.arrived), self.arrived)
-        self._free_unused(tiers)
+        self.free_unused(tiers)
 
     def give_back(self) -> None:
         """Free the pages whose blocks the host tier did not get."""
         with self._shared.lock:
             tiers = self._shared.tiers
-            self._free_unused(tiers)
+            self.free_unused(tiers)
 
-    def _free_unused(self, tiers: Tiers) -> None:
+    def free_unused(self, tiers: Tiers) -> None:
+        """End the moves. With the lock still held since the host tier got its pages."""
         assert tiers.disk is not None
-        copies, self.arrived = self.arrived, {}
+        self.arrived = {}
+        known = tiers.host.pages
         for move in self._moves:
-            taken = {h for h in move.arrived if h in copies and tiers.host.has(copies[h])}
-            tiers.host.give_back([page for h, page in move.pages.items() if h not in taken])
+            tiers.host.give_back([p for hash, p in move.pages.items() if known.get(hash) != p])
             tiers.disk.finish(move)
         self._moves = []
 
@@ -251,7 +253,7 @@ def _attempt(
             if reads is not None:
                 reads.claim(tiers, plan)
             return False
-        return Lease(shared, carry_out(tiers, plan, hashes, after, reads))
+        return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after, reads))
 
     while (outcome := shared.attempt(change)) is True:
         pass
@@ -270,9 +272,9 @@ def plan_acquire(tiers: Tiers, hashes: list[int], reads: DiskReads | None) -> Ac
     missing: dict[int, None] = {}
     unread: dict[int, None] = {}
     for i, hash in enumerate(hashes):
-        if hash in device.copies:
+        if hash in device.pages:
             continue
-        if hash not in host.copies and hash not in arrived:
+        if hash not in host.pages and hash not in arrived:
             if hash in unreadable or not tiers.readable(hash):
                 known = hashes[:i]
                 break
@@ -322,58 +324,60 @@ def evict_some_first(tiers: Tiers, plan: AcquirePlan, reads: DiskReads | None) -
 
 def carry_out(
     tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any, reads: DiskReads | None
-) -> list[Copy]:
-    """Load the blocks of a plan without reads to the device, and pin them; return their copies."""
+) -> list[int]:
+    """Load the blocks of a plan without reads to the device, and pin them; return their pages."""
     device, host, counts = tiers.device, tiers.host, tiers.counts
     arrived = {} if reads is None else reads.arrived
     free = device.take(plan.num_free)
     try:
-        pages = tiers.evict_from_host(plan.host)
+        below = tiers.evict_from_host(plan.host)
         try:
-            saves = plan.saves[max(0, len(plan.saves) - len(pages)) :]
+            saves = plan.saves[max(0, len(plan.saves) - len(below)) :]
             behind = tiers.stream_behind(plan.victims, after)
-            saved = tiers.save(saves, pages[: len(saves)], after)
+            saved = tiers.save(saves, below[: len(saves)], after)
         except BaseException:
-            host.give_back(pages)
+            host.give_back(below)
             raise
     except BaseException:
         device.give_back(free)
         raise
-    host.give_back(pages[len(saves) :])
-    host.add(saved.values())
+    host.give_back(below[len(saves) :])
+    host.add(saved)
     host.use(plan.known, arrived)
+    if reads is not None:
+        reads.free_unused(tiers)
     if tiers.disk is not None:
         tiers.disk.use(plan.known)
     targets = np.concatenate((free, tiers.remove_from_device(plan.victims)))
-    num_fetched = sum(host.copies[hash].fetched for hash in plan.loads)
-    read = [copy for h in plan.loads if (copy := arrived.get(h)) is not None and host.has(copy)]
+    num_fetched = sum(host.pages[hash] in host.fetched for hash in plan.loads)
+    read = [hash for hash in plan.loads if arrived.get(hash) == host.pages[hash]]
     loaded = _load(tiers, plan.loads, targets, behind) if plan.loads else {}
     device.use(plan.known, loaded)
-    copies = [device.copies[hash] for hash in plan.known]
-    tiers.pin(copies)
+    pages = [device.pages[hash] for hash in plan.known]
+    tiers.pin(pages)
     counts.disk_hits += len(read)
     counts.host_hits += len(loaded) - len(read) - num_fetched
-    counts.device_hits += len(copies) - len(loaded)
-    counts.misses += len(hashes) - len(copies)
+    counts.device_hits += len(pages) - len(loaded)
+    counts.misses += len(hashes) - len(pages)
     if tiers.store is not None:
         tiers.store.note_saved(read)
         tiers.store.note_acquired(tiers, plan.known, num_fetched)
-        for hash in plan.loads:
-            host.copies[hash].fetched = False
-    return copies
+        host.fetched.difference_update([host.pages[hash] for hash in plan.loads])
+    return pages
 
 
-def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, Copy]:
-    """Queue the load of blocks from the host tier; return their device copies."""
-    sources = [tiers.host.copies[hash] for hash in hashes]
+def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, int]:
+    """Queue the load of blocks from the host tier; return their device pages by hash."""
+    sources = [tiers.host.pages[hash] for hash in hashes]
     try:
-        transfer = tiers.engine.load([c.page for c in sources], targets, after=after)
+        transfer = tiers.engine.load(sources, targets, after=after)
     except BaseException:
         tiers.device.give_back(targets)
         raise
-    loaded = [Copy(hash, page) for hash, page in zip(hashes, targets.tolist(), strict=True)]
-    completion = BlockCompletion("load", transfer, loaded, [copy.arriving for copy in sources])
+    loaded = list(map(copy_of, zip(hashes, targets.tolist(), strict=True)))
+    arriving = [tiers.host.arriving(page) for page in sources]
+    completion = BlockCompletion("load", transfer, loaded, arriving, sources)
     tiers.in_flight.add(completion)
-    for copy, source in zip(loaded, sources, strict=True):
-        copy.filled_by = copy.used_by = source.used_by = completion
-    return {copy.hash: copy for copy in loaded}
+    tiers.device.filled_by.update(dict.fromkeys(targets.tolist(), completion))
+    tiers.host.used_by.update(dict.fromkeys(sources, completion))
+    return dict(loaded)

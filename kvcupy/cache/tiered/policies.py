@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+_Container = TypeVar("_Container")
+_untrack = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", ctypes.pythonapi))
+
+
+def untracked(container: _Container) -> _Container:
+    """Exclude a container of ints from garbage collections, which would visit a million of them.
+
+    Python itself excludes a dict of ints, in most versions, but not an OrderedDict.
+    """
+    _untrack(container)
+    return container
 
 
 class Policy(Protocol):
@@ -31,7 +44,7 @@ class Fifo:
 
     def __init__(self) -> None:
         # An OrderedDict, since iterating over a dict scans all entries removed from its front.
-        self._order: OrderedDict[int, int] = OrderedDict()  # sequence number by key
+        self._order: OrderedDict[int, int] = untracked(OrderedDict())  # sequence number by key
         self._num_added = 0
         self._returned: list[tuple[int, int]] = []  # (sequence number, key) of keys put back
 
@@ -86,7 +99,7 @@ class _Bucket:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.keys: OrderedDict[int, None] = OrderedDict()  # longest unused first
+        self.keys: OrderedDict[int, None] = untracked(OrderedDict())  # longest unused first
         self.before = self.after = self
 
     def follow(self, before: _Bucket) -> None:
@@ -107,26 +120,22 @@ class Lfu:
 
     def __init__(self) -> None:
         self._ring = _Bucket(0)
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._count_of: dict[int, int] = untracked({})
+        self._bucket_of: dict[int, _Bucket] = {}  # by count
 
     def add(self, key: int) -> None:
         self._put(key, self._ring, 1)
 
     def touch(self, key: int) -> None:
-        bucket = self._bucket_of[key]
-        del bucket.keys[key]
+        bucket = self._bucket_of[self._count_of[key]]
         self._put(key, bucket, bucket.count + 1)
-        if not bucket.keys:
-            bucket.leave()
+        self._take(key, bucket)
 
     def remove(self, key: int) -> None:
-        bucket = self._bucket_of.pop(key)
-        del bucket.keys[key]
-        if not bucket.keys:
-            bucket.leave()
+        self._take(key, self._bucket_of[self._count_of.pop(key)])
 
     def set_aside(self, key: int) -> int:
-        count = self._bucket_of[key].count
+        count = self._count_of[key]
         self.remove(key)
         return count
 
@@ -146,10 +155,16 @@ class Lfu:
         """Put a key into the bucket of `count`, which belongs after `before`."""
         bucket = before.after
         if bucket is self._ring or bucket.count != count:
-            bucket = _Bucket(count)
+            bucket = self._bucket_of[count] = _Bucket(count)
             bucket.follow(before)
         bucket.keys[key] = None
-        self._bucket_of[key] = bucket
+        self._count_of[key] = count
+
+    def _take(self, key: int, bucket: _Bucket) -> None:
+        del bucket.keys[key]
+        if not bucket.keys:
+            bucket.leave()
+            del self._bucket_of[bucket.count]
 
 
 class TwoQueues:
@@ -165,9 +180,9 @@ class TwoQueues:
     """
 
     def __init__(self) -> None:
-        self._once: OrderedDict[int, None] = OrderedDict()
-        self._again: OrderedDict[int, None] = OrderedDict()
-        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._once: OrderedDict[int, None] = untracked(OrderedDict())
+        self._again: OrderedDict[int, None] = untracked(OrderedDict())
+        self._ghosts: OrderedDict[int, None] = untracked(OrderedDict())
         self._num_aside = 0
 
     def add(self, key: int) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -103,9 +103,9 @@ class Arrivals:
         """Hold blocks that have arrived; return whether the wait is over."""
         while self._passed < len(self.hashes):
             hash = self.hashes[self._passed]
-            copy = tiers.host.copies.get(hash)
+            copy = tiers.host.find(hash)
             if copy is not None:
-                store.hold(copy)
+                store.hold(tiers, copy)
                 self.held.append(copy)
             elif not tiers.readable(hash):
                 if hash in store.pending:
@@ -244,17 +244,17 @@ class StoreTier:
             tiers.let_go(copy)
         arrivals.held = []
 
-    def hold(self, copy: Copy) -> None:
+    def hold(self, tiers: Tiers, copy: Copy) -> None:
         """Hold a fetched block for an acquire that waits for more blocks."""
-        copy.held += 1
+        tiers.host.hold(copy)
         self._held[copy.page] += 1
 
-    def note_saved(self, copies: Collection[Copy]) -> None:
-        """Queue puts of copies that are being saved to the host tier, depending on `write`."""
+    def note_saved(self, hashes: Collection[int]) -> None:
+        """Queue puts of blocks that are being saved to the host tier, depending on `write`."""
         if self.write == "through":
-            self._queue(copy.hash for copy in copies)
+            self._queue(hashes)
         elif self.write == "second_use":
-            self._queue(copy.hash for copy in copies if self._used.get(copy.hash, 0) > 1)
+            self._queue(hash for hash in hashes if self._used.get(hash, 0) > 1)
 
     def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None:
         """Count leased blocks, `num_fetched` of them for the first time since a fetch."""
@@ -267,8 +267,8 @@ class StoreTier:
             self._used[hash] = uses
             if uses == 2:
                 again.append(hash)
-        copies = tiers.host.copies
-        self._queue(h for h in again if h in copies and copies[h].stored is None)
+        pages, stored = tiers.host.pages, tiers.host.stored
+        self._queue(h for h in again if h in pages and pages[h] not in stored)
         while len(self._used) > 4 * self._pool.num_pages:
             self._used.popitem(last=False)
 
@@ -276,9 +276,11 @@ class StoreTier:
         """Return the host copies that must be put before their eviction."""
         if self.write != "back":
             return []
-        device = tiers.device.copies
+        device, stored = tiers.device.pages, tiers.host.stored
         return [
-            c for c in victims if c.stored is None and (c.hash not in device or c.hash in leaving)
+            c
+            for c in victims
+            if c.page not in stored and (c.hash not in device or c.hash in leaving)
         ]
 
     def put_later(self, copies: Collection[Copy]) -> None:
@@ -327,7 +329,7 @@ class StoreTier:
         if self._puts:
             self._wake_up()
 
-    def _queue(self, hashes: Iterator[int]) -> None:
+    def _queue(self, hashes: Iterable[int]) -> None:
         for hash in hashes:
             self._puts[hash] = None
             self._puts.move_to_end(hash)
@@ -411,11 +413,11 @@ class StoreTier:
         if shared is None:
             return
         with shared.lock:
-            tiers = shared.tiers
+            host = shared.tiers.host
             for hash in hashes:
-                copy = tiers.host.copies.get(hash)
-                if copy is not None and copy.stored is None and copy.arriving is None:
-                    copy.stored = False
+                page = host.pages.get(hash)
+                if page is not None and host.arriving(page) is None:
+                    host.stored.setdefault(page, False)
 
     def _ask(self, call: Callable[[], _Answer]) -> _Answer | None:
         """Call the store; return None if the call raises."""
@@ -480,25 +482,26 @@ class StoreTier:
         """Take the first queued copies whose saves have ended, and hold them."""
         taken: list[Copy] = []
         for hash in list(self._puts):
-            copy = tiers.host.copies.get(hash)
-            if copy is not None and copy.arriving is not None:
+            copy = tiers.host.find(hash)
+            if copy is not None and tiers.host.arriving(copy.page) is not None:
                 continue
             del self._puts[hash]
             if copy is None:
                 self.counts.shared_dropped += 1
-            elif copy.stored is None:
+            elif copy.page not in tiers.host.stored:
                 taken.append(copy)
-                copy.held += 1
+                tiers.host.hold(copy)
                 if len(taken) == self._piece:
                     break
         self._putting += len(taken)
         return taken
 
     def _take_copies(self, tiers: Tiers, hashes: Sequence[int]) -> list[Copy]:
-        copies = [copy for h in hashes if (copy := tiers.host.copies.get(h)) is not None]
-        taken = [copy for copy in copies if copy.stored is None and copy.arriving is None]
+        host = tiers.host
+        copies = [copy for hash in hashes if (copy := host.find(hash)) is not None]
+        taken = [c for c in copies if c.page not in host.stored and host.arriving(c.page) is None]
         for copy in taken:
-            copy.held += 1
+            host.hold(copy)
         self._putting += len(taken)
         return taken
 
@@ -520,7 +523,8 @@ class StoreTier:
                 for i, copy in enumerate(copies):
                     outcome = outcomes[i] if i < len(outcomes) else "failed"
                     outcome = outcome if outcome in _OUTCOMES else "failed"
-                    copy.stored = outcome in ("stored", "known")
+                    if tiers.host.has(copy):
+                        tiers.host.stored[copy.page] = outcome in ("stored", "known")
                     name = f"shared_{outcome}"
                     setattr(counts, name, getattr(counts, name) + 1)
                     counts.shared_put_bytes += self._block_bytes * (outcome == "stored")
@@ -628,9 +632,10 @@ class StoreTier:
         new = {}
         unused = []
         for hash, page, whole in zip(hashes, pages, arrived, strict=True):
-            if whole is True and current and hash not in tiers.host.copies:
-                new[hash] = copy = Copy(hash, page)
-                copy.stored = copy.fetched = True
+            if whole is True and current and hash not in tiers.host.pages:
+                new[hash] = page
+                tiers.host.stored[page] = True
+                tiers.host.fetched.add(page)
             else:
                 unused.append(page)
             if whole is True:

@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
 from .disk_blocks import DiskBlocks, DiskMove
-from .policies import Policy
+from .policies import Policy, untracked
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -40,56 +41,38 @@ _NO_HASHES: frozenset[int] = frozenset()
 _Result = TypeVar("_Result")
 
 
-class Copy:
-    """One block in one page of a pool.
+class Copy(NamedTuple):
+    """A block in a page of a pool; no other block is in the page while it is leased or held."""
 
-    Attributes
-    ----------
-    pins : number of leases
-    filled_by : completion that writes the block to the page, if in flight when the copy was made
-    used_by : in the host tier, the last transfer that accesses the page, if any; earlier transfers
-        end before it
-    held : in the host tier, number of puts to a shared store, writes to disk, and acquires that
-        wait for a prefix with this fetched block; a held copy is not evicted
-    write_failed : in the host tier, whether its last write to disk failed; then it is evicted
-        without
-    stored : True if a shared store has the block, False if a put failed, None if not yet put
-    fetched : whether the block came from a shared store and was not acquired since
-    """
+    hash: int
+    page: int
 
-    __slots__ = (
-        "fetched", "filled_by", "hash", "held", "page", "pins", "stored", "used_by", "write_failed",
-    )  # fmt: skip
 
-    def __init__(self, hash: int, page: int, filled_by: BlockCompletion | None = None) -> None:
-        self.hash = hash
-        self.page = page
-        self.pins = 0
-        self.filled_by = filled_by
-        self.used_by = filled_by
-        self.held = 0
-        self.write_failed = False
-        self.stored: bool | None = None
-        self.fetched = False
-
-    @property
-    def arriving(self) -> BlockCompletion | None:
-        """The completion that still writes the block, or None."""
-        return None if self.filled_by is None or self.filled_by.over else self.filled_by
-
-    @property
-    def touched(self) -> BlockCompletion | None:
-        """A transfer that may still access the page, or None."""
-        return None if self.used_by is None or self.used_by.over else self.used_by
+# Copy(*item) in less time: an insert makes thousands.
+copy_of: Callable[[tuple[int, int]], Copy] = partial(tuple.__new__, Copy)
 
 
 class PageTier:
     """The blocks in the pages of one pool.
 
+    There may be millions, so a block at rest has only an entry in `pages` and in `order`, of ints,
+    which garbage collections do not visit. The other dicts and sets have the pages that differ.
+
     Attributes
     ----------
     name : "device" or "host"
-    copies : by hash
+    pages : by hash
+    pins : number of leases, by leased page
+    held : in the host tier, by page, number of puts to a shared store, writes to disk, and acquires
+        that wait for a prefix with this fetched block; a held block is not evicted
+    filled_by : by page, the completion that writes the block to it, until it is settled
+    used_by : in the host tier, by page, the last transfer that accesses it, until it is settled;
+        earlier transfers end before it
+    write_failed : pages of the host tier whose last write to disk failed; then they are evicted
+        without
+    stored : by page of the host tier, whether a shared store has the block (True) or a put failed
+        (False), if it was put
+    fetched : pages whose blocks came from a shared store and were not acquired since
     order : eviction order of these hashes, except those in `aside`
     aside : places in the order, by hash, of leased blocks that an eviction met and removed from the
         order, so that later evictions need not skip them
@@ -100,10 +83,20 @@ class PageTier:
     def __init__(self, name: str, pool: Pool, order: Policy) -> None:
         self.name = name
         self.pool = pool
-        self.order = order
-        self.copies: dict[int, Copy] = {}
-        self.aside: dict[int, Any] = {}
+        self.pins: dict[int, int] = untracked({})
+        self.held: dict[int, int] = {}
         self.owned = np.zeros(pool.num_pages, np.bool_)
+        self._forget_all(order)
+
+    def _forget_all(self, order: Policy) -> None:
+        self.order = order
+        self.aside: dict[int, Any] = {}
+        self.pages: dict[int, int] = untracked({})
+        self.filled_by: dict[int, BlockCompletion] = {}
+        self.used_by: dict[int, BlockCompletion] = {}
+        self.stored: dict[int, bool] = untracked({})
+        self.fetched: set[int] = untracked(set())
+        self.write_failed: set[int] = untracked(set())
 
     @property
     def num_free(self) -> int:
@@ -116,16 +109,17 @@ class PageTier:
         Skips leased and held copies and the hashes in `keep`; `settled` also skips pages that
         transfers may access.
         """
+        pages, pins, held, used = self.pages, self.pins, self.held, self.used_by
         chosen: list[Copy] = []
         leased: list[int] = []
         for hash in self.order.victims() if count > 0 else ():
-            copy = self.copies[hash]
-            if copy.pins:
+            page = pages[hash]
+            if page in pins:
                 leased.append(hash)
-            elif copy.held:
+            elif page in held:
                 continue
-            elif hash not in keep and not (settled and copy.touched):
-                chosen.append(copy)
+            elif hash not in keep and not (settled and page in used and self.touched(page)):
+                chosen.append(copy_of((hash, page)))
                 if len(chosen) == count:
                     break
         if leased and (set_aside := getattr(self.order, "set_aside", None)) is not None:
@@ -134,54 +128,81 @@ class PageTier:
                     self.aside[hash] = place
         return chosen
 
-    def add(self, copies: Iterable[Copy]) -> None:
-        """Add blocks; the first one is evicted first."""
-        for copy in copies:
-            self.copies[copy.hash] = copy
-            self.order.add(copy.hash)
-            self.owned[copy.page] = True
+    def add(self, new: Mapping[int, int]) -> None:
+        """Add blocks, pages by hash; the first one is evicted first."""
+        for hash, page in new.items():
+            self.pages[hash] = page
+            self.order.add(hash)
+            self.owned[page] = True
 
-    def use(self, hashes: Sequence[int], new: Mapping[int, Copy]) -> None:
-        """Add `new` blocks and touch the others, from the last block of a prefix to the first.
+    def use(self, hashes: Sequence[int], new: Mapping[int, int]) -> None:
+        """Add `new` blocks, pages by hash, and touch the others, the last of a prefix first.
 
         A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
         """
-        copies, add, touch = self.copies, self.order.add, self.order.touch
+        pages, add, touch = self.pages, self.order.add, self.order.touch
         for hash in reversed(hashes):
-            if hash in copies:
+            if hash in pages:
                 self._put_back(hash)
                 touch(hash)
             elif hash in new:
-                copies[hash] = copy = new[hash]
-                self.owned[copy.page] = True
+                pages[hash] = page = new[hash]
+                self.owned[page] = True
                 add(hash)
 
-    def forget(self, copies: Iterable[Copy]) -> None:
+    def forget(self, copies: Sequence[Copy]) -> None:
         """Remove blocks from index and order. The cache keeps their pages."""
-        for copy in copies:
-            del self.copies[copy.hash]
-            self._put_back(copy.hash)
-            self.order.remove(copy.hash)
+        remove, pages = self.order.remove, [copy.page for copy in copies]
+        for hash, _ in copies:
+            del self.pages[hash]
+            self._put_back(hash)
+            remove(hash)
+        by_page: tuple[dict[int, Any], ...] = (self.filled_by, self.used_by, self.stored)
+        for known in by_page:
+            if known:
+                for page in pages:
+                    known.pop(page, None)
+        self.fetched.difference_update(pages)
+        self.write_failed.difference_update(pages)
 
     def _put_back(self, hash: int) -> None:
-        if hash in self.aside:
+        if self.aside and hash in self.aside:
             self.order.put_back(hash, self.aside.pop(hash))  # type: ignore[attr-defined]
 
     def clear(self, order: Policy) -> None:
         """Remove all blocks, and free the pages that are neither leased nor held."""
-        pages = [copy.page for copy in self.copies.values() if not copy.pins and not copy.held]
-        self.copies, self.aside, self.order = {}, {}, order
-        self.give_back(pages)
+        pages = self.pages.values()
+        self._forget_all(order)
+        self.free_unless_in_use(pages)
 
     def has(self, copy: Copy) -> bool:
         """Return whether the tier has this copy; False for another copy of the same block."""
-        return self.copies.get(copy.hash) is copy
+        return self.pages.get(copy.hash) == copy.page
+
+    def find(self, hash: int) -> Copy | None:
+        page = self.pages.get(hash)
+        return None if page is None else Copy(hash, page)
+
+    def arriving(self, page: int) -> BlockCompletion | None:
+        """Return the completion that still writes the block of a page, or None."""
+        return None if (last := self.filled_by.get(page)) is None or last.over else last
+
+    def touched(self, page: int) -> BlockCompletion | None:
+        """Return a transfer that may still access a page, or None."""
+        return None if (last := self.used_by.get(page)) is None or last.over else last
+
+    def hold(self, copy: Copy) -> None:
+        self.held[copy.page] = self.held.get(copy.page, 0) + 1
 
     def take(self, count: int) -> Pages:
         """Allocate pages; CacheFull if another user of the pool took them first."""
         pages = self.pool.allocator.alloc(count)
         self.owned[pages] = True
         return pages
+
+    def free_unless_in_use(self, pages: Iterable[int]) -> None:
+        """Free those pages of forgotten blocks that are neither leased nor held."""
+        self.give_back([page for page in pages if page not in self.pins and page not in self.held])
 
     def give_back(self, pages: Any) -> None:
         """Free pages; the pool holds back pages that a transfer accesses."""
@@ -212,10 +233,11 @@ class BlockCompletion:
 
     def __init__(
         self, kind: str, completion: Transfer | StreamCompletion, copies: Sequence[Copy],
-        sources: Iterable[BlockCompletion | None],
+        sources: Iterable[BlockCompletion | None], host_pages: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.kind = kind  # "load", "save" or "insert"
-        self.copies = copies  # destination copies; empty once done
+        self.copies = copies  # destination copies
+        self.host_pages = host_pages  # that a transfer accesses
         self.over = False  # known to be done or to have failed
         self.failure: BaseException | None = None
         self.num_bytes, self.seconds = 0, 0.0  # bytes moved and duration, once done
@@ -238,7 +260,7 @@ class BlockCompletion:
                 if not isinstance(completion, StreamCompletion):
                     self.num_bytes = completion.num_bytes
                     self.seconds = completion.elapsed_us / 1e6
-                self.over, self._completion, self._sources, self.copies = True, None, (), ()
+                self.over, self._completion, self._sources = True, None, ()
         except CaptureError:  # the caller may be capturing
             return False
         except KvcupyError as error:
@@ -386,7 +408,7 @@ class StoreTierProtocol(Protocol):
 
     def require_own_process(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
-    def note_saved(self, copies: Collection[Copy]) -> None: ...
+    def note_saved(self, hashes: Collection[int]) -> None: ...
     def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None: ...
     def wake(self) -> None: ...
     def unsent(
@@ -434,7 +456,7 @@ class Tiers:
         self.num_leased = 0  # counts each block once per lease
 
     def __contains__(self, hash: int) -> bool:
-        return hash in self.device.copies or hash in self.host.copies or self.on_disk(hash)
+        return hash in self.device.pages or hash in self.host.pages or self.on_disk(hash)
 
     def on_disk(self, hash: int) -> bool:
         return self.disk is not None and hash in self.disk.slots
@@ -442,31 +464,35 @@ class Tiers:
     def readable(self, hash: int) -> bool:
         """Return whether an acquire finds the block: a disk that fails is skipped for a while."""
         return (
-            hash in self.device.copies
-            or hash in self.host.copies
+            hash in self.device.pages
+            or hash in self.host.pages
             or (self.disk is not None and self.disk.available and hash in self.disk.slots)
         )
 
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
         """Return the device copies whose blocks no lower tier has."""
-        host = self.host.copies
+        host = self.host.pages
         return [c for c in copies if c.hash not in host and not self.on_disk(c.hash)]
 
-    def pin(self, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            copy.pins += 1
-            self.num_leased += 1
+    def pin(self, pages: Sequence[int]) -> None:
+        pins = self.device.pins
+        for page in pages:
+            pins[page] = pins.get(page, 0) + 1
+        self.num_leased += len(pages)
 
-    def unpin(self, copies: Sequence[Copy]) -> None:
-        """Unpin leased copies, and free the pages of copies that were forgotten meanwhile."""
+    def unpin(self, hashes: Sequence[int], pages: Sequence[int]) -> None:
+        """Unpin leased blocks, and free the pages of blocks that were forgotten meanwhile."""
+        pins, known = self.device.pins, self.device.pages
         orphans = []
-        for copy in copies:
-            copy.pins -= 1
-            self.num_leased -= 1
-            if not copy.pins and not self.device.has(copy):
-                orphans.append(copy.page)
+        for hash, page in zip(hashes, pages, strict=True):
+            if pins[page] > 1:
+                pins[page] -= 1
+            else:
+                del pins[page]
+                if known.get(hash) != page:
+                    orphans.append(page)
+        self.num_leased -= len(pages)
         self.device.give_back(orphans)
-        hashes = [copy.hash for copy in copies]
         self.device.use(hashes, {})
         self.host.use(hashes, {})
         if self.disk is not None:
@@ -475,17 +501,21 @@ class Tiers:
     def stats(self) -> dict[str, float]:
         """Return the statistics of `TieredCache.stats`."""
         return {
-            "device_blocks": len(self.device.copies),
-            "host_blocks": len(self.host.copies),
+            "device_blocks": len(self.device.pages),
+            "host_blocks": len(self.host.pages),
             "disk_blocks": 0 if self.disk is None else len(self.disk.slots),
             **counted(self.counts, self.disk, self.store),
         }
 
     def let_go(self, copy: Copy) -> None:
         """Release one hold on a host copy; free its page if it was forgotten meanwhile."""
-        copy.held -= 1
-        if not copy.held and not self.host.has(copy):
-            self.host.give_back([copy.page])
+        held = self.host.held
+        if held[copy.page] > 1:
+            held[copy.page] -= 1
+        else:
+            del held[copy.page]
+            if not self.host.has(copy):
+                self.host.give_back([copy.page])
 
     # --- In flight ---
 
@@ -502,6 +532,19 @@ class Tiers:
                 self.counts.save_s += completion.seconds
                 if self.store is not None:
                     self.store.wake()
+            self._end(completion)
+
+    def _end(self, completion: BlockCompletion) -> None:
+        """Forget which pages a completion has accessed."""
+        filled = (self.host if completion.kind == "save" else self.device).filled_by
+        used = self.host.used_by
+        for copy in completion.copies:
+            if filled.get(copy.page) is completion:
+                del filled[copy.page]
+        for page in completion.host_pages:
+            if used.get(page) is completion:
+                del used[page]
+        completion.copies = completion.host_pages = ()
 
     def drop(self, completion: BlockCompletion) -> None:
         """Forget the destination copies of a failed completion.
@@ -512,9 +555,10 @@ class Tiers:
         is_save = completion.kind == "save"
         tier = self.host if is_save else self.device
         self.in_flight.add_failed(completion)
-        copies, completion.copies = [copy for copy in completion.copies if tier.has(copy)], ()
+        filled = tier.filled_by
+        copies = [c for c in completion.copies if tier.has(c) and filled[c.page] is completion]
         tier.forget(copies)
-        tier.give_back([copy.page for copy in copies if not copy.pins and not copy.held])
+        tier.free_unless_in_use(copy.page for copy in copies)
         self.counts.lost += sum(copy.hash not in self for copy in copies)
         if is_save:
             self.counts.failed_saves += len(copies)
@@ -531,14 +575,15 @@ class Tiers:
             raise Blocked(allocator._wait_for_freed if oldest is None else oldest.synchronize)
 
     def require_arrived(self, copies: Iterable[Copy]) -> None:
-        """Raise Blocked if pages do not have their blocks yet."""
+        """Raise Blocked if pages of the host tier do not have their blocks yet."""
         for copy in copies:
-            if copy.arriving is not None:
-                raise Blocked(copy.arriving.synchronize)
+            if (arriving := self.host.arriving(copy.page)) is not None:
+                raise Blocked(arriving.synchronize)
 
     def stream_behind(self, copies: Iterable[Copy], after: Any) -> Any:
-        """Return a stream that waits for `after` and for streams that still write the copies."""
-        writers = {id(w): w for c in copies if (w := c.arriving) is not None and w.kind == "insert"}
+        """Return a stream behind `after` and streams that still write these device copies."""
+        arriving = [self.device.arriving(copy.page) for copy in copies]
+        writers = {id(w): w for w in arriving if w is not None and w.kind == "insert"}
         if not writers:
             return after
         device = self.engine.device
@@ -574,8 +619,8 @@ class Tiers:
             plan.victims = self.host.choose(min_pages - num_free, keep, settled=not wait)
         if wait:
             for copy in plan.victims[: max(0, required - num_free)]:
-                if copy.touched is not None:
-                    raise Blocked(copy.touched.synchronize)
+                if (touched := self.host.touched(copy.page)) is not None:
+                    raise Blocked(touched.synchronize)
             if plan.num_pages < count:
                 self.require_settled(self.host, num_free)
                 if self.disk is not None and (wait_for := self.disk.wait_for_others()) is not None:
@@ -603,8 +648,8 @@ class Tiers:
             self.require_arrived(unsent)
             raise Blocked(store.put_first(self, unsent))
         store.put_later(unsent)
-        staying = set(map(id, unsent))
-        plan.victims = [copy for copy in plan.victims if id(copy) not in staying]
+        staying = set(unsent)
+        plan.victims = [copy for copy in plan.victims if copy not in staying]
 
     def _require_written(
         self, victims: Sequence[Copy], disk: DiskBlocks, keep: Collection[int],
@@ -618,8 +663,8 @@ class Tiers:
             copy
             for copy in victims
             if copy.hash not in disk.slots
-            and (copy.hash not in self.device.copies or copy.hash in leaving)
-            and not copy.write_failed
+            and (copy.hash not in self.device.pages or copy.hash in leaving)
+            and copy.page not in self.host.write_failed
         ]
         if not unwritten or not disk.available:
             return
@@ -633,9 +678,11 @@ class Tiers:
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
         pages = self.host.take(plan.num_free)
+        stored = self.host.stored
+        unstored = [copy for copy in plan.victims if not stored.get(copy.page)]
         self.host.forget(plan.victims)
         self.counts.host_evicted += len(plan.victims)
-        self.counts.lost += sum(c.hash not in self and not c.stored for c in plan.victims)
+        self.counts.lost += sum(copy.hash not in self for copy in unstored)
         return np.concatenate((pages, _pages(plan.victims)))
 
     # --- Moves between host memory and disk ---
@@ -648,8 +695,8 @@ class Tiers:
         self.counts.disk_evicted += len(slots)
         self.counts.lost += sum(hash not in self for hash in slots)
         for copy in copies:
-            copy.held += 1
-        move = disk.begin_write({copy.hash: copy.page for copy in copies})
+            self.host.hold(copy)
+        move = disk.begin_write(dict(copies))
         move.copies = copies
         return move
 
@@ -659,7 +706,9 @@ class Tiers:
         self.disk.land(move)
         if not move.is_read:
             for copy in move.copies:
-                copy.write_failed = copy.hash in move.failed
+                if self.host.has(copy):
+                    failed = self.host.write_failed
+                    (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
                 self.let_go(copy)
             self.disk.finish(move)
 
@@ -681,25 +730,28 @@ class Tiers:
                 return self.evict_from_device(first, keep)
             pages = self.evict_from_host(plan)
             saved = self.save_or_free(saves[len(saves) - len(pages) :], pages, None)
-            self.host.add(saved.values())
+            self.host.add(saved)
         self.device.give_back(self.remove_from_device(victims))
         return len(victims)
 
-    def save(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
-        """Queue a save of device copies; return the new host copies, not yet added to the tier."""
+    def save(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, int]:
+        """Queue a save of device copies; return the host pages by hash, not yet in the tier."""
         if not copies:
             return {}
         transfer = self.engine.save(_pages(copies), pages, after=self.stream_behind(copies, after))
-        sources = [copy.arriving for copy in copies]
-        saved = [Copy(c.hash, page) for c, page in zip(copies, pages.tolist(), strict=True)]
-        completion = self.in_flight.add(BlockCompletion("save", transfer, saved, sources))
-        for copy in saved:
-            copy.filled_by = copy.used_by = completion
+        sources = [self.device.arriving(copy.page) for copy in copies]
+        targets = pages.tolist()
+        hashes = [copy.hash for copy in copies]
+        saved = list(map(copy_of, zip(hashes, targets, strict=True)))
+        completion = BlockCompletion("save", transfer, saved, sources, targets)
+        self.in_flight.add(completion)
+        self.host.filled_by.update(dict.fromkeys(targets, completion))
+        self.host.used_by.update(dict.fromkeys(targets, completion))
         if self.store is not None:
-            self.store.note_saved(saved)
-        return {copy.hash: copy for copy in saved}
+            self.store.note_saved(hashes)
+        return dict(saved)
 
-    def save_or_free(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
+    def save_or_free(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, int]:
         """Queue a save; free the host pages on an exception."""
         try:
             return self.save(copies, pages, after)
