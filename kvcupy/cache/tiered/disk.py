@@ -178,7 +178,6 @@ class DiskBlocks:
         self, slots: Sequence[int], hashes: Sequence[int], pages: Sequence[int]
     ) -> list[OSError | None]:
         """Write host pages to slots; return the error of each block, or None."""
-        self._announce("write to disk", pages, is_read=True)
         return self._file.write_many([
             (slot, hash, self._memory(page))
             for slot, hash, page in zip(slots, hashes, pages, strict=True)
@@ -186,7 +185,7 @@ class DiskBlocks:
 
     def _read(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]:
         """Read blocks into host pages; return whether each is whole."""
-        self._announce("read from disk", pages, is_read=False)
+        self.announce("read from disk", pages, is_read=False)
         whole = self._file.read_many([
             (self.slots[hash], hash, self._memory(page))
             for hash, page in zip(hashes, pages, strict=True)
@@ -194,7 +193,7 @@ class DiskBlocks:
         self._pool.note_written()
         return whole
 
-    def _announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
+    def announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
         """Notify order checkers that the CPU reads or writes pages."""
         if observe.order_observers:
             parts = (*self._pool.parts, *self._pool.scale_parts)

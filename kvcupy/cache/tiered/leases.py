@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ... import observe
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers
@@ -58,6 +59,10 @@ class Lease(ProcessLocal):
         self.pages.flags.writeable = False
         self.num_blocks = len(copies)
         self.released = False
+        if observe.order_observers:
+            for copy in copies:
+                if copy.filled_by is not None:
+                    observe.handed_around(copy.filled_by)
         # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
         arriving = {id(b): b for c in copies if (b := c.filled_by) is not None and not b.over}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from ... import metrics
-from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
+from ... import metrics, observe
+from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError, device_failure
 from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
@@ -215,6 +215,7 @@ class BlockCompletion:
         """Return whether it has ended, including after a failure, which is recorded."""
         completion = self._completion
         if self.over or completion is None:
+            self._handed_around()
             return True
         try:
             arrived = completion.done() and all([source.done() for source in self._sources])
@@ -225,6 +226,7 @@ class BlockCompletion:
                 if not isinstance(completion, StreamCompletion):
                     self.num_bytes = completion.num_bytes
                     self.seconds = completion.elapsed_us / 1e6
+                self._handed_around()
                 self.over, self._completion, self._sources, self.copies = True, None, (), ()
         except CaptureError:  # the caller may be capturing
             return False
@@ -272,11 +274,18 @@ class BlockCompletion:
         self._raise_known_failure()
         if self._completion is not None:
             self._raise_failure_of_sources()
+        else:
+            self._handed_around()
         return self._completion
+
+    def _handed_around(self) -> None:
+        """Announce that a thread which finds this over is behind the one that has noted it."""
+        if observe.order_observers:
+            observe.handed_around(self)
 
     def _raise_known_failure(self) -> None:
         if self.failure is not None:
-            raise DeviceError(f"the blocks have not arrived: {self.failure}") from self.failure
+            raise device_failure(f"the blocks have not arrived: {self.failure}", self.failure)
 
     def _raise_failure_of_sources(self) -> None:
         """Raise DeviceError if source pages are known not to hold their blocks."""
@@ -369,6 +378,7 @@ class StoreTierProtocol(Protocol):
     """
 
     def require_own_process(self) -> None: ...
+    def raise_order_error(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def note_saved(self, copies: Collection[Copy]) -> None: ...
     def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None: ...
@@ -591,8 +601,12 @@ class Tiers:
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
         pages = self.host.take(plan.num_free)
-        if self.disk is not None:
-            self.write(self.disk, plan.writes, plan.slots)
+        try:
+            if self.disk is not None:
+                self.write(self.disk, plan.writes, plan.slots)
+        except BaseException:
+            self.host.give_back(pages)
+            raise
         self.host.forget(plan.victims)
         self.counts.host_evicted += len(plan.victims)
         self.counts.lost += sum(c.hash not in self and not c.stored for c in plan.victims)
@@ -602,6 +616,7 @@ class Tiers:
         self, disk: DiskBlocks, copies: Sequence[Copy], slots: Sequence[int]
     ) -> dict[int, OSError]:
         """Write host copies to disk, replacing the blocks `slots`; return the errors by hash."""
+        disk.announce("write to disk", [copy.page for copy in copies], is_read=True)  # may raise
         disk.evict(slots)
         self.counts.disk_evicted += len(slots)
         self.counts.lost += sum(hash not in self for hash in slots)
@@ -685,7 +700,11 @@ class SharedTiers:
         """Hold the lock. The tiers may be closed, and are not settled."""
         self._require_own_process()
         with self._lock:
+            if observe.order_observers:
+                observe.handed_around(self)
             yield self._tiers
+            if observe.order_observers:
+                observe.handed_around(self)
 
     @contextmanager
     def opened(self) -> Iterator[Tiers]:
@@ -694,8 +713,14 @@ class SharedTiers:
         with self._lock:
             if self.closed:
                 raise KvcupyError("the cache is closed")
+            if self._tiers.store is not None:
+                self._tiers.store.raise_order_error()
+            if observe.order_observers:
+                observe.handed_around(self)
             self._tiers.settle()
             yield self._tiers
+            if observe.order_observers:
+                observe.handed_around(self)
 
     def _require_own_process(self) -> None:
         """Raise KvcupyError in a forked child, where another thread may hold the lock for ever."""

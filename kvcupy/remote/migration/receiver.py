@@ -19,7 +19,7 @@ from ... import metrics, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.pages import Pages, page_array
 from ...cache.pool import positive_int
-from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
+from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError, transfer_failure
 from ...observe import Operation
 from ...streams import stream_after
 from . import protocol
@@ -719,7 +719,7 @@ class Pull(ProcessLocal):
 
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
-            raise TransferError(str(failure), failure.reason) from failure
+            raise transfer_failure(str(failure), failure.reason, failure)
 
     # --- For the receiver, and its threads ---
 
@@ -832,10 +832,9 @@ def _as_transfer_error(error: BaseException, where: str) -> TransferError:
         return error
     if isinstance(error, TimeoutError):
         failure = TransferError(f"{where}: the deadline has passed", "late")
-    else:
-        failure = TransferError(f"{where}: {error or type(error).__name__}", "lost")
-    failure.__cause__ = error
-    return failure
+        failure.__cause__ = error
+        return failure
+    return transfer_failure(f"{where}: {error or type(error).__name__}", "lost", error)
 
 
 def _difference(own: Any, theirs: Any) -> str:

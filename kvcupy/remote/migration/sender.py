@@ -25,7 +25,7 @@ from ...cache.hazards import StreamCompletion
 from ...cache.pages import Pages, hash_list
 from ...cache.pool import positive_int
 from ...config import cache_logger
-from ...errors import CaptureError, KvcupyError, TransferError
+from ...errors import CaptureError, KvcupyError, OrderError, TransferError
 from ...ops import checks
 from ...streams import stream_after
 from . import protocol
@@ -161,6 +161,7 @@ class PageSender(Endpoint):
         self._to_abort: list[tuple[float, _Offer, Channel]] = []  # if still blocked at that time
         self._wakes_at = 0.0  # next wakeup of the keeper thread, by time.monotonic
         self._counts: Counter[str] = Counter()
+        self._order_error: OrderError | None = None  # of a thread, not raised yet
         self._server, listening = address.listen()
         self.address = str(listening)
         self._advertised = self.address if advertised is None else str(advertised)
@@ -303,6 +304,7 @@ class PageSender(Endpoint):
         Also legal after the offer has ended: its pages are freed once all layers are announced.
         """
         number = self._pool.layer_number(layer)
+        self._raise_order_error()
         offer = self._offer_of(ticket)
         if offer is None:
             return
@@ -325,6 +327,7 @@ class PageSender(Endpoint):
         TypeError : `ticket` is not bytes
         TransferError : `ticket` is from another sender
         """
+        self._raise_order_error()
         offer = self._offer_of(ticket)
         if offer is None or offer.ended:
             return False
@@ -377,6 +380,7 @@ class PageSender(Endpoint):
             self._engine.close(deadline)
             if self._unlink is not None:
                 self._unlink()
+        self._raise_order_error()
 
     def _close_in_child(self) -> None:
         """Close inherited sockets in a forked child, without ending the parent's offers."""
@@ -619,10 +623,11 @@ class PageSender(Endpoint):
         try:
             peer = request[PULL_HEAD.size :]
             self._move(channel, offer, heads, run_pages, peer, waits=bool(waits))
-        except TransferError as error:
+        except (OrderError, TransferError) as error:
+            failure = self._failed(offer, error) if isinstance(error, OrderError) else error
             self._leave(channel, offer, "refused_pulls")
             with suppress(Lost, TimeoutError):
-                channel.refuse(error.reason, str(error), time.monotonic() + 1)
+                channel.refuse(failure.reason, str(failure), time.monotonic() + 1)
             return False
         except (Lost, TimeoutError) as error:
             cache_logger.info("incomplete pull from %s: %s", self.address, error)
@@ -752,8 +757,23 @@ class PageSender(Endpoint):
             self._end(offer, "failed")
             raise TransferError(f"the write of layer {layer} failed: {failure}", "failed")
         if is_done and observe.order_observers and self._staging is None:
-            observe.touched_by_host("send pages", accesses(self._pool, offer.pages, layer))
+            try:
+                observe.touched_by_host("send pages", accesses(self._pool, offer.pages, layer))
+            except OrderError as error:
+                raise self._failed(offer, error) from error
         return is_done
+
+    def _failed(self, offer: _Offer, error: OrderError) -> TransferError:
+        """End an offer; return the error for the receiver. The next call here raises the other."""
+        self._order_error = error
+        self._end(offer, "failed")
+        return TransferError(str(error), "failed")
+
+    def _raise_order_error(self) -> None:
+        """Raise, once, the OrderError of a thread that was to send pages."""
+        error, self._order_error = self._order_error, None
+        if error is not None:
+            raise OrderError(error.report)
 
 
 _COUNTS = (
