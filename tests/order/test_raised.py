@@ -15,6 +15,7 @@ from tiered_cases import Blocks
 from tiered_store_cases import MemoryStore, SharedBlocks, names
 
 import kvcupy as kv
+from kvcupy.cache.tiered.disk_format import Layout
 
 
 @pytest.fixture
@@ -192,6 +193,37 @@ def test_what_the_disk_tier_is_about_to_read_or_write(device, other, tmp_path, c
     blocks.settle()
     blocks.assert_no_leak()
     blocks.cache.close()
+
+
+def test_a_full_disk_loses_no_block_to_one_that_is_not_written(device, other, tmp_path):
+    """An eviction that takes a free host page, and the slot of another block on disk."""
+    page_bytes = pool_of(device, 1, layout="page_first", placement="pinned").page_bytes
+    disk_bytes = Layout(2, page_bytes).num_bytes
+    blocks = Blocks(device, 4, 3, disk=tmp_path / "blocks", disk_bytes=disk_bytes, write="back")
+    cache, host = blocks.cache, blocks.host_pool.allocator
+    with kv.order_checker():
+        blocks.insert([5, 6])
+        blocks.evict_all()
+        cache.flush()
+        host.free(cache.take_host_pages(3))  # both go to disk
+        blocks.insert([1, 2])
+        blocks.evict_all()
+        cache.flush()
+        blocks.insert([3, 4])
+        device.synchronize()
+        written_on(other, blocks.host_pool)
+        before = stats(blocks)
+        assert (before["host_blocks"], before["disk_blocks"], host.num_free) == (2, 2, 1)
+        with pytest.raises(kv.OrderError):
+            cache.evict(2)
+        assert stats(blocks) == before and host.num_free == 1
+        assert cache.match([5, 6]).disk == 2
+        other.synchronize()
+        cache.evict(2)
+        assert cache.match([5, 6]).disk < 2
+    blocks.settle()
+    blocks.assert_no_leak()
+    cache.close()
 
 
 class AnnouncingStore(MemoryStore):
