@@ -59,13 +59,13 @@ class Lease(ProcessLocal):
         self.pages.flags.writeable = False
         self.num_blocks = len(copies)
         self.released = False
-        if observe.order_observers:
-            for copy in copies:
-                if copy.filled_by is not None:
-                    observe.handed_around(copy.filled_by)
         # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
         arriving = {id(b): b for c in copies if (b := c.filled_by) is not None and not b.over}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
+        if observe.order_observers:
+            for copy in copies:
+                if copy.filled_by is not None:  # found over, perhaps by another thread
+                    observe.handed_around(copy.filled_by)
         self._shared = shared
         self._copies = copies
 

@@ -272,11 +272,12 @@ class BlockCompletion:
     def _pending(self) -> Transfer | StreamCompletion | None:
         """Return the completion that a stream has to wait for, or None."""
         self._raise_known_failure()
-        if self._completion is not None:
+        completion = self._completion  # another thread may note meanwhile that it is over
+        if completion is not None:
             self._raise_failure_of_sources()
         else:
             self._handed_around()
-        return self._completion
+        return completion
 
     def _handed_around(self) -> None:
         """Announce that a thread which finds this over is behind the one that has noted it."""
