@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 
 import pytest
+import test_tiered_threads
 
 import kvcupy as kv
 
@@ -493,6 +494,17 @@ def test_pages_that_one_thread_frees_and_another_allocates(device):
         with kv.declare(writes=pool, stream=streams[1]):
             pass
         thread.join()
+    assert checker.reports == []
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_cache_from_before_the_block(device, tmp_path, monkeypatch, write):
+    """Its locks are silent; it says itself which thread is behind which."""
+    blocks = test_tiered_threads.Blocks(device, 24, 40, write=write)
+    device.synchronize()
+    monkeypatch.setattr(test_tiered_threads, "Blocks", lambda *_, **options: blocks)
+    with kv.order_checker("record") as checker:
+        test_tiered_threads.test_many_threads(device, tmp_path, write, with_disk=False)
     assert checker.reports == []
 
 
