@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ... import observe
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .disk_blocks import DiskMove
@@ -62,6 +63,10 @@ class Lease(ProcessLocal):
         # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
         arriving = {id(b): b for c in copies if (b := c.filled_by) is not None and not b.over}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
+        if observe.order_observers:
+            for copy in copies:
+                if copy.filled_by is not None:  # found over, perhaps by another thread
+                    observe.handed_around(copy.filled_by)
         self._shared = shared
         self._copies = copies
 

@@ -23,7 +23,7 @@ from ...cache.pages import Pages, page_array
 from ...cache.pool import positive_int
 from ...cache.threads import Latch, Waiters
 from ...config import cache_logger
-from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
+from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError, transfer_failure
 from ...observe import Operation
 from ...streams import stream_after
 from . import protocol
@@ -773,7 +773,7 @@ class Pull(ProcessLocal):
 
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
-            raise TransferError(str(failure), failure.reason) from failure
+            raise transfer_failure(str(failure), failure.reason, failure)
 
     # --- For the receiver, and its threads ---
 

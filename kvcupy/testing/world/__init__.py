@@ -108,7 +108,7 @@ def _import_scope() -> None:
 
 @contextmanager
 def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simulated]:
-    """Replace the modules of kvcupy's code with those of a new world.
+    """Replace the modules of kvcupy's code with modules of a new world.
 
     Nothing outside the world may use `kvcupy.remote` or `kvcupy.cache` meanwhile.
     """
