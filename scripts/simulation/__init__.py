@@ -12,5 +12,6 @@ PROTOCOLS: dict[str, Callable[[Any], object]] = {
     "redis": stores.redis,
     "mooncake": stores.mooncake_store,
     "disk": tiered.tiered_disk,
+    "shared_tiers": tiered.shared_tiers,
     "interrupts": interrupts.interrupts,
 }

@@ -164,7 +164,10 @@ def pull_once(
 
 
 def disturb(
-    world: Simulated, history: History, processes: list[Process], addresses: list[tuple[str, int]]
+    world: Simulated,
+    history: History,
+    processes: list[Process],
+    addresses: list[str | tuple[str, int]],
 ) -> None:
     """Let processes, connections and strangers fail or attack now and then."""
     draw = world.random
@@ -196,9 +199,10 @@ def disturb(
             victim.kill()
 
 
-def stranger(world: Simulated, address: tuple[str, int], kind: str) -> None:
+def stranger(world: Simulated, address: str | tuple[str, int], kind: str) -> None:
     """Connect without being a receiver."""
-    connection = world.socket.socket()
+    is_unix = isinstance(address, str)
+    connection = world.socket.socket(world.socket.AF_UNIX if is_unix else world.socket.AF_INET)
     connection.settimeout(1.0)
     try:
         connection.connect(address)
@@ -218,8 +222,9 @@ def migration(world: Simulated) -> Any:
     for i in range(draw.randint(1, 2)):
         process = world.process(f"sender{i}")
         port = 9000 + i
-        addresses.append(("127.0.0.1", port))
-        listen = f"tcp:127.0.0.1:{port}"
+        is_unix = draw.random() < 0.3
+        addresses.append(f"/run/sender{i}" if is_unix else ("127.0.0.1", port))
+        listen = f"unix:/run/sender{i}" if is_unix else f"tcp:127.0.0.1:{port}"
         process.start(
             run_sender,
             world,

@@ -186,7 +186,7 @@ def test_tiers_keep_the_bytes(device, tmp_path):
             want = before[:, :, pages[hashes[0]]]
             np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], want)
             lease.release()
-    assert "nvfp4" in inspect(tmp_path / "blocks.kv")["formats"]
+    assert "nvfp4" in inspect(tmp_path / "blocks.kv")["format"]
     with pytest.raises(ValueError, match="disk"):  # int4 has as many bytes
         kv.TieredCache(
             new_pool(device, "int4"), new_pool(device, "int4", 2, placement="pinned"),

@@ -116,6 +116,8 @@ class Network:
 
     def _hold(self) -> None:
         for each in self.connections:
+            if each.family == real_socket.AF_UNIX:  # within one machine
+                continue
             held = each.process in self.silent or each.peer_process in self.silent
             each.inbox.is_held = each.outbox.is_held = held
 
@@ -216,15 +218,26 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
             if listener is None or listener.is_closed or listener.queue is None:
                 self._sleep(network.latency_s)
                 raise ConnectionRefusedError(111, "Connection refused")
-            seconds = _CONNECT_TIMEOUT_S if self.timeout is None else self.timeout
+            is_unix = self.family == real_socket.AF_UNIX
+            seconds = self._timeout(real_socket.SO_SNDTIMEO)
+            if is_unix and self.timeout is not None:
+                seconds = 0.0  # connecting to a full backlog fails at once
+            elif seconds is None:
+                seconds = _CONNECT_TIMEOUT_S
             deadline = world.now + seconds
+            if not is_unix:
+                self._sleep(min(network.latency_s, seconds))
             both = {self.process, listener.process}
-            self._sleep(min(network.latency_s, seconds))
             is_taken = world.wait(
-                lambda: not (network.silent & both) and len(listener.queue) < listener.backlog,
+                lambda: (
+                    (is_unix or not network.silent & both)
+                    and len(listener.queue) < listener.backlog
+                ),
                 deadline,
             )
             if not is_taken:
+                if is_unix:
+                    raise BlockingIOError(11, "Resource temporarily unavailable")
                 raise TimeoutError("timed out")
             if listener.is_closed:
                 raise ConnectionRefusedError(111, "Connection refused")

@@ -304,7 +304,11 @@ class World:
         """Return whether no task runs, or the run is over: simulated calls then do nothing."""
         if self.is_over:
             self.now += 1.0  # ends what waits with a deadline
-        if self.is_over and greenlet.getcurrent() is not self.hub:
+        try:
+            is_in_task = greenlet.getcurrent() is not self.hub
+        except RuntimeError:  # at the exit of the interpreter
+            return True
+        if self.is_over and is_in_task:
             self._late_calls += 1
             if self._late_calls > 2 * _MAX_LATE_CALLS:  # a loop that catches every exception
                 _abandoned.append(greenlet.getcurrent())
