@@ -182,8 +182,9 @@ class AcquirePlan:
 
 
 class DiskReads:
-    """The blocks that an acquire has read from disk, in host pages that it owns until its end.
+    """The blocks that an acquire has read from disk, in host pages that it holds until its end.
 
+    The host tier may get the blocks before that, and evicts none that is held.
     Acquires read one after the other (`SharedTiers.disk_turn`): each block is read once, and none
     waits for pages of another that waits for its own.
     """
@@ -204,26 +205,29 @@ class DiskReads:
         """Read the blocks, without the lock; damaged ones are forgotten by the disk tier."""
         move = self._moves[-1]
         self._shared.carry_out(move)
-        self.arrived |= {hash: Copy(hash, move.pages[hash]) for hash in move.arrived}
+        for hash in move.arrived:
+            copy = Copy(hash, move.pages[hash])
+            copy.held = 1
+            self.arrived[hash] = copy
         self.unreadable |= move.failed.keys()
 
     def become_host_blocks(self, tiers: Tiers) -> None:
         """Give the blocks to the host tier, which may evict them like others."""
         tiers.host.use(list(self.arrived), self.arrived)
-        self._free_unused(tiers)
+        self._let_go(tiers)
 
     def give_back(self) -> None:
         """Free the pages whose blocks the host tier did not get."""
         with self._shared.lock:
-            tiers = self._shared.tiers
-            self._free_unused(tiers)
+            self._let_go(self._shared.tiers)
 
-    def _free_unused(self, tiers: Tiers) -> None:
+    def _let_go(self, tiers: Tiers) -> None:
         assert tiers.disk is not None
         copies, self.arrived = self.arrived, {}
+        for copy in copies.values():
+            tiers.let_go(copy)
         for move in self._moves:
-            taken = {h for h in move.arrived if h in copies and tiers.host.has(copies[h])}
-            tiers.host.give_back([page for h, page in move.pages.items() if h not in taken])
+            tiers.host.give_back([page for h, page in move.pages.items() if h not in copies])
             tiers.disk.finish(move)
         self._moves = []
 

@@ -49,8 +49,8 @@ class Copy:
     filled_by : completion that writes the block to the page, if in flight when the copy was made
     used_by : in the host tier, the last transfer that accesses the page, if any; earlier transfers
         end before it
-    held : in the host tier, number of puts to a shared store, writes to disk, and acquires that
-        wait for a prefix with this fetched block; a held copy is not evicted
+    held : in the host tier, number of puts to a shared store, moves from or to disk, and acquires
+        that wait for a prefix with this fetched block; a held copy is not evicted
     write_failed : in the host tier, whether its last write to disk failed; then it is evicted
         without
     stored : True if a shared store has the block, False if a put failed, None if not yet put
