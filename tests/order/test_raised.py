@@ -226,6 +226,52 @@ def test_a_full_disk_loses_no_block_to_one_that_is_not_written(device, other, tm
     cache.close()
 
 
+def test_pages_that_blocks_from_disk_are_read_to(device, other, tmp_path):
+    """The acquire loses no block, and holds no page."""
+    blocks = Blocks(device, 4, 2, disk=tmp_path / "blocks", disk_bytes=1 << 16, write="back")
+    cache, host = blocks.cache, blocks.host_pool.allocator
+    device.synchronize()
+    with kv.order_checker():
+        blocks.insert([1, 2])
+        blocks.evict_all()
+        host.free(cache.take_host_pages(2))  # both go to disk
+        written_on(other, blocks.host_pool)
+        with pytest.raises(kv.OrderError):
+            cache.acquire([1, 2])
+        assert cache.match([1, 2]).disk == 2 and host.num_free == 2
+        other.synchronize()
+        blocks.use([1, 2], known=2)
+    blocks.settle()
+    blocks.assert_no_leak()
+    cache.close()
+
+
+def test_the_thread_of_the_shared_store_writes_to_disk(device, other, tmp_path):
+    """It makes space for what it fetches; the next call raises, and the fetch is dropped."""
+    options = {"disk": tmp_path / "blocks", "disk_bytes": 1 << 16, "shared_write": "second_use"}
+    blocks = SharedBlocks(device, 4, 2, write="back", **options)
+    cache = blocks.cache
+    device.synchronize()
+    with kv.order_checker() as checker:
+        blocks.publish(3, 4)
+        blocks.insert(names(1, 2))
+        blocks.evict_all()
+        cache.flush()
+        written_on(other, blocks.host_pool)
+        cache.prefetch(names(3, 4))
+        poll(lambda: blocks.tier._order_error, PATIENCE_S)
+        with pytest.raises(kv.OrderError) as caught:
+            cache.prefetch(names(3))
+        assert caught.value.report is checker.reports[0]
+        other.synchronize()
+        assert cache.match(names(1, 2)).host == 2
+        blocks.use(names(3, 4), known=2)
+        blocks.use(names(1, 2), known=2)
+    blocks.settle()
+    blocks.assert_no_leak()
+    cache.close()
+
+
 class AnnouncingStore(MemoryStore):
     """Announces what it reads, as `kv.SharedStore` does, once it is let."""
 

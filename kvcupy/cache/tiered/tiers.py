@@ -771,8 +771,7 @@ class SharedTiers:
     def opened(self) -> Tiers:
         """Settle the tiers, and return them. KvcupyError if the cache is closed.
 
-        An OrderError of a call of the store in the background is raised, once. The caller holds the
-        lock.
+        An OrderError of the store's thread is raised, once. The caller holds the lock.
         """
         if self.closed:
             raise KvcupyError("the cache is closed")
