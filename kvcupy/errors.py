@@ -62,8 +62,36 @@ class OrderError(KvcupyError):
     """Work touches the same bytes as earlier work with nothing that orders it; see `report`."""
 
     def __init__(self, report: Any) -> None:
-        super().__init__(str(report))
+        Exception.__init__(self, str(report))
         self.report = report
+
+
+class DeviceOrderError(OrderError, DeviceError):
+    """An OrderError in the background, where a DeviceError is raised for other failures."""
+
+
+class TransferOrderError(OrderError, TransferError):
+    """An OrderError in the background of a transfer between processes."""
+
+    reason = "failed"
+
+
+def device_failure(message: str, cause: BaseException | None) -> DeviceError:
+    """Return what waiting for failed work raises: also an OrderError, if that is the cause."""
+    failure = DeviceOrderError(cause.report) if isinstance(cause, OrderError) else DeviceError()
+    failure.args, failure.__cause__ = (message,), cause
+    return failure
+
+
+def transfer_failure(message: str, reason: str, cause: BaseException) -> TransferError:
+    """Return what waiting for a failed transfer raises, as `device_failure` does."""
+    failure: TransferError
+    if isinstance(cause, OrderError):
+        failure = TransferOrderError(cause.report)
+    else:
+        failure = TransferError(message, reason)
+    failure.args, failure.__cause__ = (message,), cause
+    return failure
 
 
 class OrderWarning(RuntimeWarning):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -167,8 +167,15 @@ class OrderObserver:
     def synchronized(self, point: Any) -> None:
         """Note that the host is behind an event, a stream, or all streams of a device."""
 
+    def polled(self, point: Any) -> Callable[[], object]:
+        """Return what to call where the answer that an event or a stream is done is used."""
+        return lambda: self.synchronized(point)
+
     def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
         """Note that the calling thread itself is about to read or write arrays; may raise."""
+
+    def check(self, operation: Operation) -> None:
+        """Raise if `before` would raise for an operation; note nothing."""
 
     def calls(self, operation: Operation, function: Callable[[], object]) -> Callable[[], object]:
         """Return what a stream is to call in place of a host function."""
@@ -185,6 +192,21 @@ class OrderObserver:
 
     def lent(self, memory: ArrayView, stream: Any) -> None:
         """Note that work which comes next on `stream` may write to memory; may raise."""
+
+    def handed_over(self, thing: Any) -> None:
+        """Note that a thread which takes `thing` from now on is behind the calling thread."""
+
+    def taken_over(self, thing: Any) -> None:
+        """Note that the calling thread is behind all that have handed `thing` over."""
+
+    def thread_starts(self, thread: threading.Thread) -> None:
+        """Note that the user's code on the calling thread starts another thread."""
+
+    def thread_runs(self, thread: threading.Thread) -> None:
+        """Note that the calling thread is `thread`, which begins to run."""
+
+    def thread_ended(self, thread: threading.Thread) -> None:
+        """Note that the calling thread knows that another thread has ended."""
 
 
 observers: tuple[Observer, ...] = ()
@@ -251,9 +273,98 @@ def waited(stream: Any, event: Any) -> None:
 
 
 def synchronized(point: Any) -> None:
-    """Announce that the host has waited for an event, a stream or a device, or found it done."""
+    """Announce that the calling thread has waited for an event, a stream or a device."""
     for observer in order_observers:
         observer.synchronized(point)
+
+
+class _Done(int):
+    """True, as the answer of a poll: the program is ordered behind the work where it tests it."""
+
+    def __new__(cls, uses: list[Callable[[], object]]) -> _Done:
+        done = super().__new__(cls, True)
+        done._uses = uses
+        return done
+
+    _uses: list[Callable[[], object]]
+
+    def __bool__(self) -> bool:
+        for use in self._uses:
+            use()
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return bool(self) != other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __index__(self) -> int:
+        return int(bool(self))
+
+    __int__ = __index__
+
+    def __hash__(self) -> int:
+        return hash(True)
+
+    def __repr__(self) -> str:
+        return "True"
+
+
+def found_done(point: Any) -> bool:
+    """Return True, which announces where it is tested that an event or a stream was found done."""
+    answer: Any = _Done([observer.polled(point) for observer in order_observers])
+    return answer  # type: ignore[no-any-return]
+
+
+def handed_over(thing: Any) -> None:
+    """Announce that threads which take `thing` over from now on are behind the calling thread."""
+    for observer in order_observers:
+        observer.handed_over(thing)
+
+
+def taken_over(thing: Any) -> None:
+    """Announce that the calling thread is behind those that have handed `thing` over."""
+    for observer in order_observers:
+        observer.taken_over(thing)
+
+
+def handed_around(thing: Any) -> None:
+    """Announce that threads use `thing` one after another, each behind the earlier ones."""
+    taken_over(thing)
+    handed_over(thing)
+
+
+def ordering(lock: threading.Lock) -> AbstractContextManager[object]:
+    """Return a lock for `with` that orders its holders, also if it is older than the checker."""
+    return _OrderingLock(lock) if order_observers else lock
+
+
+class _OrderingLock:
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        taken_over(self._lock)
+
+    def __exit__(self, *_: object) -> None:
+        handed_over(self._lock)
+        self._lock.release()
+
+
+def check(operation: Operation) -> None:
+    """Raise what announcing an operation would raise to order checkers; announce nothing."""
+    for observer in order_observers:
+        observer.check(operation)
 
 
 def touched_by_host(name: str, reads: Iterable[Access], writes: Iterable[Access] = ()) -> None:

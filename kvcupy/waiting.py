@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from . import observe
+
 _Result = TypeVar("_Result")
 
 
@@ -30,6 +32,8 @@ class Waiters:
 
     def notify(self) -> None:
         """Wake all waiting threads. The caller holds the lock."""
+        if observe.order_observers:
+            observe.handed_over(self)
         for each in self._waiting:
             if each.locked():  # else woken already, before an interrupt
                 each.release()
@@ -40,6 +44,8 @@ class Waiters:
 
         Only for waits that nothing interrupts: no wait of the main thread.
         """
+        if observe.order_observers:
+            observe.handed_over(self)
         if self._waiting:
             self._waiting.pop(0).release()
 
@@ -52,6 +58,8 @@ class Waiters:
         while True:
             with self._lock:
                 result = condition()
+                if result and observe.order_observers:
+                    observe.taken_over(self)
                 seconds = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 if result or seconds <= 0:
                     return result
@@ -72,13 +80,18 @@ class Latch:
         self._is_set = False
 
     def is_set(self) -> bool:
-        return self._is_set
+        is_set = self._is_set
+        if is_set and observe.order_observers:
+            observe.taken_over(self)
+        return is_set
 
     def set(self) -> None:
+        if observe.order_observers:
+            observe.handed_over(self)
         with self._lock:
             self._is_set = True
             self._changed.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the latch is set, or until the timeout; return whether it is set."""
-        return self._is_set or self._changed.wait_for(self.is_set, timeout_s)
+        return self.is_set() or self._changed.wait_for(self.is_set, timeout_s)

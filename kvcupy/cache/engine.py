@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import observe
 from ..config import cache_logger
-from ..errors import CaptureError, DeviceError, ProcessLocal
+from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure
 from ..ops import transfer
 from ..streams import stream_after
 from .hazards import Completion, raise_failure, waiting_stream
@@ -347,6 +348,8 @@ class Batch(Completion):
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
         if self._joined:
+            if observe.order_observers:
+                observe.handed_around(self)
             return True
         if not self.issued:
             engine = self._engine()
@@ -398,6 +401,8 @@ class Batch(Completion):
     def join(self) -> None:
         """Wait until the stream has passed all that was issued, and note what failed in it."""
         if self._joined:  # later work of the stream is not the batch's
+            if observe.order_observers:
+                observe.handed_around(self)
             return
         failure: BaseException | None = None
         try:
@@ -408,6 +413,8 @@ class Batch(Completion):
             self.note(self.end)  # it knows the layer
         if failure is not None:
             self.fail(failure)
+        if observe.order_observers:
+            observe.handed_around(self)
         self._joined = True
 
     def note(self, event: Event) -> None:
@@ -442,9 +449,7 @@ class Batch(Completion):
             return None
         where = "" if self.layer is None else f", layer {self.layer}"
         cause = f"{type(self.cause).__name__}: {self.cause}"
-        failure = DeviceError(f"{self.name(number)}{where}: {cause}")
-        failure.__cause__ = self.cause
-        return failure
+        return device_failure(f"{self.name(number)}{where}: {cause}", self.cause)
 
     def raise_failure(self, number: int | None = None) -> None:
         if self.cause is not None:
@@ -534,6 +539,9 @@ class TransferQueue:
             host_pages = np.concatenate(batch.host_pages)
         sides = (device_pages, host_pages) if is_save else (host_pages, device_pages)
         pairs = transfer.PagePairs.of_arrays(*sides)
+        if observe.order_observers:  # before any layer is on the stream
+            for part, name in self._parts:
+                part.check(pairs, stream, name=name)
         batch.start = stream.record(self._device.event(timing=True))
         for part, name in self._parts:
             part.issue(pairs, stream, name=name)

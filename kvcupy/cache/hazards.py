@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import CaptureError, DeviceError, KvcupyError
+from ..errors import CaptureError, DeviceError, KvcupyError, device_failure
 
 if TYPE_CHECKING:
     from ..devices.protocol import Device, Event, Stream
@@ -84,9 +84,7 @@ class StreamCompletion(Completion):
         if self._relay is not None:  # it has passed, and its failure would surface nowhere else
             with suppress(DeviceError):
                 self._relay.synchronize()
-        failure = DeviceError(f"{self._failed}: {error!r}")
-        failure.__cause__ = error
-        return failure
+        return device_failure(f"{self._failed}: {error!r}", error)
 
     def done(self) -> bool:
         return self._event.done()

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import cuda_api, faults
 from ..config import logger
-from .protocol import Device, is_device
+from .protocol import Device, Stream, is_device
 
 _devices: dict[str, Device] = {}
 _logged: set[str] = set()  # reasons why the default device is the host
@@ -26,6 +26,13 @@ def get(device: Any = None) -> Device:
         return device_object
     known = _devices.get(device)
     return known if known is not None else _open(device)
+
+
+def busy_streams() -> list[Stream]:
+    """Return the streams of all devices in use that are known to hold unfinished work."""
+    with _lock:
+        used = list(dict.fromkeys(_devices.values()))
+    return [stream for device in used for stream in device.busy_streams()]
 
 
 def _open(name: str) -> Device:

@@ -349,6 +349,10 @@ class CudaDevice:
         self.context.retired.reap()
         return Stream.create(self.context, priority)
 
+    def busy_streams(self) -> list[Stream]:
+        """Return the streams with unfinished work of kvcupy. Never waits."""
+        return [Stream(self.context, pointer) for pointer in self.context.retired.busy()]
+
     def event(self, timing: bool = False) -> Event:
         """Return an event, not yet recorded."""
         return Event(self.context, timing)

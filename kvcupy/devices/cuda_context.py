@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import arrays
 from ..cuda_api import DEFAULT_STREAMS, DISABLE_TIMING, PINNED_FLAGS, SUCCESS, CudaApi
-from ..errors import CaptureError, DeviceError
+from ..errors import CaptureError, DeviceError, device_failure
 from . import host_memory
 from .protocol import Device, LaunchHooks
 
@@ -228,6 +228,12 @@ class RetireList:
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
+    def busy(self) -> list[int]:
+        """Return the addresses of the streams with work that is not known to have passed."""
+        self.reap()
+        with self._lock:
+            return list(self._queues)
+
     def hold(self, stream: Any, owners: object) -> None:
         """Keep `owners` until `stream` has passed all its work so far."""
         event, pointer = self._pool.take(), stream.pointer
@@ -400,7 +406,7 @@ class HostCalls:
         if raised:
             _, _, name, error = raised[0]
             where = self._context.name
-            raise DeviceError(f"host function {name} on {where} failed: {error!r}") from error
+            raise device_failure(f"host function {name} on {where} failed: {error!r}", error)
 
     def _put(self, stream: int, address: int, semaphore: Semaphore) -> None:
         api = self._context.api

@@ -116,6 +116,13 @@ class Stream(ProcessLocal):
         return self.context.name, pointer | self.context.destroyed_streams.get(pointer, 0) << 64
 
     @property
+    def owner(self) -> Any:
+        """The CuPy stream that destroys the CUDA stream when it is dropped; None if unknown."""
+        source, kind = self._source, self.context.api.cupy.cuda.Stream
+        is_owner = isinstance(source, kind) and source.device_id != -1
+        return source if is_owner and not hasattr(source, "_foreign_stream_ref") else None
+
+    @property
     def capturing(self) -> bool:
         """Whether the stream is part of a capture, kvcupy's or another library's."""
         return self.context.capture_of(self.pointer) is not None
@@ -205,9 +212,9 @@ class Stream(ProcessLocal):
         with self.context.current(), api.relaxed():
             status = api.runtime.streamQuery(self.pointer)
         done = api.query(repr(self), status)
-        if done and observe.order_observers:
-            observe.synchronized(self)
         self.context.calls.raise_failures(self)
+        if done and observe.order_observers:
+            return observe.found_done(self)
         return done
 
     def call(self, function: Callable[[], object]) -> None:
@@ -377,7 +384,7 @@ class Event(ProcessLocal):
             status = api.runtime.eventQuery(self._handle)
         done = api.query("event", status)
         if done and observe.order_observers:
-            observe.synchronized(self)
+            return observe.found_done(self)
         return done
 
     def synchronize(self) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import faults, observe
 from ..config import config
-from ..errors import CaptureError, DeviceError, ProcessLocal
+from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure
 from ..waiting import Latch, Waiters
 from .protocol import Device, Hook, LaunchHooks
 
@@ -134,6 +134,11 @@ class HostStream(ProcessLocal):
     def capturing(self) -> bool:
         return self._capture is not None
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is unfinished work."""
+        return self._state.finished < self._submitted
+
     def enqueue(self, function: Callable[[], object]) -> None:
         """Run `function` in order; after a failure nothing runs until it has surfaced."""
         if self._capture is not None:
@@ -223,7 +228,7 @@ class HostStream(ProcessLocal):
         if failure is not None:
             raise stream_failure(failure.error)
         if all_done and observe.order_observers:
-            observe.synchronized(self)
+            return observe.found_done(self)
         return all_done
 
     @contextmanager
@@ -365,7 +370,7 @@ class HostEvent(ProcessLocal):
             return True
         passed = self._marker.passed.is_set()
         if passed and observe.order_observers:
-            observe.synchronized(self)
+            return observe.found_done(self)
         return passed
 
     def synchronize(self) -> None:
@@ -413,9 +418,7 @@ class HostEvent(ProcessLocal):
 
 def stream_failure(error: BaseException) -> DeviceError:
     """Return the error that a synchronisation raises for a failure of a stream's work."""
-    raised = DeviceError(f"work on a host stream failed: {error!r}")
-    raised.__cause__ = error
-    return raised
+    return device_failure(f"work on a host stream failed: {error!r}", error)
 
 
 class State:

@@ -144,6 +144,12 @@ class PreparedTransfer:
         """Bytes of K and V in a page, in the layers that are moved, as the source stores them."""
         return self.plan.page_bytes
 
+    def check(self, pairs: PagePairs, stream: Stream, *, name: str) -> None:
+        """Raise the OrderError that `issue` would raise."""
+        pools = self.src_pool, self.dst_pool
+        if pairs.count and self.plan.transfers:
+            observe.check(self.plan.describe(name, pairs, stream, pools))
+
     def issue(self, pairs: PagePairs, stream: Any, *, name: str = "transfer_pages") -> None:
         """Put the transfer of some pages on a stream.
 

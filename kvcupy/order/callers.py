@@ -21,7 +21,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).parent))
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
     """Return whether a frame is neither kvcupy's nor torch's, whose dispatcher calls operators.
 
     torch, which may not have been imported, is recognised by the names of its modules.
@@ -33,7 +33,7 @@ def _is_users(frame: FrameType) -> bool:
 def users_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield the user's frames of a call, innermost first."""
     while frame is not None:
-        if _is_users(frame):
+        if is_users(frame):
             yield frame
         frame = frame.f_back
 
@@ -59,7 +59,7 @@ def site(frame: FrameType) -> str:
 def stack_level(frame: FrameType | None) -> int:
     """Return the stack level of the user's innermost frame, for a warning issued in `frame`."""
     depth = 1
-    while frame is not None and not _is_users(frame):
+    while frame is not None and not is_users(frame):
         depth, frame = depth + 1, frame.f_back
     return depth
 

@@ -3,13 +3,14 @@
     copy stream      store_kv writes page 3 |
     compute stream                            gather_kv reads page 3     no wait in between: RAW
 
-Every stream, and the host, has a clock that counts what is put on it. What it is behind, a count
-for each of the others, grows with waits for events, with synchronisation by the host, and with each
-call, which is behind all that the host was behind. Work that is not behind earlier work on the same
-bytes, while one of the two writes, is reported before it is issued: whichever order the streams
-take this time, the program does not say which it must be.
+Every stream and every host thread has a vector clock: how much of the work of each stream and
+thread, itself included, comes before its next work. A stream that waits for an event joins the
+event's clock, a thread that synchronises joins the stream's clock, and a call joins the clock of
+the calling thread to the stream's. An operation that is not ordered behind earlier work on the same
+bytes, while one of the two writes, is reported before it is issued: the program may run in either
+order, whichever it took this time.
 
-The checker remembers work that the host has not synchronised with yet, by the addresses touched.
+The checker remembers the work that some thread has not synchronised with, by address.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ from .history import (
     Site,
     Touch,
     Work,
+    is_host,
     join,
     last_write,
 )  # fmt: skip
+from .threads import HostThread, HostThreads, announced, new_rlock
 
 _ACTIONS = ("raise", "record", "warn")
 _Result = TypeVar("_Result")
@@ -66,8 +69,8 @@ class Report:
 
     Attributes
     ----------
-    kind : "RAW" (the second reads what the first writes), "WAR", "WAW", or "use after free" (the
-        array of the first is gone, and its memory is used again)
+    kind : "RAW" (the second reads what the first writes), "WAR", "WAW", "use after free" (the array
+        of the first is gone, and its memory is used again), or "unknown", in `unchecked` alone
     first, second : in the order in which they were issued
     what : the array, which part of it, and how many bytes
     edge : the missing wait, as a line of code before the second (see `__str__`)
@@ -91,7 +94,7 @@ class Report:
 
 @dataclass(eq=False)
 class _Captured:
-    """A capture: what has been put into the graph, and what each of its streams is behind."""
+    """A capture: the work in the graph so far, and the clock of each of its streams."""
 
     clocks: dict[Actor, Clock]
     open: bool = True
@@ -104,11 +107,21 @@ class _Captured:
 
 @dataclass(frozen=True)
 class Running:
-    """A host function that runs: where, on which stream."""
+    """A host function that runs on a stream: its point there, and the thread that it counts as."""
 
     point: Point
     stream_name: str
     stream: Callable[[], Any]
+    host: HostThread
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A point in a stream: in which capture, its clock, and what the recording thread knew."""
+
+    captured: _Captured | None = None
+    clock: Clock = field(default_factory=dict)
+    host: HostThread | None = None
 
 
 # --- The checker ----------------------------------------------------------------------------------
@@ -119,9 +132,11 @@ class OrderChecker(observe.OrderObserver):
 
     Attributes
     ----------
-    reports : what was reported so far
-    unresolved : accesses to slots that could not be known: they count for nothing, but against
+    reports : the races so far
+    unresolved : how many accesses had slots that could not be known. They conflict only with
         accesses to all of the memory
+    unchecked : operations that nothing orders behind work which was on another stream before the
+        block. Of that work the bytes are not known, so these are no errors, whatever the `action`
     """
 
     def __init__(self, action: str) -> None:
@@ -130,18 +145,31 @@ class OrderChecker(observe.OrderObserver):
         self.action = action
         self.reports: list[Report] = []
         self.unresolved = 0
-        self._clocks: dict[Actor, Clock] = {HOST: {}}
+        self.unchecked: list[Report] = []
+        self._threads = HostThreads()
+        self._clocks: dict[Actor, Clock] = {}  # of streams, whichever threads use them
+        self._owners: dict[Actor, tuple[Any, int]] = {}
+        self._earlier: dict[Actor, Work] = {}  # all that a stream held when the block began
         self._histories = Histories()
-        self._events: WeakKeyDictionary[Any, tuple[_Captured | None, Clock]] = WeakKeyDictionary()
+        self._events: WeakKeyDictionary[Any, _Recorded] = WeakKeyDictionary()
         self._graphs: WeakKeyDictionary[Any, _Captured] = WeakKeyDictionary()
         self._capturing: dict[Actor, _Captured] = {}
         self._lifetimes: dict[int, tuple[Any, Lifetime]] = {}
         self._reported: set[tuple[str, Site, Site]] = set()
         self._late: set[Actor] = set()  # streams that were waited for in vain
-        self._lock = threading.RLock()
+        self._lock = new_rlock()
         self._thread = threading.local()
 
-    # What is announced.
+    def begin(self) -> None:
+        """Note which streams hold work that was issued earlier."""
+        for stream in devices.busy_streams():
+            actor = self._actor(stream)
+            behind = self._clocks[actor] = {actor: 1}
+            point = Point(actor, 1, dict(behind))
+            site = "before the order checker was on"
+            self._earlier[actor] = Work("work", stream.name, ref(stream), site, point, True, False)
+
+    # Announcements.
 
     def before(self, operation: Operation) -> None:
         if self._muted:
@@ -164,37 +192,82 @@ class OrderChecker(observe.OrderObserver):
         if self._muted:
             return
         with self._lock:
-            captured = self._capturing.get(stream.identity)
-            self._events[event] = captured, dict(self._behind(stream.identity, captured))
+            actor = self._actor(stream)
+            captured = self._capturing.get(actor)
+            if captured is not None:
+                clock = dict(captured.clocks.setdefault(actor, {}))
+                self._events[event] = _Recorded(captured, clock)
+                return
+            host = self._host()
+            clock = dict(self._known(actor, host))
+            join(clock, host.behind)
+            knew = host.copy(host.actor) if self._threads.several else None
+            self._events[event] = _Recorded(None, clock, knew)
 
     def waited(self, stream: Any, event: Any) -> None:
         if self._muted or stream.identity is HOST:  # the host synchronises, which is announced too
             return
         with self._lock:
-            captured, behind = self._events.get(event, (None, {}))
-            actor = stream.identity
+            recorded, actor = self._recorded(event), self._actor(stream)
+            captured = recorded.captured
             if captured is not None:
                 if captured.open:
                     self._capturing[actor] = captured
-                    join(captured.clocks.setdefault(actor, {}), behind)
+                    join(captured.clocks.setdefault(actor, {}), recorded.clock)
             elif actor not in self._capturing:
-                join(self._behind(actor), behind)
+                self._learn(recorded.host)
+                self._put_on(actor, recorded.clock)
 
     def synchronized(self, point: Any) -> None:
         if self._muted:
             return
         with self._lock:
-            host = self._behind(HOST)
-            if point in self._events:
-                captured, behind = self._events[point]
-                if captured is None:
-                    join(host, behind)
-            elif hasattr(point, "identity"):
-                join(host, self._clocks.get(point.identity, {}))
-            else:  # a device: all of its streams
-                for actor, behind in list(self._clocks.items()):
-                    if actor is not None and actor[0] == getattr(point, "name", None):
-                        join(host, behind)
+            self._passed(*self._reached(point))
+
+    def polled(self, point: Any) -> Callable[[], object]:
+        if self._muted:
+            return _nothing
+        with self._lock:
+            clocks, knew = self._reached(point)
+            clocks = [dict(clock) for clock in clocks]
+
+        def use() -> None:
+            with self._lock:
+                self._passed(clocks, knew)
+
+        return use
+
+    def check(self, operation: Operation) -> None:
+        if not self._muted and self.action == "raise":
+            self._with_contents(lambda: self._issued(operation))
+
+    def handed_over(self, thing: Any) -> None:
+        if self._muted:
+            return
+        # Only what tells others that the function has come this far: a lock may be taken by chance.
+        running = self._host_function
+        if self._threads.several if running is None else isinstance(thing, threading.Event):
+            with self._lock:
+                self._threads.hand_over(thing, None if running is None else running.host)
+
+    def taken_over(self, thing: Any) -> None:
+        if self._muted or self._host_function is not None:
+            return
+        with self._lock:
+            self._threads.take_over(thing)
+
+    def thread_starts(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._threads.starts(thread, self._host(), self._clocks)
+
+    def thread_runs(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._threads.runs(thread)
+
+    def thread_ended(self, thread: threading.Thread) -> None:
+        if self._threads.several and not self._muted:
+            with self._lock:
+                self._threads.ended(thread)
 
     def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
         if self._muted:
@@ -202,7 +275,7 @@ class OrderChecker(observe.OrderObserver):
 
         def touched() -> None:
             operation = Operation(name, None, keeps_arrays=False)
-            work = self._work(operation, self._next(HOST))
+            work = self._work(operation, self._next_of_host())
             touches = self._touches(work, reads, writes)
             self._check(touches, self._histories)
             self._commit(touches)
@@ -215,30 +288,36 @@ class OrderChecker(observe.OrderObserver):
         self.after(operation)
 
     def calls(self, operation: Operation, function: Callable[[], object]) -> Callable[[], object]:
-        actor = operation.stream.identity
-        if self._muted or (actor is HOST):
+        stream = operation.stream
+        if self._muted or stream.identity is HOST:
             return function
         with self._lock:
-            captured = actor in self._capturing
-            behind = dict(self._behind(actor, self._capturing.get(actor)))
-        stream = operation.stream
-        running = Running(Point(actor, behind.get(actor, 0), behind), stream.name, ref(stream))
+            actor = self._actor(stream)
+            captured = self._capturing.get(actor)
+            host = self._host()
+            clocks = self._clocks if captured is None else captured.clocks
+            behind = dict(clocks.get(actor, {}))
+            point = Point(actor, behind.get(actor, 0), behind)
+            running = Running(
+                point, stream.name, ref(stream), HostThread(actor, behind, dict(host.streams))
+            )
         me = ref(self)
 
         def called() -> object:
             checker = me()
             if checker is None:
                 return function()
-            with checker._running(None if captured else running):
+            with checker._running(None if captured is not None else running):
                 return function()
 
         return called
 
     def capture_began(self, graph: Any, stream: Any) -> None:
         with self._lock:
-            captured = _Captured({stream.identity: {}})
+            actor = self._actor(stream)
+            captured = _Captured({actor: {}})
             self._graphs[graph] = captured
-            self._capturing[stream.identity] = captured
+            self._capturing[actor] = captured
 
     def capture_ended(self, graph: Any) -> None:
         with self._lock:
@@ -250,8 +329,10 @@ class OrderChecker(observe.OrderObserver):
 
     def kept(self, arrays: Iterable[ArrayView], stream: Any) -> None:
         with self._lock:
-            actor = stream.identity
-            number = self._behind(actor, self._capturing.get(actor)).get(actor, 0)
+            actor = self._actor(stream)
+            captured = self._capturing.get(actor)
+            clocks = self._clocks if captured is None else captured.clocks
+            number = clocks.get(actor, {}).get(actor, 0)
             for array in arrays:
                 lifetime = self._lifetime(array.owner)
                 if lifetime is not None:
@@ -260,10 +341,10 @@ class OrderChecker(observe.OrderObserver):
     # Threads.
 
     def _with_contents(self, change: Callable[[], _Result]) -> _Result:
-        """Call `change` with the lock held; with all that it reads of index arrays at hand.
+        """Call `change` with the lock held, and with the contents of the index arrays it reads.
 
-        It is called again where it lacks something. What that is, is waited for and read without
-        the lock: the stream may be in a host function that needs it.
+        Contents that it lacks are waited for and read without the lock, which a host function on
+        that stream may need. `change` is then called again.
         """
         thread = self._thread
         thread.contents = {}
@@ -276,7 +357,7 @@ class OrderChecker(observe.OrderObserver):
                     except _Lacking as lacking:
                         self.unresolved = unresolved
                         device, low, high, writer = lacking.args
-                is_there = writer is None or self._passed(writer)
+                is_there = writer is None or self._is_written(writer)
                 contents = self._read(device, low, high) if is_there else None
                 thread.contents[device, low, high] = contents
         finally:
@@ -284,7 +365,7 @@ class OrderChecker(observe.OrderObserver):
 
     @property
     def _pending(self) -> list[tuple[int, list[Touch]]]:
-        """Of this thread: operations announced and not yet issued, by id, with their accesses."""
+        """Operations of this thread between `before` and `after`, by id, with their accesses."""
         pending: list[tuple[int, list[Touch]]] | None = getattr(self._thread, "pending", None)
         if pending is None:
             pending = self._thread.pending = []
@@ -297,7 +378,7 @@ class OrderChecker(observe.OrderObserver):
 
     @contextmanager
     def _running(self, running: Running | None) -> Iterator[None]:
-        """Let this thread act for a stream, in a host function; None: record nothing."""
+        """Let this thread act for a stream, in a host function. None: ignore its announcements."""
         thread = self._thread
         before = getattr(thread, "muted", False), getattr(thread, "running", None)
         thread.muted, thread.running = running is None, running
@@ -308,43 +389,102 @@ class OrderChecker(observe.OrderObserver):
 
     @property
     def _host_function(self) -> Running | None:
-        """What this thread acts for; None: for the host."""
+        """The host function that this thread runs; None if it acts for itself."""
         return getattr(self._thread, "running", None)
 
     # Clocks.
 
-    def _behind(self, actor: Actor, captured: _Captured | None = None) -> Clock:
-        """Return what an actor is behind by now, to be read or added to."""
-        if captured is not None:
-            return captured.clocks.setdefault(actor, {})
+    def _actor(self, stream: Any) -> Actor:
+        """Return the actor of a stream, distinct from destroyed streams of the same address."""
+        identity: Actor = stream.identity
+        owner = getattr(stream, "owner", None)
+        if identity is None:
+            return HOST
+        known, generation = self._owners.get(identity, (None, 0))
+        if owner is not None and (known is None or known() is not owner):
+            generation += known is not None and known() is None
+            self._owners[identity] = ref(owner), generation
+        return identity[0], identity[1] | generation << 96
+
+    def _host(self) -> HostThread:
+        """Return the calling thread; in a host function, the thread that stands for it."""
         running = self._host_function
-        host = self._clocks[HOST] if running is None else running.point.behind
-        if actor is HOST:
-            return host
-        clock = self._clocks.setdefault(actor, {})
-        join(clock, host)
-        return clock
+        return self._threads.calling() if running is None else running.host
+
+    def _known(self, actor: Actor, host: HostThread) -> Clock:
+        """Return the clock of a stream, without calls of other threads that `host` is not behind.
+
+        In another run those calls might come later.
+        """
+        is_one = not self._threads.several or self._host_function is not None
+        return (self._clocks if is_one else host.streams).get(actor, {})
+
+    def _put_on(self, actor: Actor, clock: Clock) -> None:
+        """Order later work on a stream behind a clock, which must not change afterwards."""
+        join(self._clocks.setdefault(actor, {}), clock)
+        if self._threads.several:
+            self._host().put_on(actor, clock)
+
+    def _recorded(self, event: Any) -> _Recorded:
+        """Return the point of an event. An event from before the block follows all earlier work."""
+        recorded = self._events.get(event)
+        return recorded or _Recorded(clock={actor: 1 for actor in self._earlier})
+
+    def _reached(self, point: Any) -> tuple[list[Clock], HostThread | None]:
+        """Return the clocks that a wait joins, and the thread that recorded the event, if any."""
+        if hasattr(point, "identity"):
+            return [self._known(self._actor(point), self._host())], None
+        if hasattr(point, "as_stream"):  # a device: all of its streams
+            host, actors = self._host(), list(self._clocks)
+            own = [a for a in actors if a is not None and a[0] == point.name]
+            return [self._known(actor, host) for actor in own], None
+        recorded = self._recorded(point)
+        return ([recorded.clock] if recorded.captured is None else []), recorded.host
+
+    def _passed(self, clocks: Iterable[Clock], knew: HostThread | None) -> None:
+        """Order later work of the calling thread behind clocks."""
+        self._learn(knew)
+        behind = self._host().behind
+        for clock in clocks:
+            join(behind, clock)
+
+    def _learn(self, knew: HostThread | None) -> None:
+        """Order the calling thread behind the thread whose event it has."""
+        if knew is not None:
+            self._host().learn(knew)
 
     def _next(self, actor: Actor, captured: _Captured | None = None) -> Point:
-        """Return the point of new work of an actor."""
-        running = self._host_function
-        if actor is HOST and running is not None:
+        """Return the point of new work on a stream."""
+        if captured is not None:
+            clock = captured.clocks.setdefault(actor, {})
+        else:
+            host = self._host()
+            clock = self._clocks.setdefault(actor, {})
+            join(clock, host.behind)
+        clock[actor] = number = clock.get(actor, 0) + 1
+        if captured is None and self._threads.several:
+            host.streams[actor] = dict(clock)
+        return Point(actor, number, dict(clock))
+
+    def _next_of_host(self) -> Point:
+        """Return the point of an access by the calling thread itself."""
+        if (running := self._host_function) is not None:
             return running.point
-        behind = self._behind(actor, captured)
-        behind[actor] = number = behind.get(actor, 0) + 1
-        return Point(actor, number, dict(behind))
+        host = self._host()
+        host.behind[host.actor] = number = host.behind.get(host.actor, 0) + 1
+        return Point(host.actor, number, dict(host.behind))
 
     # Operations.
 
     def _issued(self, operation: Operation) -> list[Touch]:
         """Check an operation; return its accesses."""
         stream = operation.stream
-        actor: Actor = stream.identity
+        actor = self._actor(stream)
         captured = self._capturing.get(actor)
         if captured is None and actor is not HOST and stream.capturing:
             return []  # another library's capture, of which nothing is known
         graph = self._graphs.get(operation.graph) if operation.graph is not None else None
-        point = self._next(actor, captured)
+        point = self._next_of_host() if actor is HOST else self._next(actor, captured)
         work = self._work(operation, point)
         if captured is not None:
             self._capture(captured, work, operation, graph)
@@ -352,11 +492,14 @@ class OrderChecker(observe.OrderObserver):
         if graph is not None:
             join(point.behind, graph.last_launch)
             touches = self._launched(graph, work)  # may raise: then nothing is launched
-            join(self._behind(actor), point.behind)
+            if actor is not HOST:
+                self._put_on(actor, point.behind)
             graph.last_launch = dict(point.behind)
             return touches
         touches = self._touches(work, operation.reads, operation.writes)
         self._check(touches, self._histories)
+        if self._earlier and touches:
+            self._note_unchecked(touches[0])
         if work.copies_bytes and len(touches) == 2:
             touches[1].snapshot = self._copied(touches[0], touches[1])
         return touches
@@ -364,7 +507,7 @@ class OrderChecker(observe.OrderObserver):
     def _capture(
         self, captured: _Captured, work: Work, operation: Operation, graph: _Captured | None
     ) -> None:
-        """Add an operation to a graph, checked against the work that the graph has already."""
+        """Add an operation to a graph, and check it against the other work in the graph."""
         own = []
         for accesses, writes in ((operation.reads, False), (operation.writes, True)):
             for access in accesses:
@@ -376,7 +519,7 @@ class OrderChecker(observe.OrderObserver):
         captured.items.append((work, own))
 
     def _launched(self, graph: _Captured, launch: Work) -> list[Touch]:
-        """Check a graph, with the slots that it has this time, and what is around the launch."""
+        """Check a launch of a graph with its current slots, inside and against other work."""
         inside = Histories()
         touches = []
         for work, own in graph.items:
@@ -408,9 +551,8 @@ class OrderChecker(observe.OrderObserver):
         return touches
 
     def _work(self, operation: Operation, point: Point) -> Work:
-        stream = operation.stream
+        stream, running = operation.stream, self._host_function
         if stream is None or stream.identity is HOST:
-            running = self._host_function
             stream_name = "the host" if running is None else running.stream_name
             weak = _nothing if running is None else running.stream
         else:
@@ -418,6 +560,7 @@ class OrderChecker(observe.OrderObserver):
         return Work(
             operation.name, stream_name, weak, site(sys._getframe(1)), point,
             operation.keeps_arrays, operation.copies_bytes, threading.get_ident(),
+            "" if not self._threads.several or running else threading.current_thread().name,
         )  # fmt: skip
 
     def _touches(
@@ -443,10 +586,10 @@ class OrderChecker(observe.OrderObserver):
         return Touch(work, _without_owners(access), writes, low, high, slots, unknown, lifetime)
 
     def _commit(self, touches: list[Touch]) -> None:
-        host = self._clocks[HOST]
+        passed = self._threads.behind_all()
         for touch in touches:
             history = self._histories[touch.access.view.device]
-            history.forget(host, touch.low, touch.high)
+            history.forget(passed, touch.low, touch.high)
             history.add(touch)
 
     # Conflicts.
@@ -479,6 +622,20 @@ class OrderChecker(observe.OrderObserver):
         if self.action == "warn":
             warnings.warn(OrderWarning(report), stacklevel=stack_level(sys._getframe()))
 
+    def _note_unchecked(self, touch: Touch) -> None:
+        """Note that an operation may race with work from before the block."""
+        point = touch.work.point
+        for actor, earlier in self._earlier.items():
+            if actor == point.actor or point.behind.get(actor, 0):
+                continue
+            described = earlier.described, touch.work.described
+            if ("unknown", *described) in self._reported:
+                continue
+            self._reported.add(("unknown", *described))
+            first = Touch(earlier, touch.access, True, 0, 0, None, True, None)
+            edge = _edge("unknown", first, touch)
+            self.unchecked.append(Report("unknown", *described, "not known", edge))
+
     # Lifetimes.
 
     def _lifetime(self, owner: Any) -> Lifetime | None:
@@ -488,10 +645,11 @@ class OrderChecker(observe.OrderObserver):
         if known is not None:
             return known[1]
         lifetime = Lifetime()
-        lifetimes, number = self._lifetimes, id(root)
+        lifetimes, number, threads = self._lifetimes, id(root), self._threads
 
         def ended(_: object) -> None:
             lifetime.alive, lifetime.ended_on = False, threading.get_ident()
+            lifetime.ended_behind = threads.behind()  # without the lock, as a finalizer must
             lifetimes.pop(number, None)
 
         try:
@@ -503,7 +661,7 @@ class OrderChecker(observe.OrderObserver):
     # Which slots.
 
     def _slots(self, access: Access, inside: Histories | None) -> Any:
-        """Return the slots of an access; None if what lists them is not written yet."""
+        """Return the slots of an access; None if their index array is not written yet."""
         listed = access.slots
         assert listed is not None
         choose = None if isinstance(listed, ArrayView) else listed.choose
@@ -516,7 +674,7 @@ class OrderChecker(observe.OrderObserver):
         return slots[slots != access.skip_slot] if access.skip_slot >= 0 else slots
 
     def _contents(self, array: ArrayView, inside: Histories | None) -> Any:
-        """Return what an index array will hold, as far as it is known, without waiting for long.
+        """Return the contents that an index array will have; None if they are not known in time.
 
         The work of `inside`, if there is such, comes after all other.
         """
@@ -528,13 +686,13 @@ class OrderChecker(observe.OrderObserver):
         return np.ndarray(array.shape, dtype, data, array.pointer - low, array.strides)
 
     def _bytes(self, device: str, low: int, high: int, inside: Histories | None) -> bytes | None:
-        """Return what a range of addresses will hold, as `_contents` does."""
+        """Return the bytes that a range of addresses will have, as `_contents` does."""
         if low >= high:
             return b""
         writer = None if inside is None else last_write(inside[device], low, high, {})
         is_inside = writer is not None
         if writer is None:
-            writer = last_write(self._histories[device], low, high, self._clocks[HOST])
+            writer = last_write(self._histories[device], low, high, self._threads.behind_all())
         if writer is None or writer.snapshot is None:
             return None if is_inside else self._contents_now(device, low, high, writer)
         head = self._bytes(device, low, writer.low, inside)
@@ -545,7 +703,7 @@ class OrderChecker(observe.OrderObserver):
         return head + writer.snapshot[first:stop] + tail
 
     def _contents_now(self, device: str, low: int, high: int, writer: Touch | None) -> bytes | None:
-        """Return what a range of addresses holds, once `writer` is done; None if unknown.
+        """Return the bytes at a range of addresses once `writer` is done; None if unknown.
 
         _Lacking if that is not at hand.
         """
@@ -557,7 +715,7 @@ class OrderChecker(observe.OrderObserver):
         raise _Lacking(device, low, high, writer)
 
     def _read(self, device: str, low: int, high: int) -> bytes | None:
-        """Return what a range of addresses holds now; None while that cannot be read.
+        """Return the bytes at a range of addresses now; None while they cannot be read.
 
         On a GPU, in the order of CuPy's current stream, if that is not late. Without the lock.
         """
@@ -591,7 +749,7 @@ class OrderChecker(observe.OrderObserver):
         contents = self._contents(src, inside)
         return None if contents is None else contents.tobytes()
 
-    def _passed(self, writer: Touch) -> bool:
+    def _is_written(self, writer: Touch) -> bool:
         """Wait for a while until the stream of a write is done; return whether it is."""
         stream = writer.work.stream()
         with self._running(None):
@@ -602,7 +760,7 @@ class OrderChecker(observe.OrderObserver):
 
     def _is_over(self, stream: Any) -> bool:
         """Wait for a while until a stream is done; return whether it is. Without the lock."""
-        actor = stream.identity
+        actor = self._actor(stream)
         deadline = time.monotonic() + (0 if actor in self._late else _WAIT_S)
         while not stream.done():
             if time.monotonic() >= deadline:
@@ -625,7 +783,9 @@ def _conflict(first: Touch, second: Touch) -> str | None:
     """Return what two accesses that nothing orders would be, if they share bytes; None if fine."""
     lifetime, work = first.lifetime, first.work
     if lifetime is not None and not lifetime.alive and lifetime is not second.lifetime:
-        is_over = work.keeps_arrays or lifetime.kept.get(work.point.actor, 0) >= work.point.number
+        actor, number = work.point.actor, work.point.number
+        ends = lifetime.kept.get(actor, 0), lifetime.ended_behind.get(actor, 0)
+        is_over = work.keeps_arrays or is_host(actor) or max(ends) >= number
         # Where another thread than the caller's was the last to hold it, that had finished with it.
         return None if is_over or lifetime.ended_on != work.thread else "use after free"
     return _KINDS.get((first.writes, second.writes))
@@ -637,11 +797,19 @@ def _edge(kind: str, first: Touch, second: Touch) -> str:
     if kind == "use after free":
         array = first.access.name or "array"
         return f"kv.keep_alive({array}, {earlier_name})  # before {array} is dropped"
-    if second.work.point.actor is HOST:
-        return f"{earlier_name}.synchronize()"
-    if first.work.point.actor is HOST:
-        return f"{later_name}.synchronize()  # before {first.work.site}"
-    return f"{later_name}.wait({earlier_name})"
+    actors = first.work.point.actor, second.work.point.actor
+    if is_host(actors[1]) and not is_host(actors[0]):
+        edge = f"{earlier_name}.synchronize()"
+    elif is_host(actors[0]) and not is_host(actors[1]):
+        edge = f"{later_name}.synchronize()  # before {first.work.site}"
+    elif is_host(actors[0]):
+        edge = ""
+    else:
+        edge = f"{later_name}.wait({earlier_name})"
+    if first.work.host_thread == second.work.host_thread:
+        return edge
+    handed = f"take over from thread {first.work.host_thread!r}: an Event, a queue, a lock or join"
+    return f"{edge}  # {handed}" if edge else handed
 
 
 def _without_owners(access: Access) -> Access:
@@ -703,18 +871,21 @@ def order_checker(action: str = "raise") -> Iterator[OrderChecker]:
 
     Notes
     -----
-    Work is ordered by its stream; by events and waits for streams; by what the host has waited for
-    or found done; within a graph as it was captured. An operation counts with the bytes that it
-    touches: other pages, slots, heads, halves and layers do not conflict. Announce accesses of
-    other libraries and of host functions with `kv.declare`. Accesses of the host are `to_numpy`,
-    work on the calling thread, and blocks declared there.
+    Work is ordered by its stream; by events and waits for streams; by waits of the host, and polls
+    whose answer the program tests; within a graph as it was captured. An operation counts with the
+    bytes that it touches: other pages, slots, heads, halves and layers do not conflict. Announce
+    accesses of other libraries and of host functions with `kv.declare`. Accesses of the host are
+    `to_numpy`, work on the calling thread, and blocks declared there.
+    Threads that the block starts are ordered by Python's locks, queues, events, futures and joins;
+    announce what else they hand over with `kv.declare(handoff=...)`. Threads from before the block,
+    kvcupy's own, and those that use a lock or `SimpleQueue` from before it count as ordered.
     Slots and pages are read from the index arrays, or followed through the copies that write them.
     Where a kernel that is still running computes them, the checker waits for it, up to 0.2 s, and
     leaves out what it cannot know (`.unresolved`). Index arrays on a GPU are read in the order of
-    CuPy's current stream, for which it waits as long. All threads count as one host. CUDA's
-    implicit order between the legacy default stream and streams that were not made non-blocking
-    does not count: it depends on how others make their streams, and a program that relies on it is
-    reported. kvcupy's own streams are non-blocking.
+    CuPy's current stream, for which it waits as long. Work that streams hold when the block begins
+    is not checked (`.unchecked`). CUDA's implicit order between the legacy default stream and
+    streams that were not made non-blocking does not count: it depends on how others make their
+    streams, and a program that relies on it is reported. kvcupy's own streams are non-blocking.
     Stream: nothing is put on any. Capture: legal; a graph is checked at each launch too. Without a
     checker an announcement costs a test of one tuple.
 
@@ -734,7 +905,8 @@ def order_checker(action: str = "raise") -> Iterator[OrderChecker]:
     ('WAR', 'main.wait(copy)')
     """
     checker = OrderChecker(action)
-    with observe.attached(checker):
+    checker.begin()
+    with announced(), observe.attached(checker):
         yield checker
 
 
@@ -748,6 +920,9 @@ class declare:
     stream : the stream of that work: Stream, or a CuPy or torch stream; None: the current one of
         the arrays' library, for NumPy arrays the calling thread. As a decorator, also the name of a
         parameter
+    handoff : what threads pass on by means that the checker does not know, such as a list that one
+        fills and another polls: pass that object, or a string. Work after the block is ordered
+        behind work before the end of earlier blocks with the same object
 
     Raises
     ------
@@ -772,13 +947,19 @@ class declare:
     >>> add_one(x, y, stream)
     """
 
-    def __init__(self, *, reads: Any = (), writes: Any = (), stream: Any = None) -> None:
+    def __init__(
+        self, *, reads: Any = (), writes: Any = (), stream: Any = None, handoff: Any = None
+    ) -> None:
         self._reads, self._writes, self._stream = _as_tuple(reads), _as_tuple(writes), stream
+        self._handoff = handoff
         self._name = "declared work"
         self._blocks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
+        if self._handoff is not None:
+            observe.handed_around(self._handoff)
+            stack.callback(observe.handed_around, self._handoff)
         if observe.observers:
             frame = next(users_frames(sys._getframe(1)), None)
             variables = {} if frame is None else variables_of(frame)
@@ -825,7 +1006,10 @@ class declare:
                 return tuple([x for each in chosen for x in _as_tuple(each) if x is not None])
 
             stream = values[self._stream] if isinstance(self._stream, str) else self._stream
-            block = declare(reads=named(self._reads), writes=named(self._writes), stream=stream)
+            block = declare(
+                reads=named(self._reads), writes=named(self._writes), stream=stream,
+                handoff=self._handoff,
+            )  # fmt: skip
             block._name = function.__name__
             with block:
                 return function(*arguments, **options)

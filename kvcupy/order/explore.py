@@ -2,12 +2,12 @@
 
     host       put | put | put | synchronise ........
     stream 1         run |           | run |
-    stream 2                   | run |     | run |       who goes next is drawn, or enumerated
+    stream 2                   | run |     | run |       the scheduler picks the next task
 
-Streams of the simulated device are queues without a thread. Whenever the host puts work on one,
-asks or waits, the scheduler may let the first task of any stream run that does not wait for
-another, and notes what it chose among how many. The choices are the schedule; all zeros is program
-order: each task runs at once, in the order in which it was put.
+Streams of the simulated device are queues without a thread. Whenever the host enqueues work, polls
+or waits, the scheduler may run the first task of any stream that does not wait for another. It
+records which task it chose, and among how many. These choices are the schedule. A schedule of zeros
+is program order: each task runs as soon as it is enqueued.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from ..devices.host_streams import HostContext, HostStream, InlineStream, Marker
 from ..errors import DeviceError
 
 Schedule = tuple[int, ...]
-"""Choices, in the order in which they are made; zeros follow."""
+"""The choices in order, without the zeros at the end."""
 
-_MAX_ATTEMPTS = 120  # at a shorter schedule that still fails
-_MAX_IDLE_POLLS = 4  # one after another
-_MAX_CHANGES = 3  # of priorities, in one schedule
+_MAX_ATTEMPTS = 120  # to shorten a failing schedule
+_MAX_IDLE_POLLS = 4  # in a row
+_MAX_CHANGES = 3  # of priorities, per schedule
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A schedule that comes out unlike program order, or raises.
+    """A schedule whose outcome differs from program order, or is an exception.
 
     Attributes
     ----------
-    schedule : the fewest deviations from program order with which it still does: for `replay`
+    schedule : with the fewest deviations from program order that were found; for `replay`
     seed : of the run that found it
-    outcome : what the program returned, or the exception
-    expected : what it returns, or raises, in program order
+    outcome : the return value of the program, or the exception
+    expected : the outcome in program order
     """
 
     schedule: Schedule
@@ -64,15 +64,15 @@ class Failure:
 
 @dataclass
 class ExploreResult:
-    """What the schedules of a program came to.
+    """The outcomes of the schedules of a program.
 
     Attributes
     ----------
-    outcomes : each different outcome, and of how many schedules
+    outcomes : each distinct outcome, and the number of schedules with it
     failures : one for each outcome that differs from program order, or is an exception
-    seed : of the first schedule; each further one has the next number
+    seed : of the first random schedule; each further one has the next number
     schedules : how many were run, without the search for shorter ones
-    exhaustive : whether these are all that there are
+    exhaustive : whether every possible schedule was run
     """
 
     seed: int
@@ -90,7 +90,7 @@ class ExploreResult:
 
 
 class _Chooser:
-    """Makes and notes the choices of one schedule: a prefix, then by `strategy`."""
+    """Makes and records the choices of one schedule: first `prefix`, then by `strategy`."""
 
     def __init__(self, prefix: Sequence[int], strategy: Callable[[list[int]], int]) -> None:
         self._prefix, self._strategy = prefix, strategy
@@ -98,7 +98,7 @@ class _Chooser:
         self.counts: list[int] = []
 
     def choose(self, candidates: list[int]) -> int:
-        """Return an index into the numbers of streams; the host is -1."""
+        """Return an index into `candidates`: numbers of streams, or -1 for the host."""
         at = len(self.choices)
         if at < len(self._prefix):
             choice = min(self._prefix[at], len(candidates) - 1)
@@ -123,9 +123,9 @@ def _program_order(candidates: list[int]) -> int:
 
 
 class _Priorities:
-    """Lets the stream of the highest priority go, which is drawn; a few times it drops to the end.
+    """Runs the stream with the highest priority. Priorities are random, and drop a few times.
 
-    Some bug of depth d is met with a probability of 1 / (streams * steps ** (d - 1)) at least.
+    A bug of depth d is hit with a probability of at least 1 / (streams * steps ** (d - 1)).
     Source: Burckhardt et al. 2010, probabilistic concurrency testing.
     """
 
@@ -148,11 +148,11 @@ class _Priorities:
 
 
 def _strategy(seed: int, steps: int) -> Callable[[list[int]], int]:
-    """Return priorities for two seeds of three, uniform draws for the third.
+    """Return random priorities for two of three seeds, and uniform choices for the third.
 
     Parameters
     ----------
-    steps : about how many choices a schedule of the program has
+    steps : estimated number of choices in a schedule of the program
     """
     draw = random.Random(seed)
     if seed % 3:
@@ -164,7 +164,7 @@ def _strategy(seed: int, steps: int) -> Callable[[list[int]], int]:
 
 
 class _Scheduler:
-    """Runs the tasks of simulated streams on whichever thread of the program gets here."""
+    """Runs the tasks of simulated streams, on the thread of the program that calls."""
 
     def __init__(self, chooser: _Chooser) -> None:
         self._chooser = chooser
@@ -179,7 +179,7 @@ class _Scheduler:
         return len(self._streams) - 1
 
     def marker(self) -> Marker:
-        """Return a marker, waiting for which lets streams run."""
+        """Return a marker. Waiting for it runs streams."""
         marker = Marker()
         marker.passed = _Flag(self)  # type: ignore[assignment]
         return marker
@@ -193,7 +193,7 @@ class _Scheduler:
         return sorted(ready, key=lambda stream: stream.tasks[0].put)
 
     def pause(self) -> None:
-        """Let streams run, until it is the host's turn again."""
+        """Run streams until the scheduler chooses the host."""
         with self._lock:
             while not self._busy and (ready := self._runnable()):
                 choice = self._chooser.choose([*(s.number for s in ready), -1])
@@ -202,11 +202,11 @@ class _Scheduler:
                 self._run(ready[choice])
 
     def run_until(self, reached: Callable[[], bool]) -> None:
-        """Let streams run until something holds.
+        """Run streams until a condition holds.
 
         Raises
         ------
-        DeviceError : nothing can run any more: streams wait for one another, or for the host
+        DeviceError : a deadlock: streams wait for one another, or for the host
         """
         with self._lock:
             while not reached():
@@ -221,7 +221,7 @@ class _Scheduler:
                 self._run(ready[index])
 
     def poll(self) -> None:
-        """Let one task run, or none; but one now and then, for a host that asks again and again."""
+        """Run at most one task; after `_MAX_IDLE_POLLS` polls without one, run one."""
         with self._lock:
             if self._busy or not (ready := self._runnable()):
                 return
@@ -243,7 +243,7 @@ class _Scheduler:
 
 
 class _Flag:
-    """What stands for a `Latch`: waiting for it lets streams run."""
+    """Replaces the `Latch` of a marker. Waiting for it runs streams."""
 
     def __init__(self, scheduler: _Scheduler) -> None:
         self._scheduler = scheduler
@@ -276,7 +276,7 @@ class _Queued:
 
 
 class SimulatedStream(HostStream):
-    """A queue that the scheduler works off."""
+    """A queue whose tasks the scheduler runs."""
 
     def __init__(self, context: HostContext, scheduler: _Scheduler, priority: int = 0) -> None:
         super().__init__(context, priority)
@@ -302,7 +302,7 @@ class SimulatedStream(HostStream):
         self._scheduler.pause()
 
     def run_first(self) -> None:
-        """Run the first task, as the thread of a stream does."""
+        """Run the first task, as the worker thread of a stream does."""
         queued = self.tasks.popleft()
         state = self._state
         marker = queued.task(state, queued.epoch)
@@ -346,37 +346,36 @@ def explore(
     program: Callable[[Any], Any], *, schedules: int | None = 200, seed: int = 0,
     replay: Any = None,
 ) -> ExploreResult:  # fmt: skip
-    """Run a program under many orders of its streams, and compare what it returns.
+    """Run a program under many orders of its streams, and compare the return values.
 
     Parameters
     ----------
     program : called as `program(device)` for each schedule, with a simulated host device, whose
-        streams it uses. It returns what shall be the same however streams are scheduled: arrays,
-        numbers, strings, and lists, tuples and dicts of them; or it raises
-    schedules : how many, program order first, then drawn from `seed`; None: all that there are
-    seed : of the first drawn schedule; the next has the next number
-    replay : a `Failure` of an earlier run, or its `.schedule`: that one is run alone, after program
+        streams it uses. The return value must not depend on the schedule: arrays, numbers, strings,
+        and lists, tuples and dicts of them. An exception is an outcome too
+    schedules : number of schedules: program order, then random ones; None: every possible one
+    seed : of the first random schedule; each further one has the next number
+    replay : a `Failure` of an earlier run, or its `.schedule`: run only that one, after program
         order
 
     Returns
     -------
-    ExploreResult : `.ok` if all schedules came out like program order; `.outcomes`, and in
-        `.failures` the schedule of each other outcome, with as few deviations as were found
+    ExploreResult : `.ok` if every outcome equals the one of program order; `.outcomes`; and
+        `.failures`, one for each other outcome, with as few deviations as were found
 
     Raises
     ------
     ValueError : `schedules` is less than 1
-    TypeError : the program is no function, or returns what cannot be compared
+    TypeError : the program is not a function, or its return value cannot be compared
 
     Notes
     -----
-    Work runs when its stream is chosen: an asynchronous copy reads its source then, not when it is
-    called. Between two calls of the host any number of tasks may run, and a question whether
-    something is done may find that it is not, a few times in a row. Work with `stream=None` runs
-    at once, as do the host's own accesses. Programs must do the same in each run but for the order,
-    and use no threads. Two thirds of the schedules go by priorities (late producers, early
-    consumers), the others are drawn uniformly. Stream: simulated; the device's real streams are not
-    used. Capture: legal.
+    Work runs when its stream is chosen: an asynchronous copy reads its source then, not during the
+    call. Between two calls of the host any number of tasks may run, and a poll may return False a
+    few times in a row. Work with `stream=None` runs at once, as do the host's own accesses.
+    Programs must be deterministic except for the order of streams, and start no threads. Two thirds
+    of the schedules use random priorities (late producers, early consumers), the others choose
+    uniformly. Stream: simulated; the device's real streams are not used. Capture: legal.
 
     Examples
     --------
@@ -462,12 +461,12 @@ def _run(
     try:
         return chooser, program(device)
     except Exception as error:
-        error.__traceback__ = None  # its frames hold the program's arrays
+        error.__traceback__ = None  # whose frames hold the program's arrays
         return chooser, error
 
 
 def _next_prefix(chooser: _Chooser) -> list[int] | None:
-    """Return the next choices after a run's, in lexical order; None after the last."""
+    """Return the choices that follow a run in lexical order; None after the last."""
     choices, counts = chooser.choices, chooser.counts
     for at in reversed(range(len(choices))):
         if choices[at] + 1 < counts[at]:
@@ -476,10 +475,10 @@ def _next_prefix(chooser: _Chooser) -> list[int] | None:
 
 
 def _minimised(program: Callable[[Any], Any], schedule: Schedule, key: Any) -> Schedule:
-    """Return a schedule of the same outcome with as few deviations from program order as found.
+    """Return a schedule with the same outcome and few deviations from program order.
 
-    First all schedules of one deviation, then of two, and so on, late ones first, as far as that
-    takes few attempts; else deviations of this one are taken back.
+    Try all schedules with one deviation, then with two, and so on, late deviations first, up to
+    `_MAX_ATTEMPTS`. If none has the outcome, remove deviations from `schedule`.
     """
     attempts = 0
     candidates: list[Schedule] = [()]
@@ -496,7 +495,7 @@ def _minimised(program: Callable[[Any], Any], schedule: Schedule, key: Any) -> S
         candidates = sorted(longer, key=lambda s: (_first(s), len(s)), reverse=True)
     deviations = [i for i, choice in enumerate(schedule) if choice]
     size = max(1, len(deviations) // 2)
-    while True:  # ever fewer at a time
+    while True:  # remove fewer and fewer at a time
         for start in range(0, len(deviations), size):
             dropped = set(deviations[start : start + size])
             candidate = _trimmed([0 if i in dropped else c for i, c in enumerate(schedule)])
@@ -509,12 +508,12 @@ def _minimised(program: Callable[[Any], Any], schedule: Schedule, key: Any) -> S
 
 
 def _first(schedule: Schedule) -> int:
-    """Return where a schedule first deviates from program order."""
+    """Return the position of the first deviation from program order."""
     return next(i for i, choice in enumerate(schedule) if choice)
 
 
 def _key(outcome: Any) -> Any:
-    """Return something hashable that is equal for equal outcomes, bit for bit."""
+    """Return a hashable key, equal for outcomes that are equal bit for bit."""
     if isinstance(outcome, BaseException):
         return type(outcome), str(outcome)
     if isinstance(outcome, dict):

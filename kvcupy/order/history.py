@@ -14,11 +14,17 @@ from ..arrays import ArrayView, describe
 from ..observe import Access
 
 Actor = tuple[str, int] | None
-"""The identity of a stream. None: the host."""
+"""A stream, by its identity, or a host thread. None: the thread that entered the block."""
 Clock = dict[Actor, int]
-"""What an actor is behind: how much of the work of each actor, itself included."""
+"""A vector clock: by actor, how much of its work comes first."""
 
 HOST: Actor = None
+
+
+def is_host(actor: Actor) -> bool:
+    """Return whether an actor is a host thread."""
+    return actor is None or not actor[0]
+
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _MAX_LISTED = 6  # indices that a description spells out
@@ -59,10 +65,18 @@ class Point:
 
 @dataclass(eq=False, slots=True)
 class Lifetime:
-    """Whether an allocation is alive, and how far streams keep it alive."""
+    """Whether an allocation is alive, and how far streams keep it alive.
+
+    Attributes
+    ----------
+    ended_on : the thread that dropped it, by number
+    ended_behind : the work that had ended before, as far as that thread knew
+    kept : the work of each stream up to which it is kept
+    """
 
     alive: bool = True
-    ended_on: int = 0  # the thread
+    ended_on: int = 0
+    ended_behind: Clock = field(default_factory=dict)
     kept: Clock = field(default_factory=dict)
 
 
@@ -77,7 +91,8 @@ class Work:
     point: Point
     keeps_arrays: bool
     copies_bytes: bool
-    thread: int
+    thread: int = 0
+    host_thread: str = ""  # its name, where threads are distinguished
 
     @property
     def described(self) -> Site:
@@ -183,7 +198,7 @@ class _Region:
         """Drop the work of streams that the host is behind: whatever it issues now is too."""
         for own in (self.touches, self.writes):
             for actor, touches in list(own.items()):
-                if actor is not HOST:
+                if not is_host(actor):
                     del touches[: bisect_right(touches, behind.get(actor, 0), key=_number)]
                     if not touches:
                         del own[actor]
@@ -194,11 +209,13 @@ def _add(touches: dict[Actor, list[Touch]], touch: Touch) -> None:
     known = touches.setdefault(actor, [])
     if known and known[-1].number > touch.number:
         insort(known, touch, key=_number)
-    elif known and touch.covers(known[-1]):  # who is behind this one is behind that one
+    elif known and touch.covers(
+        known[-1]
+    ):  # whatever is ordered behind this one is ordered behind that one
         known[-1] = touch
     else:
         known.append(touch)
-    most = _MAX_HOST_TOUCHES if actor is HOST else _MAX_TOUCHES
+    most = _MAX_HOST_TOUCHES if is_host(actor) else _MAX_TOUCHES
     if len(known) > most:
         del known[: most // 2]
 

@@ -148,6 +148,40 @@ def test_a_lease_that_is_released_on_the_compute_stream(device):
     blocks.cache.evict(2)
 
 
+def test_blocks_from_disk_that_another_thread_evicts_at_once(device, tmp_path, monkeypatch):
+    """Before the acquire that has read them is over: their pages are freed once."""
+    blocks = Blocks(device, 4, 2, write="back", disk=tmp_path / "kv", disk_bytes=2**18)
+    cache, allocator = blocks.cache, blocks.host_pool.allocator
+    blocks.insert([1, 2])
+    blocks.evict_all()
+    allocator.free(cache.take_host_pages(2))
+    assert blocks.blocks() == (set(), set(), {1, 2})
+    send, taken = blocks.engine._send, []
+
+    def take():
+        taken.extend(cache.take_host_pages(2).tolist())
+
+    other = threading.Thread(target=take, daemon=True)
+
+    def send_then_evict():
+        send()
+        if blocks.blocks()[1] and threading.current_thread() is main:
+            other.start()
+            other.join(0.2)  # or it waits for the acquire
+
+    main = threading.current_thread()
+    monkeypatch.setattr(blocks.engine, "_send", send_then_evict)
+    lease = cache.acquire([1, 2])
+    other.join(PATIENCE_S)
+    assert sorted(taken) == [0, 1] and allocator.num_free == 0
+    with lease:
+        lease.wait()
+        blocks.assert_holds(lease, [1, 2])
+    allocator.free(taken)
+    blocks.settle()
+    blocks.assert_no_leak()
+
+
 def test_closing_while_others_work(device, tmp_path):
     blocks = Blocks(device, 8, 8, disk=tmp_path / "kv", disk_bytes=2**18)
     started, outcome = threading.Event(), []

@@ -132,3 +132,30 @@ def test_a_new_stream_is_not_an_old_one_with_its_address(api, device, streams, a
         assert new.pointer == pointer
         device.copy(pinned, x, stream=new)
     assert kinds(checker) == ["RAW", "WAR"]
+
+
+def test_a_stream_of_cupy_is_not_a_dropped_one_with_its_address(api, device, arrays):
+    """CuPy destroys the stream of an object that is dropped, and nothing tells kvcupy."""
+    x, pinned = arrays
+    with kv.order_checker("record") as checker:
+        old = api.cupy.cuda.Stream()
+        device.copy(x, pinned, stream=old)
+        device.copy(x, pinned, stream=cuda.Stream(device.context, old.ptr))  # the same
+        assert checker.reports == []
+        api.machine.progress()  # which nothing tells the host
+        device.context.retired.reap()
+        pointer = old.ptr
+        del old
+        new = api.cupy.cuda.Stream()
+        assert new.ptr == pointer
+        device.copy(pinned, x, stream=new)
+    assert kinds(checker) == ["RAW", "WAR"]
+
+
+def test_wrappers_that_others_make_of_one_stream_are_the_same(api, device, streams, arrays):
+    """Such as `torch.cuda.current_stream()`: a wrapper may end before its stream."""
+    (main, _), (x, pinned) = streams, arrays
+    with kv.order_checker() as checker:
+        for _ in range(2):
+            device.copy(x, pinned, stream=api.cupy.cuda.Stream.from_external(main))
+    assert checker.reports == []

@@ -448,6 +448,7 @@ def test_examples_are_let_go_of_without_the_garbage_collector(device, name):
     assert prepared is not None
 
 
+@pytest.mark.races
 def test_many_threads_share_a_bound_call(device):
     call = {n: x for n, x in store_kv(device).items() if "scale" not in n}
     call["k_cache"], call["v_cache"] = (device.zeros((64, 2, w), np.float32) for w in (8, 6))

@@ -522,7 +522,6 @@ NOT_NEEDED = {
         "cache/paged/contents.py": {
             "Contents.restore: stream.synchronize()": _DONE_AT_RETURN,
             "Contents.save: stream.synchronize()": _DONE_AT_RETURN,
-            "Contents._save_widened: stream.synchronize()": _DONE_AT_RETURN,
         },
         EXCHANGE: {
             **{

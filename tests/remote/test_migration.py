@@ -1070,6 +1070,7 @@ def test_connections_to_senders_that_are_gone_are_closed():
         eventually(lambda: receiver.stats()["connections"] == 1)
 
 
+@pytest.mark.races
 def test_a_pull_that_cannot_start_is_over():
     """For example if the order checker raises: it is not counted, and holds no pages."""
     with pair() as (sender, receiver, source, target):

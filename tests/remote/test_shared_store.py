@@ -1010,6 +1010,7 @@ def test_stats_and_metrics(shared):
     assert kv.metrics.value("kvcupy_shared_blocks_total", **labels) >= before + 3
 
 
+@pytest.mark.races
 def test_the_order_checker_is_told_of_pages(shared):
     user, hashes = shared(), block_hashes(2)
     user.put(*hashes)

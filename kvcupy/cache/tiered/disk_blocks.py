@@ -170,8 +170,8 @@ class DiskBlocks:
     def run(self, move: DiskMove) -> None:
         """Read or write the blocks of a move."""
         started = time.perf_counter()
-        name = "read from disk" if move.is_read else "write to disk"
-        self._announce(name, move.pages.values(), is_read=not move.is_read)
+        if move.is_read:
+            self.announce("read from disk", move.pages.values(), is_read=False)
         items = [(slot, hash, self._memory(move.pages[hash])) for hash, slot in move.slots.items()]
         results: Sequence[bool | OSError | None]
         if move.is_read:
@@ -253,7 +253,7 @@ class DiskBlocks:
             self.order.remove(hash)
         return freed
 
-    def _announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
+    def announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
         """Notify order checkers that the CPU reads or writes pages."""
         if observe.order_observers:
             parts = (*self._pool.parts, *self._pool.scale_parts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ... import observe
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .disk_blocks import DiskMove
@@ -63,6 +64,10 @@ class Lease(ProcessLocal):
         fillers = [shared.tiers.device.arriving(page) for page in pages]
         arriving = {id(b): b for b in fillers if b is not None}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
+        if observe.order_observers:
+            for page in pages:
+                if (filler := shared.tiers.device.filled_by.get(page)) is not None:
+                    observe.handed_around(filler)  # found over, perhaps by another thread
         self._shared = shared
         self._hashes = hashes
 
@@ -178,8 +183,9 @@ class AcquirePlan:
 
 
 class DiskReads:
-    """The blocks that an acquire has read from disk, in host pages that it owns until its end.
+    """The blocks that an acquire has read from disk, in host pages that it holds until its end.
 
+    The host tier may get the blocks before that, and evicts none that is held.
     Acquires read one after the other (`SharedTiers.disk_turn`): each block is read once, and none
     waits for pages of another that waits for its own.
     """

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ...config import cache_logger
-from ...errors import CacheFull, KvcupyError
+from ...errors import CacheFull, KvcupyError, OrderError
 from ...ops import checks
 from ...waiting import Latch, Waiters
 from .tiers import Copy, SharedTiers, Tiers
@@ -170,6 +170,7 @@ class StoreTier:
         self._num_fetched = 0  # fetch steps since the last put
         self._stopped = False
         self._failing = False  # whether the last call raised
+        self._order_error: OrderError | None = None  # of the worker, not raised yet
         # Weak, since the thread and finalizers refer to this object: the failure of a copy has a
         # traceback, whose frames refer to the cache.
         self._attached: weakref.ref[SharedTiers] | None = None
@@ -196,6 +197,12 @@ class StoreTier:
             )
 
     # --- Called with the lock of the tiers ---
+
+    def raise_order_error(self) -> None:
+        """Raise, once, the OrderError of a call of the store or a step of the worker."""
+        error, self._order_error = self._order_error, None
+        if error is not None:
+            raise OrderError(error.report)
 
     def stats(self) -> dict[str, float]:
         return {**vars(self.counts), "shared_queued": len(self._puts)}
@@ -424,6 +431,8 @@ class StoreTier:
         try:
             answer = call()
         except Exception as error:
+            if isinstance(error, OrderError):
+                self._order_error = error
             with self._lock:
                 self.counts.shared_errors += 1
             if not self._failing:  # logs only the first of consecutive failures
@@ -446,6 +455,8 @@ class StoreTier:
                 if (step := self._next(shared)) is not None:
                     worked = True
                     step()
+            except OrderError as error:
+                self._order_error = error
             except BaseException:  # unexpected: the job is lost, and the worker continues
                 cache_logger.exception("the shared store of a cache: a step failed")
             step = shared = None  # drops references to pages and copies

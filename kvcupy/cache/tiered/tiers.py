@@ -19,15 +19,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ... import metrics
-from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
+from ... import metrics, observe
+from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError, device_failure
 from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
@@ -250,6 +250,7 @@ class BlockCompletion:
         """Return whether it has ended, including after a failure, which is recorded."""
         completion = self._completion
         if self.over or completion is None:
+            self._handed_around()
             return True
         try:
             arrived = completion.done() and all([source.done() for source in self._sources])
@@ -260,6 +261,7 @@ class BlockCompletion:
                 if not isinstance(completion, StreamCompletion):
                     self.num_bytes = completion.num_bytes
                     self.seconds = completion.elapsed_us / 1e6
+                self._handed_around()
                 self.over, self._completion, self._sources = True, None, ()
         except CaptureError:  # the caller may be capturing
             return False
@@ -305,13 +307,21 @@ class BlockCompletion:
     def _pending(self) -> Transfer | StreamCompletion | None:
         """Return the completion that a stream has to wait for, or None."""
         self._raise_known_failure()
-        if self._completion is not None:
+        completion = self._completion  # another thread may note meanwhile that it is over
+        if completion is not None:
             self._raise_failure_of_sources()
-        return self._completion
+        else:
+            self._handed_around()
+        return completion
+
+    def _handed_around(self) -> None:
+        """Announce that a thread which finds this over is behind the one that has noted it."""
+        if observe.order_observers:
+            observe.handed_around(self)
 
     def _raise_known_failure(self) -> None:
         if self.failure is not None:
-            raise DeviceError(f"the blocks have not arrived: {self.failure}") from self.failure
+            raise device_failure(f"the blocks have not arrived: {self.failure}", self.failure)
 
     def _raise_failure_of_sources(self) -> None:
         """Raise DeviceError if source pages are known not to hold their blocks."""
@@ -407,6 +417,7 @@ class StoreTierProtocol(Protocol):
     """
 
     def require_own_process(self) -> None: ...
+    def raise_order_error(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def note_saved(self, hashes: Collection[int]) -> None: ...
     def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None: ...
@@ -690,7 +701,11 @@ class Tiers:
     def begin_write(
         self, disk: DiskBlocks, copies: Sequence[Copy], slots: Sequence[int]
     ) -> DiskMove:
-        """Begin to write host copies to disk, replacing the blocks `slots`."""
+        """Begin to write host copies to disk, replacing the blocks `slots`.
+
+        An OrderError has changed nothing.
+        """
+        disk.announce("write to disk", [copy.page for copy in copies], is_read=True)
         disk.evict(slots)
         self.counts.disk_evicted += len(slots)
         self.counts.lost += sum(hash not in self for hash in slots)
@@ -791,10 +806,11 @@ class SharedTiers:
         return self.tiers.stats()
 
     @property
-    def lock(self) -> threading.Lock:
+    def lock(self) -> AbstractContextManager[object]:
         """The lock, for `with`: a context manager in Python could keep it after an interrupt.
 
-        KvcupyError in a forked child, where another thread may hold the lock for ever.
+        While an order checker is on, it is one nevertheless. KvcupyError in a forked child, where
+        another thread may hold the lock for ever.
         """
         if self.tiers.store is not None:
             self.tiers.store.require_own_process()
@@ -802,15 +818,17 @@ class SharedTiers:
             raise KvcupyError(
                 "disk: the cache belongs to another process; make one in each process"
             )
-        return self._lock
+        return observe.ordering(self._lock)
 
     def opened(self) -> Tiers:
         """Settle the tiers, and return them. KvcupyError if the cache is closed.
 
-        The caller holds the lock.
+        An OrderError of the store's thread is raised, once. The caller holds the lock.
         """
         if self.closed:
             raise KvcupyError("the cache is closed")
+        if self.tiers.store is not None:
+            self.tiers.store.raise_order_error()
         self.tiers.settle()
         return self.tiers
 
@@ -844,7 +862,7 @@ class SharedTiers:
         if (disk := self.tiers.disk) is None:
             return
         thread = threading.get_ident()
-        with self._lock:
+        with observe.ordering(self._lock):
             for move in list(disk.moves):
                 if move.thread == thread and not move.is_read:
                     self.tiers.land(move)
@@ -855,5 +873,5 @@ class SharedTiers:
         try:
             self.tiers.disk.run(move)
         finally:
-            with self._lock:
+            with observe.ordering(self._lock):
                 self.tiers.land(move)

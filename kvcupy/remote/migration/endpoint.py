@@ -16,7 +16,7 @@ from ... import metrics
 from ...cache.identity import PoolIdentity
 from ...cache.pages import Pages, page_array
 from ...cache.pool import Pool, positive_int
-from ...errors import KvcupyError, ProcessLocal, TransferError
+from ...errors import KvcupyError, ProcessLocal, TransferError, transfer_failure
 from ...observe import Access
 from ...ops import checks
 from . import protocol
@@ -165,13 +165,10 @@ def place(address: Any, trace_id: str) -> str:
 def as_transfer_error(error: BaseException, where: str) -> TransferError:
     """Convert the error of a pull's thread to a TransferError that says where it occurred."""
     if isinstance(error, TransferError):
-        failure = TransferError(f"{where}: {error}", error.reason)
-    elif isinstance(error, TimeoutError):
-        failure = TransferError(f"{where}: the deadline has passed", "late")
-    else:
-        failure = TransferError(f"{where}: {error or type(error).__name__}", "lost")
-    failure.__cause__ = error
-    return failure
+        return transfer_failure(f"{where}: {error}", error.reason, error)
+    if isinstance(error, TimeoutError):
+        return transfer_failure(f"{where}: the deadline has passed", "late", error)
+    return transfer_failure(f"{where}: {error or type(error).__name__}", "lost", error)
 
 
 def reason_samples(

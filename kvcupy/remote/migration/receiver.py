@@ -24,7 +24,7 @@ from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.pages import Pages, page_array
 from ...cache.pool import positive_int
 from ...config import cache_logger
-from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError
+from ...errors import CacheFull, DeviceError, ProcessLocal, TransferError, transfer_failure
 from ...observe import Operation
 from ...streams import stream_after
 from ...waiting import Latch, Waiters
@@ -798,7 +798,7 @@ class Pull(ProcessLocal):
 
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
-            raise TransferError(str(failure), failure.reason) from failure
+            raise transfer_failure(str(failure), failure.reason, failure)
 
     # --- For the receiver, and its threads ---
 

@@ -28,7 +28,7 @@ from ...cache.hazards import StreamCompletion
 from ...cache.pages import Pages, hash_list
 from ...cache.pool import positive_int
 from ...config import cache_logger
-from ...errors import CaptureError, KvcupyError, TransferError
+from ...errors import CaptureError, KvcupyError, OrderError, TransferError
 from ...ops import checks
 from ...streams import stream_after
 from ...waiting import Waiters
@@ -217,6 +217,7 @@ class PageSender(Endpoint):
         self._counts: Counter[str] = Counter()
         self._failed_pulls: Counter[str] = Counter()  # by reason, as the next one
         self._dropped: Counter[str] = Counter()
+        self._order_error: OrderError | None = None  # of a thread, not raised yet
         self._server, listening = address.listen()
         self.address = str(listening)
         self._advertised = self.address if advertised is None else str(advertised)
@@ -371,6 +372,7 @@ class PageSender(Endpoint):
         Also legal after the offer has ended: its pages are freed once all layers are announced.
         """
         number = self._pool.layer_number(layer)
+        self._raise_order_error()
         offer = self._offer_of(ticket)
         if offer is None:
             return
@@ -400,6 +402,7 @@ class PageSender(Endpoint):
         -----
         Pages that no pull reads are free when this returns. A `release` function may run later.
         """
+        self._raise_order_error()
         offer = self._offer_of(ticket)
         if offer is None:
             return False
@@ -487,6 +490,7 @@ class PageSender(Endpoint):
             first, self._engine_closed = not self._engine_closed, True
         if first:
             self._engine.close(deadline)
+        self._raise_order_error()
 
     def _close_in_child(self) -> None:
         """Close inherited sockets in a forked child, without ending the parent's offers."""
@@ -874,7 +878,8 @@ class PageSender(Endpoint):
         try:
             peer = request[PULL_HEAD.size :]
             self._move(channel, offer, heads, run_pages, peer, waits=bool(waits))
-        except BaseException as error:
+        except BaseException as raised:
+            error = self._failed(offer, raised) if isinstance(raised, OrderError) else raised
             failure = as_transfer_error(error, place(self.address, offer.trace_id))
             is_expected = isinstance(error, (TransferError, Lost, TimeoutError))
             level = logging.INFO if is_expected else logging.ERROR
@@ -1005,8 +1010,23 @@ class PageSender(Endpoint):
             self._end(offer, "failed")
             raise TransferError(f"the write of layer {layer} failed: {failure}", "failed")
         if is_done and observe.order_observers and self._staging is None:
-            observe.touched_by_host("send pages", accesses(self._pool, offer.pages, layer))
+            try:
+                observe.touched_by_host("send pages", accesses(self._pool, offer.pages, layer))
+            except OrderError as error:
+                raise self._failed(offer, error) from error
         return is_done
+
+    def _failed(self, offer: _Offer, error: OrderError) -> TransferError:
+        """End an offer; return the error for the receiver. The next call here raises the other."""
+        self._order_error = error
+        self._end(offer, "failed")
+        return TransferError(str(error), "failed")
+
+    def _raise_order_error(self) -> None:
+        """Raise, once, the OrderError of a thread that was to send pages."""
+        error, self._order_error = self._order_error, None
+        if error is not None:
+            raise OrderError(error.report)
 
 
 _COUNTS = (
