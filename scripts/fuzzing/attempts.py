@@ -63,7 +63,7 @@ _meaning(
     values.real,
     """
     k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
-    lease_s deadline_s
+    lease_s max_lease_s deadline_s
 """,
 )
 _meaning(
@@ -81,14 +81,14 @@ _meaning(
     values.text,
     """
     layout placement method policy write action lse_base rope_mode format library source struct
-    reports url tenant model checksum shared_write wait listen advertise engine scale_rule
+    reports url tenant model checksum shared_write wait listen advertise engine scale_rule trace_id
 """,
 )
 _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer inherit_window return_lse hadamard batch_invariant
+    barriers by_layer inherit_window return_lse hadamard batch_invariant undo
 """,
 )
 _meaning(values.dtype, "dtype encoding")
@@ -103,7 +103,7 @@ _meaning(
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
     before operation index owner arguments options params identity shared secret heads tls
-    attachment ticket sender receiver past_sender past_receiver spans demotion attention
+    attachment ticket sender receiver past_sender past_receiver spans demotion attention encryption_key handoff
 """,
 )
 _meaning(values.no_function, "release")

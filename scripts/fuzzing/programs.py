@@ -778,7 +778,7 @@ def shared(case: Case) -> None:
             there = [reader.match([hash]) for hash in SHARED_HASHES]
         return pool_bytes(*pools), there, [
             {name: store.stats()[name] for name in names} for store in stores
-            if not store._closed
+            if not store._users._closed
         ]  # fmt: skip
 
     for _ in range(case.rng.randrange(2, 12)):

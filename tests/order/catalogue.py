@@ -556,7 +556,10 @@ NOT_NEEDED = {
             "SharedTiers.attempt: wait()": _ASKS_AGAIN,
         },
         "remote/stores/shm.py": {
-            "ShmBackend._parts: block.begin()": "begins a checksum, not a copy",
+            "ShmBackend._parts: block.begin(header)": "begins a checksum, not a copy",
+        },
+        "remote/stores/backend.py": {
+            "SealedBlock.is_authentic: self.begin(header)": "begins a decryption, not a copy",
         },
         "cache/threads.py": {"Helpers.each: job.wait()": _THREADS},
         "remote/stores/store.py": {

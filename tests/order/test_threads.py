@@ -15,7 +15,8 @@ import pytest
 import test_tiered_threads
 
 import kvcupy as kv
-from kvcupy.cache.threads import Latch, Users, Waiters
+from kvcupy.cache.threads import Users
+from kvcupy.waiting import Latch, Waiters
 
 LUCK_S = 0.05  # in which another thread is done, by all experience
 
