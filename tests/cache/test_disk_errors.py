@@ -108,6 +108,34 @@ def test_a_full_disk_raises_early_and_leaves_no_file(path, monkeypatch):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("call", ["pwritev", "fsync", "link"])
+def test_an_interrupted_creation_leaves_no_name(path, monkeypatch, call):
+    """A power failure could otherwise leave a file with half a header, which nobody can open."""
+    steps = []
+
+    def noted(name, function):
+        def wrapped(*arguments, **options):
+            steps.append((name, path.exists()))
+            if name == call:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for name in ("pwritev", "fsync", "link"):
+            patch.setattr(os, name, noted(name, getattr(os, name)))
+        with pytest.raises(KeyboardInterrupt):
+            open_tier(path)
+    assert steps[-1] == (call, False)
+    assert not list(path.parent.iterdir())
+    with open_tier(path) as tier:
+        write(tier, 0, 1)
+    with open_tier(path) as tier:
+        assert reads(tier, 0, 1)
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_file_has_one_opener(path):
     with open_tier(path) as tier:
         write(tier, 0, 1)
@@ -166,7 +194,7 @@ def test_a_forked_child_has_neither_the_file_nor_its_lock(path):
         "from disk_cases import *\n"
         f"tier = open_tier({str(path)!r})\n"
         "write(tier, 0, 1)\n"
-        "tier._changed.acquire()  # as by another thread\n"
+        "tier._lock.acquire()  # as by another thread\n"
         "(ready, tell), (ended, end) = os.pipe(), os.pipe()\n"
         "if (child := os.fork()) == 0:\n"
         "    os.close(end)\n"
@@ -175,7 +203,7 @@ def test_a_forked_child_has_neither_the_file_nor_its_lock(path):
         "    os.write(tell, b'x')\n"
         "    os.read(ended, 1)\n"
         "    os._exit(0)\n"
-        "tier._changed.release()\n"
+        "tier._lock.release()\n"
         "os.read(ready, 1)\n"
         "assert reads(tier, 0, 1)\n"
         "tier.close()\n"

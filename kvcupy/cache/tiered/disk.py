@@ -18,7 +18,7 @@ from ...config import BoundedLog, cache_logger
 from ...errors import ProcessLocal, file_path
 from ...ops import checks
 from ..encryption import NONCE_BYTES, BlockCipher
-from ..threads import Helpers
+from ..threads import Helpers, Users
 from . import disk_format
 from .disk_format import Layout, Record
 
@@ -109,9 +109,8 @@ class DiskTier(ProcessLocal):
         self.num_slots, self.page_bytes = self._layout.num_slots, self._layout.page_bytes
         self.path = file_path(path, "disk")
         self._records: dict[int, Record] = {}  # valid records, by slot
-        self._changed = threading.Condition()  # guards the records and the next two fields
-        self._num_users = 0  # calls in progress
-        self._closed = False
+        self._lock = threading.Lock()  # guards the records
+        self._users = Users()  # calls in progress
         self._cipher = None
         if encryption_key is not None:
             self._cipher = BlockCipher(encryption_key, disk_format.digest_of(identity))
@@ -119,14 +118,17 @@ class DiskTier(ProcessLocal):
         self._scratch: list[memoryview] = []  # one page each, for ciphertext
         self._log = BoundedLog(cache_logger)
         header = disk_format.encode_header(self._layout, identity)
-        self._file = _open_locked(self.path)
+        self._file, is_new = _open_locked(self.path, header)
         try:
             with self._naming_file():
-                if self._file.seek(0, os.SEEK_END):
-                    self._load(identity, previous)
-                else:
-                    self._make(header)
+                if not self._file.seek(0, os.SEEK_END):
+                    is_new = True  # an empty file of the user
+                    os.fchmod(self._file.fileno(), _MODE)
+                    _write_header(self._file.fileno(), header)
+                self._load(identity, previous)
         except BaseException:
+            if is_new:
+                self.path.unlink(missing_ok=True)
             self._file.close()
             raise
         newest = max((record.generation for record in self._records.values()), default=0)
@@ -150,7 +152,7 @@ class DiskTier(ProcessLocal):
         After opening, these are the records of the file; payloads are verified when they are read.
         A hash that was written to two slots is listed twice.
         """
-        with self._using(), self._changed:
+        with self._using(), self._lock:
             records = list(self._records.values())
         records.sort(key=lambda record: record.generation)
         return [(record.hash, record.slot) for record in records]
@@ -267,33 +269,27 @@ class DiskTier(ProcessLocal):
 
         Without `flush`, written data survives the end of the process, but not a system failure.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._num_users)
+        self._users.close()
         self._file.close()
         self._helpers.close()
 
     def _leave_to_parent(self) -> None:
         """Close the file in a forked child, where another thread may hold the lock for ever."""
-        self._changed = threading.Condition()
-        self._num_users, self._closed = 0, True
+        self._lock, self._users = threading.Lock(), Users()
+        self._users.close()
         self._file.close()
 
     @contextmanager
     def _using(self) -> Iterator[None]:
         """Keep the file open during a call; ValueError if it is closed."""
-        with self._changed:
-            if self._closed:
-                raise ValueError(
-                    f"disk: expected an open tier, got {self.path} after close() or a fork"
-                )
-            self._num_users += 1
+        if (call := self._users.enter()) is None:
+            raise ValueError(
+                f"disk: expected an open tier, got {self.path} after close() or a fork"
+            )
         try:
             yield
         finally:
-            with self._changed:
-                self._num_users -= 1
-                self._changed.notify_all()
+            self._users.leave(call)
 
     @contextmanager
     def _naming_file(self) -> Iterator[int]:
@@ -360,7 +356,7 @@ class DiskTier(ProcessLocal):
         with self._naming_file() as descriptor:
             self._invalidate(slot)
             _write_all(descriptor, payload, self._layout.payload_at(slot))
-            with self._changed:
+            with self._lock:
                 _write_all(descriptor, [encoded], self._layout.record_at(slot))
                 self._records[slot] = record
 
@@ -388,25 +384,12 @@ class DiskTier(ProcessLocal):
 
     def _invalidate(self, slot: int, only: Record | None = None) -> None:
         """Empty a slot; with `only`, not if another record has replaced it."""
-        with self._changed:
+        with self._lock:
             if only is not None and self._records.get(slot) is not only:
                 return  # another write has replaced it
             self._records.pop(slot, None)
             empty = memoryview(disk_format.NO_RECORD)
             _write_all(self._file.fileno(), [empty], self._layout.record_at(slot))
-
-    def _make(self, header: bytes) -> None:
-        """Initialise an empty file."""
-        descriptor = self._file.fileno()
-        try:
-            os.fchmod(descriptor, _MODE)  # an empty file of the user may have another
-            _write_all(descriptor, [memoryview(header)], 0)
-            os.fsync(descriptor)  # before any block depends on it
-            _allocate(descriptor, self._layout.num_bytes)
-        except BaseException:
-            os.ftruncate(descriptor, 0)
-            self.path.unlink(missing_ok=True)
-            raise
 
     def _load(self, identity: Mapping[str, str], previous: Mapping[str, str] | None) -> None:
         """Check a file, and read its records."""
@@ -431,8 +414,12 @@ class DiskTier(ProcessLocal):
 # --- System calls ---
 
 
-def _open_locked(path: Path) -> io.FileIO:
-    """Open a file for reading and writing, create it if necessary, and lock it.
+def _open_locked(path: Path, header: bytes) -> tuple[io.FileIO, bool]:
+    """Open a file for reading and writing, and lock it; create it with a header if necessary.
+
+    Returns
+    -------
+    the file, and whether it was created
 
     Raises
     ------
@@ -443,9 +430,13 @@ def _open_locked(path: Path) -> io.FileIO:
     """
     if fcntl is None or not hasattr(os, "preadv"):
         raise OSError(errno.ENOTSUP, "disk: expected a system with flock and preadv", str(path))
+    is_new = False
     while True:
         try:  # in a folder for all users a link could name, or create, any file of this user
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            is_new = _create(path, header)
+            continue
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -466,11 +457,36 @@ def _open_locked(path: Path) -> io.FileIO:
                     error.errno, "disk: expected a file that no other tier has open", str(path)
                 ) from None
             if _is_at(descriptor, path):
-                return file
+                return file, is_new
         except BaseException:
             file.close()
             raise
         file.close()  # the previous owner of the lock removed the file
+
+
+def _create(path: Path, header: bytes) -> bool:
+    """Create a file that has its header, or does not exist, whenever the power fails.
+
+    Return False if another process was first.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(unfinished, flags, _MODE)
+    try:
+        _write_header(descriptor, header)
+        os.link(unfinished, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.close(descriptor)
+        unfinished.unlink()
+    return True
+
+
+def _write_header(descriptor: int, header: bytes) -> None:
+    """Write a header to the disk, before any block depends on it."""
+    _write_all(descriptor, [memoryview(header)], 0)
+    os.fsync(descriptor)
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:
