@@ -98,7 +98,8 @@ class PageAllocator(ProcessLocal):
     @property
     def num_allocated(self) -> int:
         with self._lock:
-            self._recover()
+            if self._is_changing:
+                self._recover()
             return self.num_pages - self._num_free - self._num_deferred
 
     @property
@@ -106,7 +107,8 @@ class PageAllocator(ProcessLocal):
         if self._num_unbounded:
             self._poll()
         with self._lock:
-            self._recover()
+            if self._is_changing:
+                self._recover()
             return self._available()
 
     def alloc(self, n: int) -> Pages:
@@ -133,7 +135,8 @@ class PageAllocator(ProcessLocal):
         polled = False
         while True:
             with self._lock:
-                self._recover()
+                if self._is_changing:
+                    self._recover()
                 if n <= self._num_free:
                     return self._take(n)
                 available = self._available()
@@ -165,7 +168,8 @@ class PageAllocator(ProcessLocal):
         """
         ordered = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
-            self._recover()
+            if self._is_changing:
+                self._recover()
             self._require_out(ordered)
             self._is_changing = True
             if self._transfers:
@@ -224,7 +228,8 @@ class PageAllocator(ProcessLocal):
         if len(touched) == 0:
             return
         with self._lock:
-            self._recover()
+            if self._is_changing:
+                self._recover()
             self._is_changing = True
             self._transfers[next(self._numbers)] = transfer, touched
             self._num_transfers[touched] += 1
@@ -241,7 +246,8 @@ class PageAllocator(ProcessLocal):
     def _wait_for_freed(self) -> None:
         """Wait for the oldest bounded transfer that holds back freed pages, if there is one."""
         with self._lock:
-            self._recover()
+            if self._is_changing:
+                self._recover()
             oldest = self._oldest_that_defers() if self._num_deferred else None
         if oldest is not None:
             self._wait(oldest)
@@ -249,9 +255,7 @@ class PageAllocator(ProcessLocal):
     # --- With the lock held ---
 
     def _recover(self) -> None:
-        """Count pages and transfers again if an interrupt has ended a change midway."""
-        if not self._is_changing:
-            return
+        """Count pages and transfers again: an interrupt has ended a change midway."""
         self._num_transfers[:] = 0
         for _, touched in self._transfers.values():
             self._num_transfers[touched] += 1
@@ -335,7 +339,8 @@ class PageAllocator(ProcessLocal):
     def _drop(self, numbers: Sequence[int]) -> None:
         """Forget transfers, and free what only they held back."""
         with self._lock:
-            self._recover()
+            if self._is_changing:
+                self._recover()
             self._is_changing = True
             # Another thread may have been first.
             ended = [self._transfers.pop(n) for n in numbers if n in self._transfers]

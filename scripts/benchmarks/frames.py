@@ -45,9 +45,15 @@ def frames_of(work: Callable[[], object]) -> list[str]:
 
 
 def own(called: list[str]) -> list[str]:
-    """Return the frames of kvcupy's own functions, with paths relative to the package."""
-    prefix = f"{PACKAGE}/"
-    return [name.removeprefix(prefix) for name in called if name.startswith(prefix)]
+    """Return the frames of kvcupy's own functions, with paths relative to the package.
+
+    Those of `waiting.py` are left out like those of `threading`, whose classes it replaces.
+    """
+    prefix, waiting = f"{PACKAGE}/", f"{PACKAGE}/waiting.py:"
+    return [
+        name.removeprefix(prefix) for name in called
+        if name.startswith(prefix) and not name.startswith(waiting)
+    ]  # fmt: skip
 
 
 def store_kv(device: Any) -> Iterator[list[str]]:

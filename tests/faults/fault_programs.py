@@ -1547,7 +1547,7 @@ class Disk(Program):
 
     def state(self, step: str) -> Any:
         """Return the blocks that the tier has, but for the slots that the step writes."""
-        if self.tier is None or self.tier._closed:
+        if self.tier is None or self.tier._users._closed:
             return None
         own = {"write": (0, 1), "write_many": (2, 3, 4, 5), "drop": (4,)}.get(step, ())
         return [(h, slot) for h, slot in sorted(self.tier.entries()) if slot not in own]
