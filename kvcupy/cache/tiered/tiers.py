@@ -194,6 +194,15 @@ class PageTier:
     def hold(self, copy: Copy) -> None:
         self.held[copy.page] = self.held.get(copy.page, 0) + 1
 
+    def release(self, copy: Copy) -> None:
+        """Release one hold on a copy; free its page if it was forgotten meanwhile."""
+        if self.held[copy.page] > 1:
+            self.held[copy.page] -= 1
+        else:
+            del self.held[copy.page]
+            if not self.has(copy):
+                self.give_back([copy.page])
+
     def take(self, count: int) -> Pages:
         """Allocate pages; CacheFull if another user of the pool took them first."""
         pages = self.pool.allocator.alloc(count)
@@ -518,16 +527,6 @@ class Tiers:
             **counted(self.counts, self.disk, self.store),
         }
 
-    def let_go(self, copy: Copy) -> None:
-        """Release one hold on a host copy; free its page if it was forgotten meanwhile."""
-        held = self.host.held
-        if held[copy.page] > 1:
-            held[copy.page] -= 1
-        else:
-            del held[copy.page]
-            if not self.host.has(copy):
-                self.host.give_back([copy.page])
-
     # --- In flight ---
 
     def settle(self) -> None:
@@ -567,7 +566,7 @@ class Tiers:
         tier = self.host if is_save else self.device
         self.in_flight.add_failed(completion)
         filled = tier.filled_by
-        copies = [c for c in completion.copies if tier.has(c) and filled[c.page] is completion]
+        copies = [c for c in completion.copies if tier.has(c) and filled.get(c.page) is completion]
         tier.forget(copies)
         tier.free_unless_in_use(copy.page for copy in copies)
         self.counts.lost += sum(copy.hash not in self for copy in copies)
@@ -681,10 +680,10 @@ class Tiers:
             return
         self.require_arrived(unwritten)
         staying = {*keep, *(copy.hash for copy in victims)}
-        slots = disk.choose(len(unwritten) - disk.num_free, staying)
-        num_lost = max(0, len(unwritten) - disk.num_free - len(slots))
+        replaced = disk.choose(len(unwritten) - disk.num_free, staying)
+        num_lost = max(0, len(unwritten) - disk.num_free - len(replaced))
         if writes := unwritten[num_lost:]:
-            raise Blocked(self.begin_write(disk, writes, slots))
+            raise Blocked(self.begin_write(disk, writes, replaced))
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
@@ -699,32 +698,30 @@ class Tiers:
     # --- Moves between host memory and disk ---
 
     def begin_write(
-        self, disk: DiskBlocks, copies: Sequence[Copy], slots: Sequence[int]
+        self, disk: DiskBlocks, copies: Sequence[Copy], replaced: Sequence[int]
     ) -> DiskMove:
-        """Begin to write host copies to disk, replacing the blocks `slots`.
+        """Begin to write host copies to disk; evict the hashes `replaced` from it.
 
         An OrderError has changed nothing.
         """
         disk.announce("write to disk", [copy.page for copy in copies], is_read=True)
-        disk.evict(slots)
-        self.counts.disk_evicted += len(slots)
-        self.counts.lost += sum(hash not in self for hash in slots)
+        disk.evict(replaced)
+        self.counts.disk_evicted += len(replaced)
+        self.counts.lost += sum(hash not in self for hash in replaced)
         for copy in copies:
             self.host.hold(copy)
-        move = disk.begin_write(dict(copies))
-        move.copies = copies
-        return move
+        return disk.begin_write(dict(copies))
 
     def land(self, move: DiskMove) -> None:
         """Record the outcome of a move; a write ends, and a read keeps its pages."""
         assert self.disk is not None
         self.disk.land(move)
         if not move.is_read:
-            for copy in move.copies:
+            for copy in map(copy_of, move.pages.items()):
                 if self.host.has(copy):
                     failed = self.host.write_failed
                     (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
-                self.let_go(copy)
+                self.host.release(copy)
             self.disk.finish(move)
 
     # --- Evicting from the device tier ---
@@ -852,12 +849,12 @@ class SharedTiers:
                         else:
                             wait()
         except BaseException:
-            self._end_own_writes()
+            self.end_own_writes()
             raise
         self.engine._send()
         return result
 
-    def _end_own_writes(self) -> None:
+    def end_own_writes(self) -> None:
         """End writes of this thread that an interrupt kept from being carried out."""
         if (disk := self.tiers.disk) is None:
             return
