@@ -259,7 +259,6 @@ class BlockCompletion:
         """Return whether it has ended, including after a failure, which is recorded."""
         completion = self._completion
         if self.over or completion is None:
-            self._handed_around()
             return True
         try:
             arrived = completion.done() and all([source.done() for source in self._sources])
@@ -270,7 +269,7 @@ class BlockCompletion:
                 if not isinstance(completion, StreamCompletion):
                     self.num_bytes = completion.num_bytes
                     self.seconds = completion.elapsed_us / 1e6
-                self._handed_around()
+                observe.handed_over(self)
                 self.over, self._completion, self._sources = True, None, ()
         except CaptureError:  # the caller may be capturing
             return False
@@ -292,7 +291,9 @@ class BlockCompletion:
     def synchronize(self) -> None:
         """Wait until no page is accessed; `done` records failures."""
         completion, sources = self._completion, self._sources
-        if completion is not None:
+        if completion is None:
+            observe.taken_over(self)
+        else:
             with suppress(DeviceError):
                 completion.synchronize()
         for source in sources:
@@ -317,16 +318,11 @@ class BlockCompletion:
         """Return the completion that a stream has to wait for, or None."""
         self._raise_known_failure()
         completion = self._completion  # another thread may note meanwhile that it is over
-        if completion is not None:
-            self._raise_failure_of_sources()
+        if completion is None:
+            observe.taken_over(self)  # the caller does not hold the lock, which orders `done`
         else:
-            self._handed_around()
+            self._raise_failure_of_sources()
         return completion
-
-    def _handed_around(self) -> None:
-        """Announce that a thread which finds this over is behind the one that has noted it."""
-        if observe.order_observers:
-            observe.handed_around(self)
 
     def _raise_known_failure(self) -> None:
         if self.failure is not None:
