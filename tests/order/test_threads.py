@@ -543,6 +543,15 @@ def test_pages_that_one_thread_frees_and_another_allocates(device):
     assert checker.reports == []
 
 
+def test_an_edge_names_no_thread_for_work_from_before_the_first_thread(world):
+    with kv.order_checker("record") as checker:
+        world.produce(waits=False)
+        in_thread(lambda: None).join()
+        world.consume()
+    assert kinds(checker) == ["RAW"]
+    assert "thread" not in checker.reports[0].edge
+
+
 @pytest.mark.parametrize(
     "wait",
     [

@@ -545,8 +545,8 @@ class TieredCache(ProcessLocal):
         `lost`: blocks that left their last tier, evicted for capacity or after a failure.
         `failed_loads`, `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`,
         `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: stored bytes and
-        seconds of completed work. `disk_errors`: blocks that failed to be written or converted, or
-        were damaged.
+        seconds of completed work. `disk_errors`: blocks that failed to be read or written, or were
+        damaged.
 
         With a shared store also, in blocks, `shared_hits`: acquired after being fetched from the
         store; `shared_misses`: requested, but not in the store or not delivered; `shared_late`:
