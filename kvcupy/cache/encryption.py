@@ -22,14 +22,14 @@ class BlockCipher:
 
     Parameters
     ----------
-    key : bytes of 32, secret and uniformly random
-    context : bytes of 16, such as the digest of a `PoolIdentity`; a block opens only in the context
+    key : 32 bytes, secret and uniformly random
+    context : 16 bytes, such as the digest of a `PoolIdentity`; a block opens only in the context
         in which it was sealed
 
     Attributes
     ----------
-    key_id : 16 hexadecimal digits that tell keys apart, and reveal nothing about them
-    name_key : bytes of 32, from which only the key's owners can derive names of blocks
+    key_id : 16 hexadecimal digits that distinguish keys, and reveal nothing about them
+    name_key : 32 bytes, from which only the key's owners can derive names of blocks
 
     Raises
     ------
@@ -160,7 +160,7 @@ def key_for(encryption_key: Any, tenant: str | bytes = "") -> bytes:
 
     Raises
     ------
-    TypeError, ValueError : the key is not bytes of 32, or the function raised. The message contains
+    TypeError, ValueError : the key is not 32 bytes, or the function raised. The message contains
         neither the key nor the tenant
 
     Examples

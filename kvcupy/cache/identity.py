@@ -158,7 +158,7 @@ class BlockKeys:
         heads of its model
     tenant : str or bytes. While it is secret, other tenants can neither name this tenant's blocks
         nor test whether they exist
-    secret : up to 64 bytes, without which no key can be derived; such as of an encryption key
+    secret : up to 64 bytes, without which no key can be derived, such as `BlockCipher.name_key`
 
     Attributes
     ----------

@@ -806,9 +806,10 @@ def _edge(kind: str, first: Touch, second: Touch) -> str:
         edge = ""
     else:
         edge = f"{later_name}.wait({earlier_name})"
-    if first.work.host_thread == second.work.host_thread:
+    first_thread = first.work.host_thread
+    if first_thread in ("", second.work.host_thread):  # "": from before there were several
         return edge
-    handed = f"take over from thread {first.work.host_thread!r}: an Event, a queue, a lock or join"
+    handed = f"take over from thread {first_thread!r}: an Event, a queue, a lock or join"
     return f"{edge}  # {handed}" if edge else handed
 
 

@@ -209,9 +209,7 @@ def _add(touches: dict[Actor, list[Touch]], touch: Touch) -> None:
     known = touches.setdefault(actor, [])
     if known and known[-1].number > touch.number:
         insort(known, touch, key=_number)
-    elif known and touch.covers(
-        known[-1]
-    ):  # whatever is ordered behind this one is ordered behind that one
+    elif known and touch.covers(known[-1]):  # work behind this one is behind that one too
         known[-1] = touch
     else:
         known.append(touch)

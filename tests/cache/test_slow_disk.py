@@ -359,6 +359,22 @@ def test_an_interrupt_before_a_write_leaves_nothing_behind(device, path, monkeyp
     blocks.assert_no_leak()
 
 
+def test_an_interrupt_before_a_flush_writes_leaves_nothing_behind(device, path, monkeypatch):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=file_of(8))
+    write_down(blocks, [A])
+
+    def interrupt(move):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.cache._shared, "carry_out", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            blocks.cache.flush()
+    in_time(blocks.cache.flush)  # in another thread, which waits for moves of this one
+    assert blocks.blocks() == (set(), {A}, {A})
+    blocks.assert_no_leak()
+
+
 def test_blocks_inserted_during_a_read_are_not_lost(device, path, monkeypatch):
     """The read has the only host page, which B needs on its way to the disk."""
     blocks = Blocks(device, 2, 1, disk=path, disk_bytes=file_of(8), write="back")

@@ -13,6 +13,7 @@ from multiprocessing.pool import ThreadPool
 
 import pytest
 import test_tiered_threads
+from engine_cases import parts_of
 
 import kvcupy as kv
 from kvcupy.cache.threads import Users
@@ -540,6 +541,37 @@ def test_pages_that_one_thread_frees_and_another_allocates(device):
         with kv.declare(writes=pool, stream=streams[1]):
             pass
         thread.join()
+    assert checker.reports == []
+
+
+def test_an_edge_names_no_thread_for_work_from_before_the_first_thread(world):
+    with kv.order_checker("record") as checker:
+        world.produce(waits=False)
+        in_thread(lambda: None).join()
+        world.consume()
+    assert kinds(checker) == ["RAW"]
+    assert "thread" not in checker.reports[0].edge
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda lease, stream: lease.wait_layer(0, stream),
+        lambda lease, _: lease.completion.synchronize(),
+    ],
+    ids=["wait_layer", "synchronize"],
+)
+def test_a_lease_waits_for_a_load_that_another_thread_has_settled(device, wait):
+    blocks = test_tiered_threads.Blocks(device)
+    blocks.insert([1])
+    blocks.evict_all()
+    blocks.settle()
+    stream, target = device.stream(), device.asarray(blocks.values(1)[0])
+    with kv.order_checker() as checker, blocks.cache.acquire([1]) as lease:
+        sleep_while(in_thread(blocks.settle))
+        wait(lease, stream)
+        device.copy(target, parts_of(blocks.device_pool)[0][lease.pages[0]], stream=stream)
+        stream.synchronize()
     assert checker.reports == []
 
 

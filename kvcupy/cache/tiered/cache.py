@@ -37,7 +37,7 @@ from .tiers import (
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
 
-_MAX_WRITE_BYTES = 2**26  # of a flush at once, whose pages cannot be evicted meanwhile
+_MAX_WRITE_BYTES = 2**26  # written by a flush at once; these pages cannot be evicted meanwhile
 _WAITS = ("complete", "best_effort", "timeout")
 
 
@@ -53,7 +53,7 @@ class TieredCache(ProcessLocal):
         adapter, rotary settings; at most about 3000 bytes. Blocks of another one are refused
     heads : (first head, number of heads of the model), if this pool has some of the model's heads;
         None: all of them. Without `model` and `heads`, both are the same as in the shared store
-    encryption_key : None, or bytes of 32, with which blocks on disk are encrypted and
+    encryption_key : None, or 32 bytes, with which blocks on disk are encrypted and
         authenticated; or a function that returns them, called with the tenant ""
     policy : eviction order of a tier: "lru", "fifo", "lfu", "2q" (scan resistant), or a class with
         the methods of `policies.Policy`, instantiated once per tier
@@ -469,10 +469,13 @@ class TieredCache(ProcessLocal):
         size = max(1, _MAX_WRITE_BYTES // disk.page_bytes)
         for start in range(0, len(hashes), size):
             begin = partial(_begin_write, disk, hashes[start : start + size], frozenset(hashes))
-            move = shared.attempt(begin)
-            if move is not None:
-                shared.carry_out(move)
-                failed |= move.failed
+            try:
+                if (move := shared.attempt(begin)) is not None:
+                    shared.carry_out(move)
+                    failed |= move.failed
+            except BaseException:  # an interrupt between the two
+                shared.end_own_writes()
+                raise
         disk.flush()
         for error in failed.values():
             raise error
@@ -542,8 +545,8 @@ class TieredCache(ProcessLocal):
         `lost`: blocks that left their last tier, evicted for capacity or after a failure.
         `failed_loads`, `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`,
         `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: stored bytes and
-        seconds of completed work. `disk_errors`: blocks that failed to be written or converted, or
-        were damaged.
+        seconds of completed work. `disk_errors`: blocks that failed to be read or written, or were
+        damaged.
 
         With a shared store also, in blocks, `shared_hits`: acquired after being fetched from the
         store; `shared_misses`: requested, but not in the store or not delivered; `shared_late`:
@@ -677,9 +680,9 @@ def _begin_write(
         if hash not in disk.slots and (copy := tiers.host.find(hash)) is not None
     ]
     tiers.require_arrived(copies)
-    slots = disk.choose(len(copies) - disk.num_free, keep)
-    copies = copies[: disk.num_free + len(slots)]
-    return tiers.begin_write(disk, copies, slots) if copies else None
+    replaced = disk.choose(len(copies) - disk.num_free, keep)
+    copies = copies[: disk.num_free + len(replaced)]
+    return tiers.begin_write(disk, copies, replaced) if copies else None
 
 
 def seconds_of(deadline_s: Any) -> float:

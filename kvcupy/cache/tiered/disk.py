@@ -53,7 +53,7 @@ class DiskTier(ProcessLocal):
         bytes; reopening the file requires the same identity
     previous : description of the same blocks in files of the previous version, which are opened
         unchanged and stay readable for the previous release; None: such a file is refused
-    encryption_key : None, or bytes of 32, with which hashes and payloads are encrypted; reopening
+    encryption_key : None, or 32 bytes, with which hashes and payloads are encrypted; reopening
         the file requires the same key
     num_threads : number of threads of `read_many` and `write_many`, including the caller's
 

@@ -16,6 +16,7 @@ from ...arrays import ArrayView, array_at, bytes_of
 from ...config import BoundedLog, cache_logger
 from ...formats import stored_as
 from ...observe import Access
+from ...waiting import Latch
 from .disk import DiskTier
 from .disk_format import Layout
 
@@ -37,9 +38,8 @@ class DiskMove:
     Attributes
     ----------
     is_read : whether blocks move from disk to host memory
-    pages : by hash
+    pages : by hash; a write holds its pages in the host tier
     slots : by hash
-    copies : host copies that are written, held until the move has ended
     arrived : hashes of blocks that are whole at their destination, after `run`
     failed : errors of the system by hash, after `run`; blocks in neither were damaged, or an
         interrupt ended `run`
@@ -54,11 +54,10 @@ class DiskMove:
     ) -> None:
         self.is_read = is_read
         self.pages, self.slots = dict(pages), dict(slots)
-        self.copies: Sequence[Any] = ()
         self.arrived: list[int] = []
         self.failed: dict[int, OSError] = {}
         self.seconds, self.completed = 0.0, False
-        self.over = threading.Event()
+        self.over = Latch()
         self.thread = threading.get_ident()
 
 
@@ -73,7 +72,7 @@ class DiskBlocks:
     ----------
     pool : the host pool
     identity : of the pool
-    encryption_key : None, or bytes of 32
+    encryption_key : None, or 32 bytes
 
     Attributes
     ----------
@@ -93,10 +92,11 @@ class DiskBlocks:
         self._pool = pool
         self._pieces = [_pieces(bytes_of(part)) for part in (*pool.parts, *pool.scale_parts)]
         Layout.fit(num_bytes, pool.page_bytes, "disk_bytes")  # an error names the user's argument
-        judged = not identity.model and identity.num_kv_heads == identity.total_kv_heads
+        has_all_heads = identity.num_kv_heads == identity.total_kv_heads
+        is_plain = has_all_heads and not identity.model and encryption_key is None
         self._file = DiskTier(
             path, num_bytes, pool.page_bytes, _description(pool, identity),
-            previous=_previous_description(pool) if judged and encryption_key is None else None,
+            previous=_previous_description(pool) if is_plain else None,
             encryption_key=encryption_key,
         )  # fmt: skip
         self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes

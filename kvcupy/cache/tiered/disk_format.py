@@ -108,7 +108,7 @@ def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
 
 
 def digest_of(identity: Mapping[str, str]) -> bytes:
-    """Return 16 bytes that tell identities apart."""
+    """Return 16 bytes that distinguish identities."""
     return _digest(_json(identity))
 
 
@@ -219,9 +219,7 @@ def encode_record(record: Record, cipher: BlockCipher | None = None) -> bytes:
             _record_name(record.slot), [memoryview(fields)], memoryview(sealed), nonce=record.nonce
         )
         return seal[:_SHORT_SEAL_BYTES] + sealed
-    fields = _RECORD.pack(
-        hash, record.generation, record.slot, record.num_bytes, record.checksum
-    )  # fmt: skip
+    fields = _RECORD.pack(hash, record.generation, record.slot, record.num_bytes, record.checksum)
     return fields + _digest(fields)
 
 
@@ -230,10 +228,8 @@ def decode_record(
 ) -> Record | None:
     """Decode the record of a slot; None if it is damaged, or encrypted with another key."""
     if cipher is not None:
-        seal, fields = (
-            bytes(raw[:_SHORT_SEAL_BYTES]),
-            memoryview(bytearray(raw[_SHORT_SEAL_BYTES:])),
-        )
+        seal = bytes(raw[:_SHORT_SEAL_BYTES])
+        fields = memoryview(bytearray(raw[_SHORT_SEAL_BYTES:]))
         if not cipher.open(_record_name(slot), seal, [fields]):
             return None
         hash, generation, tag = _SEALED.unpack(fields)
@@ -249,7 +245,7 @@ def decode_record(
 
 
 def payload_name(hash: int) -> bytes:
-    """Return the name under which a payload is encrypted."""
+    """Return the name under which the payload of a hash is encrypted."""
     return b"block" + _hash_bytes(hash)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ... import observe
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .disk_blocks import DiskMove
@@ -64,10 +63,6 @@ class Lease(ProcessLocal):
         fillers = [shared.tiers.device.arriving(page) for page in pages]
         arriving = {id(b): b for b in fillers if b is not None}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
-        if observe.order_observers:
-            for page in pages:
-                if (filler := shared.tiers.device.filled_by.get(page)) is not None:
-                    observe.handed_around(filler)  # found over, perhaps by another thread
         self._shared = shared
         self._hashes = hashes
 

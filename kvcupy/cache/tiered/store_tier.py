@@ -248,7 +248,7 @@ class StoreTier:
             self._held[copy.page] -= 1
             if not self._held[copy.page]:
                 del self._held[copy.page]
-            tiers.let_go(copy)
+            tiers.host.release(copy)
         arrivals.held = []
 
     def hold(self, tiers: Tiers, copy: Copy) -> None:
@@ -539,7 +539,7 @@ class StoreTier:
                     name = f"shared_{outcome}"
                     setattr(counts, name, getattr(counts, name) + 1)
                     counts.shared_put_bytes += self._block_bytes * (outcome == "stored")
-                    tiers.let_go(copy)
+                    tiers.host.release(copy)
                 counts.shared_put_s += time.perf_counter() - started
                 self._putting -= len(copies)
             if over is not None:

@@ -194,6 +194,15 @@ class PageTier:
     def hold(self, copy: Copy) -> None:
         self.held[copy.page] = self.held.get(copy.page, 0) + 1
 
+    def release(self, copy: Copy) -> None:
+        """Release one hold on a copy; free its page if it was forgotten meanwhile."""
+        if self.held[copy.page] > 1:
+            self.held[copy.page] -= 1
+        else:
+            del self.held[copy.page]
+            if not self.has(copy):
+                self.give_back([copy.page])
+
     def take(self, count: int) -> Pages:
         """Allocate pages; CacheFull if another user of the pool took them first."""
         pages = self.pool.allocator.alloc(count)
@@ -250,7 +259,6 @@ class BlockCompletion:
         """Return whether it has ended, including after a failure, which is recorded."""
         completion = self._completion
         if self.over or completion is None:
-            self._handed_around()
             return True
         try:
             arrived = completion.done() and all([source.done() for source in self._sources])
@@ -261,7 +269,7 @@ class BlockCompletion:
                 if not isinstance(completion, StreamCompletion):
                     self.num_bytes = completion.num_bytes
                     self.seconds = completion.elapsed_us / 1e6
-                self._handed_around()
+                observe.handed_over(self)
                 self.over, self._completion, self._sources = True, None, ()
         except CaptureError:  # the caller may be capturing
             return False
@@ -283,7 +291,9 @@ class BlockCompletion:
     def synchronize(self) -> None:
         """Wait until no page is accessed; `done` records failures."""
         completion, sources = self._completion, self._sources
-        if completion is not None:
+        if completion is None:
+            observe.taken_over(self)
+        else:
             with suppress(DeviceError):
                 completion.synchronize()
         for source in sources:
@@ -308,16 +318,11 @@ class BlockCompletion:
         """Return the completion that a stream has to wait for, or None."""
         self._raise_known_failure()
         completion = self._completion  # another thread may note meanwhile that it is over
-        if completion is not None:
-            self._raise_failure_of_sources()
+        if completion is None:
+            observe.taken_over(self)  # the caller does not hold the lock, which orders `done`
         else:
-            self._handed_around()
+            self._raise_failure_of_sources()
         return completion
-
-    def _handed_around(self) -> None:
-        """Announce that a thread which finds this over is behind the one that has noted it."""
-        if observe.order_observers:
-            observe.handed_around(self)
 
     def _raise_known_failure(self) -> None:
         if self.failure is not None:
@@ -518,16 +523,6 @@ class Tiers:
             **counted(self.counts, self.disk, self.store),
         }
 
-    def let_go(self, copy: Copy) -> None:
-        """Release one hold on a host copy; free its page if it was forgotten meanwhile."""
-        held = self.host.held
-        if held[copy.page] > 1:
-            held[copy.page] -= 1
-        else:
-            del held[copy.page]
-            if not self.host.has(copy):
-                self.host.give_back([copy.page])
-
     # --- In flight ---
 
     def settle(self) -> None:
@@ -567,7 +562,7 @@ class Tiers:
         tier = self.host if is_save else self.device
         self.in_flight.add_failed(completion)
         filled = tier.filled_by
-        copies = [c for c in completion.copies if tier.has(c) and filled[c.page] is completion]
+        copies = [c for c in completion.copies if tier.has(c) and filled.get(c.page) is completion]
         tier.forget(copies)
         tier.free_unless_in_use(copy.page for copy in copies)
         self.counts.lost += sum(copy.hash not in self for copy in copies)
@@ -681,10 +676,10 @@ class Tiers:
             return
         self.require_arrived(unwritten)
         staying = {*keep, *(copy.hash for copy in victims)}
-        slots = disk.choose(len(unwritten) - disk.num_free, staying)
-        num_lost = max(0, len(unwritten) - disk.num_free - len(slots))
+        replaced = disk.choose(len(unwritten) - disk.num_free, staying)
+        num_lost = max(0, len(unwritten) - disk.num_free - len(replaced))
         if writes := unwritten[num_lost:]:
-            raise Blocked(self.begin_write(disk, writes, slots))
+            raise Blocked(self.begin_write(disk, writes, replaced))
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
@@ -699,32 +694,30 @@ class Tiers:
     # --- Moves between host memory and disk ---
 
     def begin_write(
-        self, disk: DiskBlocks, copies: Sequence[Copy], slots: Sequence[int]
+        self, disk: DiskBlocks, copies: Sequence[Copy], replaced: Sequence[int]
     ) -> DiskMove:
-        """Begin to write host copies to disk, replacing the blocks `slots`.
+        """Begin to write host copies to disk; evict the hashes `replaced` from it.
 
         An OrderError has changed nothing.
         """
         disk.announce("write to disk", [copy.page for copy in copies], is_read=True)
-        disk.evict(slots)
-        self.counts.disk_evicted += len(slots)
-        self.counts.lost += sum(hash not in self for hash in slots)
+        disk.evict(replaced)
+        self.counts.disk_evicted += len(replaced)
+        self.counts.lost += sum(hash not in self for hash in replaced)
         for copy in copies:
             self.host.hold(copy)
-        move = disk.begin_write(dict(copies))
-        move.copies = copies
-        return move
+        return disk.begin_write(dict(copies))
 
     def land(self, move: DiskMove) -> None:
         """Record the outcome of a move; a write ends, and a read keeps its pages."""
         assert self.disk is not None
         self.disk.land(move)
         if not move.is_read:
-            for copy in move.copies:
+            for copy in map(copy_of, move.pages.items()):
                 if self.host.has(copy):
                     failed = self.host.write_failed
                     (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
-                self.let_go(copy)
+                self.host.release(copy)
             self.disk.finish(move)
 
     # --- Evicting from the device tier ---
@@ -852,12 +845,12 @@ class SharedTiers:
                         else:
                             wait()
         except BaseException:
-            self._end_own_writes()
+            self.end_own_writes()
             raise
         self.engine._send()
         return result
 
-    def _end_own_writes(self) -> None:
+    def end_own_writes(self) -> None:
         """End writes of this thread that an interrupt kept from being carried out."""
         if (disk := self.tiers.disk) is None:
             return

@@ -179,7 +179,7 @@ class SharedStore(ProcessLocal):
         deadline_s : default time limit of a call, and the limit of this one, in seconds
         checksum : algorithm stored with blocks: "xxh3_64", or "none", which also reads blocks
             without verifying their bytes. Encrypted blocks are verified by their tags instead
-        encryption_key : None, or bytes of 32, secret and random, with which blocks are encrypted
+        encryption_key : None, or 32 bytes, secret and random, with which blocks are encrypted
             and authenticated; or a function from `tenant` to them. Stores with another key, or
             with none, do not find these blocks, and store their own beside them
         retries : maximum retries of a call that has lost the server, within its deadline
