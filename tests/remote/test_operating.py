@@ -236,9 +236,13 @@ def test_errors(tmp_path, store, memory):
 
 
 def test_it_is_printed_as_text(memory, capsys):
-    _, (url, *folder) = memory
+    user, (url, *folder) = memory
     assert main(["store", "stat", url, *map(str, folder)]) == 0
-    assert "blocks" in capsys.readouterr().out
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["draining", "False"] in shown
+    assert ["blocks", "of", "tenants", user.store._keys.namespace.hex(), "6"] in shown
+    assert main(["store", "verify", url, *map(str, folder)]) == 0
+    assert "damaged keys  none" in capsys.readouterr().out
     assert main(["store", "list", url, *map(str, folder)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 6
 

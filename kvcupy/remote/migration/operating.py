@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ...cache.inspection import print_report
 from ...errors import TransferError
 from . import protocol
 from .protocol import OPERATE, Address, Channel, Lost
@@ -132,10 +133,5 @@ def _run(options: Namespace) -> int:
         else:
             report = sender.drain(options.deadline or 0.0, undo=options.undo)
             status = int(options.deadline is not None and not options.undo and report["offers"] > 0)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        width = max(map(len, report))
-        for name, value in report.items():
-            print(f"{name.replace('_', ' '):{width}}  {value}")
+    print_report(report, as_json=options.json)
     return status

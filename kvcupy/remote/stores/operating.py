@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...cache.inspection import print_report, records
 from ...cache.tiered import disk_format
 from ..wire import checksum
 from . import shm
@@ -226,8 +227,9 @@ class _DiskFile:
         }  # fmt: skip
 
     def blocks(self, deadline: float) -> Iterator[StoredBlock]:
-        records = (self._record(slot) for slot in range(self._layout.num_slots))
-        there = [record for record in records if record is not None]
+        with open(self._descriptor, "rb", closefd=False) as file:
+            decoded = [self._decoded(slot, raw) for slot, raw in records(file, self._layout)]
+        there = [record for record in decoded if record is not None]
         for record in sorted(there, key=lambda record: record.generation):
             yield StoredBlock(_disk_key(record), record.num_bytes)
 
@@ -265,18 +267,17 @@ class _DiskFile:
                 error.errno, "url: expected a file that no process has open", str(self._path)
             ) from None
 
-    def _record(self, slot: int) -> disk_format.Record | None:
-        raw = os.pread(self._descriptor, disk_format.RECORD_BYTES, self._layout.record_at(slot))
-        if raw == disk_format.NO_RECORD:
-            return None
+    def _decoded(self, slot: int, raw: memoryview) -> disk_format.Record | None:
         if self._is_encrypted:
             start = int.from_bytes(raw[:16], "big")
             return disk_format.Record(start, 0, slot, self._layout.page_bytes, b"")
-        return disk_format.decode_record(memoryview(raw), self._layout, slot)
+        return disk_format.decode_record(raw, self._layout, slot)
 
     def _record_of(self, key: bytes) -> disk_format.Record | None:
         """Return the record of a block; None if its slot has another one."""
-        record = self._record(int.from_bytes(key[16:], "big"))
+        slot = int.from_bytes(key[16:], "big")
+        raw = os.pread(self._descriptor, disk_format.RECORD_BYTES, self._layout.record_at(slot))
+        record = None if raw == disk_format.NO_RECORD else self._decoded(slot, memoryview(raw))
         return record if record is not None and _disk_key(record) == key else None
 
 
@@ -377,15 +378,11 @@ def _run(options: Namespace) -> int:
             report = {"dropped": clear(store, deadline, tenant=options.tenant)}
             if options.remove_file:
                 store.remove_file(deadline)
-    print(json.dumps(report, indent=2) if options.json else _text(report))
+    if isinstance(report, dict):
+        print_report(report, as_json=options.json)
+    elif options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        for block in report:
+            print(*("-" if value in (None, "") else value for value in block.values()), sep="  ")
     return status
-
-
-def _text(report: Any) -> str:
-    if isinstance(report, list):
-        return "\n".join(
-            "  ".join("-" if value in (None, "") else str(value) for value in block.values())
-            for block in report
-        )
-    width = max(map(len, report))
-    return "\n".join(f"{name.replace('_', ' '):{width}}  {value}" for name, value in report.items())
