@@ -115,7 +115,7 @@ def main(options: Namespace) -> int:
     try:
         return _run(options)
     except (OSError, ValueError, TypeError, TransferError, Lost) as error:
-        print(f"sender: {error}", file=sys.stderr)
+        print(f"sender: {options.address}: {error}", file=sys.stderr)
         return 1
 
 
