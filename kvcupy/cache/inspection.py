@@ -162,7 +162,7 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
 def _lines(value: Any) -> list[str]:
     if isinstance(value, dict):
         width = max(map(len, value), default=0)
-        return [f"{name:{width}}  {text}" for name, text in value.items()]
+        return [f"{name or '-':{width}}  {text}" for name, text in value.items()]
     if isinstance(value, list):
         return [str(item) for item in value]
     if value is None:

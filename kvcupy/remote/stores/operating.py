@@ -210,7 +210,7 @@ class _DiskFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             header = os.pread(self._descriptor, disk_format.BLOCK_BYTES, 0)
-            _, self._layout, self._identity = disk_format.decode_header(header, path)
+            self._version, self._layout, self._identity = disk_format.decode_header(header, path)
             self._is_encrypted = "encryption" in self._identity
             if os.fstat(self._descriptor).st_size < self._layout.num_bytes:
                 raise ValueError(f"url: expected a whole file, got a truncated one: {path}")
@@ -221,7 +221,8 @@ class _DiskFile:
     def stat(self, deadline: float) -> dict[str, Any]:
         layout = self._layout
         return {
-            "kind": "disk tier", "file": str(self._path), **self._identity,
+            **self._identity, "kind": "disk tier", "file": str(self._path),
+            "file_version": self._version,
             "blocks": sum(1 for _ in self.blocks(deadline)), "capacity_blocks": layout.num_slots,
             "block_bytes": layout.page_bytes, "file_bytes": layout.num_bytes,
         }  # fmt: skip
