@@ -104,9 +104,9 @@ def add_arguments(parser: Any) -> None:
             add("--undo", action="store_true", help="accept offers again")
             waits = "wait until no offer is open; the exit status is 1 if some are left"
             add("--deadline", type=float, metavar="SECONDS", help=waits)
-        add("--secret-file", type=Path, metavar="FILE", help="its bytes are the sender's secret")
+        add("--secret-file", type=Path, metavar="FILE", help="contains the sender's secret")
         add("--ca-file", type=Path, metavar="FILE", help="use TLS, and trust these certificates")
-        add("--cert-file", type=Path, metavar="FILE", help="with TLS: own certificate and key")
+        add("--cert-file", type=Path, metavar="FILE", help="with TLS: certificate and key")
         add("--json", action="store_true", help="print JSON")
 
 

@@ -311,9 +311,8 @@ def add_arguments(parser: Any) -> None:
     for action, purpose in (
         ("list", "print the blocks, as far as ages are known the oldest first"),
         ("stat", "print sizes and counts"),
-        ("clear", "drop all blocks, or those of one tenant"),
-        ("drain", "shm: refuse puts of all processes, which count as full, and wait for the "
-         "one in progress"),
+        ("clear", "drop all blocks, or the blocks of one tenant"),
+        ("drain", "shm: refuse the puts of all processes, after the put in progress"),
         ("verify", "read all blocks, and compare them with their checksums"),
         ("evict", "drop the oldest blocks"),
     ):  # fmt: skip
@@ -321,18 +320,20 @@ def add_arguments(parser: Any) -> None:
         add("url", metavar="URL", help="shm:NAME, redis://..., or the file of a disk tier")
         if action == "clear":
             add("--tenant", default="", metavar="DIGEST", help="only of this tenant, as in `stat`")
-            add("--remove-file", action="store_true", help="remove the file, too")
-            add("--yes", action="store_true", help="do it")
+            add("--remove-file", action="store_true", help="also remove the file")
+            add("--yes", action="store_true", help="required: others may use the blocks")
         elif action == "drain":
             add("--undo", action="store_true", help="accept puts again")
         elif action == "verify":
             add("--drop", action="store_true", help="drop damaged blocks")
         elif action == "evict":
             add("count", type=int, metavar="N", help="number of blocks")
-        add("--deadline", type=float, default=60.0, metavar="SECONDS", help="default: 60")
-        add("--folder", type=Path, help="of shm:NAME; default: /dev/shm")
-        add("--password-file", type=Path, metavar="FILE", help="of a server: its first line")
-        help = "of a server, as for SharedStore.open, such as ssl_ca_certs=ca.pem"
+        limit = "time limit; default: 60"
+        add("--deadline", type=float, default=60.0, metavar="SECONDS", help=limit)
+        add("--folder", type=Path, help="shm: where its file is; default: /dev/shm")
+        help = "the first line of FILE is the password of the server"
+        add("--password-file", type=Path, metavar="FILE", help=help)
+        help = "option of SharedStore.open for a server, such as ssl_ca_certs=ca.pem"
         add("--option", action="append", default=[], metavar="NAME=VALUE", help=help)
         add("--json", action="store_true", help="print JSON")
 
