@@ -230,6 +230,7 @@ def test_errors(tmp_path, store, memory):
         (["list", tmp_path / "nothing"], "No such file"),
         (["evict", "shm:test", 0, "--folder", tmp_path], "expected at least 1"),
         (["stat", "redis://:p@another-host"], "expected TLS"),
+        (["stat", "shm:test", "--folder", tmp_path, "--option", "db=2"], "options: expected none"),
     ):
         status, error = store(*arguments)
         assert status == 1 and error.startswith("store: ") and message in error, arguments

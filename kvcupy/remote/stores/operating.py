@@ -79,12 +79,14 @@ def open_store(
     OSError, BackendLost : the store does not exist, or is unreachable
     """
     scheme = url.partition(":")[0]
-    if scheme == "shm":
-        return _Memory(shm.path_of(url) if folder is None else shm.path_of(url, folder))
     if scheme.partition("+")[0] in _REDIS_SCHEMES and "://" in url:
         return _Server(url, time.monotonic() + deadline_s, options)
     if "://" in url:
         raise ValueError(f"url: expected shm:NAME, redis://... or a file, got {scheme}://...")
+    if options:
+        raise TypeError(f"options: expected none, since {url} is no server, got {min(options)}")
+    if scheme == "shm":
+        return _Memory(shm.path_of(url) if folder is None else shm.path_of(url, folder))
     return _DiskFile(Path(url))
 
 
