@@ -82,7 +82,7 @@ def _blocks(file: BinaryIO, layout: Layout, verify: bool, *, is_encrypted: bool)
     torn = max(0, layout.num_slots + -in_file // disk_format.RECORD_BYTES)  # past its end
     blocks = damaged = 0
     hashes: set[int] = set()
-    for slot, raw in _records(file, layout):
+    for slot, raw in records(file, layout):
         if is_encrypted:
             blocks += 1
             continue
@@ -104,7 +104,7 @@ def _blocks(file: BinaryIO, layout: Layout, verify: bool, *, is_encrypted: bool)
     }  # fmt: skip
 
 
-def _records(file: BinaryIO, layout: Layout) -> Iterator[tuple[int, memoryview]]:
+def records(file: BinaryIO, layout: Layout) -> Iterator[tuple[int, memoryview]]:
     """Yield the slots whose records are not empty, and the records.
 
     Skips holes of the file, in which a header can claim any number of records.
@@ -143,21 +143,28 @@ def main(path: Path, *, verify: bool = False, as_json: bool = False) -> int:
     except (OSError, ValueError, ImportError) as error:
         print(f"inspect: {error}", file=sys.stderr)
         return 1
-    if as_json:
-        print(json.dumps(contents, indent=2))
-    else:
-        width = max(map(len, contents))
-        for name, value in contents.items():
-            for line in _lines(value):
-                print(f"{name.replace('_', ' '):{width}}  {line}")
-                name = ""
+    print_report(contents, as_json=as_json)
     return int(bool(contents.get("damaged") or contents.get("torn_records")))
+
+
+def print_report(report: dict[str, Any], *, as_json: bool) -> None:
+    """Print names and values, as JSON or in lines; a dict or a list takes a line per item."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    width = max(map(len, report))
+    for name, value in report.items():
+        for line in _lines(value) or ["none"]:
+            print(f"{name.replace('_', ' '):{width}}  {line}")
+            name = ""
 
 
 def _lines(value: Any) -> list[str]:
     if isinstance(value, dict):
         width = max(map(len, value), default=0)
-        return [f"{name:{width}}  {text}" for name, text in value.items()]
+        return [f"{name or '-':{width}}  {text}" for name, text in value.items()]
+    if isinstance(value, list):
+        return [str(item) for item in value]
     if value is None:
         return ["unknown: not verified (--verify), or encrypted"]
-    return [f"{value:,}" if isinstance(value, int) else str(value)]
+    return [str(value)]

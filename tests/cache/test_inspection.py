@@ -140,6 +140,7 @@ def check_many_records(path, num_slots):
     assert path.stat().st_blocks * 512 < 2**20
     found = in_time(lambda: inspect(path))
     assert (found["slots"], found["blocks"], found["torn_records"]) == (num_slots, 0, 1)
+    assert in_time(lambda: main(["store", "list", str(path)])) == 0
 
 
 def test_damaged_header(blocks, capsys):

@@ -13,7 +13,7 @@ from redis_server import Redis, cluster_in, free_port, needs_redis, servers_in
 from shared_cases import Writer, block_hashes
 
 from kvcupy.__main__ import main
-from kvcupy.cache.tiered.disk_format import RECORD_BYTES, Layout
+from kvcupy.cache.tiered.disk_format import RECORD_BYTES, VERSION, Layout
 from kvcupy.remote.stores.shm import ShmBackend
 from kvcupy.remote.stores.store import HEADER_BYTES
 
@@ -186,7 +186,7 @@ def test_a_disk_file_is_listed_sized_and_emptied(disk, store):
     assert hashes_of(store("list", disk)[1]) == [11, 12, 13], "the oldest first"
     status, sizes = store("stat", disk)
     assert status == 0 and sizes["file_bytes"] == disk.stat().st_size
-    assert (sizes["blocks"], sizes["capacity_blocks"]) == (3, 6)
+    assert (sizes["blocks"], sizes["capacity_blocks"], sizes["file_version"]) == (3, 6, VERSION)
     assert sizes["block_bytes"] == disk_cases.PAGE_BYTES
     assert store("evict", disk, 1) == (0, {"dropped": 1})
     assert hashes_of(store("list", disk)[1]) == [12, 13]
@@ -230,15 +230,20 @@ def test_errors(tmp_path, store, memory):
         (["list", tmp_path / "nothing"], "No such file"),
         (["evict", "shm:test", 0, "--folder", tmp_path], "expected at least 1"),
         (["stat", "redis://:p@another-host"], "expected TLS"),
+        (["stat", "shm:test", "--folder", tmp_path, "--option", "db=2"], "options: expected none"),
     ):
         status, error = store(*arguments)
         assert status == 1 and error.startswith("store: ") and message in error, arguments
 
 
 def test_it_is_printed_as_text(memory, capsys):
-    _, (url, *folder) = memory
+    user, (url, *folder) = memory
     assert main(["store", "stat", url, *map(str, folder)]) == 0
-    assert "blocks" in capsys.readouterr().out
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["draining", "False"] in shown
+    assert ["blocks", "of", "tenants", user.store._keys.namespace.hex(), "6"] in shown
+    assert main(["store", "verify", url, *map(str, folder)]) == 0
+    assert "damaged keys  none" in capsys.readouterr().out
     assert main(["store", "list", url, *map(str, folder)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 6
 

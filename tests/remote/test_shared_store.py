@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -465,6 +466,19 @@ def test_blocks_expire(shared, monkeypatch):
     assert brief.get(*hashes) == [True] * 3 + [False] * 2 + [True]
     stats = brief.store.stats()
     assert (stats["blocks"], stats["evicted"], stats["recovered"]) == (6, 0, 0)
+
+
+def test_blocks_of_an_earlier_release_do_not_expire(shared, monkeypatch):
+    """It writes no expiry and no tenant: its records keep what the slot had before."""
+    brief, earlier, hashes = shared(2, ttl_s=0.001), shared(2), block_hashes(4)
+    brief.put(*hashes[:2])
+    time.sleep(0.01)
+    monkeypatch.setattr(shm, "_OWNER", SimpleNamespace(pack_into=lambda *fields: None))
+    assert earlier.put(*hashes[2:]) == ["stored"] * 2
+    monkeypatch.undo()
+    assert earlier.store.stats()["evicted"] == 2, "in the same slots"
+    assert brief.get(*hashes[2:]) == [True, True]
+    assert [block.tenant for block in brief.store._backend.blocks()] == ["", ""]
 
 
 def test_a_put_stays_marked_when_it_drops_an_expired_block(shared, monkeypatch):

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ...cache.inspection import print_report
 from ...errors import TransferError
 from . import protocol
 from .protocol import OPERATE, Address, Channel, Lost
@@ -103,9 +104,9 @@ def add_arguments(parser: Any) -> None:
             add("--undo", action="store_true", help="accept offers again")
             waits = "wait until no offer is open; the exit status is 1 if some are left"
             add("--deadline", type=float, metavar="SECONDS", help=waits)
-        add("--secret-file", type=Path, metavar="FILE", help="its bytes are the sender's secret")
+        add("--secret-file", type=Path, metavar="FILE", help="contains the sender's secret")
         add("--ca-file", type=Path, metavar="FILE", help="use TLS, and trust these certificates")
-        add("--cert-file", type=Path, metavar="FILE", help="with TLS: own certificate and key")
+        add("--cert-file", type=Path, metavar="FILE", help="with TLS: certificate and key")
         add("--json", action="store_true", help="print JSON")
 
 
@@ -114,7 +115,7 @@ def main(options: Namespace) -> int:
     try:
         return _run(options)
     except (OSError, ValueError, TypeError, TransferError, Lost) as error:
-        print(f"sender: {error}", file=sys.stderr)
+        print(f"sender: {options.address}: {error}", file=sys.stderr)
         return 1
 
 
@@ -132,10 +133,5 @@ def _run(options: Namespace) -> int:
         else:
             report = sender.drain(options.deadline or 0.0, undo=options.undo)
             status = int(options.deadline is not None and not options.undo and report["offers"] > 0)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        width = max(map(len, report))
-        for name, value in report.items():
-            print(f"{name.replace('_', ' '):{width}}  {value}")
+    print_report(report, as_json=options.json)
     return status

@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...cache.inspection import print_report, records
 from ...cache.tiered import disk_format
 from ..wire import checksum
 from . import shm
@@ -78,12 +79,14 @@ def open_store(
     OSError, BackendLost : the store does not exist, or is unreachable
     """
     scheme = url.partition(":")[0]
-    if scheme == "shm":
-        return _Memory(shm.path_of(url) if folder is None else shm.path_of(url, folder))
     if scheme.partition("+")[0] in _REDIS_SCHEMES and "://" in url:
         return _Server(url, time.monotonic() + deadline_s, options)
     if "://" in url:
         raise ValueError(f"url: expected shm:NAME, redis://... or a file, got {scheme}://...")
+    if options:
+        raise TypeError(f"options: expected none, since {url} is no server, got {min(options)}")
+    if scheme == "shm":
+        return _Memory(shm.path_of(url) if folder is None else shm.path_of(url, folder))
     return _DiskFile(Path(url))
 
 
@@ -209,7 +212,7 @@ class _DiskFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             header = os.pread(self._descriptor, disk_format.BLOCK_BYTES, 0)
-            _, self._layout, self._identity = disk_format.decode_header(header, path)
+            self._version, self._layout, self._identity = disk_format.decode_header(header, path)
             self._is_encrypted = "encryption" in self._identity
             if os.fstat(self._descriptor).st_size < self._layout.num_bytes:
                 raise ValueError(f"url: expected a whole file, got a truncated one: {path}")
@@ -220,14 +223,16 @@ class _DiskFile:
     def stat(self, deadline: float) -> dict[str, Any]:
         layout = self._layout
         return {
-            "kind": "disk tier", "file": str(self._path), **self._identity,
+            **self._identity, "kind": "disk tier", "file": str(self._path),
+            "file_version": self._version,
             "blocks": sum(1 for _ in self.blocks(deadline)), "capacity_blocks": layout.num_slots,
             "block_bytes": layout.page_bytes, "file_bytes": layout.num_bytes,
         }  # fmt: skip
 
     def blocks(self, deadline: float) -> Iterator[StoredBlock]:
-        records = (self._record(slot) for slot in range(self._layout.num_slots))
-        there = [record for record in records if record is not None]
+        with open(self._descriptor, "rb", closefd=False) as file:
+            decoded = [self._decoded(slot, raw) for slot, raw in records(file, self._layout)]
+        there = [record for record in decoded if record is not None]
         for record in sorted(there, key=lambda record: record.generation):
             yield StoredBlock(_disk_key(record), record.num_bytes)
 
@@ -265,18 +270,17 @@ class _DiskFile:
                 error.errno, "url: expected a file that no process has open", str(self._path)
             ) from None
 
-    def _record(self, slot: int) -> disk_format.Record | None:
-        raw = os.pread(self._descriptor, disk_format.RECORD_BYTES, self._layout.record_at(slot))
-        if raw == disk_format.NO_RECORD:
-            return None
+    def _decoded(self, slot: int, raw: memoryview) -> disk_format.Record | None:
         if self._is_encrypted:
             start = int.from_bytes(raw[:16], "big")
             return disk_format.Record(start, 0, slot, self._layout.page_bytes, b"")
-        return disk_format.decode_record(memoryview(raw), self._layout, slot)
+        return disk_format.decode_record(raw, self._layout, slot)
 
     def _record_of(self, key: bytes) -> disk_format.Record | None:
         """Return the record of a block; None if its slot has another one."""
-        record = self._record(int.from_bytes(key[16:], "big"))
+        slot = int.from_bytes(key[16:], "big")
+        raw = os.pread(self._descriptor, disk_format.RECORD_BYTES, self._layout.record_at(slot))
+        record = None if raw == disk_format.NO_RECORD else self._decoded(slot, memoryview(raw))
         return record if record is not None and _disk_key(record) == key else None
 
 
@@ -309,9 +313,8 @@ def add_arguments(parser: Any) -> None:
     for action, purpose in (
         ("list", "print the blocks, as far as ages are known the oldest first"),
         ("stat", "print sizes and counts"),
-        ("clear", "drop all blocks, or those of one tenant"),
-        ("drain", "shm: refuse puts of all processes, which count as full, and wait for the "
-         "one in progress"),
+        ("clear", "drop all blocks, or the blocks of one tenant"),
+        ("drain", "shm: refuse the puts of all processes, after the put in progress"),
         ("verify", "read all blocks, and compare them with their checksums"),
         ("evict", "drop the oldest blocks"),
     ):  # fmt: skip
@@ -319,18 +322,20 @@ def add_arguments(parser: Any) -> None:
         add("url", metavar="URL", help="shm:NAME, redis://..., or the file of a disk tier")
         if action == "clear":
             add("--tenant", default="", metavar="DIGEST", help="only of this tenant, as in `stat`")
-            add("--remove-file", action="store_true", help="remove the file, too")
-            add("--yes", action="store_true", help="do it")
+            add("--remove-file", action="store_true", help="also remove the file")
+            add("--yes", action="store_true", help="required: others may use the blocks")
         elif action == "drain":
             add("--undo", action="store_true", help="accept puts again")
         elif action == "verify":
             add("--drop", action="store_true", help="drop damaged blocks")
         elif action == "evict":
             add("count", type=int, metavar="N", help="number of blocks")
-        add("--deadline", type=float, default=60.0, metavar="SECONDS", help="default: 60")
-        add("--folder", type=Path, help="of shm:NAME; default: /dev/shm")
-        add("--password-file", type=Path, metavar="FILE", help="of a server: its first line")
-        help = "of a server, as for SharedStore.open, such as ssl_ca_certs=ca.pem"
+        limit = "time limit; default: 60"
+        add("--deadline", type=float, default=60.0, metavar="SECONDS", help=limit)
+        add("--folder", type=Path, help="shm: where its file is; default: /dev/shm")
+        help = "the first line of FILE is the password of the server"
+        add("--password-file", type=Path, metavar="FILE", help=help)
+        help = "option of SharedStore.open for a server, such as ssl_ca_certs=ca.pem"
         add("--option", action="append", default=[], metavar="NAME=VALUE", help=help)
         add("--json", action="store_true", help="print JSON")
 
@@ -377,15 +382,11 @@ def _run(options: Namespace) -> int:
             report = {"dropped": clear(store, deadline, tenant=options.tenant)}
             if options.remove_file:
                 store.remove_file(deadline)
-    print(json.dumps(report, indent=2) if options.json else _text(report))
+    if isinstance(report, dict):
+        print_report(report, as_json=options.json)
+    elif options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        for block in report:
+            print(*("-" if value in (None, "") else value for value in block.values()), sep="  ")
     return status
-
-
-def _text(report: Any) -> str:
-    if isinstance(report, list):
-        return "\n".join(
-            "  ".join("-" if value in (None, "") else str(value) for value in block.values())
-            for block in report
-        )
-    width = max(map(len, report))
-    return "\n".join(f"{name.replace('_', ' '):{width}}  {value}" for name, value in report.items())

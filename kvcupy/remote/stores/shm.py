@@ -75,9 +75,12 @@ _DRAINING = 9  # whether puts are refused
 # Start of a record: generation, length, key, length of the header.
 _RECORD = struct.Struct(f"@QQ{KEY_BYTES}sQ")
 _DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # fields after the generation, up to `_USED`
-_OWNER = struct.Struct("@Q16s")  # the fields after `_USED`: expiry in Unix time, tenant
+# Fields after `_USED`: expiry in Unix time, tenant, and the generation that they belong to, since
+# earlier releases leave them when they reuse a slot.
+_OWNER = struct.Struct("@Q16sQ")
 # Words of a record. `_NEXT` links free slots: the number of the next one plus one.
 _GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED, _EXPIRY = 0, 1, 2, 6, 7, 8, 9
+_OWNED_GENERATION = 12
 _RECORD_WORDS = RECORD_BYTES // 8
 _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MAX_HEADER_BYTES
 
@@ -349,8 +352,11 @@ class ShmBackend(ProcessLocal):
         )
 
     def _has_expired(self, slot: int) -> bool:
-        expiry_ns = self._records[slot * _RECORD_WORDS + _EXPIRY]
-        return expiry_ns > 0 and time.time_ns() >= expiry_ns
+        records, at = self._records, slot * _RECORD_WORDS
+        return (
+            0 < records[at + _EXPIRY] <= time.time_ns()
+            and records[at + _OWNED_GENERATION] == records[at + _GENERATION]
+        )
 
     # --- Writing, with the lock ---
 
@@ -421,8 +427,9 @@ class ShmBackend(ProcessLocal):
             key = self._key(slot)
             if key and self._is_whole(slot) and self._find(key) == slot:
                 at = self._layout.record_at(slot) + 8 * _EXPIRY
-                _, tenant = _OWNER.unpack_from(self._map, at)
-                known = tenant.hex() if any(tenant) else ""
+                _, tenant, generation = _OWNER.unpack_from(self._map, at)
+                is_known = generation == self._records[slot * _RECORD_WORDS + _GENERATION]
+                known = tenant.hex() if is_known else ""
                 yield StoredBlock(key, self._layout.block_bytes, tenant=known)
 
     def read(self, block: StoredBlock, deadline: float) -> tuple[bytes, memoryview] | None:
@@ -524,9 +531,10 @@ class ShmBackend(ProcessLocal):
             self._map, start + 8 * _LENGTH, self._layout.block_bytes, key, len(header), 0, 0
         )
         expiry_ns = time.time_ns() + self._ttl_ns if self._ttl_ns else 0
-        _OWNER.pack_into(self._map, start + 8 * _EXPIRY, expiry_ns, self._tenant)
+        generation = self._records[slot * _RECORD_WORDS + _GENERATION] + 1
+        _OWNER.pack_into(self._map, start + 8 * _EXPIRY, expiry_ns, self._tenant, generation)
         self._at("described")
-        self._records[slot * _RECORD_WORDS + _GENERATION] += 1
+        self._records[slot * _RECORD_WORDS + _GENERATION] = generation
         self._at("even")
         self._insert(key, slot)
         self._words[_NUM_BLOCKS] += 1

@@ -259,14 +259,9 @@ class SharedStore(ProcessLocal):
                 f"bytes from the pages themselves"
             )
         return cls(
-            backend,
-            pages,
-            keys,
-            deadline_s=seconds,
-            is_summed=checksum != "none",
-            retries=int(retries),
-            cipher=cipher,
-        )
+            backend, pages, keys, deadline_s=seconds, is_summed=checksum != "none",
+            retries=int(retries), cipher=cipher,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<SharedStore over {self._backend!r}>"
