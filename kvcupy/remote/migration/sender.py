@@ -848,7 +848,7 @@ class PageSender(Endpoint):
             with suppress(ValueError, RecursionError):
                 asked = json.loads(request)
         if asked in ({"action": "drain", "undo": False}, {"action": "drain", "undo": True}):
-            cache_logger.info("%r: an operator drains it, or has ended that: %s", self, asked)
+            cache_logger.info("%r: request of an operator: %s", self, asked)
             self.drain(undo=asked["undo"])
         elif asked != {"action": "stat"}:
             channel.refuse("version", "this sender does not know the request", deadline)
