@@ -6,7 +6,7 @@
     HMAC of both hellos                         ---->
     PULL offer, generation, heads               ---->
                                                 <----    GRANT lease, bytes per layer   or   REFUSED
-    START, if PULL said that it would follow    ---->
+    START, if PULL announced it                 ---->
             ... layers, as the engine moves them; RENEW from the receiver at any time ...
     DONE                                        ---->
                                                 <----    CONFIRMED
@@ -436,7 +436,7 @@ class Ticket:
 
 
 _ALGORITHMS = {1: xxhash.xxh3_64}
-"""Checksums by their numbers in a hello, the best first; 2 is reserved, for a former one."""
+"""Checksums by number in a hello, preferred ones first. Number 2 was used by older versions."""
 _SUPPORTED = sum(1 << number for number in _ALGORITHMS)
 BEST_ALGORITHM = next(iter(_ALGORITHMS))
 
@@ -449,7 +449,7 @@ def new_checksum(algorithm: int, key: bytes, *names: int) -> Any:
 
 
 def offer_token(key: bytes, number: int) -> bytes:
-    """Return the token of an offer, which proves its ticket. `key` is known to the sender alone."""
+    """Return the token of an offer, which proves its ticket. Only the sender knows `key`."""
     return hashlib.blake2b(
         number.to_bytes(8, "big"), key=key, digest_size=16, person=b"kvcupy offers"
     ).digest()
@@ -465,7 +465,7 @@ def offer_key(secret: bytes, token: bytes) -> bytes:
 
 
 def _printable(text: str) -> str:
-    """Return text of a peer such that it can be logged."""
+    """Return a printable copy of a peer's text, for logs and errors."""
     return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])
 
 

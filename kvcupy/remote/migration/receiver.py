@@ -102,8 +102,8 @@ class PageReceiver(Endpoint):
         # Checked tickets with their plans, by sender and address.
         self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
         self._lock = threading.RLock()  # guards the fields below; see Waiters
-        # Pulls whose pages may be written; a thread holds each. One that an exception of a signal
-        # handler kept from starting ends with the frames of the call.
+        # Pulls whose pages may be written. Threads hold strong references. A pull that an exception
+        # of a signal handler kept from starting is collected with the frames of the call.
         self._pulls: weakref.WeakSet[Pull] = weakref.WeakSet()
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
