@@ -76,8 +76,8 @@ class PageAllocator(ProcessLocal):
                 f"got {num_pages}: {error}"
             ) from error
         self._lock = threading.Lock()
-        # `_recover` computes the other fields from `_state` and `_transfers`, since an interrupt may
-        # leave them behind.
+        # An interrupt may leave other fields outdated: `_recover` computes them from `_state` and
+        # `_transfers`.
         self._is_changing = False
         self._num_free = self.num_pages
         self._num_deferred = 0

@@ -435,7 +435,7 @@ class State:
         self.failure: Failure | None = None
         self.epoch = 0
         self.finished = 0
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.changed = Waiters(self.lock)
         self.thread: threading.Thread | None = None
         self.ended = Latch()
