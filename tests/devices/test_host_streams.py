@@ -57,6 +57,28 @@ def test_a_handler_may_query_the_stream_that_it_interrupts(device):
     assert not thread.is_alive() and len(lines) > 15
 
 
+def test_an_interrupt_while_the_thread_starts(device, monkeypatch):
+    """The stream keeps its order: a second thread does not work beside the first."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    stream, order = device.stream(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.call(lambda: order.append(0))
+    gate = Gate(stream)
+    stream.call(lambda: order.append(1))
+    time.sleep(0.05)
+    assert order == []
+    gate.open()
+    stream.synchronize()
+    assert order == [1]
+
+
 # Order -------------------------------------------------------------------------------------------
 
 
