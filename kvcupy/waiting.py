@@ -31,7 +31,11 @@ class Waiters:
         self._waiting: list[threading.Lock] = []  # held until the thread is to wake
 
     def notify(self) -> None:
-        """Wake all waiting threads. The caller holds the lock."""
+        """Wake all waiting threads. The caller holds the lock until it has made the change.
+
+        In the main thread, notify before the change, so that an interrupt between the two cannot
+        lose a wake-up.
+        """
         if observe.order_observers:
             observe.handed_over(self)
         for each in self._waiting:
@@ -89,8 +93,8 @@ class Latch:
         if observe.order_observers:
             observe.handed_over(self)
         with self._lock:
-            self._is_set = True
             self._changed.notify()
+            self._is_set = True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the latch is set, or until the timeout; return whether it is set."""

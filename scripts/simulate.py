@@ -3,14 +3,14 @@
 Clock, threads, sockets, files and processes are simulated; the code of kvcupy is the real one. A
 seed decides the order of threads and every fault: connections that break or fall silent, processes
 that are killed or stopped in the middle of a call, disks that fail, lose power or fill up, signals
-whose handlers raise. The result of each call is compared with what it may be.
+whose handlers raise. The result of each call is compared with the permitted ones.
 
     python scripts/simulate.py                                     # 200 seeds of each protocol
     python scripts/simulate.py --protocol disk --seeds 0:10000 --jobs 2
     python scripts/simulate.py --protocol disk --seeds 4711:4712   # repeat one
 
-A failure is printed with its seed, the steps that it needs, and the last events. The exit status is
-1 if there is one.
+A failure is printed with its seed, the steps that cause it, and the last events. The exit status is
+1 if a run failed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _seed_range(text: str) -> range:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return 1 if a run went wrong."""
+    """Run the command line; return 1 if a run failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -76,7 +76,8 @@ class PageAllocator(ProcessLocal):
                 f"got {num_pages}: {error}"
             ) from error
         self._lock = threading.Lock()
-        # `_state` and `_transfers` say everything. An interrupt may leave the rest behind.
+        # An interrupt may leave other fields outdated: `_recover` computes them from `_state` and
+        # `_transfers`.
         self._is_changing = False
         self._num_free = self.num_pages
         self._num_deferred = 0
@@ -290,7 +291,7 @@ class PageAllocator(ProcessLocal):
             raise ValueError(f"pages: expected each page once, got {repeated[0]} twice")
         free = ordered[self._state[ordered] != _ALLOCATED]
         if len(free):
-            raise ValueError(f"pages: expected pages that are out, got {free[0]}, which is free")
+            raise ValueError(f"pages: expected allocated pages, got {free[0]}, which is free")
 
     def _available(self) -> int:
         """Return how many pages are free, or become free when bounded transfers are done."""

@@ -25,10 +25,10 @@ class Call:
 
 
 class Users:
-    """Calls in progress, at most one of each thread and `limit` in all.
+    """Calls in progress, at most one per thread and `limit` in total.
 
-    An exception of a signal handler may keep a call from leaving. It counts until the frame that
-    holds its `Call` has ended, or the next call of its thread begins.
+    An exception of a signal handler may keep a call from leaving. The call counts until the frame
+    that holds its `Call` has ended, or until the next call of the same thread.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -39,7 +39,7 @@ class Users:
         self._closed = False
 
     def enter(self, timeout_s: float = 0.0) -> Call | None:
-        """Begin a call; return what to pass to `leave`, or None if closed, or full until then."""
+        """Begin a call; return it for `leave`, or None if closed, or full until the timeout."""
         thread, call = threading.current_thread(), Call()
         with self._lock:  # the usual case, without a wait
             is_over = self._add(thread, call)
@@ -55,10 +55,10 @@ class Users:
                 self._changed.notify()
 
     def close(self) -> bool:
-        """Let no call begin, and wait until those in progress in other threads have ended.
+        """Refuse new calls, and wait until the calls in progress in other threads have ended.
 
-        Return False if closed already, or this thread is in a call: a signal handler has
-        interrupted it, or has left it behind.
+        Returns False if closed already, or if this thread is in a call, which a signal handler has
+        interrupted or kept from leaving.
         """
         with self._lock:
             if self._closed:
@@ -85,7 +85,7 @@ class Users:
         return {thread for thread, call in self._calls.items() if call() is not None}
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Wait as `Waiters.wait_for` does, also for calls that end without leaving."""
+        """Wait like `Waiters.wait_for`, and also notice calls that end without leaving."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             if self._changed.wait_for(condition, min(left_s, _POLL_S)):

@@ -198,9 +198,9 @@ class HostStream(ProcessLocal):
     def synchronize(self) -> None:
         """Wait for all work; DeviceError if any of it failed since the last synchronisation."""
         self._refuse_captured()
-        if self._thread is threading.current_thread():
-            raise DeviceError("a function on a stream cannot wait for that stream")
         state, target = self._state, self._submitted
+        if state.thread is threading.current_thread():
+            raise DeviceError("a function on a stream cannot wait for that stream")
         if state.finished < target:
             state.changed.wait_for(lambda: state.finished >= target)
         with state.lock:
@@ -435,7 +435,7 @@ class State:
         self.failure: Failure | None = None
         self.epoch = 0
         self.finished = 0
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.changed = Waiters(self.lock)
         self.thread: threading.Thread | None = None
         self.ended = Latch()
@@ -460,7 +460,10 @@ def work(state: State, priority: int) -> None:
     if priority:  # 0 would override what the thread inherits
         with suppress(OSError, AttributeError):  # best effort: raising it needs CAP_SYS_NICE
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
-    state.thread = threading.current_thread()
+    with state.lock:
+        if state.thread is not None:  # an interrupt kept `_put` from noting it
+            return
+        state.thread = threading.current_thread()
     while (queued := state.queue.get()) is not None:
         epoch, task = queued
         marker = task(state, epoch)

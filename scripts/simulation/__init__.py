@@ -1,4 +1,4 @@
-"""Protocols of kvcupy in a simulated world, each with what its calls may return."""
+"""Scenarios of kvcupy's protocols in a simulated world; each checks the results of calls."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Signals whose handlers raise, in the middle of any call: afterwards everything still works."""
+"""Signal handlers that raise in the middle of any call; later calls must still work."""
 
 from __future__ import annotations
 
@@ -98,8 +98,7 @@ SUBJECTS = (sender_calls, receiver_calls, store_calls, cache_calls)
 def interrupts(world: Simulated) -> None:
     """Interrupt a loop of calls; then a call of another thread, and closing, must still return.
 
-    A sender and a receiver have all their pages back: those that are still allocated are the
-    caller's.
+    A sender and a receiver must have released all pages. Those still allocated are the caller's.
     """
     subject = world.random.choice(SUBJECTS)
     process = world.process("service")

@@ -1,4 +1,4 @@
-"""Senders and receivers of pages in a simulated world, and what each pull may come to."""
+"""Senders and receivers of pages in a simulated world, and the permitted outcomes of pulls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvcupy.testing.world import Process, Simulated
 
 from .pools import assert_stamped, stamp
 
-TLS = 0.4
-STRANGERS = 20
+TLS_PROBABILITY = 0.4
+MAX_STRANGERS = 20
 NUM_PAGES = 8
 SECRET = b"a secret of at least sixteen bytes"
-SLACK_S = 7.0  # by which a pull may end after its deadline: a stopped peer's handshake
+SLACK_S = 7.0  # that a pull may take beyond its deadline, for the handshake of a stopped peer
 
 
 def new_pool(world: Simulated) -> Any:
@@ -38,7 +38,7 @@ class Offer:
 
 @dataclass
 class History:
-    """What the test knows of a run.
+    """Record of a run.
 
     Attributes
     ----------
@@ -169,7 +169,7 @@ def disturb(
     processes: list[Process],
     addresses: list[str | tuple[str, int]],
 ) -> None:
-    """Let processes, connections and strangers fail or attack now and then."""
+    """Disturb processes and connections, and connect strangers, at random times."""
     draw = world.random
     for _ in range(draw.randint(0, 6)):
         world.time.sleep(draw.choice([0.001, 0.02, 0.3, 3.0]))
@@ -178,7 +178,7 @@ def disturb(
             continue
         if kind in ("silent", "garbage"):
             address = draw.choice(addresses)
-            for _ in range(draw.randint(1, STRANGERS)):
+            for _ in range(draw.randint(1, MAX_STRANGERS)):
                 stranger(world, address, kind)
             continue
         history.is_calm = False
@@ -212,11 +212,12 @@ def stranger(world: Simulated, address: str | tuple[str, int], kind: str) -> Non
         pass  # the sender is not there
 
 
-def migration(world: Simulated) -> Any:
+def migration(world: Simulated) -> History:
+    """Run senders, receivers and faults."""
     draw = world.random
     history = History()
     values = iter(range(1, 2000))
-    tls = world.ssl.SSLContext() if draw.random() < TLS else None
+    tls = world.ssl.SSLContext() if draw.random() < TLS_PROBABILITY else None
     secret = SECRET if draw.random() < 0.7 else None
     processes, addresses = [], []
     for i in range(draw.randint(1, 2)):

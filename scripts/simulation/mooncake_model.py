@@ -1,7 +1,7 @@
-"""A model of Mooncake's client library in a simulated world, as far as a shared store uses it.
+"""A model of the part of Mooncake's client library that a shared store uses.
 
-Calls block. A call that fails in a transfer may still write to its buffers until the client is
-closed, and so may one that nobody waits for any more.
+Calls block. A call whose transfer has failed may still write to its buffers until the client is
+closed, and so may a call whose caller no longer waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TRANSFER_FAILED, _NO_SPACE = -800, -200
 
 
 class MooncakeModel:
-    """The objects of a store, and what goes wrong with it.
+    """The objects and the faults of a store.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class MooncakeModel:
         self.capacity_bytes = 1 << 30
         self.late_landings = 0
 
-    def client(self) -> Any:
+    def client(self) -> _Client:
         return _Client(self)
 
 
@@ -44,24 +44,24 @@ class _Client:
         self._is_closed = False
         self._process = self._world.task.process
 
-    def setup(self, *arguments: Any) -> Any:
+    def setup(self, *arguments: Any) -> int:
         self._begin()
         return 0
 
-    def register_buffer(self, pointer: int, num_bytes: int) -> Any:
+    def register_buffer(self, pointer: int, num_bytes: int) -> int:
         return 0
 
     def close(self) -> None:
         self._world.pause()
         self._is_closed = True
 
-    def batch_is_exist(self, names: list[str]) -> Any:
+    def batch_is_exist(self, names: list[str]) -> list[int]:
         self._begin()
         return [int(name in self._model.objects) for name in names]
 
     def batch_put_from_multi_buffers(
         self, names: list[str], pointers: list[list[int]], sizes: list[list[int]]
-    ) -> Any:
+    ) -> list[int]:
         self._begin()
         codes = []
         for name, starts, lengths in zip(names, pointers, sizes, strict=True):
@@ -80,7 +80,7 @@ class _Client:
 
     def batch_get_into_multi_buffers(
         self, names: list[str], pointers: list[list[int]], sizes: list[list[int]]
-    ) -> Any:
+    ) -> list[int]:
         self._begin()
         codes = []
         for name, starts, lengths in zip(names, pointers, sizes, strict=True):
@@ -101,7 +101,7 @@ class _Client:
             codes.append(len(data))
         return codes
 
-    def batch_remove(self, names: list[str], force: bool) -> Any:
+    def batch_remove(self, names: list[str], force: bool) -> list[int]:
         self._begin()
         return [0 if self._model.objects.pop(name, None) is not None else -704 for name in names]
 
@@ -110,7 +110,7 @@ class _Client:
         seconds = {"slow": 1.0, "lost": 60.0}.get(self._model.kind, 1e-4)
         self._world.time.sleep(seconds)
 
-    def _fails(self) -> Any:
+    def _fails(self) -> bool:
         return self._model.kind == "failed transfers" and self._world.random.random() < 0.5
 
     def _land(self, start: int, piece: Any, is_late: bool = True) -> None:

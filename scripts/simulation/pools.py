@@ -1,4 +1,4 @@
-"""Contents of pages that a test can recognise."""
+"""Recognisable contents of pages."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class RedisModel:
         except (OSError, EOFError):
             connection.close()
 
-    def _reply(self, command: list[bytes]) -> Any:
+    def _reply(self, command: list[bytes]) -> bytes:
         name, *arguments = command
         for key in [key for key, at in self.expires.items() if at <= self.world.now]:
             self.values.pop(key, None)
@@ -74,7 +74,7 @@ class RedisModel:
                 return b"+OK\r\n"
         return b"-ERR unknown command\r\n"
 
-    def _set(self, key: bytes, value: bytes, *options: Any) -> Any:
+    def _set(self, key: bytes, value: bytes, *options: bytes) -> bytes:
         if b"NX" in options and key in self.values:
             return b"$-1\r\n"
         if sum(map(len, self.values.values())) + len(value) > self.memory_bytes:
@@ -87,24 +87,24 @@ class RedisModel:
 
 
 class _Reader:
-    """Parses commands from a connection."""
+    """Reads the commands on a connection."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._data = b""
 
-    def command(self) -> Any:
+    def command(self) -> list[bytes]:
         count = int(self._line()[1:])
         return [self._bulk() for _ in range(count)]
 
-    def _bulk(self) -> Any:
+    def _bulk(self) -> bytes:
         length = int(self._line()[1:])
         while len(self._data) < length + 2:
             self._more()
         value, self._data = self._data[:length], self._data[length + 2 :]
         return value
 
-    def _line(self) -> Any:
+    def _line(self) -> bytes:
         while b"\r\n" not in self._data:
             self._more()
         line, _, self._data = self._data.partition(b"\r\n")

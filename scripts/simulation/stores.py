@@ -1,4 +1,4 @@
-"""Clients of a shared store in a simulated world, and what each call may return."""
+"""Clients of a shared store in a simulated world, and the permitted results of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .redis_model import PORT, RedisModel
 
 NUM_PAGES, NUM_HASHES = 6, 12
 FIRST_HASH = 1 << 100
-# Of clients: blocks are plain, or under a key of the tenant, or under a key of all tenants.
+# Of clients: no encryption, a key per tenant, or one key for all tenants.
 ENCRYPTION_KEYS = None, lambda tenant: sha256(tenant.encode()).digest(), bytes(32)
 
 
@@ -30,7 +30,7 @@ def new_pool(world: Simulated) -> Any:
 
 
 class Blocks:
-    """What the test knows of a store: a block's content follows from its hash and its owner.
+    """Record of a store. The hash and owner of a block determine its content.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Blocks:
         self.puts = self.hits = self.misses = 0
 
     @staticmethod
-    def value(number: int, owner: tuple[int, int]) -> Any:
+    def value(number: int, owner: tuple[int, int]) -> int:
         tenant, key = owner
         return number + 1 + 100 * tenant + 200 * key
 
@@ -133,7 +133,7 @@ def reuse(world: Simulated, pool: Any) -> None:
 def disturb(
     world: Simulated, blocks: Blocks, processes: list[Process], hook: dict[Process, tuple[str, int]]
 ) -> None:
-    """Kill and stop clients in the middle of what they do."""
+    """Kill and stop clients in the middle of their calls."""
     draw = world.random
     for _ in range(draw.randint(0, 4)):
         victim = draw.choice(processes)
@@ -152,7 +152,7 @@ def disturb(
 
 
 def audit(world: Simulated, blocks: Blocks, capacity: int) -> None:
-    """Check, with all clients gone, that the store is whole and that every slot can be used."""
+    """After all clients have ended, check that every slot of the store is usable."""
     pool = new_pool(world)
     store = SharedStore.open(
         "shm:simulated", pool, capacity_bytes=capacity, tenant="auditor", threads=1
@@ -167,8 +167,8 @@ def audit(world: Simulated, blocks: Blocks, capacity: int) -> None:
     store.close()
 
 
-def shared_memory(world: Simulated) -> Any:
-    """Several clients of "shm:", some of which die or stop while they write."""
+def shared_memory(world: Simulated) -> Blocks:
+    """Run several clients of "shm:"; some are killed or stopped while they write."""
     draw = world.random
     blocks = Blocks()
     blocks.evicts = draw.random() < 0.4
@@ -235,7 +235,7 @@ def shared_memory(world: Simulated) -> Any:
 def disturb_server(
     world: Simulated, blocks: Blocks, server: RedisModel, clients: list[Process]
 ) -> None:
-    """Let the server, its connections and its clients fail."""
+    """Make the server, its connections and its clients fail."""
     draw = world.random
     for _ in range(draw.randint(0, 5)):
         world.time.sleep(draw.choice([1e-3, 0.02, 0.5]))
@@ -267,8 +267,8 @@ def disturb_server(
             draw.choice(clients).kill()
 
 
-def redis(world: Simulated) -> Any:
-    """Several clients of a Redis server that fails in all ways but by lying."""
+def redis(world: Simulated) -> Blocks:
+    """Run several clients of a Redis server with every fault except wrong data."""
     draw = world.random
     blocks = Blocks()
     server = RedisModel(world)
@@ -311,8 +311,8 @@ def disturb_mooncake(
             model.kind = ""
 
 
-def mooncake_store(world: Simulated) -> Any:
-    """Clients of a Mooncake store whose failed transfers may land late."""
+def mooncake_store(world: Simulated) -> Blocks:
+    """Run clients of a Mooncake store whose failed transfers may still write later."""
     draw = world.random
     blocks = Blocks()
     model = MooncakeModel(world)

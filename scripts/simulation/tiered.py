@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,13 +58,14 @@ class Disk:
             raise OSError(errno.EIO, "Input/output error")
         if self.kind == "write error" and call in ("write", "fsync", "allocate"):
             self.has_failed = True
-            raise OSError(self.world.random.choice([errno.EIO, errno.ENOSPC]), "No luck")
+            code = self.world.random.choice([errno.EIO, errno.ENOSPC])
+            raise OSError(code, os.strerror(code))
         if self.kind == "slow" and call in ("read", "write"):
             self.world.time.sleep(SLOW_S)
 
 
 class Contents:
-    """What the test knows of the cache.
+    """Record of the cache's blocks.
 
     Attributes
     ----------
@@ -195,7 +197,7 @@ def perform(
 
 
 def flush(cache: TieredCache, contents: Contents, disk: Disk, call: Callable[[], object]) -> None:
-    """Flush or close the cache, and note what must be there after a restart."""
+    """Flush or close the cache, and note the blocks that a restart must find."""
     before = contents.flushed
     contents.note_flush(cache)
     noted, contents.flushed = contents.flushed, before
@@ -249,11 +251,11 @@ def tiered_disk(world: Simulated) -> Any:
 
 @dataclass
 class SharedBlocks:
-    """What the test knows of the blocks of several caches.
+    """Record of the blocks of several caches.
 
     Attributes
     ----------
-    inserted : numbers of blocks that a cache was given
+    inserted : numbers of blocks that were ever inserted into a cache
     stored : numbers of blocks that a completed flush has put into the store
     is_calm : whether no process was killed or stopped
     """

@@ -136,6 +136,18 @@ def test_an_interrupted_creation_leaves_no_name(path, monkeypatch, call):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_file_system_without_hard_links(path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with open_tier(path) as tier:
+        write(tier, 0, 1)
+    with open_tier(path) as tier:
+        assert reads(tier, 0, 1)
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_file_has_one_opener(path):
     with open_tier(path) as tier:
         write(tier, 0, 1)

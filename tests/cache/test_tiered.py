@@ -178,7 +178,7 @@ def test_hashes_with_a_sign(blocks):
         ([A], [0, 1], ValueError, "pages: expected 1 like hashes"),
         ([A, B], [0], ValueError, "pages: expected 2 like hashes"),
         ([A, B], [0, 0], ValueError, "pages: expected each page once"),
-        ([A], [3], ValueError, "pages: expected pages that are out"),
+        ([A], [3], ValueError, "pages: expected allocated pages"),
         ([A], [4], ValueError, "pages: expected 0 to 3"),
         ([A], [-1], ValueError, "pages: expected 0 to 3"),
         ([A], [2**70], ValueError, "pages: expected 0 to 3"),

@@ -27,6 +27,58 @@ def fail():
     raise OSError("no such luck")
 
 
+# Signal handlers ---------------------------------------------------------------------------------
+
+
+def test_a_handler_may_query_the_stream_that_it_interrupts(device):
+    """At every line of the calls: a trace function takes the place of the signal."""
+    stream, lines = device.stream(), set()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename.endswith("host_streams.py"):
+            lines.add(frame.f_lineno)
+            stream.done()
+            return trace
+        return None
+
+    def call():
+        stream.call(lambda: None)
+        sys.settrace(trace)
+        try:
+            stream.done()
+            stream.synchronize()
+            stream.forgive()
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and len(lines) > 15
+
+
+def test_an_interrupt_while_the_thread_starts(device, monkeypatch):
+    """The stream keeps its order: a second thread does not work beside the first."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    stream, order = device.stream(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.call(lambda: order.append(0))
+    gate = Gate(stream)
+    stream.call(lambda: order.append(1))
+    time.sleep(0.05)
+    assert order == []
+    gate.open()
+    stream.synchronize()
+    assert order == [1]
+
+
 # Order -------------------------------------------------------------------------------------------
 
 

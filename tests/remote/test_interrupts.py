@@ -16,6 +16,7 @@ from migration_cases import PATIENCE_S, assert_pulled, eventually, filled, pool_
 
 import kvcupy as kv
 from kvcupy.cache.threads import Users
+from kvcupy.remote.migration import protocol
 from kvcupy.waiting import Latch, Waiters
 
 NUM_INTERRUPTS = 2000
@@ -303,6 +304,58 @@ def test_a_pull_that_is_waited_for(interrupt):
             sender.layer_done(ticket, layer)
         in_time(lambda: pull.synchronize() or True)
         assert_pulled(receiver.pool, [3, 4], pages)
+
+
+@pytest.mark.parametrize("point", ["notify", "abort"])
+def test_a_cancel_that_is_interrupted(point, monkeypatch):
+    """A second call wakes the threads that wait for the pull, and ends its connections."""
+    with ends() as (sender, receiver):
+        pages = sender.pool.allocator.alloc(2)
+        ticket = sender.offer(pages, by_layer=True, lease_s=PATIENCE_S)
+        pull = receiver.pull(ticket, [3, 4], deadline_s=PATIENCE_S)
+        eventually(lambda: sender.stats()["pulls"] == 1)
+        errors = []
+
+        def wait():
+            try:
+                pull._await_layer(2)
+            except kv.TransferError as error:
+                errors.append(error.reason)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        eventually(lambda: pull._changed._waiting)
+
+        def interrupted(*_):
+            raise Interrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pull._changed if point == "notify" else protocol, point, interrupted)
+            with pytest.raises(Interrupt):
+                pull.cancel()
+        pull.cancel()
+        waiting.join(5)
+        pull._landing.synchronize(5)
+        assert errors == ["cancelled"] and pull._landing.done()
+
+
+def test_a_latch_whose_set_is_interrupted(monkeypatch):
+    latch = Latch()
+    waiting = threading.Thread(target=latch.wait, daemon=True)
+    waiting.start()
+    eventually(lambda: latch._changed._waiting)
+
+    def interrupted():
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(latch._changed, "notify", interrupted)
+        with pytest.raises(Interrupt):
+            latch.set()
+    assert not latch.is_set()  # else the thread would wait for ever
+    latch.set()
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
 def test_what_a_handler_that_does_not_raise_may_call():

@@ -823,8 +823,9 @@ def test_no_thread_for_a_connection_while_the_sender_closes(monkeypatch):
         assert not sender._connections
 
 
+@pytest.mark.parametrize("code", [errno.ECONNABORTED, errno.ETIMEDOUT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["accept", "sendmsg", "recvmsg_into"])
-def test_calls_of_the_system_that_fail(call, monkeypatch):
+def test_calls_of_the_system_that_fail(call, code, monkeypatch):
     """Each call fails once; a second pull succeeds."""
     method = getattr(socket.socket, call)
     for number in range(1, 12):
@@ -833,7 +834,7 @@ def test_calls_of_the_system_that_fail(call, monkeypatch):
         def failing(connection, *arguments, calls=calls, number=number):
             calls.append(call)
             if len(calls) == number:
-                raise OSError(errno.ECONNABORTED, "failed")
+                raise OSError(code, "failed")
             return method(connection, *arguments)
 
         with pair() as (sender, receiver, source, target):

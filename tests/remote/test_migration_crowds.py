@@ -202,6 +202,16 @@ def test_a_connection_lost_before_the_grant(proxy):  # noqa: F811
         assert not losses
 
 
+def test_a_peer_that_is_not_a_sender(proxy):  # noqa: F811
+    """Its answer cannot change, so the pull fails without another attempt."""
+    between = proxy(lambda data, before: b"HTTP/1.1 400 Bad Request".ljust(len(data)))
+    with pair(sender={"advertise": between.address}) as (sender, receiver, source, _):
+        between.target = sender.address
+        pull = receiver.pull(sender.offer(source.allocator.alloc(1)), [0])
+        assert reason_of(pull) == "lost" and "not a PageSender" in str(pull.failure)
+        assert receiver.stats()["connection_drops"] == {}
+
+
 @pytest.mark.parametrize("is_reused", [False, True], ids=["new", "reused"])
 def test_a_grant_is_lost_and_its_sender_has_not_noticed(is_reused, proxy, monkeypatch):  # noqa: F811
     """The only pull is taken by the lost connection until then, and the receiver tries again."""

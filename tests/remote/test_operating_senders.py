@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 
@@ -173,15 +174,34 @@ def test_other_requests_are_refused(request_bytes, own_socket):
         assert sender.stats()["draining"] is False
 
 
-def test_older_senders_answer_no_operator(process, own_socket, sender_command, monkeypatch):  # noqa: F811
+def test_older_senders_do_not_answer(process, sender_command):  # noqa: F811
     ticket = bytes.fromhex(process("sender", versions=[3, 4]).ask("offer", pages=[0])["ticket"])
     status, error = sender_command("stat", protocol.Ticket.decoded(ticket, b"").address)
-    assert status == 1 and "of a release that answers no operator" in error
+    assert status == 1 and "release does not answer operators" in error
+
+
+def test_a_peer_that_is_not_a_sender(sender_command):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with server.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(200))
+                connection.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        status, error = sender_command("stat", f"tcp:127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+    assert (status, error) == (1, "sender: the peer is not a PageSender\n")
+
+
+def test_wrong_arguments(own_socket, sender_command, tmp_path):
     with pair(**own_socket) as (sender, *_):
-        names = {kind: name for kind, name in protocol.NAMES.items() if kind != protocol.OPERATE}
-        monkeypatch.setattr(protocol, "NAMES", names)
-        status, error = sender_command("stat", sender.address)
-        assert status == 1 and "senders of older releases answer no operator" in error
+        for name, wrong in (("secret", 1), ("tls", "yes"), ("deadline_s", 0), ("deadline_s", "1")):
+            with pytest.raises((TypeError, ValueError), match=name):
+                OperatedSender(sender.address, **{name: wrong})
+        status, error = sender_command("stat", sender.address, "--cert-file", tmp_path / "c.pem")
+        assert status == 1 and "--cert-file: expected --ca-file too" in error
 
 
 @pytest.mark.parametrize("address", ["unix:/nowhere/sender", "tcp:127.0.0.1:1", "here"])

@@ -474,12 +474,17 @@ def _create(path: Path, header: bytes) -> bool:
     descriptor = os.open(unfinished, flags, _MODE)
     try:
         _write_header(descriptor, header)
-        os.link(unfinished, path)
-    except FileExistsError:
-        return False
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                raise
+            os.rename(unfinished, path)  # a file system without hard links
     finally:
         os.close(descriptor)
-        unfinished.unlink()
+        unfinished.unlink(missing_ok=True)
     return True
 
 

@@ -260,8 +260,8 @@ class _ChecksumWorker:
                 except RuntimeError:  # thread limit of the system: pulls compute the checksums
                     return
                 self._thread = thread
-            self._offers.append(groups)
             self._changed.notify()
+            self._offers.append(groups)
 
     def close(self, deadline: float) -> None:
         with self._lock:

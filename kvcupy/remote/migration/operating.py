@@ -14,6 +14,7 @@ from typing import Any
 from ...cache.inspection import print_report
 from ...errors import TransferError
 from . import protocol
+from .endpoint import positive_seconds
 from .protocol import OPERATE, Address, Channel, Lost
 
 _POLL_S = 0.05
@@ -32,7 +33,7 @@ class OperatedSender:
     Raises
     ------
     TypeError, ValueError : an argument is invalid
-    TransferError : the sender has another secret, or is of another release
+    TransferError : the peer is not a sender, or one with another secret or of another release
     OSError, Lost : the sender is unreachable
     """
 
@@ -41,6 +42,7 @@ class OperatedSender:
         deadline_s: float = protocol.HANDSHAKE_S,
     ) -> None:  # fmt: skip
         where, key = Address.parse(address, "address"), protocol.checked_secret(secret)
+        tls, deadline_s = protocol.checked_tls(tls), positive_seconds(deadline_s, "deadline_s")
         deadline = time.monotonic() + deadline_s
         connection = where.connect(deadline_s)
         try:
@@ -60,7 +62,7 @@ class OperatedSender:
         return self._ask({"action": "stat"})
 
     def drain(self, deadline_s: float = 0.0, *, undo: bool = False) -> dict[str, Any]:
-        """Let the sender refuse offers, or accept them again; return what `stat` does.
+        """Make the sender refuse new offers, or accept them again; return its `stat`.
 
         Parameters
         ----------
@@ -78,13 +80,10 @@ class OperatedSender:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         deadline = time.monotonic() + protocol.HANDSHAKE_S
-        try:
-            self._channel.send(OPERATE, json.dumps(request).encode(), deadline)
-            answer = json.loads(self._channel.receive(deadline, OPERATE)[1])
-        except Lost as error:
-            raise Lost(f"{error}; senders of older releases answer no operator") from None
+        self._channel.send(OPERATE, json.dumps(request).encode(), deadline)
+        answer = json.loads(self._channel.receive(deadline, OPERATE)[1])
         if not isinstance(answer, dict):
-            raise Lost("the sender's answer is no JSON object")
+            raise Lost("the sender's answer is not a JSON object")
         return answer
 
 
@@ -106,7 +105,7 @@ def add_arguments(parser: Any) -> None:
             add("--deadline", type=float, metavar="SECONDS", help=waits)
         add("--secret-file", type=Path, metavar="FILE", help="contains the sender's secret")
         add("--ca-file", type=Path, metavar="FILE", help="use TLS, and trust these certificates")
-        add("--cert-file", type=Path, metavar="FILE", help="with TLS: certificate and key")
+        add("--cert-file", type=Path, metavar="FILE", help="with --ca-file: certificate and key")
         add("--json", action="store_true", help="print JSON")
 
 
@@ -122,6 +121,8 @@ def main(options: Namespace) -> int:
 def _run(options: Namespace) -> int:
     secret = None if options.secret_file is None else options.secret_file.read_bytes()
     tls = None
+    if options.cert_file is not None and options.ca_file is None:
+        raise ValueError("--cert-file: expected --ca-file too, which enables TLS")
     if options.ca_file is not None:
         tls = ssl.create_default_context(cafile=options.ca_file)
         if options.cert_file is not None:

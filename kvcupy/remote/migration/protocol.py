@@ -6,7 +6,7 @@
     HMAC of both hellos                         ---->
     PULL offer, generation, heads               ---->
                                                 <----    GRANT lease, bytes per layer   or   REFUSED
-    START, if PULL said that it would follow    ---->
+    START, if PULL announced it                 ---->
             ... layers, as the engine moves them; RENEW from the receiver at any time ...
     DONE                                        ---->
                                                 <----    CONFIRMED
@@ -25,6 +25,7 @@ speak. Version 3 names no offer in its hello; without a secret, its keys are pub
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -435,7 +436,7 @@ class Ticket:
 
 
 _ALGORITHMS = {1: xxhash.xxh3_64}
-"""Checksums by their numbers in a hello, the best first; 2 is reserved, for a former one."""
+"""Checksums by number in a hello, preferred ones first. Number 2 was used by older versions."""
 _SUPPORTED = sum(1 << number for number in _ALGORITHMS)
 BEST_ALGORITHM = next(iter(_ALGORITHMS))
 
@@ -448,7 +449,7 @@ def new_checksum(algorithm: int, key: bytes, *names: int) -> Any:
 
 
 def offer_token(key: bytes, number: int) -> bytes:
-    """Return the token of an offer, which proves its ticket. `key` is known to the sender alone."""
+    """Return the token of an offer, which proves its ticket. Only the sender knows `key`."""
     return hashlib.blake2b(
         number.to_bytes(8, "big"), key=key, digest_size=16, person=b"kvcupy offers"
     ).digest()
@@ -464,7 +465,7 @@ def offer_key(secret: bytes, token: bytes) -> bytes:
 
 
 def _printable(text: str) -> str:
-    """Return text of a peer such that it can be logged."""
+    """Return a printable copy of a peer's text, for logs and errors."""
     return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])
 
 
@@ -635,12 +636,11 @@ class Channel:
                     set_timeout(connection, deadline)
                     moved = connection.send(rest) if is_sent else connection.recv_into(rest)
                     rest = rest[_some(moved) :]
-        except (TimeoutError, BlockingIOError):
-            raise TimeoutError("timed out") from None
         except (OSError, ValueError) as error:
-            if is_sent:
+            ended = _ended(error)
+            if is_sent and isinstance(ended, Lost):
                 self._raise_refusal()
-            raise Lost(f"the connection has ended: {error}") from error
+            raise ended from error
 
     def _raise_refusal(self) -> None:
         """Raise the TransferError of a received REFUSED message, if any."""
@@ -788,11 +788,25 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
         while rest.nbytes:
             set_timeout(connection, deadline)
             rest = rest[_some(connection.recv_into(rest)) :]
-    except (TimeoutError, BlockingIOError):
-        raise TimeoutError("timed out") from None
     except (OSError, ValueError) as error:
-        raise Lost(f"the connection has ended: {error}") from error
+        raise _ended(error) from error
     return bytes(data)
+
+
+def send_exactly(connection: socket.socket, data: bytes, deadline: float) -> None:
+    """Send all of `data`; Lost or TimeoutError if that fails."""
+    try:
+        set_timeout(connection, deadline)
+        connection.sendall(data)
+    except (OSError, ValueError) as error:
+        raise _ended(error) from error
+
+
+def _ended(error: OSError | ValueError) -> Lost | TimeoutError:
+    """Return TimeoutError if a call has reached its deadline, else Lost."""
+    if isinstance(error, (TimeoutError, BlockingIOError)) and error.errno != errno.ETIMEDOUT:
+        return TimeoutError("timed out")
+    return Lost(f"the connection has ended: {error}")
 
 
 def _some(count: int) -> int:
@@ -818,9 +832,9 @@ def as_receiver(
 
     Raises
     ------
-    TransferError : the sender has another secret or version, or without a secret, has not made the
-        ticket
-    Lost, TimeoutError : the peer is not a sender, or does not answer
+    TransferError : the peer is not a sender, has another secret or version, or without a secret,
+        has not made the ticket
+    Lost, TimeoutError : the connection has ended, or the peer does not answer
     """
     number, token, newest = 0, b"", VERSIONS[-1]
     if ticket is not None:
@@ -833,16 +847,12 @@ def as_receiver(
     if version > 3:
         hello += _OFFER.pack(number)
         key = secret or token
-    set_timeout(connection, deadline)
-    try:
-        connection.sendall(hello)
-    except (OSError, ValueError) as error:
-        raise Lost(f"the connection has ended: {error}") from error
+    send_exactly(connection, hello, deadline)
     answer = receive_exactly(connection, _SERVER_HELLO.size, deadline)
     magic, spoken, has_secret, algorithm, _, sender_id, its_digest = _SERVER_HELLO.unpack(answer)
     if magic != _MAGIC:
-        raise Lost("the peer is not a PageSender")
-    too_old = TransferError("the sender is of a release that answers no operator", "version")
+        raise TransferError("the peer is not a PageSender", "lost")
+    too_old = TransferError("the sender's release does not answer operators", "version")
     if spoken != version:
         raise _other_version(spoken) if ticket is not None else too_old
     mac = receive_exactly(connection, 32, deadline)
@@ -853,11 +863,8 @@ def as_receiver(
         gone = TransferError("the sender that made the ticket no longer listens", "lost")
         raise gone if ticket is not None else too_old
     if algorithm not in _ALGORITHMS:
-        raise Lost("the sender chose a checksum that this receiver lacks")
-    try:
-        connection.sendall(_hmac(key, b"kvcupy receiver", hello, answer))
-    except (OSError, ValueError) as error:
-        raise Lost(f"the connection has ended: {error}") from error
+        raise TransferError("the sender and this receiver have no checksum in common", "version")
+    send_exactly(connection, _hmac(key, b"kvcupy receiver", hello, answer), deadline)
     to_sender, to_receiver, data = _session_keys(key, hello, answer)
     return Channel(connection, to_sender, to_receiver, data, algorithm, sender_id), its_digest
 
@@ -895,11 +902,7 @@ def as_sender(
     answer = _SERVER_HELLO.pack(
         _MAGIC, spoken, bool(secret), algorithm, os.urandom(32), sender_id, digest
     )
-    set_timeout(connection, deadline)
-    try:
-        connection.sendall(answer + _hmac(key, b"kvcupy sender", hello, answer))
-    except (OSError, ValueError) as error:
-        raise Lost(f"the connection has ended: {error}") from error
+    send_exactly(connection, answer + _hmac(key, b"kvcupy sender", hello, answer), deadline)
     if version != spoken:
         raise Lost(f"the receiver has version {version}", "version")
     proof = receive_exactly(connection, 32, deadline)

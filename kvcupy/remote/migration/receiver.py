@@ -52,9 +52,7 @@ _MAX_CACHED_PLANS = 64
 _CONFIRM_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 _QUIET_POLL_S = 0.02
-_ABANDONED_POLL_S = (
-    0.5  # interval of checks for pulls that an interrupt has ended before they began
-)
+_ABANDONED_POLL_S = 0.5  # interval of checks for pulls that an interrupt kept from starting
 _MAX_ATTEMPTS = 8  # to connect to a sender
 _RETRY_S = 0.01  # pause after the first attempt; doubles with each
 
@@ -104,8 +102,8 @@ class PageReceiver(Endpoint):
         # Checked tickets with their plans, by sender and address.
         self._planned: dict[tuple[bytes, str], tuple[Ticket, Address, range]] = {}
         self._lock = threading.RLock()  # guards the fields below; see Waiters
-        # Pulls whose pages may be written; a thread holds each. One that an exception of a signal
-        # handler kept from starting ends with the frames of the call.
+        # Pulls whose pages may be written. Threads hold strong references. A pull that an exception
+        # of a signal handler kept from starting is collected with the frames of the call.
         self._pulls: weakref.WeakSet[Pull] = weakref.WeakSet()
         self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[Channel]] = {}
@@ -580,8 +578,8 @@ class _Workers:
                 thread = threading.Thread(target=self._work, name="kvcupy pull", daemon=True)
                 thread.start()
                 self._threads.add(thread)
-            self._jobs.append(job)
             self._changed.notify_one()
+            self._jobs.append(job)
 
     def close(self, deadline: float) -> None:
         """Let the threads finish their jobs and end; wait for them until the deadline."""
@@ -807,7 +805,7 @@ class Pull(ProcessLocal):
             self._event_of(self._pool.num_layers - 1)
 
     def _start(self, asked: Sequence[tuple[Channel, bool] | None]) -> None:
-        """Give the pull to a thread, which signals do not interrupt, in one step."""
+        """Hand the pull to a worker thread, which signals cannot interrupt."""
         try:
             self._receiver._workers.run(partial(self._receiver._run_parts, self, asked))
         except RuntimeError as error:
@@ -854,13 +852,17 @@ class Pull(ProcessLocal):
         self._fail(TransferError(f"{place(address, ticket.trace_id)}: {message}", reason))
 
     def _fail(self, failure: TransferError) -> None:
-        """Fail the pull, unless it has failed or all layers have arrived."""
+        """Fail the pull, unless all layers have arrived; the first failure stays.
+
+        A repeated call completes one that a signal handler has interrupted.
+        """
         with self._lock:
-            if self.failure is not None or self._num_arrived == self._pool.num_layers:
+            if self._num_arrived == self._pool.num_layers:
                 return
-            self.failure = failure
-            sockets = list(self._sockets)
             self._changed.notify()
+            if self.failure is None:
+                self.failure = failure
+            sockets = list(self._sockets)
         for connection in sockets:
             protocol.abort(connection)
 

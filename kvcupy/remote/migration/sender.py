@@ -68,7 +68,7 @@ _UNIX_BUFFER_BYTES = 1 << 20  # lets both ends of a Unix socket work concurrentl
 _CLOSE_TIMEOUT_S = 5.0
 _ABORT_DELAY_S = 0.05  # from the end of an offer until blocked connections are aborted
 _MAX_SLEEP_S = 3600.0
-_SETTLE_POLL_S = 1.0  # for what an interrupted call has not announced
+_SETTLE_POLL_S = 1.0  # for ended offers, since an interrupted call may not wake the keeper
 _MAX_REQUEST_BYTES = 4096  # of an operator
 _CREDENTIALS = struct.Struct("@iII")  # struct ucred: process, user, group
 
@@ -204,7 +204,7 @@ class PageSender(Endpoint):
         self._unreleased: dict[int, _Offer] = {}  # open and ended offers, by number
         self._by_ticket: dict[bytes, _Offer] = {}  # unreleased; avoids decoding a ticket per layer
         self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that the sender frees
-        self._is_adding = False  # true between calls: an interrupt has left `_owned` behind
+        self._is_adding = False  # true between calls: an interrupt has left `_owned` outdated
         self._draining = False
         self._since = time.monotonic()
         self._ended: OrderedDict[int, str] = OrderedDict()  # reasons by offer number
@@ -317,7 +317,7 @@ class PageSender(Endpoint):
         with self._lock:
             self._require_open()
             if self._draining:
-                raise KvcupyError("PageSender: draining, as an operator or `drain` has asked")
+                raise KvcupyError("PageSender: draining, so it accepts no new offers")
             if self._is_adding:
                 self._find_owned()
             if release is None and self._owned[ordered].any():
@@ -444,11 +444,11 @@ class PageSender(Endpoint):
         dict : current "offers", "offered_pages" (not yet freed), "pulls" and "connections";
             whether it is "draining";
             cumulative "completed", "expired", "withdrawn", "failed" and "closed" offers,
-            "lost_pulls", "refused_pulls", "dropped_connections" (before they have finished the
-            handshake) and "sent_bytes"; "pull_failures" by the reason of the
-            `TransferError`, "connection_drops" by "late", "crowded" (replaced by a waiting
-            connection), "secret" (or ticket), "version", "stranger" (not a receiver), "thread"
-            (none can be started) and "lost"
+            "lost_pulls", "refused_pulls", "dropped_connections" (before the end of the handshake)
+            and "sent_bytes"; "pull_failures" by the reason of the `TransferError`;
+            "connection_drops" by "late", "crowded" (replaced by a waiting connection), "secret" (or
+            ticket), "version", "stranger" (not a receiver), "thread" (no thread can be started) and
+            "lost"
         """
         with self._lock:
             now = {
@@ -545,8 +545,8 @@ class PageSender(Endpoint):
     def _await_release(self, offer: _Offer) -> None:
         """Wait until the keeper has ended an offer and freed its pages, unless a pull reads them.
 
-        Signals interrupt the main thread alone, so the keeper does what must not be lost. Waits for
-        no `release` function: it may take a lock that this thread holds.
+        Signals interrupt only the main thread, so the keeper does the work that must not be lost.
+        Does not wait for a `release` function, which may take a lock that this thread holds.
         """
         if threading.current_thread() is self._keeper:  # in a `release` function
             self._end_if_due(offer, time.monotonic())
@@ -630,9 +630,9 @@ class PageSender(Endpoint):
             self._wake_keeper()
 
     def _wake_keeper(self) -> None:
-        """Let the keeper look at the state once the caller, which holds the lock, has released it.
+        """Make the keeper check the state after the caller, which holds the lock, releases it.
 
-        Called before the state changes, so that an interrupt cannot come between.
+        Call this before changing the state, so that an interrupt cannot lose the wake-up.
         """
         with suppress(OSError):  # the keeper has closed the socket
             self._wake.send(b"\0", socket.MSG_DONTWAIT)
@@ -648,7 +648,7 @@ class PageSender(Endpoint):
     def _end_all(self) -> None:
         """End all offers and connections of a closed sender."""
         if self._unlink is not None:
-            self._unlink()  # while it listens: nobody takes the socket for stale
+            self._unlink()  # while it listens, so that another sender does not take it for stale
         with self._lock:
             self._closed = True
             offers, connections = list(self._unreleased.values()), list(self._connections)
@@ -665,7 +665,7 @@ class PageSender(Endpoint):
         accept_at = math.inf  # next attempt, while the sender is too crowded to accept
         while True:
             now = time.monotonic()
-            with self._lock:  # for what a thread changes that has woken this one
+            with self._lock:  # so that the change of a thread that has woken this one is complete
                 if self._closed:
                     return
                 self._wakes_at = math.inf  # makes new offers notify this thread
@@ -848,7 +848,7 @@ class PageSender(Endpoint):
             with suppress(ValueError, RecursionError):
                 asked = json.loads(request)
         if asked in ({"action": "drain", "undo": False}, {"action": "drain", "undo": True}):
-            cache_logger.info("%r: an operator drains it, or has ended that: %s", self, asked)
+            cache_logger.info("%r: request of an operator: %s", self, asked)
             self.drain(undo=asked["undo"])
         elif asked != {"action": "stat"}:
             channel.refuse("version", "this sender does not know the request", deadline)

@@ -6,8 +6,8 @@
         world.run()
 
 Production code uses Python's own modules, and needs no other interface. Within `simulated`, the
-names of these modules in the globals of kvcupy's modules refer to simulated ones. A call that is
-not simulated is an AttributeError, so nothing escapes unseen.
+names of these modules in the globals of kvcupy's modules refer to simulated ones. Calls that are
+not simulated raise AttributeError, so none reaches the real system unnoticed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Simulated(World):
         self.network = _network.Network(self)
         self.threading = _threads.threading_of(self)
         self.time = _threads.Time(self)
-        self.queue = _threads.queue_of(self, self.threading)
+        self.queue = _threads.queue_of(self)
         self.socket, self.select, self.ssl = _network.modules_of(self, self.network, self.files)
         self.os, self.fcntl, self.mmap, self.io, self.path = _files.modules_of(self, self.files)
         secret_source = _threads.Secrets(self)
@@ -96,7 +96,7 @@ class Simulated(World):
 
 @functools.cache
 def _import_scope() -> None:
-    """Import every module in the scope, since one imported within a world would stay real."""
+    """Import every module in scope: one imported within a world would use the real modules."""
     for name in _SCOPE:
         try:
             module = importlib.import_module(name)
@@ -124,7 +124,7 @@ def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simu
             if pair is not None:
                 replaced.append((module, key, value))
                 setattr(module, key, pair[1])
-    replaced.append((streams, "_idle", streams._idle))  # a stream of a world ends with it
+    replaced.append((streams, "_idle", streams._idle))  # streams end with their world
     streams._idle = weakref.WeakKeyDictionary()
     hook = sys.unraisablehook
     sys.unraisablehook = lambda raised: world.note(f"ignored {raised.exc_type.__name__}")
@@ -142,7 +142,7 @@ def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simu
 
 
 class Failure(AssertionError):
-    """A run that went wrong: its seed, the steps that it needs, the error and the last notes."""
+    """A failed run: its seed, the omitted steps, the error and the log."""
 
     def __init__(
         self, seed: int, dropped: frozenset[int], error: BaseException, log: list[str]
@@ -160,7 +160,7 @@ def run_once(
 ) -> tuple[Failure | None, Simulated]:
     """Run a scenario in a new world; return its failure, if any, and the world.
 
-    A scenario makes processes, starts their tasks, calls `world.run` and checks what it finds.
+    A scenario creates processes, starts their tasks, calls `world.run` and checks the results.
     """
     with simulated(seed, dropped) as world:
         failure = None
@@ -169,7 +169,7 @@ def run_once(
             scenario(world)
         except Exception as raised:
             error = raised
-        if world.errors:  # what a task raised comes before what followed from it
+        if world.errors:  # the first error of a task is the cause of later ones
             error = world.errors[0][1]
         if error is not None:
             failure = Failure(seed, dropped, error, list(world.log))
@@ -186,7 +186,7 @@ def search(scenario: Callable[[Any], object], seeds: range) -> Failure | None:
 
 
 def _shrunk(scenario: Callable[[Any], object], failure: Failure, count: int) -> Failure:
-    """Leave out optional steps, ever fewer at a time, while the run still fails alike."""
+    """Remove optional steps, in ever smaller groups, while the run fails with the same error."""
     kept = [n for n in range(count) if n not in failure.dropped]
     size = max(1, len(kept) // 2)
     while True:

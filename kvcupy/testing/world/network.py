@@ -3,7 +3,7 @@
     send --> [ buffer of the receiver: (arrival, bytes), ... ] --> receive
 
 Bytes arrive in order, after the latency of their connection. Sends block while the buffer is full.
-A killed process resets its connections, a partitioned one just falls silent.
+The connections of a killed process end; a partition only delays their bytes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Network:
     Attributes
     ----------
     latency_s : one-way latency of new connections
-    cuts : pairs of processes between which no byte arrives
+    silent : processes whose TCP connections a partition holds back
     """
 
     def __init__(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""A seeded scheduler: threads of simulated processes take turns, in virtual time.
+"""A seeded scheduler: threads of simulated processes run one at a time, in virtual time.
 
     task A   run . . . . run . . run          one greenlet for each thread; all in one OS thread
     task B   . . run run . . . . .
@@ -28,7 +28,7 @@ _START_S = 1000.0
 _MAX_LATE_CALLS = 300  # of a task at the end of the run
 
 _abandoned: list[Any] = []
-"""Tasks that no exception ends; destroying them would raise one in them again."""
+"""Tasks that catch every exception, kept since destroying them would raise another."""
 
 
 class Interrupt(BaseException):
@@ -47,7 +47,7 @@ class Process:
     pid, name : its number and name
     is_alive : False once it was killed
     is_stopped : whether its tasks are suspended, as by SIGSTOP
-    stopped_s : time for which it was
+    stopped_s : total time for which it was stopped
     handles : open files and sockets, closed by the system when the process is killed
     """
 
@@ -137,7 +137,7 @@ class World:
     Parameters
     ----------
     seed : decides the order of tasks and every fault
-    dropped : numbers of optional steps to leave out (`World.step`), for shorter failing runs
+    dropped : numbers of optional steps to skip (`World.step`), for shorter failing runs
 
     Attributes
     ----------
@@ -177,7 +177,7 @@ class World:
         return Process(self, name)
 
     def step(self, text: str) -> bool:
-        """Announce an optional step of the scenario; False if it is to be left out."""
+        """Announce an optional step of the scenario; return False to skip it."""
         number = self.steps_announced
         self.steps_announced += 1
         if number in self._dropped:
@@ -242,7 +242,7 @@ class World:
         return until()
 
     def suspend(self) -> None:
-        """Give way to other tasks, at a point where this task's process was just stopped."""
+        """Let other tasks run, after this task's process was stopped."""
         self.wait(lambda: True)
 
     def end_tasks(self, process: Process) -> None:

@@ -1,4 +1,4 @@
-"""Simulated `time`, `threading`, `queue`, `concurrent.futures`, `secrets` and `random`."""
+"""Simulated `time`, `threading`, `queue`, `concurrent.futures` and `secrets`."""
 
 from __future__ import annotations
 
@@ -181,29 +181,6 @@ def threading_of(world: World) -> Any:
             world.wait(lambda: self._is_set, deadline)
             return self._is_set
 
-    class Semaphore:
-        def __init__(self, value: int = 1) -> None:
-            self._value = value
-
-        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-            world.pause()
-            deadline = float("inf") if timeout is None else world.now + timeout
-            if not self._value and not blocking:
-                return False
-            if not world.wait(lambda: self._value > 0, deadline):
-                return False
-            self._value -= 1
-            return True
-
-        def release(self, n: int = 1) -> None:
-            self._value += n
-
-        def __enter__(self) -> bool:
-            return self.acquire()
-
-        def __exit__(self, *exception: object) -> None:
-            self.release()
-
     class Thread:
         def __init__(
             self, group: None = None, target: Callable[..., object] | None = None,
@@ -260,12 +237,11 @@ def threading_of(world: World) -> Any:
 
     Threading.Lock, Threading.RLock, Threading.Condition = Lock, RLock, Condition  # type: ignore[attr-defined]
     Threading.Event, Threading.Thread, Threading.local = Event, Thread, Local  # type: ignore[attr-defined]
-    Threading.Semaphore = Threading.BoundedSemaphore = Semaphore  # type: ignore[attr-defined]
     Threading.current_thread = staticmethod(current_thread)  # type: ignore[attr-defined]
     return Threading()
 
 
-def queue_of(world: World, threading: Any) -> Any:
+def queue_of(world: World) -> Any:
     """Make the module `queue` of a world."""
 
     class SimpleQueue:
@@ -302,7 +278,7 @@ def queue_of(world: World, threading: Any) -> Any:
 
 
 def futures_of(world: World, threading: Any) -> Any:
-    """Make `concurrent.futures` of a world, as far as `cache.threads` uses it."""
+    """Make the part of `concurrent.futures` that `cache.threads` uses."""
 
     class ThreadPoolExecutor:
         def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
