@@ -47,7 +47,7 @@ def frames_of(work: Callable[[], object]) -> list[str]:
 def own(called: list[str]) -> list[str]:
     """Return the frames of kvcupy's own functions, with paths relative to the package.
 
-    Those of `waiting.py` are left out like those of `threading`, whose classes it replaces.
+    Frames of `waiting.py` are left out, as are frames of `threading`, whose classes it replaces.
     """
     prefix, waiting = f"{PACKAGE}/", f"{PACKAGE}/waiting.py:"
     return [

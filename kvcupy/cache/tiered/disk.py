@@ -481,7 +481,7 @@ def _create(path: Path, header: bytes) -> bool:
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
                 raise
-            os.rename(unfinished, path)  # a file system without hard links
+            unfinished.rename(path)  # a file system without hard links
     finally:
         os.close(descriptor)
         unfinished.unlink(missing_ok=True)

@@ -396,6 +396,9 @@ def modules_of(world: World, files: Files) -> tuple[Any, Any, Any, Any, Any]:
         def read_text(self) -> str:
             return bytes(files.inode_at(self).data).decode()
 
+        def rename(self, target: Any) -> None:
+            files.rename(self, target)
+
         def unlink(self, missing_ok: bool = False) -> None:
             if not (missing_ok and not self.exists()):
                 files.unlink(self)
