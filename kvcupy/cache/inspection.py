@@ -52,14 +52,14 @@ def inspect(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
     """
     path = Path(path)
     with path.open("rb") as file:
-        header = file.read(disk_format.BLOCK_BYTES)
-        if disk_format.is_header(header):
-            version, layout, identity = disk_format.decode_header(header, path)
+        start = file.read(disk_format.BLOCK_BYTES)
+        if disk_format.is_header(start):
+            header = disk_format.decode_header(start, path)
+            version, layout, identity = header
             return {
                 **identity, "kind": "disk tier", "file_version": version,
                 "file_bytes": layout.num_bytes, "page_bytes": layout.page_bytes,
-                "slots": layout.num_slots,
-                **_blocks(file, layout, verify, is_encrypted="encryption" in identity),
+                "slots": layout.num_slots, **_blocks(file, header, verify),
             }  # fmt: skip
     tensors, metadata = read_file(path)
     check_metadata(metadata, {})
@@ -73,11 +73,13 @@ def inspect(path: str | Path, *, verify: bool = False) -> dict[str, Any]:
     }
 
 
-def _blocks(file: BinaryIO, layout: Layout, verify: bool, *, is_encrypted: bool) -> dict[str, Any]:
+def _blocks(file: BinaryIO, header: disk_format.Header, verify: bool) -> dict[str, Any]:
     """Count the blocks of a disk tier; a block with an incomplete record or payload is damaged.
 
     Of encrypted blocks only the number of records is known.
     """
+    layout, is_encrypted = header.layout, "encryption" in header.identity
+    checksum = disk_format.checksum_of(header.version)
     in_file = os.fstat(file.fileno()).st_size - layout.record_at(0)
     torn = max(0, layout.num_slots + -in_file // disk_format.RECORD_BYTES)  # past its end
     blocks = damaged = 0
@@ -96,7 +98,7 @@ def _blocks(file: BinaryIO, layout: Layout, verify: bool, *, is_encrypted: bool)
         if verify:
             file.seek(layout.payload_at(slot))
             payload = memoryview(file.read(layout.page_bytes))
-            damaged += disk_format.checksum(record.hash, [payload]) != record.checksum
+            damaged += checksum(record.hash, [payload]) != record.checksum
     return {
         "blocks": blocks, "hashes": None if is_encrypted else len(hashes),
         "torn_records": None if is_encrypted else torn,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +51,46 @@ def filled(path, blocks, **options):
         for slot, block_hash in blocks.items():
             write(tier, slot, block_hash)
     return path.read_bytes()
+
+
+def filled_by_previous(path, blocks, num_slots=6, identity=IDENTITY):
+    """Make a file of version 1 with blocks, by slot, and return its bytes.
+
+    Written from the format alone, and equal to what the release with version 1 wrote.
+    """
+
+    def digest(data):
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    layout = Layout(num_slots, PAGE_BYTES)
+    text = json.dumps(identity, sort_keys=True).encode()
+    header = struct.pack("<8sIIQQ", b"kvcupydt", 1, len(text), PAGE_BYTES, num_slots) + text
+    header = header.ljust(4096 - 16, b"\0")
+    file = bytearray(header + digest(header)).ljust(layout.num_bytes, b"\0")
+    for generation, (slot, block_hash) in enumerate(blocks.items(), 1):
+        page = bytes(contents(block_hash))
+        record = block_hash.to_bytes(16, "little")
+        record += struct.pack("<QII", generation, slot, PAGE_BYTES)
+        record += checksum_of_previous(block_hash, page)
+        record += digest(record)
+        file[layout.record_at(slot) : layout.record_at(slot + 1)] = record
+        file[layout.payload_at(slot) : layout.payload_at(slot) + PAGE_BYTES] = page
+    path.write_bytes(file)
+    return bytes(file)
+
+
+def checksum_of_previous(block_hash, page):
+    """Return the checksum that version 1 has of a page, in plain integers."""
+    weights = hashlib.shake_256(b"kvcupy disk tier, weights of a block").digest(4096)
+    weights = [weight | 1 for weight in struct.unpack("<512Q", weights)]
+    whole = len(page) // 4096 * 4096
+    data = block_hash.to_bytes(16, "little")
+    for start in range(0, whole, 4096):
+        words = struct.unpack_from("<512Q", page, start)
+        total = sum(word * weight for word, weight in zip(words, weights, strict=True))
+        data += (total % 2**64).to_bytes(8, "little")
+    data += page[whole:] + struct.pack("<QI", len(page), zlib.crc32(page))
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def failing(monkeypatch, name, error, *, after=0, bytes_first=0):

@@ -7,10 +7,20 @@ import os
 
 import numpy as np
 import pytest
-from disk_cases import IDENTITY, PAGE_BYTES, contents, filled, open_tier, reads, write
+from disk_cases import (
+    IDENTITY,
+    PAGE_BYTES,
+    checksum_of_previous,
+    contents,
+    filled,
+    filled_by_previous,
+    open_tier,
+    reads,
+    write,
+)
 
 from kvcupy.cache.tiered import disk_format
-from kvcupy.cache.tiered.disk_format import Layout, Record, checksum
+from kvcupy.cache.tiered.disk_format import Layout, Record, checksum, previous_checksum
 
 BLOCKS = {0: 10, 1: 11, 2: 12}  # hash by slot
 LAYOUT = Layout(3, PAGE_BYTES)
@@ -117,6 +127,17 @@ def test_payloads_of_other_slots_are_not_taken(path, whole):
 
 def test_the_checksum_is_the_same_for_ever():
     assert checksum(10, [contents(10, 20_000)]).hex() == "d7e695becff686fd32b2c460eef03cbb"
+    assert previous_checksum(10, [contents(10, 20_000)]).hex() == "0f40f25c0d7bda3914e5d59c4c25fdf5"
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 5000, 20_000])
+def test_the_previous_checksum_does_not_depend_on_parts(size):
+    page = contents(10, size)
+    expected = checksum_of_previous(10, bytes(page))
+    for cuts in ([], [1], [4096], [100, 9000], [4096, 8192, 8200]):
+        edges = [0, *(cut for cut in cuts if cut < size), size]
+        parts = [page[start:end] for start, end in itertools.pairwise(edges)]
+        assert previous_checksum(10, parts) == expected, cuts
 
 
 def test_records_of_hashes_of_64_bits_are_those_of_files_written_before():
@@ -227,11 +248,10 @@ def test_other_versions_raise(path, whole, monkeypatch):
             open_tier(path, 3)
 
 
-def test_the_previous_version_is_opened_and_kept(path, whole, monkeypatch):
-    """Its records are the same, so the release that made it can open it again."""
+def test_the_previous_version_is_opened_and_kept(path):
+    """Its blocks are read, and written as the release that made it can read them."""
     old = {"format": "bf16"}
-    header = header_of(monkeypatch, 1, old)
-    path.write_bytes(header + whole[4096:])
+    before = filled_by_previous(path, BLOCKS, 3, old)
     with pytest.raises(ValueError, match=r"disk: expected version 2 .*, got 1 .* remove the file"):
         open_tier(path, 3)
     with pytest.raises(ValueError, match=r"disk: expected format fp16, got bf16"):
@@ -239,9 +259,14 @@ def test_the_previous_version_is_opened_and_kept(path, whole, monkeypatch):
     with open_tier(path, 3, previous=old) as tier:
         assert all(reads(tier, slot, h) for slot, h in BLOCKS.items())
         write(tier, 2, 99)
-    assert path.read_bytes()[:4096] == header
+    after, at = path.read_bytes(), LAYOUT.record_at(2)
+    assert after[:at] == before[:at]
+    assert after[at + 32 : at + 48] == checksum_of_previous(99, bytes(contents(99)))
     with open_tier(path, 3, previous=old) as tier:
-        assert reads(tier, 2, 99)
+        assert all(reads(tier, slot, h) for slot, h in {**BLOCKS, 2: 99}.items())
+    flip(path, after, LAYOUT.payload_at(2), 0)
+    with open_tier(path, 3, previous=old) as tier:
+        assert not reads(tier, 2, 99)
 
 
 @pytest.mark.parametrize("found", [b"\0" * 9000, b"kv", b"#!/bin/sh\n" * 900])

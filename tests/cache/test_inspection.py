@@ -44,6 +44,15 @@ def test_disk_tier(blocks):
     assert inspect(blocks)["damaged"] is None
 
 
+def test_blocks_of_the_previous_version(tmp_path):
+    path = tmp_path / "blocks.kv"
+    disk_cases.filled_by_previous(path, {0: 11, 3: 12})
+    found = inspect(path, verify=True)
+    assert (found["file_version"], found["blocks"], found["damaged"]) == (1, 2, 0)
+    change(path, LAYOUT.payload_at(3) + 4999)
+    assert inspect(path, verify=True)["damaged"] == 1
+
+
 def test_a_file_in_use(blocks):
     before = blocks.read_bytes()
     with disk_cases.open_tier(blocks):

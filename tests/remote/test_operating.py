@@ -213,6 +213,15 @@ def test_a_disk_file_is_verified(disk, store):
     assert store("drain", disk)[0] == 1
 
 
+def test_a_disk_file_of_the_previous_version_is_verified(tmp_path, store):
+    path = tmp_path / "blocks.kv"
+    disk_cases.filled_by_previous(path, {0: 11, 3: 12})
+    assert store("verify", path)[1]["damaged"] == 0
+    change(path, LAYOUT.payload_at(3) + 4999)
+    status, report = store("verify", path)
+    assert (status, report["blocks"], report["damaged"]) == (1, 2, 1)
+
+
 # --- Errors ---
 
 

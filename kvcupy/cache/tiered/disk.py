@@ -336,7 +336,7 @@ class DiskTier(ProcessLocal):
     def _write(self, slot: int, hash: int, parts: Parts, generation: int) -> None:
         """Write a block; OSError leaves the slot empty."""
         if self._cipher is None:
-            self._write_payload(slot, hash, parts, generation, disk_format.checksum(hash, parts))
+            self._write_payload(slot, hash, parts, generation, self._checksum(hash, parts))
             return
         try:
             scratch = self._scratch.pop()
@@ -378,7 +378,7 @@ class DiskTier(ProcessLocal):
     def _is_whole(self, record: Record, parts: Parts) -> bool:
         """Verify a payload, and decrypt it."""
         if self._cipher is None:
-            return disk_format.checksum(record.hash, parts) == record.checksum
+            return self._checksum(record.hash, parts) == record.checksum
         seal = record.nonce + record.checksum
         return self._cipher.open(disk_format.payload_name(record.hash), seal, parts)
 
@@ -396,7 +396,8 @@ class DiskTier(ProcessLocal):
         descriptor, layout = self._file.fileno(), self._layout
         size = os.fstat(descriptor).st_size
         header = os.pread(descriptor, disk_format.BLOCK_BYTES, 0)
-        disk_format.check_header(header, layout, identity, previous, self.path)
+        version = disk_format.check_header(header, layout, identity, previous, self.path)
+        self._checksum = disk_format.checksum_of(version)
         os.fchmod(descriptor, _MODE)
         _allocate(descriptor, layout.num_bytes)  # truncated, or its creation was interrupted
         table = memoryview(bytearray(layout.table_bytes))

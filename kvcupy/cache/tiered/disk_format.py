@@ -15,10 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from ..encryption import NONCE_BYTES, BlockCipher
@@ -26,7 +28,7 @@ from ..encryption import NONCE_BYTES, BlockCipher
 BLOCK_BYTES = 4096  # the unit that disks and file systems write atomically
 RECORD_BYTES = 64
 VERSION = 2
-PREVIOUS_VERSION = 1  # whose identities name neither the model nor its heads
+PREVIOUS_VERSION = 1  # names neither the model nor its heads, and has another checksum
 NO_RECORD = bytes(RECORD_BYTES)
 
 _MAGIC = b"kvcupydt"
@@ -36,6 +38,12 @@ _HEADER = struct.Struct("<8sIIQQ")  # magic, version, identity bytes, page_bytes
 _RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, payload checksum
 _SEALED = struct.Struct("<16sQ16s")  # hash, generation, tag of the payload
 _SHORT_SEAL_BYTES = RECORD_BYTES - _SEALED.size
+
+# Odd weights of the words of a block, for `previous_checksum`.
+_BLOCK_WORDS = BLOCK_BYTES // 8
+_WEIGHTS = np.frombuffer(
+    hashlib.shake_256(b"kvcupy disk tier, weights of a block").digest(BLOCK_BYTES), "<u8"
+).astype(np.uint64) | np.uint64(1)
 
 
 @dataclass(frozen=True)
@@ -164,8 +172,8 @@ def decode_header(header: bytes, path: object) -> Header:
 def check_header(
     header: bytes, layout: Layout, identity: Mapping[str, str],
     previous: Mapping[str, str] | None, path: object,
-) -> None:  # fmt: skip
-    """Raise ValueError unless a file was made for the same pages.
+) -> int:  # fmt: skip
+    """Return the version of a file; ValueError unless it was made for the same pages.
 
     `previous` is their identity in a file of the previous version, or None if such a file does not
     say enough.
@@ -185,6 +193,7 @@ def check_header(
         if expected.get(name) != actual.get(name):
             want, got = expected.get(name) or "none", actual.get(name) or "none"
             raise ValueError(f"disk: expected {name} {want}, got {got} in {path}")
+    return stored.version
 
 
 def _json(identity: Mapping[str, str]) -> bytes:
@@ -263,6 +272,11 @@ def require_hash(hash: int) -> int:
 # --- Checksums ---
 
 
+def checksum_of(version: int) -> Callable[[int, Sequence[memoryview]], bytes]:
+    """Return the function that computes the checksums in files of a version."""
+    return previous_checksum if version == PREVIOUS_VERSION else checksum
+
+
 def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
     """Return 16 bytes that verify that a payload was written for a hash.
 
@@ -272,6 +286,22 @@ def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
     hasher = xxhash.xxh3_128(_hash_bytes(hash))
     for part in parts:
         hasher.update(part)
+    return hasher.digest()
+
+
+def previous_checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
+    """Return the 16 bytes that version 1 has for a payload, however it is split into parts.
+
+    BLAKE2b over the hash, the weighted sum of the words of each whole block modulo 2**64, the bytes
+    after the last whole block, and the payload's length and CRC-32.
+    """
+    payload = b"".join(parts)
+    tail_at = len(payload) // BLOCK_BYTES * BLOCK_BYTES
+    words = np.frombuffer(payload, "<u8", tail_at // 8).reshape(-1, _BLOCK_WORDS)
+    hasher = hashlib.blake2b(_hash_bytes(hash), digest_size=_DIGEST_BYTES)
+    hasher.update((words @ _WEIGHTS).astype("<u8"))
+    hasher.update(payload[tail_at:])
+    hasher.update(struct.pack("<QI", len(payload), zlib.crc32(payload)))
     return hasher.digest()
 
 

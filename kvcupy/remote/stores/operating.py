@@ -241,7 +241,8 @@ class _DiskFile:
         if record is None or self._is_encrypted:
             return None
         payload = os.pread(self._descriptor, record.num_bytes, self._layout.payload_at(record.slot))
-        return disk_format.checksum(record.hash, [memoryview(payload)]) == record.checksum
+        checksum_of_file = disk_format.checksum_of(self._version)
+        return checksum_of_file(record.hash, [memoryview(payload)]) == record.checksum
 
     def drop(self, keys: Sequence[bytes], deadline: float) -> int:
         self._lock()
