@@ -248,9 +248,11 @@ class PagedModel:
                 rest = rest[: self.available * self.page_size]
             self._append(loaded, len(rest))
             self._refuse_if_full(before)
-            if self.past:
-                rest = [self._converted(token, self.fmt) for token in rest]
-            loaded.tokens[-len(rest) :] = rest
+            pages = [page for page, _ in saved.places[len(loaded.tokens) - len(rest) :]]
+            loaded.tokens[-len(rest) :] = [
+                self._converted(token, self.fmt) if page in self.past_pages else token
+                for token, page in zip(rest, pages, strict=False)
+            ]
             self._demote([loaded])
 
     def copy_over(self, name, copy) -> None:

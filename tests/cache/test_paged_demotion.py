@@ -133,6 +133,31 @@ def test_a_saved_sequence_with_more_tokens_than_pages_hold(device, tmp_path, dty
     assert full.num_available_pages == 4 and full.num_available_past_pages == 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "past"),
+    [("fp8_e4m3", "nvfp4"), ("fp8_e5m2", "mxfp4"), ("int8", "nvfp4"), ("bf16", "fp8_e4m3")],
+)
+def test_a_saved_sequence_is_the_same_to_the_bit(device, tmp_path, dtype, past):
+    """Where it is not demoted, scales too; also in a cache that demotes nothing."""
+    pytest.importorskip("safetensors")
+    twin = Twin(device, **{**MIXED, "head_dim": 32, "dtype": dtype, "past": past, "sinks": 3})
+    twin.prefill("a", 17)
+    twin.set_kv("a", 0, 17, "fp32")  # bf16 has no such numbers
+    kept = ~twin.model.is_past("a")
+    assert kept.tolist() == [not 4 <= i < 8 for i in range(17)]
+    twin.cache.save_sequence("a", tmp_path / "a")
+    twin.model.load("b", twin.model.sequences["a"])
+    twin.cache.load_sequence("b", tmp_path / "a")
+    twin.check()
+    plain = kv.PagedKVCache(**demoting({**twin.options, "past": None}), device=device)
+    plain.load_sequence("b", tmp_path / "a")
+    own = twin.cache.get_kv("a", 0, 17, dtype="fp32")
+    for cache in (twin.cache, plain):
+        for rows, loaded in zip(own, cache.get_kv("b", 0, 17, dtype="fp32"), strict=True):
+            rows, loaded = device.to_numpy(rows)[:, kept], device.to_numpy(loaded)[:, kept]
+            assert rows.tobytes() == loaded.tobytes()
+
+
 def test_windows_of_attention(device):
     """Longer than the recent tokens they are refused; page tables are of one pool."""
     twin = Twin(device, **MIXED)

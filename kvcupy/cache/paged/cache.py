@@ -694,8 +694,8 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: waits for all steps so far. Capture: illegal. Demoted tokens are written as
-        `get_kv` gives them; loading the file demotes them again.
+        Stream: waits for all steps so far. Capture: illegal. Demoted tokens are converted back to
+        dtype, so the file fits a cache without `demotion` too; loading it demotes them again.
         """
         self._contents.save(self._steps.settled(seq), path)
 

@@ -177,21 +177,29 @@ class Contents:
 
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
         """Write the tokens of a sequence to a file, in the format of the cache. Waits for them."""
-        stream = self._pool._as_stream(None)
-        arrays: dict[str, Any] = {}
-        if self._past is not None:  # demoted tokens are converted
-            k, v = self.read(sequence, 0, sequence.length, None, stream)
-            arrays = {"k": k, "v": v}
-        else:
-            with self._access.on(stream, sequence):
-                slots = self._slots(sequence, 0, sequence.length, stream)
-                for names, caches in self._stored():
-                    format = caches[0][0].format
-                    outs = [self._zeros(c, sequence.length, format, stream) for c in caches[0]]
-                    for (k, v), k_out, v_out in zip(caches, *outs, strict=True):
-                        if sequence.length:
-                            gather_kv(k, v, slots, k_out=k_out, v_out=v_out, stream=stream)
-                    arrays.update(zip(names, outs, strict=True))
+        stream, stored = self._pool._as_stream(None), self._stored()
+        with self._access.on(stream, sequence):
+            arrays: dict[str, Any] = {
+                name: self._zeros(cache, sequence.length, cache.format, stream)
+                for names, caches in stored
+                for name, cache in zip(names, caches[0], strict=True)
+            }
+            for rows, slots, is_past in self._spans(sequence, 0, sequence.length):
+                if is_past and self._past is not None:
+                    targets = [
+                        {f"{name}_cache": array[layer][rows] for name, array in arrays.items()}
+                        for layer in range(self._pool.num_layers)
+                    ]
+                    self._past.convert_back(slots, targets, stream)
+                    continue
+                uploaded = upload([slots], self._device, stream)[0]
+                for names, caches in stored:
+                    k_outs, v_outs = (arrays[name] for name in names)
+                    for layer, (k, v) in enumerate(caches):
+                        gather_kv(
+                            k, v, uploaded, k_out=k_outs[layer][rows], v_out=v_outs[layer][rows],
+                            stream=stream,
+                        )  # fmt: skip
         stream.synchronize()
         tensors = {name: self._device.to_numpy(array) for name, array in arrays.items()}
         for name, array in arrays.items():
@@ -228,11 +236,6 @@ class Contents:
         """
         stream, stop = self._pool._as_stream(None), sequence.length
         tensors = {name: tensor[:, start:stop] for name, tensor in saved.tensors.items()}
-        if self._is_widened:
-            key, value = (view(self._device.asarray(tensors[name])) for name in ("k", "v"))
-            self.write(sequence, start, key, value, stream)
-            stream.synchronize()
-            return
         with self._access.on(stream):
             slots = self._slots(sequence, start, stop, stream)
             for names, caches in self._stored():
@@ -251,17 +254,8 @@ class Contents:
         """The default format of `read`: the pool's, or bf16 if that is quantised."""
         return "bf16" if CACHE_FORMATS[self._pool.dtype].quantised else self._pool.dtype
 
-    @property
-    def _is_widened(self) -> bool:
-        """Whether files hold bf16, not the format of the pool: `save` converts demoted tokens."""
-        return self._past is not None and CACHE_FORMATS[self._pool.dtype].quantised
-
     def _expected(self, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return format and shape of the tensors of so many tokens, by name."""
-        if self._is_widened:
-            format, layers = self._row_format, self._pool.num_layers
-            parts = zip(("k", "v"), self._bits[0], strict=True)
-            return {name: (format, (layers, count, *_row(cache))) for name, cache in parts}
         return {
             name: _in_file(cache.format, (len(caches), count, *_row(cache)))
             for names, caches in self._stored()

@@ -9,6 +9,7 @@ work on it so far, and freed. Where tokens are appended to a demoted page, it is
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from ...ops.transfer_kernels import PagePairs, upload
 from ..pool import KVPool, Pool
 from .layers import Layers, borrow
 from .sequences import Ints
+
+Caches = Sequence[Mapping[str, Any]]  # of each layer, the arguments that name its arrays
 
 _NAMES = ("src", "dst")
 
@@ -161,19 +164,22 @@ class Past:
             self._mover.copy_pages(sources[same] - first, targets[same] - first, stream)
         demoted = ~from_past & to_past
         if demoted.any():
-            self._convert(
-                self._wide, self.layers, sources[demoted], targets[demoted] - first, stream
-            )
+            slots = self._slots(sources[demoted]), self._slots(targets[demoted] - first)
+            self._convert(self._wide.caches, self.layers.caches, *slots, stream)
         promoted = from_past & ~to_past
         if promoted.any():
-            self._convert(
-                self.layers, self._wide, sources[promoted] - first, targets[promoted], stream
-            )
+            slots = self._slots(sources[promoted] - first), self._slots(targets[promoted])
+            self._convert(self.layers.caches, self._wide.caches, *slots, stream)
             self._wide_pool.note_written()
             metrics.add("kvcupy_promoted_pages_total", int(promoted.sum()))
 
-    def _convert(self, src: Layers, dst: Layers, sources: Ints, targets: Ints, s: Stream) -> None:
-        slots = upload([self._slots(sources), self._slots(targets)], self.pool.device, s)
+    def convert_back(self, slots: Ints, targets: Caches, stream: Stream) -> None:
+        """Store demoted tokens in flat caches of the wide pool's format, one after another."""
+        self._convert(self.layers.caches, targets, slots, np.arange(len(slots)), stream)
+
+    def _convert(self, src: Caches, dst: Caches, sources: Ints, targets: Ints, s: Stream) -> None:
+        """Convert tokens from slots of `src` to slots of `dst`, in every layer."""
+        slots = upload([sources, targets], self.pool.device, s)
         quantised = CACHE_FORMATS[self._wide_pool.dtype].quantised
         format = "fp32" if quantised else self._wide_pool.dtype
         count = slots.shape[1]
@@ -181,7 +187,7 @@ class Past:
             borrow(self.pool.device, (count, self.pool.num_kv_heads, width), format, s)
             for width in (self.pool.head_dim, self.pool.v_head_dim)
         )
-        for source, target in zip(src.caches, dst.caches, strict=True):
+        for source, target in zip(src, dst, strict=True):
             gather_kv(slots=slots[0], k_out=key, v_out=value, stream=s, **source)
             store_kv(key, value, slot_mapping=slots[1], stream=s, **target)
 
