@@ -310,7 +310,10 @@ class TierSimulation:
         count, stay = len(below) + len(alone), {*kept, *victims}
         if len(below) > self.host.size - sum(block in self.host for block in stay):
             count, stay = len(below), set(kept)
-        room = self._room_on_host(count, stay, kept) - len(below)
+        # The cache writes without its lock, and then plans again: a write that took the slot of a
+        # block that is to be on disk only would have that block written again.
+        slots_kept = {*kept, *(block for block in victims if block not in self.host)}
+        room = self._room_on_host(count, stay, slots_kept) - len(below)
         fitting = alone[max(0, len(alone) - room) :]  # of those, the last to be evicted
         for block in fitting:
             self.host.add(block)
@@ -322,7 +325,8 @@ class TierSimulation:
 
         Parameters
         ----------
-        stay, kept : blocks that are not evicted from the host, and from the disk
+        stay, kept : blocks that are not evicted from the host, and from the disk. Nor are the
+            victims on the host from the disk
 
         Returns
         -------
@@ -333,7 +337,7 @@ class TierSimulation:
             self.host.remove(block)
         self.counts["evicted.host"] += len(victims)
         alone = [block for block in victims if block not in self.device and block not in self.disk]
-        self._to_disk(alone, kept)
+        self._to_disk(alone, {*kept, *victims})
         return min(count, self.host.free)
 
     def _to_disk(self, blocks: Sequence[int], kept: Collection[int]) -> None:

@@ -192,10 +192,14 @@ class DiskReads:
         self._shared = shared
 
     def claim(self, tiers: Tiers, plan: AcquirePlan) -> None:
-        """Take host pages for the reads of a plan, and pin the slots of their blocks."""
+        """Take host pages for the reads of a plan, and pin the slots of their blocks.
+
+        Frees pages for the saves too: victims chosen after the reads could be others.
+        """
         assert tiers.disk is not None
-        pages = tiers.evict_from_host(plan.host.first(len(plan.reads)))
-        self._moves.append(tiers.disk.begin_read(plan.reads, pages.tolist()))
+        pages, num_reads = tiers.evict_from_host(plan.host), len(plan.reads)
+        self._moves.append(tiers.disk.begin_read(plan.reads, pages[:num_reads].tolist()))
+        tiers.host.give_back(pages[num_reads:])
 
     def carry_out(self) -> None:
         """Read the blocks, without the lock; damaged ones are forgotten by the disk tier."""

@@ -409,11 +409,6 @@ class HostEviction:
     def num_pages(self) -> int:
         return self.num_free + len(self.victims)
 
-    def first(self, count: int) -> HostEviction:
-        """Return the plan for the first pages only."""
-        num_free = min(count, self.num_free)
-        return HostEviction(num_free, self.victims[: count - num_free])
-
 
 class StoreTierProtocol(Protocol):
     """Interface of the tiers to the shared store below them, implemented by `StoreTier`.
@@ -663,7 +658,8 @@ class Tiers:
     ) -> None:  # fmt: skip
         """Raise Blocked if victims must be written to disk before their eviction.
 
-        If the disk has too few slots, the first in eviction order are lost.
+        If the disk has too few slots, the first in eviction order are lost. Slots stay of blocks
+        that the eviction leaves on disk only: else it would have to write them again.
         """
         unwritten = [
             copy
@@ -675,7 +671,8 @@ class Tiers:
         if not unwritten or not disk.available:
             return
         self.require_arrived(unwritten)
-        staying = {*keep, *(copy.hash for copy in victims)}
+        only_on_disk = {hash for hash in leaving if hash not in self.host.pages}
+        staying = {*keep, *only_on_disk, *(copy.hash for copy in victims)}
         replaced = disk.choose(len(unwritten) - disk.num_free, staying)
         num_lost = max(0, len(unwritten) - disk.num_free - len(replaced))
         if writes := unwritten[num_lost:]:
