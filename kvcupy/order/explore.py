@@ -7,7 +7,7 @@
 Streams of the simulated device are queues without a thread. Whenever the host enqueues work, polls
 or waits, the scheduler may run the first task of any stream that does not wait for another. It
 records which task it chose, and among how many. These choices are the schedule. A schedule of zeros
-is program order: each task runs as soon as it is enqueued.
+is program order: each task runs when it is enqueued.
 """
 
 from __future__ import annotations

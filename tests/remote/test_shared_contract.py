@@ -118,7 +118,7 @@ def modelled_mooncake_in_place(tmp_path):
 
 
 def raw_block(user, block_hash):
-    """Return the header and the payload of a block, as they are stored."""
+    """Return the stored header and payload of a block."""
     [key] = user.store._keys.keys([block_hash])
     payload = bytearray(user.pool.page_bytes)
     # A page, since that is what Mooncake transfers.

@@ -66,7 +66,7 @@ def test_layouts_share_encrypted_blocks(opened, layout):
     user, other = opened(layout=layout), opened()
     assert user.put(*HASHES[:4]) == ["stored"] * 4
     for page, block_hash in enumerate(HASHES[:4]):
-        assert holds(user.pool, page, block_hash), "a put leaves its pages as they are"
+        assert holds(user.pool, page, block_hash), "a put does not change its pages"
     assert other.get(*HASHES[:4]) == [True] * 4
     assert other.put(*HASHES[4:6]) == ["stored"] * 2
     assert user.get(*HASHES[:6]) == [True] * 6
