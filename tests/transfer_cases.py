@@ -228,6 +228,8 @@ class TransferCase(Case):
     def issue(self, src, dst, src_pages, dst_pages, **options):
         """Call `kv.transfer_pages`, and check nothing."""
         method = options.get("method", "auto")
+        if not reaches(self.device, "kernel", {src.pool.placement, dst.pool.placement}):
+            method = "copy"
         pages = (
             self.list_for(method, p.array, p.view) if isinstance(p, Arg) else p
             for p in (src_pages, dst_pages)

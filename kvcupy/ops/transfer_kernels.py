@@ -170,7 +170,8 @@ class PagePairs:
         if pages is None:
             raise ValueError(
                 f"{name}: expected an array of the host, which the call can read, got one on "
-                f'{self.views[_NAMES.index(name)].device}; method "kernel" takes it'
+                f"{self.views[_NAMES.index(name)].device}; only kernels read it there, between "
+                "pools in memory that they reach"
             )
         return pages
 

@@ -39,13 +39,23 @@ def test_late_streams_change_nothing(device, name, seed):
 
 @pytest.mark.races
 def test_without_access_order_it_goes_wrong(device, monkeypatch):
-    """The control of the test above: tables keep their order, pages do not."""
+    """The control of the test above: tables keep their order, pages do not.
 
-    def program(world):
-        with monkeypatch.context() as patch:
-            if world.live:
-                patch.setattr(AccessOrder, "begin", lambda self, stream: None)
-            return Program(world, 1).run(150)
+    A GPU calls host functions one after the other, so not every seed's delays disturb it.
+    """
 
-    with pytest.raises(AssertionError, match="differ"):
-        check(device, program, seed=1, **ROOM)
+    def differs(seed):
+        def program(world):
+            with monkeypatch.context() as patch:
+                if world.live:
+                    patch.setattr(AccessOrder, "begin", lambda self, stream: None)
+                return Program(world, seed).run(150)
+
+        try:
+            check(device, program, seed=seed, **ROOM)
+        except AssertionError as error:
+            assert "differ" in str(error)
+            return True
+        return False
+
+    assert any(differs(seed) for seed in range(1, 9))
