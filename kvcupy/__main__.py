@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from .bench import frame
 from .doctor import environment
 from .progress import INTERRUPTED
 
+_READER_GONE = 141  # the exit status that shells report after SIGPIPE
 _SCRIPTS = {
     "demo": ("overlap_demo.py", "show copies beside computation (scripts/overlap_demo.py)"),
 }
@@ -22,53 +24,62 @@ _SCRIPTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status, 2 for a wrong argument."""
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # as of `store list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+        return _READER_GONE
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = arguments[0] if arguments else ""
     if command in _SCRIPTS:
         return _run_script(command, arguments[1:])
     options = parser.parse_args(arguments)
-    try:
-        if options.command == "doctor":
-            from . import doctor
+    if options.command == "doctor":
+        from . import doctor
 
-            return doctor.main()
-        if options.command == "calibrate":
-            from . import calibrate
+        return doctor.main()
+    if options.command == "calibrate":
+        from . import calibrate
 
-            return calibrate.main(options.device, quick=options.quick, lines=options.progress)
-        if options.command == "bench":
-            return bench_command.main(options)
-        if options.command == "conformance":
-            from .testing import conformance
+        return calibrate.main(options.device, quick=options.quick, lines=options.progress)
+    if options.command == "bench":
+        return bench_command.main(options)
+    if options.command == "conformance":
+        from .testing import conformance
 
-            return conformance.main(
-                options.impl, operations=options.op, device_name=options.device,
-                verbose=options.verbose, json_file=options.json, seed=options.seed,
-            )  # fmt: skip
-        if options.command == "verify":
-            from .testing import verification
+        return conformance.main(
+            options.impl, operations=options.op, device_name=options.device,
+            verbose=options.verbose, json_file=options.json, seed=options.seed,
+        )  # fmt: skip
+    if options.command == "verify":
+        from .testing import verification
 
-            return verification.main(options.device, json_file=options.json)
-        if options.command == "store":
-            from .remote.stores import operating
+        return verification.main(options.device, json_file=options.json)
+    if options.command == "store":
+        from .remote.stores import operating
 
-            return operating.main(options)
-        if options.command == "sender":
-            from .remote.migration import operating as operating_senders
+        return operating.main(options)
+    if options.command == "sender":
+        from .remote.migration import operating as operating_senders
 
-            return operating_senders.main(options)
-        if options.command == "inspect":
-            from .cache import inspection
+        return operating_senders.main(options)
+    if options.command == "inspect":
+        from .cache import inspection
 
-            return inspection.main(options.file, verify=options.verify, as_json=options.json)
-        from . import precompile
+        return inspection.main(options.file, verify=options.verify, as_json=options.json)
+    from . import precompile
 
-        return precompile.main(
-            options.arch, every_arch=options.all, jobs=options.jobs, lines=options.progress
-        )
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return precompile.main(
+        options.arch, every_arch=options.all, jobs=options.jobs, lines=options.progress
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -197,6 +197,23 @@ def doubled(number: int) -> int:
     return 2 * number
 
 
+def test_a_reader_that_ends_early():
+    """As of `store list | head`: neither a traceback nor a message of Python's at exit."""
+    code = (
+        "import sys; from kvcupy import __main__, doctor; doctor.main = lambda: print('fine') or 0;"
+        "sys.exit(__main__.main(['doctor']))"
+    )
+    command = [sys.executable, "-c", code]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert ended.returncode == 141
+    assert ended.stderr == ""
+
+
 def test_results_come_in_the_order_of_their_tasks():
     done = []
     assert progress.run(doubled, range(20), 2, done.append) == list(range(0, 40, 2))
