@@ -674,11 +674,9 @@ def _begin_write(
     """Begin to write blocks that are in the host tier but not on disk; None if there are none."""
     if (wait_for := disk.wait_for_others()) is not None:
         raise Blocked(wait_for)
-    copies = [
-        copy
-        for hash in hashes
-        if hash not in disk.slots and (copy := tiers.host.find(hash)) is not None
-    ]
+    there = [copy for hash in hashes if (copy := tiers.host.find(hash)) is not None]
+    tiers.require_verified(disk, there)
+    copies = [copy for copy in there if copy.hash not in disk.slots]
     tiers.require_arrived(copies)
     replaced = disk.choose(len(copies) - disk.num_free, keep)
     copies = copies[: disk.num_free + len(replaced)]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MAX_FAILURES = 5  # in a row; then the disk is skipped for a while
 _SKIP_S = 10.0
+_MAX_CHECKED = 16  # blocks verified at once, each in separate memory
 
 
 class DiskMove:
@@ -38,7 +39,8 @@ class DiskMove:
     Attributes
     ----------
     is_read : whether blocks move from disk to host memory
-    pages : by hash; a write holds its pages in the host tier
+    pages : by hash; a write holds its pages in the host tier; a check, which reads blocks only to
+        verify them, has none
     slots : by hash
     arrived : hashes of blocks that are whole at their destination, after `run`
     failed : errors of the system by hash, after `run`; blocks in neither were damaged, or an
@@ -60,6 +62,11 @@ class DiskMove:
         self.over = Latch()
         self.thread = threading.get_ident()
 
+    @property
+    def ends_on_landing(self) -> bool:
+        """Whether nobody needs its pages after `land`: it is a write or a check."""
+        return not (self.is_read and self.pages)
+
 
 class DiskBlocks:
     """The blocks in the file of a cache, their eviction order, and moves in flight.
@@ -77,6 +84,8 @@ class DiskBlocks:
     Attributes
     ----------
     slots : by hash
+    unverified : hashes found in the file and not read since. After a power failure a record may be
+        whole and its block torn
     num_slots, page_bytes : as in `DiskTier`
     moves : moves in flight, oldest first
     read_bytes, read_s, written_bytes, write_s : cumulative bytes and seconds
@@ -102,6 +111,7 @@ class DiskBlocks:
         self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes
         self.order = order
         self.slots: dict[int, int] = {}
+        self.unverified: set[int] = set()
         self.moves: list[DiskMove] = []
         self.read_bytes = self.written_bytes = self.errors = 0
         self.read_s = self.write_s = 0.0
@@ -112,6 +122,7 @@ class DiskBlocks:
             self._forget([hash] if hash in self.slots else [])
             self.slots[hash] = slot
             order.add(hash)
+        self.unverified.update(self.slots)
         used = set(self.slots.values())
         self._free = [slot for slot in reversed(range(self._file.num_slots)) if slot not in used]
 
@@ -163,6 +174,11 @@ class DiskBlocks:
         slots = {hash: self.slots[hash] for hash in hashes}
         return self._begin(DiskMove(dict(zip(hashes, pages, strict=True)), slots, is_read=True))
 
+    def begin_check(self, hashes: Sequence[int]) -> DiskMove:
+        """Begin to verify blocks, some of the first; those that are not whole are forgotten."""
+        slots = {hash: self.slots[hash] for hash in hashes[:_MAX_CHECKED]}
+        return self._begin(DiskMove({}, slots, is_read=True))
+
     def _begin(self, move: DiskMove) -> DiskMove:
         self.moves.append(move)
         return move
@@ -172,7 +188,10 @@ class DiskBlocks:
         started = time.perf_counter()
         if move.is_read:
             self.announce("read from disk", move.pages.values(), is_read=False)
-        items = [(slot, hash, self._memory(move.pages[hash])) for hash, slot in move.slots.items()]
+        items = [
+            (slot, hash, self._memory(move.pages[hash]) if move.pages else self._scratch())
+            for hash, slot in move.slots.items()
+        ]
         results: Sequence[bool | OSError | None]
         if move.is_read:
             results = self._file.read_many(items)
@@ -193,6 +212,7 @@ class DiskBlocks:
         if move.is_read:
             self.read_bytes += num_bytes
             self.read_s += move.seconds
+            self.unverified -= arrived
         else:
             self.written_bytes += num_bytes
             self.write_s += move.seconds
@@ -203,7 +223,13 @@ class DiskBlocks:
                 self.order.add(hash)
         if not move.completed:
             return
-        damaged = [h for h in move.slots if h not in move.failed and h not in arrived]
+        damaged = [
+            hash
+            for hash, slot in move.slots.items()
+            if hash not in arrived
+            and self.slots.get(hash) == slot  # else it is forgotten already
+            and (hash not in move.failed or not move.pages)  # a newer copy replaces it
+        ]
         if damaged:
             self.errors += len(damaged)
             self._log.warning("%d blocks on disk are damaged, and forgotten", len(damaged))
@@ -237,7 +263,7 @@ class DiskBlocks:
                 self.errors += 1
                 self._log.warning("a block may be on disk again upon opening: %s", error)
         self._free += self.slots.values()
-        self.slots = {}
+        self.slots, self.unverified = {}, set()
         self.order = order
 
     def flush(self) -> None:
@@ -250,6 +276,7 @@ class DiskBlocks:
         freed = []
         for hash in hashes:
             freed.append(self.slots.pop(hash))
+            self.unverified.discard(hash)
             self.order.remove(hash)
         return freed
 
@@ -259,6 +286,9 @@ class DiskBlocks:
             parts = (*self._pool.parts, *self._pool.scale_parts)
             accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
             observe.touched_by_host(name, *((accesses, ()) if is_read else ((), accesses)))
+
+    def _scratch(self) -> list[memoryview]:
+        return [memoryview(bytearray(self.page_bytes))]
 
     def _memory(self, page: int) -> list[memoryview]:
         """Return the bytes of a page, K and V and scales, without a copy."""

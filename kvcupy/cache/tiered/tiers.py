@@ -481,9 +481,15 @@ class Tiers:
         )
 
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
-        """Return the device copies whose blocks no lower tier has."""
-        host = self.host.pages
-        return [c for c in copies if c.hash not in host and not self.on_disk(c.hash)]
+        """Return the device copies whose blocks no lower tier is known to have whole."""
+        host, disk = self.host.pages, self.disk
+        below = {} if disk is None else disk.slots
+        unverified = _NO_HASHES if disk is None else disk.unverified
+        return [
+            copy
+            for copy in copies
+            if copy.hash not in host and (copy.hash not in below or copy.hash in unverified)
+        ]
 
     def pin(self, pages: Sequence[int]) -> None:
         pins = self.device.pins
@@ -661,14 +667,17 @@ class Tiers:
         If the disk has too few slots, the first in eviction order are lost. Slots stay of blocks
         that the eviction leaves on disk only: else it would have to write them again.
         """
-        unwritten = [
+        last = [
             copy
             for copy in victims
-            if copy.hash not in disk.slots
-            and (copy.hash not in self.device.pages or copy.hash in leaving)
+            if (copy.hash not in self.device.pages or copy.hash in leaving)
             and copy.page not in self.host.write_failed
         ]
-        if not unwritten or not disk.available:
+        if not last or not disk.available:
+            return
+        self.require_verified(disk, last)
+        unwritten = [copy for copy in last if copy.hash not in disk.slots]
+        if not unwritten:
             return
         self.require_arrived(unwritten)
         only_on_disk = {hash for hash in leaving if hash not in self.host.pages}
@@ -677,6 +686,13 @@ class Tiers:
         num_lost = max(0, len(unwritten) - disk.num_free - len(replaced))
         if writes := unwritten[num_lost:]:
             raise Blocked(self.begin_write(disk, writes, replaced))
+
+    def require_verified(self, disk: DiskBlocks, copies: Sequence[Copy]) -> None:
+        """Raise Blocked if blocks on disk, which stand in for writes of copies, may be torn."""
+        if disk.unverified and (
+            unverified := [copy.hash for copy in copies if copy.hash in disk.unverified]
+        ):
+            raise Blocked(disk.begin_check(unverified))
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
@@ -706,16 +722,17 @@ class Tiers:
         return disk.begin_write(dict(copies))
 
     def land(self, move: DiskMove) -> None:
-        """Record the outcome of a move; a write ends, and a read keeps its pages."""
+        """Record the outcome of a move; a read keeps its pages, and others end."""
         assert self.disk is not None
         self.disk.land(move)
-        if not move.is_read:
-            for copy in map(copy_of, move.pages.items()):
-                if self.host.has(copy):
-                    failed = self.host.write_failed
-                    (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
-                self.host.release(copy)
-            self.disk.finish(move)
+        if not move.ends_on_landing:
+            return
+        for copy in map(copy_of, move.pages.items()):
+            if self.host.has(copy):
+                failed = self.host.write_failed
+                (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
+            self.host.release(copy)
+        self.disk.finish(move)
 
     # --- Evicting from the device tier ---
 
@@ -848,13 +865,13 @@ class SharedTiers:
         return result
 
     def end_own_writes(self) -> None:
-        """End writes of this thread that an interrupt kept from being carried out."""
+        """End writes and checks of this thread that an interrupt kept from being carried out."""
         if (disk := self.tiers.disk) is None:
             return
         thread = threading.get_ident()
         with observe.ordering(self._lock):
             for move in list(disk.moves):
-                if move.thread == thread and not move.is_read:
+                if move.thread == thread and move.ends_on_landing:
                     self.tiers.land(move)
 
     def carry_out(self, move: DiskMove) -> None:
