@@ -6,7 +6,7 @@ Importing this touches no device, imports neither CuPy nor torch, and compiles n
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import metrics
+from . import events, metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import Transfer, TransferEngine
 from .cache.identity import BlockKeys, PoolIdentity
@@ -128,6 +128,7 @@ __all__ = [
     "declare",
     "default_device",
     "device",
+    "events",
     "explore",
     "find_duplicate_slots",
     "fork",

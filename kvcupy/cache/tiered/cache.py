@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ... import metrics
 from ...config import config
 from ...errors import CacheFull, KvcupyError, ProcessLocal
@@ -17,8 +19,9 @@ from ..encryption import key_for
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
 from ..identity import PoolIdentity
-from ..pages import Pages, hash_list, page_array
+from ..pages import Pages, hash_list, page_array, token_array
 from . import policies
+from .changes import Listener, TokenIds
 from .disk_blocks import DiskBlocks, DiskMove
 from .leases import Lease, Match, acquire
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
@@ -161,6 +164,16 @@ class TieredCache(ProcessLocal):
         counts = self.stats()
         tiers = [f"{counts[f'{name}_blocks']} {name}" for name in ("device", "host", "disk")]
         return f"<TieredCache of {', '.join(tiers)} blocks>"
+
+    def _follow(self, listener: Listener) -> None:
+        """Announce all blocks, and from now on every change, to a listener."""
+        with self._shared.lock:
+            self._shared.opened().follow(listener)
+
+    def _unfollow(self, listener: Listener) -> None:
+        with self._shared.lock:
+            if listener in (listeners := self._shared.tiers.listeners):
+                listeners.remove(listener)
 
     # --- Looking blocks up ---
 
@@ -312,7 +325,10 @@ class TieredCache(ProcessLocal):
 
     # --- Inserting and evicting ---
 
-    def insert(self, hashes: Any, pages: Any, *, after: Any = None) -> list[int]:
+    def insert(
+        self, hashes: Any, pages: Any, *,
+        after: Any = None, parent: Any = 0, token_ids: Any = None,
+    ) -> list[int]:  # fmt: skip
         """Transfer ownership of pages to the cache, each with the block of a hash.
 
         Parameters
@@ -321,6 +337,9 @@ class TieredCache(ProcessLocal):
         pages : list or integer array (n,) of allocated pages of the device pool, without duplicates
         after : compute stream that writes the pages; None for the current stream; False if the
             pages are written
+        parent : hash of the block before the first one, or 0; or a list with one for each block,
+            if `hashes` are not consecutive. Published by `kvcupy.events`, like `token_ids`
+        token_ids : list or array (n * page_size,), the tokens of the blocks; None: unknown
 
         Returns
         -------
@@ -337,9 +356,13 @@ class TieredCache(ProcessLocal):
         if len(keys) != len(page_list):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
         stream = self._stream(after)
-        return self._shared.attempt(
-            lambda tiers: _insert(tiers, keys, page_list, stream, through=self._through)
-        )
+        parents = _parents(keys, parent)
+        tokens = tokens_of(token_ids, len(keys), self.device_pool.page_size)
+
+        def change(tiers: Tiers) -> list[int]:
+            return _insert(tiers, keys, page_list, stream, parents, tokens, through=self._through)
+
+        return self._shared.attempt(change)
 
     def evict(self, num_blocks: int) -> None:
         """Evict blocks from the device, and free their pages.
@@ -424,6 +447,7 @@ class TieredCache(ProcessLocal):
                 tiers.disk.clear(orders[2])
             if self._store is not None:
                 self._store.forget()
+            tiers.announce_clear()
 
         self._shared.attempt(change)
 
@@ -512,6 +536,8 @@ class TieredCache(ProcessLocal):
                         tier.clear(policies.make("fifo"))
                     if self._store is not None:
                         self._store.forget()
+                    tiers.announce_clear()
+                    tiers.listeners.clear()
             self._close_file()
             if self._store is not None:
                 self._store.stop(join_s=JOIN_TIMEOUT_S)
@@ -622,9 +648,32 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
     return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
 
 
+def _parents(hashes: list[int], parent: Any) -> list[int]:
+    """Return the hash before each block, from the argument `parent`."""
+    if isinstance(parent, (int, np.integer)) and not isinstance(parent, bool):
+        return [*hash_list([parent]), *hashes][: len(hashes)]
+    parents = hash_list(parent)
+    if len(parents) != len(hashes):
+        raise ValueError(f"parent: expected {len(hashes)} like hashes, got {len(parents)}")
+    return parents
+
+
+def tokens_of(token_ids: Any, num_blocks: int, page_size: int) -> TokenIds | None:
+    """Return the argument `token_ids` as (num_blocks, page_size), or None."""
+    if token_ids is None:
+        return None
+    tokens = token_array(token_ids)
+    if len(tokens) != num_blocks * page_size:
+        raise ValueError(
+            f"token_ids: expected {num_blocks} blocks of {page_size}, got {len(tokens)}"
+        )
+    return tokens.reshape(num_blocks, page_size).copy()
+
+
 def _insert(
-    tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, *, through: bool
-) -> list[int]:
+    tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, parents: list[int],
+    token_ids: TokenIds | None, *, through: bool,
+) -> list[int]:  # fmt: skip
     """Add blocks to the device tier; return the pages of blocks that it already has.
 
     With `through`, copy the blocks to the host tier too, as many of the first as it can take.
@@ -652,6 +701,7 @@ def _insert(
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
         _hold(tiers, list(map(copy_of, inserted.items())), written)
+    tiers.describe(hashes, parents, token_ids)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:

@@ -17,6 +17,7 @@ from ...config import BoundedLog, cache_logger
 from ...formats import stored_as
 from ...observe import Access
 from ...waiting import Latch
+from .changes import Listener, Removed, Stored, announce
 from .disk import DiskTier
 from .disk_format import Layout
 
@@ -88,6 +89,7 @@ class DiskBlocks:
         whole and its block torn
     num_slots, page_bytes : as in `DiskTier`
     moves : moves in flight, oldest first
+    listeners : called with blocks that enter and leave; the cache has the same list
     read_bytes, read_s, written_bytes, write_s : cumulative bytes and seconds
     errors : number of failed reads and writes, and of damaged blocks
     """
@@ -113,6 +115,7 @@ class DiskBlocks:
         self.slots: dict[int, int] = {}
         self.unverified: set[int] = set()
         self.moves: list[DiskMove] = []
+        self.listeners: list[Listener] = []
         self.read_bytes = self.written_bytes = self.errors = 0
         self.read_s = self.write_s = 0.0
         self._num_failures = 0  # in a row
@@ -221,6 +224,8 @@ class DiskBlocks:
             for hash in move.arrived:
                 self.slots[hash] = move.slots[hash]
                 self.order.add(hash)
+            if self.listeners and move.arrived:
+                announce(self.listeners, Stored("disk", move.arrived))
         if not move.completed:
             return
         damaged = [
@@ -273,11 +278,13 @@ class DiskBlocks:
         self._file.close()
 
     def _forget(self, hashes: Iterable[int]) -> list[int]:
-        freed = []
+        hashes, freed = list(hashes), []
         for hash in hashes:
             freed.append(self.slots.pop(hash))
             self.unverified.discard(hash)
             self.order.remove(hash)
+        if self.listeners and hashes:
+            announce(self.listeners, Removed("disk", hashes))
         return freed
 
     def announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:

@@ -347,6 +347,8 @@ def carry_out(
         device.give_back(free)
         raise
     host.give_back(below[len(saves) :])
+    if plan.loads:
+        tiers.describe(plan.known, [0, *plan.known[:-1]])
     host.add(saved)
     host.use(plan.known, arrived)
     if reads is not None:

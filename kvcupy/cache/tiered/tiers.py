@@ -31,6 +31,7 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError, device_
 from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
+from .changes import Described, Listener, Removed, Replaced, Stored, TokenIds, announce
 from .disk_blocks import DiskBlocks, DiskMove
 from .policies import Policy, untracked
 
@@ -78,6 +79,7 @@ class PageTier:
         order, so that later evictions need not skip them
     owned : bool (num_pages,), whether each page of the pool belongs to the cache, including pages
         of forgotten blocks that are still leased
+    listeners : called with blocks that enter and leave; the other tiers have the same list
     """
 
     def __init__(self, name: str, pool: Pool, order: Policy) -> None:
@@ -86,6 +88,7 @@ class PageTier:
         self.pins: dict[int, int] = untracked({})
         self.held: dict[int, int] = {}
         self.owned = np.zeros(pool.num_pages, np.bool_)
+        self.listeners: list[Listener] = []
         self._forget_all(order)
 
     def _forget_all(self, order: Policy) -> None:
@@ -134,6 +137,8 @@ class PageTier:
             self.pages[hash] = page
             self.order.add(hash)
             self.owned[page] = True
+        if self.listeners and new:
+            announce(self.listeners, Stored(self.name, list(new)))
 
     def use(self, hashes: Sequence[int], new: Mapping[int, int]) -> None:
         """Add `new` blocks, pages by hash, and touch the others, the last of a prefix first.
@@ -141,6 +146,10 @@ class PageTier:
         A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
         """
         pages, add, touch = self.pages, self.order.add, self.order.touch
+        if self.listeners and (
+            entering := [h for h in dict.fromkeys(hashes) if h in new and h not in pages]
+        ):
+            announce(self.listeners, Stored(self.name, entering))
         for hash in reversed(hashes):
             if hash in pages:
                 self._put_back(hash)
@@ -164,6 +173,8 @@ class PageTier:
                     known.pop(page, None)
         self.fetched.difference_update(pages)
         self.write_failed.difference_update(pages)
+        if self.listeners and copies:
+            announce(self.listeners, Removed(self.name, [hash for hash, _ in copies]))
 
     def _put_back(self, hash: int) -> None:
         if self.aside and hash in self.aside:
@@ -465,9 +476,32 @@ class Tiers:
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # counts each block once per lease
+        self.listeners = device.listeners
+        host.listeners = device.listeners
+        if disk is not None:
+            disk.listeners = device.listeners
 
     def __contains__(self, hash: int) -> bool:
         return hash in self.device.pages or hash in self.host.pages or self.on_disk(hash)
+
+    def follow(self, listener: Listener) -> None:
+        """Announce all blocks and, from now on, every change, to a listener."""
+        if listener not in self.listeners:
+            self.listeners.append(listener)
+        blocks = {tier.name: list(tier.pages) for tier in (self.device, self.host)}
+        blocks["disk"] = [] if self.disk is None else list(self.disk.slots)
+        listener(Replaced(blocks))
+
+    def describe(
+        self, hashes: Sequence[int], parents: Sequence[int], token_ids: TokenIds | None = None
+    ) -> None:
+        """Announce what precedes blocks."""
+        if self.listeners:
+            announce(self.listeners, Described(hashes, parents, token_ids))
+
+    def announce_clear(self) -> None:
+        if self.listeners:
+            announce(self.listeners, Replaced())
 
     def on_disk(self, hash: int) -> bool:
         return self.disk is not None and hash in self.disk.slots
