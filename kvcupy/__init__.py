@@ -16,6 +16,7 @@ from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator, block_hashes
 from .cache.pool import KVPool, MLAPool
 from .cache.tiered.cache import TieredCache
+from .cache.tiered.hints import Hint
 from .cache.tiered.leases import Lease
 from .config import config
 from .devices import check_faults, default_device, device
@@ -100,6 +101,7 @@ __all__ = [
     "DeviceError",
     "Encoding",
     "ExploreResult",
+    "Hint",
     "IndexFault",
     "KVPool",
     "KvcupyError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,7 @@ class DiskBlocks:
     num_slots, page_bytes : as in `DiskTier`
     moves : moves in flight, oldest first
     listeners : called with blocks that enter and leave; the cache has the same list
+    pinned : hashes that are not evicted
     read_bytes, read_s, written_bytes, write_s : cumulative bytes and seconds
     errors : number of failed reads and writes, and of damaged blocks
     """
@@ -116,6 +117,7 @@ class DiskBlocks:
         self.unverified: set[int] = set()
         self.moves: list[DiskMove] = []
         self.listeners: list[Listener] = []
+        self.pinned: Set[int] = frozenset()
         self.read_bytes = self.written_bytes = self.errors = 0
         self.read_s = self.write_s = 0.0
         self._num_failures = 0  # in a row
@@ -146,7 +148,8 @@ class DiskBlocks:
         if count <= 0:
             return []
         reading = {hash for move in self.moves if move.is_read for hash in move.slots}
-        victims = (h for h in self.order.victims() if h not in keep and h not in reading)
+        stay = reading | self.pinned
+        victims = (h for h in self.order.victims() if h not in keep and h not in stay)
         return list(islice(victims, count))
 
     def evict(self, hashes: Iterable[int]) -> None:
@@ -159,6 +162,12 @@ class DiskBlocks:
         for hash in reversed(hashes):
             if hash in slots:
                 touch(hash)
+
+    def reorder(self, hash: int) -> None:
+        """Give a block its new place in the eviction order, after a hint."""
+        if hash in self.slots:
+            self.order.remove(hash)
+            self.order.add(hash)
 
     # --- Moves ---
 

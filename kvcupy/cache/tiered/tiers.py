@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -33,6 +35,7 @@ from ..hazards import StreamCompletion
 from ..pages import Pages
 from .changes import Described, Listener, Removed, Replaced, Stored, TokenIds, announce
 from .disk_blocks import DiskBlocks, DiskMove
+from .hints import HintedOrder, Hints, Retention
 from .policies import Policy, untracked
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class PageTier:
     owned : bool (num_pages,), whether each page of the pool belongs to the cache, including pages
         of forgotten blocks that are still leased
     listeners : called with blocks that enter and leave; the other tiers have the same list
+    pinned : hashes that are not evicted; none on the device
     """
 
     def __init__(self, name: str, pool: Pool, order: Policy) -> None:
@@ -89,6 +93,7 @@ class PageTier:
         self.held: dict[int, int] = {}
         self.owned = np.zeros(pool.num_pages, np.bool_)
         self.listeners: list[Listener] = []
+        self.pinned: Set[int] = frozenset()
         self._forget_all(order)
 
     def _forget_all(self, order: Policy) -> None:
@@ -109,17 +114,18 @@ class PageTier:
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
         """Choose up to `count` copies to evict, in order; they stay until they are forgotten.
 
-        Skips leased and held copies and the hashes in `keep`; `settled` also skips pages that
-        transfers may access.
+        Skips leased, held and pinned copies and the hashes in `keep`; `settled` also skips pages
+        that transfers may access.
         """
         pages, pins, held, used = self.pages, self.pins, self.held, self.used_by
+        pinned = self.pinned
         chosen: list[Copy] = []
         leased: list[int] = []
         for hash in self.order.victims() if count > 0 else ():
             page = pages[hash]
             if page in pins:
                 leased.append(hash)
-            elif page in held:
+            elif page in held or hash in pinned:
                 continue
             elif hash not in keep and not (settled and page in used and self.touched(page)):
                 chosen.append(copy_of((hash, page)))
@@ -158,6 +164,13 @@ class PageTier:
                 pages[hash] = page = new[hash]
                 self.owned[page] = True
                 add(hash)
+
+    def reorder(self, hash: int) -> None:
+        """Give a block its new place in the eviction order, after a hint."""
+        if hash in self.pages:
+            self._put_back(hash)
+            self.order.remove(hash)
+            self.order.add(hash)
 
     def forget(self, copies: Sequence[Copy]) -> None:
         """Remove blocks from index and order. The cache keeps their pages."""
@@ -476,13 +489,18 @@ class Tiers:
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # counts each block once per lease
+        self.hints: Hints | None = None  # once there was one
         self.listeners = device.listeners
         host.listeners = device.listeners
         if disk is not None:
             disk.listeners = device.listeners
 
-    def __contains__(self, hash: int) -> bool:
-        return hash in self.device.pages or hash in self.host.pages or self.on_disk(hash)
+    def __contains__(self, hash: object) -> bool:
+        return (
+            hash in self.device.pages
+            or hash in self.host.pages
+            or (self.disk is not None and hash in self.disk.slots)
+        )
 
     def follow(self, listener: Listener) -> None:
         """Announce all blocks and, from now on, every change, to a listener."""
@@ -500,8 +518,10 @@ class Tiers:
             announce(self.listeners, Described(hashes, parents, token_ids))
 
     def announce_clear(self) -> None:
+        """Announce that all blocks are gone; hints are forgotten, and orders are new."""
         if self.listeners:
             announce(self.listeners, Replaced())
+        self._end_hints()
 
     def on_disk(self, hash: int) -> bool:
         return self.disk is not None and hash in self.disk.slots
@@ -558,10 +578,60 @@ class Tiers:
             **counted(self.counts, self.disk, self.store),
         }
 
+    # --- Hints ---
+
+    def require_hints(self) -> Hints:
+        """Return the hints; the first makes tiers evict in their order."""
+        if self.hints is None:
+            self.hints = hints = Hints(weakref.ref(self))
+            self.listeners.append(hints.note)
+            for tier in self._ordered():
+                tier.order = HintedOrder(tier.order, hints.retained)
+            self.host.pinned = hints.pinned
+            if self.disk is not None:
+                self.disk.pinned = hints.pinned
+        return self.hints
+
+    def _end_hints(self) -> None:
+        if (hints := self.hints) is not None:
+            self.listeners.remove(hints.note)
+            self.hints = None
+            self.host.pinned = frozenset()
+            if self.disk is not None:
+                self.disk.pinned = frozenset()
+
+    def _ordered(self) -> list[PageTier | DiskBlocks]:
+        return [tier for tier in (self.device, self.host, self.disk) if tier is not None]
+
+    def retain(self, hash: int, retention: Retention | None) -> None:
+        """Retain a block, or with None no longer, and give it its place in eviction orders."""
+        hints = self.require_hints()
+        if retention is None:
+            hints.drop(hash)
+        else:
+            hints.put(hash, retention)
+        for tier in self._ordered():
+            tier.reorder(hash)
+
+    def note_acquired(self, hashes: Sequence[int]) -> None:
+        """End hints that are about the time until the blocks are acquired."""
+        if self.hints is None or not self.hints.retained:
+            return
+        retained = self.hints.retained
+        for hash in reversed(hashes):
+            retention = retained.get(hash)
+            if retention is not None and not retention.lasts:
+                self.retain(hash, None)
+            elif retention is not None and retention.resume_at is not None:
+                self.retain(hash, retention._replace(resume_at=None))
+
     # --- In flight ---
 
     def settle(self) -> None:
-        """Process completions that have ended."""
+        """Process completions that have ended, and hints that have expired."""
+        if self.hints is not None and self.hints.retained:
+            for hash in self.hints.expired(time.monotonic()):
+                self.retain(hash, None)
         for completion in self.in_flight.settle():
             if completion.failure is not None:
                 self.drop(completion)
