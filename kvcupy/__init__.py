@@ -6,7 +6,7 @@ Importing this touches no device, imports neither CuPy nor torch, and compiles n
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import metrics
+from . import events, metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import Transfer, TransferEngine
 from .cache.identity import BlockKeys, PoolIdentity
@@ -16,6 +16,7 @@ from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator, block_hashes
 from .cache.pool import KVPool, MLAPool
 from .cache.tiered.cache import TieredCache
+from .cache.tiered.hints import Hint
 from .cache.tiered.leases import Lease
 from .config import config
 from .devices import check_faults, default_device, device
@@ -100,6 +101,7 @@ __all__ = [
     "DeviceError",
     "Encoding",
     "ExploreResult",
+    "Hint",
     "IndexFault",
     "KVPool",
     "KvcupyError",
@@ -128,6 +130,7 @@ __all__ = [
     "declare",
     "default_device",
     "device",
+    "events",
     "explore",
     "find_duplicate_slots",
     "fork",

@@ -480,7 +480,7 @@ def block_hashes(
     checks.require_int(parent, "parent")
     if not -(2 ** (bits - 1)) <= parent < 2**bits:
         raise ValueError(f"parent: expected an int of {bits} bits, got {parent}")
-    data = _token_array(token_ids).astype("<i8").tobytes()
+    data = token_array(token_ids).astype("<i8").tobytes()
     block_bytes, hash_bytes = 8 * int(block_tokens), int(bits) // 8
     before = (int(parent) % 2 ** int(bits)).to_bytes(hash_bytes, "little")
     hashes = []
@@ -514,7 +514,8 @@ def hash_list(hashes: Any) -> list[int]:
     return numbers
 
 
-def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
+def token_array(token_ids: Any) -> np.ndarray[Any, Any]:
+    """Return token ids as an array (T,) of an integer type."""
     if isinstance(token_ids, (str, bytes)):
         raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
     try:

@@ -86,7 +86,9 @@ class Contents:
             self.flushed = {
                 number for number in range(NUM_HASHES)
                 if FIRST_HASH + number in tiers.host.pages
-                or (tiers.disk is not None and FIRST_HASH + number in tiers.disk.slots)
+                or (tiers.disk is not None and FIRST_HASH + number in tiers.disk.slots
+                    # A block that was torn by a power failure is found when it is read.
+                    and (FIRST_HASH + number not in tiers.disk.unverified or number in self.kept))
             }  # fmt: skip
 
 

@@ -353,6 +353,61 @@ def test_flush_keeps_what_is_to_be_on_disk_and_is(device, path):
     assert again.blocks()[2] == {A, C}
 
 
+def tear(path, block):
+    """Flip bits of a block in the file, as a power failure in mid-write leaves it."""
+    data = path.read_bytes()
+    at = data.index(block)
+    path.write_bytes(data[:at] + bytes(b ^ 255 for b in block) + data[at + len(block) :])
+
+
+@pytest.mark.parametrize("leave", ["device", "host"])
+def test_a_torn_block_does_not_stand_in_for_a_write(device, path, leave):
+    """A is torn in the reopened file, and inserted again: the newer copy goes to disk."""
+    options = {"disk": path, "disk_bytes": ROOM}
+    blocks = Blocks(device, 2, 1, **options)
+    blocks.insert([A])
+    block = blocks.first_bytes_on_disk(A)
+    blocks.cache.close()
+    tear(path, block)
+    again = Blocks(device, 2, 1, **options, write="through" if leave == "host" else "back")
+    again.insert([A])
+    again.evict_all()
+    again.insert([B])
+    again.evict_all()
+    again.insert([C])
+    again.evict_all()
+    assert again.blocks()[2] == {A, B}
+    again.use([A], known=1)
+    assert again.cache.stats()["lost"] == 0
+
+
+def test_a_whole_block_of_a_reopened_file_is_not_written_again(device, path):
+    options = {"disk": path, "disk_bytes": ROOM}
+    blocks = Blocks(device, 2, 1, **options)
+    blocks.insert([A])
+    blocks.cache.close()
+    again = Blocks(device, 2, 1, **options)
+    for hash in (A, B, C):
+        again.insert([hash])
+        again.evict_all()
+    page_bytes = again.host_pool.page_bytes
+    assert again.cache.stats()["disk_write_bytes"] == page_bytes  # B
+    again.use([A], known=1)
+
+
+def test_flush_writes_what_is_torn_on_disk(device, path):
+    options = {"disk": path, "disk_bytes": ROOM}
+    blocks = Blocks(device, 2, 1, **options)
+    blocks.insert([A])
+    block = blocks.first_bytes_on_disk(A)
+    blocks.cache.close()
+    tear(path, block)
+    again = Blocks(device, 2, 1, **options)
+    again.insert([A])
+    again.cache.close()
+    Blocks(device, 2, 1, **options).use([A], known=1)
+
+
 def test_back_writes_nothing_that_has_not_left_the_host(device, path):
     blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM, write="back")
     write_down(blocks, [A, B, C, D])

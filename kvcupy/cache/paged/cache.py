@@ -16,7 +16,7 @@ from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...ops import call, checks
 from ..pages import hash_list
 from ..pool import Pool, positive_int
-from ..tiered.cache import TieredCache
+from ..tiered.cache import TieredCache, tokens_of
 from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, rope_of, scales_of
 from .backends import backend_of
 from .contents import Contents
@@ -226,7 +226,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Sequences ---
 
-    def add_sequence(self, seq: Hashable, hashes: Any = None) -> None:
+    def add_sequence(self, seq: Hashable, hashes: Any = None, *, token_ids: Any = None) -> None:
         """Add a sequence, empty or, with hashes, with the cached blocks of its prompt.
 
         Parameters
@@ -235,6 +235,8 @@ class PagedKVCache(ProcessLocal):
             cache (`attach`). The sequence begins with the leading blocks that are cached:
             `sequence_length` is how many tokens need not be computed. Its other full pages go to
             the tiered cache when the sequence is removed
+        token_ids : list or array (n,), the tokens of these blocks, to be published by
+            `kvcupy.events`; None: unknown
 
         Raises
         ------
@@ -249,6 +251,8 @@ class PagedKVCache(ProcessLocal):
         prompt's last token are needed, leave out the hash of the block that ends with it.
         """
         if hashes is None:
+            if token_ids is not None:
+                raise ValueError("token_ids: expected None without hashes")
             self._sequences.add(seq)
             return
         self._tiers.require("hashes")
@@ -256,7 +260,9 @@ class PagedKVCache(ProcessLocal):
         keys = hash_list(hashes)
         if len(set(keys)) < len(keys):
             raise ValueError("hashes: expected each once, as a chain of them has")
-        self._sequences.share(seq, self._tiers.acquire(keys)).hashes = keys
+        tokens = tokens_of(token_ids, len(keys), self.pool.page_size)
+        sequence = self._sequences.share(seq, self._tiers.acquire(keys))
+        sequence.hashes, sequence.token_ids = keys, tokens
 
     def remove_sequence(self, seq: Hashable) -> None:
         """Remove a sequence, in any order; pages that no other shares become free.

@@ -350,7 +350,12 @@ class Tiers:
         if not pages:
             return set()
         hashes = [sequence.hashes[i] for i in owned.tolist()]
-        unneeded = tiers.insert(hashes, pages, after=self._access.copy_stream_behind_all())
+        parents = [sequence.hashes[i - 1] if i else 0 for i in owned.tolist()]
+        tokens = None if sequence.token_ids is None else sequence.token_ids[owned].reshape(-1)
+        unneeded = tiers.insert(
+            hashes, pages, after=self._access.copy_stream_behind_all(), parent=parents,
+            token_ids=tokens,
+        )  # fmt: skip
         return set(pages) - set(unneeded)
 
 

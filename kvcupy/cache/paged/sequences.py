@@ -41,19 +41,21 @@ class CachedSequence:
     window, sink_tokens : the last and the first tokens that a sliding window keeps; window 0: none
     parents : of the nodes of the uncommitted tree, which are its last tokens
     hashes : of its first full pages, in a tiered cache now or later
+    token_ids : of these pages, (pages, page_size), or None
     loads : transfers, leases and copies that bring some of its pages
     offloaded : its pages in host memory, instead of any on the device; None: it is on the device
     """
 
     __slots__ = (
         "_pages", "evicted", "hashes", "length", "loads", "num_pages", "offloaded", "parents",
-        "sink_tokens", "window",
+        "sink_tokens", "token_ids", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.length = self.evicted = self.window = self.sink_tokens = self.num_pages = 0
         self.parents: list[int] = []
         self.hashes: list[int] = []
+        self.token_ids: Ints | None = None
         self.loads: list[Completion] = []
         self.offloaded: OffloadedPages | None = None
         self._pages = np.empty(_FIRST_CAPACITY, np.int32)
@@ -273,6 +275,7 @@ class Sequences:
         held = CachedSequence()
         held.length = sequence.length
         held.hashes, held.loads = list(sequence.hashes), list(sequence.loads)
+        held.token_ids = sequence.token_ids
         held.extend(sequence.pages)
         self._references[held.pages] += 1
         return held
@@ -400,6 +403,7 @@ class Sequences:
         if inherit_window:
             sequence.window, sequence.sink_tokens = parent.window, parent.sink_tokens
         sequence.hashes = parent.hashes[: at // self._page_size]
+        sequence.token_ids = parent.token_ids
         sequence.loads = list(parent.loads)
         sequence.extend(parent.pages[:full])
         sequence.extend(fresh)

@@ -6,7 +6,10 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from math import inf, isnan
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ... import metrics
 from ...config import config
@@ -17,9 +20,11 @@ from ..encryption import key_for
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
 from ..identity import PoolIdentity
-from ..pages import Pages, hash_list, page_array
+from ..pages import Pages, hash_list, page_array, token_array
 from . import policies
+from .changes import Listener, TokenIds
 from .disk_blocks import DiskBlocks, DiskMove
+from .hints import Hint, Retention
 from .leases import Lease, Match, acquire
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
 from .tiers import (
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from ...devices.protocol import Stream
 
 _MAX_WRITE_BYTES = 2**26  # written by a flush at once; these pages cannot be evicted meanwhile
+_MIN_RESUME_TTL_S = 60.0  # of a hint with a resume time, if that has come
 _WAITS = ("complete", "best_effort", "timeout")
 
 
@@ -68,6 +74,7 @@ class TieredCache(ProcessLocal):
         nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
         in flight, or that have arrived and wait for the rest of their prefix
+    pin_bytes : budget of the blocks that `retain` pins; None: a quarter of the host pool
 
     Attributes
     ----------
@@ -121,6 +128,7 @@ class TieredCache(ProcessLocal):
         heads: tuple[int, int] | None = None, encryption_key: Any = None,
         policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
+        pin_bytes: int | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
@@ -131,11 +139,18 @@ class TieredCache(ProcessLocal):
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
         if disk is None and encryption_key is not None:
             raise ValueError("encryption_key: expected None where there is no disk, got a key")
+        if pin_bytes is not None:
+            checks.require_int(pin_bytes, "pin_bytes")
+            if pin_bytes < 0:
+                raise ValueError(f"pin_bytes: expected a number of bytes, got {pin_bytes}")
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool)
         self.device_pool, self.host_pool = device_pool, host_pool
+        self._max_pinned = host_pool.num_pages // 4
+        if pin_bytes is not None:
+            self._max_pinned = int(pin_bytes) // host_pool.page_bytes
         identity = _identity(host_pool, model, heads, shared)
         key = None if encryption_key is None else key_for(encryption_key)
         store = None
@@ -161,6 +176,16 @@ class TieredCache(ProcessLocal):
         counts = self.stats()
         tiers = [f"{counts[f'{name}_blocks']} {name}" for name in ("device", "host", "disk")]
         return f"<TieredCache of {', '.join(tiers)} blocks>"
+
+    def _follow(self, listener: Listener) -> None:
+        """Announce all blocks, and from now on every change, to a listener."""
+        with self._shared.lock:
+            self._shared.opened().follow(listener)
+
+    def _unfollow(self, listener: Listener) -> None:
+        with self._shared.lock:
+            if listener in (listeners := self._shared.tiers.listeners):
+                listeners.remove(listener)
 
     # --- Looking blocks up ---
 
@@ -199,29 +224,6 @@ class TieredCache(ProcessLocal):
         stored = self._store.count_known(missing)
         shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
         return Match(counts[0], counts[1], counts[2], shared)
-
-    def prefetch(self, hashes: Any) -> None:
-        """Start fetching leading blocks that only the shared store has to host memory.
-
-        Parameters
-        ----------
-        hashes : as in `match`, for example of a queued request
-
-        Raises
-        ------
-        TypeError, ValueError : `hashes` has other values
-        KvcupyError : the cache is closed
-
-        Notes
-        -----
-        Does not block; without a shared store it does nothing. Prefetched blocks may be evicted
-        like any other block before they are acquired.
-        """
-        keys = self._hashes(hashes)
-        with self._shared.lock:
-            tiers = self._shared.opened()
-            if self._store is not None:
-                self._store.request(tiers, keys, urgent=False)
 
     def acquire(
         self, hashes: Any, *,
@@ -310,9 +312,175 @@ class TieredCache(ProcessLocal):
             store.expire(arrivals)
         return arrivals
 
+    # --- Hints ---
+
+    def retain(
+        self, hashes: Any, *,
+        priority: int = 0, ttl_s: float | None = None, pin: bool = False,
+        resume_at: float | None = None,
+    ) -> Hint:  # fmt: skip
+        """Evict blocks after others, until they are released.
+
+        Parameters
+        ----------
+        hashes : as in `match`: of a session, or a slice of them
+        priority : blocks of lower priority are evicted before. Blocks without a hint come before
+            priority 0, and after negative priorities
+        ttl_s : seconds until the hint ends; None: without limit, or with `resume_at` twice the time
+            until then, at least a minute
+        pin : never evict the blocks from host memory and disk, within the budget `pin_bytes`; from
+            the device they are evicted last
+        resume_at : expected time of the next `acquire`, in seconds since the epoch (`time.time`).
+            Within a priority, blocks without a time are evicted first, then those with the farthest
+            one. If sessions share a block, the nearest time counts
+
+        Returns
+        -------
+        Hint : clipped if some blocks are not cached, or exceed the budget of pinned blocks; the
+            last ones then. Refused if that applies to all
+
+        Raises
+        ------
+        TypeError, ValueError : an argument is invalid
+        KvcupyError : the cache is closed
+
+        Notes
+        -----
+        The hint replaces earlier ones for these blocks; only `pin=True` changes pinned blocks. It
+        ends on `release`, after `ttl_s`, or when a block leaves its last tier. `acquire` ends a
+        resume time and a negative priority.
+        """
+        keys = list(dict.fromkeys(self._hashes(hashes)))
+        checks.require_int(priority, "priority")
+        checks.flag(pin, "pin")
+        now = time.monotonic()
+        resume = expiry = None
+        if resume_at is not None:
+            checks.require_number(resume_at, "resume_at")
+            if isnan(resume_at):
+                raise ValueError(f"resume_at: expected a time, got {resume_at}")
+            resume = now + max(0.0, float(resume_at) - time.time())
+            expiry = now + max(2 * (resume - now), _MIN_RESUME_TTL_S)
+        if ttl_s is not None:
+            expiry = now + seconds_of(ttl_s, "ttl_s")
+        lasts = pin or ttl_s is not None or priority > 0 or (priority == 0 and resume is None)
+        retention = Retention(int(priority), resume, inf if expiry is None else expiry, lasts)
+        max_pinned = self._max_pinned if pin else None
+        with self._shared.lock:
+            return _retain(self._shared.opened(), keys, retention, max_pinned)
+
+    def release(self, hashes: Any) -> Hint:
+        """End the hints for blocks, which are evicted like others again.
+
+        Parameters
+        ----------
+        hashes : as in `match`
+
+        Returns
+        -------
+        Hint : accepted, also for blocks without a hint
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` has other values
+        KvcupyError : the cache is closed
+        """
+        keys = self._hashes(hashes)
+        with self._shared.lock:
+            tiers = self._shared.opened()
+            retained = {} if tiers.hints is None else tiers.hints.retained
+            for hash in reversed([hash for hash in dict.fromkeys(keys) if hash in retained]):
+                tiers.retain(hash, None)
+        return Hint("accepted")
+
+    def demote(self, hashes: Any) -> Hint:
+        """Evict blocks from the device, to host memory and from there to disk.
+
+        Parameters
+        ----------
+        hashes : as in `match`, for example of a session that waits for long
+
+        Returns
+        -------
+        Hint : clipped if some of the blocks on the device are leased, or there was no space below.
+            Refused if all are leased, or none is on the device
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` has other values
+        KvcupyError : the cache is closed
+
+        Notes
+        -----
+        Blocks that no lower tier has are saved in the background, as in `evict`.
+        """
+        left = dict.fromkeys(reversed(self._hashes(hashes)))
+        num_evicted = num_lost = 0
+
+        def change(tiers: Tiers) -> int:
+            nonlocal num_lost
+            pins = tiers.device.pins
+            found = [copy for hash in left if (copy := tiers.device.find(hash)) is not None]
+            victims = [copy for copy in found if copy.page not in pins]
+            if not victims:
+                return -len(found)
+            count = tiers.evict_from_device(victims)
+            num_lost += sum(copy.hash not in tiers for copy in victims[:count])
+            return count
+
+        while (count := self._shared.attempt(change)) > 0:
+            num_evicted += count
+        if not num_evicted:
+            reason = f"{-count} blocks are leased" if count else "no block is on the device"
+            return Hint("refused", reason)
+        if count:
+            return Hint("clipped", f"{-count} blocks are leased")
+        if num_lost:
+            return Hint("clipped", f"there was no space for {num_lost} blocks below the device")
+        return Hint("accepted")
+
+    def prefetch(self, hashes: Any) -> Hint:
+        """Start fetching leading blocks that only the shared store has to host memory.
+
+        Parameters
+        ----------
+        hashes : as in `match`, for example of a queued request
+
+        Returns
+        -------
+        Hint : clipped if too many fetches are queued; refused without a shared store, if blocks are
+            missing: `acquire` reads blocks on disk
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` has other values
+        KvcupyError : the cache is closed
+
+        Notes
+        -----
+        Does not block. Prefetched blocks may be evicted like any other block before they are
+        acquired.
+        """
+        keys = self._hashes(hashes)
+        with self._shared.lock:
+            tiers = self._shared.opened()
+            if (store := self._store) is None:
+                pages = tiers.device.pages, tiers.host.pages
+                if all(any(hash in known for known in pages) for hash in keys):
+                    return Hint("accepted")
+                return Hint("refused", "there is no shared store")
+            missing = store.request(tiers, keys, urgent=False)
+            num_skipped = sum(hash not in store.pending for hash in missing)
+        if num_skipped:
+            return Hint("clipped", f"{num_skipped} of {len(missing)} blocks: too many are queued")
+        return Hint("accepted")
+
     # --- Inserting and evicting ---
 
-    def insert(self, hashes: Any, pages: Any, *, after: Any = None) -> list[int]:
+    def insert(
+        self, hashes: Any, pages: Any, *,
+        after: Any = None, parent: Any = 0, token_ids: Any = None,
+    ) -> list[int]:  # fmt: skip
         """Transfer ownership of pages to the cache, each with the block of a hash.
 
         Parameters
@@ -321,6 +489,9 @@ class TieredCache(ProcessLocal):
         pages : list or integer array (n,) of allocated pages of the device pool, without duplicates
         after : compute stream that writes the pages; None for the current stream; False if the
             pages are written
+        parent : hash of the block before the first one, or 0; or a list with one for each block,
+            if `hashes` are not consecutive. Published by `kvcupy.events`, like `token_ids`
+        token_ids : list or array (n * page_size,), the tokens of the blocks; None: unknown
 
         Returns
         -------
@@ -337,9 +508,13 @@ class TieredCache(ProcessLocal):
         if len(keys) != len(page_list):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
         stream = self._stream(after)
-        return self._shared.attempt(
-            lambda tiers: _insert(tiers, keys, page_list, stream, through=self._through)
-        )
+        parents = _parents(keys, parent)
+        tokens = tokens_of(token_ids, len(keys), self.device_pool.page_size)
+
+        def change(tiers: Tiers) -> list[int]:
+            return _insert(tiers, keys, page_list, stream, parents, tokens, through=self._through)
+
+        return self._shared.attempt(change)
 
     def evict(self, num_blocks: int) -> None:
         """Evict blocks from the device, and free their pages.
@@ -424,6 +599,7 @@ class TieredCache(ProcessLocal):
                 tiers.disk.clear(orders[2])
             if self._store is not None:
                 self._store.forget()
+            tiers.announce_clear()
 
         self._shared.attempt(change)
 
@@ -512,6 +688,8 @@ class TieredCache(ProcessLocal):
                         tier.clear(policies.make("fifo"))
                     if self._store is not None:
                         self._store.forget()
+                    tiers.announce_clear()
+                    tiers.listeners.clear()
             self._close_file()
             if self._store is not None:
                 self._store.stop(join_s=JOIN_TIMEOUT_S)
@@ -622,9 +800,32 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
     return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
 
 
+def _parents(hashes: list[int], parent: Any) -> list[int]:
+    """Return the hash before each block, from the argument `parent`."""
+    if isinstance(parent, (int, np.integer)) and not isinstance(parent, bool):
+        return [*hash_list([parent]), *hashes][: len(hashes)]
+    parents = hash_list(parent)
+    if len(parents) != len(hashes):
+        raise ValueError(f"parent: expected {len(hashes)} like hashes, got {len(parents)}")
+    return parents
+
+
+def tokens_of(token_ids: Any, num_blocks: int, page_size: int) -> TokenIds | None:
+    """Return the argument `token_ids` as (num_blocks, page_size), or None."""
+    if token_ids is None:
+        return None
+    tokens = token_array(token_ids)
+    if len(tokens) != num_blocks * page_size:
+        raise ValueError(
+            f"token_ids: expected {num_blocks} blocks of {page_size}, got {len(tokens)}"
+        )
+    return tokens.reshape(num_blocks, page_size).copy()
+
+
 def _insert(
-    tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, *, through: bool
-) -> list[int]:
+    tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, parents: list[int],
+    token_ids: TokenIds | None, *, through: bool,
+) -> list[int]:  # fmt: skip
     """Add blocks to the device tier; return the pages of blocks that it already has.
 
     With `through`, copy the blocks to the host tier too, as many of the first as it can take.
@@ -652,12 +853,43 @@ def _insert(
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
         _hold(tiers, list(map(copy_of, inserted.items())), written)
+    tiers.describe(hashes, parents, token_ids)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
         tiers.disk.use(hashes)
     tiers.counts.inserted += len(inserted)
     return unneeded
+
+
+def _retain(tiers: Tiers, hashes: list[int], retention: Retention, max_pinned: int | None) -> Hint:
+    """Retain known blocks, and with `max_pinned` pin them, the first as far as that suffices."""
+    known = [hash for hash in hashes if hash in tiers]
+    if hashes and not known:
+        return Hint("refused", "no block is cached")
+    hints = tiers.require_hints()
+    pins: list[int] = []
+    if max_pinned is not None:
+        unpinned = [hash for hash in known if hash not in hints.pinned]
+        pins = unpinned[: max(0, max_pinned - len(hints.pinned))]
+        if unpinned and not pins:
+            return Hint("refused", f"{max_pinned} blocks may be pinned, and are")
+    hints.pinned.update(pins)
+    now = time.monotonic()
+    for hash in reversed(known):  # the last block of a prefix is evicted first
+        resume, before = retention.resume_at, hints.retained.get(hash)
+        if hash in hints.pinned:
+            if max_pinned is not None:
+                tiers.retain(hash, retention._replace(priority=inf))
+            continue
+        if resume is not None and before is not None and before.resume_at is not None:
+            resume = min(resume, before.resume_at) if before.resume_at > now else resume
+        tiers.retain(hash, retention._replace(resume_at=resume))
+    if max_pinned is not None and len(pins) < len(unpinned):
+        return Hint("clipped", f"{max_pinned} blocks may be pinned")
+    if len(known) < len(hashes):
+        return Hint("clipped", f"{len(known)} of {len(hashes)} blocks are cached")
+    return Hint("accepted")
 
 
 def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:
@@ -674,20 +906,18 @@ def _begin_write(
     """Begin to write blocks that are in the host tier but not on disk; None if there are none."""
     if (wait_for := disk.wait_for_others()) is not None:
         raise Blocked(wait_for)
-    copies = [
-        copy
-        for hash in hashes
-        if hash not in disk.slots and (copy := tiers.host.find(hash)) is not None
-    ]
+    there = [copy for hash in hashes if (copy := tiers.host.find(hash)) is not None]
+    tiers.require_verified(disk, there)
+    copies = [copy for copy in there if copy.hash not in disk.slots]
     tiers.require_arrived(copies)
     replaced = disk.choose(len(copies) - disk.num_free, keep)
     copies = copies[: disk.num_free + len(replaced)]
     return tiers.begin_write(disk, copies, replaced) if copies else None
 
 
-def seconds_of(deadline_s: Any) -> float:
+def seconds_of(deadline_s: Any, name: str = "deadline_s") -> float:
     """Check the argument `deadline_s`, and clip it to the longest time that a thread can wait."""
-    checks.require_number(deadline_s, "deadline_s")
+    checks.require_number(deadline_s, name)
     if not deadline_s >= 0:
-        raise ValueError(f"deadline_s: expected seconds from 0 on, got {deadline_s}")
+        raise ValueError(f"{name}: expected seconds from 0 on, got {deadline_s}")
     return float(min(deadline_s, threading.TIMEOUT_MAX))

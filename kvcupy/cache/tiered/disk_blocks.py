@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ...config import BoundedLog, cache_logger
 from ...formats import stored_as
 from ...observe import Access
 from ...waiting import Latch
+from .changes import Listener, Removed, Stored, announce
 from .disk import DiskTier
 from .disk_format import Layout
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_FAILURES = 5  # in a row; then the disk is skipped for a while
 _SKIP_S = 10.0
+_MAX_CHECKED = 16  # blocks verified at once, each in separate memory
 
 
 class DiskMove:
@@ -38,7 +40,8 @@ class DiskMove:
     Attributes
     ----------
     is_read : whether blocks move from disk to host memory
-    pages : by hash; a write holds its pages in the host tier
+    pages : by hash; a write holds its pages in the host tier; a check, which reads blocks only to
+        verify them, has none
     slots : by hash
     arrived : hashes of blocks that are whole at their destination, after `run`
     failed : errors of the system by hash, after `run`; blocks in neither were damaged, or an
@@ -60,6 +63,11 @@ class DiskMove:
         self.over = Latch()
         self.thread = threading.get_ident()
 
+    @property
+    def ends_on_landing(self) -> bool:
+        """Whether nobody needs its pages after `land`: it is a write or a check."""
+        return not (self.is_read and self.pages)
+
 
 class DiskBlocks:
     """The blocks in the file of a cache, their eviction order, and moves in flight.
@@ -77,8 +85,12 @@ class DiskBlocks:
     Attributes
     ----------
     slots : by hash
+    unverified : hashes found in the file and not read since. After a power failure a record may be
+        whole and its block torn
     num_slots, page_bytes : as in `DiskTier`
     moves : moves in flight, oldest first
+    listeners : called with blocks that enter and leave; the cache has the same list
+    pinned : hashes that are not evicted
     read_bytes, read_s, written_bytes, write_s : cumulative bytes and seconds
     errors : number of failed reads and writes, and of damaged blocks
     """
@@ -102,7 +114,10 @@ class DiskBlocks:
         self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes
         self.order = order
         self.slots: dict[int, int] = {}
+        self.unverified: set[int] = set()
         self.moves: list[DiskMove] = []
+        self.listeners: list[Listener] = []
+        self.pinned: Set[int] = frozenset()
         self.read_bytes = self.written_bytes = self.errors = 0
         self.read_s = self.write_s = 0.0
         self._num_failures = 0  # in a row
@@ -112,6 +127,7 @@ class DiskBlocks:
             self._forget([hash] if hash in self.slots else [])
             self.slots[hash] = slot
             order.add(hash)
+        self.unverified.update(self.slots)
         used = set(self.slots.values())
         self._free = [slot for slot in reversed(range(self._file.num_slots)) if slot not in used]
 
@@ -132,7 +148,8 @@ class DiskBlocks:
         if count <= 0:
             return []
         reading = {hash for move in self.moves if move.is_read for hash in move.slots}
-        victims = (h for h in self.order.victims() if h not in keep and h not in reading)
+        stay = reading | self.pinned
+        victims = (h for h in self.order.victims() if h not in keep and h not in stay)
         return list(islice(victims, count))
 
     def evict(self, hashes: Iterable[int]) -> None:
@@ -145,6 +162,12 @@ class DiskBlocks:
         for hash in reversed(hashes):
             if hash in slots:
                 touch(hash)
+
+    def reorder(self, hash: int) -> None:
+        """Give a block its new place in the eviction order, after a hint."""
+        if hash in self.slots:
+            self.order.remove(hash)
+            self.order.add(hash)
 
     # --- Moves ---
 
@@ -163,6 +186,11 @@ class DiskBlocks:
         slots = {hash: self.slots[hash] for hash in hashes}
         return self._begin(DiskMove(dict(zip(hashes, pages, strict=True)), slots, is_read=True))
 
+    def begin_check(self, hashes: Sequence[int]) -> DiskMove:
+        """Begin to verify blocks, some of the first; those that are not whole are forgotten."""
+        slots = {hash: self.slots[hash] for hash in hashes[:_MAX_CHECKED]}
+        return self._begin(DiskMove({}, slots, is_read=True))
+
     def _begin(self, move: DiskMove) -> DiskMove:
         self.moves.append(move)
         return move
@@ -172,7 +200,10 @@ class DiskBlocks:
         started = time.perf_counter()
         if move.is_read:
             self.announce("read from disk", move.pages.values(), is_read=False)
-        items = [(slot, hash, self._memory(move.pages[hash])) for hash, slot in move.slots.items()]
+        items = [
+            (slot, hash, self._memory(move.pages[hash]) if move.pages else self._scratch())
+            for hash, slot in move.slots.items()
+        ]
         results: Sequence[bool | OSError | None]
         if move.is_read:
             results = self._file.read_many(items)
@@ -193,6 +224,7 @@ class DiskBlocks:
         if move.is_read:
             self.read_bytes += num_bytes
             self.read_s += move.seconds
+            self.unverified -= arrived
         else:
             self.written_bytes += num_bytes
             self.write_s += move.seconds
@@ -201,9 +233,17 @@ class DiskBlocks:
             for hash in move.arrived:
                 self.slots[hash] = move.slots[hash]
                 self.order.add(hash)
+            if self.listeners and move.arrived:
+                announce(self.listeners, Stored("disk", move.arrived))
         if not move.completed:
             return
-        damaged = [h for h in move.slots if h not in move.failed and h not in arrived]
+        damaged = [
+            hash
+            for hash, slot in move.slots.items()
+            if hash not in arrived
+            and self.slots.get(hash) == slot  # else it is forgotten already
+            and (hash not in move.failed or not move.pages)  # a newer copy replaces it
+        ]
         if damaged:
             self.errors += len(damaged)
             self._log.warning("%d blocks on disk are damaged, and forgotten", len(damaged))
@@ -237,7 +277,7 @@ class DiskBlocks:
                 self.errors += 1
                 self._log.warning("a block may be on disk again upon opening: %s", error)
         self._free += self.slots.values()
-        self.slots = {}
+        self.slots, self.unverified = {}, set()
         self.order = order
 
     def flush(self) -> None:
@@ -247,10 +287,13 @@ class DiskBlocks:
         self._file.close()
 
     def _forget(self, hashes: Iterable[int]) -> list[int]:
-        freed = []
+        hashes, freed = list(hashes), []
         for hash in hashes:
             freed.append(self.slots.pop(hash))
+            self.unverified.discard(hash)
             self.order.remove(hash)
+        if self.listeners and hashes:
+            announce(self.listeners, Removed("disk", hashes))
         return freed
 
     def announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
@@ -259,6 +302,9 @@ class DiskBlocks:
             parts = (*self._pool.parts, *self._pool.scale_parts)
             accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
             observe.touched_by_host(name, *((accesses, ()) if is_read else ((), accesses)))
+
+    def _scratch(self) -> list[memoryview]:
+        return [memoryview(bytearray(self.page_bytes))]
 
     def _memory(self, page: int) -> list[memoryview]:
         """Return the bytes of a page, K and V and scales, without a copy."""

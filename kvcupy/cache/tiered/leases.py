@@ -347,6 +347,8 @@ def carry_out(
         device.give_back(free)
         raise
     host.give_back(below[len(saves) :])
+    if plan.loads:
+        tiers.describe(plan.known, [0, *plan.known[:-1]])
     host.add(saved)
     host.use(plan.known, arrived)
     if reads is not None:
@@ -360,6 +362,7 @@ def carry_out(
     device.use(plan.known, loaded)
     pages = [device.pages[hash] for hash in plan.known]
     tiers.pin(pages)
+    tiers.note_acquired(plan.known)
     counts.disk_hits += len(read)
     counts.host_hits += len(loaded) - len(read) - num_fetched
     counts.device_hits += len(pages) - len(loaded)

@@ -67,7 +67,7 @@ class Fifo:
 
     def victims(self) -> Iterator[int]:
         self._merge()
-        return _from_the_front(self._order)
+        return in_order(self._order)
 
     def _merge(self) -> None:
         """Merge keys that were put back into the front of the order."""
@@ -148,7 +148,7 @@ class Lfu:
     def victims(self) -> Iterator[int]:
         bucket = self._ring.after
         while bucket is not self._ring:
-            yield from _from_the_front(bucket.keys)
+            yield from in_order(bucket.keys)
             bucket = bucket.after
 
     def _put(self, key: int, before: _Bucket, count: int) -> None:
@@ -226,9 +226,9 @@ class TwoQueues:
 
     def victims(self) -> Iterator[int]:
         share = max(1, self._num_blocks // 4)
-        once = _from_the_front(self._once)
+        once = in_order(self._once)
         yield from islice(once, max(0, len(self._once) - share))
-        yield from _from_the_front(self._again)
+        yield from in_order(self._again)
         yield from once
 
 
@@ -260,7 +260,7 @@ def make(policy: Any) -> Policy:
     return order
 
 
-def _from_the_front(order: OrderedDict[int, Any]) -> Iterator[int]:
+def in_order(order: OrderedDict[int, Any]) -> Iterator[int]:
     """Yield keys in order; yielded keys may be removed meanwhile.
 
     Reads keys in growing pieces: a few keys cost little, and all keys cost a constant each.

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,7 +33,9 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError, device_
 from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
+from .changes import Described, Listener, Removed, Replaced, Stored, TokenIds, announce
 from .disk_blocks import DiskBlocks, DiskMove
+from .hints import HintedOrder, Hints, Retention
 from .policies import Policy, untracked
 
 if TYPE_CHECKING:
@@ -78,6 +82,8 @@ class PageTier:
         order, so that later evictions need not skip them
     owned : bool (num_pages,), whether each page of the pool belongs to the cache, including pages
         of forgotten blocks that are still leased
+    listeners : called with blocks that enter and leave; the other tiers have the same list
+    pinned : hashes that are not evicted; none on the device
     """
 
     def __init__(self, name: str, pool: Pool, order: Policy) -> None:
@@ -86,6 +92,8 @@ class PageTier:
         self.pins: dict[int, int] = untracked({})
         self.held: dict[int, int] = {}
         self.owned = np.zeros(pool.num_pages, np.bool_)
+        self.listeners: list[Listener] = []
+        self.pinned: Set[int] = frozenset()
         self._forget_all(order)
 
     def _forget_all(self, order: Policy) -> None:
@@ -106,17 +114,18 @@ class PageTier:
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
         """Choose up to `count` copies to evict, in order; they stay until they are forgotten.
 
-        Skips leased and held copies and the hashes in `keep`; `settled` also skips pages that
-        transfers may access.
+        Skips leased, held and pinned copies and the hashes in `keep`; `settled` also skips pages
+        that transfers may access.
         """
         pages, pins, held, used = self.pages, self.pins, self.held, self.used_by
+        pinned = self.pinned
         chosen: list[Copy] = []
         leased: list[int] = []
         for hash in self.order.victims() if count > 0 else ():
             page = pages[hash]
             if page in pins:
                 leased.append(hash)
-            elif page in held:
+            elif page in held or hash in pinned:
                 continue
             elif hash not in keep and not (settled and page in used and self.touched(page)):
                 chosen.append(copy_of((hash, page)))
@@ -134,6 +143,8 @@ class PageTier:
             self.pages[hash] = page
             self.order.add(hash)
             self.owned[page] = True
+        if self.listeners and new:
+            announce(self.listeners, Stored(self.name, list(new)))
 
     def use(self, hashes: Sequence[int], new: Mapping[int, int]) -> None:
         """Add `new` blocks, pages by hash, and touch the others, the last of a prefix first.
@@ -141,6 +152,10 @@ class PageTier:
         A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
         """
         pages, add, touch = self.pages, self.order.add, self.order.touch
+        if self.listeners and (
+            entering := [h for h in dict.fromkeys(hashes) if h in new and h not in pages]
+        ):
+            announce(self.listeners, Stored(self.name, entering))
         for hash in reversed(hashes):
             if hash in pages:
                 self._put_back(hash)
@@ -149,6 +164,13 @@ class PageTier:
                 pages[hash] = page = new[hash]
                 self.owned[page] = True
                 add(hash)
+
+    def reorder(self, hash: int) -> None:
+        """Give a block its new place in the eviction order, after a hint."""
+        if hash in self.pages:
+            self._put_back(hash)
+            self.order.remove(hash)
+            self.order.add(hash)
 
     def forget(self, copies: Sequence[Copy]) -> None:
         """Remove blocks from index and order. The cache keeps their pages."""
@@ -164,6 +186,8 @@ class PageTier:
                     known.pop(page, None)
         self.fetched.difference_update(pages)
         self.write_failed.difference_update(pages)
+        if self.listeners and copies:
+            announce(self.listeners, Removed(self.name, [hash for hash, _ in copies]))
 
     def _put_back(self, hash: int) -> None:
         if self.aside and hash in self.aside:
@@ -465,9 +489,39 @@ class Tiers:
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # counts each block once per lease
+        self.hints: Hints | None = None  # once there was one
+        self.listeners = device.listeners
+        host.listeners = device.listeners
+        if disk is not None:
+            disk.listeners = device.listeners
 
-    def __contains__(self, hash: int) -> bool:
-        return hash in self.device.pages or hash in self.host.pages or self.on_disk(hash)
+    def __contains__(self, hash: object) -> bool:
+        return (
+            hash in self.device.pages
+            or hash in self.host.pages
+            or (self.disk is not None and hash in self.disk.slots)
+        )
+
+    def follow(self, listener: Listener) -> None:
+        """Announce all blocks and, from now on, every change, to a listener."""
+        if listener not in self.listeners:
+            self.listeners.append(listener)
+        blocks = {tier.name: list(tier.pages) for tier in (self.device, self.host)}
+        blocks["disk"] = [] if self.disk is None else list(self.disk.slots)
+        listener(Replaced(blocks))
+
+    def describe(
+        self, hashes: Sequence[int], parents: Sequence[int], token_ids: TokenIds | None = None
+    ) -> None:
+        """Announce what precedes blocks."""
+        if self.listeners:
+            announce(self.listeners, Described(hashes, parents, token_ids))
+
+    def announce_clear(self) -> None:
+        """Announce that all blocks are gone; hints are forgotten, and orders are new."""
+        if self.listeners:
+            announce(self.listeners, Replaced())
+        self._end_hints()
 
     def on_disk(self, hash: int) -> bool:
         return self.disk is not None and hash in self.disk.slots
@@ -481,9 +535,15 @@ class Tiers:
         )
 
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
-        """Return the device copies whose blocks no lower tier has."""
-        host = self.host.pages
-        return [c for c in copies if c.hash not in host and not self.on_disk(c.hash)]
+        """Return the device copies whose blocks no lower tier is known to have whole."""
+        host, disk = self.host.pages, self.disk
+        below = {} if disk is None else disk.slots
+        unverified = _NO_HASHES if disk is None else disk.unverified
+        return [
+            copy
+            for copy in copies
+            if copy.hash not in host and (copy.hash not in below or copy.hash in unverified)
+        ]
 
     def pin(self, pages: Sequence[int]) -> None:
         pins = self.device.pins
@@ -518,10 +578,60 @@ class Tiers:
             **counted(self.counts, self.disk, self.store),
         }
 
+    # --- Hints ---
+
+    def require_hints(self) -> Hints:
+        """Return the hints; the first makes tiers evict in their order."""
+        if self.hints is None:
+            self.hints = hints = Hints(weakref.ref(self))
+            self.listeners.append(hints.note)
+            for tier in self._ordered():
+                tier.order = HintedOrder(tier.order, hints.retained)
+            self.host.pinned = hints.pinned
+            if self.disk is not None:
+                self.disk.pinned = hints.pinned
+        return self.hints
+
+    def _end_hints(self) -> None:
+        if (hints := self.hints) is not None:
+            self.listeners.remove(hints.note)
+            self.hints = None
+            self.host.pinned = frozenset()
+            if self.disk is not None:
+                self.disk.pinned = frozenset()
+
+    def _ordered(self) -> list[PageTier | DiskBlocks]:
+        return [tier for tier in (self.device, self.host, self.disk) if tier is not None]
+
+    def retain(self, hash: int, retention: Retention | None) -> None:
+        """Retain a block, or with None no longer, and give it its place in eviction orders."""
+        hints = self.require_hints()
+        if retention is None:
+            hints.drop(hash)
+        else:
+            hints.put(hash, retention)
+        for tier in self._ordered():
+            tier.reorder(hash)
+
+    def note_acquired(self, hashes: Sequence[int]) -> None:
+        """End hints that are about the time until the blocks are acquired."""
+        if self.hints is None or not self.hints.retained:
+            return
+        retained = self.hints.retained
+        for hash in reversed(hashes):
+            retention = retained.get(hash)
+            if retention is not None and not retention.lasts:
+                self.retain(hash, None)
+            elif retention is not None and retention.resume_at is not None:
+                self.retain(hash, retention._replace(resume_at=None))
+
     # --- In flight ---
 
     def settle(self) -> None:
-        """Process completions that have ended."""
+        """Process completions that have ended, and hints that have expired."""
+        if self.hints is not None and self.hints.retained:
+            for hash in self.hints.expired(time.monotonic()):
+                self.retain(hash, None)
         for completion in self.in_flight.settle():
             if completion.failure is not None:
                 self.drop(completion)
@@ -661,14 +771,17 @@ class Tiers:
         If the disk has too few slots, the first in eviction order are lost. Slots stay of blocks
         that the eviction leaves on disk only: else it would have to write them again.
         """
-        unwritten = [
+        last = [
             copy
             for copy in victims
-            if copy.hash not in disk.slots
-            and (copy.hash not in self.device.pages or copy.hash in leaving)
+            if (copy.hash not in self.device.pages or copy.hash in leaving)
             and copy.page not in self.host.write_failed
         ]
-        if not unwritten or not disk.available:
+        if not last or not disk.available:
+            return
+        self.require_verified(disk, last)
+        unwritten = [copy for copy in last if copy.hash not in disk.slots]
+        if not unwritten:
             return
         self.require_arrived(unwritten)
         only_on_disk = {hash for hash in leaving if hash not in self.host.pages}
@@ -677,6 +790,13 @@ class Tiers:
         num_lost = max(0, len(unwritten) - disk.num_free - len(replaced))
         if writes := unwritten[num_lost:]:
             raise Blocked(self.begin_write(disk, writes, replaced))
+
+    def require_verified(self, disk: DiskBlocks, copies: Sequence[Copy]) -> None:
+        """Raise Blocked if blocks on disk, which stand in for writes of copies, may be torn."""
+        if disk.unverified and (
+            unverified := [copy.hash for copy in copies if copy.hash in disk.unverified]
+        ):
+            raise Blocked(disk.begin_check(unverified))
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
@@ -706,16 +826,17 @@ class Tiers:
         return disk.begin_write(dict(copies))
 
     def land(self, move: DiskMove) -> None:
-        """Record the outcome of a move; a write ends, and a read keeps its pages."""
+        """Record the outcome of a move; a read keeps its pages, and others end."""
         assert self.disk is not None
         self.disk.land(move)
-        if not move.is_read:
-            for copy in map(copy_of, move.pages.items()):
-                if self.host.has(copy):
-                    failed = self.host.write_failed
-                    (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
-                self.host.release(copy)
-            self.disk.finish(move)
+        if not move.ends_on_landing:
+            return
+        for copy in map(copy_of, move.pages.items()):
+            if self.host.has(copy):
+                failed = self.host.write_failed
+                (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
+            self.host.release(copy)
+        self.disk.finish(move)
 
     # --- Evicting from the device tier ---
 
@@ -848,13 +969,13 @@ class SharedTiers:
         return result
 
     def end_own_writes(self) -> None:
-        """End writes of this thread that an interrupt kept from being carried out."""
+        """End writes and checks of this thread that an interrupt kept from being carried out."""
         if (disk := self.tiers.disk) is None:
             return
         thread = threading.get_ident()
         with observe.ordering(self._lock):
             for move in list(disk.moves):
-                if move.thread == thread and not move.is_read:
+                if move.thread == thread and move.ends_on_landing:
                     self.tiers.land(move)
 
     def carry_out(self, move: DiskMove) -> None:

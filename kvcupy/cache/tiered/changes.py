@@ -1,0 +1,60 @@
+"""Changes of the blocks in a cache's tiers, for listeners such as `kvcupy.events.Publisher`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+TokenIds: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.integer]]"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Blocks have entered a tier: "device", "host" or "disk"."""
+
+    tier: str
+    hashes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Blocks have left a tier."""
+
+    tier: str
+    hashes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Described:
+    """Blocks that are on the device, or about to be: what precedes them, and their tokens.
+
+    Attributes
+    ----------
+    parents : hash of the preceding block of each; 0 for none, or where it is unknown
+    token_ids : (blocks, page_size), or None
+    """
+
+    hashes: Sequence[int]
+    parents: Sequence[int]
+    token_ids: TokenIds | None = None
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """These are all blocks of the cache now, hashes by tier."""
+
+    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+Change: TypeAlias = Stored | Removed | Described | Replaced
+# Called with the lock of the cache held, so it must neither block nor raise.
+Listener: TypeAlias = Callable[[Change], None]
+
+
+def announce(listeners: Sequence[Listener], change: Change) -> None:
+    """Call listeners."""
+    for listener in listeners:
+        listener(change)

@@ -1,0 +1,490 @@
+"""kvcupy.events: vLLM's format, and a subscriber that knows the cache after each step."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis.stateful import invariant
+from test_tiered_stateful import SharingMachine, run
+from tiered_cases import Blocks
+
+import kvcupy as kv
+from kvcupy import events
+
+zmq = pytest.importorskip("zmq")
+msgspec = pytest.importorskip("msgspec")
+
+PATIENCE_MS = 10_000
+END = (-1).to_bytes(8, "big", signed=True)
+MEDIUM = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+A, B, C, D = (10**20 + i for i in range(4))  # 128 bits
+
+
+# vLLM's classes, for where vLLM is not installed: tests/interop would need all of it.
+class Event(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class BlockStored(Event):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def number(name):
+    return name if isinstance(name, int) else int.from_bytes(name, "big")
+
+
+class Subscriber:
+    """Knows the blocks of a publisher, by medium, with their parents and tokens.
+
+    Drops the messages for which `drops` returns True, and asks for them when it sees the gap.
+    """
+
+    def __init__(self, publisher, drops=lambda: False):
+        self.publisher, self.drops = publisher, drops
+        self.blocks = {medium: set() for medium in MEDIUM.values()}
+        self.parents, self.tokens = {}, {}
+        self.events, self.last, self.num_replays = [], -1, 0
+        context = zmq.Context.instance()
+        self.live, self.replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self.live.setsockopt(zmq.SUBSCRIBE, b"")
+        for socket in (self.live, self.replay):
+            socket.setsockopt(zmq.LINGER, 0)
+        self.live.connect(publisher.endpoint)
+        self.replay.connect(publisher.replay_endpoint)
+
+    def close(self):
+        self.live.close()
+        self.replay.close()
+
+    def catch_up(self):
+        """Receive all that was published."""
+        self.publisher.flush(deadline_s=10)
+        newest = self.publisher._next - 1
+        received = self.last
+        while received < newest and self.live.poll(300):
+            _, seq, payload = self.live.recv_multipart()
+            received = int.from_bytes(seq, "big")
+            if not self.drops():
+                self.receive(received, payload)
+        if self.last < newest:
+            self.recover()
+        return self
+
+    def recover(self):
+        self.num_replays += 1
+        self.replay.send_multipart([b"", (self.last + 1).to_bytes(8, "big")])
+        while True:
+            assert self.replay.poll(PATIENCE_MS), "no replay"
+            empty, _, seq, payload = self.replay.recv_multipart()
+            assert empty == b""
+            if seq == END:
+                return
+            self.apply(int.from_bytes(seq, "big"), payload)
+
+    def receive(self, seq, payload):
+        if seq > self.last + 1:
+            self.recover()
+        if seq > self.last:
+            self.apply(seq, payload)
+
+    def apply(self, seq, payload):
+        assert seq > self.last
+        self.last = seq
+        for event in msgspec.msgpack.decode(payload, type=Batch).events:
+            self.events.append(event)
+            if isinstance(event, AllBlocksCleared):
+                for known in self.blocks.values():
+                    known.clear()
+                continue
+            known, hashes = self.blocks[event.medium], list(map(number, event.block_hashes))
+            if isinstance(event, BlockRemoved):
+                assert known.issuperset(hashes)
+                known.difference_update(hashes)
+                continue
+            assert known.isdisjoint(hashes) and len(set(hashes)) == len(hashes)
+            known.update(hashes)
+            parent = event.parent_block_hash
+            for i, hash in enumerate(hashes):
+                before = hashes[i - 1] if i else None if parent is None else number(parent)
+                if before is not None:
+                    self.parents[hash] = before
+                if event.token_ids:
+                    start = i * event.block_size
+                    self.tokens[hash] = event.token_ids[start : start + event.block_size]
+
+    def assert_knows(self, blocks):
+        expected = dict(zip(MEDIUM.values(), blocks.blocks(), strict=True))
+        assert self.blocks == expected
+
+
+@pytest.fixture
+def publisher():
+    with events.Publisher("tcp://127.0.0.1:0") as publisher:
+        yield publisher
+
+
+@pytest.fixture
+def subscriber(publisher):
+    subscriber = Subscriber(publisher)
+    yield subscriber
+    subscriber.close()
+
+
+@pytest.fixture
+def blocks(device, publisher):
+    blocks = Blocks(device, 4, 4)
+    publisher.follow(blocks.cache)
+    return blocks
+
+
+def stored(subscriber, medium="GPU"):
+    found = [e for e in subscriber.events if isinstance(e, BlockStored) and e.medium == medium]
+    subscriber.events.clear()
+    return found
+
+
+def test_a_chain_is_one_event_with_parent_and_tokens(blocks, subscriber):
+    size = blocks.device_pool.page_size
+    hashes = kv.block_hashes(range(3 * size), size)
+    pages = blocks.device_pool.allocator.alloc(2)
+    blocks.cache.insert(
+        hashes[1:], pages, parent=hashes[0], token_ids=range(size, 3 * size), after=False
+    )
+    for medium in ("GPU", "CPU"):
+        subscriber.catch_up()
+        (event,) = [e for e in subscriber.events if e.medium == medium]
+        assert event.block_hashes == [hash.to_bytes(16, "big") for hash in hashes[1:]]
+        assert event.parent_block_hash == hashes[0].to_bytes(16, "big")
+        assert event.token_ids == list(range(size, 3 * size))
+        assert event.block_size == size
+        assert (event.lora_id, event.lora_name) == (None, None)
+
+
+def test_hashes_of_64_bits_are_ints(device, publisher, subscriber):
+    blocks = Blocks(device, 4, 4)
+    publisher.follow(blocks.cache)
+    blocks.insert([7, 2**64 - 1])
+    assert stored(subscriber.catch_up())[0].block_hashes == [7, 2**64 - 1]
+
+
+def test_without_tokens_or_parent(blocks, subscriber):
+    blocks.insert([A, B])
+    (event,) = stored(subscriber.catch_up())
+    assert event.parent_block_hash is None and event.token_ids == []
+
+
+def test_blocks_that_are_not_consecutive(blocks, subscriber):
+    blocks.cache.insert([B, D], blocks.device_pool.allocator.alloc(2), parent=[A, C], after=False)
+    first, second = stored(subscriber.catch_up())
+    assert list(map(number, [*first.block_hashes, first.parent_block_hash])) == [B, A]
+    assert list(map(number, [*second.block_hashes, second.parent_block_hash])) == [D, C]
+
+
+def test_the_tier_is_the_medium(blocks, subscriber):
+    blocks.insert([A, B])
+    blocks.evict_all()
+    subscriber.catch_up().assert_knows(blocks)
+    assert subscriber.blocks == {"GPU": set(), "CPU": {A, B}, "STORAGE": set()}
+    removed = subscriber.events[-1]
+    assert isinstance(removed, BlockRemoved) and removed.medium == "GPU"
+
+
+def test_clear_is_one_event(blocks, subscriber):
+    blocks.insert([A, B])
+    blocks.cache.clear()
+    assert isinstance(subscriber.catch_up().events[-1], AllBlocksCleared)
+    blocks.insert([C])
+    subscriber.catch_up().assert_knows(blocks)
+
+
+def test_of_several_caches_one_is_cleared(device, publisher, subscriber):
+    caches = [Blocks(device, 4, 4) for _ in range(2)]
+    for each in caches:
+        publisher.follow(each.cache)
+    caches[0].insert([A, B])
+    caches[1].insert([B, C])
+    subscriber.catch_up()
+    assert subscriber.blocks["GPU"] == {A, B, C}
+    caches[0].cache.close()
+    subscriber.catch_up()
+    assert subscriber.blocks == {"GPU": {B, C}, "CPU": {B, C}, "STORAGE": set()}
+
+
+def test_a_cache_that_is_followed_late(device, publisher, subscriber):
+    blocks = Blocks(device, 4, 4)
+    blocks.insert([A, B])
+    publisher.follow(blocks.cache)
+    publisher.follow(blocks.cache)  # once is enough
+    subscriber.catch_up().assert_knows(blocks)
+
+
+def test_a_closed_cache_has_no_blocks(blocks, subscriber):
+    blocks.insert([A, B])
+    blocks.cache.close()
+    subscriber.catch_up()
+    assert not any(subscriber.blocks.values())
+
+
+def test_a_collected_cache_has_no_blocks(blocks, publisher, subscriber):
+    blocks.insert([A, B])
+    publisher.follow(blocks.cache)
+    subscriber.catch_up()
+    del blocks.cache, blocks.engine
+    deadline = time.monotonic() + 10
+    while any(subscriber.blocks.values()) and time.monotonic() < deadline:
+        subscriber.catch_up()
+    assert not any(subscriber.blocks.values())
+
+
+def test_a_paged_cache_publishes_its_tiers(device, publisher, subscriber):
+    cache = kv.PagedKVCache(
+        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=8, num_pages=8, page_size=4,
+        dtype="fp32", device=device,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^cache: expected a cache with a tiered cache"):
+        publisher.follow(cache)
+    on_host = kv.KVPool(8, 4, 1, 1, 8, dtype="fp32", device=device, placement="pinned")
+    cache.attach(kv.TieredCache(cache.pool, on_host))
+    publisher.follow(cache)
+    hashes = kv.block_hashes(range(8), 4)
+    with pytest.raises(ValueError, match=r"^token_ids: expected 2 blocks of 4, got 7"):
+        cache.add_sequence(1, hashes=hashes, token_ids=range(7))
+    with pytest.raises(ValueError, match=r"^token_ids: expected None without hashes"):
+        cache.add_sequence(1, token_ids=range(8))
+    cache.add_sequence(1, hashes=hashes, token_ids=range(8))
+    rows = device.zeros((8, 1, 8), "fp32")
+    with cache.forward([1], [8]):
+        cache.attention(0, rows, rows, rows)
+    assert not subscriber.catch_up().events
+    cache.fork_sequence(1, 2, at=4)
+    cache.remove_sequence(1)
+    cache.remove_sequence(2)
+    second, first = stored(subscriber.catch_up())
+    assert list(map(number, first.block_hashes)) == hashes[:1]
+    assert list(map(number, second.block_hashes)) == hashes[1:]
+    assert number(second.parent_block_hash) == hashes[0] and first.parent_block_hash is None
+    assert first.token_ids + second.token_ids == list(range(8))
+
+
+def test_what_was_missed_is_replayed(blocks, publisher, subscriber):
+    blocks.insert([A])
+    publisher.flush()
+    late = Subscriber(publisher)
+    blocks.insert([B])
+    late.catch_up().assert_knows(blocks)
+    assert late.num_replays
+    late.close()
+
+
+def test_control_without_a_replay_a_subscriber_does_not_know_the_cache(blocks, publisher):
+    drops = iter([True])
+    subscriber = Subscriber(publisher, lambda: next(drops, False))
+    subscriber.recover = lambda: None
+    for hash in (A, B):
+        blocks.insert([hash])
+        subscriber.catch_up()
+    assert subscriber.blocks["GPU"] == {B} != blocks.blocks()[0]
+    subscriber.close()
+
+
+@pytest.mark.parametrize("replay", [0, 1])
+def test_what_is_no_longer_kept_is_replaced_by_all_blocks(device, replay):
+    with events.Publisher("tcp://127.0.0.1:0", replay=replay) as publisher:
+        blocks = Blocks(device, 4, 4)
+        publisher.follow(blocks.cache)
+        for hash in (A, B, C):
+            blocks.insert([hash])
+            publisher.flush()
+        blocks.cache.evict(1)
+        late = Subscriber(publisher)
+        late.catch_up().assert_knows(blocks)
+        assert isinstance(late.events[0], AllBlocksCleared)
+        blocks.insert([D])
+        late.catch_up().assert_knows(blocks)
+        late.close()
+
+
+def test_a_full_queue_never_stalls_a_cache(device, monkeypatch):
+    """Its changes are dropped; a gap, and then all blocks, say so."""
+    monkeypatch.setattr(events, "_MAX_QUEUED", 2)
+    sending, go_on = threading.Event(), threading.Event()
+
+    class Slow(events.Publisher):
+        def _send(self, *arguments):
+            sending.set()
+            assert go_on.wait(10)
+            super()._send(*arguments)
+
+    with Slow("tcp://127.0.0.1:0") as publisher:
+        blocks = Blocks(device, 4, 4)
+        publisher.follow(blocks.cache)
+        blocks.insert([A])
+        assert sending.wait(10)
+        for hash in (B, C, D):
+            blocks.insert([hash])
+        blocks.cache.evict(2)
+        go_on.set()
+        subscriber = Subscriber(publisher)
+        subscriber.catch_up().assert_knows(blocks)
+        numbers = [number for number, _ in publisher._sent]
+        assert sorted(set(range(numbers[-1])) - set(numbers)), "no gap"
+        subscriber.close()
+
+
+def test_the_thread_survives_an_error(blocks, publisher, subscriber, monkeypatch):
+    send = publisher._send
+    monkeypatch.setattr(publisher, "_send", lambda *arguments: 1 / 0)
+    blocks.insert([A])
+    time.sleep(0.3)
+    monkeypatch.setattr(publisher, "_send", send)
+    blocks.insert([B])
+    subscriber.catch_up().assert_knows(blocks)
+
+
+def test_nobody_follows_a_closed_publisher(blocks, publisher):
+    publisher.close()
+    assert blocks.tiers.listeners == []
+    blocks.insert([A])
+    publisher.flush()
+    with pytest.raises(kv.KvcupyError, match="the publisher is closed"):
+        publisher.follow(blocks.cache)
+
+
+def test_arguments(device, publisher):
+    with pytest.raises(TypeError, match=r"^cache: expected a TieredCache or PagedKVCache, got 3"):
+        publisher.follow(3)
+    with pytest.raises(ValueError, match=r"^replay: "):
+        events.Publisher("tcp://127.0.0.1:0", replay=-1)
+    with pytest.raises(TypeError, match=r"^endpoint: "):
+        events.Publisher(5557)
+    with pytest.raises(zmq.ZMQError):
+        events.Publisher(publisher.endpoint)
+    blocks = Blocks(device, 4, 4)
+    for options, message in [
+        ({"token_ids": [1]}, "^token_ids: expected 1 blocks of"),
+        ({"parent": [A, B]}, "^parent: expected 1 like hashes, got 2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            blocks.insert([A], **options)
+        blocks.device_pool.allocator.free(blocks.device_pool.allocator.allocated())
+
+
+def test_ranks_topics_and_addresses(device, tmp_path):
+    endpoint = f"ipc://{tmp_path}/kv"
+    with events.Publisher(endpoint, topic="kv@1", data_parallel_rank=3) as publisher:
+        assert publisher.replay_endpoint == f"{endpoint}.replay"
+        blocks = Blocks(device, 4, 4)
+        publisher.follow(blocks.cache)
+        blocks.insert([A])
+        subscriber = Subscriber(publisher)
+        subscriber.catch_up().assert_knows(blocks)
+        batch = msgspec.msgpack.decode(publisher._sent[0][1], type=Batch)
+        assert batch.data_parallel_rank == 3
+        subscriber.close()
+
+
+def test_a_subscriber_that_binds(device):
+    context = zmq.Context.instance()
+    with context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.SUBSCRIBE, b"kv")
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        with events.Publisher(
+            f"tcp://127.0.0.1:{port}", connect=True, replay_endpoint="tcp://127.0.0.1:0", topic="kv"
+        ) as publisher:
+            blocks = Blocks(device, 4, 4)
+            publisher.follow(blocks.cache)
+            while not socket.poll(50):  # until the subscription has arrived
+                blocks.insert([A])
+                blocks.cache.clear()
+            assert socket.recv_multipart()[0] == b"kv"
+
+
+def test_without_zmq():
+    """`kvcupy.events` is imported without it, and says what is missing."""
+    program = (
+        "import sys; sys.modules['zmq'] = None\n"
+        "import kvcupy as kv\n"
+        "try:\n    kv.events.Publisher('tcp://127.0.0.1:0')\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("KV events need: pip install"), done.stderr
+
+
+def test_vllm_decodes_the_messages(blocks, publisher):
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    size = blocks.device_pool.page_size
+    pages = blocks.device_pool.allocator.alloc(2)
+    blocks.cache.insert([A, B], pages, token_ids=range(2 * size), after=False)
+    blocks.cache.evict(2)
+    blocks.cache.clear()
+    publisher.flush()
+    found = [
+        event
+        for _, payload in publisher._sent
+        for event in msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch).events
+    ]
+    on_gpu, on_cpu = found[:2]
+    assert isinstance(on_gpu, kv_events.BlockStored) and on_gpu.medium == kv_events.MEDIUM_GPU
+    assert isinstance(on_cpu, kv_events.BlockStored) and on_cpu.medium == kv_events.MEDIUM_CPU
+    assert on_gpu.token_ids == list(range(2 * size))
+    removed, cleared = found[2:]
+    assert isinstance(removed, kv_events.BlockRemoved)
+    assert removed.block_hashes == [hash.to_bytes(16, "big") for hash in (B, A)]
+    assert isinstance(cleared, kv_events.AllBlocksCleared)
+
+
+# --- Any sequence of calls ---
+
+
+class FollowedMachine(SharingMachine):
+    """A subscriber that loses messages knows the tiers after each step."""
+
+    def make(self, *sizes, **pools):
+        made = super().make(*sizes, **pools)
+        if not hasattr(self, "subscriber"):
+            draw = random.Random(f"{self.sharing} {sizes}")
+            replay = draw.choice([0, 2, 1000])
+            self.publisher = self.stack.enter_context(
+                events.Publisher("tcp://127.0.0.1:0", replay=replay)
+            )
+            self.subscriber = Subscriber(self.publisher, lambda: draw.random() < 0.3)
+            self.stack.callback(self.subscriber.close)
+        self.publisher.follow(made.cache)
+        return made
+
+    @invariant()
+    def the_subscriber_knows_the_tiers(self):
+        self.subscriber.catch_up().assert_knows(self.blocks)
+
+
+@pytest.mark.parametrize("queued", [100_000, 1])
+def test_a_subscriber_knows_the_tiers_after_any_sequence_of_calls(device, monkeypatch, queued):
+    monkeypatch.setattr(events, "_MAX_QUEUED", queued)
+    run(FollowedMachine, device, 100)
