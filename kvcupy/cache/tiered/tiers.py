@@ -782,7 +782,7 @@ class _Unwritten:
     def __init__(self, tiers: Tiers, keep: Container[int]) -> None:
         self._tiers, self._keep = tiers, keep
 
-    def __contains__(self, hash: int) -> bool:
+    def __contains__(self, hash: Any) -> bool:
         tiers, disk = self._tiers, self._tiers.disk
         if hash in self._keep:
             return True

@@ -1,0 +1,193 @@
+"""The scheduler's side: which blocks to load and save, from vLLM's block hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .options import setting
+from .steps import Answer, Found, Load, Step
+
+Lookup = Callable[[str, int, list[int]], "Found | None"]
+
+
+@dataclass
+class Tracked:
+    """A request with blocks of the engine."""
+
+    request: Any
+    blocks: list[int] = field(default_factory=list)
+    num_saved: int = 0  # leading blocks that were sent to be saved
+
+
+class Scheduler:
+    """Decides what each step loads and saves.
+
+    Parameters
+    ----------
+    config : vLLM's VllmConfig
+    layerwise : whether to load in the step, layer by layer, if no other request runs
+    find_lookup : returns the worker's `lookup`, if the worker is in this process, else None
+    """
+
+    def __init__(
+        self, config: Any, *, layerwise: bool, find_lookup: Callable[[], Lookup | None]
+    ) -> None:
+        self.block_tokens = int(setting(config, "cache_config.block_size"))
+        hash_tokens = int(setting(config, "cache_config.hash_block_size", 0)) or self.block_tokens
+        self._hashes_per_block = max(1, self.block_tokens // hash_tokens)
+        self._num_workers = int(setting(config, "parallel_config.world_size", 1))
+        self._layerwise = layerwise
+        self._find_lookup = find_lookup
+        self._step = Step()
+        self._tracked: dict[str, Tracked] = {}
+        # First block, blocks from it on, and whether the request is to wait for their load.
+        self._found: dict[str, tuple[int, Found, bool]] = {}
+        self._loading: dict[str, Load] = {}  # loads whose outcome is not known
+        self._recompute: set[str] = set()  # requests one of whose loads has failed
+        self._asked: dict[str, int] = {}  # first block, by request that workers look up
+        self._answers: dict[str, list[Found]] = {}
+        self._num_failures = 0
+        self._num_running = 0  # requests in the last step
+
+    # --- Scheduling a request ---
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many more tokens can be loaded, or None to be asked again."""
+        name = request.request_id
+        first = num_computed_tokens // self.block_tokens
+        hashes = self.hashes(request)[: (request.num_tokens - 1) // self.block_tokens]
+        if name in self._recompute or first >= len(hashes):
+            return 0, False
+        found = self._look_up(name, first, hashes[first:])
+        if found is None:
+            return None, False
+        is_async = not self._layerwise or self._num_running > 0
+        self._found[name] = (first, found, is_async)
+        if not found.num_blocks:
+            return 0, False
+        return found.num_blocks * self.block_tokens, is_async
+
+    def _look_up(self, name: str, first: int, hashes: list[int]) -> Found | None:
+        if (lookup := self._find_lookup()) is not None:
+            return lookup(name, first, hashes)
+        if self._asked.get(name) != first:
+            self._asked[name] = first
+            self._answers[name] = []
+            self._step.lookups[name] = (first, hashes)
+        answers = self._answers[name]
+        if len(answers) < self._num_workers:
+            return None
+        return min(answers, key=lambda found: found.num_blocks)
+
+    def sources(self, request: Any, num_tokens: int) -> dict[str, int]:
+        """Return tokens by the source of their blocks."""
+        _, found, _ = self._found.get(request.request_id, (0, Found(), False))
+        sources = found.sources[: num_tokens // self.block_tokens]
+        return {s: sources.count(s) * self.block_tokens for s in dict.fromkeys(sources)}
+
+    def allocated(self, request: Any, blocks: list[int], num_external_tokens: int) -> None:
+        """Note the blocks of a request, and queue its load."""
+        name = request.request_id
+        tracked = self._tracked.setdefault(name, Tracked(request))
+        tracked.blocks = list(blocks)
+        first, found, is_async = self._found.get(name, (0, Found(), False))
+        num_loaded = num_external_tokens // self.block_tokens
+        if found.num_blocks and not num_loaded and name not in self._loading:
+            self._step.drops.append(name)
+        if num_loaded:
+            targets = blocks[first : first + num_loaded]
+            load = Load(name, targets, first, is_async)
+            self._step.loads.append(load)
+            self._step.fresh += targets
+            self._loading[name] = load
+        self._asked.pop(name, None)
+        self._answers.pop(name, None)
+
+    # --- A step ---
+
+    def build(self, output: Any) -> Step:
+        """Return what the workers do in a step."""
+        step, self._step = self._step, Step()
+        step.number_of_failures = self._num_failures
+        self._num_running = len(output.num_scheduled_tokens)
+        size = self.block_tokens
+        for new in output.scheduled_new_reqs:
+            blocks = list(new.block_ids[0])
+            step.fresh += blocks[new.num_computed_tokens // size :]
+            self._complete(step, output, new.req_id, blocks, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        resumed = getattr(cached, "resumed_req_ids", ())
+        for i, name in enumerate(cached.req_ids):
+            more = cached.new_block_ids[i]
+            added = [] if more is None else list(more[0])
+            known = self._tracked.get(name)
+            is_whole = name in resumed or known is None
+            num_computed = cached.num_computed_tokens[i]
+            blocks = added if is_whole or known is None else [*known.blocks, *added]
+            step.fresh += added[num_computed // size :] if is_whole else added
+            self._complete(step, output, name, blocks, num_computed)
+        return step
+
+    def _complete(
+        self, step: Step, output: Any, name: str, blocks: list[int], num_computed: int
+    ) -> None:
+        """Add the blocks of a request that are complete after the step."""
+        if (tracked := self._tracked.get(name)) is None:
+            return
+        if tracked.blocks[: len(blocks)] != blocks[: len(tracked.blocks)]:
+            tracked.num_saved = 0  # the request was preempted, and has other blocks now
+        tracked.blocks = blocks
+        hashes = self.hashes(tracked.request)
+        num_tokens = num_computed + output.num_scheduled_tokens[name]
+        num_complete = min(num_tokens // self.block_tokens, len(hashes), len(blocks))
+        for i in range(tracked.num_saved, num_complete):
+            step.saves.setdefault(hashes[i], blocks[i])
+        tracked.num_saved = max(tracked.num_saved, num_complete)
+
+    def hashes(self, request: Any) -> list[int]:
+        """Return the hashes of a request's full blocks, of 128 bits."""
+        step = self._hashes_per_block
+        return [_number(hash) for hash in request.block_hashes[step - 1 :: step]]
+
+    def note_output(self, output: Any, answer: Answer | None) -> None:
+        """Note what the workers report after a step."""
+        if answer is not None:
+            for name, found in answer.found.items():
+                if name in self._answers:
+                    self._answers[name] += found
+        if invalid := getattr(output, "invalid_block_ids", None):
+            self._num_failures += 1
+            for name, load in self._loading.items():
+                if not invalid.isdisjoint(load.blocks):
+                    self._recompute.add(name)
+            for tracked in self._tracked.values():
+                tracked.num_saved = 0  # blocks of failed steps were not saved; others are known
+        for name in getattr(output, "finished_recving", None) or ():
+            self._loading.pop(name, None)
+
+    def finished(self, name: str) -> None:
+        """Forget a request."""
+        for known in (self._tracked, self._found, self._loading, self._asked, self._answers):
+            known.pop(name, None)
+        self._recompute.discard(name)
+
+    def clear(self) -> None:
+        """Forget all blocks with the next step."""
+        self._step.clear = True
+
+
+def _number(hash: Any) -> int:
+    """Return one of vLLM's block hashes as an int of 128 bits."""
+    if isinstance(hash, (bytes, bytearray)):
+        number = int.from_bytes(hash[:16], "little")
+    else:
+        number = int(hash) & (2**128 - 1)
+    return number if number >= 2**64 else number | 2**127
+
+
+def block_ids(blocks: Any) -> list[int]:
+    """Return the ids of the one group of vLLM's KVCacheBlocks."""
+    ids: Iterable[int] = blocks.get_block_ids()[0]
+    return list(ids)
