@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from ...config import cache_logger
 from ...extras import install
 from .options import Options, setting
-from .scheduler import Lookup, Scheduler, block_ids
+from .scheduler import Scheduler, block_ids
 from .steps import Answer, Step
 from .worker import Worker
 
@@ -79,20 +79,19 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
                     'blocks is lost between lookup and load; "recompute" is recommended'
                 )
             self._scheduler = Scheduler(
-                vllm_config, layerwise=options.layerwise, find_lookup=self._find_lookup
+                vllm_config, layerwise=options.layerwise, find_worker=self._find_worker
             )
 
-    def _find_lookup(self) -> Lookup | None:
-        """Return `lookup` of the only worker of this engine, if it is in this process."""
+    def _find_worker(self) -> Worker | None:
+        """Return the only worker of this engine, if it is in this process."""
         if int(setting(self._vllm_config, "parallel_config.world_size", 1)) > 1:
             return None
         with _workers_lock:
-            worker = _workers.get(self._engine)
-        return None if worker is None else worker.lookup
+            return _workers.get(self._engine)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False
+        return bool(self._kv_transfer_config.kv_role == "kv_producer")
 
     # --- The worker's side ---
 
@@ -165,8 +164,8 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._of_scheduler().finished(request.request_id)
-        return False, None
+        parameters = self._of_scheduler().finished(request, block_ids)
+        return parameters is not None, parameters
 
     def reset_cache(self) -> bool | None:
         self._of_scheduler().clear()

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...config import BoundedLog, cache_logger
+from .handover import asks_for_hand_over, parameters_of, ticket_of
 from .options import setting
-from .steps import Answer, Found, Load, Step
+from .steps import Answer, Found, Load, PullJob, Step
+from .worker import Worker
 
-Lookup = Callable[[str, int, list[int]], "Found | None"]
+_HANDED_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # not aborted, and no error
 
 
 @dataclass
@@ -28,24 +31,27 @@ class Scheduler:
     ----------
     config : vLLM's VllmConfig
     layerwise : whether to load in the step, layer by layer, if no other request runs
-    find_lookup : returns the worker's `lookup`, if the worker is in this process, else None
+    find_worker : returns the only worker, if it is in this process, else None
     """
 
     def __init__(
-        self, config: Any, *, layerwise: bool, find_lookup: Callable[[], Lookup | None]
+        self, config: Any, *, layerwise: bool, find_worker: Callable[[], Worker | None]
     ) -> None:
         self.block_tokens = int(setting(config, "cache_config.block_size"))
         hash_tokens = int(setting(config, "cache_config.hash_block_size", 0)) or self.block_tokens
         self._hashes_per_block = max(1, self.block_tokens // hash_tokens)
         self._num_workers = int(setting(config, "parallel_config.world_size", 1))
         self._layerwise = layerwise
-        self._find_lookup = find_lookup
+        self._find_worker = find_worker
         self._step = Step()
         self._tracked: dict[str, Tracked] = {}
         # First block, blocks from it on, and whether the request is to wait for their load.
         self._found: dict[str, tuple[int, Found, bool]] = {}
         self._loading: dict[str, Load] = {}  # loads whose outcome is not known
         self._recompute: set[str] = set()  # requests one of whose loads has failed
+        self._tickets: dict[str, bytes] = {}  # of prompts to fetch from other engines
+        self._pulled: set[str] = set()  # requests whose prompt was fetched, or cannot be
+        self._log = BoundedLog(cache_logger)
         self._asked: dict[str, int] = {}  # first block, by request that workers look up
         self._answers: dict[str, list[Found]] = {}
         self._num_failures = 0
@@ -56,6 +62,8 @@ class Scheduler:
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, or None to be asked again."""
         name = request.request_id
+        if (num_remote := self._match_remote(request, num_computed_tokens)) > 0:
+            return num_remote, True
         first = num_computed_tokens // self.block_tokens
         hashes = self.hashes(request)[: (request.num_tokens - 1) // self.block_tokens]
         if name in self._recompute or first >= len(hashes):
@@ -69,9 +77,28 @@ class Scheduler:
             return 0, False
         return found.num_blocks * self.block_tokens, is_async
 
+    def _match_remote(self, request: Any, num_computed_tokens: int) -> int:
+        """Return how many tokens another engine has computed for this request."""
+        name = request.request_id
+        if name in self._pulled:
+            return 0
+        try:
+            if (remote := ticket_of(request)) is None:
+                return 0
+            if self._find_worker() is None:
+                raise ValueError("tensor parallel engines cannot take over prompts")
+        except ValueError as error:
+            self._log.warning("the prompt of a request is computed again: %s", error)
+            self._pulled.add(name)
+            return 0
+        ticket, num_tokens = remote
+        if num_tokens > num_computed_tokens:
+            self._tickets[name] = ticket
+        return num_tokens - num_computed_tokens
+
     def _look_up(self, name: str, first: int, hashes: list[int]) -> Found | None:
-        if (lookup := self._find_lookup()) is not None:
-            return lookup(name, first, hashes)
+        if (worker := self._find_worker()) is not None:
+            return worker.lookup(name, first, hashes)
         if self._asked.get(name) != first:
             self._asked[name] = first
             self._answers[name] = []
@@ -83,6 +110,8 @@ class Scheduler:
 
     def sources(self, request: Any, num_tokens: int) -> dict[str, int]:
         """Return tokens by the source of their blocks."""
+        if request.request_id in self._pulled:
+            return {"remote": num_tokens}
         _, found, _ = self._found.get(request.request_id, (0, Found(), False))
         sources = found.sources[: num_tokens // self.block_tokens]
         return {s: sources.count(s) * self.block_tokens for s in dict.fromkeys(sources)}
@@ -92,6 +121,10 @@ class Scheduler:
         name = request.request_id
         tracked = self._tracked.setdefault(name, Tracked(request))
         tracked.blocks = list(blocks)
+        if (ticket := self._tickets.pop(name, None)) is not None and num_external_tokens:
+            self._pulled.add(name)
+            self._pull(name, ticket, blocks, num_external_tokens, request)
+            return
         first, found, is_async = self._found.get(name, (0, Found(), False))
         num_loaded = num_external_tokens // self.block_tokens
         if found.num_blocks and not num_loaded and name not in self._loading:
@@ -104,6 +137,17 @@ class Scheduler:
             self._loading[name] = load
         self._asked.pop(name, None)
         self._answers.pop(name, None)
+
+    def _pull(
+        self, name: str, ticket: bytes, blocks: list[int], num_tokens: int, request: Any
+    ) -> None:
+        """Queue the fetch of the last `num_tokens` that another engine has computed."""
+        total = int(request.kv_transfer_params["kvcupy_tokens"])
+        first = (total - num_tokens) // self.block_tokens
+        targets = blocks[first : -(-total // self.block_tokens)]
+        self._step.pulls.append(PullJob(name, ticket, targets, first))
+        self._step.fresh += targets
+        self._loading[name] = Load(name, targets, first, True)
 
     # --- A step ---
 
@@ -167,11 +211,31 @@ class Scheduler:
         for name in getattr(output, "finished_recving", None) or ():
             self._loading.pop(name, None)
 
-    def finished(self, name: str) -> None:
-        """Forget a request."""
-        for known in (self._tracked, self._found, self._loading, self._asked, self._answers):
+    def finished(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
+        """Forget a request; return the parameters with which another engine continues it.
+
+        With parameters, the blocks stay as they are until the worker reports them as sent.
+        """
+        name = request.request_id
+        dicts: tuple[dict[str, Any], ...] = (
+            self._tracked, self._found, self._loading, self._asked, self._answers, self._tickets
+        )  # fmt: skip
+        for known in dicts:
             known.pop(name, None)
         self._recompute.discard(name)
+        self._pulled.discard(name)
+        if not asks_for_hand_over(request) or request.status.name not in _HANDED_OVER:
+            return None
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        num_blocks = -(-num_tokens // self.block_tokens)
+        worker = self._find_worker()
+        if worker is None or worker.hand_over is None or request.prompt_token_ids is None:
+            self._log.warning("a prompt cannot be handed over: the engine is tensor parallel")
+            return None
+        if not num_blocks or len(blocks) < num_blocks:
+            return None  # the request was preempted meanwhile
+        ticket = worker.hand_over.offer(name, blocks[:num_blocks])
+        return None if ticket is None else parameters_of(request, ticket, num_tokens)
 
     def clear(self) -> None:
         """Forget all blocks with the next step."""

@@ -26,8 +26,9 @@ from ...errors import KvcupyError
 from ...remote.stores.store import SharedStore
 from ...streams import stream_after
 from .caches import wrap_caches
+from .handover import HandOver, Pulling
 from .options import Options, describe_blocks, setting
-from .steps import Answer, Found, Load, Step
+from .steps import Answer, Found, Load, PullJob, Step
 
 _NUM_FETCHERS = 4
 _FLUSH_INTERVAL_S = 0.2
@@ -99,7 +100,8 @@ class Worker:
         self._lookups: dict[str, Lookup] = {}
         self._num_held = 0  # blocks, including those being fetched
         self._skip_until = 0.0
-        self._fetchers = Threads(_NUM_FETCHERS)
+        self._fetchers, self._pullers = Threads(_NUM_FETCHERS), Threads(_NUM_FETCHERS)
+        self.hand_over: HandOver | None = None
         self._store: SharedStore | None = None
         self._layers: dict[str, tuple[int, ...]] = {}
         # First block and hashes of requests that the scheduler asks about in steps.
@@ -155,17 +157,22 @@ class Worker:
                 name="kvcupy flush", daemon=True,
             )  # fmt: skip
             flusher.start()
+        device_pool.allocator.alloc(device_pool.num_pages)  # the engine says which are free
+        self.hand_over = HandOver(self.cache, options, self.model)
 
     def shutdown(self) -> None:
         """Write what is left to disk and the store, for a while, and close the tiers."""
         self._stop.set()
         self._dirty.set()
         self._fetchers.stop()
+        self._pullers.stop()
         closing = threading.Thread(target=self._close, name="kvcupy close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
     def _close(self) -> None:
+        if self.hand_over is not None:
+            self.hand_over.close()
         if self.cache is not None:
             with suppress(OSError):
                 self.cache.close(deadline_s=_CLOSE_S / 2)
@@ -294,6 +301,24 @@ class Worker:
                 self._receiving[load.request] = loading
             else:
                 self._step_loads.append(loading)
+        for pull in step.pulls:
+            self._receiving[pull.request] = self._pulled(pull)
+
+    def _pulled(self, job: PullJob) -> Loading:
+        """Start to fetch a prompt from another engine."""
+        assert self.cache is not None and self.hand_over is not None
+        pulling = Pulling()
+        after: Any = False
+        device = self.cache.engine.device
+        if device.kind != "host":  # what the stream of this thread still does with the blocks
+            after = device.stream()
+            after.wait(stream_after(device, None, "a load", "torch").record())
+        run = partial(
+            pulling.run, self.hand_over.receiver, self.cache, job.ticket, job.first, job.blocks,
+            after,
+        )  # fmt: skip
+        self._pullers.submit(run)
+        return Loading(job.blocks, pulling)
 
     def _started(self, load: Load) -> Loading:
         """Start a load; blocks that are not held any more are invalid."""
@@ -368,6 +393,9 @@ class Worker:
         for request in finished:
             self.drop(request)
             self._asked.pop(request, None)
+            receiving = self._receiving.get(request)
+            if receiving is not None and isinstance(receiving.completion, Pulling):
+                receiving.completion.cancel()
         received = set()
         for request, loading in list(self._receiving.items()):
             completion = loading.completion
@@ -378,7 +406,8 @@ class Worker:
                 self._log.warning("blocks could not be loaded: %s", completion.failure)
                 self._fail(loading.blocks, in_step=False)
             received.add(request)
-        return set(), received
+        sent = set() if self.hand_over is None else self.hand_over.take_sent(finished)
+        return sent, received
 
     def take_invalid(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
