@@ -133,6 +133,28 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
         answer = self._of_worker().answer()
         return None if answer is None else KvcupyWorkerMetadata(answer)
 
+    def get_kv_connector_stats(self) -> Any:
+        counts = {} if self._worker is None else self._worker.take_counts()
+        return self.build_kv_connector_stats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        from .statistics import KvcupyStats
+
+        return KvcupyStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
+        from .statistics import KvcupyPromMetrics
+
+        return KvcupyPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return Options.of(extra_config).layerwise
+
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
@@ -148,9 +170,19 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         return self._of_scheduler().match(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        sources = {
+            "host": CacheHitSource.HOST, "disk": CacheHitSource.DISK,
+            "shared": CacheHitSource.EXTERNAL_UNSPECIFIED, "remote": CacheHitSource.P2P,
+        }  # fmt: skip
+        found = self._of_scheduler().sources(request, num_external_tokens)
+        return {sources[name]: number for name, number in found.items()}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler().allocated(request, block_ids(blocks), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvcupyMetadata:

@@ -88,6 +88,7 @@ class HandOver:
         self._offered: set[str] = set()  # requests whose pages are offered
         self._released: set[str] = set()  # and of these, the ones whose pages are free again
         self._finished: set[str] = set()  # and the ones that the worker knows to be finished
+        self.num_offers = 0  # so far
         self._log = BoundedLog(cache_logger)
 
     def offer(self, request: str, blocks: Sequence[int]) -> bytes | None:
@@ -102,7 +103,9 @@ class HandOver:
                 if self._sender is None:
                     self._sender = self._make_sender()
                 self._offered.add(request)
-            return self._sender.offer(list(blocks), after=False, lease_s=LEASE_S, release=release)
+            ticket = self._sender.offer(list(blocks), after=False, lease_s=LEASE_S, release=release)
+            self.num_offers += 1
+            return ticket
         except (KvcupyError, OSError, ValueError) as error:
             self._log.warning("a prompt cannot be handed over: %s", error)
             with self._lock:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from ...config import BoundedLog, cache_logger
@@ -41,10 +43,12 @@ class Scheduler:
         hash_tokens = int(setting(config, "cache_config.hash_block_size", 0)) or self.block_tokens
         self._hashes_per_block = max(1, self.block_tokens // hash_tokens)
         self._num_workers = int(setting(config, "parallel_config.world_size", 1))
-        self._layerwise = layerwise
+        # Workers of which only one fails a load would save what the others computed from it.
+        self._layerwise = layerwise and self._num_workers == 1
         self._find_worker = find_worker
         self._step = Step()
         self._tracked: dict[str, Tracked] = {}
+        self._hashes: dict[str, list[int]] = {}  # of full blocks, by request
         # First block, blocks from it on, and whether the request is to wait for their load.
         self._found: dict[str, tuple[int, Found, bool]] = {}
         self._loading: dict[str, Load] = {}  # loads whose outcome is not known
@@ -54,6 +58,7 @@ class Scheduler:
         self._log = BoundedLog(cache_logger)
         self._asked: dict[str, int] = {}  # first block, by request that workers look up
         self._answers: dict[str, list[Found]] = {}
+        self._salt = b""  # random once blocks were forgotten, as after a change of the weights
         self._num_failures = 0
         self._num_running = 0  # requests in the last step
 
@@ -158,42 +163,47 @@ class Scheduler:
         self._num_running = len(output.num_scheduled_tokens)
         size = self.block_tokens
         for new in output.scheduled_new_reqs:
-            blocks = list(new.block_ids[0])
+            blocks = new.block_ids[0]
             step.fresh += blocks[new.num_computed_tokens // size :]
-            self._complete(step, output, new.req_id, blocks, new.num_computed_tokens)
+            self._replace_blocks(new.req_id, blocks)
+            self._add_saves(step, output, new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         resumed = getattr(cached, "resumed_req_ids", ())
         for i, name in enumerate(cached.req_ids):
-            more = cached.new_block_ids[i]
-            added = [] if more is None else list(more[0])
-            known = self._tracked.get(name)
-            is_whole = name in resumed or known is None
+            added = () if cached.new_block_ids[i] is None else cached.new_block_ids[i][0]
             num_computed = cached.num_computed_tokens[i]
-            blocks = added if is_whole or known is None else [*known.blocks, *added]
-            step.fresh += added[num_computed // size :] if is_whole else added
-            self._complete(step, output, name, blocks, num_computed)
+            if name in resumed:
+                step.fresh += added[num_computed // size :]
+                self._replace_blocks(name, added)
+            else:
+                step.fresh += added
+                if (tracked := self._tracked.get(name)) is not None:
+                    tracked.blocks += added
+            self._add_saves(step, output, name, num_computed)
         return step
 
-    def _complete(
-        self, step: Step, output: Any, name: str, blocks: list[int], num_computed: int
-    ) -> None:
+    def _replace_blocks(self, name: str, blocks: Sequence[int]) -> None:
+        if (tracked := self._tracked.get(name)) is not None:
+            tracked.blocks, tracked.num_saved = list(blocks), 0
+
+    def _add_saves(self, step: Step, output: Any, name: str, num_computed: int) -> None:
         """Add the blocks of a request that are complete after the step."""
         if (tracked := self._tracked.get(name)) is None:
             return
-        if tracked.blocks[: len(blocks)] != blocks[: len(tracked.blocks)]:
-            tracked.num_saved = 0  # the request was preempted, and has other blocks now
-        tracked.blocks = blocks
         hashes = self.hashes(tracked.request)
         num_tokens = num_computed + output.num_scheduled_tokens[name]
-        num_complete = min(num_tokens // self.block_tokens, len(hashes), len(blocks))
+        num_complete = min(num_tokens // self.block_tokens, len(hashes), len(tracked.blocks))
         for i in range(tracked.num_saved, num_complete):
-            step.saves.setdefault(hashes[i], blocks[i])
+            step.saves.setdefault(hashes[i], tracked.blocks[i])
         tracked.num_saved = max(tracked.num_saved, num_complete)
 
     def hashes(self, request: Any) -> list[int]:
         """Return the hashes of a request's full blocks, of 128 bits."""
+        known = self._hashes.setdefault(request.request_id, [])
         step = self._hashes_per_block
-        return [_number(hash) for hash in request.block_hashes[step - 1 :: step]]
+        for hash in request.block_hashes[(len(known) + 1) * step - 1 :: step]:
+            known.append(_number(hash, self._salt))
+        return known
 
     def note_output(self, output: Any, answer: Answer | None) -> None:
         """Note what the workers report after a step."""
@@ -218,7 +228,8 @@ class Scheduler:
         """
         name = request.request_id
         dicts: tuple[dict[str, Any], ...] = (
-            self._tracked, self._found, self._loading, self._asked, self._answers, self._tickets
+            self._tracked, self._hashes, self._found, self._loading, self._asked, self._answers,
+            self._tickets,
         )  # fmt: skip
         for known in dicts:
             known.pop(name, None)
@@ -238,17 +249,18 @@ class Scheduler:
         return None if ticket is None else parameters_of(request, ticket, num_tokens)
 
     def clear(self) -> None:
-        """Forget all blocks with the next step."""
+        """Forget all blocks with the next step, and find none of before, in no store either."""
         self._step.clear = True
+        self._salt = secrets.token_bytes(16)
+        self._hashes.clear()
 
 
-def _number(hash: Any) -> int:
+def _number(hash: Any, salt: bytes) -> int:
     """Return one of vLLM's block hashes as an int of 128 bits."""
-    if isinstance(hash, (bytes, bytearray)):
-        number = int.from_bytes(hash[:16], "little")
-    else:
-        number = int(hash) & (2**128 - 1)
-    return number if number >= 2**64 else number | 2**127
+    if isinstance(hash, int):
+        hash = hash.to_bytes((hash.bit_length() + 7) // 8, "little")
+    digest = blake2b(hash, digest_size=16, key=salt).digest()
+    return int.from_bytes(digest, "little") | 2**64  # an int of more than 64 bits
 
 
 def block_ids(blocks: Any) -> list[int]:

@@ -38,6 +38,28 @@ _MAX_HELD = 0.5  # of the host pages
 _MAX_FILES = 16  # of engines that share a folder
 _CLOSE_S = 5.0
 
+# What is counted, by the names of `TieredCache.stats` where it has them.
+COUNTERS = {
+    "host_hits": "Blocks held for requests that were in host memory",
+    "disk_hits": "Blocks held for requests that were on disk",
+    "shared_hits": "Blocks held for requests that were in the shared store",
+    "misses": "Blocks of looked up prefixes that no tier had",
+    "inserted": "Blocks saved to host memory",
+    "lost": "Blocks evicted from the last tier",
+    "load_bytes": "Bytes loaded from host memory",
+    "save_bytes": "Bytes saved to host memory",
+    "disk_read_bytes": "Bytes read from disk",
+    "disk_write_bytes": "Bytes written to disk",
+    "disk_errors": "Blocks that failed to be read or written, or were damaged",
+    "shared_get_bytes": "Bytes fetched from the shared store",
+    "shared_put_bytes": "Bytes put into the shared store",
+    "shared_errors": "Calls of the shared store that failed",
+    "failed_blocks": "Blocks whose load failed, which were computed again",
+    "late_fetches": "Lookups whose blocks were not fetched in time",
+    "handed_over": "Prompts offered to other engines",
+    "taken_over": "Prompts fetched from other engines",
+}
+
 
 class Lookup:
     """A request whose blocks are being fetched to host memory, or are held there."""
@@ -113,11 +135,12 @@ class Worker:
         self._receiving: dict[str, Loading] = {}  # loads that requests wait for
         self._saving: list[tuple[Any, frozenset[int]]] = []
         self._invalid: set[int] = set()  # blocks whose load has failed
-        self._num_failures = 0  # of loads that a step has waited for
+        self._step_failed = False  # whether a load failed that this step waits for
+        self._num_failures = 0  # steps with such loads, at least as many as the scheduler knows
         self._stop = threading.Event()
         self._dirty = threading.Event()  # set when there may be blocks to write to disk
         self._log = BoundedLog(cache_logger)
-        self.counts = {"failed_blocks": 0, "late_fetches": 0}
+        self.counts = dict.fromkeys(("misses", "failed_blocks", "late_fetches", "taken_over"), 0)
         self._reported: dict[str, float] = {}
 
     # --- Set-up ---
@@ -208,18 +231,23 @@ class Worker:
             lost = request in self._lost
         if self.cache is None or not hashes or lost:
             return Found()
-        known = self.cache.match(hashes, shared=False)
-        skips = time.monotonic() < self._skip_until
-        if known.host == len(hashes) or skips or (known.disk == known.host and not self._store):
-            return self._hold_now(request, first, hashes[: known.host])
+        try:
+            known = self.cache.match(hashes, shared=False)
+            skips = time.monotonic() < self._skip_until
+            if known.host == len(hashes) or skips or (known.disk == known.host and not self._store):
+                return self._hold_now(request, first, hashes, known.host)
+        except KvcupyError as error:
+            self._log.warning("blocks could not be looked up: %s", error)
+            return Found()
         self._fetch_later(request, first, hashes)
         return None
 
-    def _hold_now(self, request: str, first: int, hashes: list[int]) -> Found:
+    def _hold_now(self, request: str, first: int, hashes: list[int], num_known: int) -> Found:
         assert self.cache is not None
-        if not hashes:
+        self.counts["misses"] += len(hashes) - num_known
+        if not num_known:
             return Found()
-        held = self.cache.hold(hashes, wait="best_effort")
+        held = self.cache.hold(hashes[:num_known], wait="best_effort")
         lookup = Lookup(first, held.num_blocks, 0.0)
         lookup.held = held
         with self._lock:
@@ -257,6 +285,7 @@ class Worker:
                 held.release()
                 return
             self._num_held += held.num_blocks - lookup.num_blocks
+            self.counts["misses"] += len(hashes) - held.num_blocks
             lookup.num_blocks = held.num_blocks
             lookup.held = held
 
@@ -342,8 +371,7 @@ class Worker:
     def _fail(self, blocks: list[int], *, in_step: bool) -> None:
         self._invalid.update(blocks)
         self.counts["failed_blocks"] += len(blocks)
-        if in_step:
-            self._num_failures = self._step.number_of_failures + 1
+        self._step_failed |= in_step
 
     def wait_for_layer(self, name: str) -> None:
         """Make the compute stream wait until a layer of the step's loads has arrived."""
@@ -372,6 +400,10 @@ class Worker:
                 except KvcupyError as error:
                     self._lose(loading, error)
         self._step_loads = []
+        if self._step_failed:
+            known = self._step.number_of_failures
+            self._num_failures = max(self._num_failures, known) + 1
+            self._step_failed = False
 
     def start_saves(self) -> None:
         """Start to save the blocks that the step has completed."""
@@ -405,6 +437,8 @@ class Worker:
             if completion is not None and completion.failure is not None:
                 self._log.warning("blocks could not be loaded: %s", completion.failure)
                 self._fail(loading.blocks, in_step=False)
+            elif isinstance(completion, Pulling):
+                self.counts["taken_over"] += 1
             received.add(request)
         sent = set() if self.hand_over is None else self.hand_over.take_sent(finished)
         return sent, received
@@ -423,6 +457,9 @@ class Worker:
         return Answer(found) if found else None
 
     def _clear(self) -> None:
+        with self._lock:
+            for request in list(self._lookups):
+                self._drop(request)
         if self.cache is not None:
             try:
                 self.cache.clear()
@@ -432,26 +469,16 @@ class Worker:
     # --- Statistics ---
 
     def take_counts(self) -> dict[str, float]:
-        """Return counts since the last call, and the number of blocks in each tier."""
+        """Return the counts since the last call that are not zero."""
         if self.cache is None:
             return {}
-        totals = {**self.cache.stats(), **self.counts}
-        levels = {name: totals.pop(name) for name in ("host_blocks", "disk_blocks")}
-        changed = {
-            name: value - self._reported.get(name, 0)
-            for name, value in totals.items()
-            if name in _COUNTERS and value != self._reported.get(name, 0)
-        }
+        stats = self.cache.stats()
+        if self.hand_over is not None:
+            stats["handed_over"] = self.hand_over.num_offers
+        totals = {name: self.counts.get(name, stats.get(name, 0)) for name in COUNTERS}
+        changed = {n: v - self._reported.get(n, 0) for n, v in totals.items()}
         self._reported = totals
-        return {**changed, **levels} if changed else {}
-
-
-_COUNTERS = frozenset((
-    "host_hits", "disk_hits", "shared_hits", "misses", "inserted", "lost", "host_evicted",
-    "disk_evicted", "disk_errors", "shared_errors", "shared_stored", "load_bytes", "save_bytes",
-    "disk_read_bytes", "disk_write_bytes", "shared_get_bytes", "shared_put_bytes",
-    "failed_blocks", "late_fetches",
-))  # fmt: skip
+        return {name: value for name, value in changed.items() if value}
 
 
 def _over(completion: Any) -> bool:
@@ -480,6 +507,8 @@ def _with_disk(
 ) -> TieredCache:
     """Make the tiers over a file, or over a file of this model in a folder."""
     make = partial(make, disk_bytes=options.disk_bytes, encryption_key=options.encryption_key)
+    if options.disk_path is not None and options.disk_path.endswith("/"):
+        path.mkdir(parents=True, exist_ok=True)
     if not path.is_dir():
         return make(disk=path if rank == 0 else path.with_name(f"{path.name}.rank{rank}"))
     for number in range(_MAX_FILES):
