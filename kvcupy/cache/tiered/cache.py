@@ -25,7 +25,8 @@ from . import policies
 from .changes import Listener, TokenIds
 from .disk_blocks import DiskBlocks, DiskMove
 from .hints import Hint, Retention
-from .leases import Lease, Match, acquire
+from .holds import HeldBlocks, hold, save
+from .leases import Lease, LeaseCompletion, Match, acquire
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
 from .tiers import (
     BlockCompletion,
@@ -189,21 +190,18 @@ class TieredCache(ProcessLocal):
 
     # --- Looking blocks up ---
 
-    def match(self, hashes: Any) -> Match:
+    def match(self, hashes: Any, *, shared: bool = True) -> Match:
         """Count the leading blocks on the device, on device or host, and in any tier.
 
         Parameters
         ----------
         hashes : list or array of 64-bit or 128-bit ints, starting at the first block of a prefix
+        shared : query a shared store once, for all blocks that no tier has, and wait for the answer
 
         Raises
         ------
         TypeError, ValueError : `hashes` has other values
         KvcupyError : the cache is closed
-
-        Notes
-        -----
-        Queries a shared store once, for all blocks that no tier has, and waits for the answer.
         """
         keys = self._hashes(hashes)
         with self._shared.lock:
@@ -218,12 +216,12 @@ class TieredCache(ProcessLocal):
                 while i < len(keys) and known(keys[i]):
                     i += 1
                 counts.append(i)
-            if self._store is None:
+            if self._store is None or not shared:
                 return Match(counts[0], counts[1], counts[2], counts[2])
             missing = list(dict.fromkeys([hash for hash in keys[i:] if not tiers.readable(hash)]))
         stored = self._store.count_known(missing)
-        shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
-        return Match(counts[0], counts[1], counts[2], shared)
+        num_known = len(keys) if stored == len(missing) else keys.index(missing[stored])
+        return Match(counts[0], counts[1], counts[2], num_known)
 
     def acquire(
         self, hashes: Any, *,
@@ -284,6 +282,95 @@ class TieredCache(ProcessLocal):
                 tiers = self._shared.tiers
                 self._store.release(tiers, arrivals)
         return acquire(self._shared, keys[: keys.index(arrivals.hashes[0])], stream)
+
+    # --- Below an engine that owns the device's pages ---
+
+    def hold(
+        self, hashes: Any, *, wait: str = "complete", deadline_s: float | None = None,
+    ) -> HeldBlocks:  # fmt: skip
+        """Hold the leading cached blocks in host memory, fetching them from disk and the store.
+
+        For engines with their own index of device pages. Blocks that are only on the device are
+        not found: use `save` in place of `insert`, and `hold` in place of `acquire`.
+
+        Parameters
+        ----------
+        hashes, wait, deadline_s : as in `acquire`
+
+        Returns
+        -------
+        HeldBlocks : empty if no block is cached. `num_blocks`, `pages` and `sources` describe the
+            blocks; `load(device_pages, after=, first=0)` starts to load them into pages of the
+            caller, and returns a `Completion`; `release()` lets them be evicted again
+
+        Raises
+        ------
+        TypeError, ValueError : an argument is invalid
+        KvcupyError : the cache is closed
+
+        Notes
+        -----
+        Held blocks are not evicted. If host memory has too few pages for all blocks from disk,
+        fewer leading blocks are held: at most half of the pages in one call.
+
+        Examples
+        --------
+        >>> import kvcupy as kv
+        >>> pools = [kv.KVPool(n, 2, 3, 1, 8, dtype="fp16", device="host") for n in (4, 16)]
+        >>> cache = TieredCache(*pools)
+        >>> pools[0].k(1)[2] = 5
+        >>> cache.save([0xA], [2]).synchronize()
+        >>> with cache.hold([0xA, 0xB]) as held:
+        ...     held.load([3]).synchronize()
+        >>> held.num_blocks, float(pools[0].k(1)[3, 0, 0, 0])
+        (1, 5.0)
+        """
+        keys = self._hashes(hashes)
+        seconds = self._checked_wait(wait, deadline_s)
+        arrivals = None
+        if self._store is not None:
+            arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
+        try:
+            return hold(self._shared, keys, max(1, self.host_pool.num_pages // 2))
+        finally:
+            if arrivals is not None and self._store is not None:
+                with self._shared.lock:
+                    tiers = self._shared.tiers
+                    self._store.release(tiers, arrivals)
+
+    def save(self, hashes: Any, pages: Any, *, after: Any = None) -> LeaseCompletion:
+        """Start to copy blocks to host memory from device pages that the caller keeps.
+
+        Parameters
+        ----------
+        hashes : as in `match`; preceding blocks need not be cached
+        pages : list or integer array (n,) of pages of the device pool, one for each hash
+        after : compute stream that writes the pages, as in `insert`
+
+        Returns
+        -------
+        Completion : of the copies. Do not overwrite the pages before; calls of `HeldBlocks.load`
+            and `save` that touch them keep their order
+
+        Raises
+        ------
+        TypeError, ValueError : an argument is invalid; nothing has changed
+        CaptureError : `after` is being captured; nothing has changed
+        KvcupyError : the cache is closed
+
+        Notes
+        -----
+        Blocks in host memory are not copied again. Others may be skipped, the last ones first, if
+        no host page can be freed for them without waiting, neither for a transfer nor for a write
+        to disk (`flush` writes blocks ahead of that). Copies to disk and to a shared store are made
+        as after `insert`.
+        """
+        keys, page_list = self._hashes(hashes), page_array(pages).tolist()
+        if len(keys) != len(page_list):
+            raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
+        if page_list and not 0 <= min(page_list) <= max(page_list) < self.device_pool.num_pages:
+            raise ValueError(f"pages: expected pages of the device pool, got {page_list}")
+        return save(self._shared, keys, page_list, self._stream(after))
 
     def _wait_for_arrivals(
         self, store: StoreTier, keys: list[int], wait: str, seconds: float | None

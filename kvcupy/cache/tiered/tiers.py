@@ -709,7 +709,7 @@ class Tiers:
 
     def plan_host_eviction(
         self, count: int, *, required: int = 0, keep: Collection[int] = _NO_HASHES,
-        leaving: Collection[int] = _NO_HASHES, wait: bool = True,
+        leaving: Collection[int] = _NO_HASHES, wait: bool = True, write: bool = True,
     ) -> HostEviction:  # fmt: skip
         """Choose copies to evict for `count` host pages; the plan may have fewer pages.
 
@@ -721,9 +721,13 @@ class Tiers:
         leaving : hashes that are about to leave the device. They are evicted from the host tier
             last, and only to disk or for required pages
         wait : raise Blocked to wait for transfers, instead of planning fewer pages
+        write : raise Blocked to write copies to disk before their eviction, instead of planning
+            fewer pages
         """
         num_free = min(count, self.host.num_free)
-        stay = {*keep, *leaving} if leaving else keep
+        stay: Container[int] = {*keep, *leaving} if leaving else keep
+        if not write:
+            stay = _Unwritten(self, stay)
         plan = HostEviction(num_free, self.host.choose(count - num_free, stay, settled=not wait))
         min_pages = required if self.disk is None else count
         if leaving and plan.num_pages < min_pages:
@@ -745,7 +749,7 @@ class Tiers:
             )
         if self.store is not None:
             self._plan_puts(plan, self.store, leaving, wait=wait)
-        if self.disk is not None:
+        if self.disk is not None and write:
             self._require_written(plan.victims, self.disk, keep, leaving)
         return plan
 
@@ -891,6 +895,21 @@ class Tiers:
         self.counts.device_evicted += len(victims)
         self.counts.lost += sum(copy.hash not in self for copy in victims)
         return _pages(victims)
+
+
+class _Unwritten:
+    """The hashes in `keep`, and of copies in host memory that are to be written to disk."""
+
+    def __init__(self, tiers: Tiers, keep: Container[int]) -> None:
+        self._tiers, self._keep = tiers, keep
+
+    def __contains__(self, hash: Any) -> bool:
+        tiers, disk = self._tiers, self._tiers.disk
+        if hash in self._keep:
+            return True
+        if disk is None or not disk.available or hash in disk.slots:
+            return False
+        return tiers.host.pages[hash] not in tiers.host.write_failed
 
 
 def _pages(copies: Sequence[Copy]) -> Pages:

@@ -1,0 +1,215 @@
+"""Blocks held in host memory, for an engine that owns the pages of the device.
+
+    store, disk --hold--> host page, held --load--> a device page of the engine
+    a device page of the engine --save--> host page
+
+The device tier of the cache stays empty: the engine decides which device page has which block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import CacheFull, KvcupyError, ProcessLocal
+from ...ops import checks
+from ...streams import stream_after
+from ..pages import page_array
+from .leases import AcquirePlan, DiskReads, LeaseCompletion
+from .tiers import BlockCompletion, Copy, SharedTiers, Tiers, copy_of
+
+if TYPE_CHECKING:
+    from ..pages import Pages
+
+
+class HeldBlocks(ProcessLocal):
+    """Leading blocks of a prefix in host memory, held until their release. Made by `hold`.
+
+    Attributes
+    ----------
+    num_blocks : number of leading blocks of the requested hashes
+    pages : int64 (num_blocks,), the host page of each block, read-only
+    sources : where `hold` has found each block: "host", "disk" or "shared"
+    released : whether `release` was called
+    """
+
+    def __init__(
+        self, shared: SharedTiers, copies: list[Copy], sources: list[str], num_requested: int
+    ) -> None:
+        self.num_blocks = len(copies)
+        self.pages: Pages = np.array([copy.page for copy in copies], np.int64)
+        self.pages.flags.writeable = False
+        self.sources = sources
+        self.released = False
+        self._shared = shared
+        self._copies = copies
+        self._num_requested = num_requested
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else "held"
+        return f"<HeldBlocks, {self.num_blocks} of {self._num_requested}, {state}>"
+
+    def __enter__(self) -> HeldBlocks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def load(self, pages: Any, *, after: Any = None, first: int = 0) -> LeaseCompletion:
+        """Start to load blocks into device pages of the caller.
+
+        Parameters
+        ----------
+        pages : list or integer array (n,) of pages of the device pool, for n blocks from `first` on
+        after : compute stream with the last uses of the pages; None for the current stream; False
+            if no work uses them
+        first : number of the first block
+
+        Returns
+        -------
+        Completion : also has `wait_layer(layer, stream)`. It fails if a block has not arrived in
+            host memory; the pages are then undefined
+
+        Raises
+        ------
+        TypeError, ValueError : an argument is invalid, or there are fewer than n blocks
+        CaptureError : `after` is being captured
+        KvcupyError : the blocks have been released, or the cache is closed
+        """
+        stream = stream_after(self._shared.engine.device, after, "a move of blocks")
+        targets = page_array(pages).tolist()
+        checks.require_int(first, "first")
+        copies = self._copies[first : first + len(targets)]
+        if first < 0 or len(copies) != len(targets):
+            raise ValueError(
+                f"pages: expected at most {self.num_blocks} blocks, got {len(targets)} from "
+                f"{first} on"
+            )
+
+        def change(tiers: Tiers) -> BlockCompletion:
+            if self.released:
+                raise KvcupyError("the blocks have been released: their pages may be reused")
+            sources = [copy.page for copy in copies]
+            transfer = tiers.engine.load(sources, targets, after=stream)
+            arriving = [tiers.host.arriving(page) for page in sources]
+            completion = BlockCompletion("load", transfer, (), arriving, sources)
+            tiers.in_flight.add(completion)
+            tiers.host.used_by.update(dict.fromkeys(sources, completion))
+            return completion
+
+        return LeaseCompletion(self._shared, (self._shared.attempt(change),))
+
+    def release(self) -> None:
+        """Let the blocks be evicted again; loads in flight are unaffected. Idempotent."""
+        with self._shared.lock:  # also legal after the cache is closed
+            tiers = self._shared.tiers
+            if not self.released:
+                self.released = True
+                for copy in self._copies:
+                    tiers.host.release(copy)
+
+
+def hold(shared: SharedTiers, hashes: list[int], max_reads: int) -> HeldBlocks:
+    """Hold the leading blocks that host memory and disk have, at most `max_reads` from disk."""
+    if (held := _attempt(shared, hashes, None, max_reads)) is not None:
+        return held
+    with shared.disk_turn:
+        reads = DiskReads(shared)
+        try:
+            while (held := _attempt(shared, hashes, reads, max_reads)) is None:
+                reads.carry_out()
+        finally:
+            reads.give_back()
+    return held
+
+
+def _attempt(
+    shared: SharedTiers, hashes: list[int], reads: DiskReads | None, max_reads: int
+) -> HeldBlocks | None:
+    """Hold the leading blocks; None if some must be read from disk first, to pages of `reads`."""
+
+    def change(tiers: Tiers) -> HeldBlocks | None:
+        host = tiers.host
+        read: set[int] = set()
+        unreadable: set[int] = set()
+        if reads is not None:
+            read, unreadable = set(reads.arrived), reads.unreadable
+            if reads.arrived:
+                reads.become_host_blocks(tiers)
+        known = hashes
+        unread: list[int] = []
+        for i, hash in enumerate(hashes):
+            if hash in host.pages:
+                continue
+            if read or hash in unreadable or len(unread) == max_reads or not _on_disk(tiers, hash):
+                known = hashes[:i]
+                break
+            unread.append(hash)
+        if unread:
+            try:
+                plan = tiers.plan_host_eviction(len(unread), required=len(unread), keep=set(known))
+            except CacheFull:
+                known = known[: known.index(unread[0])]
+            else:
+                if reads is not None:
+                    reads.claim(tiers, AcquirePlan(known, unread, unread, 0, [], [], plan))
+                return None
+        return _held(shared, tiers, hashes, known, read)
+
+    return shared.attempt(change)
+
+
+def _on_disk(tiers: Tiers, hash: int) -> bool:
+    return tiers.on_disk(hash) and tiers.readable(hash)
+
+
+def _held(
+    shared: SharedTiers, tiers: Tiers, hashes: list[int], known: list[int], read: Collection[int]
+) -> HeldBlocks:
+    host, counts = tiers.host, tiers.counts
+    host.use(known, {})
+    if tiers.disk is not None:
+        tiers.disk.use(known)
+    copies = [copy_of((hash, host.pages[hash])) for hash in known]
+    sources = []
+    for copy in copies:
+        host.hold(copy)
+        is_fetched = copy.page in host.fetched
+        sources.append("disk" if copy.hash in read else "shared" if is_fetched else "host")
+    counts.disk_hits += sources.count("disk")
+    counts.host_hits += sources.count("host")
+    counts.misses += len(hashes) - len(known)
+    if tiers.store is not None:
+        tiers.store.note_saved([copy.hash for copy in copies if copy.hash in read])
+        tiers.store.note_acquired(tiers, known, sources.count("shared"))
+        host.fetched.difference_update([copy.page for copy in copies])
+    return HeldBlocks(shared, copies, sources, len(hashes))
+
+
+def save(
+    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any
+) -> LeaseCompletion:
+    """Save device pages of an engine; blocks in host memory are only touched."""
+
+    def change(tiers: Tiers) -> list[BlockCompletion]:
+        host = tiers.host
+        fresh: dict[int, int] = {}
+        for hash, page in zip(hashes, pages, strict=True):
+            if hash not in host.pages:
+                fresh.setdefault(hash, page)
+        saved: dict[int, int] = {}
+        if fresh:
+            plan = tiers.plan_host_eviction(len(fresh), keep=set(hashes), wait=False, write=False)
+            host_pages = tiers.evict_from_host(plan)
+            copies = list(map(copy_of, fresh.items()))[: len(host_pages)]
+            saved = tiers.save_or_free(copies, host_pages, after)
+        host.use(hashes, saved)
+        if tiers.disk is not None:
+            tiers.disk.use(hashes)
+        tiers.counts.inserted += len(saved)
+        completions = [host.arriving(page) for page in saved.values()]
+        return list({id(c): c for c in completions if c is not None}.values())
+
+    return LeaseCompletion(shared, tuple(shared.attempt(change)))

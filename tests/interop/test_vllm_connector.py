@@ -1,0 +1,488 @@
+"""The connector for vLLM, below a stand-in for vLLM's engine (`vllm_stand_in`).
+
+`tests/engines/test_vllm.py` runs it below vLLM itself, where that is installed.
+"""
+
+import random
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import vllm_stand_in as vllm
+from vllm_stand_in import BLOCK_TOKENS, Engine, tokens_alone
+
+import kvcupy as kv
+from kvcupy.cache.tiered import disk, holds
+
+SHAPES = {
+    "HND": None,
+    "NHD": (24, BLOCK_TOKENS, 2, 8),
+    "stacked": (2, 24, BLOCK_TOKENS, 2, 8),
+    "interleaved": (24, 2, BLOCK_TOKENS, 2, 8),
+    "latent": (24, BLOCK_TOKENS, 24),
+}
+HOST = {"host_bytes": 2**18}  # more than all blocks
+SMALL_HOST = {"host_bytes": 2**13}  # 16 blocks
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    return vllm.install(monkeypatch)
+
+
+@pytest.fixture
+def make(connector):
+    """Make engines, and close them."""
+    engines = []
+
+    def make_engine(options, **arguments):
+        engines.append(Engine(connector, options, **arguments))
+        return engines[-1]
+
+    yield make_engine
+    for engine in engines:
+        engine.close()
+
+
+def conversations(count, seed=0):
+    """Prompts that extend each other, or share one of three beginnings."""
+    rng = random.Random(seed)
+    words = lambda n: [rng.randrange(3, 500) for _ in range(n)]  # noqa: E731
+    starts, known = [words(18) for _ in range(3)], []
+    prompts = []
+    for _ in range(count):
+        if known and rng.random() < 0.6:
+            prompt = rng.choice(known)
+        else:
+            known.append(prompt := list(rng.choice(starts)))
+        prompt += words(rng.randrange(3, 14))
+        if len(prompt) > 60:
+            known.remove(prompt)
+        prompts.append(list(prompt))
+    return prompts
+
+
+def check(engine, prompts, at_once=4, flush=False):
+    """Serve prompts, and compare every token; return how many tokens were not computed."""
+    cached = external = 0
+    for i in range(0, len(prompts), at_once):
+        requests = [engine.add(prompt) for prompt in prompts[i : i + at_once]]
+        for output, prompt in zip(engine.run(*requests), prompts[i : i + at_once], strict=True):
+            assert output == tokens_alone(prompt, 3), f"prompt {prompt}"
+        cached += sum(r.num_cached for r in requests)
+        external += sum(r.num_external for r in requests)
+        if flush:  # what a thread does from time to time
+            worker_of(engine).cache.flush()
+    return cached, external
+
+
+def settle(engine):
+    for _ in range(100):
+        engine.step()
+        if not engine.held:
+            return
+        time.sleep(0.01)
+
+
+def worker_of(engine):
+    return engine.worker._worker
+
+
+def assert_nothing_held(engine):
+    settle(engine)
+    worker = worker_of(engine)
+    deadline = time.monotonic() + 5
+    while worker.cache._shared.tiers.host.held and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(engine.free) == len(engine.num_refs) - 1
+    assert (worker._num_held, worker._lookups, worker._receiving) == (0, {}, {})
+    assert not worker.cache._shared.tiers.host.held
+    scheduler = engine.scheduler._scheduler
+    assert not (scheduler._tracked or scheduler._found or scheduler._loading or scheduler._hashes)
+
+
+# --- Tokens ---
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["one process", "two processes"])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_host_memory_serves_what_the_device_has_evicted(make, layerwise, separate):
+    engine = make({**HOST, "layerwise": layerwise}, separate=separate)
+    _, external = check(engine, conversations(60))
+    assert external > 400
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layouts(make, shape):
+    engine = make(HOST, shape=SHAPES[shape])
+    assert check(engine, conversations(30))[1] > 100
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["one process", "two processes"])
+def test_disk_serves_what_host_memory_has_evicted(make, tmp_path, separate):
+    options = {**SMALL_HOST, "disk_path": str(tmp_path / "blocks"), "disk_bytes": 2**20}
+    engine = make(options, separate=separate)
+    _, external = check(engine, conversations(60), flush=True)
+    assert external > 200
+    assert engine.sources[vllm.CacheHitSource.DISK] > 0
+    assert_nothing_held(engine)
+
+
+def test_preempted_requests(make):
+    engine = make(HOST, num_blocks=26)
+    prompts = conversations(40)
+    requests = [engine.add(prompt, 9) for prompt in prompts]
+    for output, prompt in zip(engine.run(*requests), prompts, strict=True):
+        assert output == tokens_alone(prompt, 9)
+    assert engine.num_preempted > 3
+    assert_nothing_held(engine)
+
+
+def test_the_stand_in_notices_a_wrong_byte(make):
+    engine = make(HOST)
+    prompt = list(range(3, 40))
+    check(engine, [prompt])
+    check(engine, conversations(20))  # evict it from the device
+    settle(engine)
+    worker_of(engine).cache.host_pool.k(0)[...] ^= 1
+    with pytest.raises(AssertionError, match="layers have different rows"):
+        check(engine, [prompt])
+
+
+def test_a_file_serves_the_next_engine(make, tmp_path):
+    prompts = conversations(30)
+    options = {**SMALL_HOST, "disk_path": f"{tmp_path}/folder/", "disk_bytes": 2**20}
+    first = make(options)
+    check(first, prompts, flush=True)
+    first.close()
+    (file,) = Path(options["disk_path"]).iterdir()
+    assert check(make(options), prompts[-4:])[1] > 60
+    assert [*Path(options["disk_path"]).iterdir()] == [file]
+
+
+def test_engines_of_one_folder_have_own_files(make, tmp_path):
+    options = {**SMALL_HOST, "disk_path": str(tmp_path), "disk_bytes": 2**20}
+    for engine in (make(options), make(options), make(options, name="another model")):
+        check(engine, conversations(8))
+    assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_two_engines_share_a_store(make):
+    prompts = conversations(30)
+    options = {**HOST, "store": f"shm:test-{uuid.uuid4().hex}"}
+    first, second, other = make(options), make(options), make(options, name="another model")
+    try:
+        check(first, prompts)
+        worker_of(first).cache.flush()
+        prompt = prompts[-1]
+        assert check(second, [prompt])[1] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert second.sources == {vllm.CacheHitSource.EXTERNAL_UNSPECIFIED: second_tokens(prompt)}
+        assert check(other, [prompt])[1] == 0
+    finally:
+        worker_of(first)._store.remove()
+
+
+def second_tokens(prompt):
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_salt_separates_requests(make):
+    engine = make(HOST)
+    prompt = list(range(3, 40))
+    found = []
+    for salt in ("one", "two", "one"):
+        check(engine, conversations(20, seed=len(found)))
+        request = engine.add(prompt, salt=salt)
+        engine.run(request)
+        found.append(request.num_cached > 0)
+    assert found == [False, False, True]
+
+
+def test_reset_forgets_all_blocks(make):
+    options = {**HOST, "store": f"shm:test-{uuid.uuid4().hex}"}
+    engine, prompt = make(options), list(range(3, 40))
+    try:
+        check(engine, [prompt])
+        worker_of(engine).cache.flush()
+        check(engine, conversations(20))
+        assert engine.scheduler.reset_cache()
+        assert check(engine, [prompt])[1] == 0
+    finally:
+        worker_of(engine)._store.remove()
+
+
+# --- Requests that end early ---
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_aborted_requests_give_everything_back(make, tmp_path, layerwise):
+    options = {
+        **SMALL_HOST, "disk_path": str(tmp_path / "f"), "disk_bytes": 2**20, "layerwise": layerwise
+    }  # fmt: skip
+    engine, rng = make(options), random.Random(1)
+    prompts = conversations(60)
+    for i in range(0, 60, 6):
+        requests = [engine.add(prompt) for prompt in prompts[i : i + 6]]
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        for request in requests[::2]:
+            if request in engine.waiting or request in engine.running:
+                engine.abort(request)
+        rest = [r for r in requests if not r.status.name.endswith("ABORTED")]
+        for request, output in zip(rest, engine.run(*rest), strict=True):
+            assert output == tokens_alone(request.prompt_token_ids, 3)
+    assert_nothing_held(engine)
+
+
+# --- Failures ---
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("separate", [False, True], ids=["one process", "two processes"])
+def test_failed_loads_are_computed_again(make, monkeypatch, layerwise, separate):
+    engine = make({**HOST, "layerwise": layerwise}, separate=separate)
+    rng, load, failed = random.Random(2), holds.HeldBlocks.load, []
+
+    def fail_often(held, pages, **options):
+        if rng.random() < 0.4:
+            failed.append(held)
+            raise kv.DeviceError("load: an injected failure")
+        return load(held, pages, **options)
+
+    monkeypatch.setattr(holds.HeldBlocks, "load", fail_often)
+    check(engine, conversations(60))
+    assert len(failed) > 5
+    monkeypatch.setattr(holds.HeldBlocks, "load", load)
+    check(engine, conversations(60))  # nothing that was computed of missing blocks was saved
+    assert_nothing_held(engine)
+
+
+def test_a_disk_that_fails(make, tmp_path, monkeypatch):
+    options = {**SMALL_HOST, "disk_path": str(tmp_path / "f"), "disk_bytes": 2**20}
+    engine, prompts = make(options), conversations(40)
+    check(engine, prompts[:20], flush=True)
+    broken = OSError(5, "an injected failure")
+    for name in ("read_many", "write_many"):
+        monkeypatch.setattr(disk.DiskTier, name, lambda tier, items: [broken for _ in items])
+    check(engine, prompts[20:])
+    assert worker_of(engine).cache.stats()["disk_errors"] > 0
+    assert_nothing_held(engine)
+
+
+def test_a_damaged_file_is_a_miss(make, tmp_path):
+    options = {**SMALL_HOST, "disk_path": str(tmp_path / "f"), "disk_bytes": 2**20}
+    prompts = conversations(20)
+    first = make(options)
+    check(first, prompts, flush=True)
+    first.close()
+    content = np.fromfile(tmp_path / "f", np.uint8)
+    content[2**15 :: 97] ^= 0x40
+    content.tofile(tmp_path / "f")
+    check(make(options), prompts)
+
+
+def test_a_store_that_hangs(make, monkeypatch):
+    """Requests wait for the deadline once, and the next ones not at all."""
+    from kvcupy.interop.vllm_connector import worker
+
+    monkeypatch.setattr(worker, "_FETCH_S", 0.2)
+    release = threading.Event()
+    engine = make({**HOST, "store": f"shm:test-{uuid.uuid4().hex}"})
+    store = worker_of(engine)._store
+    try:
+        for name in ("match", "get", "put"):
+            monkeypatch.setattr(store, name, lambda *_, **__: release.wait() and 0)
+        started = time.monotonic()
+        check(engine, conversations(12), at_once=12)
+        assert 0.2 < time.monotonic() - started < 5
+        started = time.monotonic()
+        check(engine, conversations(12, seed=1))
+        assert time.monotonic() - started < 0.2 + 2
+        assert worker_of(engine).counts["late_fetches"] > 0
+        release.set()
+        assert_nothing_held(engine)
+    finally:
+        release.set()
+        monkeypatch.undo()
+        store.remove()
+
+
+def test_saves_do_not_wait_for_the_disk(make, tmp_path, monkeypatch):
+    """With host memory full of blocks that a slow disk has not taken, saves are dropped."""
+    options = {**SMALL_HOST, "disk_path": str(tmp_path / "f"), "disk_bytes": 2**20}
+    engine, release = make(options), threading.Event()
+    write = disk.DiskTier.write_many
+    monkeypatch.setattr(
+        disk.DiskTier, "write_many", lambda tier, items: release.wait() and write(tier, items)
+    )
+    started = time.monotonic()
+    check(engine, conversations(20))
+    assert time.monotonic() - started < 5
+    release.set()
+
+
+# --- Options and statistics ---
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"host_byte": 1}, ValueError, "host_byte"),
+        ({"host_bytes": 0}, ValueError, "host_bytes: expected at least 1"),
+        ({"host_bytes": "1"}, TypeError, "host_bytes: expected int"),
+        ({"disk_path": "f"}, ValueError, "disk_bytes: expected it together with disk_path"),
+        ({"disk_bytes": 2**20}, ValueError, "disk_bytes: expected it together with disk_path"),
+        ({"host_bytes": 2**16, "policy": "best"}, ValueError, "policy"),
+        ({"encoding": "nvfp5"}, (TypeError, ValueError), "nvfp5"),
+        ({"host_bytes": 2**16, "encoding": "nvfp4"}, ValueError, "encoding"),
+        ({"encryption_key": "00"}, ValueError, "encryption_key: expected 32 bytes"),
+        ({"encryption_key": "0g" * 32}, ValueError, "encryption_key: expected 64 hexadecimal"),
+        ({"encryption_key": "00" * 32}, ValueError, "encryption_key: expected None without disk"),
+        ({"host_bytes": 512}, ValueError, "host_bytes: expected at least two blocks"),
+    ],
+)  # fmt: skip
+def test_options_are_checked_by_name(connector, options, error, message):
+    with pytest.raises(error, match=message):
+        Engine(connector, options)
+
+
+def test_a_key_encrypts_the_file(make, tmp_path):
+    pytest.importorskip("cryptography")
+    (tmp_path / "key").write_text("ab" * 32)
+    options = {**HOST, "disk_path": str(tmp_path / "f"), "disk_bytes": 2**20}
+    encrypted = {**options, "encryption_key": f"file:{tmp_path}/key"}
+    prompts = conversations(8)
+    first = make(encrypted)
+    check(first, prompts)
+    first.close()
+    again = make({**encrypted, "encryption_key": "ab" * 32})
+    assert check(again, prompts[-1:])[1] > 0
+    again.close()
+    with pytest.raises(ValueError, match="encryption"):
+        make({**options, "disk_path": str(tmp_path / "f")})
+
+
+def test_models_with_several_groups_are_refused(connector):
+    from types import SimpleNamespace
+
+    engine = Engine(connector, HOST)
+    config = SimpleNamespace(num_blocks=4, kv_cache_groups=[1, 2])
+    with pytest.raises(ValueError, match="one group of KV caches, got 2"):
+        connector(engine.worker._vllm_config, vllm.KVConnectorRole.WORKER, config)
+    engine.close()
+
+
+def test_statistics(make):
+    engine, totals = make(HOST), {}
+    for prompt in conversations(30):
+        request = engine.add(prompt)
+        while request in engine.waiting or request in engine.running:
+            engine.step()
+            if (stats := engine.report.kv_connector_stats) is not None:
+                assert not stats.is_empty()
+                for name, value in stats.reduce().items():
+                    totals[name] = totals.get(name, 0) + value
+    hits = sum(engine.sources.values()) // BLOCK_TOKENS
+    assert totals["host_hits"] == hits > 0
+    assert totals["load_bytes"] == hits * worker_of(engine).cache.host_pool.page_bytes
+    assert totals["inserted"] > 0
+
+
+def test_prometheus_counters(connector):
+    counted = {}
+
+    class Counter:
+        def __init__(self, name, documentation, labelnames):
+            assert documentation and labelnames == ["model", "engine"]
+            self.name = name
+
+        def labels(self, *values):
+            child = Counter(self.name, "child", ["model", "engine"])
+            child.values = values
+            return child
+
+        def inc(self, value):
+            counted[self.name, self.values] = value
+
+    metrics = connector.build_prom_metrics(
+        None, {"Counter": Counter}, ["model", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
+    )
+    metrics.observe({"host_hits": 3, "unknown": 1}, engine_idx=1)
+    assert counted == {("vllm:kvcupy_host_hits", ("m", "1")): 3}
+
+
+# --- Prefill in one engine, decode in another ---
+
+
+def handed_over(engine, prompts):
+    """Compute prompts, and return the parameters for another engine."""
+    requests = [
+        engine.add(prompt, 1, params={"do_remote_decode": True}) for prompt in prompts
+    ]  # fmt: skip
+    engine.run(*requests)
+    return [request.returned for request in requests]
+
+
+def test_another_engine_continues_a_prompt(make):
+    prefill, decode = make(HOST, num_blocks=64), make(HOST, num_blocks=64)
+    prompts = conversations(12)
+    for i in range(0, 12, 3):
+        params = handed_over(prefill, prompts[i : i + 3])
+        assert all(p["do_remote_prefill"] for p in params)
+        requests = [
+            decode.add(prompt, 5, params=dict(p))
+            for prompt, p in zip(prompts[i : i + 3], params, strict=True)
+        ]
+        for output, prompt in zip(decode.run(*requests), prompts[i : i + 3], strict=True):
+            assert output == tokens_alone(prompt, 5)
+        assert all(r.num_external > 0 for r in requests)
+    assert decode.sources == {vllm.CacheHitSource.P2P: sum(decode.sources.values())}
+    for engine in (prefill, decode):
+        assert_nothing_held(engine)
+    assert worker_of(decode).counts["taken_over"] == 12
+
+
+def test_a_prompt_that_nobody_takes_over_is_given_up(make, monkeypatch):
+    from kvcupy.interop.vllm_connector import handover
+
+    assert handover.LEASE_S + handover._MAX_LEASE_S <= 90
+    monkeypatch.setattr(handover, "LEASE_S", 0.2)
+    engine, late = make(HOST), make(HOST)
+    prompt = list(range(3, 40))
+    (params,) = handed_over(engine, [prompt])
+    assert len(engine.held) == 1
+    time.sleep(0.3)
+    assert_nothing_held(engine)
+    request = late.add(prompt, params=params)
+    assert late.run(request) == [tokens_alone(prompt, 3)]
+    assert worker_of(late).counts["failed_blocks"] > 0
+
+
+@pytest.mark.parametrize("change", ["prompt", "ticket", "none", "separate"])
+def test_parameters_of_another_prompt_are_not_used(make, change):
+    prefill, decode = make(HOST), make(HOST, separate=change == "separate")
+    prompt = list(range(3, 40))
+    (params,) = handed_over(prefill, [prompt])
+    if change == "prompt":
+        prompt[5] += 1
+    elif change == "ticket":
+        params["kvcupy_ticket"] = params["kvcupy_ticket"][:40]
+    elif change == "none":
+        del params["kvcupy_ticket"]
+    request = decode.add(prompt, params=params)
+    assert decode.run(request) == [tokens_alone(prompt, 3)]
+
+
+def test_an_aborted_take_over_gives_everything_back(make):
+    prefill, decode = make(HOST), make(HOST)
+    (params,) = handed_over(prefill, [list(range(3, 40))])
+    request = decode.add(list(range(3, 40)), params=params)
+    decode.step()
+    assert not request.external_done
+    decode.abort(request)
+    for engine in (prefill, decode):
+        assert_nothing_held(engine)

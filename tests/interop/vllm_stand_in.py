@@ -1,0 +1,472 @@
+"""A stand-in for vLLM: the modules that a connector imports, and an engine small enough to read.
+
+The engine calls a connector in the order of vLLM's scheduler and model runner. What it "computes"
+of a token, a number in every element of its row of the cache, depends on all tokens before it. The
+next token depends on every row that is read, so a wrong, late or stale block changes tokens.
+
+Source: vllm-project/vllm `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (signatures),
+`vllm/v1/core/sched/scheduler.py` (order of the calls).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import pickle
+import sys
+import uuid
+import zlib
+from collections import OrderedDict
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+
+BLOCK_TOKENS = 4
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+
+# --- Modules ---
+
+
+class KVConnectorRole(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class KVConnectorMetadata:
+    pass
+
+
+class KVConnectorWorkerMetadata:
+    pass
+
+
+class KVConnectorBase_V1:
+    def __init__(self, vllm_config, role, kv_cache_config):
+        self._connector_metadata = None
+        self._vllm_config, self._role, self._kv_cache_config = vllm_config, role, kv_cache_config
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+
+    def bind_connector_metadata(self, connector_metadata):
+        self._connector_metadata = connector_metadata
+
+    def clear_connector_metadata(self):
+        self._connector_metadata = None
+
+    def _get_connector_metadata(self):
+        assert self._connector_metadata is not None
+        return self._connector_metadata
+
+
+class KVConnectorStats:
+    def __init__(self, data=None):
+        self.data = {} if data is None else data
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self._counter_cls = metric_types["Counter"]
+
+
+class CacheHitSource(enum.Enum):
+    HOST = "host"
+    P2P = "p2p"
+    DISK = "disk"
+    EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+def install(monkeypatch):
+    """Make the modules importable, and return the connector's class."""
+    v1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+    names = {
+        f"{v1}.base": [
+            KVConnectorRole, KVConnectorMetadata, KVConnectorWorkerMetadata, KVConnectorBase_V1,
+        ],
+        f"{v1}.metrics": [KVConnectorStats, KVConnectorPromMetrics],
+        "vllm.v1.metrics.cache_hit_source": [CacheHitSource],
+    }  # fmt: skip
+    for name, members in names.items():
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            path = ".".join(parts[:i])
+            if path not in sys.modules or getattr(sys.modules[path], "__file__", None):
+                monkeypatch.setitem(sys.modules, path, ModuleType(path))
+            if i > 1:
+                setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[path])
+        for member in members:
+            setattr(sys.modules[name], member.__name__, member)
+    for name in [n for n in sys.modules if n.startswith("kvcupy.interop.vllm_connector")]:
+        monkeypatch.delitem(sys.modules, name)
+    from kvcupy.interop.vllm_connector import KvcupyConnector
+
+    return KvcupyConnector
+
+
+# --- What a model computes ---
+
+
+def row_of(tokens):
+    """What the cache holds for the last of these tokens."""
+    return zlib.crc32(np.array(tokens, np.int64).tobytes()) % 997
+
+
+def next_token(rows):
+    return 3 + int(sum((i + 1) * row for i, row in enumerate(rows))) % 500
+
+
+def tokens_alone(prompt, count):
+    """What an engine without a cache generates."""
+    tokens = list(prompt)
+    rows = [row_of(tokens[: i + 1]) for i in range(len(tokens))]
+    for _ in range(count):
+        tokens.append(next_token(rows))
+        rows.append(row_of(tokens))
+    return tokens[len(prompt) :]
+
+
+# --- The engine ---
+
+
+class Request:
+    def __init__(self, name, prompt, count, salt="", params=None):
+        self.request_id = f"{name}-{uuid.uuid4().hex[:8]}"
+        self.prompt_token_ids, self.tokens = list(prompt), list(prompt)
+        self.num_prompt_tokens, self.count, self.salt = len(prompt), count, salt
+        self.block_hashes, self.blocks = [], []
+        self.num_computed_tokens = 0
+        self.kv_transfer_params, self.returned = params, None
+        self.mm_features, self.lora_request = [], None
+        self.status = SimpleNamespace(name="WAITING")
+        self.num_cached = self.num_external = 0
+        self.external_done = True  # False while an asynchronous load is in flight
+        self.extend()
+
+    @property
+    def num_tokens(self):
+        return len(self.tokens)
+
+    @property
+    def output(self):
+        return self.tokens[self.num_prompt_tokens :]
+
+    def extend(self):
+        for i in range(len(self.block_hashes), len(self.tokens) // BLOCK_TOKENS):
+            previous = self.block_hashes[-1] if i else self.salt.encode()
+            block = np.array(self.tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS], np.int64)
+            self.block_hashes.append(hashlib.sha256(previous + block.tobytes()).digest())
+
+
+class Engine:
+    """One worker and a scheduler, in one process, or as if they were in two (`separate`)."""
+
+    def __init__(
+        self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
+        role="kv_both", name="model", max_running=4, processor="host",
+    ):  # fmt: skip
+        self.chunk, self.max_running = chunk, max_running
+        transfer = SimpleNamespace(
+            kv_connector_extra_config=options, engine_id=uuid.uuid4().hex, kv_role=role,
+            kv_load_failure_policy="recompute",
+        )  # fmt: skip
+        config = SimpleNamespace(
+            kv_transfer_config=transfer,
+            model_config=SimpleNamespace(model=name, dtype="float32"),
+            cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
+            parallel_config=SimpleNamespace(world_size=1, rank=0),
+            device_config=SimpleNamespace(device_type="cpu"),
+        )
+        kv_cache_config = SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[object()])
+        self.worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
+        self.separate = separate
+        if separate:
+            transfer = SimpleNamespace(**{**vars(transfer), "engine_id": "another process"})
+            config = SimpleNamespace(**{**vars(config), "kv_transfer_config": transfer})
+        self.scheduler = connector(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        shape = shape or (num_blocks, 2, BLOCK_TOKENS, 8)
+        self.block_axis = shape.index(num_blocks)
+        self.caches = {name: np.zeros(shape, np.float32) for name in LAYERS}
+        self.worker.register_kv_caches(self.caches)
+        self.free = OrderedDict.fromkeys(range(1, num_blocks))  # block 0 is never used
+        self.num_refs = [0] * num_blocks
+        self.hash_of = {}  # by block
+        self.block_of = {}  # by hash
+        self.waiting, self.running, self.held = [], [], {}
+        self.finished, self.scheduled = set(), set()
+        self.num_steps = self.num_preempted = 0
+        self.sources = {}
+
+    def close(self):
+        self.worker.shutdown()
+
+    # The caches
+
+    def rows(self, layer, block):
+        """Elements of a block, its tokens first."""
+        content = np.moveaxis(self.caches[layer], self.block_axis, 0)[block]
+        axis = content.shape.index(BLOCK_TOKENS)
+        return np.moveaxis(content, axis, 0).reshape(BLOCK_TOKENS, -1)
+
+    def write(self, layer, block, offset, value):
+        content = np.moveaxis(self.caches[layer], self.block_axis, 0)[block]
+        np.moveaxis(content, content.shape.index(BLOCK_TOKENS), 0)[offset] = value
+
+    def read(self, layer, blocks, count):
+        rows = np.concatenate([self.rows(layer, b) for b in blocks])[:count]
+        return [row[0] if (row == row[0]).all() else -1.0 for row in rows]
+
+    # Blocks
+
+    def take(self, count):
+        taken = []
+        for _ in range(count):
+            block, _ = self.free.popitem(last=False)
+            if (hash := self.hash_of.pop(block, None)) is not None:
+                del self.block_of[hash]
+            self.num_refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def use(self, block):
+        self.num_refs[block] += 1
+        self.free.pop(block, None)
+
+    def give_back(self, blocks):
+        for block in reversed(blocks):
+            self.num_refs[block] -= 1
+            if not self.num_refs[block]:
+                self.free[block] = None
+
+    def publish(self, request):
+        """Let other requests find the complete blocks of this one."""
+        for i in range(min(request.num_computed_tokens // BLOCK_TOKENS, len(request.blocks))):
+            hash = request.block_hashes[i]
+            if hash not in self.block_of and request.blocks[i] not in self.hash_of:
+                self.block_of[hash] = request.blocks[i]
+                self.hash_of[request.blocks[i]] = hash
+
+    # Requests
+
+    def add(self, prompt, count=3, **options):
+        request = Request(f"r{self.num_steps}", prompt, count, **options)
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request):
+        if request in self.running:
+            self.running.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        request.status = SimpleNamespace(name="FINISHED_ABORTED")
+        self.finish(request, keep=not request.external_done)
+
+    def finish(self, request, keep=False):
+        delay, request.returned = self.scheduler.request_finished(request, request.blocks)
+        self.finished.add(request.request_id)
+        if delay or keep:
+            self.held[request.request_id] = request
+        else:
+            self.give_back(request.blocks)
+
+    def preempt(self, request):
+        self.running.remove(request)
+        self.give_back(request.blocks)
+        request.blocks, request.num_computed_tokens = [], 0
+        request.status = SimpleNamespace(name="PREEMPTED")
+        self.waiting.insert(0, request)
+        self.num_preempted += 1
+
+    def run(self, *requests, max_steps=20_000):
+        """Step until the requests are done."""
+        for _ in range(max_steps):
+            if not any(r in self.waiting or r in self.running for r in requests):
+                return [r.output for r in requests]
+            self.step()
+        raise AssertionError("the engine does not get on")
+
+    def generate(self, *prompts, count=3):
+        return self.run(*[self.add(prompt, count) for prompt in prompts])
+
+    # A step
+
+    def step(self):
+        scheduled, new, cached = {}, [], []
+        preempted_before, has_sync_loads = self.num_preempted, False
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            count = min(self.chunk, request.num_tokens - request.num_computed_tokens)
+            short = self.shortage(request, count)
+            while short > len(self.free) and request in self.running:
+                scheduled.pop(self.running[-1].request_id, None)
+                self.preempt(self.running[-1])
+            if request not in self.running:
+                break
+            added = self.take(short)
+            request.blocks += added
+            scheduled[request.request_id] = count
+            cached.append((request, added))
+        cached = [(r, added) for r, added in cached if r in self.running]
+        scheduled = {r.request_id: scheduled[r.request_id] for r, _ in cached}
+        resumed = set()
+        if self.num_preempted == preempted_before:
+            has_sync_loads = self.admit(scheduled, new, cached, resumed)
+        num_computed = {r.request_id: r.num_computed_tokens for r in self.running}
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(
+                    req_id=r.request_id, block_ids=(list(r.blocks),),
+                    num_computed_tokens=r.num_computed_tokens,
+                )
+                for r in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[r.request_id for r, _ in cached], resumed_req_ids=resumed,
+                new_block_ids=[(added,) if added else None for _, added in cached],
+                num_computed_tokens=[num_computed[r.request_id] for r, _ in cached],
+            ),
+            num_scheduled_tokens=scheduled,
+            finished_req_ids=self.finished,
+        )  # fmt: skip
+        self.finished = set()
+        metadata = self.scheduler.build_connector_meta(output)
+        if self.separate:
+            metadata = pickle.loads(pickle.dumps(metadata))
+        rows = self.execute(output, metadata, scheduled, has_sync_loads)
+        self.update(scheduled, rows)
+        self.num_steps += 1
+
+    def shortage(self, request, count):
+        needed = -(-(request.num_computed_tokens + count) // BLOCK_TOKENS)
+        return max(0, needed - len(request.blocks))
+
+    def admit(self, scheduled, new, cached, resumed):
+        has_sync_loads = False
+        for request in sorted(self.waiting, key=lambda r: not r.blocks):  # then in order
+            if len(self.running) == self.max_running:
+                break
+            started = (*self.running, *(r for r in self.waiting if r.blocks))
+            reserved = sum(self.shortage(r, r.num_tokens - r.num_computed_tokens) for r in started)
+            if not request.external_done:
+                continue
+            local, external, is_async = [], 0, False
+            if not request.num_computed_tokens:
+                for hash in request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS]:
+                    if hash not in self.block_of:
+                        break
+                    local.append(self.block_of[hash])
+                start = len(local) * BLOCK_TOKENS
+                external, is_async = self.scheduler.get_num_new_matched_tokens(request, start)
+                if external is None:
+                    continue
+                assert not (is_async and not external)
+            computed = request.num_computed_tokens + len(local) * BLOCK_TOKENS + external
+            count = 0 if is_async else min(self.chunk, request.num_tokens - computed)
+            needed = -(-(computed + count) // BLOCK_TOKENS) - len(local) - len(request.blocks)
+            reusable = sum(1 for block in local if block in self.free)
+            whole = -(-request.num_tokens // BLOCK_TOKENS) - len(local) - len(request.blocks)
+            if not request.blocks and whole > len(self.free) - reusable - reserved:
+                break
+            if needed > len(self.free) - reusable:
+                break
+            for block in local:
+                self.use(block)
+            request.blocks += local + self.take(max(0, needed))
+            blocks = SimpleNamespace(get_block_ids=lambda r=request: (list(r.blocks),))
+            self.scheduler.update_state_after_alloc(request, blocks, external)
+            if external:
+                found = self.scheduler.get_external_cache_hit_sources(request, external)
+                assert sum(found.values()) == external
+                for source, tokens in found.items():
+                    self.sources[source] = self.sources.get(source, 0) + tokens
+            request.num_cached += len(local) * BLOCK_TOKENS + external
+            request.num_external += external
+            request.num_computed_tokens = computed
+            if is_async:
+                request.external_done = False
+                continue
+            self.waiting.remove(request)
+            self.running.append(request)
+            scheduled[request.request_id] = count
+            has_sync_loads |= external > 0
+            if request.status.name == "PREEMPTED":
+                resumed.add(request.request_id)
+                cached.append((request, list(request.blocks)))
+            else:
+                new.append(request)
+            request.status = SimpleNamespace(name="RUNNING")
+        return has_sync_loads
+
+    def execute(self, output, metadata, scheduled, has_sync_loads):
+        worker, rows = self.worker, {}
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        if has_sync_loads:
+            worker.start_load_kv(None)
+        for layer in LAYERS if scheduled else ():
+            worker.wait_for_layer_load(layer)
+            for request in self.running:
+                count = scheduled[request.request_id]
+                end = request.num_computed_tokens + count
+                for i in range(request.num_computed_tokens, end):
+                    row = row_of(request.tokens[: i + 1])
+                    self.write(layer, request.blocks[i // BLOCK_TOKENS], i % BLOCK_TOKENS, row)
+                rows.setdefault(request.request_id, []).append(
+                    self.read(layer, request.blocks, end)
+                )
+            worker.save_kv_layer(layer, self.caches[layer], None)
+        if not has_sync_loads:
+            worker.start_load_kv(None)
+        worker.wait_for_save()
+        sent, received = worker.get_finished(output.finished_req_ids)
+        self.report = SimpleNamespace(
+            finished_sending=sent, finished_recving=received,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )  # fmt: skip
+        worker.clear_connector_metadata()
+        return rows
+
+    def update(self, scheduled, rows):
+        report = self.report
+        failed = self.handle_invalid(report.invalid_block_ids, scheduled)
+        for request in list(self.running):
+            name = request.request_id
+            if name not in scheduled or request in failed:
+                continue
+            request.num_computed_tokens += scheduled[name]
+            self.publish(request)
+            if request.num_computed_tokens < request.num_tokens:
+                continue
+            assert rows[name][0] == rows[name][1], "layers have different rows"
+            request.tokens.append(next_token(rows[name][0]))
+            request.extend()
+            if len(request.output) == request.count:
+                self.running.remove(request)
+                request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+                self.finish(request)
+        self.scheduler.update_connector_output(report)
+        for name in report.finished_recving or ():
+            if name in self.held:
+                self.give_back(self.held.pop(name).blocks)
+                continue
+            (request,) = (r for r in self.waiting if r.request_id == name)
+            request.external_done = True
+            if not request.num_computed_tokens:
+                self.give_back(request.blocks)
+                request.blocks = []
+            self.publish(request)
+            if request.num_computed_tokens == request.num_tokens:
+                request.num_computed_tokens -= 1
+        for name in report.finished_sending or ():
+            self.give_back(self.held.pop(name).blocks)
+
+    def handle_invalid(self, invalid, scheduled):
+        failed = []
+        waiting = [r for r in self.waiting if not r.external_done]
+        for request in (*self.running, *waiting):
+            computed = -(-request.num_computed_tokens // BLOCK_TOKENS)
+            bad = [i for i, block in enumerate(request.blocks[:computed]) if block in invalid]
+            if bad:
+                failed.append(request)
+                request.num_computed_tokens = bad[0] * BLOCK_TOKENS
+        return failed
