@@ -13,6 +13,7 @@ from .cache.identity import BlockKeys, PoolIdentity
 from .cache.paged import backends as _backends
 from .cache.paged.arguments import Demotion
 from .cache.paged.cache import PagedKVCache
+from .cache.paged.groups import FullAttention, Latent, Recurrent, SlidingWindow
 from .cache.pages import PageAllocator, block_hashes
 from .cache.pool import KVPool, MLAPool
 from .cache.tiered.cache import TieredCache
@@ -101,10 +102,12 @@ __all__ = [
     "DeviceError",
     "Encoding",
     "ExploreResult",
+    "FullAttention",
     "Hint",
     "IndexFault",
     "KVPool",
     "KvcupyError",
+    "Latent",
     "Lease",
     "MLAPool",
     "OrderError",
@@ -115,7 +118,9 @@ __all__ = [
     "PagedKVCache",
     "PoolIdentity",
     "Pull",
+    "Recurrent",
     "SharedStore",
+    "SlidingWindow",
     "TieredCache",
     "Transfer",
     "TransferEngine",

@@ -120,14 +120,14 @@ def pool_of(
     }  # fmt: skip
     if latent_dim is not None:
         return MLAPool(**shared, latent_dim=latent_dim, rope_dim=head_dim - latent_dim), latent_dim
-    scales = not has_static_scales and _has_token_scales(Encoding.of(dtype).format)
+    scales = not has_static_scales and has_token_scales(Encoding.of(dtype).format)
     return KVPool(  # raises for None, by the argument's name
         **shared, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
         scales=scales,
     ), None  # fmt: skip
 
 
-def _has_token_scales(format: str) -> bool:
+def has_token_scales(format: str) -> bool:
     """Return whether rows of a format need scales per token and head; four-bit groups have some."""
     return format in FORMATS and FORMATS[format].quantised
 
@@ -173,7 +173,7 @@ def past_pool_of(
     return KVPool(
         pool.num_pages if demotion.num_pages is None else demotion.num_pages,
         pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
-        v_head_dim=pool.v_head_dim, dtype=demotion.encoding, scales=_has_token_scales(format),
+        v_head_dim=pool.v_head_dim, dtype=demotion.encoding, scales=has_token_scales(format),
         device=pool.device,
     )  # fmt: skip
 

@@ -17,15 +17,15 @@ from ...ops import call, checks
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
-from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, rope_of, scales_of
+from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, scales_of
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
-from .layers import Layers
-from .moves import Past
-from .sequences import Sequences
+from .groups import Plan, check_groups, make_plan, refuse_with_groups
+from .page_group import make_group, make_groups
+from .states import States, states_of
 from .step import Step, Steps
-from .tables import StepTables, Tables, block_table
+from .tables import STATE_SLOTS, StepTables, Tables, block_table
 
 _NO_STEP = "no step is running: call begin_forward first"
 
@@ -68,11 +68,19 @@ class PagedKVCache(ProcessLocal):
         costs: see `paged_attention`. Excludes cascade=True and `demotion`
     attention : whose kernels attend: "kvcupy", "flashinfer", "flash_attn", "auto" (FlashInfer's
         where it is installed and was measured to be faster, else kvcupy's) or a function
+    groups : for layers that are not alike, a list of `FullAttention`, `SlidingWindow`, `Latent` and
+        `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
+        group has its own pool. Layers have their numbers in the model
+    memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
+        num_tokens tokens (None: max_seq_len); see `plan`
+    num_tokens : with groups and without memory_bytes, the tokens that the pools hold, of one
+        sequence, or of several of max_seq_len tokens
 
     Attributes
     ----------
-    pool : the KVPool or MLAPool that holds the pages
+    pool : the KVPool or MLAPool that holds the pages; with groups, of the first attention group
     past_pool : the KVPool of the demoted pages, or None
+    pools : the pools of all groups of attention layers, in order
     device : the Device
 
     Raises
@@ -120,6 +128,7 @@ class PagedKVCache(ProcessLocal):
     >>> with cache.forward(["a"], [5]):
     ...     out = cache.attention(0, rows, rows[:, :2], rows[:, :2])
     >>> cache.fork_sequence("a", "b", at=4)
+    0
     >>> cache.sequence_length("b"), cache.num_available_pages, float(out[4, 3, 0])
     (4, 6, 1.0)
     """
@@ -135,65 +144,86 @@ class PagedKVCache(ProcessLocal):
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
         cascade: bool | None = None, pool: Pool | None = None,
         demotion: Demotion | None = None, batch_invariant: bool = False, attention: Any = "kvcupy",
+        groups: Any = None, memory_bytes: int | None = None, num_tokens: int | None = None,
     ) -> None:  # fmt: skip
-        has_static_scales = k_scale is not None or v_scale is not None
-        pool, latent_dim = pool_of(
-            pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
-            v_head_dim=v_head_dim, latent_dim=latent_dim, rope_dim=rope_dim,
-            has_static_scales=has_static_scales,
-        )  # fmt: skip
-        rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
-        if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
-            heads = f"{pool.num_kv_heads} KV heads"
-            raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         checks.flag(batch_invariant, "batch_invariant")
-        for name, value in (("cascade", cascade), ("demotion", demotion)):
-            if batch_invariant and value:
-                raise ValueError(f"{name}: expected None with batch_invariant, got {value!r}")
+        for name, option in (("cascade", cascade), ("demotion", demotion)):
+            if batch_invariant and option:
+                raise ValueError(f"{name}: expected None with batch_invariant, got {option!r}")
         if batch_invariant or config.batch_invariant:
             batch_invariant, cascade = True, False
-        self.pool, self.device = pool, pool.device
-        self.past_pool = past_pool_of(pool, demotion, cascade, has_static_scales)
-        self._num_q_heads = int(num_q_heads)
-        self._is_latent = latent_dim is not None
-        self._rope_mode = rotary.mode
-        self._warned = False
-        num_all_pages, past_layers, past_allocator, kept = pool.num_pages, None, None, (0, 0)
-        if self.past_pool is not None and demotion is not None:
-            cascade, kept = False, (demotion.recent, demotion.first)
-            num_all_pages += self.past_pool.num_pages
-            past_layers = Layers(self.past_pool, self._num_q_heads, rotary, [])
-            past_allocator = self.past_pool.allocator
-        self._layers = Layers(
-            pool, self._num_q_heads, rotary, scales_of(pool, k_scale, v_scale), past_layers, *kept,
-            bool(batch_invariant),
-        )  # fmt: skip
-        self._past: Past | None = None
-        if self.past_pool is not None and past_layers is not None:
-            self._past = Past(pool, self.past_pool, self._layers, past_layers, *kept)
-        max_tokens = rotary.max_positions or num_all_pages * pool.page_size
         if max_seq_len is not None:
-            max_tokens = positive_int(max_seq_len, "max_seq_len")
-        self._sequences = Sequences(pool.allocator, pool.page_size, past_allocator)
+            max_seq_len = positive_int(max_seq_len, "max_seq_len")
+        shared: dict[str, Any] = {
+            "num_q_heads": positive_int(num_q_heads, "num_q_heads"), "rope": rope,
+            "rope_mode": rope_mode, "interleaved": interleaved, "cascade": cascade,
+            "batch_invariant": bool(batch_invariant),
+        }  # fmt: skip
+        max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
+        self._states: States | None = None
+        if groups is None:
+            for name, value in (("memory_bytes", memory_bytes), ("num_tokens", num_tokens)):
+                if value is not None:
+                    raise ValueError(f"{name}: expected None without groups, got {value!r}")
+            has_static_scales = k_scale is not None or v_scale is not None
+            pool, latent_dim = pool_of(
+                pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
+                v_head_dim=v_head_dim, latent_dim=latent_dim, rope_dim=rope_dim,
+                has_static_scales=has_static_scales,
+            )  # fmt: skip
+            past_pool = past_pool_of(pool, demotion, cascade, has_static_scales)
+            scales = scales_of(pool, k_scale, v_scale)
+            self._groups = [make_group(pool, latent_dim, scales, demotion, past_pool, **shared)]
+            self._layer_groups: dict[int, tuple[int, int]] | None = None
+        else:
+            refuse_with_groups(
+                num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                num_pages=num_pages, v_head_dim=v_head_dim, latent_dim=latent_dim,
+                rope_dim=rope_dim, k_scale=k_scale, v_scale=v_scale, pool=pool, demotion=demotion,
+                cascade=cascade or None, dtype=None if dtype is DTYPE else dtype,
+            )  # fmt: skip
+            if attention != "kvcupy":
+                raise NotImplementedError(
+                    f'attention: expected "kvcupy" with groups, whose page tables have gaps that '
+                    f"other libraries do not know, got {attention!r}"
+                )
+            declared = check_groups(groups)
+            self._plan = make_plan(
+                declared, positive_int(page_size, "page_size"), memory_bytes=memory_bytes,
+                num_tokens=num_tokens, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens,
+            )  # fmt: skip
+            self._groups, self._layer_groups = make_groups(self._plan, page_size, device, shared)
+            max_seq_len = max_seq_len or self._plan.sequence_tokens
+        first = self._groups[0]
+        self.pool, self.past_pool, self.device = first.pool, first.past_pool, first.pool.device
+        self.pools = tuple(group.pool for group in self._groups)
+        if groups is not None:
+            self._states = states_of(self._plan, self.device)
+        self._layers, self._sequences, self._past = first.layers, first.sequences, first.past
+        self._num_q_heads = shared["num_q_heads"]
+        self._rope_mode = self._layers.rope.mode
+        self._warned = False
+        page_size = self.pool.page_size
+        max_tokens = max_seq_len or self._layers.rope.max_positions or first.num_pages * page_size
+        # One more than the tokens fill: there may be an evicted span behind the sinks.
+        max_pages = -(-max_tokens // page_size) + 1
+        if groups is None:
+            max_pages = min(first.num_pages, max_pages)
         self._steps = Steps(
-            pool, self._layers, self._sequences,
-            copy_stream=copy_stream,
+            self._groups, self._states, copy_stream=copy_stream,
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
-            max_batch_tokens=positive_int(max_batch_tokens, "max_batch_tokens"),
-            # One more than the tokens fill: there may be an evicted span behind the sinks.
-            max_pages=min(num_all_pages, -(-max_tokens // pool.page_size) + 1),
-            cascade=cascade,
-            past=self._past,
+            max_batch_tokens=max_batch_tokens, max_pages=max_pages,
         )  # fmt: skip
-        self._layers.backend = backend_of(attention, pool, self._layers, self._steps)
+        if groups is None:
+            self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
-        self._contents = Contents(pool, self._layers, access, self._past)
-        self._tiers = Tiers(pool, self._sequences, access, self.past_pool)
+        self._contents = Contents(self.pool, self._layers, access, self._past)
+        self._tiers = Tiers(self.pool, self._sequences, access, self.past_pool)
         self._exchange = Exchange(
-            pool, self._sequences, self._contents, self._tiers, access, self._past
+            self.pool, self._sequences, self._contents, self._tiers, access, self._past
         )
         metrics.follow(self, _sequence_samples)
 
@@ -209,9 +239,12 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free, or become free when the transfers that touch them are done."""
+        """Pages that are free, or become free when the transfers that touch them are done.
+
+        With groups, of the group that has the fewest.
+        """
         self._exchange.reclaim()
-        return self.pool.allocator.num_available
+        return min(group.pool.allocator.num_available for group in self._groups)
 
     @property
     def num_available_past_pages(self) -> int:
@@ -253,7 +286,11 @@ class PagedKVCache(ProcessLocal):
         if hashes is None:
             if token_ids is not None:
                 raise ValueError("token_ids: expected None without hashes")
-            self._sequences.add(seq)
+            self._sequences.require_new(seq, "seq")
+            for group in self._groups:
+                group.sequences.add(seq)
+            if self._states is not None:
+                self._states.add(seq)
             return
         self._tiers.require("hashes")
         self._sequences.require_new(seq, "seq")
@@ -277,11 +314,15 @@ class PagedKVCache(ProcessLocal):
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         self._sequences.remove(seq, self._tiers.publish(sequence))
+        for group in self._groups[1:]:
+            group.sequences.remove(seq)
+        if self._states is not None:
+            self._states.remove(seq)
 
     def fork_sequence(
         self, parent: Hashable, child: Hashable, at: int | None = None, *,
         inherit_window: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> int:  # fmt: skip
         """Add a sequence that begins with the first tokens of another.
 
         Parameters
@@ -290,6 +331,11 @@ class PagedKVCache(ProcessLocal):
         at : how many tokens, 0 to the parent's length; None: all
         inherit_window : whether the child gets the parent's sliding window. False: it has none,
             and `at` is at most the parent's sink_tokens, because those behind may be evicted
+
+        Returns
+        -------
+        int : r, 0 without groups. The child has r tokens less than `at`, because some group cannot
+            restore more: a window has left them behind, or there is no state. Append them again
 
         Raises
         ------
@@ -305,10 +351,14 @@ class PagedKVCache(ProcessLocal):
         shared. Stream: a partial one is copied on the copy stream, behind all steps so far. Bytes:
         at most one page, read and written.
         """
-        self._steps.fork(self._steps.settled(parent, "parent"), child, at, inherit_window)
+        return self._steps.fork(parent, child, at, inherit_window)
 
-    def pop_tokens(self, seq: Hashable, n: int) -> None:
+    def pop_tokens(self, seq: Hashable, n: int) -> int:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.
+
+        Returns
+        -------
+        int : r, 0 without groups. So many more tokens are dropped; see `fork_sequence`
 
         Raises
         ------
@@ -316,12 +366,7 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
         """
-        sequence = self._steps.settled(seq)
-        checks.require_int(n, "n")
-        if not 0 <= n <= sequence.length:
-            raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
-        self._sequences.truncate(sequence, sequence.length - int(n))
-        del sequence.hashes[sequence.length // self.pool.page_size :]
+        return self._steps.pop(seq, n)
 
     def sequence_length(self, seq: Hashable) -> int:
         """Return how many tokens a sequence has, including an uncommitted tree.
@@ -353,6 +398,7 @@ class PagedKVCache(ProcessLocal):
         rope_mode "normal", keys keep the rotation that they were written with; "inline" rotates
         them by their positions now. Source: Xiao et al. 2023, StreamingLLM.
         """
+        self._refuse_groups("enable_sliding_window")
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         sequence.set_window(window, sink_tokens)
@@ -366,7 +412,10 @@ class PagedKVCache(ProcessLocal):
     def clear(self) -> None:
         """Drop all sequences, and the running step if there is one."""
         self._steps.abort()
-        self._sequences.clear()
+        if self._states is not None:
+            self._states.clear()
+        for group in self._groups:
+            group.sequences.clear()
 
     # --- Steps ---
 
@@ -419,13 +468,19 @@ class PagedKVCache(ProcessLocal):
             raise
         self.end_forward()
 
-    def commit_token_tree(self, seqs: Any, leaves: Any) -> None:
+    def commit_token_tree(self, seqs: Any, leaves: Any) -> list[int]:
         """Keep the path from the root to a leaf of each tree, and drop its other nodes.
 
         Parameters
         ----------
         seqs : sequences with a tree, each once, in any order
         leaves : node of each; -1: no node is kept
+
+        Returns
+        -------
+        list of int : for each sequence r, 0 without recurrent groups. With them, a tree that is not
+            accepted as a whole leaves the state before it, and all its nodes are dropped: append
+            the r tokens of the path again
 
         Raises
         ------
@@ -438,7 +493,52 @@ class PagedKVCache(ProcessLocal):
         Stream: kept tokens are moved next to one another on the copy stream, behind all steps so
         far, and before the next. Bytes: each kept token that moves, once.
         """
-        self._steps.commit(seqs, leaves)
+        return self._steps.commit(seqs, leaves)
+
+    # --- Groups of layers ---
+
+    def plan(self) -> Plan:
+        """Return how the memory is divided among the groups; print it for a table.
+
+        Raises
+        ------
+        ValueError : one sequence of num_tokens, or max_seq_len, does not fit in memory_bytes; says
+            how many bytes are missing
+        NotImplementedError : the cache has no groups
+        """
+        if self._layer_groups is None:
+            raise NotImplementedError("plan: expected a cache with groups; see pool")
+        return self._plan.require()
+
+    def state(self, layer: int, name: str) -> Any:
+        """Return a part of the states of a recurrent layer, (num_slots, *shape).
+
+        The model reads and writes the rows of `state_slots` in place. A new sequence's are zero.
+
+        Raises
+        ------
+        ValueError : there is no such part
+        """
+        if self._states is None:
+            raise ValueError(f"layer: expected a layer of a recurrent group, got {layer}")
+        return self._states.array(layer, name)
+
+    def state_slots(self, *, stream: Any = None) -> Any:
+        """Return the row of each of the step's sequences in the states, int32 (B,).
+
+        Raises
+        ------
+        KvcupyError : no step is running
+        TypeError, ValueError : `stream` is not a stream, or there is no recurrent group
+
+        Notes
+        -----
+        Stream: states may be used by work on `stream`, until end_forward; call it for each stream
+        that does. Capture: legal; a launch for fewer sequences has -1 for the others.
+        """
+        if self._states is None:
+            raise ValueError("state_slots: expected a cache with a recurrent group")
+        return self.device.carrier(self._tables(stream)[STATE_SLOTS])
 
     # --- Attention ---
 
@@ -481,11 +581,9 @@ class PagedKVCache(ProcessLocal):
         was begun, of as many sequences or fewer; its tables are uploaded before the launch. Each
         launch writes the output that the captured call allocated.
         """
-        if self._is_latent:
-            raise KvcupyError("this cache holds latents: call attention_mla")
         return self._attend(
             layer, query, key, value, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap,
-            stream,
+            stream, False,
         )  # fmt: skip
 
     def attention_qkv(
@@ -501,7 +599,8 @@ class PagedKVCache(ProcessLocal):
         qkv : (T', Hq + 2 H, D): query heads, then K heads, then V heads
         others : as in `attention`
         """
-        rows = self._layers.split_qkv(qkv, self._running()[0].num_tokens)
+        layers = self._groups[self._place_of(layer)[0]].layers
+        rows = layers.split_qkv(qkv, self._running()[0].num_tokens)
         return self.attention(
             layer, *rows, out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens,
             sinks=sinks, logits_soft_cap=logits_soft_cap, stream=stream,
@@ -523,24 +622,36 @@ class PagedKVCache(ProcessLocal):
         out : (T', Hq, R)
         others : as in `attention`
         """
-        if not self._is_latent:
-            raise KvcupyError("this cache holds K and V: call attention")
         parts = view(latent, "latent"), view(rope_key, "rope_key")
-        self._layers.check_latent(*parts, self._running()[0].num_tokens)
+        layers = self._groups[self._place_of(layer)[0]].layers
+        if layers.is_latent:
+            layers.check_latent(*parts, self._running()[0].num_tokens)
         return self._attend(
-            layer, query, *parts, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap, stream
-        )
+            layer, query, *parts, out, sm_scale, window, sink_tokens, sinks, logits_soft_cap,
+            stream, True,
+        )  # fmt: skip
 
     def _attend(
         self, layer: Any, query: Any, key: Any, value: Any, out: Any,
         sm_scale: Any, window: Any, sink_tokens: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
+        is_latent: bool,
     ) -> Any:  # fmt: skip
-        step, tables = self._steps.running, self._steps.tables
+        step, tables, layers = self._steps.running, self._steps.tables, self._layers
+        if self._layer_groups is not None:
+            number, layer = self._place_of(layer)
+            layers = self._groups[number].layers
+            window, sink_tokens = self._groups[number].window_of(window, sink_tokens)
+            if step is not None:
+                step = self._steps.parts[number]
+        if layers.is_latent is not is_latent:
+            expected = "K and V: call attention" if is_latent else "latents: call attention_mla"
+            raise KvcupyError(f"this cache holds {expected}")
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
-        if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
+        if self._layer_groups is None and (
+            type(layer) is not int or not 0 <= layer < self.pool.num_layers
+        ):
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
-        layers = self._layers
         rows, options, arrays, pointers, kind = layers.check(
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
             logits_soft_cap,
@@ -586,6 +697,7 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError, TypeError, ValueError : as `query_positions`
         """
+        self._refuse_groups("slot_mapping")
         return self.device.carrier(self._tables(stream)["slots"])
 
     def block_table(self, *, stream: Any = None) -> Any:
@@ -647,6 +759,7 @@ class PagedKVCache(ProcessLocal):
         Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, behind
         all steps so far.
         """
+        self._refuse_groups("get_kv")
         return self._contents.read(self._steps.on_device(seq), start, stop, dtype, stream)
 
     def set_kv(self, seq: Hashable, start: int, k: Any, v: Any, *, stream: Any = None) -> None:
@@ -674,6 +787,7 @@ class PagedKVCache(ProcessLocal):
         -----
         To bring in tokens that were computed elsewhere: begin_forward, end_forward, set_kv.
         """
+        self._refuse_groups("set_kv")
         sequence = self._steps.on_device(seq)
         self._steps.require_outside(seq)
         key, value = self._contents.check(sequence, start, k, v)
@@ -703,6 +817,7 @@ class PagedKVCache(ProcessLocal):
         Stream: waits for all steps so far. Capture: illegal. Demoted tokens are converted back to
         dtype, so the file fits a cache without `demotion` too; loading it demotes them again.
         """
+        self._refuse_groups("save_sequence")
         self._contents.save(self._steps.settled(seq), path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
@@ -717,6 +832,7 @@ class PagedKVCache(ProcessLocal):
 
         After an error nothing has changed.
         """
+        self._refuse_groups("load_sequence")
         self._sequences.require_new(seq, "seq")
         saved = self._contents.open(path)
         sequence = self._sequences.add(seq)
@@ -762,6 +878,7 @@ class PagedKVCache(ProcessLocal):
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
+        self._refuse_groups("attach")
         self._tiers.attach(tiers, num_past_host_pages)
 
     def offload(self, seq: Hashable) -> None:
@@ -783,6 +900,7 @@ class PagedKVCache(ProcessLocal):
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
         """
+        self._refuse_groups("offload")
         self._tiers.require("seq")
         self._tiers.offload(self._steps.settled(seq))
 
@@ -800,6 +918,7 @@ class PagedKVCache(ProcessLocal):
         Stream: it is loaded in the background, layer by layer; the attention of each layer waits
         for its layer. The host waits for the save, if that is not done yet.
         """
+        self._refuse_groups("onboard")
         self._tiers.onboard(self._sequences.find(seq))
 
     # --- Other caches ---
@@ -846,6 +965,7 @@ class PagedKVCache(ProcessLocal):
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
+        self._refuse_groups("export_sequence")
         step = self._steps.running if self._steps.is_running(seq) else None
         export = self._exchange.export(
             seq, self._steps.on_device(seq), sender, past_sender,
@@ -892,15 +1012,33 @@ class PagedKVCache(ProcessLocal):
         transfer fails. The sequence can then only be removed, and its pages become free when
         nothing can land in them any more.
         """
+        self._refuse_groups("import_sequence")
         self._sequences.require_new(seq, "seq")
         return self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
 
     # --- Parts ---
 
     def _require_one_pool(self, name: str) -> None:
-        """Raise if the pages of a sequence may be of two pools."""
+        """Raise if the pages of a sequence may be of several pools."""
+        self._refuse_groups(name)
         if self._past is not None:
             raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
+
+    def _refuse_groups(self, name: str) -> None:
+        """Raise if the cache has groups."""
+        if self._layer_groups is not None:
+            raise NotImplementedError(f"{name} of a cache with groups is not implemented")
+
+    def _place_of(self, layer: Any) -> tuple[int, Any]:
+        """Return the number of a layer's group, and the number of the layer in it."""
+        if self._layer_groups is None:
+            return 0, layer
+        checks.require_int(layer, "layer")
+        entry = self._layer_groups.get(layer)
+        if entry is None:
+            known = ", ".join(map(str, sorted(self._layer_groups)))
+            raise ValueError(f"layer: expected a layer with attention ({known}), got {layer}")
+        return entry
 
     def _running(self) -> tuple[Step, StepTables]:
         steps = self._steps

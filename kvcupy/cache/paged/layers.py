@@ -19,7 +19,7 @@ from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation
 from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .backends import AttentionBackend, LayerCall
-from .tables import TRANSPOSED_TABLE, Tables, block_table, past_table
+from .tables import TRANSPOSED_TABLE, GroupTables, Tables, block_table, past_table
 
 _MAX_CHECKED = 256  # kinds of rows that are remembered, and pairs of addresses
 _ROWS = ("query", "key", "value", "out", "sinks")
@@ -59,7 +59,8 @@ class StepCalls:
 
     Attributes
     ----------
-    tables : of the step
+    uploaded : the tables of the step
+    tables : of these, the tables of the layers
     store : writes K and V, or latents, perhaps rotated
     rotation : rotates queries where keys are cached raw; else None
     attention : over all keys
@@ -71,8 +72,11 @@ class StepCalls:
     is_captured : whether a graph reads the tables: it outlives the step, and has its own scratch
     """
 
-    def __init__(self, tables: Tables, rope: Rope, is_latent: bool) -> None:
-        self.tables = tables
+    def __init__(
+        self, tables: Tables, rope: Rope, is_latent: bool, group: GroupTables | None
+    ) -> None:
+        self.uploaded = tables
+        self.tables = tables = tables if group is None else group.of(tables)
         slots, self.rotation = tables["slots"], None
         if rope.mode == "normal":
             places = rope.table, tables["positions"], slots
@@ -139,10 +143,12 @@ class Layers:
     past : the layers of the pool of old tokens, or None
     recent, sinks : numbers of a sequence's last and first tokens that are not in that pool
     batch_invariant : whether attention is, see `paged_attention`
+    group : finds the tables of these layers, if a step has several groups
 
     Attributes
     ----------
     backend : attends where it can; None: kvcupy's kernels do
+    is_latent : whether they hold latents, not K and V
     caches : of each layer, the arguments of a gather that name its arrays
     store : the operation that writes K and V, or latents
     stores : of each layer, the arguments of `store` that name its arrays
@@ -153,17 +159,19 @@ class Layers:
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]],
         past: Layers | None = None, recent: int = 0, sinks: int = 0, batch_invariant: bool = False,
+        group: GroupTables | None = None,
     ) -> None:  # fmt: skip
         self.backend: AttentionBackend | None = None
+        self._group = group
         self._batch_invariant = batch_invariant
         self._past, self._recent, self._sinks = past, recent, sinks
         self._device: Device = pool.device
         self._num_q_heads, self._num_kv_heads = num_q_heads, pool.num_kv_heads
         self._dtype = pool.dtype
         self.rope = rope
-        self._is_latent = isinstance(pool, MLAPool)
+        self.is_latent = isinstance(pool, MLAPool)
         self.width = pool.head_dim
-        self.v_width = rope.first if self._is_latent else pool.v_head_dim
+        self.v_width = rope.first if self.is_latent else pool.v_head_dim
         self.caches: list[dict[str, Any]] = []
         for layer in range(pool.num_layers):
             k, v = (pool.views(layer)[i] for i in (0, -1))
@@ -181,14 +189,14 @@ class Layers:
                 'rotation that it is stored with, got "inline"'
             )
         self.stores = self.caches
-        if self._is_latent:
+        if self.is_latent:
             self.stores = [
                 {"cache": c["k_cache"][:, :, 0], "scale": c.get("k_scale")} for c in self.caches
             ]
-        self.store: Any = store_mla if self._is_latent else store_kv
+        self.store: Any = store_mla if self.is_latent else store_kv
         self._arrays = [LayerArrays(**arguments) for arguments in self.caches]
         self._stored: list[Probed] = list(self._arrays)
-        if self._is_latent:
+        if self.is_latent:
             self._stored = [LatentArrays(**arguments) for arguments in self.stores]
         for parts in (self._arrays, self._stored):  # layers that are alike have one signature
             for part in parts:
@@ -203,7 +211,7 @@ class Layers:
         self._allowed_kind: Any = None
         # Kind and number of tokens of the last call, its options, and the results of the checks.
         self._last: tuple[Any, ...] = (None,) * 8
-        widths = self.width + (0 if self._is_latent else self.v_width)
+        widths = self.width + (0 if self.is_latent else self.v_width)
         self.key_bytes = int(pool.num_kv_heads * widths * bytes_per_element(pool.dtype))
         self.state_bytes = 4 * num_q_heads * self.v_width
 
@@ -364,8 +372,8 @@ class Layers:
         with `out`; `past_distance` comes from the step.
         """
         step = self._step
-        if step is None or step.tables is not tables:
-            step = self._step = StepCalls(tables, self.rope, self._is_latent)
+        if step is None or step.uploaded is not tables:
+            step = self._step = StepCalls(tables, self.rope, self.is_latent, self._group)
         query, key, value, out, sinks = arrays
         at_query, at_key, at_value, at_out, at_sinks = pointers
         if rows.shape[0] != step.num_tokens:  # addresses stay as they are
@@ -441,7 +449,7 @@ class Layers:
         (query, key, value), (at_query, at_key, at_value) = rows, pointers
         scratch = step.scratch.get((stream, format)) or self._borrow_query(step, stream, format)
         whole, copied, rotated = scratch
-        if self._is_latent:
+        if self.is_latent:
             query = view(query)
             latent, query = query[..., : self.rope.first], query[..., self.rope.first :]
             at_query = query.pointer
@@ -449,7 +457,7 @@ class Layers:
         if step.rotation is None:
             # The latent of MLA comes last, and its rope key is what is rotated.
             keys, at_keys = (key, None, value), (at_key, 0, at_value)
-            if self._is_latent:
+            if self.is_latent:
                 keys, at_keys = (value, None, key), (at_value, 0, at_key)
             step.store.issue(
                 (query, rotated, *keys), (at_query, rotated.pointer, *at_keys), kind, stored, stream
@@ -460,7 +468,7 @@ class Layers:
                 (query, rotated, None, None), (at_query, rotated.pointer, 0, 0), kind, NO_ARGUMENTS,
                 stream,
             )  # fmt: skip
-        if self._is_latent:
+        if self.is_latent:
             self._device.copy(copied, latent, stream=stream)
         return whole
 
@@ -472,7 +480,7 @@ class Layers:
         """Borrow memory for rotated queries: all of it, the part that MLA copies, and the rest."""
         shape = step.num_tokens, self._num_q_heads, self.width
         whole = copied = rotated = borrow(self._device, shape, format, stream)
-        if self._is_latent:
+        if self.is_latent:
             copied, rotated = whole[..., : self.rope.first], whole[..., self.rope.first :]
         if not step.is_captured:
             step.scratch[stream, format] = whole, copied, rotated

@@ -7,6 +7,9 @@ can be freed.
 
 Where old tokens are kept in a narrower format, their pages are of a second pool. Their numbers
 follow the numbers of the first pool, so a list of pages names both.
+
+Layers that attend within a window free the pages that no query can see again. Such a page is
+`FREED` in the list of its sequence, and the pages behind it keep their indices.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from ..tiered.leases import Lease
 Ints = np.ndarray[Any, Any]
 
 _FIRST_CAPACITY = 4  # pages
+FREED = -1
+"""Stands in a list of pages for a page that was freed behind a window."""
 
 
 class CachedSequence:
@@ -44,15 +49,17 @@ class CachedSequence:
     token_ids : of these pages, (pages, page_size), or None
     loads : transfers, leases and copies that bring some of its pages
     offloaded : its pages in host memory, instead of any on the device; None: it is on the device
+    first_kept : index behind its `FREED` pages, 0 without any
     """
 
     __slots__ = (
-        "_pages", "evicted", "hashes", "length", "loads", "num_pages", "offloaded", "parents",
-        "sink_tokens", "token_ids", "window",
+        "_pages", "evicted", "first_kept", "hashes", "length", "loads", "num_pages", "offloaded",
+        "parents", "sink_tokens", "token_ids", "window",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.length = self.evicted = self.window = self.sink_tokens = self.num_pages = 0
+        self.first_kept = 0
         self.parents: list[int] = []
         self.hashes: list[int] = []
         self.token_ids: Ints | None = None
@@ -168,15 +175,22 @@ class Reservation:
 class Sequences:
     """All sequences of a cache, and how many of them refer to each page.
 
+    Parameters
+    ----------
+    window, sink_tokens : the keys that a query sees, itself included, and the first keys, which all
+        queries see; window 0: all keys
+
     Attributes
     ----------
     first_past : the number of the first page of the pool of old tokens
     """
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, past_allocator: PageAllocator | None = None
-    ) -> None:
+        self, allocator: PageAllocator, page_size: int, past_allocator: PageAllocator | None = None,
+        window: int = 0, sink_tokens: int = 0,
+    ) -> None:  # fmt: skip
         self._allocator, self._past_allocator = allocator, past_allocator
+        self._window, self._num_sink_pages = window, -(-sink_tokens // page_size)
         self._page_size = page_size
         self.first_past = num_pages = allocator.num_pages
         if past_allocator is not None:
@@ -350,6 +364,8 @@ class Sequences:
         num_pages = -(-sequence.end // self._page_size)
         dropped = sequence.pages[num_pages:]
         sequence.num_pages = num_pages
+        if sequence.first_kept > num_pages:  # only sink tokens are left
+            sequence.first_kept = 0
         self._release(dropped)
         if sequence.end % self._page_size:  # it may be written to
             self.forget_demoted(sequence.pages[-1:].tolist())
@@ -374,15 +390,33 @@ class Sequences:
             sequence.evicted -= (last - first) * size
             self._release(dropped)
 
+    # --- Pages that no query can see again ---
+
+    def free_unseen(self, sequence: CachedSequence, position: int) -> None:
+        """Free the pages that no query at `position` or behind it sees."""
+        if not self._window:
+            return
+        start = max(sequence.first_kept, self._num_sink_pages)
+        stop = (position - self._window + 1) // self._page_size
+        if stop > start:
+            pages = sequence.pages[start:stop]
+            self._release(pages.copy())
+            pages[:] = FREED
+            sequence.first_kept = stop
+
+    def restorable(self, sequence: CachedSequence, length: int) -> int:
+        """Return the most tokens, up to `length`, behind which a query sees no `FREED` page."""
+        first_kept = sequence.first_kept * self._page_size
+        if first_kept == 0 or length - self._window + 1 >= first_kept:
+            return length
+        return min(length, self._num_sink_pages * self._page_size)
+
     # --- Sharing ---
 
-    def fork(
-        self, parent: CachedSequence, child: Hashable, at: int | None, inherit_window: bool = True
-    ) -> tuple[int, int] | None:
-        """Add a sequence of the first `at` tokens of another, which shares its full pages.
-
-        Returns the source and the target of a page to be copied, if the last one is partial.
-        """
+    def require_fork(
+        self, parent: CachedSequence, child: Hashable, at: Any, inherit_window: bool
+    ) -> int:
+        """Return how many tokens a fork is to have; raise unless it can be made."""
         self.require_new(child, "child")
         if at is None:
             at = parent.length
@@ -394,7 +428,15 @@ class Sequences:
                 f"at: expected at most the {parent.sink_tokens} sink_tokens of the parent's "
                 f"sliding window with inherit_window=False, got {at}"
             )
-        at = int(at)
+        return int(at)
+
+    def fork(
+        self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool = True
+    ) -> tuple[int, int] | None:
+        """Add a sequence of the first `at` tokens of another, which shares its full pages.
+
+        Returns the source and the target of a page to be copied, if the last one is partial.
+        """
         evicted = parent.evicted_before(at)
         full, partial = divmod(at + evicted, self._page_size)
         fresh = self.allocate(1 if partial else 0)
@@ -407,7 +449,8 @@ class Sequences:
         sequence.loads = list(parent.loads)
         sequence.extend(parent.pages[:full])
         sequence.extend(fresh)
-        self._references[sequence.pages] += 1
+        sequence.first_kept = parent.first_kept if parent.first_kept <= full else 0
+        self._references[_kept(sequence.pages)] += 1
         self.total_length += at
         return (int(parent.pages[full]), int(fresh[0])) if partial else None
 
@@ -562,6 +605,8 @@ class Sequences:
 
     def _release(self, pages: Ints) -> None:
         """Drop one reference to each of some pages; those without any are freed."""
+        if self._window:
+            pages = _kept(pages)
         if len(pages) == 0:
             return
         left = self._references[pages] - 1
@@ -607,6 +652,12 @@ class LeasedPages:
                     del self._of[page]
             self._references[lease.pages] -= 1
             lease.release()
+
+
+def _kept(pages: Ints) -> Ints:
+    """Return the pages that are not `FREED`."""
+    kept: Ints = pages[pages != FREED]
+    return kept
 
 
 # --- Token trees: drafts that branch, each node with its parent ---

@@ -17,22 +17,30 @@ from ... import metrics
 from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
-from ..hazards import AccessOrder, Completion, CopiedPages, CopyStream, PageAccess, loads_of
-from ..pool import Pool
+from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
 from .exchange import Export
-from .layers import Layers
-from .moves import PageMover, Past
+from .page_group import PageGroup, add_load
 from .sequences import (
     CachedSequence,
     Ints,
     PageCopy,
-    Sequences,
+    Reservation,
     check_tree_nodes,
     tree_depths,
     tree_mask,
     tree_path,
 )
-from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing, Tables
+from .states import States
+from .tables import (
+    STATE_SLOTS,
+    TRANSPOSED_TABLE,
+    GroupTables,
+    Shapes,
+    StepTables,
+    TableRing,
+    Tables,
+    TableSource,
+)
 
 Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
@@ -298,28 +306,96 @@ def _starts(counts: Ints) -> Ints:
     return starts
 
 
+class MixedStep:
+    """The tables of a step of several groups of layers.
+
+    Parameters
+    ----------
+    parts : the step of each group
+    groups : which tables are theirs
+    slots : of the sequences in the recurrent groups; empty without such groups
+    """
+
+    def __init__(
+        self, parts: Sequence[Step], groups: Sequence[GroupTables], slots: Sequence[int]
+    ) -> None:
+        self._parts, self._groups, self._slots = parts, groups, slots
+
+    def tables(self) -> dict[str, Ints]:
+        """Return the tables of all groups, named by `GroupTables`."""
+        tables = {
+            group.name(name): table
+            for part, group in zip(self._parts, self._groups, strict=True)
+            for name, table in part.tables().items()
+        }
+        if self._slots:
+            tables[STATE_SLOTS] = np.array(self._slots, np.int32)
+        return tables
+
+    def captured_shapes(self) -> Shapes:
+        """Return shape and format of the arrays that such a captured step reads."""
+        shapes: Shapes = {}
+        num_columns = 0
+        for part, group in zip(self._parts, self._groups, strict=True):
+            own = part.captured_shapes()
+            max_pages, columns = own.pop(TRANSPOSED_TABLE)[0]
+            num_columns += columns
+            shapes |= {group.name(name): shape for name, shape in own.items()}
+        if self._slots:
+            shapes[STATE_SLOTS] = shapes["seq_lens"]
+        return {**shapes, TRANSPOSED_TABLE: ((max_pages, num_columns), "int32")}
+
+    def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
+        """Return the tables for a captured step, which may have had more sequences."""
+        max_count = shapes["seq_lens"][0][0]
+        max_pages = shapes[TRANSPOSED_TABLE][0][0]
+        tables: dict[str, Ints] = {}
+        pages = []
+        for part, group in zip(self._parts, self._groups, strict=True):
+            columns = group.columns(max_count)
+            own_shapes = {name: shapes[group.name(name)] for name in part.captured_shapes()
+                          if name != TRANSPOSED_TABLE}  # fmt: skip
+            own_shapes[TRANSPOSED_TABLE] = ((max_pages, columns.stop - columns.start), "int32")
+            own = part.captured_tables(own_shapes)
+            pages.append(own.pop(TRANSPOSED_TABLE))
+            tables |= {group.name(name): table for name, table in own.items()}
+        if self._slots:
+            tables[STATE_SLOTS] = np.full(max_count, -1, np.int32)
+            tables[STATE_SLOTS][: len(self._slots)] = self._slots
+        return {**tables, TRANSPOSED_TABLE: np.concatenate(pages, axis=1)}
+
+    def before_launch(self, stream: Stream) -> None:
+        """Make a stream wait until all layers are loaded, before a launch of a graph."""
+        for part in self._parts:
+            part.before_launch(stream)
+
+
 class Steps:
     """The steps of a cache: each takes effect as a whole or not at all.
 
+    Parameters
+    ----------
+    groups : the groups of attention layers, whose sequences have equal names and lengths
+    states : of the recurrent groups, or None
+
     Attributes
     ----------
-    running : the step between its begin and its end, or None
+    running : the step between its begin and its end, of the first group, or None
+    parts : the same step of each group; () if none is running
     tables : of the running step
     access : access to the pages outside of attention
     """
 
     def __init__(
-        self, pool: Pool, layers: Layers, sequences: Sequences, *,
+        self, groups: Sequence[PageGroup], states: States | None = None, *,
         copy_stream: Any, slots_in_flight: int, max_batch_tokens: int, max_pages: int,
-        cascade: bool | None, past: Past | None = None,
     ) -> None:  # fmt: skip
-        self._pool, self._layers, self._sequences = pool, layers, sequences
-        self._mover = PageMover(pool)
-        self._past = past
+        self._groups, self._states = groups, states
+        self._pool, self._sequences = groups[0].pool, groups[0].sequences
+        self._max_positions = groups[0].layers.rope.max_positions
         self._max_batch_tokens, self._max_pages = max_batch_tokens, max_pages
-        self._cascade = cascade
         self._order = AccessOrder()
-        copies = CopyStream(pool.device, copy_stream)
+        copies = CopyStream(self._pool.device, copy_stream)
         self._ring, self._lists_ring = (
             TableRing(copies, slots_in_flight, self._order.begin) for _ in range(2)
         )
@@ -327,6 +403,7 @@ class Steps:
         self._lists: StepTables | None = None
         self._begun_s: float | None = None  # when, if that is measured
         self.running: Step | None = None
+        self.parts: tuple[Step, ...] = ()
         self.tables: StepTables | None = None
 
     def is_running(self, seq: Hashable) -> bool:
@@ -362,57 +439,94 @@ class Steps:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
         self._begun_s = perf_counter() if metrics.enabled else None
         names, counts, entries = _check_batch(seqs, append_lens, token_tree)
-        sequences = self._sequences.find_all(names, "seqs")
-        nodes = self._check(names, sequences, counts, entries)
-        reserved = self._sequences.reserve(sequences, counts)
-        copied = None
+        found = [group.sequences.find_all(names, "seqs") for group in self._groups]
+        nodes = self._check(names, found[0], counts, entries)
+        states = self._states
+        if states is not None:
+            states.check_trees(names, nodes, [sequence.parents for sequence in found[0]])
+        reserved: list[Reservation] = []
+        copied: list[CopiedPages | None] = []
         try:
-            if copies := reserved.copies:
-                src, dst = [copy.old for copy in copies], [copy.new for copy in copies]
-                copied = self._copy_pages(src, dst, *(copy.sequence for copy in copies))
+            for group, sequences in zip(self._groups, found, strict=True):
+                reserved.append(group.reserve(sequences, counts))
+            for group, own in zip(self._groups, reserved, strict=True):
+                copied.append(group.copy_shared(self.access, own))
+            if states is not None:
+                states.begin(self.access, names, found[0], [new is not None for new in nodes])
         except BaseException:
-            self._pool.allocator.free(reserved.pages)
+            for group, own in zip(self._groups, reserved, strict=False):
+                group.pool.allocator.free(own.pages)
             raise
-        if copied is not None:
-            for copy in reserved.copies:
-                _add_load(copy.sequence, copied)
-        self._sequences.grow(sequences, counts, reserved)
-        for sequence, new in zip(sequences, nodes, strict=True):
-            if new is not None:
-                sequence.parents.extend(new)
-        self.running = Step(
-            names, sequences, counts, [new is not None for new in nodes],
-            self._pool.page_size, self._max_pages,
-            num_layers=self._pool.num_layers,
-            tree_positions=self._layers.rope.mode == "inline",
-            cascade=self._find_cascade(sequences, sum(counts)), copies=reserved.copies,
-            copied=copied,
-            first_past=None if self._past is None else self._sequences.first_past,
-        )  # fmt: skip
-        self.tables = self._ring.open(self.running)
+        parts = []
+        for group, sequences, own, copies in zip(
+            self._groups, found, reserved, copied, strict=True
+        ):
+            if copies is not None:
+                for copy in own.copies:
+                    add_load(copy.sequence, copies)
+            if group.window:
+                for sequence in sequences:
+                    group.sequences.free_unseen(sequence, sequence.committed)
+            group.sequences.grow(sequences, counts, own)
+            for sequence, new in zip(sequences, nodes, strict=True):
+                if new is not None:
+                    sequence.parents.extend(new)
+            parts.append(Step(
+                names, sequences, counts, [new is not None for new in nodes],
+                self._pool.page_size, self._max_pages,
+                num_layers=group.pool.num_layers,
+                tree_positions=group.layers.rope.mode == "inline",
+                cascade=_find_cascade(group, sequences, sum(counts)), copies=own.copies,
+                copied=copies,
+                first_past=None if group.past is None else group.sequences.first_past,
+            ))  # fmt: skip
+        self.parts = tuple(parts)
+        self.running = parts[0]
+        self.tables = self._ring.open(self._source(names))
+
+    def _source(self, names: Sequence[Hashable]) -> TableSource:
+        """Return what computes the tables of the running step."""
+        groups = [group.tables for group in self._groups if group.tables is not None]
+        if not groups:
+            return self.parts[0]
+        slots = [] if self._states is None else self._states.slots(names)
+        return MixedStep(self.parts, groups, slots)
 
     def end(self) -> None:
-        """Close the running step; windows slide."""
-        step = self.running
+        """Close the running step; windows slide, and states are kept."""
+        step, parts = self.running, self.parts
         if step is None:
             raise KvcupyError("no step is running: call begin_forward before end_forward")
+        captured = self.tables is not None and any(s.capturing for s in self.tables.streams)
         try:
             try:
                 self._close()
             finally:
                 self._finish_exports(step)
         finally:
-            self._sequences.release_replaced(step.copies)
-            is_loaded = step.is_loaded
-            for sequence in step.sequences:
-                if is_loaded and sequence.loads:
-                    sequence.loads.clear()
-                if sequence.window and not sequence.parents:
-                    self._sequences.slide(sequence)
-        self.demote(step.sequences)
+            for group, part in zip(self._groups, parts, strict=True):
+                self._end_part(group, part)
+        for group, part in zip(self._groups, parts, strict=True):
+            group.demote(self.access, part.sequences)
+        if self._states is not None and not captured:
+            self._states.end(self.access, step.names, step.sequences, self._is_useless)
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
+
+    @staticmethod
+    def _end_part(group: PageGroup, part: Step) -> None:
+        group.sequences.release_replaced(part.copies)
+        is_loaded = part.is_loaded
+        for sequence, count in zip(part.sequences, part.counts, strict=True):
+            if is_loaded and sequence.loads:
+                sequence.loads.clear()
+            if sequence.parents:
+                continue
+            if sequence.window:
+                group.sequences.slide(sequence)
+            if group.window:
+                group.free_unseen(sequence, sequence.length - count)
 
     def _finish_exports(self, step: Step) -> None:
         """Let the layers of exported sequences go out whose attention did not run in the step."""
@@ -431,22 +545,39 @@ class Steps:
 
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
-        step = self.running
+        step, parts = self.running, self.parts
         if step is None:
             return
+        was_used = self.tables is not None and bool(self.tables.streams)
         try:
             self._close()
         finally:
             for export in step.exports:
                 export.withdraw(self.access.copy_stream_behind_all())
-            if step.copied is not None:
-                for copy in step.copies:  # the sequence has its shared page again
-                    loads = copy.sequence.loads
-                    copy.sequence.loads = [load for load in loads if load is not step.copied]
-            for sequence, n, in_tree in zip(step.sequences, step.counts, step.in_tree, strict=True):
-                if in_tree:
-                    del sequence.parents[-n:]
-            self._sequences.shrink(step.sequences, step.counts, step.copies)
+            for group, part in zip(self._groups, parts, strict=True):
+                self._abort_part(group, part)
+            if self._states is not None:
+                self._abort_states(step, was_used)
+
+    @staticmethod
+    def _abort_part(group: PageGroup, part: Step) -> None:
+        if part.copied is not None:
+            for copy in part.copies:  # the sequence has its shared page again
+                loads = copy.sequence.loads
+                copy.sequence.loads = [load for load in loads if load is not part.copied]
+        for sequence, n, in_tree in zip(part.sequences, part.counts, part.in_tree, strict=True):
+            if in_tree:
+                del sequence.parents[-n:]
+        group.sequences.shrink(part.sequences, part.counts, part.copies)
+
+    def _abort_states(self, step: Step, was_used: bool) -> None:
+        """Return to states that the model has not updated in the step."""
+        assert self._states is not None
+        for name, sequence, in_tree in zip(step.names, step.sequences, step.in_tree, strict=True):
+            if in_tree:
+                self._states.commit(name, accepted=not was_used)
+            elif was_used or sequence.length == 0:
+                self._return_to(name, self._restorable(name, sequence.length, is_live=False))
 
     def lists(self, stream: Stream) -> Tables:
         """Return the page lists of the running step; the first call uploads them."""
@@ -460,7 +591,9 @@ class Steps:
     def _close(self) -> None:
         open_tables = [tables for tables in (self.tables, self._lists) if tables is not None]
         self.running = self.tables = self._lists = None
-        self._layers.end_step()
+        self.parts = ()
+        for group in self._groups:
+            group.layers.end_step()
         try:
             for tables in open_tables:
                 tables.close()
@@ -470,8 +603,11 @@ class Steps:
 
     # --- Trees ---
 
-    def commit(self, seqs: Any, leaves: Any) -> None:
-        """Keep one path of each tree; all or nothing."""
+    def commit(self, seqs: Any, leaves: Any) -> list[int]:
+        """Keep one path of each tree; all or nothing.
+
+        Returns how many tokens of each path are dropped too, because there is no state behind them.
+        """
         names, chosen, _ = _check_batch(seqs, leaves, None, "leaves")
         sequences = self._sequences.find_all(names, "seqs")
         paths = []
@@ -486,121 +622,125 @@ class Steps:
                 )
             paths.append(tree_path(sequence.parents, leaf))
 
-        moves = []
-        for sequence, path in zip(sequences, paths, strict=True):
-            places = sequence.places(sequence.committed, sequence.length)
-            slots = sequence.slots(places, self._pool.page_size)
-            moves.append((slots[path], slots[: len(path)]))
-        src, dst = map(np.concatenate, zip(*moves, strict=True))
-        moved = src != dst
-        if moved.any():
-            stream = self.access.copy_stream
-            try:
-                with self.access.on(stream, *sequences):
-                    self._mover.move_slots(src[moved], dst[moved], stream)
-                    copied = CopiedPages(stream)
-            except DeviceError:  # some arrays may have been moved, and must not be moved again
-                for sequence in sequences:
-                    committed = sequence.committed
-                    sequence.parents.clear()
-                    self._sequences.truncate(sequence, committed)
-                raise
-            for sequence in sequences:
-                _add_load(sequence, copied)
-        for sequence, path in zip(sequences, paths, strict=True):
-            length = sequence.committed + len(path)
-            sequence.parents.clear()
-            self._sequences.truncate(sequence, length)
-            self._sequences.slide(sequence)
+        missing = [0] * len(names)
+        if self._states is not None:
+            accepted = [len(p) == len(s.parents) for p, s in zip(paths, sequences, strict=True)]
+            missing = [0 if a else len(p) for a, p in zip(accepted, paths, strict=True)]
+            paths = [path if a else [] for a, path in zip(accepted, paths, strict=True)]
+        found = [group.sequences.find_all(names, "seqs") for group in self._groups]
+        try:
+            for group, own in zip(self._groups, found, strict=True):
+                group.move_paths(self.access, own, paths)
+        except DeviceError:  # some arrays may have been moved, and must not be moved again
+            self._commit(names, found, [0] * len(names))
+            raise
+        self._commit(names, found, list(map(len, paths)))
+        return missing
+
+    def _commit(
+        self, names: Sequence[Hashable], found: Sequence[Sequence[CachedSequence]],
+        counts: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Keep the first nodes of each tree, `counts` of them."""
+        if self._states is not None:
+            for name, sequence, count in zip(names, found[0], counts, strict=True):
+                self._states.commit(name, accepted=count == len(sequence.parents))
+        for group, sequences in zip(self._groups, found, strict=True):
+            for sequence, count in zip(sequences, counts, strict=True):
+                group.commit(sequence, count)
+
+    # --- Sequences ---
+
+    def fork(self, parent: Hashable, child: Hashable, at: Any, inherit_window: bool) -> int:
+        """Add a sequence that shares the first tokens of another.
+
+        Returns how many of the first `at` it lacks, because they cannot be restored.
+        """
+        source = self.settled(parent, "parent")
+        count = self._sequences.require_fork(source, child, at, inherit_window)
+        kept = self._restorable(parent, count)
+        forked = []
+        try:
+            for group in self._groups:
+                own = group.sequences.find(parent)
+                group.fork(self.access, own, child, kept, inherit_window)
+                forked.append(group)
+            if self._states is not None:
+                sequence = self._sequences.find(child)
+                self._states.fork(self.access, parent, child, kept, source.length, sequence)
+        except BaseException:
+            for group in forked:
+                group.sequences.remove(child)
+            raise
+        return count - kept
+
+    def pop(self, seq: Hashable, n: Any) -> int:
+        """Drop the last tokens of a sequence.
+
+        Returns how many more are dropped, because what is left could not be restored.
+        """
+        sequence = self.settled(seq)
+        checks.require_int(n, "n")
+        if not 0 <= n <= sequence.length:
+            raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
+        left = sequence.length - int(n)
+        kept = self._restorable(seq, left)
+        if self._states is not None and kept < sequence.length:
+            self._return_to(seq, kept)
+        else:
+            self._truncate(seq, kept)
+        return left - kept
+
+    def _truncate(self, seq: Hashable, length: int) -> None:
+        for group in self._groups:
+            sequence = group.sequences.find(seq)
+            group.sequences.truncate(sequence, length)
+            del sequence.hashes[length // self._pool.page_size :]
+
+    def _return_to(self, seq: Hashable, length: int) -> None:
+        """Shorten a sequence to a length behind which there is a kept state, or to 0."""
+        assert self._states is not None
+        self._truncate(seq, length)
+        try:
+            self._states.restore(self.access, seq, length, self._sequences.find(seq))
+        except BaseException:  # the live state may be half of the one and half of the other
+            self._truncate(seq, 0)
+            self._states.restore(self.access, seq, 0, self._sequences.find(seq))
+            raise
+
+    def _restorable(self, seq: Hashable, length: int, *, is_live: bool = True) -> int:
+        """Return the most tokens, up to `length`, that all groups can restore.
+
+        is_live : whether the state behind all tokens is one of those that can be restored
+        """
+        while True:
+            longest = length
+            for group in self._groups:
+                sequence = group.sequences.find(seq)
+                longest = group.sequences.restorable(sequence, longest)
+            if self._states is not None:
+                current = sequence.length if is_live else -1
+                longest = self._states.restorable(seq, longest, current)
+            if longest == length:
+                return length
+            length = longest
+
+    def _is_useless(self, seq: Hashable, length: int) -> bool:
+        """Return whether the windows of a sequence have moved on from `length` tokens."""
+        return any(
+            group.sequences.restorable(group.sequences.find(seq), length) < length
+            for group in self._groups
+        )
 
     # --- Pages ---
 
     def demote(self, sequences: Sequence[CachedSequence]) -> None:
-        """Replace pages that sequences have left behind, while there are pages for old tokens.
-
-        After an error none is replaced. A shared page is converted once: the next sequence that
-        leaves it takes the same demoted page.
-        """
-        past = self._past
-        if past is None:
-            return
-        known = self._sequences
-        leaving = [
-            (sequence, index, int(sequence.pages[index]))
-            for sequence in sequences
-            if not any(load.failure for load in sequence.loads)  # it can only be removed
-            for index in known.leaving(sequence, past.recent, past.sinks)
-        ]
-        if not leaving:
-            return
-        pages = list(dict.fromkeys(p for *_, p in leaving if known.demoted(p) is None))
-        pages = pages[: past.pool.allocator.num_free]
-        fresh = known.allocate_past(len(pages))
-        targets = dict(zip(pages, fresh.tolist(), strict=True))
-        copied = None
-        if pages:
-            owners = list({id(s): s for s, _, page in leaving if page in targets}.values())
-            try:
-                copied = self._copy_pages(pages, fresh.tolist(), *owners)
-            except BaseException:
-                known.free(fresh)
-                raise
-            metrics.add("kvcupy_demoted_pages_total", len(pages))
-        blocked: set[int] = set()  # sequences that keep a page, and so all pages behind it
-        for sequence, index, page in leaving:
-            before = known.demoted(page)
-            target, completion = before or (targets.get(page), copied)
-            if id(sequence) in blocked or target is None or completion is None:
-                blocked.add(id(sequence))
-                continue
-            known.demote(sequence, index, target, completion)
-            if completion not in sequence.loads:
-                _add_load(sequence, completion)
-
-    def fork(
-        self, parent: CachedSequence, child: Hashable, at: int | None, inherit_window: bool
-    ) -> None:
-        """Add a sequence that shares the first tokens of another."""
-        pages = self._sequences.fork(parent, child, at, inherit_window)
-        if pages is not None:
-            try:
-                copied = self._copy_pages([pages[0]], [pages[1]], parent)
-            except BaseException:
-                self._sequences.remove(child)
-                raise
-            _add_load(self._sequences.find(child), copied)
+        """Replace pages that sequences of the first group have left behind."""
+        self._groups[0].demote(self.access, sequences)
 
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
-        """Copy the shared pages that hold some places of a sequence, so that it may write there."""
-        indices = np.unique(places // self._pool.page_size)
-        shared = self._sequences.shared(sequence, indices)
-        if len(shared):
-            pages = sequence.pages[shared]
-            demoted = pages >= self._sequences.first_past
-            past_count, fresh = int(demoted.sum()), np.empty(len(shared), np.int64)
-            fresh[~demoted], past = self._sequences.allocate_both(
-                len(shared) - past_count, past_count
-            )
-            fresh[demoted] = past + self._sequences.first_past
-            try:
-                copied = self._copy_pages(pages.tolist(), fresh.tolist(), sequence)
-            except BaseException:
-                self._sequences.free(fresh)
-                raise
-            _add_load(sequence, copied)
-            self._sequences.replace(sequence, shared, fresh)
-        self._sequences.forget_demoted(sequence.pages[indices].tolist())
-
-    def _copy_pages(
-        self, src: list[int], dst: list[int], *sequences: CachedSequence
-    ) -> CopiedPages:
-        stream = self.access.copy_stream
-        with self.access.on(stream, *sequences):
-            if self._past is None:
-                self._mover.copy_pages(src, dst, stream)
-            else:
-                self._past.copy_pages(self._mover, src, dst, stream)
-            return CopiedPages(stream)
+        """Copy the shared pages that hold some places of a sequence of the first group."""
+        self._groups[0].unshare(self.access, sequence, places)
 
     # --- Checks ---
 
@@ -626,7 +766,7 @@ class Steps:
                 f"append_lens: expected at most {self._max_batch_tokens} tokens per step "
                 f"(max_batch_tokens), got {sum(counts)}"
             )
-        max_positions = self._layers.rope.max_positions
+        max_positions = self._max_positions
         nodes: list[Nodes] = list(entries)
         for i, (name, sequence, n) in enumerate(zip(names, sequences, counts, strict=True)):
             if sequence.offloaded is not None:
@@ -646,19 +786,6 @@ class Steps:
                 )
         return nodes
 
-    def _find_cascade(self, sequences: Sequence[CachedSequence], num_tokens: int) -> Cascade | None:
-        if self._cascade is False or len(sequences) < 2:
-            return None
-        shared = self._sequences.share_first_page(sequences)
-        if sum(shared) < 2:
-            return None
-        cascade = find_cascade(sequences, shared, self._pool.page_size)
-        if cascade is None or self._cascade:
-            return cascade
-        layers = self._layers
-        pays = cascade_pays(cascade.saved_keys, num_tokens, layers.key_bytes, layers.state_bytes)
-        return cascade if pays else None
-
 
 # --- Arguments ---
 
@@ -667,17 +794,6 @@ def _require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> No
     """Raise if a sequence is offloaded."""
     if sequence.offloaded is not None:
         raise ValueError(f"{name}: {seq!r} is offloaded: call onboard first")
-
-
-def _add_load(sequence: CachedSequence, copied: Completion) -> None:
-    """Add a load of a sequence, and forget earlier copies that have succeeded.
-
-    Steps that attend forget them too, but there may be no such step.
-    """
-    sequence.loads = [
-        load for load in sequence.loads if not (isinstance(load, CopiedPages) and load.succeeded)
-    ]
-    sequence.loads.append(copied)
 
 
 def _check_batch(
@@ -707,6 +823,23 @@ def _as_list(values: Any, name: str) -> list[Any]:
 
 
 # --- Shared prefixes ---
+
+
+def _find_cascade(
+    group: PageGroup, sequences: Sequence[CachedSequence], num_tokens: int
+) -> Cascade | None:
+    """Return the prefixes to attend to first, if that is allowed and pays."""
+    if group.cascade is False or len(sequences) < 2:
+        return None
+    shared = group.sequences.share_first_page(sequences)
+    if sum(shared) < 2:
+        return None
+    cascade = find_cascade(sequences, shared, group.pool.page_size)
+    if cascade is None or group.cascade:
+        return cascade
+    layers = group.layers
+    pays = cascade_pays(cascade.saved_keys, num_tokens, layers.key_bytes, layers.state_bytes)
+    return cascade if pays else None
 
 
 def find_cascade(

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 from weakref import ref
 
 import numpy as np
@@ -42,6 +43,9 @@ TRANSPOSED_TABLE = "transposed_block_table"
 Where there is a pool of old tokens, the columns of its pages follow.
 """
 
+STATE_SLOTS = "state_slots"
+"""Name of the table of each sequence's slot in the recurrent groups."""
+
 _ALIGNMENT = 16  # bytes, of the widest load of a kernel
 _MIN_BYTES = 4096
 
@@ -60,6 +64,48 @@ def past_table(tables: Tables) -> ArrayView:
     if table is not None:
         return table
     return transposed(tables[TRANSPOSED_TABLE], (1, 0))[tables["seq_lens"].shape[0] :]
+
+
+@dataclass(frozen=True)
+class GroupTables:
+    """Finds the tables of one of several groups of layers in the tables of a step.
+
+    Tables that groups do not share have the number of their group in their names. In a captured
+    step they share `TRANSPOSED_TABLE`, in which each group has some columns per sequence.
+
+    Attributes
+    ----------
+    number : of the group
+    first_column, num_columns : per sequence of a captured step
+    """
+
+    number: int
+    first_column: int
+    num_columns: int
+
+    SHARED: ClassVar = frozenset((
+        "positions", "seq_lens", "evicted_starts", "evicted_lens", "query_lens", "cu_query_lens",
+        "tree_lens", "tree_mask", "tree_positions",
+    ))  # fmt: skip
+
+    def name(self, name: str) -> str:
+        """Return the name of a table of the group in the tables of a step."""
+        return name if name in self.SHARED else f"{name} {self.number}"
+
+    def columns(self, num_sequences: int) -> slice:
+        """Return the columns of the group, in a captured step of so many sequences."""
+        start = self.first_column * num_sequences
+        return slice(start, start + self.num_columns * num_sequences)
+
+    def of(self, tables: Tables) -> Tables:
+        """Return the tables of the group by their plain names."""
+        ending = f" {self.number}"
+        own = {n: v for n, v in tables.items() if n in self.SHARED}
+        own |= {n.removesuffix(ending): v for n, v in tables.items() if n.endswith(ending)}
+        whole = tables.get(TRANSPOSED_TABLE)
+        if whole is not None:
+            own[TRANSPOSED_TABLE] = whole[:, self.columns(tables["seq_lens"].shape[0])]
+        return own
 
 
 # --- Memory ---

@@ -907,7 +907,9 @@ class _Unwritten:
         tiers, disk = self._tiers, self._tiers.disk
         if hash in self._keep:
             return True
-        if disk is None or not disk.available or hash in disk.slots:
+        if disk is None or not disk.available:
+            return False
+        if hash in disk.slots and hash not in disk.unverified:
             return False
         return tiers.host.pages[hash] not in tiers.host.write_failed
 

@@ -1,0 +1,308 @@
+"""The pages of one group of layers: allocation for steps, copies, and demotion."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ... import metrics
+from ...errors import CacheFull
+from ..hazards import Completion, CopiedPages, PageAccess
+from ..pool import KVPool, Pool
+from .arguments import Demotion, past_pool_of, rope_of
+from .groups import AttentionGroup, FullAttention, Latent, Plan, SlidingWindow
+from .layers import Layers, Rope
+from .moves import PageMover, Past
+from .sequences import CachedSequence, Ints, Reservation, Sequences
+from .tables import GroupTables
+
+
+class PageGroup:
+    """The pages of one group of layers, of all sequences. A cache without groups has one.
+
+    Parameters
+    ----------
+    demoted : the pool of old tokens, and the numbers of last and first tokens that are not in it
+    cascade : whether neighbours in a batch read shared pages once; None: where that pays
+    tables : finds the tables of the group in a step's; None: there is no other group
+    label : names it in errors, if there are several
+
+    Attributes
+    ----------
+    pool, past_pool : of its pages
+    layers : its layers, numbered from 0
+    sequences : the page lists of all sequences
+    past : the pool of old tokens, or None
+    window, sink_tokens : keys that a query sees, and the first keys, which all see; window 0: all
+    """
+
+    def __init__(
+        self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]], *,
+        demoted: tuple[KVPool, int, int] | None = None, cascade: bool | None = None,
+        batch_invariant: bool = False, window: int = 0, sink_tokens: int = 0,
+        tables: GroupTables | None = None, label: str = "",
+    ) -> None:  # fmt: skip
+        self.pool, self.past_pool, self.past = pool, None, None
+        self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
+        self.cascade: bool | None = False if window or demoted else cascade
+        self._label = label
+        past_layers, past_allocator, kept = None, None, (0, 0)
+        if demoted is not None:
+            self.past_pool, *numbers = demoted
+            kept = numbers[0], numbers[1]
+            past_layers = Layers(self.past_pool, num_q_heads, rope, [], group=tables)
+            past_allocator = self.past_pool.allocator
+        self.layers = Layers(
+            pool, num_q_heads, rope, scales, past_layers, *kept, batch_invariant, tables
+        )
+        if self.past_pool is not None and past_layers is not None:
+            self.past = Past(pool, self.past_pool, self.layers, past_layers, *kept)
+        self.sequences = Sequences(
+            pool.allocator, pool.page_size, past_allocator, window, sink_tokens
+        )
+        self._mover = PageMover(pool)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of both pools."""
+        return self.pool.num_pages + (0 if self.past_pool is None else self.past_pool.num_pages)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let CacheFull in a block name the group."""
+        try:
+            yield
+        except CacheFull as error:
+            if not self._label:
+                raise
+            raise CacheFull(f"{self._label}: {error}") from error
+
+    def window_of(self, window: Any, sink_tokens: Any) -> tuple[Any, Any]:
+        """Return the window and sink tokens of the group, which a call may repeat."""
+        if not self.window:
+            return window, sink_tokens
+        own = self.window, self.sink_tokens
+        for name, value, expected in zip(
+            ("window", "sink_tokens"), (window, sink_tokens), own, strict=True
+        ):
+            if value is not None and value != expected:
+                raise ValueError(
+                    f"{name}: expected None or {expected} as in the group, got {value}"
+                )
+        return own[0], own[1] or None
+
+    # --- Steps ---
+
+    def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
+        """Allocate the pages for more tokens of sequences, all or none."""
+        if not self._label:
+            return self.sequences.reserve(sequences, counts)
+        with self.naming():
+            return self.sequences.reserve(sequences, counts)
+
+    def copy_shared(self, access: PageAccess, reserved: Reservation) -> CopiedPages | None:
+        """Copy the partial pages that reserved ones replace."""
+        copies = reserved.copies
+        if not copies:
+            return None
+        src, dst = [copy.old for copy in copies], [copy.new for copy in copies]
+        return self._copy_pages(access, src, dst, *(copy.sequence for copy in copies))
+
+    def move_paths(
+        self, access: PageAccess, sequences: Sequence[CachedSequence],
+        paths: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        """Move the nodes of one path of each tree next to one another."""
+        moves = []
+        for sequence, path in zip(sequences, paths, strict=True):
+            places = sequence.places(sequence.committed, sequence.length)
+            slots = sequence.slots(places, self.pool.page_size)
+            moves.append((slots[list(path)], slots[: len(path)]))
+        src, dst = map(np.concatenate, zip(*moves, strict=True))
+        moved = src != dst
+        if not moved.any():
+            return
+        stream = access.copy_stream
+        with access.on(stream, *sequences):
+            self._mover.move_slots(src[moved], dst[moved], stream)
+            copied = CopiedPages(stream)
+        for sequence in sequences:
+            add_load(sequence, copied)
+
+    def commit(self, sequence: CachedSequence, count: int) -> None:
+        """Keep the first `count` nodes of a tree."""
+        committed = sequence.committed
+        sequence.parents.clear()
+        self.sequences.truncate(sequence, committed + count)
+        self.sequences.slide(sequence)
+        self.free_unseen(sequence, committed)
+
+    def free_unseen(self, sequence: CachedSequence, step_start: int) -> None:
+        """Free the pages behind the window of a step's tokens, `step_start` being the first.
+
+        What the window of the last step's first token holds is kept, at most a page more than the
+        next token sees, so that rejected tokens can be popped.
+        """
+        if self.window:
+            position = max(step_start, sequence.length - self.pool.page_size)
+            self.sequences.free_unseen(sequence, position)
+
+    # --- Copies ---
+
+    def demote(self, access: PageAccess, sequences: Sequence[CachedSequence]) -> None:
+        """Replace pages that sequences have left behind, while there are pages for old tokens.
+
+        After an error none is replaced. A shared page is converted once: the next sequence that
+        leaves it takes the same demoted page.
+        """
+        past = self.past
+        if past is None:
+            return
+        known = self.sequences
+        leaving = [
+            (sequence, index, int(sequence.pages[index]))
+            for sequence in sequences
+            if not any(load.failure for load in sequence.loads)  # it can only be removed
+            for index in known.leaving(sequence, past.recent, past.sinks)
+        ]
+        if not leaving:
+            return
+        pages = list(dict.fromkeys(p for *_, p in leaving if known.demoted(p) is None))
+        pages = pages[: past.pool.allocator.num_free]
+        fresh = known.allocate_past(len(pages))
+        targets = dict(zip(pages, fresh.tolist(), strict=True))
+        copied = None
+        if pages:
+            owners = list({id(s): s for s, _, page in leaving if page in targets}.values())
+            try:
+                copied = self._copy_pages(access, pages, fresh.tolist(), *owners)
+            except BaseException:
+                known.free(fresh)
+                raise
+            metrics.add("kvcupy_demoted_pages_total", len(pages))
+        blocked: set[int] = set()  # sequences that keep a page, and so all pages behind it
+        for sequence, index, page in leaving:
+            before = known.demoted(page)
+            target, completion = before or (targets.get(page), copied)
+            if id(sequence) in blocked or target is None or completion is None:
+                blocked.add(id(sequence))
+                continue
+            known.demote(sequence, index, target, completion)
+            if completion not in sequence.loads:
+                add_load(sequence, completion)
+
+    def fork(
+        self, access: PageAccess, parent: CachedSequence, child: Hashable, at: int,
+        inherit_window: bool,
+    ) -> None:  # fmt: skip
+        """Add a sequence that shares the first tokens of another."""
+        with self.naming():
+            pages = self.sequences.fork(parent, child, at, inherit_window)
+        if pages is not None:
+            try:
+                copied = self._copy_pages(access, [pages[0]], [pages[1]], parent)
+            except BaseException:
+                self.sequences.remove(child)
+                raise
+            add_load(self.sequences.find(child), copied)
+
+    def unshare(self, access: PageAccess, sequence: CachedSequence, places: Ints) -> None:
+        """Copy the shared pages that hold some places of a sequence, so that it may write there."""
+        indices = np.unique(places // self.pool.page_size)
+        shared = self.sequences.shared(sequence, indices)
+        if len(shared):
+            pages = sequence.pages[shared]
+            demoted = pages >= self.sequences.first_past
+            past_count, fresh = int(demoted.sum()), np.empty(len(shared), np.int64)
+            fresh[~demoted], past = self.sequences.allocate_both(
+                len(shared) - past_count, past_count
+            )
+            fresh[demoted] = past + self.sequences.first_past
+            try:
+                copied = self._copy_pages(access, pages.tolist(), fresh.tolist(), sequence)
+            except BaseException:
+                self.sequences.free(fresh)
+                raise
+            add_load(sequence, copied)
+            self.sequences.replace(sequence, shared, fresh)
+        self.sequences.forget_demoted(sequence.pages[indices].tolist())
+
+    def _copy_pages(
+        self, access: PageAccess, src: list[int], dst: list[int], *sequences: CachedSequence
+    ) -> CopiedPages:
+        stream = access.copy_stream
+        with access.on(stream, *sequences):
+            if self.past is None:
+                self._mover.copy_pages(src, dst, stream)
+            else:
+                self.past.copy_pages(self._mover, src, dst, stream)
+            return CopiedPages(stream)
+
+
+def add_load(sequence: CachedSequence, copied: Completion) -> None:
+    """Add a load of a sequence, and forget earlier copies that have succeeded.
+
+    Steps that attend forget them too, but there may be no such step.
+    """
+    sequence.loads = [
+        load for load in sequence.loads if not (isinstance(load, CopiedPages) and load.succeeded)
+    ]
+    sequence.loads.append(copied)
+
+
+# --- Of the arguments of a cache ---
+
+
+def make_group(
+    pool: Pool, latent_dim: int | None, scales: list[tuple[Any, Any]], demotion: Demotion | None,
+    past_pool: KVPool | None, *, num_q_heads: int, rope: Any, rope_mode: Any, interleaved: Any,
+    **options: Any,
+) -> PageGroup:  # fmt: skip
+    """Return the pages of a group; check what depends on the shape of its layers."""
+    rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
+    if num_q_heads % pool.num_kv_heads:
+        heads = f"{pool.num_kv_heads} KV heads"
+        raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
+    demoted = None
+    if demotion is not None and past_pool is not None:
+        demoted = past_pool, demotion.recent, demotion.first
+    return PageGroup(pool, num_q_heads, rotary, scales, demoted=demoted, **options)
+
+
+def make_groups(
+    plan: Plan, page_size: int, device: Any, shared: dict[str, Any]
+) -> tuple[list[PageGroup], dict[int, tuple[int, int]]]:
+    """Return the groups of attention layers of a plan, and where each layer of the model is.
+
+    A layer is found by the number of its group, and its number in the group.
+    """
+    groups: list[PageGroup] = []
+    layers: dict[int, tuple[int, int]] = {}
+    column = 0
+    for part in plan.groups:
+        declared = part.group
+        if not isinstance(declared, AttentionGroup):
+            continue
+        options = dict(shared)
+        demotion = declared.demotion if isinstance(declared, FullAttention) else None
+        if demotion is not None:
+            if shared["batch_invariant"]:
+                raise ValueError("demotion: expected None with batch_invariant, got a Demotion")
+            demotion = replace(demotion, num_pages=part.num_past_pages)
+        if isinstance(declared, SlidingWindow):
+            options |= {"window": declared.window, "sink_tokens": declared.sink_tokens}
+        pool = declared.make_pool(part.num_pages, page_size, device)
+        past_pool = past_pool_of(pool, demotion, None, False)
+        num_columns = 1 if past_pool is None else 2
+        tables = GroupTables(len(groups), column, num_columns)
+        column += num_columns
+        latent_dim = declared.latent_dim if isinstance(declared, Latent) else None
+        layers |= {layer: (len(groups), i) for i, layer in enumerate(declared.layers)}
+        groups.append(make_group(
+            pool, latent_dim, [], demotion, past_pool, tables=tables, label=str(declared), **options
+        ))  # fmt: skip
+    return groups, layers

@@ -1,0 +1,328 @@
+"""The states of recurrent layers: one live per sequence, and states kept from before.
+
+    slot      0             1             2             3
+              live of "a"   kept at 512   live of "b"   kept at 1024
+    layer 0   conv | ssm    conv | ssm    ...
+    layer 1   conv | ssm    ...
+
+The model updates the live rows in place. A state is kept by a copy to another slot, which forks
+share; a new live state is a copy of a kept one, or zero. Kept states use the slots that no live
+state needs, and the oldest are given up first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...arrays import ArrayView, reshaped, transposed, view
+from ...devices.protocol import Device
+from ...errors import CacheFull
+from ...ops.pages import copy_pages
+from ...ops.transfer_kernels import upload
+from ..hazards import CopiedPages, PageAccess
+from ..pages import PageAllocator
+from .groups import Plan, Recurrent
+from .page_group import add_load
+from .sequences import CachedSequence
+
+_NO_SLOT = -1
+
+
+@dataclass(eq=False)
+class KeptState:
+    """A state of some sequences after their first tokens.
+
+    Attributes
+    ----------
+    copied : the copy to its slot
+    users : how many sequences refer to it
+    """
+
+    slot: int
+    copied: CopiedPages
+    users: int = 1
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """The states of a sequence.
+
+    Attributes
+    ----------
+    live : slot of the state after all its tokens; none while it is empty
+    before_tree : slot of the state before its uncommitted tree
+    kept : states by the number of tokens before them, in order
+    """
+
+    live: int = _NO_SLOT
+    before_tree: int = _NO_SLOT
+    kept: dict[int, KeptState] = field(default_factory=dict)
+
+
+class States:
+    """The states of the recurrent groups of a cache. They share the numbers of their slots."""
+
+    def __init__(self, groups: Sequence[Recurrent], num_slots: int, device: Device) -> None:
+        self.num_slots = num_slots
+        self.checkpoint_tokens = groups[0].checkpoint_tokens
+        self._device = device
+        self._allocator = PageAllocator(num_slots)
+        self._label = " and ".join(map(str, groups))
+        self._arrays: dict[tuple[int, str], Any] = {}
+        self._rows: list[ArrayView] = []  # (slots, layers, ...)
+        self._zeros: list[ArrayView] = []  # (layers, ...), a state of zeros
+        for group in groups:
+            for name, (shape, dtype) in group.state.items():
+                array = device.zeros((len(group.layers), num_slots, *shape), dtype)
+                for i, layer in enumerate(group.layers):
+                    self._arrays[layer, name] = array[i]
+                rows = view(array)
+                self._rows.append(transposed(rows, (1, 0, *range(2, rows.ndim))))
+                zero = view(device.zeros(shape, dtype))
+                self._zeros.append(reshaped(zero, (len(group.layers), *shape), (0, *zero.strides)))
+        self._of: dict[Hashable, SequenceState] = {}
+        self._kept: dict[int, KeptState] = {}  # by slot, the oldest first
+
+    def array(self, layer: int, name: str) -> Any:
+        """Return a part of the state of a layer, (slots, ...)."""
+        array = self._arrays.get((layer, name))
+        if array is None:
+            known = ", ".join(f"{layer} {name}" for layer, name in self._arrays)
+            raise ValueError(f"layer, name: expected one of {known}, got {layer} {name!r}")
+        return array
+
+    def slots(self, seqs: Iterable[Hashable]) -> list[int]:
+        """Return the slots of the live states of sequences."""
+        return [self._of[seq].live for seq in seqs]
+
+    @property
+    def num_available(self) -> int:
+        """Slots that are free, or that only kept states use."""
+        return self._allocator.num_available + len(self._kept)
+
+    # --- Sequences ---
+
+    def add(self, seq: Hashable) -> None:
+        """Add an empty sequence."""
+        self._of[seq] = SequenceState()
+
+    def remove(self, seq: Hashable) -> None:
+        """Drop the states of a sequence."""
+        state = self._of.pop(seq)
+        self._give_up(state, 0)
+        self._free(state.live, state.before_tree)
+
+    def clear(self) -> None:
+        """Drop all sequences."""
+        for seq in list(self._of):
+            self.remove(seq)
+
+    def restorable(self, seq: Hashable, length: int, current: int) -> int:
+        """Return the most tokens, up to `length`, behind which there is a state of a sequence.
+
+        `current` is its length.
+        """
+        if length == current:
+            return length
+        kept = self._of[seq].kept
+        return max(
+            (n for n, k in kept.items() if n <= length and k.copied.failure is None), default=0
+        )
+
+    def fork(
+        self, access: PageAccess, parent: Hashable, child: Hashable, length: int, current: int,
+        sequence: CachedSequence,
+    ) -> None:  # fmt: skip
+        """Add a sequence of the first `length` tokens of another, behind which there is a state."""
+        source = self._of[parent]
+        forked = SequenceState()
+        if length:
+            start = source.live if length == current else source.kept[length].slot
+            forked.live = self._allocate(1, keep=start)[0]
+            self._copy_or_free(access, [(start, forked.live)], [forked.live], sequence)
+        for n, kept in source.kept.items():
+            if n <= length:
+                kept.users += 1
+                forked.kept[n] = kept
+        self._of[child] = forked
+
+    def restore(
+        self, access: PageAccess, seq: Hashable, length: int, sequence: CachedSequence
+    ) -> None:
+        """Return to the state behind the first `length` tokens, one that is kept; 0: to none."""
+        state = self._of[seq]
+        self._give_up(state, length)
+        if length == 0:
+            self._free(state.live)
+            state.live = _NO_SLOT
+        else:
+            self._copy(access, [(state.kept[length].slot, state.live)], sequence)
+
+    # --- Steps ---
+
+    def check_trees(
+        self, names: Sequence[Hashable], nodes: Sequence[list[int] | None],
+        pending: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        """Raise for trees whose states cannot be computed in place, one node after another."""
+        for name, new, earlier in zip(names, nodes, pending, strict=True):
+            if new is None:
+                continue
+            if earlier:
+                raise NotImplementedError(
+                    f"token_tree: the tree of {name!r} is not committed, and a cache with "
+                    "recurrent groups takes one step of a tree"
+                )
+            if new != list(range(-1, len(new) - 1)):
+                raise NotImplementedError(
+                    f"token_tree: expected a chain for {name!r} in a cache with recurrent groups, "
+                    f"which have one state per sequence, got {new}"
+                )
+
+    def begin(
+        self, access: PageAccess, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
+        in_tree: Sequence[bool],
+    ) -> None:  # fmt: skip
+        """Give new sequences states of zeros, and keep the states before trees; all or nothing."""
+        states = [self._of[name] for name in names]
+        fresh = [state for state in states if state.live == _NO_SLOT]
+        trees = [state for state, tree in zip(states, in_tree, strict=True) if tree]
+        if not fresh and not trees:
+            return
+        slots = self._allocate(len(fresh) + len(trees))
+        live, before = slots[: len(fresh)], slots[len(fresh) :]
+        zeroed = dict(zip(map(id, fresh), live, strict=True))
+        copied = [
+            (state.live, slot) for state, slot in zip(trees, before, strict=True)
+            if state.live != _NO_SLOT
+        ]  # fmt: skip
+        zeros = [*live, *(s for t, s in zip(trees, before, strict=True) if t.live == _NO_SLOT)]
+        touched = [
+            sequence for state, sequence, tree in zip(states, sequences, in_tree, strict=True)
+            if tree or id(state) in zeroed
+        ]  # fmt: skip
+        self._copy_or_free(access, copied, slots, *touched, zeros=zeros)
+        for state, slot in zip(fresh, live, strict=True):
+            state.live = slot
+        for state, slot in zip(trees, before, strict=True):
+            state.before_tree = slot
+
+    def end(
+        self, access: PageAccess, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
+        is_useless: Callable[[Hashable, int], bool],
+    ) -> None:  # fmt: skip
+        """Keep the states of sequences whose lengths are multiples of `checkpoint_tokens`.
+
+        is_useless : whether the tokens of a sequence before a state can no longer be restored. Such
+            states are dropped
+        """
+        for name in names:
+            kept = self._of[name].kept
+            for length in [n for n in kept if is_useless(name, n)]:
+                self._drop(kept.pop(length))
+        due = []
+        for name, sequence in zip(names, sequences, strict=True):
+            state, length = self._of[name], sequence.length
+            at_checkpoint = length % self.checkpoint_tokens == 0 and not sequence.parents
+            if at_checkpoint and length not in state.kept and self._make_room(1):
+                slot = int(self._allocator.alloc(1)[0])
+                due.append((state, length, slot))
+        if not due:
+            return
+        slots = [slot for *_, slot in due]
+        pairs = [(state.live, slot) for state, _, slot in due]
+        copied = self._copy_or_free(access, pairs, slots)
+        for state, length, slot in due:
+            state.kept[length] = self._kept[slot] = KeptState(slot, copied)
+
+    def commit(self, seq: Hashable, accepted: bool) -> None:
+        """End a tree: keep the state behind all its nodes, or return to the one before it."""
+        state = self._of[seq]
+        dropped = state.before_tree
+        if not accepted:
+            dropped, state.live = state.live, state.before_tree
+        state.before_tree = _NO_SLOT
+        self._free(dropped)
+
+    # --- Slots ---
+
+    def _allocate(self, count: int, keep: int = _NO_SLOT) -> list[int]:
+        """Allocate slots, all or none; kept states are given up for them, except one."""
+        if not self._make_room(count, keep):
+            raise CacheFull(
+                f"{self._label}: expected at most {self.num_available} states that are free of "
+                f"{self.num_slots}, got {count}"
+            )
+        slots: list[int] = self._allocator.alloc(count).tolist()
+        return slots
+
+    def _make_room(self, count: int, keep: int = _NO_SLOT) -> bool:
+        """Give up the oldest kept states until `count` slots are free; False if that is too few."""
+        missing = count - self._allocator.num_available
+        if missing <= 0:
+            return True
+        oldest = [kept for slot, kept in self._kept.items() if slot != keep][:missing]
+        if len(oldest) < missing:
+            return False
+        for kept in oldest:
+            for state in self._of.values():
+                for length in [n for n, own in state.kept.items() if own is kept]:
+                    self._drop(state.kept.pop(length))
+        return True
+
+    def _give_up(self, state: SequenceState, length: int) -> None:
+        """Drop the kept states of a sequence behind `length` tokens, and all of them for 0."""
+        for n in [n for n in state.kept if n > length]:
+            self._drop(state.kept.pop(n))
+
+    def _drop(self, kept: KeptState) -> None:
+        kept.users -= 1
+        if not kept.users:
+            del self._kept[kept.slot]
+            self._free(kept.slot)
+
+    def _free(self, *slots: int) -> None:
+        self._allocator.free([slot for slot in slots if slot != _NO_SLOT])
+
+    # --- Copies ---
+
+    def _copy_or_free(
+        self, access: PageAccess, pairs: Sequence[tuple[int, int]], slots: Sequence[int],
+        *sequences: CachedSequence, zeros: Sequence[int] = (),
+    ) -> CopiedPages:  # fmt: skip
+        """Copy states; after an error the slots are free."""
+        try:
+            return self._copy(access, pairs, *sequences, zeros=zeros)
+        except BaseException:
+            self._free(*slots)
+            raise
+
+    def _copy(
+        self, access: PageAccess, pairs: Sequence[tuple[int, int]], *sequences: CachedSequence,
+        zeros: Sequence[int] = (),
+    ) -> CopiedPages:  # fmt: skip
+        """Copy states between slots, and zero some, for sequences whose attention waits for it."""
+        stream = access.copy_stream
+        with access.on(stream):
+            for slot in zeros:
+                for rows, zero in zip(self._rows, self._zeros, strict=True):
+                    self._device.copy(rows[slot], zero, stream=stream)
+            if pairs:
+                numbers = np.array(pairs, np.int64).T
+                uploaded = upload([numbers[0], numbers[1]], self._device, stream)
+                copy_pages(self._rows, uploaded[0], uploaded[1], stream=stream)
+            copied = CopiedPages(stream)
+        for sequence in sequences:
+            add_load(sequence, copied)
+        return copied
+
+
+def states_of(plan: Plan, device: Device) -> States | None:
+    """Return the states of the recurrent groups of a plan; None if it has none."""
+    parts = [part for part in plan.groups if part.num_slots]
+    groups = [part.group for part in parts if isinstance(part.group, Recurrent)]
+    return States(groups, min(part.num_slots for part in parts), device) if groups else None

@@ -1,0 +1,273 @@
+"""A model of mixed layers, and its cache: every token and state is known, and freed memory is NaN.
+
+A token has a number, from which follow its rows in every layer and what it does to a state. So
+tokens that a cache asks for again are the same tokens. A sequence is the list of its numbers.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache as memoised
+
+import numpy as np
+
+import kvcupy as kv
+from kvcupy import reference
+
+HEADS, PAGE = 4, 4
+SCALE = 0.3  # of scores in latent layers
+
+
+def full(*layers, **options):
+    return kv.FullAttention(layers=layers, num_kv_heads=2, head_dim=8, dtype="fp32", **options)
+
+
+def sliding(*layers, window, sink_tokens=0):
+    return kv.SlidingWindow(
+        layers=layers, window=window, sink_tokens=sink_tokens, num_kv_heads=1, head_dim=16,
+        v_head_dim=8, dtype="fp32",
+    )  # fmt: skip
+
+
+def latent(*layers):
+    return kv.Latent(layers=layers, latent_dim=8, rope_dim=4, dtype="fp32")
+
+
+def recurrent(*layers, checkpoint_tokens=8):
+    state = {"conv": ((4, 3), "bf16"), "ssm": ((2, 5), "fp32")}
+    return kv.Recurrent(layers=layers, state=state, checkpoint_tokens=checkpoint_tokens)
+
+
+@memoised
+def rows(layer, token, heads, width):
+    return np.random.default_rng([layer, token]).standard_normal((heads, width), np.float32)
+
+
+def after(state, layer, token):
+    """The state behind a token; whole numbers up to 250, which bf16 holds."""
+    return (3 * state + token + layer + np.arange(state.size).reshape(state.shape)) % 251
+
+
+class Taken(Exception):
+    """Takes a step back."""
+
+
+class Mixture:
+    """A cache with groups, the tokens of its sequences, and the operations on both."""
+
+    def __init__(self, groups, device, **options):
+        shared = {"num_q_heads": HEADS, "page_size": PAGE, "device": device, "max_batch_tokens": 64}
+        self.cache = kv.PagedKVCache(groups=groups, **{**shared, "num_tokens": 256, **options})
+        self.device = self.cache.device
+        self.groups = groups
+        self.has_states = any(isinstance(g, kv.Recurrent) for g in groups)
+        self.has_windows = any(isinstance(g, kv.SlidingWindow) for g in groups)
+        self.tokens: dict[str, list[int]] = {}
+        self.parents: dict[str, list[int]] = {}
+        self.rng = np.random.default_rng(11)
+        self._next = 0
+
+    def new(self, count):
+        """Numbers of new tokens."""
+        self._next += count
+        return list(range(self._next - count, self._next))
+
+    # --- Operations ---
+
+    def add(self, name):
+        self.cache.add_sequence(name)
+        self.tokens[name] = []
+
+    def remove(self, name):
+        self.cache.remove_sequence(name)
+        del self.tokens[name]
+
+    def fork(self, parent, child, at=None):
+        n = len(self.tokens[parent]) if at is None else at
+        r = self.cache.fork_sequence(parent, child, at)
+        self._check_missing(r, n, parent)
+        self.tokens[child] = self.tokens[parent][: n - r]
+        return r
+
+    def pop(self, name, count):
+        left = len(self.tokens[name]) - count
+        r = self.cache.pop_tokens(name, count)
+        self._check_missing(r, left, name)
+        self.tokens[name] = self.tokens[name][: left - r]
+        return r
+
+    def _check_missing(self, r, n, parent):
+        assert 0 <= r <= n
+        if n == len(self.tokens[parent]) or not (self.has_states or self.has_windows):
+            assert r == 0
+
+    def step(self, appended, trees=None, *, work=True, keep=True):
+        """A step that appends tokens, by name; `keep` False: an exception takes it back.
+
+        `work` False: nothing is computed in the step.
+        """
+        names, lens = list(appended), [len(tokens) for tokens in appended.values()]
+        before = {name: list(self.tokens[name]) for name in names}
+        nodes = None if trees is None else [trees.get(name) for name in names]
+        with suppress(Taken), self.cache.forward(names, lens, token_tree=nodes):
+            for name in names:
+                self.tokens[name] = before[name] + list(appended[name])
+                if trees and trees.get(name):
+                    self.parents.setdefault(name, []).extend(trees[name])
+            if work:
+                self._attend(names, lens)
+                self._update(names, lens)
+            if not keep:
+                raise Taken
+        if not keep:
+            for name in names:
+                length = self.cache.sequence_length(name)
+                assert length == len(before[name]) or (self.has_states and work)
+                assert length <= len(before[name])
+                self.tokens[name] = before[name][:length]
+                self.parents.pop(name, None)
+
+    def commit(self, name, leaf):
+        tokens, parents = self.tokens[name], self.parents.pop(name)
+        first, path = len(tokens) - len(parents), []
+        while leaf >= 0:
+            path.insert(0, leaf)
+            leaf = parents[leaf]
+        (r,) = self.cache.commit_token_tree([name], [path[-1] if path else -1])
+        assert r == (len(path) if self.has_states and len(path) < len(parents) else 0)
+        kept = path[: len(path) - r]
+        self.tokens[name] = tokens[:first] + [tokens[first + node] for node in kept]
+
+    # --- What a model does ---
+
+    def _attend(self, names, lens):
+        total = sum(lens)
+        for group in self.groups:
+            if isinstance(group, kv.Recurrent):
+                continue
+            is_latent = isinstance(group, kv.Latent)
+            if is_latent:
+                heads, width, v_width = 1, 12, 8
+            else:
+                heads, width, v_width = group.num_kv_heads, group.head_dim, group.v_head_dim
+            for layer in group.layers:
+                query = self.rng.standard_normal((total, HEADS, width), np.float32)
+
+                def cached(name, layer=layer, heads=heads, width=width, v_width=v_width,
+                           is_latent=is_latent):  # fmt: skip
+                    both = [rows(layer, t, heads, width + v_width) for t in self.tokens[name]]
+                    both = np.array(both).reshape(-1, heads, width + v_width)
+                    key = both[..., :width]
+                    return key, key[..., :v_width] if is_latent else both[..., width:]
+
+                new = [tuple(a[-n:] for a in cached(m)) for m, n in zip(names, lens, strict=True)]
+                key, value = (np.concatenate(side) for side in zip(*new, strict=True))
+                args = [self.device.asarray(a) for a in (query, key, value)]
+                if is_latent:
+                    parts = (np.ascontiguousarray(a) for a in (key[:, 0, :8], key[:, 0, 8:]))
+                    parts = map(self.device.asarray, parts)
+                    got = self.cache.attention_mla(layer, args[0], *parts, sm_scale=SCALE)
+                else:
+                    got = self.cache.attention(layer, *args)
+                want = self._expected(group, query, names, lens, [cached(name) for name in names])
+                got = self.device.to_numpy(got)
+                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=str(group))
+
+    def _expected(self, group, query, names, lens, caches):
+        longest = max(len(key) for key, _ in caches)
+        padded = [
+            np.stack([np.pad(part, ((0, longest - len(part)), (0, 0), (0, 0))) for part in side])
+            for side in zip(*caches, strict=True)
+        ]
+        mask = None
+        nodes = np.array([len(self.parents.get(name, ())) for name in names])
+        if nodes.any():  # a node sees its ancestors, a plain token those before it
+            mask = np.zeros((sum(lens), nodes.max()), bool)
+            first = 0
+            for name, count in zip(names, lens, strict=True):
+                parents = self.parents.get(name, [])
+                for row, node in enumerate(range(len(parents) - count, len(parents))):
+                    while node >= 0:
+                        mask[first + row, node] = True
+                        node = parents[node]
+                first += count
+        out, _, _ = reference.paged_attention(
+            query, *padded, np.arange(len(names))[:, None], np.array([len(k) for k, _ in caches]),
+            query_lens=np.array(lens), window=getattr(group, "window", None),
+            sink_tokens=getattr(group, "sink_tokens", None) or None,
+            sm_scale=SCALE if isinstance(group, kv.Latent) else None, tree_mask=mask,
+            tree_lens=None if mask is None else nodes,
+        )  # fmt: skip
+        return out
+
+    def states(self, tokens, layer, shape):
+        state = np.zeros(shape, np.int64)
+        for token in tokens:
+            state = after(state, layer, token)
+        return state
+
+    def _update(self, names, lens):
+        if not self.has_states:
+            return
+        slots = self.device.to_numpy(self.cache.state_slots())
+        assert len(set(slots.tolist())) == len(names)
+        for group in self.groups:
+            if not isinstance(group, kv.Recurrent):
+                continue
+            for layer in group.layers:
+                for part, (shape, _) in group.state.items():
+                    array = self.cache.state(layer, part)
+                    for name, count, slot in zip(names, lens, slots, strict=True):
+                        tokens = self.tokens[name]
+                        got = self.device.to_numpy(array)[slot].astype(np.float64)
+                        want = self.states(tokens[:-count], layer, shape)
+                        np.testing.assert_array_equal(got, want, err_msg=f"{name} {layer} {part}")
+                        array[int(slot)] = self.device.asarray(
+                            self.states(tokens, layer, shape).astype(array.dtype)
+                        )
+
+    # --- Invariants ---
+
+    def check(self):
+        """Compare lengths and pages with what may be held, and overwrite all that is free."""
+        cache = self.cache
+        assert {name: cache.sequence_length(name) for name in self.tokens} == {
+            name: len(tokens) for name, tokens in self.tokens.items()
+        }
+        assert cache.total_length == sum(map(len, self.tokens.values()))
+        for group in cache._groups:
+            known = group.sequences._known
+            counts = np.zeros(group.pool.num_pages, int)
+            for name, sequence in known.items():
+                pages = sequence.pages[sequence.pages >= 0]
+                counts[pages] += 1
+                if group.window and name not in self.parents:
+                    needed = -(-group.sink_tokens // PAGE) - (-(group.window + PAGE) // PAGE) + 1
+                    assert len(pages) <= needed, f"{name} has {len(pages)} pages of {group.window}"
+            assert counts.tolist() == group.sequences._references.tolist()
+            assert (counts > 0).sum() == group.pool.allocator.num_allocated
+        self.poison()
+
+    def poison(self):
+        """Overwrite free pages and states with NaN."""
+        self.device.synchronize()
+        for group in self.cache._groups:
+            pool = group.pool
+            free = np.setdiff1d(np.arange(pool.num_pages), pool.allocator.allocated())
+            for layer in range(pool.num_layers):
+                for part in pool.views(layer):
+                    self.device.carrier(part).view(np.float32)[free] = np.nan
+        states = self.cache._states
+        if states is not None:
+            allocator = states._allocator
+            free = np.setdiff1d(np.arange(states.num_slots), allocator.allocated())
+            for array in states._arrays.values():
+                array[free] = np.nan
+
+    def check_empty(self):
+        for name in list(self.tokens):
+            self.remove(name)
+        for group in self.cache._groups:
+            group.pool.allocator.check_leaks()
+        if self.cache._states is not None:
+            self.cache._states._allocator.check_leaks()

@@ -1,0 +1,443 @@
+"""Caches of mixed layers: each group attends through its own window, states follow the tokens."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from groups_model import HEADS, PAGE, Mixture, Taken, full, latent, recurrent, sliding
+from helpers import full_only
+
+import kvcupy as kv
+from kvcupy.cache.paged.sequences import Sequences
+
+MIXES = {
+    "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
+    "window, full, latent": lambda: [sliding(0, window=5, sink_tokens=3), full(2), latent(1, 4)],
+    "full, state": lambda: [full(0), recurrent(1, 2)],
+    "state, window, full": lambda: [recurrent(0, 2), sliding(1, window=6), full(3)],
+    "windows": lambda: [sliding(0, window=1), sliding(1, window=16, sink_tokens=4)],
+    "two states": lambda: [recurrent(0), full(1), recurrent(2), sliding(3, window=40)],
+}
+
+
+def run(mixture, seed, steps=45):
+    """Random operations, each compared with the model."""
+    rng = random.Random(seed)
+    names = iter(f"s{i}" for i in range(1000))
+    refused = 0
+    for _ in range(steps):
+        known = sorted(set(mixture.tokens) - set(mixture.parents))
+        kind = rng.choices(
+            ["add", "step", "long step", "fork", "pop", "tree", "commit", "abort", "remove"],
+            [2, 8, 2, 3, 3, 3, 3, 1, 1],
+        )[0]
+        try:
+            if kind == "add" or not known:
+                mixture.add(next(names))
+            elif kind in ("step", "long step", "abort"):
+                chosen = rng.sample(known, rng.randint(1, min(4, len(known))))
+                most = 23 if kind == "long step" else 5
+                appended = {name: mixture.new(rng.randint(1, most)) for name in chosen[:2]}
+                appended |= {name: mixture.new(1) for name in chosen[2:]}
+                work = kind != "abort" or rng.random() < 0.7
+                mixture.step(appended, work=work, keep=kind != "abort")
+            elif kind == "fork":
+                parent = rng.choice(known)
+                length = len(mixture.tokens[parent])
+                at = rng.choice([None, length, rng.randint(0, length), max(0, length - 2)])
+                mixture.fork(parent, next(names), at)
+            elif kind == "pop":
+                name = rng.choice(known)
+                length = len(mixture.tokens[name])
+                mixture.pop(name, min(length, rng.choice([0, 1, 2, 3, rng.randint(0, length)])))
+            elif kind == "tree":
+                name, count = rng.choice(known), rng.randint(1, 5)
+                parents = list(range(-1, count - 1))
+                if not mixture.has_states:
+                    parents = [rng.randint(-1, node - 1) for node in range(count)]
+                appended, trees = {name: mixture.new(count)}, {name: parents}
+                others = [n for n in known if n != name]
+                if others:
+                    appended[others[0]] = mixture.new(2)
+                mixture.step(appended, trees)
+            elif kind == "commit" and mixture.parents:
+                name = rng.choice(sorted(mixture.parents))
+                mixture.commit(name, rng.randint(-1, len(mixture.parents[name]) - 1))
+            elif kind == "remove" and len(known) > 3:
+                mixture.remove(rng.choice(known))
+        except kv.CacheFull:
+            refused += 1
+            mixture.check()
+            mixture.remove(max(known, key=lambda name: len(mixture.tokens[name])))
+        mixture.check()
+    for name in list(mixture.parents):
+        mixture.commit(name, -1)
+    mixture.check_empty()
+    return refused
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(full_only(n) for n in range(2, 20))])
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_operations(device, mix, seed):
+    run(Mixture(MIXES[mix](), device), seed)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_little_memory(device, mix):
+    """A call that finds too few pages or states changes nothing."""
+    assert sum(run(Mixture(MIXES[mix](), device, num_tokens=48), seed, 60) for seed in (5, 6))
+
+
+def test_a_page_freed_too_early_is_noticed(device, monkeypatch):
+    """The control of the tests above."""
+    free_unseen = Sequences.free_unseen
+    monkeypatch.setattr(
+        Sequences, "free_unseen", lambda self, s, position: free_unseen(self, s, position + PAGE)
+    )
+    with pytest.raises(AssertionError):
+        run(Mixture(MIXES["full, window"](), device), 0)
+
+
+# --- What can be restored ---
+
+
+def mixture_of(device, *groups, tokens=0, step=0, **options):
+    """A cache with a sequence "a" of some tokens, in steps of `step` (0: one)."""
+    mixture = Mixture(list(groups), device, **options)
+    mixture.add("a")
+    while (left := tokens - len(mixture.tokens["a"])) > 0:
+        mixture.step({"a": mixture.new(min(left, step or left))})
+    mixture.poison()
+    return mixture
+
+
+def test_full_attention_restores_all(device):
+    mixture = mixture_of(device, full(0), latent(1), tokens=21)
+    assert [mixture.fork("a", f"at {n}", n) for n in (0, 1, 16, 21)] == [0] * 4
+    assert mixture.pop("a", 20) == 0
+    mixture.step({name: mixture.new(2) for name in mixture.tokens})
+
+
+def test_rejected_tokens_can_be_popped(device):
+    """The tokens of the last step, up to a page, leave no window."""
+    mixture = mixture_of(device, full(0), sliding(1, window=8), tokens=40, step=5)
+    for count in (1, 2, 3, PAGE):
+        mixture.step({"a": mixture.new(count)})
+        mixture.poison()
+        assert mixture.pop("a", count) == 0
+    mixture.step({"a": mixture.new(3)})
+    mixture.check()
+
+
+def test_behind_a_window_nothing_is_left(device):
+    mixture = mixture_of(device, full(0), sliding(1, window=8), tokens=40, step=1)
+    assert mixture.fork("a", "b", 20) == 20
+    assert mixture.fork("a", "c") == 0
+    mixture.step({"b": mixture.new(20), "c": mixture.new(1)})
+    assert mixture.pop("a", 20) == 20
+
+
+def test_sink_tokens_are_left(device):
+    """They fill a page and a half: as many tokens as two pages hold are there."""
+    group = sliding(1, window=8, sink_tokens=6)
+    mixture = mixture_of(device, full(0), group, tokens=40, step=1)
+    assert mixture.fork("a", "b", 20) == 12
+    assert mixture.fork("a", "c", 7) == 0
+    mixture.step({"b": mixture.new(30), "c": mixture.new(1)})
+    mixture.step({"b": mixture.new(1), "c": mixture.new(1)})
+    mixture.check()
+
+
+def test_states_are_restored_where_they_were_kept(device):
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=20, step=4)
+    assert [mixture.fork("a", f"at {n}", n) for n in (7, 8, 15, 16, 17, 20)] == [7, 0, 7, 0, 1, 0]
+    assert mixture.pop("a", 1) == 3
+    mixture.step({name: mixture.new(3) for name in mixture.tokens})
+    mixture.check()
+
+
+def test_no_state_is_kept_within_a_step(device):
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=20)
+    assert mixture.fork("a", "b", 16) == 16
+
+
+def test_a_state_is_useless_behind_a_window(device):
+    group = sliding(2, window=6)
+    mixture = mixture_of(device, full(0), recurrent(1), group, tokens=40, step=4)
+    assert mixture.fork("a", "b", 16) == 16
+    assert list(mixture.cache._states._of["a"].kept) == [40]
+
+
+def test_the_oldest_states_make_room(device):
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=48, step=8, num_tokens=48)
+    states = mixture.cache._states
+    num_kept = states.num_slots - 1
+    assert list(states._of["a"].kept) == [48 - 8 * n for n in reversed(range(num_kept))]
+    for number in range(num_kept):
+        mixture.fork("a", number)
+    assert not states._of["a"].kept
+    with pytest.raises(kv.CacheFull, match="Recurrent of layers 1"):
+        mixture.fork("a", "one more")
+    mixture.check()
+
+
+def test_a_step_that_is_taken_back(device):
+    """The state is the one from before where the model has not touched it, else the last kept."""
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=20, step=4)
+    mixture.step({"a": mixture.new(2)}, work=False, keep=False)
+    assert mixture.cache.sequence_length("a") == 20
+    mixture.step({"a": mixture.new(2)}, keep=False)
+    assert mixture.cache.sequence_length("a") == 16
+    mixture.step({"a": mixture.new(3)}, {"a": [-1, 0, 1]}, keep=False)
+    assert mixture.cache.sequence_length("a") == 16
+    mixture.step({"a": mixture.new(2)})
+    mixture.check()
+
+
+@pytest.mark.parametrize(("leaf", "missing"), [(-1, 0), (0, 1), (1, 2), (2, 0)])
+def test_rejected_drafts_roll_the_state_back(device, leaf, missing):
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=10)
+    mixture.step({"a": mixture.new(3)}, {"a": [-1, 0, 1]})
+    drafted = mixture.tokens["a"][10:]
+    mixture.commit("a", leaf)
+    assert mixture.cache.sequence_length("a") == (13 if leaf == 2 else 10)
+    mixture.step({"a": drafted[:missing] or mixture.new(1)})
+    mixture.check()
+
+
+# --- Beside a cache without groups ---
+
+
+def of_kind(device, group, **options):
+    return kv.PagedKVCache(
+        num_q_heads=HEADS, page_size=PAGE, device=device, groups=[sliding(7, window=3), group],
+        num_tokens=64, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8_e4m3", "demotion", "rope"])
+def test_the_same_bits_as_without_groups(device, kind):
+    """Layer 5 of the model, the first of its group, is layer 0 of a cache without groups."""
+    shape = {
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "dtype": "fp8_e4m3" if kind == "fp8_e4m3" else "bf16",
+    }
+    demotion = kv.Demotion("nvfp4", recent=6, first=2) if kind == "demotion" else None
+    options = {}
+    if kind == "rope":
+        options = {"rope": kv.rope_table(64, 8, device=device), "rope_mode": "inline"}
+    group = kv.FullAttention(layers=[5, 9], demotion=demotion, **shape)
+    mixed = of_kind(device, group, **options)
+    plain = kv.PagedKVCache(
+        num_layers=2, num_q_heads=HEADS, num_pages=16, page_size=PAGE, device=device,
+        demotion=demotion, **shape, **options,
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    for cache in (mixed, plain):
+        cache.add_sequence("a")
+        cache.add_sequence("b")
+    for lens in ([7, 3], [1, 1], [9, 5], [1, 1], [1, 1]):
+        arrays = [
+            device.asarray(rng.standard_normal((sum(lens), heads, 32), np.float32))
+            for heads in (HEADS, 2, 2)
+        ]
+        window = [
+            device.asarray(rng.standard_normal((sum(lens), h, d), np.float32))
+            for h, d in ((HEADS, 16), (1, 16), (1, 8))
+        ]
+        with mixed.forward(["a", "b"], lens), plain.forward(["a", "b"], lens):
+            mixed.attention(7, *window)
+            for layer, number in ((5, 0), (9, 1)):
+                got, want = mixed.attention(layer, *arrays), plain.attention(number, *arrays)
+                np.testing.assert_array_equal(device.to_numpy(got), device.to_numpy(want))
+    if kind == "demotion":
+        assert mixed._groups[1].past_pool.allocator.num_allocated > 0
+
+
+# --- Streams ---
+
+
+class Decoder:
+    """A model of one attention layer and one state, whose steps run on a stream."""
+
+    def __init__(self, device, **options):
+        self.cache = kv.PagedKVCache(
+            num_q_heads=HEADS, page_size=PAGE, device=device, num_tokens=64, max_seq_len=32,
+            groups=[sliding(0, window=6), recurrent(1), full(2)], **options,
+        )  # fmt: skip
+        self.device, self.stream = device, device.stream()
+        self.rng = np.random.default_rng(5)
+
+    def rows(self, count):
+        shapes = {0: ((HEADS, 16), (1, 16), (1, 8)), 2: ((HEADS, 8), (2, 8), (2, 8))}
+        made = {
+            layer: [
+                self.device.asarray(self.rng.standard_normal((count, *row), np.float32))
+                for row in of_layer
+            ]
+            for layer, of_layer in shapes.items()
+        }
+        return {n: [*own, self.device.zeros((count, HEADS, 8), "fp32")] for n, own in made.items()}
+
+    def work(self, rows, stream=None, update_on=None):
+        """Attend, and add 1 to the states, on a stream, or that on another."""
+        stream = stream or self.stream
+        for layer, (query, key, value, out) in rows.items():
+            self.cache.attention(layer, query, key, value, out=out, stream=stream)
+        slots = self.cache.state_slots(stream=stream)
+        array = self.cache.state(1, "ssm")
+
+        def update():
+            chosen = slots[slots >= 0]
+            array[chosen] = array[chosen] + 1
+
+        stream = update_on or stream
+        with kv.declare(reads=(slots,), writes=(array,), stream=stream):
+            stream.call(update)
+
+
+def test_captured_steps(device):
+    """A graph of three sequences is launched for as many, and for fewer."""
+    captured, plain = Decoder(device), Decoder(device)
+    for model in (captured, plain):
+        for name, count in (("a", 9), ("b", 3), ("c", 14)):
+            model.cache.add_sequence(name)
+            with model.cache.forward([name], [count]):
+                model.work(model.rows(count))
+    fixed = captured.rows(3)
+    plain.rows(3)
+    with pytest.raises(Taken), captured.cache.forward(["a", "b", "c"], [1, 1, 1]):
+        with captured.stream.capture() as graph:
+            captured.work(fixed)
+        raise Taken
+    for names in ("abc", "ca", "b", "bca", "abc", "abc"):
+        count = len(names)
+        rows = plain.rows(count)
+        with plain.cache.forward(list(names), [1] * count):
+            plain.work(rows)
+        with captured.cache.forward(list(names), [1] * count):
+            for layer, arrays in rows.items():
+                for target, source in zip(fixed[layer][:3], arrays, strict=False):
+                    device.copy(target[:count], source, stream=captured.stream)
+            graph.launch(captured.stream)
+        device.synchronize()
+        for layer, arrays in rows.items():
+            got = device.to_numpy(fixed[layer][3][:count])
+            np.testing.assert_array_equal(got, device.to_numpy(arrays[3]))
+    for name in "abc":
+        states = [
+            device.to_numpy(model.cache.state(1, "ssm"))[model.cache._states.slots([name])[0]]
+            for model in (captured, plain)
+        ]
+        np.testing.assert_array_equal(*states)
+        assert states[0].any()
+
+
+def stepped(model, update_on=None):
+    """Steps, forks, pops and trees on one stream, and at last on another."""
+    cache = model.cache
+    other = model.device.stream()
+    for name in "ab":
+        cache.add_sequence(name)
+
+    def step(names, count, stream=None, **options):
+        with cache.forward(list(names), [count] * len(names), **options):
+            model.work(model.rows(count * len(names)), stream, update_on)
+
+    step("ab", 8)
+    cache.fork_sequence("a", "c")
+    step("abc", 4)
+    cache.pop_tokens("a", 4)
+    step("abc", 1, other)
+    step("ab", 3, other, token_tree=[[-1, 0, 1]] * 2)
+    cache.commit_token_tree(["a", "b"], [2, 0])
+    cache.remove_sequence("a")
+    cache.add_sequence("d")
+    step("bcd", 2)
+    model.device.synchronize()
+
+
+def test_order(device):
+    with kv.order_checker("raise") as checker:
+        stepped(Decoder(device))
+    assert checker.reports == []
+
+
+def test_a_stream_that_did_not_ask_for_the_slots_is_reported(device):
+    """The control of the test above."""
+    with kv.order_checker("record") as checker:
+        stepped(Decoder(device), device.stream())
+    assert checker.reports
+
+
+# --- What is refused ---
+
+
+def test_calls_that_mixtures_lack(device, tmp_path):
+    mixture = mixture_of(device, full(0), sliding(1, window=8), tokens=5)
+    cache = mixture.cache
+    calls = {
+        "enable_sliding_window": lambda: cache.enable_sliding_window("a", 4),
+        "get_kv": lambda: cache.get_kv("a", 0, 1),
+        "set_kv": lambda: cache.set_kv("a", 0, None, None),
+        "save_sequence": lambda: cache.save_sequence("a", tmp_path / "a"),
+        "load_sequence": lambda: cache.load_sequence("b", tmp_path / "a"),
+        "attach": lambda: cache.attach(None),
+        "offload": lambda: cache.offload("a"),
+        "onboard": lambda: cache.onboard("a"),
+        "export_sequence": lambda: cache.export_sequence("a", None),
+        "import_sequence": lambda: cache.import_sequence("b", b"", None),
+        "slot_mapping": cache.slot_mapping,
+        "block_table": cache.block_table,
+        "page_table_csr": cache.page_table_csr,
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=name):
+            call()
+    mixture.check()
+    mixture.step({"a": mixture.new(1)})
+
+
+def test_trees_that_have_no_state(device):
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=5)
+    with pytest.raises(NotImplementedError, match="token_tree"):
+        mixture.cache.begin_forward(["a"], [2], token_tree=[[-1, -1]])
+    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
+    with pytest.raises(NotImplementedError, match="token_tree"):
+        mixture.cache.begin_forward(["a"], [1], token_tree=[[1]])
+    mixture.commit("a", 1)
+    mixture.check()
+
+
+def test_layers_of_the_wrong_kind(device):
+    mixture = mixture_of(device, full(0), sliding(1, window=8), latent(2), recurrent(3))
+    cache = mixture.cache
+    query, key, value = (device.zeros((1, h, d), "fp32") for h, d in ((HEADS, 16), (1, 16), (1, 8)))
+    with cache.forward(["a"], [1]):
+        with pytest.raises(ValueError, match="layer"):
+            cache.attention(3, query, key, value)
+        with pytest.raises(kv.KvcupyError, match="attention_mla"):
+            cache.attention(2, query, key, value)
+        with pytest.raises(ValueError, match="window"):
+            cache.attention(1, query, key, value, window=9)
+        cache.attention(1, query, key, value, window=8)
+        with pytest.raises(ValueError, match="layer"):
+            cache.state(0, "ssm")
+        with pytest.raises(ValueError, match="layer"):
+            cache.state(3, "h")
+    with pytest.raises(kv.KvcupyError):
+        cache.state_slots()
+
+
+def test_full_names_the_group(device):
+    mixture = mixture_of(device, full(0), sliding(1, window=4), tokens=20, num_tokens=64,
+                         max_batch_tokens=8, step=4)  # fmt: skip
+    pool = mixture.cache.pools[1]
+    pool.allocator.alloc(pool.allocator.num_free)
+    with pytest.raises(kv.CacheFull, match="SlidingWindow of layers 1"):
+        mixture.step({"a": mixture.new(5)})
+    assert mixture.cache.pools[0].allocator.num_allocated == 5
+    assert mixture.cache.sequence_length("a") == 20

@@ -1,0 +1,174 @@
+"""How the memory of a cache is divided among groups of layers, and what a sequence takes."""
+
+from __future__ import annotations
+
+import pytest
+from groups_model import full, latent, recurrent, sliding
+
+import kvcupy as kv
+
+K = 1024
+
+
+def cache_of(groups, **options):
+    return kv.PagedKVCache(
+        **{"num_q_heads": 8, "page_size": 16, "device": "host", "groups": groups, **options}
+    )
+
+
+def of_all(cache):
+    """Bytes of all pools and states."""
+    states = cache._states
+    arrays = () if states is None else states._arrays.values()
+    return sum(pool.num_bytes for pool in cache.pools) + sum(array.nbytes for array in arrays)
+
+
+def test_the_plan_is_what_there_is():
+    groups = [full(0, 4), sliding(1, 2, window=64), latent(3), recurrent(5, 6)]
+    cache = cache_of(groups, memory_bytes=1 << 20, num_tokens=256)
+    plan = cache.plan()
+    assert plan.num_bytes == of_all(cache) <= 1 << 20
+    assert plan.num_bytes > 0.98 * (1 << 20)
+    assert [part.group for part in plan.groups] == groups
+    assert [part.bytes_per_token for part in plan.groups] == [256, 192, 48, 0]
+    assert plan.groups[3].bytes_per_sequence == 2 * 2 * (12 * 2 + 10 * 4)
+    text = str(plan)
+    for name in ("FullAttention", "SlidingWindow", "Latent", "Recurrent", "all", "B/token"):
+        assert name in text
+    for part in plan.groups:
+        assert f"{part.num_bytes:,}" in text
+
+
+def test_no_group_starves_another():
+    """As many sequences as the plan names fit, in all groups."""
+    groups = [full(0), sliding(1, window=64), recurrent(2)]
+    cache = cache_of(groups, memory_bytes=200_000, num_tokens=256, max_batch_tokens=32)
+    count = int(cache.plan().num_sequences)
+    assert count > 2
+    for name in range(count):
+        cache.add_sequence(name)
+    for _ in range(256 // 8):
+        for first in range(0, count, 4):
+            names = list(range(first, min(first + 4, count)))
+            with cache.forward(names, [8] * len(names)):
+                pass
+    assert [cache.sequence_length(name) for name in range(count)] == [256] * count
+
+
+@pytest.mark.parametrize("groups", [[full(0), sliding(1, window=64)], [full(0), recurrent(1)]])
+def test_less_than_a_sequence(groups):
+    fits = cache_of(groups, memory_bytes=1 << 20, num_tokens=500, max_batch_tokens=16).plan()
+    need = fits.bytes_per_sequence
+    cache = cache_of(groups, memory_bytes=need // 2, num_tokens=500, max_batch_tokens=16)
+    with pytest.raises(ValueError, match=r"memory_bytes: .* 500 tokens .* bytes are missing"):
+        cache.plan()
+    assert of_all(cache) <= need // 2
+    with pytest.raises(ValueError, match="memory_bytes"):
+        cache_of(groups, memory_bytes=100, num_tokens=500)
+
+
+def test_max_seq_len_is_the_default():
+    groups = [full(0), sliding(1, window=64)]
+    plan = cache_of(groups, memory_bytes=1 << 20, max_seq_len=96).plan()
+    assert plan.sequence_tokens == 96
+    assert cache_of(groups, num_tokens=960, max_seq_len=96).plan().num_sequences == 10
+    with pytest.raises(ValueError, match="num_tokens"):
+        cache_of(groups, memory_bytes=1 << 20)
+    with pytest.raises(ValueError, match="memory_bytes"):
+        cache_of(groups)
+
+
+def test_other_arguments_of_a_shape_are_refused():
+    for name, value in (("num_layers", 2), ("num_pages", 8), ("head_dim", 8), ("dtype", "fp32")):
+        with pytest.raises(ValueError, match=name):
+            cache_of([full(0)], num_tokens=64, **{name: value})
+    with pytest.raises(NotImplementedError, match="attention"):
+        cache_of([full(0)], num_tokens=64, attention="auto")
+    with pytest.raises(ValueError, match="num_q_heads"):
+        cache_of([full(0)], num_tokens=64, num_q_heads=3)
+    with pytest.raises(ValueError, match="memory_bytes"):
+        kv.PagedKVCache(
+            num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=8, num_pages=1, memory_bytes=9,
+            device="host",
+        )  # fmt: skip
+
+
+def test_groups_that_do_not_fit_together():
+    for groups, error, text in (
+        ([full(0), sliding(0, window=8)], ValueError, "each layer in one group"),
+        ([recurrent(0)], NotImplementedError, "attention"),
+        ([full(0), 3], TypeError, "groups"),
+        ([full(0), recurrent(1), recurrent(2, checkpoint_tokens=16)], NotImplementedError, "check"),
+    ):
+        with pytest.raises(error, match=text):
+            cache_of(groups, num_tokens=64)
+
+
+def test_declarations_that_do_not_fit():
+    shape = {"num_kv_heads": 1, "head_dim": 8}
+    for make, name in (
+        (lambda: kv.FullAttention(layers=[], **shape), "layers"),
+        (lambda: kv.FullAttention(layers=[1, 1], **shape), "layers"),
+        (lambda: kv.FullAttention(layers=[-1], **shape), "layers"),
+        (lambda: kv.FullAttention(layers=[0], num_kv_heads=0, head_dim=8), "num_kv_heads"),
+        (lambda: kv.FullAttention(layers=[0], dtype="int3", **shape), "int3"),
+        (lambda: kv.SlidingWindow(layers=[0], window=0, **shape), "window"),
+        (lambda: kv.SlidingWindow(layers=[0], window=4, sink_tokens=-1, **shape), "sink_tokens"),
+        (lambda: kv.Latent(layers=[0], latent_dim=8, rope_dim=0), "rope_dim"),
+        (lambda: kv.Recurrent(layers=[0], state={}), "state"),
+        (lambda: kv.Recurrent(layers=[0], state={"a": 3}), "state"),
+        (lambda: kv.Recurrent(layers=[0], state={"a": ((), "fp32")}), "state"),
+        (
+            lambda: kv.Recurrent(layers=[0], state={"a": ((2,), "fp32")}, checkpoint_tokens=0),
+            "chec",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=name):
+            make()
+
+
+# --- Memory beside what is needed ---
+
+TOKENS = 32 * K
+
+
+def grown(cache, chunk):
+    """Grow a sequence to its whole length."""
+    cache.add_sequence("a")
+    for _ in range(TOKENS // chunk):
+        with cache.forward(["a"], [chunk]):
+            pass
+    assert cache.sequence_length("a") == TOKENS
+    return cache
+
+
+def test_windows_and_full_attention():
+    """A mix like Gemma 3's: five windows of 1,024 to one layer of full attention."""
+    shape = {"num_kv_heads": 1, "head_dim": 16, "dtype": "bf16"}
+    groups = [
+        kv.SlidingWindow(layers=[0, 1, 2, 3, 4], window=K, **shape),
+        kv.FullAttention(layers=[5], **shape),
+    ]
+    minimum = (5 * K + TOKENS) * 64
+    cache = grown(cache_of(groups, num_tokens=TOKENS, max_batch_tokens=512), 512)
+    assert minimum <= of_all(cache) <= 1.1 * minimum
+    within = cache_of(groups, memory_bytes=int(1.1 * minimum), num_tokens=TOKENS)
+    assert of_all(grown(within, within.plan().step_tokens)) <= 1.1 * minimum
+    without = 6 * TOKENS * 64
+    assert of_all(cache) < without / 4.5
+    held = cache.pools[0].allocator.num_allocated * 16
+    assert K <= held <= K + 2 * 16
+
+
+def test_states_and_full_attention():
+    """A mix like Jamba's: seven states to one layer of full attention."""
+    shape = {"num_kv_heads": 1, "head_dim": 128, "dtype": "bf16"}
+    state = {"conv": ((2048, 3), "bf16"), "ssm": ((2048, 16), "fp32")}
+    groups = [
+        kv.Recurrent(layers=[0, 1, 2, 4, 5, 6, 7], state=state),
+        kv.FullAttention(layers=[3], **shape),
+    ]
+    minimum = TOKENS * 512 + groups[0].state_bytes()
+    cache = grown(cache_of(groups, num_tokens=TOKENS, max_batch_tokens=512), 512)
+    assert minimum <= of_all(cache) <= 1.1 * minimum
+    assert cache.fork_sequence("a", "b", TOKENS) == 0
