@@ -794,9 +794,8 @@ NOT_OFFERED = {
         transfer_hicache_all_layer transfer_kv_all_layer transfer_kv_direct
         """,
     vllm: """
-        concat_and_cache_mla_grouped concat_mla_q copy_blocks cp_gather_cache
-        gather_and_maybe_dequant_cache indexer_k_quant_and_cache paged_attention_v1
-        reshape_and_cache swap_blocks
+        concat_and_cache_mla_grouped concat_mla_q copy_blocks indexer_k_quant_and_cache
+        cp_gather_and_upconvert_fp8_kv_cache paged_attention_v1 reshape_and_cache
         """,
 }
 
