@@ -29,7 +29,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,19 +44,29 @@ from . import (
     split_heads,
 )
 from . import torch as _kv
+from .flashinfer_dense import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from .flashinfer_mla import BatchMLAPagedAttentionWrapper
+from .flashinfer_plan import PagedCache, k_and_v, rope_table, rows_for
 from .flashinfer_wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    PagedCache,
+    MultiLevelCascadeAttentionWrapper,
     fast_decode_plan,
-    k_and_v,
 )
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "apply_llama31_rope",
@@ -76,6 +85,9 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
 ]
 
 # --- Indices --------------------------------------------------------------------------------------
@@ -483,19 +495,8 @@ def _rotate(
     if not positions.numel():
         return
     longest = int(positions.max()) + 1  # the host waits
-    # A power of two, so that growing sequences need few tables.
-    rows = 1 << max(longest - 1, 1023).bit_length()
-    table = _table(rows, rotary_dim, float(theta), scaling, str(q.device))
+    table = rope_table(rows_for(longest), rotary_dim, float(theta), scaling, str(q.device))
     _kv.apply_rope(q, k, table, positions, interleaved=interleave)
-
-
-@lru_cache(maxsize=16)
-def _table(
-    rows: int, rotary_dim: int, theta: float, scaling: tuple[Any, ...], device: str
-) -> Tensor:
-    names = "rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings"
-    config = dict(zip(names.split(), scaling, strict=False))
-    return _kv.rope_table(rows, rotary_dim, base=theta, scaling=config, device=device)
 
 
 # --- States ---------------------------------------------------------------------------------------
@@ -597,8 +598,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 # --- Not offered ----------------------------------------------------------------------------------
 
 _NVFP4 = "FlashInfer keeps block scales in a separate tensor, which no kvcupy cache does"
-_RAGGED = "attention is over pages: store K and V and use BatchPrefillWithPagedKVCacheWrapper"
-_CASCADE = "attend each level with BatchPrefillWithPagedKVCacheWrapper, and merge with merge_state"
+_CASCADE = "MultiLevelCascadeAttentionWrapper, which replaces it, has shared pages as a level"
 
 refuse_names(__name__, {
     "rope_quantize_fp8 mla_rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache":
@@ -606,13 +606,10 @@ refuse_names(__name__, {
         "K and V in fp8",
     "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_mla_kv_cache": _NVFP4,
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping nvfp4_quantize_paged_kv_cache": _NVFP4,
-    "BatchPrefillWithRaggedKVCacheWrapper single_prefill_with_kv_cache": _RAGGED,
-    "single_prefill_with_kv_cache_return_lse single_decode_with_kv_cache": _RAGGED,
-    "MultiLevelCascadeAttentionWrapper": _CASCADE,
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
-    "BatchMLAPagedAttentionWrapper BatchDecodeMlaWithPagedKVCacheWrapper concat_mla_k":
-        "kvcupy.paged_attention attends over a latent cache, of which K and V are views",
+    "BatchDecodeMlaWithPagedKVCacheWrapper": "BatchMLAPagedAttentionWrapper replaces it",
+    "concat_mla_k": "torch.cat((k_nope, k_rope.expand(-1, heads, -1)), dim=-1, out=k) does it",
     "BatchAttention BatchAttentionWithAttentionSinkWrapper PODWithPagedKVCacheWrapper "
     "BatchPODWithPagedKVCacheWrapper":
         "BatchPrefillWithPagedKVCacheWrapper takes prefill and decode in one batch",
