@@ -28,7 +28,7 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
     -----
     Latents and rotated keys are read in place where they are the two parts of one cache's rows, as
     engines keep them: `cache[..., :R]` and `cache[..., R:]`. Of two separate caches each run first
-    copies the planned pages into rows, which costs more than attention; the parts of a query are
+    copies the planned pages into rows, which takes longer than attention; the parts of a query are
     put together likewise. `plan` waits for the tables on the host; `run` does not wait. Source:
     FlashInfer `flashinfer.mla`.
 
@@ -83,6 +83,8 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
         q_data_type: Any,
         kv_data_type: Any,
         use_profiler: bool = False,
+        *,
+        lse_mode: str = "none",
     ) -> None:
         """Set the new tokens, pages and options of the next runs.
 
@@ -95,6 +97,7 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
         causal : a token sees keys up to its own position; else all of its sequence
         q_data_type, kv_data_type : as in `BatchDecodeWithPagedKVCacheWrapper.plan`
         use_profiler : True raises NotImplementedError
+        lse_mode : "basee": the log-sum-exp of the runs is natural; "none", "base2": as they say
 
         Raises
         ------
@@ -103,6 +106,8 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
         """
         if use_profiler:
             raise NotImplementedError("use_profiler: kvcupy.timeline records what runs")
+        if lse_mode not in ("none", "base2", "basee"):
+            raise ValueError(f"lse_mode: expected 'none', 'base2' or 'basee', got {lse_mode!r}")
         require_shape(kv_indptr, "kv_indptr", ("batch_size + 1",))
         require_shape(kv_len_arr, "kv_len_arr", (len(kv_indptr) - 1,))
         query_lens = query_lens_of(qo_indptr, len(kv_len_arr))
@@ -113,6 +118,7 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             sm_scale=sm_scale, dtypes=(q_data_type, kv_data_type, None), query_lens=query_lens,
             num_tokens=int(query_lens.sum()), causal=causal,
         )  # fmt: skip
+        self._is_natural = lse_mode == "basee"
         if self._qo_indptr_buf is not None:
             self._qo_indptr_buf.copy_(qo_indptr)
 
@@ -137,7 +143,7 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
         q_nope, q_pe : (nnz, Hq, R), (nnz, Hq, P), of the planned tokens, and perhaps further rows
         ckv_cache, kpe_cache : (pages, page_size, R), (pages, page_size, P); see the class
         out : (nnz, Hq, R), written in place; None: allocated
-        lse : float32 (nnz, Hq), written in place with return_lse; None: allocated
+        lse : float32 (nnz, Hq), written in place; None: allocated, with return_lse
         profiler_buffer, kv_len, page_table : anything but None raises NotImplementedError
         return_lse_base_on_e : the log-sum-exp is natural, else of base 2
 
@@ -167,12 +173,14 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             query = torch.cat((q_nope, q_pe), dim=-1)
         cache, table = side_by_side(ckv_cache, kpe_cache), None
         if cache is None:
-            cache, table = self._copied_pages(ckv_cache, kpe_cache)
+            cache, table = self._joined(ckv_cache, kpe_cache)
         rows = cache[:, :, None]
-        return self._run(
-            query, rows, rows[..., :latent], out=out, lse=lse, return_lse=return_lse,
-            block_table=table, base_2=not return_lse_base_on_e,
+        results = self._run(
+            query, rows, rows[..., :latent], out=out, lse=lse,
+            return_lse=return_lse or lse is not None, block_table=table,
+            base_2=not (return_lse_base_on_e or self._is_natural),
         )  # fmt: skip
+        return results if return_lse or lse is None else results[0]
 
     def _lengths(self, name: str, last: Tensor, counts: Tensor, page_size: int) -> Tensor:
         """Return the tokens of each sequence, which the table says itself."""
@@ -181,9 +189,14 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             raise ValueError(f"{name}: expected {expected}, got {last.tolist()}")
         return last
 
-    def _copied_pages(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of the planned pages, put together, and the table of these pages."""
+    def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of the planned pages, put together, and the table of these pages.
+
+        Without a table they are the rows of all pages.
+        """
         table, num_pages = self._block_table, len(ckv_cache)
+        if table.numel() >= num_pages:
+            return torch.cat((ckv_cache, kpe_cache), dim=-1), None
         pages = table.flatten().clamp(0, num_pages - 1)
         rows = torch.cat((ckv_cache[pages], kpe_cache[pages]), dim=-1)
         own = torch.arange(len(pages), dtype=table.dtype, device=table.device).view_as(table)

@@ -45,6 +45,8 @@ def k_and_v(paged_kv_cache: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
 def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
     """Return the rows of two tensors as one tensor, or None unless they lie so in memory."""
     widths = first.shape[-1], second.shape[-1]
+    if not widths[1]:
+        return first
     if (
         first.dtype != second.dtype
         or first.stride() != second.stride()

@@ -46,9 +46,9 @@ def wrapper_of(place, **options):
     return flashinfer.BatchMLAPagedAttentionWrapper(workspace, **options)
 
 
-def inputs(place, dtype=torch.float32, seed=0):
+def inputs(place, dtype=torch.float32, seed=0, pages=6):
     q = rows(sum(QUERY_LENS) + 1, HEADS, LATENT + ROPE, place=place, seed=seed, dtype=dtype) / 4
-    return q, rows(6, PAGE, LATENT + ROPE, place=place, seed=seed + 1, dtype=dtype)
+    return q, rows(pages, PAGE, LATENT + ROPE, place=place, seed=seed + 1, dtype=dtype)
 
 
 def expected_of(q, cache, plans=(QUERY_LENS, LENGTHS, INDPTR, INDICES), causal=True):
@@ -67,11 +67,12 @@ def parts_of(x, apart):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pages", [6, 40])  # more than the plan has, or fewer
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_latents(place, apart, causal, dtype, tolerance):
+def test_latents(place, apart, causal, dtype, tolerance, pages):
     """Side by side, where they are not copied, and apart; rows past the last token are 0."""
-    q, cache = inputs(place, dtype)
+    q, cache = inputs(place, dtype, pages=pages)
     wrapper = plan(wrapper_of(place), place, causal=causal, dtype=dtype)
     arguments = *parts_of(q, apart), *parts_of(cache, apart)
     out, lse = wrapper.run(*arguments, return_lse=True)
@@ -83,6 +84,19 @@ def test_latents(place, apart, causal, dtype, tolerance):
     into = torch.ones_like(out), torch.ones_like(lse)
     assert wrapper.run(*arguments, *into, return_lse=True)[0] is into[0]
     assert torch.equal(into[0][:-1], out[:-1]) and torch.equal(into[1][:-1], lse[:-1])
+    into[1].zero_()  # written without return_lse too
+    assert torch.equal(wrapper.run(*arguments, lse=into[1]), out)
+    assert torch.equal(into[1][:-1], lse[:-1])
+    plan(wrapper, place, causal=causal, dtype=dtype, lse_mode="basee")
+    assert torch.equal(wrapper.run(*arguments, return_lse=True)[1], natural)
+
+
+def test_latents_without_a_rotated_key(place):
+    q, cache = (x[..., :LATENT].contiguous() for x in inputs(place))
+    wrapper = plan(wrapper_of(place), place, head_dim_kpe=0)
+    empty = q.new_empty((*q.shape[:2], 0)), cache.new_empty((*cache.shape[:2], 0))
+    out = wrapper.run(q, empty[0], cache, empty[1])
+    assert close(out[:-1], expected_of(q, cache)[0].nan_to_num())
 
 
 def test_latents_side_by_side_are_read_in_place(place, monkeypatch):
@@ -101,14 +115,15 @@ def test_latents_side_by_side_are_read_in_place(place, monkeypatch):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_page_past_the_cache_is_a_fault(device, place, apart):
+@pytest.mark.parametrize("pages", [6, 40])
+def test_a_page_past_the_cache_is_a_fault(device, place, apart, pages):
     """Keys of a negative page are skipped."""
-    q, cache = inputs(place)
-    for page in (6, -1):
+    q, cache = inputs(place, pages=pages)
+    for page in (pages, -1):
         indices = [page if x == 3 else x for x in INDICES]
         wrapper = plan(wrapper_of(place), place, (QUERY_LENS, LENGTHS, INDPTR, indices))
         out = wrapper.run(*parts_of(q, apart), *parts_of(cache, apart))
-        if page == 6:
+        if page == pages:
             with pytest.raises(kv.IndexFault, match="paged_attention"):
                 kv.check_faults(device)
         else:
@@ -151,6 +166,7 @@ def test_what_is_refused(place):
         (ValueError, "kv_indices", {"kv_indices": ints(INDICES[1:], place)}),
         (ValueError, "qo_indptr", {"qo_indptr": ints([0, 1], place)}),
         (NotImplementedError, "use_profiler", {"use_profiler": True}),
+        (ValueError, "lse_mode", {"lse_mode": "log2"}),
         (NotImplementedError, "q_data_type", {"q_data_type": torch.float8_e4m3fn}),
     ):
         with pytest.raises(error, match=f"^{name}: "):
