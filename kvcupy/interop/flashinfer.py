@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from . import (
     refuse_names,
     require_cos_sin_cache,
     require_dtype,
-    require_indices,
     require_shape,
     require_states,
     split_heads,
@@ -52,6 +51,14 @@ from .flashinfer_dense import (
 )
 from .flashinfer_mla import BatchMLAPagedAttentionWrapper
 from .flashinfer_plan import PagedCache, k_and_v, rope_table, rows_for
+from .flashinfer_quantised import (
+    mla_rope_quantize_fp8,
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
+from .flashinfer_slots import require_append, slots_of
 from .flashinfer_wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -85,6 +92,11 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla_rope_quantize_fp8",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
@@ -153,37 +165,6 @@ def get_batch_indices_positions(
     return results[0], results[1]
 
 
-def _slots(
-    batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor,
-    num_pages: int, page_size: int,
-) -> Tensor:  # fmt: skip
-    """Return the slot of each token: negative for padding, past the end for one without a page."""
-    num_sequences = len(kv_indptr) - 1
-    sequences, places = batch_indices.long(), positions.long()
-    is_padding = (sequences < 0) | (places < 0)
-    known = sequences.clamp(0, max(num_sequences - 1, 0))
-    if not num_sequences or not len(kv_indices):
-        return torch.where(is_padding, -1, num_pages * page_size)
-    entries = kv_indptr.long()[known] + places.clamp(min=0) // page_size
-    has_page = (sequences < num_sequences) & (entries < kv_indptr.long()[known + 1])
-    pages = kv_indices.long()[entries.clamp(0, len(kv_indices) - 1)]
-    slots = torch.where(has_page, pages * page_size + places % page_size, num_pages * page_size)
-    return slots.masked_fill(is_padding, -1)
-
-
-def _require_append(
-    batch_indices: Any, positions: Any, kv_indices: Any, kv_indptr: Any, kv_last_page_len: Any,
-    rows: Mapping[str, Tensor],
-) -> None:  # fmt: skip
-    require_indices(batch_indices, "batch_indices", {})
-    require_indices(positions, "positions", rows)
-    require_indices(kv_indices, "kv_indices", {})
-    require_indices(kv_indptr, "kv_indptr", {})
-    require_indices(kv_last_page_len, "kv_last_page_len", {})
-    require_shape(positions, "positions", (len(batch_indices),))
-    require_shape(kv_last_page_len, "kv_last_page_len", (len(kv_indptr) - 1,))
-
-
 # --- Appends --------------------------------------------------------------------------------------
 
 
@@ -231,8 +212,8 @@ def append_paged_kv_cache(
     for (name, x), cache in zip(rows.items(), (k_cache, v_cache), strict=True):
         require_shape(x, name, ("nnz", heads, cache.shape[3]))
         require_dtype(x, name, cache.dtype)
-    _require_append(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, rows)
-    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
+    require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
+    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
     _kv.store_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout)
 
 
@@ -284,8 +265,8 @@ def append_paged_mla_kv_cache(
     for (name, x), cache in zip(rows.items(), (ckv_cache, kpe_cache), strict=True):
         require_shape(x, name, ("nnz", cache.shape[2]))
         require_dtype(x, name, cache.dtype)
-    _require_append(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, rows)
-    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size)
+    require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
+    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size)
     _kv.store_kv(
         append_ckv[:, None], append_kpe[:, None], ckv_cache[:, :, None], kpe_cache[:, :, None],
         slots,
@@ -597,15 +578,13 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 # --- Not offered ----------------------------------------------------------------------------------
 
-_NVFP4 = "FlashInfer keeps block scales in a separate tensor, which no kvcupy cache does"
 _CASCADE = "MultiLevelCascadeAttentionWrapper, which replaces it, has shared pages as a level"
 
 refuse_names(__name__, {
-    "rope_quantize_fp8 mla_rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache":
-        "no kvcupy operation writes or reads an fp8 query; kvcupy.rope_store_kv rotates and stores "
-        "K and V in fp8",
-    "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_mla_kv_cache": _NVFP4,
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping nvfp4_quantize_paged_kv_cache": _NVFP4,
+    "nvfp4_quantize_append_paged_mla_kv_cache":
+        "its rows are nvfp4 beside fp8; kvcupy.store_mla keeps both parts in one format",
+    "nvfp4_quantize_paged_kv_cache":
+        "kvcupy.transfer_pages converts pages to nvfp4 with convert=True",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
     "BatchDecodeMlaWithPagedKVCacheWrapper": "BatchMLAPagedAttentionWrapper replaces it",

@@ -31,7 +31,7 @@ def same_bits(x, y):
     """Compare bytes, except the sign and payload of NaN."""
     x, y = (t.contiguous().cpu() for t in (x, y))
     nans = [t.isnan() if t.element_size() > 1 else t.float().isnan() for t in (x, y)]
-    bits = [t.view(torch.uint8).view(*t.shape, -1) for t in (x, y)]
+    bits = [t.view(torch.uint8).view(*t.shape, t.element_size()) for t in (x, y)]
     return torch.equal(*nans) and torch.equal(bits[0][~nans[0]], bits[1][~nans[1]])
 
 

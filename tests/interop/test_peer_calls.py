@@ -784,10 +784,10 @@ def test_arguments_of_refused_calls_are_valid(place):
 
 NOT_OFFERED = {
     flashinfer: """
-        BatchAttention BatchDecodeWithSharedPrefixPagedKVCacheWrapper BatchMLAPagedAttentionWrapper
-        BatchPrefillWithRaggedKVCacheWrapper BatchPrefillWithSharedPrefixPagedKVCacheWrapper
-        concat_mla_k MultiLevelCascadeAttentionWrapper nvfp4_quantize_append_paged_kv_cache
-        rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache single_prefill_with_kv_cache
+        BatchAttention BatchDecodeMlaWithPagedKVCacheWrapper
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper concat_mla_k
+        nvfp4_quantize_append_paged_mla_kv_cache nvfp4_quantize_paged_kv_cache
         """,
     sglang: """
         concat_mla_k fused_fp8_qkv_kv_cache set_kv_buffer_prefix_valid transfer_hicache_one_layer
