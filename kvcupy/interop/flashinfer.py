@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,25 +38,42 @@ from . import (
     refuse_names,
     require_cos_sin_cache,
     require_dtype,
-    require_indices,
     require_shape,
     require_states,
     split_heads,
 )
 from . import torch as _kv
+from .flashinfer_dense import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from .flashinfer_mla import BatchMLAPagedAttentionWrapper
+from .flashinfer_plan import PagedCache, k_and_v, rope_table, rows_for
+from .flashinfer_quantised import (
+    mla_rope_quantize_fp8,
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
+from .flashinfer_slots import require_append, slots_of
 from .flashinfer_wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    PagedCache,
+    MultiLevelCascadeAttentionWrapper,
     fast_decode_plan,
-    k_and_v,
 )
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "apply_llama31_rope",
@@ -76,6 +92,14 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla_rope_quantize_fp8",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
 ]
 
 # --- Indices --------------------------------------------------------------------------------------
@@ -141,37 +165,6 @@ def get_batch_indices_positions(
     return results[0], results[1]
 
 
-def _slots(
-    batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor,
-    num_pages: int, page_size: int,
-) -> Tensor:  # fmt: skip
-    """Return the slot of each token: negative for padding, past the end for one without a page."""
-    num_sequences = len(kv_indptr) - 1
-    sequences, places = batch_indices.long(), positions.long()
-    is_padding = (sequences < 0) | (places < 0)
-    known = sequences.clamp(0, max(num_sequences - 1, 0))
-    if not num_sequences or not len(kv_indices):
-        return torch.where(is_padding, -1, num_pages * page_size)
-    entries = kv_indptr.long()[known] + places.clamp(min=0) // page_size
-    has_page = (sequences < num_sequences) & (entries < kv_indptr.long()[known + 1])
-    pages = kv_indices.long()[entries.clamp(0, len(kv_indices) - 1)]
-    slots = torch.where(has_page, pages * page_size + places % page_size, num_pages * page_size)
-    return slots.masked_fill(is_padding, -1)
-
-
-def _require_append(
-    batch_indices: Any, positions: Any, kv_indices: Any, kv_indptr: Any, kv_last_page_len: Any,
-    rows: Mapping[str, Tensor],
-) -> None:  # fmt: skip
-    require_indices(batch_indices, "batch_indices", {})
-    require_indices(positions, "positions", rows)
-    require_indices(kv_indices, "kv_indices", {})
-    require_indices(kv_indptr, "kv_indptr", {})
-    require_indices(kv_last_page_len, "kv_last_page_len", {})
-    require_shape(positions, "positions", (len(batch_indices),))
-    require_shape(kv_last_page_len, "kv_last_page_len", (len(kv_indptr) - 1,))
-
-
 # --- Appends --------------------------------------------------------------------------------------
 
 
@@ -219,8 +212,8 @@ def append_paged_kv_cache(
     for (name, x), cache in zip(rows.items(), (k_cache, v_cache), strict=True):
         require_shape(x, name, ("nnz", heads, cache.shape[3]))
         require_dtype(x, name, cache.dtype)
-    _require_append(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, rows)
-    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
+    require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
+    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
     _kv.store_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout)
 
 
@@ -272,8 +265,8 @@ def append_paged_mla_kv_cache(
     for (name, x), cache in zip(rows.items(), (ckv_cache, kpe_cache), strict=True):
         require_shape(x, name, ("nnz", cache.shape[2]))
         require_dtype(x, name, cache.dtype)
-    _require_append(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, rows)
-    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size)
+    require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
+    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size)
     _kv.store_kv(
         append_ckv[:, None], append_kpe[:, None], ckv_cache[:, :, None], kpe_cache[:, :, None],
         slots,
@@ -483,19 +476,8 @@ def _rotate(
     if not positions.numel():
         return
     longest = int(positions.max()) + 1  # the host waits
-    # A power of two, so that growing sequences need few tables.
-    rows = 1 << max(longest - 1, 1023).bit_length()
-    table = _table(rows, rotary_dim, float(theta), scaling, str(q.device))
+    table = rope_table(rows_for(longest), rotary_dim, float(theta), scaling, str(q.device))
     _kv.apply_rope(q, k, table, positions, interleaved=interleave)
-
-
-@lru_cache(maxsize=16)
-def _table(
-    rows: int, rotary_dim: int, theta: float, scaling: tuple[Any, ...], device: str
-) -> Tensor:
-    names = "rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings"
-    config = dict(zip(names.split(), scaling, strict=False))
-    return _kv.rope_table(rows, rotary_dim, base=theta, scaling=config, device=device)
 
 
 # --- States ---------------------------------------------------------------------------------------
@@ -596,23 +578,17 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 # --- Not offered ----------------------------------------------------------------------------------
 
-_NVFP4 = "FlashInfer keeps block scales in a separate tensor, which no kvcupy cache does"
-_RAGGED = "attention is over pages: store K and V and use BatchPrefillWithPagedKVCacheWrapper"
-_CASCADE = "attend each level with BatchPrefillWithPagedKVCacheWrapper, and merge with merge_state"
+_CASCADE = "MultiLevelCascadeAttentionWrapper, which replaces it, has shared pages as a level"
 
 refuse_names(__name__, {
-    "rope_quantize_fp8 mla_rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache":
-        "no kvcupy operation writes or reads an fp8 query; kvcupy.rope_store_kv rotates and stores "
-        "K and V in fp8",
-    "nvfp4_quantize_append_paged_kv_cache nvfp4_quantize_append_paged_mla_kv_cache": _NVFP4,
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping nvfp4_quantize_paged_kv_cache": _NVFP4,
-    "BatchPrefillWithRaggedKVCacheWrapper single_prefill_with_kv_cache": _RAGGED,
-    "single_prefill_with_kv_cache_return_lse single_decode_with_kv_cache": _RAGGED,
-    "MultiLevelCascadeAttentionWrapper": _CASCADE,
+    "nvfp4_quantize_append_paged_mla_kv_cache":
+        "its rows are nvfp4 beside fp8; kvcupy.store_mla keeps both parts in one format",
+    "nvfp4_quantize_paged_kv_cache":
+        "kvcupy.transfer_pages converts pages to nvfp4 with convert=True",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
-    "BatchMLAPagedAttentionWrapper BatchDecodeMlaWithPagedKVCacheWrapper concat_mla_k":
-        "kvcupy.paged_attention attends over a latent cache, of which K and V are views",
+    "BatchDecodeMlaWithPagedKVCacheWrapper": "BatchMLAPagedAttentionWrapper replaces it",
+    "concat_mla_k": "torch.cat((k_nope, k_rope.expand(-1, heads, -1)), dim=-1, out=k) does it",
     "BatchAttention BatchAttentionWithAttentionSinkWrapper PODWithPagedKVCacheWrapper "
     "BatchPODWithPagedKVCacheWrapper":
         "BatchPrefillWithPagedKVCacheWrapper takes prefill and decode in one batch",

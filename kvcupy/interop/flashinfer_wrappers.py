@@ -1,115 +1,28 @@
-"""FlashInfer's attention wrappers over `kvcupy.paged_attention`. Import them from `flashinfer`."""
+"""FlashInfer's attention over pages, by `kvcupy.paged_attention`. Import it from `flashinfer`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import describe_tensor, require_dtype, require_shape
+from . import require_shape
 from . import torch as _kv
-
-PagedCache: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-
-_LOG2_E = math.log2(math.e)
-_ROTATED_OR_BIASED = (
-    "rotates or biases in the kernel; rotate query and key before (kvcupy.rope_store_kv), ALiBi is "
-    "not offered"
+from .flashinfer_plan import (
+    PagedCache,
+    PlannedAttention,
+    k_and_v,
+    query_lens_of,
+    require_no_items,
 )
-_MASK = "a mask over all keys; kvcupy.paged_attention takes tree_mask, over the new tokens of a "
-_MASK += "sequence"
-_ITEMS = "multi-item scoring is not offered"
+
+# --- Paged caches ---------------------------------------------------------------------------------
 
 
-def k_and_v(paged_kv_cache: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """Return K and V of a cache that is one 5-D tensor or two of four dimensions."""
-    _require_layout(kv_layout)
-    name, axes = "paged_kv_cache", ("page_size", "heads", "head_dim")
-    if kv_layout == "HND":
-        axes = ("heads", "page_size", "head_dim")
-    if isinstance(paged_kv_cache, Tensor):
-        require_shape(paged_kv_cache, name, ("pages", 2, *axes))
-        return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
-    if not isinstance(paged_kv_cache, (tuple, list)) or len(paged_kv_cache) != 2:
-        got = describe_tensor(paged_kv_cache)
-        raise TypeError(f"{name}: expected a tensor, or K and V as a tuple, got {got}")
-    k_cache, v_cache = paged_kv_cache
-    require_shape(k_cache, f"{name} (K)", ("pages", *axes))
-    require_shape(v_cache, f"{name} (V)", (*k_cache.shape[:3], "head_dim"))
-    return k_cache, v_cache
-
-
-def _require_layout(kv_layout: str) -> None:
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
-
-
-def _require_aligned(workspace: Tensor, name: str) -> None:
-    if workspace.data_ptr() % 16:
-        raise ValueError(f"{name} must be 16-byte aligned, got address {workspace.data_ptr()}")
-
-
-def _require_no_rotation(pos_encoding_mode: str) -> None:
-    if pos_encoding_mode != "NONE":
-        raise NotImplementedError(f"pos_encoding_mode: {pos_encoding_mode!r} {_ROTATED_OR_BIASED}")
-
-
-def _dtype(dtype: Any, name: str) -> torch.dtype | None:
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(named, torch.dtype):
-        raise TypeError(f"{name}: expected a torch dtype or its name, got {dtype!r}")
-    return named
-
-
-def _offsets(indptr: Tensor, name: str) -> Tensor:
-    """Return offsets on the host, which waits for them."""
-    starts = indptr.cpu().long()
-    if len(starts) and (int(starts[0]) < 0 or bool((starts[1:] < starts[:-1]).any())):
-        raise ValueError(f"{name}: expected ascending offsets, got {starts.tolist()}")
-    return starts
-
-
-class _PagedAttention:
-    """The tables and options of the last plan, and `kvcupy.paged_attention` with them.
-
-    A subclass has FlashInfer's own constructor and `plan`.
-    """
-
-    _is_decode = True
-
-    def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str, jit_args: Any,
-        buffers: Mapping[str, Tensor | None] | None, max_pages_per_sequence: int | None,
-    ) -> None:  # fmt: skip
-        _require_layout(kv_layout)
-        if jit_args is not None:
-            raise NotImplementedError("jit_args: kvcupy compiles its own kernels")
-        _require_aligned(float_workspace_buffer, "float_workspace_buffer")
-        self.device = float_workspace_buffer.device
-        self._kv_layout = kv_layout
-        self._planned, self._causal = False, True
-        self._graph_tables: _GraphTables | None = None
-        if buffers is not None:
-            self._graph_tables = _GraphTables(buffers, max_pages_per_sequence, self.device)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether the wrapper was made with `use_cuda_graph`."""
-        return self._graph_tables is not None
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Check that both begin at a multiple of 16 bytes; kvcupy has its own workspaces."""
-        _require_aligned(float_workspace_buffer, "float_workspace_buffer")
-        _require_aligned(int_workspace_buffer, "int_workspace_buffer")
-
-    def workspace_size(self, *arguments: Any, **options: Any) -> tuple[int, int]:
-        """Return bytes of the two workspaces of a `plan` with these arguments: any will do."""
-        return 16, 16
+class _PagedAttention(PlannedAttention):
+    """What wrappers over pages share: their runs."""
 
     def forward(
         self,
@@ -134,18 +47,16 @@ class _PagedAttention:
         causal : as in `plan` of the prefill wrapper; the decode wrapper is always causal
         others : as in `plan`, and kept for further runs
         """
-        _require_no_rotation(pos_encoding_mode)
-        self._causal = causal or self._is_decode
-        self._window_left, self._sm_scale = window_left, sm_scale
-        self._soft_cap = logits_soft_cap
+        self._replan(
+            causal=causal or self._is_decode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            rope=(pos_encoding_mode, rope_scale, rope_theta),
+        )  # fmt: skip
         return self.run(q, paged_kv_cache, **options)
 
     def forward_return_lse(self, *arguments: Any, **options: Any) -> Any:
         """Call `forward` with return_lse."""
         return self.forward(*arguments, return_lse=True, **options)
-
-    def end_forward(self) -> None:
-        """Do nothing, as in FlashInfer, which deprecates it."""
 
     def run(
         self,
@@ -194,203 +105,16 @@ class _PagedAttention:
         -----
         A sequence without keys gives 0, and minus infinity in lse. Stream: torch's current one.
         """
-        if not self._planned:
-            raise RuntimeError("run: expected a plan before it, call plan first")
-        if args:
-            raise NotImplementedError("*args: kvcupy has no customised kernel that takes them")
+        self._require_plan()
         k_cache, v_cache = k_and_v(paged_kv_cache, self._kv_layout)
-        self._require_planned(q, k_cache, v_cache, window_left)
-        if isinstance(q_scale, Tensor):
-            raise NotImplementedError("q_scale: a number, which sm_scale is multiplied by")
-        sm_scale = 1 / math.sqrt(self._head_dims[0]) if self._sm_scale is None else self._sm_scale
-        if q_scale is not None:
-            sm_scale *= float(q_scale)
-        out_scale: Any = None
-        if k_cache.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-            # As FlashInfer does: the scales multiply scores and outputs.
-            if isinstance(k_scale, Tensor):
-                raise NotImplementedError("k_scale: a number with a cache that is not fp8")
-            if k_scale is not None:
-                sm_scale *= k_scale
-            k_scale, v_scale, out_scale = None, None, v_scale
-        if sinks is not None and return_lse:
-            raise NotImplementedError("return_lse: not with sinks, which are no keys")
-        shape = (len(q), self._heads[0], self._head_dims[1])
-        if out is None:
-            # Rows past the last sequence are not written.
-            out = q.new_zeros(shape, dtype=self._out_dtype or q.dtype)
-        require_shape(out, "out", shape)
-        require_dtype(out, "out", q.dtype, torch.float32)
-        if not return_lse:
-            lse = None
-        else:
-            if lse is None:
-                lse = q.new_zeros(shape[:2], dtype=torch.float32)
-            require_shape(lse, "lse", shape[:2])
-            require_dtype(lse, "lse", torch.float32)
-        _kv.paged_attention(
-            q, k_cache, v_cache, self._block_table, self._seq_lens, query_lens=self._query_lens,
-            layout=self._kv_layout, causal=self._causal, sinks=sinks, sm_scale=sm_scale,
-            window=self._window_left + 1 if self._window_left >= 0 else None,
-            logits_soft_cap=self._soft_cap if self._soft_cap and self._soft_cap > 0 else None,
-            k_scale=k_scale, v_scale=v_scale, out=out, lse_out=lse,
+        return self._run(
+            q, k_cache, v_cache, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
+            lse=lse, return_lse=return_lse, window_left=window_left, sinks=sinks,
         )  # fmt: skip
-        if out_scale is not None and (isinstance(out_scale, Tensor) or out_scale != 1):
-            out.mul_(out_scale)
-        return out if lse is None else (out, lse.mul_(_LOG2_E))
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """Call `run` with return_lse."""
         return self.run(*args, return_lse=True, **options)
-
-    def _require_planned(
-        self, q: Any, k_cache: Tensor, v_cache: Tensor, window_left: int | None
-    ) -> None:
-        """Raise unless the plan was made for tensors like these."""
-        (q_heads, kv_heads), (k_width, v_width) = self._heads, self._head_dims
-        num_tokens = self._num_tokens if self._is_decode else "tokens"
-        require_shape(q, "q", (num_tokens, q_heads, k_width))
-        if len(q) < self._num_tokens:
-            got = describe_tensor(q)
-            raise ValueError(f"q: expected at least {self._num_tokens} tokens, got {got}")
-        axes = (self._page_size, kv_heads)
-        axes = axes if self._kv_layout == "NHD" else axes[::-1]
-        for x, part, width in ((k_cache, "K", k_width), (v_cache, "V", v_width)):
-            require_shape(x, f"paged_kv_cache ({part})", ("pages", *axes, width))
-        for x, name, dtype in (
-            (q, "q", self._q_dtype), (k_cache, "paged_kv_cache", self._kv_dtype),
-        ):  # fmt: skip
-            if x.dtype != dtype:  # a ValueError in FlashInfer too
-                planned = str(dtype).removeprefix("torch.")
-                raise ValueError(f"{name}: expected {planned} as planned, got {describe_tensor(x)}")
-        if window_left not in (None, self._window_left):
-            raise ValueError(
-                f"window_left: expected None or {self._window_left} as planned, got {window_left}"
-            )
-
-    def _plan(
-        self, csr: Mapping[str, Tensor], *, heads: tuple[int, int], head_dims: tuple[int, int],
-        page_size: int, pos_encoding_mode: str, window_left: int, logits_soft_cap: float | None,
-        sm_scale: float | None, dtypes: tuple[Any, Any, Any], seq_lens: Any,
-        query_lens: Tensor | None, num_tokens: int, min_keys: int = 1,
-    ) -> None:  # fmt: skip
-        """Keep tables and options; a sequence that has keys has at least `min_keys`.
-
-        `csr` are offsets, pages and tokens of the last pages by the names of `plan`'s arguments.
-        """
-        _require_no_rotation(pos_encoding_mode)
-        q_dtype, kv_dtype, out_dtype = (
-            _dtype(dtype, f"{name}_data_type")
-            for dtype, name in zip(dtypes, ("q", "kv", "o"), strict=True)
-        )
-        if q_dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise NotImplementedError(f"q_data_type: expected 16 or 32 bits, got {q_dtype}")
-        if out_dtype not in (None, q_dtype, torch.float32):
-            raise NotImplementedError(
-                f"o_data_type: expected q_data_type or float32, got {out_dtype}"
-            )
-        table, lengths = self._tables(csr, page_size)
-        if seq_lens is not None:
-            require_shape(seq_lens, "seq_lens", (len(lengths),))
-            lengths = seq_lens.to(lengths)
-        if min_keys > 1 and bool(((lengths > 0) & (lengths < min_keys)).any()):
-            expected = f"none or at least q_len_per_req {min_keys} keys per sequence"
-            raise ValueError(f"last_page_len: expected {expected}, got {lengths.tolist()}")
-        if query_lens is not None:
-            query_lens = query_lens.to(lengths)
-        if self._graph_tables is not None:
-            table, lengths, query_lens = self._graph_tables.update(csr, table, lengths, query_lens)
-        # All checks are done: a plan that raises leaves the last one in place.
-        self._block_table, self._seq_lens, self._query_lens = table, lengths, query_lens
-        self._heads, self._head_dims, self._page_size = heads, head_dims, page_size
-        self._q_dtype, self._kv_dtype, self._out_dtype = q_dtype, kv_dtype or q_dtype, out_dtype
-        self._window_left, self._num_tokens = window_left, num_tokens
-        self._soft_cap, self._sm_scale = logits_soft_cap, sm_scale
-        self._planned = True
-
-    def _tables(self, csr: Mapping[str, Tensor], page_size: int) -> tuple[Tensor, Tensor]:
-        """Return pages by sequence, and lengths, from a CSR table. The host waits for it."""
-        for name, x in csr.items():
-            require_shape(x, name, ("length",))
-            require_dtype(x, name, torch.int32, torch.int64)
-        (starts_name, indices_name, last_name), (indptr, indices, last_page_len) = csr, csr.values()
-        require_shape(last_page_len, last_name, (len(indptr) - 1,))
-        starts, last = _offsets(indptr, starts_name), last_page_len.cpu().long()
-        counts = starts[1:] - starts[:-1]
-        if len(starts) and int(starts[-1]) > len(indices):
-            raise ValueError(
-                f"{indices_name}: expected at least {int(starts[-1])} pages, got {len(indices)}"
-            )
-        if bool(((last > page_size) | (last < (counts > 0))).any()):
-            raise ValueError(
-                f"{last_name}: expected 1 to page_size {page_size}, got {last.tolist()}"
-            )
-        lengths = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
-        columns = torch.arange(max(int(counts.max()) if len(counts) else 0, 1))
-        entries = (starts[:-1, None] + columns).clamp(max=max(len(indices) - 1, 0))
-        pages = indices.to(self.device).int()
-        table = pages[entries.to(self.device)] if len(indices) else entries.int().to(self.device)
-        return table, lengths.int().to(self.device)
-
-
-class _GraphTables:
-    """Tables that keep their addresses, so that a captured run reads the tables of each new plan.
-
-    Parameters
-    ----------
-    buffers : offsets, pages and tokens of the last pages by name: the caller's tensors, which say
-        how many sequences and pages there can be
-    max_pages : of one sequence
-    """
-
-    def __init__(
-        self, buffers: Mapping[str, Tensor | None], max_pages: int | None, device: torch.device
-    ) -> None:
-        for name, buffer in buffers.items():
-            if not isinstance(buffer, Tensor):
-                got = type(buffer).__name__
-                raise ValueError(f"{name}: expected a tensor with use_cuda_graph, got {got}")
-            require_shape(buffer, name, ("length",))
-        self._names, self._buffers = (*buffers,), [x for x in buffers.values() if x is not None]
-        indptr, indices, last_page_len = self._buffers
-        count, pages = len(last_page_len), len(indices) if max_pages is None else max_pages
-        require_shape(indptr, self._names[0], (count + 1,))
-        if max_pages is not None and not 1 <= max_pages <= len(indices):
-            expected = f"1 to the {len(indices)} of {self._names[1]}"
-            raise ValueError(f"max_pages_per_sequence: expected {expected}, got {max_pages}")
-        options: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self._block_table = torch.zeros((count, max(pages, 1)), **options)
-        self._seq_lens, self._query_lens = torch.zeros((2, count), **options)
-
-    def update(
-        self, csr: Mapping[str, Tensor], table: Tensor, lengths: Tensor, query_lens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Copy the tables of a plan into those that stay, and return these.
-
-        Raises
-        ------
-        ValueError : there are other sequences, or more pages, than the buffers have; nothing has
-            changed
-        """
-        count, width = self._block_table.shape
-        names, (_, indices, _) = list(csr), csr.values()
-        if len(lengths) != count:
-            expected = f"the {count} sequences of {self._names[2]}"
-            raise ValueError(f"{names[2]}: expected {expected}, got {len(lengths)}")
-        if len(indices) > len(self._buffers[1]):
-            expected = f"at most the {len(self._buffers[1])} pages of {self._names[1]}"
-            raise ValueError(f"{names[1]}: expected {expected}, got {len(indices)}")
-        if table.shape[1] > width:
-            expected = f"at most {width} pages of a sequence (max_pages_per_sequence)"
-            raise ValueError(f"{names[0]}: expected {expected}, got {table.shape[1]}")
-        for buffer, values in zip(self._buffers, csr.values(), strict=True):
-            buffer[: len(values)].copy_(values)
-        self._block_table[:, : table.shape[1]].copy_(table)
-        self._seq_lens.copy_(lengths)
-        if query_lens is None:
-            return self._block_table, self._seq_lens, None
-        self._query_lens.copy_(query_lens)
-        return self._block_table, self._seq_lens, self._query_lens
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
@@ -481,7 +205,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         ----------
         indptr, indices, last_page_len : (B + 1,), (indptr[-1],), (B,), on any device
         num_qo_heads, num_kv_heads, head_dim, page_size : of the tensors of the runs
-        pos_encoding_mode : other than "NONE" raises NotImplementedError
+        pos_encoding_mode : "NONE", or "ROPE_LLAMA": queries, in a copy, and keys of the cache, in
+            the kernel, are rotated by their positions, halves apart. "ALIBI" raises
+            NotImplementedError
+        rope_scale, rope_theta : with "ROPE_LLAMA": positions are divided by rope_scale, 1; the base
+            of the frequencies, 10000
         window_left : keys before its own position that a query sees; -1: all
         logits_soft_cap : None or 0: no cap
         q_data_type, kv_data_type, o_data_type : dtypes or their names. None: q_data_type. The query
@@ -510,8 +238,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         self._plan(
             {"indptr": indptr, "indices": indices, "last_page_len": last_page_len},
             heads=(num_qo_heads, num_kv_heads), head_dims=(head_dim, head_dim),
-            page_size=page_size, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            page_size=page_size, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope=(pos_encoding_mode, rope_scale, rope_theta),
             dtypes=(
                 data_type if q_data_type is None else q_data_type,
                 data_type if kv_data_type is None else kv_data_type,
@@ -669,27 +397,20 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         head_dim_vo : None: head_dim_qk
         causal : a token sees keys up to its own position; else all of its sequence. As in
             FlashInfer, False is the default
-        custom_mask, packed_custom_mask, prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr :
-            anything but None raises NotImplementedError
+        custom_mask : bool, which keys of its sequence each token sees, instead of causal: masks
+            (new tokens, keys) of all sequences, end to end. Not with use_cuda_graph. A sequence has
+            no more new tokens than keys then
+        packed_custom_mask : uint8, instead: likewise, each mask as bits in whole bytes, the lowest
+            bit first
+        prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr : anything but None raises
+            NotImplementedError
         use_fp16_qk_reduction : ignored; sums are float32
         seq_lens_q, max_token_per_sequence, max_sequence_kv : ignored; they follow from the tables
         others : as in `BatchDecodeWithPagedKVCacheWrapper.plan`, and so are errors
         """
-        for name, value, reason in (
-            ("custom_mask", custom_mask, _MASK),
-            ("packed_custom_mask", packed_custom_mask, _MASK),
-            ("prefix_len_ptr", prefix_len_ptr, _ITEMS),
-            ("token_pos_in_items_ptr", token_pos_in_items_ptr, _ITEMS),
-            ("max_item_len_ptr", max_item_len_ptr, _ITEMS),
-        ):
-            if value is not None:
-                raise NotImplementedError(f"{name}: {reason}")
+        require_no_items(prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr)
         require_shape(paged_kv_indptr, "paged_kv_indptr", ("batch_size + 1",))
-        require_shape(qo_indptr, "qo_indptr", (len(paged_kv_indptr),))
-        starts = _offsets(qo_indptr, "qo_indptr")
-        if len(starts) and int(starts[0]):
-            raise ValueError(f"qo_indptr: expected offsets from 0, got {starts.tolist()}")
-        query_lens = starts[1:] - starts[:-1]
+        query_lens = query_lens_of(qo_indptr, len(paged_kv_indptr) - 1)
         width = head_dim_qk if head_dim_vo is None else head_dim_vo
         self._plan(
             {
@@ -697,13 +418,167 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
                 "paged_kv_last_page_len": paged_kv_last_page_len,
             },
             heads=(num_qo_heads, num_kv_heads), head_dims=(head_dim_qk, width),
-            page_size=page_size, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            page_size=page_size, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope=(pos_encoding_mode, rope_scale, rope_theta),
             dtypes=(q_data_type, kv_data_type, o_data_type), seq_lens=seq_lens,
-            query_lens=query_lens, num_tokens=int(query_lens.sum()),
+            query_lens=query_lens, num_tokens=int(query_lens.sum()), causal=causal,
+            masks=(custom_mask, packed_custom_mask),
         )  # fmt: skip
         if self._qo_indptr_buf is not None:
             self._qo_indptr_buf.copy_(qo_indptr)
-        self._causal = causal
 
     begin_forward = plan
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attend over pages that groups of sequences share, level by level, and merge.
+
+    Parameters
+    ----------
+    num_levels : of which the last has each sequence's own pages
+    float_workspace_buffer, kv_layout, use_cuda_graph : as in `BatchPrefillWithPagedKVCacheWrapper`
+    qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr,
+    paged_kv_last_page_len_buf_arr : with use_cuda_graph, its buffers, of each level
+
+    Notes
+    -----
+    A level is a `BatchPrefillWithPagedKVCacheWrapper`, so notes and errors are as there; kvcupy
+    merges in float32 by `merge_state_in_place`. Source: FlashInfer `flashinfer.cascade`.
+
+    Examples
+    --------
+    >>> cache = torch.ones(3, 2, 2, 1, 8)  # pages, K and V, slots of a page, heads, head_dim
+    >>> wrapper = MultiLevelCascadeAttentionWrapper(2, torch.empty(0, dtype=torch.uint8))
+    >>> wrapper.plan(  # two sequences share page 0, and have pages 1 and 2
+    ...     [torch.tensor([0, 2]), torch.tensor([0, 1, 2])],
+    ...     [torch.tensor([0, 1]), torch.tensor([0, 1, 2])],
+    ...     [torch.tensor([0]), torch.tensor([1, 2])],
+    ...     [torch.tensor([2]), torch.tensor([1, 2])],
+    ...     2, 1, 8, 2, q_data_type="float32",
+    ... )
+    >>> wrapper.run(torch.ones(2, 2, 8), cache).shape
+    torch.Size([2, 2, 8])
+    """
+
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Sequence[Tensor] | None = None,
+        paged_kv_indptr_buf_arr: Sequence[Tensor] | None = None,
+        paged_kv_indices_buf_arr: Sequence[Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: Sequence[Tensor] | None = None,
+    ) -> None:
+        if num_levels < 1:
+            raise ValueError(f"num_levels: expected at least 1, got {num_levels}")
+        options: list[dict[str, Any]] = [{} for _ in range(num_levels)]
+        if use_cuda_graph:
+            for name, buffers in (
+                ("qo_indptr_buf", qo_indptr_buf_arr),
+                ("paged_kv_indptr_buf", paged_kv_indptr_buf_arr),
+                ("paged_kv_indices_buf", paged_kv_indices_buf_arr),
+                ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf_arr),
+            ):
+                _require_levels(f"{name}_arr", buffers, num_levels)
+                for level, buffer in zip(options, buffers or (), strict=True):
+                    level[name] = buffer
+        self._levels = [
+            BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer, kv_layout, use_cuda_graph, **level
+            )
+            for level in options
+        ]
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the wrapper was made with `use_cuda_graph`."""
+        return self._levels[0].is_cuda_graph_enabled
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffers: Sequence[Tensor]
+    ) -> None:
+        """Check that all begin at a multiple of 16 bytes; kvcupy has its own workspaces."""
+        for level, buffer in zip(self._levels, int_workspace_buffers, strict=True):
+            level.reset_workspace_buffer(float_workspace_buffer, buffer)
+
+    def plan(
+        self,
+        qo_indptr_arr: Sequence[Tensor],
+        paged_kv_indptr_arr: Sequence[Tensor],
+        paged_kv_indices_arr: Sequence[Tensor],
+        paged_kv_last_page_len: Sequence[Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+    ) -> None:
+        """Set the pages and options of the next runs.
+
+        Parameters
+        ----------
+        qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : of each
+            level, as in `BatchPrefillWithPagedKVCacheWrapper.plan`
+        causal : of the last level; others see all of their keys
+        others : as there, for all levels
+        """
+        count = len(self._levels)
+        arrays = {
+            "qo_indptr_arr": qo_indptr_arr, "paged_kv_indptr_arr": paged_kv_indptr_arr,
+            "paged_kv_indices_arr": paged_kv_indices_arr,
+            "paged_kv_last_page_len": paged_kv_last_page_len,
+        }  # fmt: skip
+        for name, tensors in arrays.items():
+            _require_levels(name, tensors, count)
+        levels = zip(self._levels, *arrays.values(), strict=True)
+        for number, (level, starts, indptr, indices, last_page_len) in enumerate(levels):
+            level.plan(
+                starts, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
+                page_size, causal=causal and number == count - 1,
+                pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, window_left=window_left,
+                logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
+                q_data_type=q_data_type, kv_data_type=kv_data_type,
+            )  # fmt: skip
+
+    begin_forward = plan
+
+    def run(self, q: Tensor, paged_kv_cache: PagedCache) -> Tensor:
+        """Attend with the new tokens of all sequences over the pages of all levels.
+
+        Parameters
+        ----------
+        q, paged_kv_cache : as in `BatchPrefillWithPagedKVCacheWrapper.run`, and so are errors
+
+        Returns
+        -------
+        (nnz, Hq, D), a new tensor
+        """
+        *shared, own = self._levels
+        out, lse = own.run(q, paged_kv_cache, return_lse=True)
+        for level in shared:
+            other, other_lse = level.run(q, paged_kv_cache, return_lse=True)
+            _kv.merge_states(out, lse, other, other_lse, out=out, lse_out=lse, lse_base="2")
+        merged: Tensor = out
+        return merged
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Do nothing, as in FlashInfer, which deprecates it."""
+
+
+def _require_levels(name: str, tensors: Any, count: int) -> None:
+    if not isinstance(tensors, (list, tuple)) or len(tensors) != count:
+        got = len(tensors) if isinstance(tensors, (list, tuple)) else type(tensors).__name__
+        raise ValueError(f"{name}: expected a tensor for each of {count} levels, got {got}")

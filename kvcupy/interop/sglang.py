@@ -31,9 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import ArrayView, view
-from ..cache.pool import KVPool, MLAPool
-from ..ops.transfer import transfer_pages
 from . import (
     describe_tensor,
     refuse_names,
@@ -45,6 +42,7 @@ from . import (
     split_heads,
 )
 from . import torch as _kv
+from .rows import rows_of, transfer_rows
 
 __all__ = [
     "FusedSetKVBufferArg",
@@ -544,9 +542,9 @@ def transfer_kv_per_layer(
     >>> dst[:, :, 0].tolist()
     [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
     """
-    src = [_rows(src_k, "src_k", item_size), _rows(src_v, "src_v", item_size)]
-    dst = [_rows(dst_k, "dst_k", item_size), _rows(dst_v, "dst_v", item_size)]
-    _transfer(src, dst, (src_indices, dst_indices), block_quota)
+    src = [rows_of(src_k, "src_k", item_size), rows_of(src_v, "src_v", item_size)]
+    dst = [rows_of(dst_k, "dst_k", item_size), rows_of(dst_v, "dst_v", item_size)]
+    transfer_rows(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
 
 
 def transfer_kv_per_layer_mla(
@@ -559,8 +557,8 @@ def transfer_kv_per_layer_mla(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer` copies K and V."""
-    source, target = _rows(src, "src", item_size), _rows(dst, "dst", item_size)
-    _transfer([source], [target], (src_indices, dst_indices), block_quota)
+    source, target = rows_of(src, "src", item_size), rows_of(dst, "dst", item_size)
+    transfer_rows([source], [target], (src_indices, dst_indices), max_blocks=block_quota)
 
 
 def transfer_kv_per_layer_pf_lf(
@@ -586,11 +584,11 @@ def transfer_kv_per_layer_pf_lf(
     others : as in `transfer_kv_per_layer`, and so are errors and notes
     """
     src = [
-        _rows(x, name, item_size, layer_id, src_layout_dim)
+        rows_of(x, name, item_size, layer_id, src_layout_dim)
         for x, name in ((src_k, "src_k"), (src_v, "src_v"))
     ]
-    dst = [_rows(dst_k, "dst_k", item_size), _rows(dst_v, "dst_v", item_size)]
-    _transfer(src, dst, (src_indices, dst_indices), block_quota)
+    dst = [rows_of(dst_k, "dst_k", item_size), rows_of(dst_v, "dst_v", item_size)]
+    transfer_rows(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
@@ -605,56 +603,9 @@ def transfer_kv_per_layer_mla_pf_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer_pf_lf` copies K and V."""
-    source = _rows(src, "src", item_size, layer_id, src_layout_dim)
-    _transfer([source], [_rows(dst, "dst", item_size)], (src_indices, dst_indices), block_quota)
-
-
-def _rows(
-    x: Any, name: str, item_size: int, layer: int = 0, row_bytes: int | None = None
-) -> ArrayView:
-    """View a tensor as pages of one row of item_size bytes each, which are copied bit for bit.
-
-    With row_bytes these are one layer of page_first memory, (slots, layers, item).
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {describe_tensor(x)}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
-    row_bytes = item_size if row_bytes is None else row_bytes
-    for value, value_name in ((item_size, "item_size"), (row_bytes, "src_layout_dim")):
-        if value < 1:
-            raise ValueError(f"{value_name}: expected at least 1, got {value}")
-    if not 0 <= layer < row_bytes // item_size:
-        raise ValueError(
-            f"layer_id: expected 0 to {row_bytes // item_size - 1}, for rows of {row_bytes} bytes "
-            f"of layers of {item_size}, got {layer}"
-        )
-    device = view(x.view(torch.uint8) if x.element_size() == 1 else x).device
-    shape = (int(x.numel() * x.element_size()) // row_bytes, 1, 1, item_size)
-    return ArrayView(
-        x.data_ptr() + layer * item_size, shape, (row_bytes, 0, 0, 1), "int8", device,
-        library="torch", owner=x,
-    )  # fmt: skip
-
-
-def _transfer(
-    src: list[ArrayView], dst: list[ArrayView], indices: tuple[Tensor, Tensor], max_blocks: int
-) -> None:
-    """Copy rows of one layer, of K and V or of a latent."""
-    require_indices(indices[0], "src_indices", {})
-    require_indices(indices[1], "dst_indices", {})
-    require_shape(indices[1], "dst_indices", (len(indices[0]),))
-    if not len(indices[0]):
-        return
-    # Host memory goes with the GPU's pool.
-    device = max({layer.device for layer in (*src, *dst)}, key=lambda name: name != "host")
-    src_pool, dst_pool = (
-        KVPool.wrap([side[0]], [side[1]], device=device)
-        if len(side) == 2
-        else MLAPool.wrap(side, device=device)
-        for side in (src, dst)
-    )
-    transfer_pages(src_pool, dst_pool, *indices, method="kernel", max_blocks=max_blocks)
+    source = rows_of(src, "src", item_size, layer_id, src_layout_dim)
+    target = rows_of(dst, "dst", item_size)
+    transfer_rows([source], [target], (src_indices, dst_indices), max_blocks=block_quota)
 
 
 # --- States ---------------------------------------------------------------------------------------

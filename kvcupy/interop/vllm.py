@@ -24,18 +24,25 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .. import devices
 from . import describe_tensor, refuse_names, require_dtype, require_indices, require_shape
 from . import torch as _kv
+from .rows import rows_of, transfer_rows
 
 __all__ = [
     "concat_and_cache_mla",
     "concat_and_cache_mla_rope_fused",
+    "cp_gather_cache",
+    "gather_and_maybe_dequant_cache",
     "merge_attn_states",
     "reshape_and_cache_flash",
     "rotary_embedding",
+    "swap_blocks",
+    "swap_blocks_batch",
 ]
 
 Scale: TypeAlias = "Tensor | float | None"
@@ -326,6 +333,224 @@ def _table(cos_sin_cache: Any) -> Tensor:
     return table
 
 
+# --- Gathers --------------------------------------------------------------------------------------
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    token_to_seq: Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: Scale,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """Read the rows of sequences from their blocks, end to end: `kvcupy.gather_kv`.
+
+    Parameters
+    ----------
+    src_cache : (num_blocks, block_size, width); further axes are part of a row
+    dst : (T', width), T' >= num_tokens, written in place
+    block_table : int32 or int64 (B, max_blocks)
+    cu_seq_lens : int32 or int64 (B + 1,), where the rows of each sequence begin in dst
+    token_to_seq : ignored; it follows from cu_seq_lens
+    num_tokens : rows of dst that may be written
+    kv_cache_dtype, scale : as in `reshape_and_cache_flash`; scale has one element
+    seq_starts : (B,), the first token of each sequence that is read; None: 0
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+    NotImplementedError : another kv_cache_dtype
+
+    Notes
+    -----
+    Differs from vLLM: a row has any width from 2; seq_starts need not be multiples of block_size; a
+    sequence past its row of the table is a fault. Stream: two kernels, in order, after what torch
+    computes of the lengths. Capture: legal. Source: vLLM `csrc/cache_kernels.cu`.
+
+    Examples
+    --------
+    >>> cache, dst = torch.arange(16.0).view(4, 2, 2), torch.zeros(3, 2)
+    >>> table, starts = torch.tensor([[3, 0], [1, 2]]), torch.tensor([0, 1, 3])
+    >>> sequences = torch.tensor([0, 1, 1])
+    >>> gather_and_maybe_dequant_cache(cache, dst, table, starts, sequences, 3, "auto", None)
+    >>> dst.tolist()
+    [[12.0, 13.0], [4.0, 5.0], [6.0, 7.0]]
+    """
+    format = _format(kv_cache_dtype)
+    src_cache, dst = _require_gather(src_cache, dst, block_table, cu_seq_lens, seq_starts)
+    if not 0 <= num_tokens <= len(dst):
+        raise ValueError(f"num_tokens: expected 0 to the {len(dst)} of dst, got {num_tokens}")
+    _require_format(src_cache, "src_cache", format, {"dst": dst})
+    scale = _scale(scale, "scale", 1, format)
+    _gather(src_cache, dst, block_table, cu_seq_lens, int(num_tokens), seq_starts, format, scale)
+
+
+def cp_gather_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """Read the rows of sequences from their blocks, bit for bit: `kvcupy.gather_kv`.
+
+    Parameters
+    ----------
+    dst : (T, width), of src_cache's dtype, written in place
+    batch_size : how many sequences of block_table are read
+    others : as in `gather_and_maybe_dequant_cache`, and so are errors and notes
+
+    Examples
+    --------
+    >>> cache, dst = torch.arange(16.0).view(4, 2, 2), torch.zeros(1, 2)
+    >>> cp_gather_cache(cache, dst, torch.tensor([[3]]), torch.tensor([0, 1]), 1, torch.tensor([1]))
+    >>> dst.tolist()
+    [[14.0, 15.0]]
+    """
+    if not 0 <= batch_size <= len(block_table):
+        expected = f"0 to the {len(block_table)} of block_table"
+        raise ValueError(f"batch_size: expected {expected}, got {batch_size}")
+    cu_seq_lens, block_table = cu_seq_lens[: batch_size + 1], block_table[:batch_size]
+    seq_starts = None if seq_starts is None else seq_starts[:batch_size]
+    src_cache, dst = _require_gather(src_cache, dst, block_table, cu_seq_lens, seq_starts)
+    require_dtype(dst, "dst", src_cache.dtype)
+    if src_cache.element_size() == 1:  # bits are copied, whatever they mean
+        src_cache, dst = src_cache.view(torch.int8), dst.view(torch.int8)
+    _gather(src_cache, dst, block_table, cu_seq_lens, len(dst), seq_starts, None, None)
+
+
+def _require_gather(
+    src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, seq_starts: Any
+) -> tuple[Tensor, Tensor]:
+    """Return cache and output with rows of one axis."""
+    if isinstance(src_cache, Tensor) and src_cache.ndim > 3:
+        src_cache = src_cache.view(*src_cache.shape[:2], -1)
+    if isinstance(dst, Tensor) and dst.ndim > 2:
+        dst = dst.view(len(dst), -1)
+    require_shape(src_cache, "src_cache", ("num_blocks", "block_size", "width"))
+    require_shape(dst, "dst", ("tokens", src_cache.shape[2]))
+    require_shape(block_table, "block_table", ("batch_size", "max_blocks"))
+    require_indices(cu_seq_lens, "cu_seq_lens", {})
+    require_shape(cu_seq_lens, "cu_seq_lens", (len(block_table) + 1,))
+    if seq_starts is not None:
+        require_indices(seq_starts, "seq_starts", {})
+        require_shape(seq_starts, "seq_starts", (len(block_table),))
+    return src_cache, dst
+
+
+def _gather(
+    src: Tensor, dst: Tensor, block_table: Tensor, cu_seq_lens: Tensor, num_tokens: int,
+    seq_starts: Tensor | None, format: str | None, scale: Any,
+) -> None:  # fmt: skip
+    if not len(block_table):
+        return
+    lengths = cu_seq_lens[1:] - cu_seq_lens[:-1]
+    ends = lengths if seq_starts is None else lengths + seq_starts
+    slots = torch.empty(num_tokens, dtype=torch.int64, device=dst.device)
+    _kv.slot_mapping(block_table, ends, lengths, src.shape[1], out=slots)
+    # A row is gathered as two parts, which begin at multiples of 16 elements.
+    width = src.shape[2]
+    cut = width // 2 // 16 * 16 or width // 2
+    k_cache, v_cache = (src[:, :, None, part] for part in (slice(cut), slice(cut, None)))
+    k_out, v_out = (dst[:, None, part] for part in (slice(cut), slice(cut, None)))
+    _kv.gather_kv(
+        k_cache, v_cache, slots, k_out=k_out, v_out=v_out, format=format, k_scale=scale,
+        v_scale=scale,
+    )  # fmt: skip
+
+
+# --- Transfers ------------------------------------------------------------------------------------
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mapping: Tensor) -> None:
+    """Copy blocks of one tensor onto blocks of another: `kvcupy.transfer_pages`.
+
+    Parameters
+    ----------
+    src, dst : contiguous tensors of blocks of block_size_in_bytes bytes, of any shape and dtype, on
+        one GPU or the CPU; in pinned memory if the other is on a GPU
+    block_mapping : int32 or int64 (n, 2), pairs of blocks of src and dst, of which no block is
+        both read and written. A pair with a negative one is skipped
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was moved
+
+    Notes
+    -----
+    Differs from vLLM: both tensors may be on the CPU, and block_mapping anywhere; a block past the
+    end is a fault. Stream: torch's current one. Capture: as `kvcupy.transfer_pages`. Each call
+    wraps the tensors; `kvcupy.TransferEngine` wraps them once.
+
+    Examples
+    --------
+    >>> src, dst = torch.arange(8.0).view(4, 2), torch.zeros(2, 2)
+    >>> swap_blocks(src, dst, 8, torch.tensor([[3, 0]]))
+    >>> dst.tolist()
+    [[6.0, 7.0], [0.0, 0.0]]
+    """
+    require_shape(block_mapping, "block_mapping", ("n", 2))
+    require_dtype(block_mapping, "block_mapping", torch.int32, torch.int64)
+    name = "block_size_in_bytes"
+    source, target = (
+        rows_of(x, x_name, block_size_in_bytes, size_name=name)
+        for x, x_name in ((src, "src"), (dst, "dst"))
+    )
+    indices = block_mapping[:, 0], block_mapping[:, 1]
+    transfer_rows([source], [target], indices, method="auto")
+
+
+def swap_blocks_batch(
+    src_ptrs: Tensor,
+    dst_ptrs: Tensor,
+    sizes: Tensor,
+    is_src_access_order_any: bool = False,
+) -> None:
+    """Copy bytes between addresses, as one batch where the driver can.
+
+    Parameters
+    ----------
+    src_ptrs, dst_ptrs, sizes : int64 (n,) on the CPU: addresses, of memory of torch's current GPU
+        and pinned memory, and bytes. They are read during the call; the copies must not overlap
+    is_src_access_order_any : ignored: sources are read in the order of the stream, which is safe
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was moved
+
+    Notes
+    -----
+    Addresses are not checked, and the order checker does not know what the copies touch; nor does
+    kvcupy keep the memory alive: see `kvcupy.keep_alive`. Stream: torch's current one, or without a
+    GPU the calling thread. Capture: legal.
+
+    Examples
+    --------
+    >>> src, dst = torch.ones(4), torch.zeros(4)
+    >>> swap_blocks_batch(*(torch.tensor([n]) for n in (src.data_ptr(), dst.data_ptr(), 8)))
+    >>> dst.tolist()
+    [1.0, 1.0, 0.0, 0.0]
+    """
+    runs = []
+    for x, name in ((src_ptrs, "src_ptrs"), (dst_ptrs, "dst_ptrs"), (sizes, "sizes")):
+        require_shape(x, name, (len(src_ptrs),))
+        require_dtype(x, name, torch.int64)
+        if x.device.type != "cpu":
+            raise ValueError(f"{name}: expected a tensor on the CPU, got one on {x.device}")
+        runs.append(x.numpy().astype(np.uint64))
+    if len(sizes) and int(sizes.min()) < 0:
+        raise ValueError(f"sizes: expected no negative sizes, got {int(sizes.min())}")
+    name = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "host"
+    device = devices.get(name)
+    src, dst, lengths = runs
+    device.copy_runs(dst, src, lengths, device.as_stream(None, "torch"))
+
+
 # --- States ---------------------------------------------------------------------------------------
 
 
@@ -397,7 +622,6 @@ def merge_attn_states(
 
 # --- Not offered ----------------------------------------------------------------------------------
 
-_GATHER = "kvcupy.gather_kv reads and dequantises the rows of slots"
 _INDEXER = "kvcupy has no cache of an indexer of sparse attention"
 _SPLIT_KEYS = "its keys are split in groups across a block; "
 
@@ -405,13 +629,12 @@ refuse_names(__name__, {
     "reshape_and_cache": _SPLIT_KEYS + "reshape_and_cache_flash has whole rows",
     "paged_attention_v1 paged_attention_v2 paged_attention_rocm":
         _SPLIT_KEYS + "kvcupy.paged_attention reads caches of reshape_and_cache_flash",
-    "gather_and_maybe_dequant_cache cp_gather_cache cp_gather_and_upconvert_fp8_kv_cache": _GATHER,
+    "cp_gather_and_upconvert_fp8_kv_cache cp_gather_and_upconvert_nvfp4_kv_cache":
+        "its rows have scales among the codes; gather_and_maybe_dequant_cache reads whole rows",
     "indexer_k_quant_and_cache cp_gather_indexer_k_quant_cache": _INDEXER,
     "concat_and_cache_mla_grouped":
         "it takes addresses of caches without their lengths; call concat_and_cache_mla by layer",
     "concat_mla_q": "torch.cat((ql_nope, q_pe), dim=-1, out=q_out) does it",
-    "swap_blocks swap_blocks_batch":
-        "wrap the caches with kvcupy.KVPool.wrap, and call kvcupy.transfer_pages",
     "copy_blocks copy_blocks_mla": "call kvcupy.copy_pages",
     "convert_fp8": "kvcupy.transfer_pages converts with convert=True",
 })  # fmt: skip

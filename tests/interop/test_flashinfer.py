@@ -5,14 +5,12 @@ Other calls are in `test_peer_calls.py`.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from peers import close, ints, rotated, rows  # noqa: E402
+from peers import attended, close, ints, rotated, rotated_at, rows  # noqa: E402
 
 from kvcupy.interop import flashinfer  # noqa: E402
 
@@ -120,31 +118,17 @@ def lengths_of(indptr, last):
     return np.where(pages > 0, (pages - 1) * PAGE + np.array(last), 0).tolist()
 
 
-def attended(q, k_cache, v_cache, query_lens, tables, *, causal=True, window_left=-1, cap=0.0,
-             scale=WIDTH**-0.5, sinks=None):  # fmt: skip
+def attended_pages(q, k_cache, v_cache, query_lens, tables, masks=None, **options):
     """Return out and base-2 lse in float64, of caches (pages, page_size, heads, width)."""
     indptr, indices, last = tables
-    outs, lses, start = [], [], 0
+    results, start = [], 0
     for i, (length, count) in enumerate(zip(lengths_of(indptr, last), query_lens, strict=True)):
         pages = indices[indptr[i] : indptr[i + 1]]
-        k, v = (x[pages].flatten(0, 1)[:length].double() for x in (k_cache, v_cache))
-        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        queries = q[start : start + count].double()
+        k, v = (x[pages].flatten(0, 1)[:length] for x in (k_cache, v_cache))
+        mask = None if masks is None else masks[i]
+        results.append(attended(q[start : start + count], k, v, mask=mask, **options))
         start += count
-        scores = torch.einsum("qhd,khd->hqk", queries, k) * scale
-        if cap:
-            scores = cap * torch.tanh(scores / cap)
-        at = torch.arange(length - count, length, device=q.device)[:, None]
-        keys = torch.arange(length, device=q.device)[None]
-        seen = keys >= at - window_left if window_left >= 0 else keys >= 0
-        seen = seen & (keys <= at) if causal else seen.expand(count, length)
-        scores = scores.masked_fill(~seen, -math.inf)
-        total = torch.exp(scores).sum(-1)
-        if sinks is not None:
-            total = total + torch.exp(sinks.double())[:, None]
-        weights = torch.exp(scores) / total.clamp(min=1e-300)[..., None]
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        lses.append(torch.log2(total).T)
+    outs, lses = zip(*results, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
 
@@ -235,7 +219,7 @@ def test_attention(place, name, kv_layout, index_dtype):
     k, v = (
         x.float() * torch.as_tensor(by, device=place) for x, by in zip(parts, factors, strict=True)
     )
-    expected, expected_lse = attended(
+    expected, expected_lse = attended_pages(
         q, k, v, query_lens, (INDPTR, INDICES, LAST), **expected_options
     )
     out, lse = wrapper.run(q, cache, return_lse=True, **run_options)
@@ -253,7 +237,7 @@ def test_sinks_join_the_denominator(place, kind):
     cache, (k, v) = paged("NHD", place)
     q, sinks = rows(4, HEADS, WIDTH, place=place) / 4, rows(HEADS, place=place, seed=5)
     wrapper = plan(wrapper_of(kind, place), place)
-    expected, _ = attended(q, k, v, (1,) * 4, (INDPTR, INDICES, LAST), sinks=sinks)
+    expected, _ = attended_pages(q, k, v, (1,) * 4, (INDPTR, INDICES, LAST), sinks=sinks)
     assert close(wrapper.run(q, cache, sinks=sinks), expected)
 
 
@@ -265,7 +249,7 @@ def test_a_plan_replaces_the_last_unless_it_raises(place, kind):
     wrapper.run(q, cache)
     plan(wrapper, place, tables=LATER, sm_scale=0.5, method="begin_forward")
     second = wrapper.run(q, cache)
-    assert close(second, attended(q, k, v, (1,) * 4, LATER, scale=0.5)[0])
+    assert close(second, attended_pages(q, k, v, (1,) * 4, LATER, scale=0.5)[0])
     with pytest.raises(ValueError, match="last_page_len"):
         plan(wrapper, place, (1,), ([0, 1], [0], [PAGE + 1]))
     assert torch.equal(wrapper.run(q, cache), second)
@@ -283,7 +267,7 @@ def test_forward_takes_the_options_of_the_call(place, kind):
         results = wrapper.forward_return_lse(
             q, cache, **options, **{"causal": True} if causal else {}
         )
-        expected = attended(
+        expected = attended_pages(
             q, k, v, query_lens, (INDPTR, INDICES, LAST), causal=causal or kind == "Decode",
             window_left=2, cap=3.0, scale=0.25,
         )  # fmt: skip
@@ -316,6 +300,134 @@ def test_workspaces_begin_at_16_bytes(place):
     wrapper.reset_workspace_buffer(*buffers)
     with pytest.raises(ValueError, match="int_workspace_buffer must be 16-byte aligned"):
         wrapper.reset_workspace_buffer(buffers[0], odd)
+
+
+# --- Rotations in the kernel, masks, levels -------------------------------------------------------
+
+ROPES = {
+    "decode": ("Decode", (1,) * 4, {}),
+    "decode of two": ("Decode", (2,) * 4, {"q_len_per_req": 2}),
+    "prefill": ("Prefill", (3, 4, 0, 1), {"causal": True, "window_left": 4}),
+}
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("options", [{}, {"rope_scale": 2.0, "rope_theta": 5e4}])
+def test_rotations_in_the_kernel(place, name, kv_layout, options):
+    """Queries and keys by their positions; query and cache do not change."""
+    kind, query_lens, plan_options = ROPES[name]
+    cache, parts = paged(kv_layout, place)
+    q = rows(sum(query_lens), HEADS, WIDTH, place=place) / 4
+    wrapper = plan(
+        wrapper_of(kind, place, kv_layout), place, query_lens, pos_encoding_mode="ROPE_LLAMA",
+        **plan_options, **options,
+    )  # fmt: skip
+    by = {"scale": options.get("rope_scale", 1.0), "theta": options.get("rope_theta", 1e4)}
+    outs, start = [], 0
+    for i, (length, count) in enumerate(zip(lengths_of(INDPTR, LAST), query_lens, strict=True)):
+        pages = INDICES[INDPTR[i] : INDPTR[i + 1]]
+        k, v = (x[pages].flatten(0, 1)[:length] for x in parts)
+        new, start = q[start : start + count], start + count
+        k, new = (
+            rotated_at(k, range(length), **by),
+            rotated_at(new, range(length)[-count:], **by) if length else new,
+        )
+        outs.append(attended(new, k, v, window_left=plan_options.get("window_left", -1))[0])
+    kept = q.clone(), parts[0].clone()
+    assert close(wrapper.run(q, cache), torch.cat(outs).nan_to_num(), 1e-4)
+    assert torch.equal(q, kept[0]) and torch.equal(parts[0], kept[1])
+    if kind == "Decode":  # `forward` has its own options
+        plain = plan(wrapper_of(kind, place, kv_layout), place, query_lens, **plan_options)
+        again = plain.forward(q, cache, pos_encoding_mode="ROPE_LLAMA", **options)
+        assert torch.equal(again, wrapper.run(q, cache))
+
+
+@pytest.mark.parametrize("window_left", [-1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rope", [False, True])
+def test_custom_masks(place, packed, window_left, rope):
+    """Of any keys, the window too; causal does not count. Rows past the last token are 0."""
+    query_lens = 3, 4, 0, 2
+    cache, (k, v) = paged("NHD", place)
+    q = rows(sum(query_lens) + 1, HEADS, WIDTH, place=place) / 4
+    generator = torch.Generator().manual_seed(5)
+    masks = [
+        torch.rand((count, length), generator=generator) < 0.6
+        for count, length in zip(query_lens, lengths_of(INDPTR, LAST), strict=True)
+    ]
+    flat = [np.packbits(x.flatten().numpy(), bitorder="little") for x in masks]
+    mask = {"packed_custom_mask": torch.from_numpy(np.concatenate(flat)).to(place)}
+    if not packed:
+        mask = {"custom_mask": torch.cat([x.flatten() for x in masks]).to(place)}
+    mode = "ROPE_LLAMA" if rope else "NONE"
+    wrapper = plan(
+        wrapper_of("Prefill", place), place, query_lens, causal=True, window_left=window_left,
+        pos_encoding_mode=mode, **mask,
+    )  # fmt: skip
+    out, lse = wrapper.run(q, cache, return_lse=True)
+    assert not out[-1].any() and not lse[-1].any()
+    if not rope:
+        expected = attended_pages(
+            q, k, v, query_lens, (INDPTR, INDICES, LAST), [x.to(place) for x in masks],
+            window_left=window_left,
+        )  # fmt: skip
+        assert close(out[:-1], expected[0].nan_to_num()) and close(lse[:-1], expected[1])
+        assert torch.equal(wrapper.forward(q, cache, window_left=window_left), out)
+        with pytest.raises(NotImplementedError, match=r"^window_left: "):
+            wrapper.forward(q, cache, window_left=1)
+    else:  # of all keys that are seen without a mask, it changes nothing
+        causal = [torch.ones_like(x).tril(x.shape[1] - x.shape[0]).flatten() for x in masks]
+        options = {"pos_encoding_mode": mode, "window_left": window_left}
+        runs = [
+            plan(wrapper_of("Prefill", place), place, query_lens, **options, **kind).run(q, cache)
+            for kind in ({"causal": True}, {"custom_mask": torch.cat(causal).to(place)})
+        ]
+        assert close(*runs) and not torch.equal(runs[0], out)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_levels_of_a_cascade(place, kv_layout, causal, graph):
+    """Sequences 0 and 1 share a page, sequences 2 and 3 two; each has its own pages."""
+    cache, (k, v) = paged(kv_layout, place)
+    query_lens = 2, 1, 1, 3
+    q = rows(sum(query_lens), HEADS, WIDTH, place=place) / 4
+    shared = [0, 3, 7], [0, 1, 3], [5, 0, 2], [PAGE, PAGE]
+    own = [0, 2, 3, 4, 7], [0, 1, 2, 2, 4], [1, 3, 4, 1], [2, 4, 0, 3]
+    workspace, buffers = torch.empty(0, dtype=torch.uint8, device=place), {}
+    if graph:
+        sizes = {"qo_indptr": (3, 5), "paged_kv_indptr": (3, 5), "paged_kv_indices": (8, 8),
+                 "paged_kv_last_page_len": (2, 4)}  # fmt: skip
+        buffers = {
+            f"{name}_buf_arr": [torch.zeros(n, dtype=torch.int32, device=place) for n in lengths]
+            for name, lengths in sizes.items()
+        }
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        2, workspace, kv_layout, use_cuda_graph=graph, **buffers
+    )
+    tables = [[ints(x, place, torch.int32) for x in pair] for pair in zip(shared, own, strict=True)]
+    wrapper.plan(*tables, HEADS, KV_HEADS, WIDTH, PAGE, causal=causal, q_data_type=torch.float32)
+    lengths = lengths_of(own[1], own[3])
+    expected, start = [], 0
+    for i, count in enumerate(query_lens):
+        pages = (([5], [5], [0, 2], [0, 2])[i], own[2][own[1][i] : own[1][i + 1]])
+        parts = [
+            torch.cat((x[pages[0]].flatten(0, 1), x[pages[1]].flatten(0, 1)[: lengths[i]]))
+            for x in (k, v)
+        ]
+        mask = torch.ones(count, len(parts[0]), dtype=torch.bool, device=place)
+        if causal and lengths[i]:
+            mask = mask.tril(len(parts[0]) - count)
+        expected.append(attended(q[start : start + count], *parts, mask=mask)[0])
+        start += count
+    assert close(wrapper.run(q, cache), torch.cat(expected))
+    assert wrapper.is_cuda_graph_enabled == graph
+    wrapper.reset_workspace_buffer(workspace, [workspace, workspace])
+    wrapper.end_forward()
+    with pytest.raises(ValueError, match=r"^paged_kv_indices_arr: expected a tensor for each of 2"):
+        wrapper.plan(*tables[:2], tables[2][:1], tables[3], HEADS, KV_HEADS, WIDTH, PAGE)
 
 
 # --- With use_cuda_graph --------------------------------------------------------------------------
@@ -438,7 +550,7 @@ PLANS = [
     ("Decode", None, ValueError, {"indices": INDICES[:-1]}),
     ("Decode", None, ValueError, {"last_page_len": [2, 5, 0, 1]}),
     ("Decode", None, ValueError, {"last_page_len": [2, 0, 0, 1]}),
-    ("Decode", None, NotImplementedError, {"pos_encoding_mode": "ROPE_LLAMA"}),
+    ("Decode", None, NotImplementedError, {"pos_encoding_mode": "ALIBI"}),
     ("Decode", None, NotImplementedError, {"q_data_type": torch.float8_e4m3fn}),
     ("Decode", None, TypeError, {"q_data_type": "float17"}),
     ("Decode", None, NotImplementedError, {"o_data_type": torch.float16}),
@@ -447,8 +559,20 @@ PLANS = [
     ("Decode", {"max_pages_per_sequence": 2}, ValueError, {"indptr": INDPTR}),
     ("Decode", {}, ValueError, {"last_page_len": [1], "indptr": [0, 1]}),
     ("Prefill", None, NotImplementedError, {"pos_encoding_mode": "ALIBI"}),
-    ("Prefill", None, NotImplementedError, {"custom_mask": torch.ones(1)}),
-    ("Prefill", None, NotImplementedError, {"packed_custom_mask": torch.ones(1)}),
+    ("Prefill", None, ValueError, {"custom_mask": torch.ones(20, dtype=torch.bool)}),
+    ("Prefill", None, TypeError, {"custom_mask": torch.ones(21)}),
+    ("Prefill", None, ValueError, {"packed_custom_mask": torch.ones(3, dtype=torch.uint8)}),
+    (
+        "Prefill",
+        None,
+        ValueError,
+        {
+            "custom_mask": torch.ones(34, dtype=torch.bool),
+            "qo_indptr": [0, 1, 2, 3, 6],
+            "paged_kv_indptr": [0, 2, 3, 3, 4],
+        },
+    ),
+    ("Prefill", {}, NotImplementedError, {"custom_mask": torch.ones(21, dtype=torch.bool)}),
     ("Prefill", None, NotImplementedError, {"prefix_len_ptr": torch.ones(1)}),
     ("Prefill", None, ValueError, {"qo_indptr": [0, 1, 3, 2, 4]}),
     ("Prefill", None, ValueError, {"qo_indptr": [1, 2, 3, 4, 5]}),

@@ -784,19 +784,18 @@ def test_arguments_of_refused_calls_are_valid(place):
 
 NOT_OFFERED = {
     flashinfer: """
-        BatchAttention BatchDecodeWithSharedPrefixPagedKVCacheWrapper BatchMLAPagedAttentionWrapper
-        BatchPrefillWithRaggedKVCacheWrapper BatchPrefillWithSharedPrefixPagedKVCacheWrapper
-        concat_mla_k MultiLevelCascadeAttentionWrapper nvfp4_quantize_append_paged_kv_cache
-        rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache single_prefill_with_kv_cache
+        BatchAttention BatchDecodeMlaWithPagedKVCacheWrapper
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper concat_mla_k
+        nvfp4_quantize_append_paged_mla_kv_cache nvfp4_quantize_paged_kv_cache
         """,
     sglang: """
         concat_mla_k fused_fp8_qkv_kv_cache set_kv_buffer_prefix_valid transfer_hicache_one_layer
         transfer_hicache_all_layer transfer_kv_all_layer transfer_kv_direct
         """,
     vllm: """
-        concat_and_cache_mla_grouped concat_mla_q copy_blocks cp_gather_cache
-        gather_and_maybe_dequant_cache indexer_k_quant_and_cache paged_attention_v1
-        reshape_and_cache swap_blocks
+        concat_and_cache_mla_grouped concat_mla_q copy_blocks indexer_k_quant_and_cache
+        cp_gather_and_upconvert_fp8_kv_cache paged_attention_v1 reshape_and_cache
         """,
 }
 
