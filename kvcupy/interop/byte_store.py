@@ -1,4 +1,4 @@
-"""Blocks of bytes in shared stores, for engines whose pages lie in memory of their own.
+"""Blocks of bytes in shared stores, for engines that allocate their pages themselves.
 
 Blocks are copied through a staging buffer. An engine's memory is therefore only written with blocks
 that have passed verification, and no late access of a transfer engine reaches it.

@@ -29,7 +29,7 @@ except ImportError as error:
         "kvcupy.interop.lmcache_backend needs LMCache 0.5.6 or newer: pip install lmcache"
     ) from error
 
-from ..config import cache_logger
+from ..config import BoundedLog, cache_logger
 from ..remote.stores.backend import STORED
 from .byte_store import HELD, Bytes, ByteStore
 
@@ -42,9 +42,10 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
     Parameters
     ----------
     config : `store`, the URL of `SharedStore.open`; optionally `model`, which distinguishes weights
-        that LMCache knows by the same name; `num_threads`, 4 by default; `encryption_key`, 64
-        hexadecimal digits; and other options of `SharedStore.open`, such as `tenant`, `deadline_s`
-        and `capacity_bytes`, which counts for each length of chunks in shared memory
+        that LMCache knows by the same name, and is required for fp8, of which LMCache does not know
+        the kind; `num_threads`, 4 by default; `encryption_key`, 64 hexadecimal digits; and other
+        options of `SharedStore.open`, such as `tenant`, `deadline_s` and `capacity_bytes`, which
+        counts for each length of chunks in shared memory
     l1_memory_desc : ignored
 
     Raises
@@ -68,9 +69,11 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
         if (url := options.pop("store", None)) is None:
             raise ValueError("adapter_params: expected the URL of a store, got none")
         num_threads = int(options.pop("num_threads", 4))
+        self._model = str(options.pop("model", ""))
         self._store = ByteStore(
-            url, model=f"lmcache {options.pop('model', '')}", num_calls=num_threads, **options
+            url, model=f"lmcache {self._model}", num_calls=num_threads, **options
         )
+        self._log = BoundedLog(cache_logger)
         self._threads = futures.ThreadPoolExecutor(num_threads, "kvcupy lmcache")
         self._store_event, self._lookup_event, self._load_event = (
             create_event_notifier() for _ in range(3)
@@ -147,8 +150,8 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
         def run() -> None:
             try:
                 result = task()
-            except Exception:  # LMCache would wait for ever
-                cache_logger.exception("chunks are counted as missing")
+            except Exception as error:  # LMCache would wait for ever
+                self._log.warning("chunks are missing: %s", error)
                 result = failed
             with self._lock:
                 results[number] = result
@@ -161,7 +164,7 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
 
     def _put(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         outcomes = [""] * len(keys)
-        for places, names, blocks in _alike(keys, objects):
+        for places, names, blocks in self._alike(keys, objects):
             for i, outcome in zip(places, self._store.put(names, blocks), strict=True):
                 outcomes[i] = outcome
         stored = [i for i, outcome in enumerate(outcomes) if outcome == STORED]
@@ -172,7 +175,7 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
 
     def _get(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         found = []
-        for places, names, blocks in _alike(keys, objects):
+        for places, names, blocks in self._alike(keys, objects):
             arrived = self._store.get(names, blocks)
             found += [i for i, whole in zip(places, arrived, strict=True) if whole]
         if found:
@@ -181,7 +184,7 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
 
     def _contains(self, keys: Sequence[Any], descriptions: dict[int, Any]) -> Any:
         layouts = {
-            group: _layout(of_group.shapes, of_group.dtypes)
+            group: self._layout(of_group.shapes, of_group.dtypes)
             for group, of_group in descriptions.items()
         }
         found = []
@@ -191,15 +194,22 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
             found += [i for i, there in zip(places, known, strict=True) if there]
         return _bitmap(len(keys), found)
 
+    def _alike(
+        self, keys: Sequence[Any], objects: Sequence[Any]
+    ) -> Iterable[tuple[list[int], list[str], list[list[Bytes]]]]:
+        """Yield places, names and memory of chunks, by layout."""
+        layouts = [self._layout(chunk.get_shapes(), chunk.get_dtypes()) for chunk in objects]
+        for layout, places in _groups(layouts).items():
+            memory = [np.frombuffer(objects[i].byte_array, np.uint8) for i in places]
+            yield places, [_name(keys[i], layout) for i in places], [[part] for part in memory]
 
-def _alike(
-    keys: Sequence[Any], objects: Sequence[Any]
-) -> Iterable[tuple[list[int], list[str], list[list[Bytes]]]]:
-    """Yield places, names and memory of chunks, those of one layout together."""
-    layouts = [_layout(chunk.get_shapes(), chunk.get_dtypes()) for chunk in objects]
-    for layout, places in _groups(layouts).items():
-        memory = [np.frombuffer(objects[i].byte_array, np.uint8) for i in places]
-        yield places, [_name(keys[i], layout) for i in places], [[part] for part in memory]
+    def _layout(self, shapes: Iterable[Any], dtypes: Iterable[Any]) -> _Layout:
+        parts = [(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        if not self._model and any(str(dtype) == "torch.uint8" for _, dtype in parts):
+            raise ValueError(
+                'adapter_params: expected "model" to name the format of a cache of 8 bits, got none'
+            )
+        return str(parts), sum(prod(shape) * dtype.itemsize for shape, dtype in parts)
 
 
 def _groups(layouts: Iterable[_Layout | None]) -> dict[_Layout, list[int]]:
@@ -209,11 +219,6 @@ def _groups(layouts: Iterable[_Layout | None]) -> dict[_Layout, list[int]]:
         if layout is not None:
             groups.setdefault(layout, []).append(i)
     return groups
-
-
-def _layout(shapes: Iterable[Any], dtypes: Iterable[Any]) -> _Layout:
-    parts = [(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return str(parts), sum(prod(shape) * dtype.itemsize for shape, dtype in parts)
 
 
 def _name(key: Any, layout: _Layout) -> str:

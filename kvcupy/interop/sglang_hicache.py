@@ -28,7 +28,7 @@ except ImportError as error:
         "kvcupy.interop.sglang_hicache needs SGLang 0.5.23 or newer: pip install sglang"
     ) from error
 
-from ..config import cache_logger
+from ..config import BoundedLog, cache_logger
 from .byte_store import HELD, Bytes, ByteStore, block_hash, bytes_at
 
 
@@ -39,9 +39,10 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
     ----------
     storage_config : SGLang's HiCacheStorageConfig. Its `extra_config` has `store`, the URL of
         `SharedStore.open`; optionally `model`, which distinguishes weights that SGLang knows by the
-        same name; `encryption_key`, 64 hexadecimal digits; and other options of `SharedStore.open`,
-        such as `tenant`, `deadline_s` and `capacity_bytes`. With `interface_v1`, SGLang passes
-        indices of pages, which are read and written where they are; else it copies each page first
+        same name, and is required for fp8, of which host pools do not know the kind;
+        `encryption_key`, 64 hexadecimal digits; and other options of `SharedStore.open`, such as
+        `tenant`, `deadline_s` and `capacity_bytes`. With `interface_v1`, SGLang passes indices of
+        pages, which are read and written where they are; else it copies each page first
     pool : ignored, since SGLang registers its pools
 
     Raises
@@ -67,14 +68,16 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         self._has_indices = bool(extra.pop("interface_v1", False))
         if (url := extra.pop("store", None)) is None:
             raise ValueError("extra_config: expected the URL of a store, got none")
+        self._model = str(extra.pop("model", ""))
         fields = {
-            "model": (own.model_name, extra.pop("model", "")),
+            "model": (own.model_name, self._model),
             "pp": (own.pp_rank, own.pp_size), "cp": (own.attn_cp_rank, own.attn_cp_size),
             "dcp": (own.dcp_rank, own.dcp_size),
         }  # fmt: skip
         identity = f"sglang {block_hash(json.dumps(fields, sort_keys=True)):032x}"
         self._tp, self._is_mla = f"tp {own.tp_rank} {own.tp_size}", bool(own.is_mla_model)
         self._store = ByteStore(url, model=identity, **extra)
+        self._log = BoundedLog(cache_logger)
         self._pools: dict[str, _Pages] = {}
         self._flat = f"flat {'' if self._is_mla else self._tp} "
         self._flat_bytes = 0  # of a page as a tensor, once known
@@ -83,6 +86,10 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
+        if mem_pool_host.dtype == torch.uint8 and not self._model:
+            raise ValueError(
+                'extra_config: expected "model" to name the format of a cache of 8 bits, got none'
+            )
         if self._has_indices:
             self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
         else:
@@ -138,7 +145,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         restorable = set(range(1, num_pages + 1))
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # SGLang uses nothing of a pool without an entry
+                continue  # SGLang skips a pool without an entry
             there = self._contains(transfer.name, keys[:num_pages])
             window = num_pages
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -165,10 +172,12 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         pages, got = self._pools.get(str(name)), 0 if indices is None else len(indices)
         try:
             if pages is None or got != len(keys) * pages.page_size:
-                raise ValueError(f"{name}: expected a registered pool, a page per key, got {got}")
+                raise ValueError(
+                    f"{name}: expected {len(keys)} pages of a registered pool, got {got} rows"
+                )
             return move(pages.keys(keys), pages.blocks(indices)) if keys else []
-        except Exception:  # it would end a thread of SGLang
-            cache_logger.exception("%d pages are counted as missing", len(keys))
+        except Exception as error:  # it would end a thread of SGLang
+            self._log.warning("%d pages are missing: %s", len(keys), error)
             return [False] * len(keys)
 
     # --- Pages as tensors, for SGLang without `interface_v1` ---
@@ -250,6 +259,6 @@ class _Pages:
 
 
 def _layout(pool: Any) -> str:
-    """Describe the bytes of a pool; its own dtype may be uint8, for two formats."""
-    formats = (pool.dtype, getattr(getattr(pool, "device_pool", None), "dtype", None))
-    return f"{formats} {pool.layout} {pool.page_size}"
+    """Describe the order and the format of the bytes of a pool."""
+    tag = getattr(pool, "storage_format_tag", None)
+    return f"{pool.dtype} {pool.layout} {pool.page_size} {tag}"

@@ -45,7 +45,7 @@ from ..cache.identity import PoolIdentity
 from ..cache.pool import MLAPool
 from ..cache.tiered import policies
 from ..cache.tiered.disk_blocks import DiskBlocks, DiskMove
-from ..config import cache_logger
+from ..config import BoundedLog, cache_logger
 from .byte_store import HELD, ByteStore, as_key, block_hash
 
 
@@ -132,6 +132,7 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
         self._loads, self._stores = (
             futures.ThreadPoolExecutor(num_threads, f"kvcupy {verb}") for verb in ("load", "store")
         )
+        self._log = BoundedLog(cache_logger)
         self._jobs: set[futures.Future[None]] = set()
         # Results, with the keys of stored blocks and of blocks that could not be loaded.
         self._finished: SimpleQueue[tuple[JobResult, list[bytes], list[bytes]]] = SimpleQueue()
@@ -216,8 +217,8 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
         started = time.monotonic()
         try:
             arrived = move(keys, chunks)
-        except Exception:  # it would end the engine
-            cache_logger.exception("%d blocks are counted as missing", len(keys))
+        except Exception as error:  # it would end the engine
+            self._log.warning("%d blocks are missing: %s", len(keys), error)
             arrived = [False] * len(keys)
         whole = [key for key, there in zip(keys, arrived, strict=True) if there]
         missing = [key for key, there in zip(keys, arrived, strict=True) if not there]
