@@ -302,6 +302,28 @@ class SharedStore(ProcessLocal):
                     return start + known.index(False)
             return len(keys)
 
+    def contains(self, hashes: Any) -> list[bool]:
+        """Return for each block whether the store has it; False if it is lost or late.
+
+        Parameters
+        ----------
+        hashes : list of 128-bit ints, of any blocks
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` has other values
+        KvcupyError : the store is closed, or was opened by another process
+        """
+        keys = self._keys.keys(hashes)
+        known: list[bool] = []
+        with self._using():
+            deadline = time.monotonic() + self._deadline_s
+            for start in range(0, len(keys), _KEYS_PER_QUERY):
+                if start and time.monotonic() >= deadline:
+                    return known + [False] * (len(keys) - start)
+                known += self._known(keys[start : start + _KEYS_PER_QUERY], deadline)
+        return known
+
     def put(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[str]:
         """Store the blocks that the store does not have.
 

@@ -1,0 +1,134 @@
+"""Blocks of bytes of several lengths in shared stores, and what becomes of failures."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from engine_interfaces import store_url
+
+from kvcupy.interop import byte_store
+from kvcupy.interop.byte_store import ByteStore
+from kvcupy.remote.stores.store import SharedStore
+
+
+def opened(url=None, **options):
+    return ByteStore(url or store_url(), **{"model": "m", "capacity_bytes": 2**20, **options})
+
+
+def block(seed, num_bytes=1000):
+    return np.random.default_rng(seed).integers(0, 256, num_bytes).astype(np.uint8)
+
+
+def test_blocks_of_all_lengths_in_any_parts():
+    store = opened()
+    blocks = {n: block(n, n) for n in (1, 100, 4096, 65537)}
+    for n, data in blocks.items():
+        assert store.put(["a"], [np.array_split(data, 3)]) == ["stored"]
+        assert store.put(["a"], [[data]]) == ["known"]
+        assert store.contains(["b", "a", "c"], n) == [False, True, False]
+        assert store.match(["a", "b"], n) == 1
+        copies = np.zeros((2, n + 1), np.uint8)
+        assert store.get(["a", "b"], [[copies[0, 1:]], [copies[1, 1:]]]) == [True, False]
+        assert (copies[0, 1:] == data).all() and not copies[1].any()
+    assert sorted(store.stats()) == sorted(blocks)
+    store.remove()
+
+
+def test_more_blocks_than_are_staged_at_once(monkeypatch):
+    monkeypatch.setattr(byte_store, "_STAGING_BYTES", 2500)
+    store = opened()
+    blocks = [[block(i)] for i in range(7)]
+    keys = [str(i) for i in range(7)]
+    assert store.put(keys[3:5], blocks[3:5]) == ["stored"] * 2
+    assert store.put(keys, blocks) == [
+        "stored", "stored", "stored", "known", "known", "stored", "stored",
+    ]  # fmt: skip
+    copies = [[np.zeros(1000, np.uint8)] for _ in keys]
+    assert store.get(keys, copies) == [True] * 7
+    assert all((a == b).all() for [a], [b] in zip(blocks, copies, strict=True))
+    store.remove()
+
+
+def test_threads_share_the_staging_buffer():
+    store = opened(num_calls=2)
+    wrong = []
+
+    def work(number):
+        for i in range(20):
+            data, copy = block(100 * number + i), np.zeros(1000, np.uint8)
+            key = f"{number} {i}"
+            store.put([key], [[data]])
+            if store.get([key], [[copy]]) != [True] or (copy != data).any():
+                wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    store.remove()
+
+
+def test_a_damaged_block_does_not_reach_the_engine(tmp_path):
+    store, data, copy = opened(folder=tmp_path), block(1), np.zeros(1000, np.uint8)
+    store.put(["a"], [[data]])
+    [path] = (each for each in tmp_path.iterdir() if data.tobytes() in each.read_bytes())
+    with path.open("r+b") as file:
+        file.seek(path.read_bytes().index(data.tobytes()) + 7)
+        file.write(bytes([data[7] ^ 1]))
+    assert store.get(["a"], [[copy]]) == [False]
+    assert not copy.any()
+    store.remove()
+
+
+def test_an_unreachable_server_is_tried_again(monkeypatch):
+    real, tried, now = SharedStore.open, [], [1000.0]
+
+    def unreachable(*arguments, **options):
+        tried.append(now[0])
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(byte_store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(SharedStore, "open", unreachable)
+    store, copy = opened(), np.zeros(1000, np.uint8)
+    store.open(1000)
+    assert store.put(["a"], [[block(1)]]) == ["failed"]
+    assert store.get(["a"], [[copy]]) == [False]
+    assert (store.contains(["a"], 1000), store.match(["a"], 1000)) == ([False], 0)
+    assert tried == [1000.0]
+    now[0] += 31
+    assert store.put(["a"], [[block(1)]]) == ["failed"]
+    assert tried == [1000.0, 1031.0]
+    monkeypatch.setattr(SharedStore, "open", real)
+    now[0] += 31
+    assert store.put(["a"], [[block(1)]]) == ["stored"]
+    store.remove()
+
+
+def test_a_call_without_blocks():
+    store = opened()
+    assert store.put([], []) == [] == store.get([], [])
+    assert store.stats() == {}
+    store.close()
+
+
+@pytest.mark.parametrize("other", [{"model": "n"}, {"tenant": "t"}], ids=str)
+def test_other_identities_do_not_find_blocks(other):
+    url = store_url()
+    store, stranger = opened(url), opened(url, **other)
+    store.put(["a"], [[block(1)]])
+    assert stranger.contains(["a"], 1000) == [False]
+    stranger.close()
+    store.remove()
+
+
+def test_wrong_options_are_raised_when_the_store_is_opened():
+    with pytest.raises(ValueError, match="url"):
+        opened("ftp:x").open(100)
+    with pytest.raises(ValueError, match="64 hexadecimal digits"):
+        opened(encryption_key="xyz")
+    with pytest.raises(ValueError, match="32 bytes"):
+        opened(encryption_key="11").open(100)
