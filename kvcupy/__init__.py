@@ -40,7 +40,7 @@ from .ops.bind import bind, vary
 from .ops.custom import kernel
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .ops.merge import merge_states
-from .ops.pages import copy_pages
+from .ops.pages import copy_pages, shift_pages
 from .ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from .ops.rope_table import rope_table
 from .ops.store import gather_kv, store_kv, store_mla
@@ -151,6 +151,7 @@ __all__ = [
     "rope_store_kv",
     "rope_store_mla",
     "rope_table",
+    "shift_pages",
     "slot_mapping",
     "store_kv",
     "store_mla",

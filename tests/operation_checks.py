@@ -15,6 +15,8 @@ from gather_cases import GatherCase
 from helpers import Case, from_values
 from page_cases import IndexCase, PagesCase, poisoned_table
 from rope_cases import RopeCase
+from shift_cases import POSITIONS as SHIFTS
+from shift_cases import ShiftCase
 from transfer_cases import TransferCase
 
 import kvcupy as kv
@@ -476,3 +478,50 @@ CHECKS = (
     check_pages,
     check_slot_mapping,
 )
+
+
+# shift_pages ---------------------------------------------------------------------------------
+
+
+def check_shift(device, fmt="bf16"):
+    """Onto other pages, by a delta for each, with every kind of fault, and a value too wide."""
+    case = ShiftCase(device, dtype=fmt)
+    case.shift((6, 0, 3, -1, 8, 2, 2), (5, -SHIFTS, 1 - SHIFTS, 1, 1, SHIFTS, 1),
+               out_pages=(1, 5, 7, 4, 4, 4, 8))  # fmt: skip
+    case.shift((6, 0), 0, out_pages=(4, 5), interleaved=True)
+    return case
+
+
+def check_shift_of_latents(device, fmt="fp16"):
+    """A part of each row, behind another, in place and not."""
+    case = ShiftCase(device, "mla", dtype=fmt, layout="page_first")
+    case.shift((6, 0, 3), (5, -6, 0))
+    case.shift((6, 0), 3, out_pages=(4, 5), interleaved=True)
+    return case
+
+
+def check_shift_in_place(device):
+    """float32 of a part of each head, values untouched."""
+    case = ShiftCase(device, dtype="fp32", layout="page_head", rotary_dim=16)
+    case.shift((6, 0, 3), -3)
+    case.shift((6, 0, 3), -3, interleaved=True)
+    return case
+
+
+def check_shift_with_scales(device):
+    """Of each row, of which a part is rotated."""
+    for fmt, kind in (("int8", "kv"), ("fp8_e4m3", "mla")):
+        case = ShiftCase(device, kind, dtype=fmt, scales=True)
+        case.shift((6, 0, 9), (3, -2, 1), out_pages=(1, 5, 2))
+        case = ShiftCase(device, kind, dtype=fmt, scales=True)
+        case.shift((1, 2, -1), 4, interleaved=True)
+    return case
+
+
+def check_shift_of_odd_rows(device):
+    """Single pairs, and values in words of every size."""
+    for width, v_width in ((6, 8), (10, 4), (14, 2), (8, 3)):
+        case = ShiftCase(device, dtype="bf16", widths=(width, v_width))
+        case.shift((6, 0, 3), (3, -2, 1), out_pages=(1, 5, 2))
+        case.shift((6, 0, 3), 2, interleaved=True)
+    return case

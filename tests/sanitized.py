@@ -28,6 +28,7 @@ from kvcupy.arrays import view
 from kvcupy.devices import host
 from kvcupy.devices.host import HostDevice
 from kvcupy.kernels import Kernel
+from kvcupy.testing.cases import exact_rotations
 
 TOKENS, HEADS, PAGES, PAGE_SIZE = 7, 2, 3, 4
 SLOTS = [11, -1, 0, 12, 5, 3, 8]  # the last, one skipped, the first, one past the end, ...
@@ -80,6 +81,12 @@ GATHERS = (
 
 # Shape of a pool, elements moved by.
 POOLS = (((6, 2, 4, 8), 0), ((6, 1037), 0), ((6, 5, 3), 1), ((6,), 0), ((6, 2, 3, 9000), 3))
+
+# Format and shape of keys, elements moved by.
+SHIFTS = (
+    ("int8", (6, 4, 2, 32), 0), ("fp8_e4m3", (6, 4, 2, 32), 0), ("fp8_e5m2", (6, 3, 10), 1),
+    ("int8", (6, 4, 2, 6), 3),
+)  # fmt: skip
 
 # Formats and axes of source and target (of pages, layers, offsets, heads), width of K, of V (0: no
 # V), elements moved by, how: "s" scales in the source, "t" in the target.
@@ -307,6 +314,25 @@ def copy_pages(device: HostDevice, number: int) -> None:
     same_bits(placed[0], pool, f"pages {POOLS[number]}")
 
 
+def shift_pages(device: HostDevice, number: int) -> None:
+    """Shift pages, the first and the last among them, in rows of packs and of single pairs."""
+    fmt, shape, moved = SHIFTS[number]
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    pool = values(rng, fmt, *shape)
+    table = exact_rotations(rng, 8, shape[-1])
+    pages, out_pages = np.array([0, 4, -1, 2, 6, 3]), np.array([5, 1, 3, -7, 3, 2], np.int32)
+    deltas = np.array([3, -7, 0, 1, 2, 8])
+    placed = [at_the_end(a, moved) for a in (pool, pages, deltas, table, out_pages)]
+    kv.shift_pages(*placed[:4], out_pages=placed[4], interleaved=number % 2 == 1)
+    with np.testing.assert_raises(kv.IndexFault):
+        kv.check_faults(device)
+    reference.shift_pages(
+        pool, pages, deltas, table, out_pages=out_pages, interleaved=number % 2 == 1
+    )
+    same_bits(placed[0], pool, f"keys {SHIFTS[number]}")
+
+
 def transfer(device: HostDevice, number: int) -> None:
     """Move pages between pools, the last pages of both among them."""
     source, target, src_axes, dst_axes, k_width, v_width, moved, scaled = TRANSFERS[number]
@@ -450,7 +476,10 @@ def main(what: str, folder: str, which: str = "1") -> None:
     work = {
         "stores": ((store, len(STORES)),),
         "rotations": ((rotate_and_store, len(ROTATIONS)),),
-        "moves": ((copy_pages, len(POOLS)), (map_slots, 3), (gather, len(GATHERS))),
+        "moves": (
+            (copy_pages, len(POOLS)), (map_slots, 3), (gather, len(GATHERS)),
+            (shift_pages, len(SHIFTS)),
+        ),
         "transfers": ((transfer, len(TRANSFERS)),),
         "attention": ((attend, len(ATTENTION)),),
         "redzones": ((store_between_redzones, 1),),

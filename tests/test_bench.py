@@ -53,7 +53,7 @@ def of(report, operation):
     ("model", "absent"),
     [
         ("tiny", {"store_mla", "rope_store_mla"}),
-        ("tiny-mla", {"store_kv", "rope_store_kv", "gather_kv"}),
+        ("tiny-mla", {"store_kv", "rope_store_kv", "gather_kv", "shift_pages"}),
     ],
 )
 def test_every_operation_of_a_model(device_name, tmp_path, capsys, with_torch, model, absent):

@@ -67,6 +67,10 @@ def copy_pages(cache, src_pages, dst_pages):
     reference.copy_pages(cache, src_pages, dst_pages)
 
 
+def shift_pages(pool, pages, delta, rope_table, **options):
+    reference.shift_pages(pool, pages, delta, rope_table, **options)
+
+
 def slot_mapping(block_table, seq_lens, append_lens, page_size, *, out):
     out[...] = reference.slot_mapping(block_table, seq_lens, append_lens, page_size)
 
@@ -75,7 +79,7 @@ PLAIN = {
     f.__name__: f
     for f in (
         store_kv, store_mla, gather_kv, apply_rope, rope_store_kv, paged_attention, merge_states,
-        copy_pages, slot_mapping,
+        copy_pages, shift_pages, slot_mapping,
     )
 }  # fmt: skip
 
@@ -250,6 +254,11 @@ MISTAKES = [
      "copy_pages, K and V", MISSING),
     (with_other("copy_pages", src_pages=lambda p: p % 9, dst_pages=lambda p: p % 9),
      "copy_pages, padding", STRAY),
+    (ignoring("shift_pages", "interleaved"), "shift_pages, fp16, interleaved", TOO_FAR),
+    (with_other("shift_pages", rope_table=lambda t: np.concatenate([t[:1] ** 0, t[1:]])),
+     "shift_pages, bf16", TOO_FAR),
+    (with_other("shift_pages", delta=np.abs), "shift_pages, a delta for each page", TOO_FAR),
+    (with_other("shift_pages", delta=lambda d: d + 1), "shift_pages, fp8_e4m3", "pool: "),
     (slots_of_the_first_tokens, "slot_mapping, ragged", "out: "),
 ]  # fmt: skip
 

@@ -70,6 +70,9 @@ WRONG = {
         "rotations", "rope.cu", "token >= p.num_stored", "token > p.num_stored", OVERFLOW),
     "reads the length of a sequence too many": (
         "moves", "indexing.cu", "other < sequence;", "other < sequence + 1 + lane;", OVERFLOW),
+    "reads a row of angles too many": (
+        "moves", "shift.cu", "if (distance >= static_cast<u64>(p.max_positions))",
+        "if (distance > static_cast<u64>(p.max_positions))", OVERFLOW),
     "reads a row of a transfer too wide": (
         "transfers", "transfer.cu", "if (elements[i] < p.k_width)",
         "if (elements[i] <= p.k_width)", OVERFLOW),

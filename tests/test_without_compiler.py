@@ -28,6 +28,7 @@ from ops import (
     test_operation_streams,
     test_rope_store,
     test_rope_streams,
+    test_shift_pages,
     test_store,
     test_store_mla,
     test_store_streams,
@@ -100,6 +101,7 @@ globals().update(
     | again(test_rope_streams, "test_against_transformers")
     | again(test_four_bit, "test_every_format_as_users_run_it")
     | again(test_copy_pages)
+    | again(test_shift_pages, "test_one_thread_to_a_row")
     | again(test_indexing)
     # Of kernels alone: where wrong sums of query lengths lead, and how many launches they save.
     | again(
@@ -206,6 +208,8 @@ def faulty(operation, call):
         call["slots"][...] = [-1, 8, 2**33]
     if operation == "copy_pages":
         call["src_pages"][...], call["dst_pages"][...] = [4, 0], [9, 4]
+    if operation == "shift_pages":
+        call["pages"][...], call["delta"][...] = [4, 0], [1, 16]
     if operation == "slot_mapping":
         call["seq_lens"][...] = [10, 2]
     if operation == "paged_attention":

@@ -22,7 +22,7 @@ __all__ = ["cases", "main", "plot", "render", "run"]
 
 OPERATIONS = (
     "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
-    "slot_mapping", "paged_attention", "transfer_pages",
+    "shift_pages", "slot_mapping", "paged_attention", "transfer_pages",
 )  # fmt: skip
 FORMATS = ("bf16", "fp8_e4m3")  # of caches, by default
 MORE_FORMATS = ("fp16", "fp32")  # which attention alone is measured with
@@ -74,7 +74,7 @@ def cases(
 def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[Shape]:
     """Yield the cases of one operation and model: none where the model has no such operation."""
     page_size = sizes.page_size
-    if operation in ("store_kv", "rope_store_kv", "gather_kv") and model.mla:
+    if operation in ("store_kv", "rope_store_kv", "gather_kv", "shift_pages") and model.mla:
         return
     if operation in ("store_mla", "rope_store_mla") and not model.mla:
         return
@@ -89,7 +89,7 @@ def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> I
                     yield rope.Shape(operation, model, count, scaled + norm)
                 else:
                     yield pages.Shape(operation, count, scaled, model=model, page_size=page_size)
-    elif operation == "copy_pages" and "bf16" in formats:
+    elif operation in ("copy_pages", "shift_pages") and "bf16" in formats:
         for count in (1, -(-sizes.transferred // page_size)):
             yield pages.Shape(operation, count, model=model, page_size=page_size)
     elif operation == "slot_mapping":

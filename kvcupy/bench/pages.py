@@ -1,4 +1,4 @@
-"""Measure what reads caches and page tables: gather, page copies and slot mappings.
+"""Measure what reads caches and page tables: gather, page copies, shifts and slot mappings.
 
 A candidate makes one call per set, and leaves its result in arrays of the case, or returns it.
 """
@@ -13,17 +13,20 @@ from typing import Any
 
 import numpy as np
 
+import kvcupy as kv
+
 from .. import reference
 from . import candidates
 from .baselines import Wrap
-from .checks import BF16, normal_bits
+from .checks import BF16, MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
 from .models import MODELS, Model
+from .rope import TORCH_ROUNDINGS, rotation_by_torch, rotation_of_bits
 from .store import FP8, SCALE, STORED
 
 
 @dataclass(frozen=True)
 class Shape(candidates.Shape):
-    """One case: of `count` tokens to gather, pages to copy, or sequences of a step.
+    """One case: of `count` tokens to gather, pages to copy or shift, or sequences of a step.
 
     `page_size` is in tokens; in the name where it is not 16. Slots are of no model.
     """
@@ -43,6 +46,8 @@ class Shape(candidates.Shape):
         if self.operation == "copy_pages":
             what = "latent" if self.model.mla else "K and V"
             return f"copy_pages {model} {what} pages={self.count}{pages}"
+        if self.operation == "shift_pages":
+            return f"shift_pages {model} K onto other pages={self.count}{pages}"
         return f"slot_mapping sequences={self.count} appended={self.append}{pages}"
 
     @property
@@ -69,12 +74,16 @@ class Shape(candidates.Shape):
             return self.count * (read + 2 * elements + scales + 8)
         if self.operation == "copy_pages":
             return self.count * (2 * elements * self.page_size * 2 + 16)
+        if self.operation == "shift_pages":
+            keys = self.page_size * self.model.row_widths[0]
+            return self.count * (2 * keys * 2 + 16) + 4 * self.model.head_dim
         tokens = self.count * self.append  # slots, and page table entries
         return tokens * 8 + self.count * (8 + 4 * -(-self.append // self.page_size))
 
     def build(self, device: Any, sets: int) -> candidates.Case:
         kinds: dict[str, Callable[..., candidates.Case]] = {
-            "gather_kv": Gather, "copy_pages": CopyPages, "slot_mapping": SlotMapping
+            "gather_kv": Gather, "copy_pages": CopyPages, "shift_pages": ShiftPages,
+            "slot_mapping": SlotMapping,
         }  # fmt: skip
         return kinds[self.operation](device, self, sets)
 
@@ -176,6 +185,55 @@ class CopyPages(candidates.Case):
 def _copy_all(caches: list[Any], src: Any, dst: Any) -> None:
     for cache in caches:
         cache[dst] = cache[src]
+
+
+class ShiftPages(candidates.Case):
+    """Keys of pages, moved on by as many positions, onto other pages."""
+
+    delta = 1000
+
+    def draw(self, rng: np.random.Generator) -> None:
+        count, shape = self.shape.count, self.shape
+        num_pages = 2 * self.sets * count
+        keys = normal_bits(rng, (num_pages, shape.page_size, *shape.row_shape))
+        self.keys = self.shared["pool"] = self.bits(keys, "bf16")
+        self.table = kv.rope_table(
+            MAX_POSITIONS, shape.model.head_dim, base=ROPE_BASE, device=self.device
+        )
+        self.shared["rope_table"] = self.bits(self.device.to_numpy(self.table), "fp32")
+        self.options = {"delta": self.delta}
+        order = rng.permutation(num_pages).reshape(self.sets, 2, count)
+        for own, lists in zip(self.own, order, strict=True):
+            for name, pages_of_set in zip(("pages", "out_pages"), lists, strict=True):
+                own[name] = self.bits(pages_of_set.copy(), "int64")
+
+    def expression(self) -> Callable[..., Any]:
+        rotate = rotation_of_bits(self.table[self.delta : self.delta + 1], interleaved=False)
+        return partial(self._shift, self.keys.array, rotate)
+
+    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
+        angles = wrap(self.table[self.delta : self.delta + 1], "fp32")
+        rotate = rotation_by_torch(torch, angles, False, {})
+        return partial(self._shift, wrap(self.keys.array, "bf16"), rotate)
+
+    def _shift(self, keys: Any, rotate: Any, pages: Any, out_pages: Any) -> None:
+        rows = keys[pages]
+        keys[out_pages] = rotate(rows.reshape(1, -1, rows.shape[-1]), "key").reshape(rows.shape)
+
+    def check(self, candidate: str, results: Sequence[Any]) -> None:
+        self.device.synchronize()
+        got = np.asarray(self.device.to_numpy(self.keys.array)).view(np.uint16)
+        exactly = candidate in ("kvcupy", "kvcupy, torch tensors", "expression")
+        table = self.device.to_numpy(self.table)
+        for own in self.own:
+            chosen = sample(self.shape.count)
+            source, target = own["pages"].host[chosen], own["out_pages"].host[chosen]
+            rows = self.keys.host[source].reshape(len(chosen), -1, self.shape.row_shape[1])
+            positions = np.full(len(chosen), self.delta)
+            Rotation.of(rows, table, positions).require(
+                f"{self.shape.name}, {candidate}", got[target].reshape(rows.shape),
+                None if exactly else TORCH_ROUNDINGS,
+            )  # fmt: skip
 
 
 class SlotMapping(candidates.Case):

@@ -69,6 +69,7 @@ __all__ = [
     "rope_store_kv",
     "rope_store_mla",
     "rope_table",
+    "shift_pages",
     "slot_mapping",
     "store_kv",
     "store_mla",
@@ -383,9 +384,12 @@ def _operator(
         if argument is not None and argument.number:
             # Two arguments, of which one is passed at most.
             pairs.append((name, f"{name}_number"))
-            parts += [f"Tensor? {name}=None", f"float? {name}_number=None"]
+            none = "=None" if has_default else ""
+            kind = "int" if argument.whole else "float"
+            parts += [f"Tensor? {name}{none}", f"{kind}? {name}_number{none}"]
             names += pairs[-1]
-            defaults |= dict.fromkeys(pairs[-1])
+            if has_default:
+                defaults |= dict.fromkeys(pairs[-1])
             continue
         if argument is None:
             kind = _TYPES[str(parameter.annotation)]
@@ -589,6 +593,7 @@ rope_store_mla = _function(OPERATIONS["rope_store_mla"])
 paged_attention = _function(OPERATIONS["paged_attention"])
 merge_states: Callable[..., tuple[Tensor, Tensor]] = _function(OPERATIONS["merge_states"])
 copy_pages = _function(OPERATIONS["copy_pages"])
+shift_pages = _function(OPERATIONS["shift_pages"])
 slot_mapping = _function(OPERATIONS["slot_mapping"])
 page_table_csr = _function(OPERATIONS["page_table_csr"])
 find_duplicate_slots = _function(OPERATIONS["find_duplicate_slots"])

@@ -17,7 +17,7 @@ from ..arrays import ArrayView, describe, probe_arguments, taking, tensor_matche
 from . import attention, checks, merge, rope, store  # noqa: F401  # all declare operations
 from .call import Operation, Plan, Recorder, same_layout
 from .indexing import slot_mapping
-from .pages import copy_pages
+from .pages import copy_pages, shift_pages
 from .spec import OPERATIONS, STREAMS, Declaration
 from .transfer import transfer_pages
 
@@ -56,8 +56,9 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
     ----------
     operation : `store_kv`, `gather_kv`, `rope_store_kv`, `paged_attention` or any other operation
         on arrays or pools. Operations of which the host reads an argument (`slot_mapping` without
-        `out`, `page_table_csr`, `find_duplicate_slots`), `copy_pages` of several arrays and
-        `transfer_pages` are called as usual; binding them only fixes their arguments
+        `out`, `page_table_csr`, `find_duplicate_slots`), `copy_pages` of several arrays,
+        `shift_pages` of a pool and `transfer_pages` are called as usual; binding them only fixes
+        their arguments
     arguments, options : as the operation takes them. Arrays wrapped as `vary(example)` are passed
         at each call, by name. So may `stream` and `alt_stream` be; a `stream` that is None is the
         current one at each call. Whatever is no array or stream is fixed
@@ -118,6 +119,8 @@ def _has_plan(operation: Callable[..., Any], parameters: Mapping[str, Any]) -> b
         if isinstance(cache, ArrayView) and cache.scales is not None:
             return False  # codes and scales
         return not isinstance(cache, (list, tuple)) and not hasattr(cache, "parts")
+    if operation is shift_pages:
+        return not hasattr(parameters["pool"], "groups")
     return isinstance(_declaration(operation), Operation)
 
 

@@ -189,6 +189,15 @@ def _copy_pages(values: dict[str, Any]) -> dict[str, Faults]:
     return {"src_pages": src, "dst_pages": [fault for fault in dst if fault[0] not in known]}
 
 
+def _shift_pages(values: dict[str, Any], interleaved: bool, start: int | None) -> dict[str, Faults]:
+    src, dst, outside = reference.shift_pages(**values, interleaved=interleaved, start=start)
+    known = {position for position, _ in src}  # a pair is reported once
+    return {
+        "pages": src, "out_pages": [fault for fault in dst if fault[0] not in known],
+        "delta": outside,
+    }  # fmt: skip
+
+
 def _slot_mapping(values: dict[str, Any], page_size: int) -> dict[str, Faults]:
     past, misfits = reference.fill_slot_mapping(**values, page_size=page_size)
     return {"append_lens": misfits, "seq_lens": past}
@@ -198,5 +207,5 @@ _OPERATIONS: dict[str, Callable[..., dict[str, Faults]]] = {
     "store_kv": _store_kv, "store_mla": _store_mla, "gather_kv": _gather_kv,
     "apply_rope": _apply_rope, "rope_store_kv": _rope_store_kv, "rope_store_mla": _rope_store_mla,
     "paged_attention": _paged_attention, "merge_states": _merge_states, "copy_pages": _copy_pages,
-    "slot_mapping": _slot_mapping,
+    "shift_pages": _shift_pages, "slot_mapping": _slot_mapping,
 }  # fmt: skip

@@ -725,6 +725,15 @@ def block_table(v: ArrayView, name: str = "block_table") -> tuple[int, int]:
     return v.shape[0], v.shape[1]
 
 
+def rope_table(v: ArrayView, name: str = "rope_table") -> tuple[int, int]:
+    """Check a table of cos and sin; return its positions and its width."""
+    require_format(v, name, "fp32")
+    if v.ndim != 2 or v.shape[1] % 2 or v.shape[1] < 2:
+        raise ValueError(f"{name}: expected (max_positions, even rotary_dim), got {describe(v)}")
+    require_contiguous(v, name)
+    return v.shape[0], v.shape[1]
+
+
 def require_format(v: ArrayView, name: str, *allowed: str, expected: str = "") -> None:
     """Raise TypeError unless an array has one of some formats; `expected` describes them."""
     if v.format not in allowed:

@@ -332,6 +332,26 @@ def spread(
     return Geometry(lanes, (-(-num_rows // rows_per_block), 1, 1), (block, 1, 1))
 
 
+_STAGED_BYTES = 48 * 1024  # of a block, at most: what every GPU has without asking
+
+
+def staging(
+    geometry: Geometry, row_bytes: int, num_rows: int, name: str, *, min_threads: int = 32
+) -> tuple[Geometry, int]:
+    """Return blocks so small that their rows fit in shared memory, and the bytes of a block."""
+    threads = geometry.block[0]
+    while threads > min_threads and threads // geometry.lanes * row_bytes > _STAGED_BYTES:
+        threads //= 2
+    rows = threads // geometry.lanes
+    if rows * row_bytes > _STAGED_BYTES:
+        most = _STAGED_BYTES // rows
+        raise ValueError(
+            f"{name}: expected rows of at most {most} bytes for a four-bit cache, got {row_bytes}"
+        )
+    grid = (-(-num_rows // rows), 1, 1)
+    return Geometry(geometry.lanes, grid, (threads, 1, 1)), rows * row_bytes
+
+
 def require_countable(num_rows: int, name: str) -> None:
     """Raise ValueError for more rows than a kernel counts in an int, with a block to spare."""
     most = 2**31 - 1024

@@ -1,21 +1,23 @@
-"""Copy whole pages of a pool, an array, or each layer's arrays, onto other pages."""
+"""Pages of a pool or of arrays: copied onto other pages, or their keys moved to other positions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import devices, faults, observe
-from ..arrays import ArrayView, describe, first_overlap, view
+from ..arrays import ArrayView, bytes_of, describe, first_overlap, reshaped, view
 from ..devices.protocol import Device, Stream
+from ..formats import FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation
-from . import checks
+from . import checks, transfer_kernels
 from .call import Operation, Plan, Views
-from .launch import Launch, fields_of, require_countable, spread, widest
+from .launch import Launch, fields_of, require_countable, spread, staging, widest
 from .spec import Argument
-from .store import copies
+from .store import CODES_PER_THREAD, PACK, copies
+from .transfer_kernels import FOUR_BIT_POOL, ROWS, STRIDES, LayerPages, head_rows, nested
 
 _COPY_PAGES = Operation(
     "copy_pages",
@@ -40,10 +42,63 @@ COPY = Kernel("pages.cu", "copy_pages", _PARAMS, "CopyPagesParams")
 _PIECE_WORDS = 512  # of a small block, four words a thread
 _PIECE_BYTES_ALONE = 64 * 1024  # where a single thread copies a piece
 
+_SHIFT_PAGES = Operation(
+    "shift_pages",
+    Argument(
+        "pool", "all_pages page_size kv_heads head_dim", cache=True, output=True, words=True
+    ),
+    Argument("pages", "pairs", example=(0, 1)),
+    Argument("delta", "pairs", example=(3, -2), number=True, whole=True),
+    Argument("rope_table", "positions rotary_dim", words=True),
+    Argument("out_pages", "pairs", example=(3, 2)),
+    # Of a pool, and of its own layers alone.
+    Argument("values", cache=True, output=True, words=True),
+    Argument("key_scales", output=True, words=True),
+    Argument("value_scales", output=True, words=True),
+)  # fmt: skip
+
+_PARTS = ("pool", "values", "key_scales", "value_scales")
+_FIELDS = ("keys", "values", "key_scales", "value_scales")  # of the Params
+_LISTS = ("pages", "out_pages", "delta")
+_AXES = ("page", "layer", "offset", "head")
+
+_SHIFT_PARAMS = np.dtype(
+    [
+        *fields_of(np.uint64, "keys values key_scales value_scales src_pages dst_pages deltas"),
+        *fields_of(np.uint64, "table faults"),
+        *((f"{name}_strides", STRIDES) for name in ("key", "value", "key_scale", "value_scale")),
+        ("rows", ROWS), ("pool", FOUR_BIT_POOL),
+        *fields_of(np.int64, "delta delta_stride_bytes delta_operation table_row_bytes"),
+        *fields_of(np.int64, "max_positions"),
+        *fields_of(np.int32, "delta_index_bytes width start rotary_dim interleaved"),
+        *fields_of(np.int32, "value_bytes value_word_bytes"),
+    ],
+    align=True,
+)  # fmt: skip
+
+# By the lanes of a warp: where there are several they exchange values.
+SHIFT_ROWS, SHIFT_FOUR_BIT = (
+    {
+        lanes: Kernel("shift.cu", name, _SHIFT_PARAMS, "ShiftParams", barriers=lanes > 1)
+        for lanes in (32, 1)
+    }
+    for name in ("shift_rows", "shift_four_bit")
+)
+
 
 def specialisations() -> list[Specialisation]:
-    """Return every specialisation that copying pages can ask for."""
-    return copies(COPY)
+    """Return every specialisation that copying or shifting pages can ask for."""
+    rows = [
+        SHIFT_ROWS[32].specialise(format.ctype, count)
+        for format in FORMATS.values()
+        for count in (PACK, 1)
+    ]
+    four_bit = [
+        SHIFT_FOUR_BIT[32].specialise(ctype, count)
+        for ctype in dict.fromkeys(format.ctype for format in FOUR_BIT.values())
+        for count in (CODES_PER_THREAD, 1)
+    ]
+    return [*copies(COPY), *rows, *four_bit]
 
 
 @_COPY_PAGES.public
@@ -209,3 +264,268 @@ def _rows_of_page(cache: ArrayView) -> tuple[int, list[tuple[int, int]]]:
         else:
             outer.insert(0, (n, stride))
     return row_bytes, outer
+
+
+# --- Keys at other positions ----------------------------------------------------------------------
+
+
+@_SHIFT_PAGES.public
+def shift_pages(
+    pool: Any,
+    pages: Any,
+    delta: Any,
+    rope_table: Any,
+    *,
+    out_pages: Any = None,
+    interleaved: bool = False,
+    stream: Any = None,
+) -> None:
+    """Rotate the cached keys of pages on by a number of positions, in place or onto other pages.
+
+    Parameters
+    ----------
+    pool : KVPool or MLAPool, of which every layer is shifted, one launch for each evenly spaced set
+        of them; or an array of keys in any cache format, (num_pages, page_size, H, D) or with
+        layers behind the pages, or of latents, (num_pages, page_size, width). Written in place. Of
+        a head the first elements are rotated; of a latent those behind `latent_dim`, in an array
+        the last. Keys cached before their rotation need no shift
+    pages : int32 or int64 (N,), of a pool also a list of ints, each page once. Negative: skipped.
+        Past the end: skipped, and raised by `check_faults`
+    delta : positions that keys move on by, negative for back: an int below the length of the table,
+        or int32 or int64 (N,), one for each page. Outside the table: the page is skipped, and
+        raised by `check_faults`
+    rope_table : float32 (max_positions, rotary_dim), the table that rotated the keys. An attention
+        factor in it (yarn, longrope) is not applied again: rows are divided by the cosines of
+        position 0
+    out_pages : int32 or int64 (N,), as `pages`: the shifted pages go there, values and scales of
+        a pool with them, and `pages` stay as they are. None: in place, and values stay
+    interleaved : pairs are elements (2i, 2i + 1); else (i, i + rotary_dim / 2)
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+    CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
+
+    Notes
+    -----
+    float32 arithmetic, one rounding. Keys of 8 and 4 bits are dequantised, rotated and quantised as
+    `store_kv` does, with new scales where the pool has scales, and in groups; a static scale stays,
+    and need not be known. Rows that are stored rotated (hadamard) come back and go again. A page
+    that is read and written in one call for different pairs ends up undefined. Stream: in order.
+    Capture: legal. Bytes: the rotated part of each key is read once and written once; onto other
+    pages all of K and V.
+    Source: CacheBlend (arXiv 2405.16444), which recovers the positions of reused keys this way.
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> pool = kv.KVPool(8, 16, 2, 4, 64, device="host")
+    >>> table = kv.rope_table(4096, 64, device="host")
+    >>> kv.shift_pages(pool, [0, 3], 128, table, out_pages=[5, 6])
+    """
+    is_pool = hasattr(pool, "groups")
+    if not checks.is_array(delta) and not (is_pool and isinstance(delta, (list, tuple, range))):
+        checks.require_int(delta, "delta")  # a number of another type may equal an int
+    if not is_pool:
+        arrays = (pool, pages, delta, rope_table, out_pages, None, None, None)
+        _SHIFT_PAGES.run(arrays, (interleaved, None), _plan_shift, stream)
+        return
+    own_stream = pool.device.as_stream(stream, pool.parts[0].library)
+    lists = _on_device(pool.device, own_stream, pages=pages, delta=delta, out_pages=out_pages)
+    start = getattr(pool, "latent_dim", 0)
+    calls = []
+    for group in pool.groups:
+        parts = [*group.parts, *[None] * (2 - len(group.parts))]
+        scales = [*group.scale_parts, *[None] * (2 - len(group.scale_parts))]
+        if out_pages is None:
+            parts[1] = scales[1] = None
+        arrays = (
+            parts[0], lists["pages"], lists["delta"], rope_table, lists["out_pages"],
+            parts[1], *scales,
+        )  # fmt: skip
+        plan, pointers = _SHIFT_PAGES.prepare(arrays, (interleaved, start), _plan_shift)
+        plan.check(pointers, arrays)
+        calls.append((plan, pointers, arrays))
+    for plan, pointers, arrays in calls:
+        plan.run(pointers, arrays, own_stream)
+    pool.note_written()
+
+
+def _on_device(device: Device, stream: Stream, **lists: Any) -> dict[str, Any]:
+    """Return lists as arrays of the device, uploaded where they are lists or lie on the host."""
+    result = dict(lists)
+    for name, values in lists.items():
+        if isinstance(values, (list, tuple, range)) or (
+            checks.is_array(values) and device.kind != "host"
+        ):
+            v, on_host = transfer_kernels.page_list(values, name)
+            result[name] = v
+            if on_host is not None and v.device != device.name:
+                result[name] = transfer_kernels.upload([on_host], device, stream)[0]
+    return result
+
+
+class _Keys(NamedTuple):
+    """The arguments as (pages, layers, page_size, heads, width), with what is rotated of a row."""
+
+    parts: dict[str, ArrayView]
+    start: int
+    rotary_dim: int
+    interleaved: bool
+
+
+class ShiftPlan(Plan):
+    """Shifts of pages of evenly spaced layers."""
+
+    def __init__(self, views: dict[str, Any], keys: _Keys, delta: int, alignment: int) -> None:
+        first = views["pool"]
+        super().__init__(_SHIFT_PAGES, devices.get(first.device), first.library)
+        self._keys = keys
+        if views["pages"].shape[0] and keys.parts["pool"].size:
+            self.load(
+                lambda aligned: [_launch_shift(self.device, views, keys, delta, aligned)], alignment
+            )
+
+    def _announced(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
+    ) -> observe.Operation:
+        """Announce that parts are read in some pages and written in others."""
+        views = self.views(arrays)
+        lists = [name for name in (*_LISTS, "rope_table") if name in views]
+        target = views["out_pages" if "out_pages" in views else "pages"]
+        reads = [observe.Access(views[name], name=name) for name in lists]
+        writes = []
+        for name in _PARTS:
+            if name in views:
+                whole = _by_layer(views[name])
+                reads.append(observe.Access(whole, views["pages"], name=name, axes=_AXES))
+                writes.append(observe.Access(whole, target, name=name, axes=_AXES))
+        return observe.Operation(self.operation.name, stream, tuple(reads), tuple(writes))
+
+
+def _plan_shift(
+    views: dict[str, Any], alignment: int, interleaved: Any, start: int | None
+) -> ShiftPlan:
+    checks.require_arrays(views, ("pool", "pages", "delta", "rope_table"))
+    checks.require_same_device(views)
+    keys, pages = views["pool"], views["pages"]
+    checks.number_format(keys, "pool", four_bit=True)
+    if keys.ndim not in (3, 4, 5):
+        raise ValueError(
+            "pool: expected a pool, (num_pages, [layers,] page_size, heads, width) or (num_pages, "
+            f"page_size, width), got {describe(keys)}"
+        )
+    bytes_of(keys, "pool")
+    checks.require_contiguous(keys, "pool")
+    checks.require_output(keys, "pool")
+    max_positions, rotary_dim = checks.rope_table(views["rope_table"])
+    count = checks.length_of(pages, "pages")
+    delta = views["delta"]
+    for name in _LISTS:
+        if isinstance(v := views.get(name), ArrayView) and checks.length_of(v, name) != count:
+            raise ValueError(f"{name}: expected {count} like pages, got {v.shape[0]}")
+    if not isinstance(delta, ArrayView) and not -max_positions < delta < max_positions:
+        raise ValueError(
+            f"delta: expected at most {max_positions - 1} positions, as rope_table has, got {delta}"
+        )
+    width = keys.shape[-1]
+    if start is None:
+        start = width - rotary_dim if keys.ndim == 3 else 0
+    if start < 0 or start + rotary_dim > width:
+        least = f"{rotary_dim} elements to rotate, the width of rope_table"
+        raise ValueError(f"pool: expected {least}, got {max(0, width - start)} in {describe(keys)}")
+    parts = {name: _by_layer(views[name]) for name in _PARTS if name in views}
+    own = _Keys(parts, start, rotary_dim, checks.flag(interleaved, "interleaved"))
+    return ShiftPlan(views, own, 0 if isinstance(delta, ArrayView) else int(delta), alignment)
+
+
+def _by_layer(v: ArrayView) -> ArrayView:
+    """View an array as (pages, layers, page_size, heads, width)."""
+    if v.ndim == 5:
+        return v
+    pages, page_size, *heads, width = v.shape
+    page_bytes, offset_bytes, *head_bytes, element_bytes = v.strides
+    return reshaped(
+        v, (pages, 1, page_size, *(heads or [1]), width),
+        (page_bytes, 0, offset_bytes, *(head_bytes or [0]), element_bytes),
+    )  # fmt: skip
+
+
+def _launch_shift(
+    device: Device, views: dict[str, Any], keys: _Keys, delta: int, alignment: int
+) -> Launch:
+    parts, key = keys.parts, keys.parts["pool"]
+    four_bit = FOUR_BIT.get(key.format)
+    width, table = key.shape[-1], views["rope_table"]
+    own = head_rows([bytes_of(key)], ())
+    aligned = widest((_row_alignment(own), alignment))
+    num_rows = views["pages"].shape[0] * own.rows_per_page
+    require_countable(num_rows, "pages")
+    warp_lanes, smem_bytes = device.warp_lanes, 0
+    params: dict[str, Any] = {
+        "width": width, "start": keys.start, "rotary_dim": keys.rotary_dim,
+        "interleaved": keys.interleaved, "table_row_bytes": table.strides[0],
+        "max_positions": table.shape[0], "delta": delta,
+        "delta_operation": faults.operation_id("shift_pages", "delta"),
+    }  # fmt: skip
+    if four_bit is None:
+        format = FORMATS[key.format]
+        packed = (keys.start, keys.rotary_dim // 2, width)
+        is_whole = all(n % PACK == 0 for n in packed) and table.strides[0] % 16 == 0
+        whole = is_whole and alignment % 16 == 0 and aligned >= min(16, PACK * format.itemsize)
+        pack = PACK if whole else 1
+        kernel = SHIFT_ROWS[1 if warp_lanes == 1 else 32].specialise(format.ctype, pack)
+        words = max(keys.rotary_dim // 2, (width - keys.rotary_dim) // 2) // pack
+        geometry = spread(
+            num_rows, max(1, words), device.sm_count,
+            warp_lanes=warp_lanes, whole_warps=True, max_lanes=32,
+        )  # fmt: skip
+    else:
+        count = CODES_PER_THREAD if alignment % 16 == 0 else 1
+        kernel = SHIFT_FOUR_BIT[1 if warp_lanes == 1 else 32].specialise(four_bit.ctype, count)
+        pages = LayerPages.of([key], (), on_device=True)
+        params |= pages.four_bit_params("pool", aligned)
+        units = max(width // CODES_PER_THREAD, pages.shared_elements // CODES_PER_THREAD)
+        geometry = spread(
+            num_rows, units, device.sm_count,
+            warp_lanes=warp_lanes, whole_warps=True, max_lanes=32,
+        )  # fmt: skip
+        geometry, smem_bytes = staging(
+            geometry, 4 * width, num_rows, "pool", min_threads=min(32, warp_lanes)
+        )
+    in_pool = key.shape[0], key.shape[0]
+    params |= transfer_kernels.rows_params(
+        own, 1, geometry.lanes, in_pool, True, operation="shift_pages", names=_LISTS[:2]
+    )
+    params["rows.num_pieces"] = num_rows
+    pointers = {"table": "rope_table"}
+    for side, name in (("src", "pages"), ("dst", "out_pages")):
+        name = name if name in views else "pages"
+        pointers[f"{side}_pages"] = name
+        params[f"rows.{side}_stride_bytes"] = views[name].strides[0]
+        params[f"rows.{side}_index_bytes"] = views[name].itemsize
+    if isinstance(v := views["delta"], ArrayView):
+        pointers["deltas"] = "delta"
+        params["delta_stride_bytes"], params["delta_index_bytes"] = v.strides[0], v.itemsize
+    for name, field in zip(_PARTS, _FIELDS, strict=True):
+        if name in parts:
+            pointers[field] = name
+            rows = head_rows([bytes_of(parts[name])], ())
+            params |= nested(f"{field.removesuffix('s')}_strides", STRIDES, rows.strides(0))
+            if name == "values":
+                (params["value_bytes"],) = rows.row_bytes
+                params["value_word_bytes"] = widest((
+                    alignment, _row_alignment(rows), *rows.row_bytes
+                ))  # fmt: skip
+    return Launch(
+        device, kernel, geometry.grid, geometry.block, smem_bytes, params, pointers,
+        _SHIFT_PAGES.names,
+    )  # fmt: skip
+
+
+def _row_alignment(rows: transfer_kernels.Rows) -> int:
+    """Return the widest word to which rows are aligned from the first one on."""
+    return widest((
+        abs(rows.page_strides[0]), *(abs(a.strides[0]) for a in rows.axes if a.count > 1)
+    ))  # fmt: skip

@@ -19,7 +19,7 @@ from ..observe import Access
 from . import checks
 from .call import Operation, Plan, StepOperation, Views
 from .checks import KVOperand, Rows
-from .launch import Geometry, Launch, fields_of, require_countable, spread, widest
+from .launch import Geometry, Launch, fields_of, require_countable, spread, staging, widest
 from .spec import Argument
 from .store import (
     CACHES,
@@ -106,7 +106,6 @@ _HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kerne
 _MIN_SM_THREADS = 640  # groups take several heads where an SM has as many threads all the same
 # Likewise on the host, where a thread goes through the heads of its group one by one.
 _CORE_HEADS, _MIN_CORE_THREADS = 16, 16
-_STAGED_BYTES = 48 * 1024  # of a block, at most: what every GPU has without asking
 
 
 def specialisations() -> list[Specialisation]:
@@ -566,11 +565,7 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     checks.require_same_device(arguments)
     checks.require_arrays(arguments, ("rope_table", "positions"))
     table, positions = arguments["rope_table"], arguments["positions"]
-    checks.require_format(table, "rope_table", "fp32")
-    if table.ndim != 2 or table.shape[1] % 2 or table.shape[1] < 2:
-        expected = "(max_positions, even rotary_dim)"
-        raise ValueError(f"rope_table: expected {expected}, got {describe(table)}")
-    checks.require_contiguous(table, "rope_table")
+    checks.rope_table(table)
     checks.require_format(positions, "positions", "int32", "int64")
     if sections is None:
         if positions.ndim != 1:
@@ -813,7 +808,7 @@ class RopePlan(Plan):
             )
             if codes and part.key is not None:
                 row_bytes = head_dim * part.key.format.itemsize
-                geometry, smem_bytes = _staging(
+                geometry, smem_bytes = staging(
                     geometry, row_bytes, groups["num_groups"], part.key.names.rows
                 )
         else:
@@ -884,21 +879,6 @@ def _segments(
         "group_heads": group_heads, "rotated_segments": rotated,
         "row_segments": rotated + passing, "v_segments": v_segments,
     }, geometry  # fmt: skip
-
-
-def _staging(geometry: Geometry, row_bytes: int, num_rows: int, name: str) -> tuple[Geometry, int]:
-    """Return blocks so small that their rows fit in shared memory, and the bytes of a block."""
-    threads = geometry.block[0]
-    while threads > 32 and threads // geometry.lanes * row_bytes > _STAGED_BYTES:
-        threads //= 2
-    rows = threads // geometry.lanes
-    if rows * row_bytes > _STAGED_BYTES:
-        most = _STAGED_BYTES // rows
-        raise ValueError(
-            f"{name}: expected rows of at most {most} bytes for a four-bit cache, got {row_bytes}"
-        )
-    grid = (-(-num_rows // rows), 1, 1)
-    return Geometry(geometry.lanes, grid, (threads, 1, 1)), rows * row_bytes
 
 
 class TwoStreamPlan:

@@ -39,6 +39,7 @@ class Argument:
     fresh : an output whose contents before the call do not matter to the operation
     words : it is read or written in whole words, so its alignment is part of the signature
     number : it may be a number instead of an array
+    whole : such a number is an int
     optional : it may be None although it has no default
     several : it may be a sequence of arrays
     replaces : inputs whose memory an output may be, element for element: it is written in place
@@ -56,6 +57,7 @@ class Argument:
     fresh: bool = False
     words: bool = False
     number: bool = False
+    whole: bool = False
     optional: bool = False
     several: bool = False
     replaces: tuple[str, ...] = ()

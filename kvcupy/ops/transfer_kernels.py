@@ -105,8 +105,8 @@ class PagePairs:
     """
 
     def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
-        src, self.src = _page_list(src_pages, names[0])
-        dst, self.dst = _page_list(dst_pages, names[1])
+        src, self.src = page_list(src_pages, names[0])
+        dst, self.dst = page_list(dst_pages, names[1])
         self.views = (src, dst)
         self.count = src.shape[0]
         if dst.shape[0] != self.count:
@@ -198,7 +198,7 @@ def upload(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayVi
     return recast(uploaded, shape, contiguous_strides(shape, 8), "int64")
 
 
-def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
+def page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
     """Check a page list; return a view of it, and an int64 host array, None for GPU memory."""
     if isinstance(pages, (list, tuple, range)):
         if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
@@ -308,7 +308,7 @@ class LayerPages:
         }
         for part, width in zip("kv", self.rotated_widths, strict=False):
             shift = max(0, formats.rotation_block(width).bit_length() - 1)
-            params |= _nested(f"{side}.{part}_rotated", _ROTATED, (width, shift))
+            params |= nested(f"{side}.{part}_rotated", _ROTATED, (width, shift))
         return params
 
     @property
@@ -501,7 +501,7 @@ _COPY_PARAMS = _params(
     _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32)
 )
 _ROTATED = np.dtype([("width", np.int32), ("shift", np.int32)], align=True)
-_FOUR_BIT_POOL = np.dtype(
+FOUR_BIT_POOL = np.dtype(
     [
         ("group_shift", np.int32), ("code_word_bytes", np.int32),
         ("k_rotated", _ROTATED), ("v_rotated", _ROTATED), ("four_over_six", np.int32),
@@ -510,7 +510,7 @@ _FOUR_BIT_POOL = np.dtype(
 )  # fmt: skip
 _CONVERT_PARAMS = _params(
     _CONVERTED, ("k_width", np.int32), ("v_width", np.int32),
-    ("src", _FOUR_BIT_POOL), ("dst", _FOUR_BIT_POOL),
+    ("src", FOUR_BIT_POOL), ("dst", FOUR_BIT_POOL),
 )  # fmt: skip
 
 COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams")
@@ -702,10 +702,10 @@ def _copy(
         "k_words": words[0],
         "v_words": words[1] if len(words) > 1 else 0,
         "piece_words": piece_words,
-        **_rows_params(rows, pieces_per_row, lanes, num_pages, reports),
+        **rows_params(rows, pieces_per_row, lanes, num_pages, reports),
     }
     for name, array in fields.items():
-        params |= _nested(f"{name}_strides", STRIDES, rows.strides(array))
+        params |= nested(f"{name}_strides", STRIDES, rows.strides(array))
     return PageLaunch(
         device, COPY.specialise(word, rows_in_flight), params,
         {name: rows.addresses[array] for name, array in fields.items()}, _COPY_THREADS,
@@ -752,7 +752,7 @@ def _convert(
         "k_width": widths[0],
         "v_width": widths[1] if num_parts > 1 else 0,
         **packed,
-        **_rows_params(rows, 1, lanes, (src.num_pages, dst.num_pages), reports),
+        **rows_params(rows, 1, lanes, (src.num_pages, dst.num_pages), reports),
     }
     arrays = {}
     for side, pages, _, first in sides:
@@ -764,7 +764,7 @@ def _convert(
             for part, i in (("k", k), ("v", k + num_parts - 1)):
                 name = f"{side}_{part}{suffix}"
                 arrays[name] = own.addresses[i]
-                params |= _nested(f"{name}_strides", STRIDES, own.strides(i))
+                params |= nested(f"{name}_strides", STRIDES, own.strides(i))
     kernel = kernels[1 if device.warp_lanes == 1 else 32]
     return PageLaunch(
         device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,
@@ -772,10 +772,14 @@ def _convert(
     )  # fmt: skip
 
 
-def _rows_params(
-    rows: Rows, pieces_per_row: int, lanes: int, num_pages: tuple[int, int], reports: bool
-) -> _Params:
-    """Return the fields of a `TransferRows` that do not depend on the page lists."""
+def rows_params(
+    rows: Rows, pieces_per_row: int, lanes: int, num_pages: tuple[int, int], reports: bool, *,
+    operation: str = "transfer_pages", names: tuple[str, str] = _NAMES,
+) -> _Params:  # fmt: skip
+    """Return the fields of a `TransferRows` that do not depend on the page lists.
+
+    Pages past the end are reported as of the arguments `names` of `operation`.
+    """
     require_countable(rows.rows_per_page * pieces_per_row, "src_pool")
     counts = [1] * (3 - len(rows.axes)) + [axis.count for axis in rows.axes]
     params = {"rows.lane_shift": lanes.bit_length() - 1}
@@ -785,15 +789,15 @@ def _rows_params(
         ("rows_per_step", counts[1] * counts[2]),
         ("rows_2", counts[2]),
     ):
-        params |= _nested(f"rows.{name}", DIVISOR, divisor(n))
-    for side, count in zip(("src", "dst"), num_pages, strict=True):
+        params |= nested(f"rows.{name}", DIVISOR, divisor(n))
+    for side, count, name in zip(("src", "dst"), num_pages, names, strict=True):
         params[f"rows.{side}_num_pages"] = count
-        operation = faults.operation_id("transfer_pages", f"{side}_pages") if reports else -1
-        params[f"rows.{side}_operation"] = operation
+        fault_id = faults.operation_id(operation, name) if reports else -1
+        params[f"rows.{side}_operation"] = fault_id
     return params
 
 
-def _nested(name: str, dtype: np.dtype[Any], values: tuple[int, ...]) -> _Params:
+def nested(name: str, dtype: np.dtype[Any], values: tuple[int, ...]) -> _Params:
     """Return the fields of a nested struct."""
     return {f"{name}.{f}": v for f, v in zip(dtype.names or (), values, strict=True)}
 

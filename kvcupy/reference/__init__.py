@@ -37,6 +37,9 @@ from .rope import (
     rope_store_mla,
     rope_table,
     rotate,
+    shift_angles,
+    shift_pages,
+    shift_rows,
 )
 from .store import (
     copy_pages,
@@ -55,6 +58,7 @@ __all__ = [
     "fill_slot_mapping", "find_duplicate_slots", "format_of", "gather_kv", "hadamard",
     "merge_states", "num_slots", "page_table_csr", "paged_attention", "pair_axes",
     "position_faults", "quantise_rows", "rope_frequencies",
-    "rope_rows", "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "slot_mapping",
+    "rope_rows", "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "shift_angles",
+    "shift_pages", "shift_rows", "slot_mapping",
     "store_kv", "store_mla", "transfer_pages",
 ]  # fmt: skip

@@ -12,8 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from .formats import Array, Float32, Float64, bits_of, decode, encode, format_of
-from .store import Faults, Scale, store_kv, store_mla
+from .formats import LIMIT, Array, Float32, Float64, bits_of, decode, encode, format_of
+from .four_bit import FourBitRows, quantise_rows
+from .store import (
+    Faults,
+    Rows,
+    Scale,
+    copy_bits,
+    divide,
+    dynamic_scales,
+    scaled,
+    split_pages,
+    store_kv,
+    store_mla,
+    write_rounded,
+)
 
 # --- The table ------------------------------------------------------------------------------------
 
@@ -358,3 +371,118 @@ def rope_store_mla(
         _write_rotated(new_key, rope_key, tokens)
     faults = store_mla(latent, new_key, cache, slots, scale=scale, skip_slot=skip_slot)
     return position_faults(positions, len(rope_table)), faults
+
+
+# --- Cached keys at other positions ---------------------------------------------------------------
+
+
+def shift_angles(rope_table: Array, delta: int) -> tuple[Float64, Float64]:
+    """Return cosine and sine of the rotation by `delta` positions, each ``(rotary_dim / 2,)``.
+
+    The cosines of position 0 are the attention factor, which the result is without.
+    """
+    table, pairs = rope_table.astype(np.float64), rope_table.shape[1] // 2
+    with np.errstate(all="ignore"):
+        unit = table[abs(delta)] / np.tile(table[0, :pairs], 2)
+    return unit[:pairs], np.sign(delta or 1) * unit[pairs:]
+
+
+def shift_rows(
+    rows: Rows, rope_table: Array, delta: int, *, interleaved: bool = False, start: int = 0,
+    scales: Array | None = None,
+) -> Float64:  # fmt: skip
+    """Return keys ``(..., D)`` moved on by `delta` positions, unrounded.
+
+    `scales` ``(...)`` are dynamic ones. The elements from `start` on are rotated.
+    """
+    cosine, sine = shift_angles(rope_table, delta)
+    x = decode(rows, format_of(rows)) if isinstance(rows, np.ndarray) else scaled(rows, None)
+    if scales is not None:
+        x = scaled(rows, scales)
+    with np.errstate(invalid="ignore", over="ignore"):
+        rotated = rotate_values(
+            x.astype(np.float64), cosine, sine, interleaved=interleaved, start=start
+        )
+    rotated[..., start : start + 2 * len(cosine)] += 0.0  # a sum that is zero has no sign
+    return rotated
+
+
+def shift_pages(
+    pool: Rows,
+    pages: Array,
+    delta: int | Array,
+    rope_table: Array,
+    *,
+    out_pages: Array | None = None,
+    interleaved: bool = False,
+    start: int | None = None,
+    values: Rows | None = None,
+    key_scales: Array | None = None,
+    value_scales: Array | None = None,
+) -> tuple[Faults, Faults, Faults]:
+    """Rotate the keys of pages on by `delta` positions, in place or onto `out_pages`.
+
+    Parameters
+    ----------
+    pool : keys ``(pages, ..., D)``, written in place; `FourBitRows` of a four-bit format
+    pages, out_pages : ``(N,)``. A pair with a negative page or one past the end is skipped. No page
+        may be read and written for different pairs, or written twice.
+    delta : one, or one for each page; outside of the table the page is skipped
+    start : the first element that is rotated; None: 0, or of latents ``(pages, page_size, D)`` that
+        of the last elements
+    values, key_scales, value_scales : by page. Values go with the keys onto other pages, with their
+        scales ``(pages, ..., 1)``; `key_scales` ``(pages, ..., 1)`` are dynamic, and new ones are
+        written.
+
+    Returns
+    -------
+    list of (position, page), list of (position, page), list of (position, delta)
+        The pages past the end, of `pages` and of `out_pages`; and the deltas outside of the table,
+        of the other pairs.
+    """
+    targets = pages if out_pages is None else out_pages
+    deltas = np.broadcast_to(delta, pages.shape)
+    rotary_dim = rope_table.shape[1]
+    if start is None:
+        start = pool.shape[-1] - rotary_dim if pool.ndim == 3 else 0
+    _, (src, dst) = split_pages(pages, targets, (len(pool), len(pool)))
+    past = {position for position, _ in (*src, *dst)}
+    outside: Faults = []
+    for position, (page, target, by) in enumerate(
+        zip(pages.tolist(), targets.tolist(), deltas.tolist(), strict=True)
+    ):
+        if min(page, target) < 0 or position in past:
+            continue
+        if abs(by) >= len(rope_table):
+            outside.append((position, by))
+            continue
+        scales = None if key_scales is None else key_scales[page][..., 0]
+        exact = shift_rows(
+            pool[page], rope_table, by, interleaved=interleaved, start=start, scales=scales
+        )
+        _write_shifted(
+            exact, pool[page], pool[target], slice(start, start + rotary_dim),
+            None if key_scales is None else key_scales[target],
+        )  # fmt: skip
+        if values is not None and page != target:
+            copy_bits(values[page], values[target])
+            if value_scales is not None:
+                copy_bits(value_scales[page], value_scales[target])
+    return src, ([] if out_pages is None else dst), outside
+
+
+def _write_shifted(
+    exact: Float64, source: Rows, target: Rows, rotated: slice, scales: Array | None
+) -> None:
+    """Write a page of rotated keys, rounded once; `scales` get the dynamic scales of its rows."""
+    with np.errstate(over="ignore"):
+        x = exact.astype(np.float32)
+    if isinstance(target, FourBitRows):
+        quantise_rows(x, target, np.ones(x.shape[:-1], np.float32))
+    elif scales is not None:
+        scales[..., 0] = dynamic_scales(x, format_of(target))
+        write_rounded(divide(x, scales[..., 0]), target)
+    else:
+        copy_bits(source, target)
+        quantised = format_of(target) in LIMIT  # from float32, as in every store
+        write_rounded((x if quantised else exact)[..., rotated], target[..., rotated])

@@ -26,17 +26,17 @@ from .arrays import (
     from_values,
     rounding_boundaries,
 )
-from .tolerances import attention_errors, merge_errors, rotation_errors
+from .tolerances import attention_errors, merge_errors, rotation_errors, ulp
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 4
 SLOTS = PAGES * PAGE_SIZE
 OPERATIONS = (
     "store_kv", "store_mla", "gather_kv", "apply_rope", "rope_store_kv", "paged_attention",
-    "merge_states", "copy_pages", "slot_mapping",
+    "merge_states", "copy_pages", "shift_pages", "slot_mapping",
 )  # fmt: skip
 _COMPARED = {
     "apply_rope": "rotation", "rope_store_kv": "rotation", "paged_attention": "attention",
-    "merge_states": "merge",
+    "merge_states": "merge", "shift_pages": "rotation",
 }  # fmt: skip
 FEATURES = {
     "padding": "negative indices, which are skipped",
@@ -463,6 +463,17 @@ _SCALE_BYTES = {
 }  # fmt: skip
 
 
+def _usual_groups(case: Arguments, fmt: str, shape: tuple[int, ...]) -> Array:
+    """Return the bytes of rows of a four-bit format, with any codes and usual scales."""
+    rows = case.four_bit_rows(fmt, shape)
+    scales = rows[..., shape[-1] // 2 :]
+    ranges = _SCALE_BYTES[FOUR_BIT[fmt].scale_format]
+    for i, (low, high) in enumerate(ranges):
+        part = scales[..., i :: len(ranges)]
+        part[...] = case.rng.integers(low, high, part.shape)
+    return rows
+
+
 def _cache_of(
     case: Arguments, fmt: str, used: Array, heads: int, width: int, name: str, *, layout: str,
     poison: bool, gaps: bool,
@@ -474,12 +485,7 @@ def _cache_of(
     page_size = used.shape[1]
     used = np.pad(used, ((0, 0), (0, int(gaps))))
     if fmt in FOUR_BIT:
-        pages = case.four_bit_rows(fmt, (*used.shape, heads, width))
-        scales = pages[..., width // 2 :]
-        ranges = _SCALE_BYTES[FOUR_BIT[fmt].scale_format]
-        for i, (low, high) in enumerate(ranges):
-            part = scales[..., i :: len(ranges)]
-            part[...] = case.rng.integers(low, high, part.shape)
+        pages = _usual_groups(case, fmt, (*used.shape, heads, width))
         if poison:
             pages[~used] = 0xFF
     else:
@@ -639,7 +645,7 @@ def _merge_states(
     return Call(arguments, compare)
 
 
-# copy_pages, slot_mapping ---------------------------------------------------------------------
+# copy_pages, shift_pages, slot_mapping --------------------------------------------------------
 
 
 @_case("copy_pages", "pages")
@@ -663,6 +669,85 @@ def _copy_pages(
     )
     cache = caches if arrays > 1 else caches[0]
     return _copied({"cache": cache, "src_pages": src, "dst_pages": dst}, "copy_pages")
+
+
+def exact_rotations(rng: np.random.Generator, positions: int, rotary_dim: int) -> Array:
+    """Return a rope table of eighths, times a factor: float32 rotates few bits exactly by it."""
+    table = rng.integers(-8, 9, (positions, rotary_dim)) / 8
+    table[0] = np.repeat([1, 0], rotary_dim // 2)
+    return np.asarray(1.5 * table, np.float32)
+
+
+@_case("shift_pages", "bf16")
+@_case("shift_pages", "fp16, interleaved", fmt="fp16", interleaved=True)
+@_case("shift_pages", "fp32", fmt="fp32")
+@_case("shift_pages", "a part of each head", rotary_dim=16)
+@_case("shift_pages", "onto other pages", out=True)
+@_case("shift_pages", "a delta for each page", delta=(5, -63, 0))
+@_case("shift_pages", "latents", latent=True, rotary_dim=16)
+@_case("shift_pages", "fp8_e4m3", fmt="fp8_e4m3")
+@_case("shift_pages", "int8, onto other pages", fmt="int8", out=True)
+@_case("shift_pages", "padding", "padding", out=True, pages=(8, -1, 3), out_pages=(1, 6, -4))
+@_case("shift_pages", "past the end", "past the end", out=True, pages=(9, 4, 3, 0),
+       out_pages=(1, 9, 6, 5), delta=(1, 1, 64, -64))  # fmt: skip
+@_case("shift_pages", "views", "views", views=True)
+def _shift_pages(
+    case: Arguments, *, fmt: str = "bf16", width: int = 32, rotary_dim: int | None = None,
+    interleaved: bool = False, latent: bool = False, out: bool = False, views: bool = False,
+    pages: tuple[int, ...] = (8, 0, 3), out_pages: tuple[int, ...] = (1, 6, 5),
+    delta: int | tuple[int, ...] = -7,
+) -> Call:  # fmt: skip
+    rows = (PAGE_SIZE,) if latent else (PAGE_SIZE, HEADS)
+    shape, cut = (9, *rows, width), None
+    if views:
+        shape, cut = (27, PAGE_SIZE, 2 * HEADS, width), lambda a: a[9:18, :, :HEADS]
+    quantised = CACHE_FORMATS[fmt].quantised
+    if fmt in FOUR_BIT:
+        keys = case.place(_usual_groups(case, fmt, shape), fmt, cut, name="pool")
+    elif quantised:
+        keys = case.output(fmt, shape, cut, name="pool")
+    else:
+        keys = case.rows(fmt, shape, cut, name="pool")
+    rotary_dim = rotary_dim or width
+    table = exact_rotations(case.rng, MAX_POSITIONS, rotary_dim)
+    if not quantised:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+        table = reference.rope_table(MAX_POSITIONS, rotary_dim, scaling=scaling)
+    arguments: dict[str, Any] = {
+        "pool": keys, "pages": case.slots(pages, name="pages"),
+        "delta": delta if isinstance(delta, int) else case.slots(delta, name="delta"),
+        "rope_table": case.place(table, "fp32", name="rope_table"),
+    }  # fmt: skip
+    if out:
+        arguments["out_pages"] = case.slots(out_pages, name="out_pages")
+    if interleaved:
+        arguments["interleaved"] = True
+    if quantised:
+        return _copied(arguments, "shift_pages")
+    start = width - rotary_dim if latent else 0
+    part = slice(start, start + rotary_dim)
+
+    def compare() -> bool:
+        before, got = keys.view.copy(), keys.live()
+        faults = reference.shift_pages(**_mirrors(arguments))
+        deltas = np.broadcast_to(delta, len(pages)).tolist()
+        for page, target, by in zip(pages, out_pages if out else pages, deltas, strict=True):
+            if not (0 <= page < 9 and 0 <= target < 9 and abs(by) < MAX_POSITIONS):
+                continue
+            moved = before[page][..., part]
+            exact = reference.shift_rows(moved, table, by, interleaved=interleaved)
+            cosine, sine = (
+                np.broadcast_to(x, (PAGE_SIZE, x.size)) for x in reference.shift_angles(table, by)
+            )
+            allowed = rotation_errors(exact, moved, cosine, sine, fmt, interleaved=interleaved)
+            # Two roundings more where cosine and sine are divided by the factor.
+            allowed += 2 * (allowed - ulp(exact, fmt) / 2)
+            shifted = np.ascontiguousarray(got[target][..., part])
+            case.note_unless_near("pool", reference.decode(shifted, fmt), exact, allowed)
+            reference.bits_of(keys.view, fmt)[target][..., part] = reference.bits_of(shifted, fmt)
+        return any(faults)
+
+    return Call(arguments, compare)
 
 
 @_case("slot_mapping", "a token per sequence", appended=(1, 1, 1, 1))
@@ -812,6 +897,13 @@ def _prefilled(
     )  # fmt: skip
 
 
+def _shifted(fmt: str, count: str) -> dict[str, Any] | None:
+    if count == "1":
+        return None
+    options: dict[str, Any] = {"fmt": _NAMES[fmt], "out": True, "views": True}
+    return {**options, "width": _GROUP} if options["fmt"] in FOUR_BIT else options
+
+
 def _transferred(source: str, target: str, count: str) -> dict[str, Any] | None:
     if count == "1" or {_NAMES[source], _NAMES[target]} <= FOUR_BIT.keys():
         return None
@@ -885,6 +977,8 @@ _BUILDERS: dict[str, tuple[str, Callable[..., Call], _Options]] = {
         "copy_pages", _copy_pages,
         _word(lambda elements: {"widths": (3 * elements, 5 * elements), "views": True}),
     ),
+    "shift_rows": ("shift_pages", _shift_pages, _shifted),
+    "shift_four_bit": ("shift_pages", _shift_pages, _shifted),
     "transfer_copy": (
         "transfer_pages", _transfer_pages,
         _word(lambda elements, rows: {"width": elements * (201 if rows == "1" else 3)}),

@@ -280,6 +280,21 @@ class Composition:
         for each in cache if isinstance(cache, tuple) else (cache,):
             each[dst_pages] = each[src_pages]
 
+    def shift_pages(self, pool: Any, pages: Any, delta: Any, rope_table: Any, *,
+                    out_pages: Any = None, interleaved: bool = False) -> None:  # fmt: skip
+        """Rotate as `apply_rope`, by the table's rows of the deltas without their factor."""
+        if pool.dtype != self.torch.bfloat16:
+            raise NotSupported("the composition rotates bf16 alone")
+        width = rope_table.shape[1]
+        deltas = self.torch.as_tensor(delta, device=pool.device).expand(len(pages))
+        angles = rope_table[deltas.abs()] / rope_table[0, : width // 2].repeat(2)
+        angles[:, width // 2 :] *= deltas.sign()[:, None]
+        start = pool.shape[-1] - width if pool.ndim == 3 else 0
+        rows = pool[pages].flatten(1, -2)
+        rotate = rotation_by_torch(self.torch, angles, interleaved, {})
+        rows[..., start : start + width] = rotate(rows[..., start : start + width], "pool")
+        pool[pages if out_pages is None else out_pages] = rows.view(len(pages), *pool.shape[1:])
+
     def slot_mapping(self, block_table: Any, seq_lens: Any, append_lens: Any, page_size: int, *,
                      out: Any) -> None:  # fmt: skip
         """Repeat sequences by their appended tokens, and index the table."""

@@ -103,6 +103,13 @@ class Cases:
             "cache": self.k_cache, "src_pages": self.array(none), "dst_pages": self.array(none),
         }  # fmt: skip
 
+    def shift_pages(self, spare: int) -> Arguments:
+        none = np.full(1 + spare, -1)
+        return {
+            "pool": self.k_cache, "pages": self.array(none), "delta": 1, "rope_table": self.table,
+            "out_pages": self.array(none),
+        }  # fmt: skip
+
     def slot_mapping(self, spare: int) -> Arguments:
         return {
             **self.tables(spare), "append_lens": self.array(np.ones(1, np.int32)),
@@ -126,8 +133,8 @@ class Cases:
 
 
 OPERATIONS = (
-    "store_kv", "rope_store_kv", "gather_kv", "copy_pages", "slot_mapping", "paged_attention",
-    "merge_states",
+    "store_kv", "rope_store_kv", "gather_kv", "copy_pages", "shift_pages", "slot_mapping",
+    "paged_attention", "merge_states",
 )  # fmt: skip
 
 
@@ -135,6 +142,7 @@ OPERATIONS = (
 VARYING = {
     "store_kv": ("key", "value"), "rope_store_kv": ("query", "key"),
     "gather_kv": ("k_out", "v_out"), "copy_pages": ("src_pages", "dst_pages"),
+    "shift_pages": ("pages", "out_pages"),
     "slot_mapping": ("seq_lens", "append_lens"), "paged_attention": ("query", "out"),
     "merge_states": ("out_a", "out_b"),
 }  # fmt: skip

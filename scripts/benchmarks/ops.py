@@ -70,7 +70,8 @@ def page_shapes() -> list[pages.Shape]:
     cases = [
         pages.Shape("gather_kv", count, fmt) for fmt in FORMATS[:3] for count in (1, 128, 4096)
     ]
-    cases += [pages.Shape("copy_pages", count) for count in (1, 32, 512)]
+    for operation in ("copy_pages", "shift_pages"):
+        cases += [pages.Shape(operation, count) for count in (1, 32, 512)]
     steps = ((1, 1), (64, 1), (256, 1), (1, 512), (16, 512))
     return cases + [pages.Shape("slot_mapping", n, append=append) for n, append in steps]
 

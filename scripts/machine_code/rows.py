@@ -18,7 +18,7 @@ from kvcupy.devices.protocol import Device
 from kvcupy.kernels import Specialisation
 from kvcupy.ops.attention import paged_attention
 from kvcupy.ops.merge import merge_states
-from kvcupy.ops.pages import copy_pages
+from kvcupy.ops.pages import copy_pages, shift_pages
 from kvcupy.ops.rope import rope_store_kv
 from kvcupy.ops.store import gather_kv, store_kv
 from kvcupy.ops.transfer_kernels import LayerPages, default_blocks, launches
@@ -231,6 +231,13 @@ def _rope_store(
 def _copy_pages(device: PlannedDevice) -> None:
     pages = [device.array(1024, format="int32") for _ in "sd"]
     copy_pages(_caches(device, "bf16")[0], *pages)
+
+
+def _shift_pages(device: PlannedDevice, kv_format: str, *, rotated: bool = False) -> None:
+    pages = [device.array(1024, format="int32") for _ in "sd"]
+    keys, _ = _caches(device, kv_format, rotated=rotated)
+    table = device.array(1 << 17, _WIDTH, format="fp32")
+    shift_pages(keys, pages[0], 1000, table, out_pages=pages[1])
 
 
 def _transfer(device: PlannedDevice, host_format: str, *, rotated: bool = False) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from every_call import (
     CALLS,
+    array,
     arrays_of,
     gather_kv,
     merge_states,
@@ -41,6 +42,12 @@ def pages_of_layers(device):
     return {**call, "cache": [call["cache"], call["cache"].copy()]}
 
 
+def pages_of_a_pool(device):
+    call, pool = CALLS["shift_pages"](device), kv.KVPool(4, 4, 2, 2, 8, dtype="fp32", device=device)
+    device.copy(pool.k(1), array(device, 4, 4, 2, 8))
+    return {**call, "pool": pool}
+
+
 def tables(device):
     call = CALLS["slot_mapping"](device)
     return {name: call[name] for name in ("block_table", "seq_lens", "page_size")}
@@ -69,6 +76,7 @@ BOUND = {
     "rope_store_kv, in place": (kv.rope_store_kv, without(rope_store_kv, "query_out")),
     "rope_store_kv, two streams": (kv.rope_store_kv, two_streams),
     "copy_pages of layers": (kv.copy_pages, pages_of_layers),
+    "shift_pages of a pool": (kv.shift_pages, pages_of_a_pool),
     "page_table_csr": (kv.page_table_csr, tables),
     "find_duplicate_slots": (kv.find_duplicate_slots, duplicates),
     "transfer_pages": (kv.transfer_pages, pools),
@@ -264,7 +272,7 @@ OUTPUTS = {
     "store_kv": "k_cache", "store_mla": "cache", "apply_rope": "query_out",
     "rope_store_kv": "v_cache", "rope_store_mla": "cache", "gather_kv": "k_out",
     "copy_pages": "cache", "slot_mapping": "out", "paged_attention": "out",
-    "merge_states": "lse_out",
+    "merge_states": "lse_out", "shift_pages": "pool",
 }  # fmt: skip
 
 

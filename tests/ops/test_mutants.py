@@ -40,6 +40,12 @@ TRANSFERS = (
     operations.check_transfer_of_long_rows, operations.check_transfer_converts,
     operations.check_transfer_converts_wide_rows,
 )  # fmt: skip
+SHIFTS = (
+    operations.check_shift, operations.check_shift_of_latents,
+    operations.check_shift_in_place, operations.check_shift_with_scales,
+    operations.check_shift_of_odd_rows, partial(operations.check_shift, fmt="nvfp4"),
+    partial(operations.check_shift_of_latents, fmt="int4_g64+hadamard"),
+)  # fmt: skip
 FOUR_BIT_STORES = (
     four_bit.check_store,
     partial(four_bit.check_store, fmt="mxfp4", source="bf16"),
@@ -205,6 +211,7 @@ CHECKS = {
     "numeric.cuh": STORES + GATHERS + TRANSFERS[3:],
     "pages.cu": (operations.check_pages,),
     "rope.cu": ROPES + FOUR_BIT_ROPES,
+    "shift.cu": SHIFTS,
     "store.cu": STORES,
     "store_four_bit.cu": FOUR_BIT_STORES,
     "transfer.cu": TRANSFERS + FOUR_BIT_TRANSFERS,

@@ -64,6 +64,7 @@ ACCEPTED = {
     "rope_store_mla":
         f"(query|latent|rope_key|query_out) axis 0 of 4|slot_mapping axis 0 of 2|{_TABLE}|{_MLA}",
     "copy_pages": r"cache (float64|uint16|int32|axis .*|one axis \w+)",
+    "shift_pages": rf"pool (axis .*|one axis less)|{_TABLE}",
     "slot_mapping": "block_table axis 1 of [13]|out axis 0 of [79]",
     "page_table_csr": "block_table axis 1 of 3",
     "find_duplicate_slots": "slot_mapping (axis 0 of [46]|odd .*)",
@@ -264,6 +265,7 @@ def test_options_that_are_none(device, operation, name):
 NUMBER_ARGUMENTS = [
     (operation, name) for operation, name in ARGUMENTS
     if OPERATIONS[operation].public_arguments[name].number
+    and not OPERATIONS[operation].public_arguments[name].whole
 ]  # fmt: skip
 
 
@@ -395,6 +397,14 @@ SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
         ({"cache": lambda d: SimpleNamespace(
             parts=(kv.ArrayView(0, (8, 3), (3, 1), "int8", "cuda:7"),))}, BOTH,
          "cache|src_pages"),
+    ],
+    "shift_pages": [
+        *(({"delta": delta}, ValueError, "delta") for delta in (16, -16, 2**63, -(2**70))),
+        *(({"delta": delta}, TypeError, "delta") for delta in (3.0, True, "3", [3, -2])),
+        ({"pool": ones("int8", 4, 4, 2, 3)}, ValueError, "pool"),
+        ({"pool": ones("int8", 4, 4)}, ValueError, "pool"),
+        ({"rope_table": ones("fp32", 16, 10)}, ValueError, "pool"),
+        ({"rope_table": ones("fp32", 0, 4), "delta": 0}, ValueError, "delta"),
     ],
 }  # fmt: skip
 
