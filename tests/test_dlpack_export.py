@@ -12,8 +12,7 @@ import pytest
 from helpers import DTYPE, FORMATS, UNSIGNED
 
 import kvcupy as kv
-from kvcupy import dlpack
-from kvcupy.arrays import ArrayView, array_at, view
+from kvcupy.arrays import ArrayView, array_at, dlpack, view
 
 
 @pytest.fixture(scope="module")

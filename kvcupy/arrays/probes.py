@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import cuda_api, dlpack
+from .. import cuda_api
+from . import dlpack
 from .views import (
     STREAMED_TYPES,
     TORCH_TYPES,

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import cuda_api, dlpack, formats
+from .. import cuda_api, formats
 from ..errors import ProcessLocal
 from ..formats import Encoding
+from . import dlpack
 
 TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that have been seen
 STREAMED_TYPES: set[type] = set()  # whose arrays a stream may still be writing

@@ -23,8 +23,8 @@ from ..arrays import (
     transposed,
     view,
 )
+from ..arrays.dlpack import exporting
 from ..devices.protocol import Device, Stream
-from ..dlpack import exporting
 from ..errors import ProcessLocal
 from ..ops import checks
 from .pages import PageAllocator

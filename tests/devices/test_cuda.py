@@ -14,8 +14,8 @@ import pytest
 from fake_cuda import ILLEGAL, FakeApi, captured_by_another, log
 from stream_cases import Log
 
-from kvcupy import arrays, dlpack, formats, observe
-from kvcupy.arrays import ArrayView, is_pinned, probes
+from kvcupy import arrays, formats, observe
+from kvcupy.arrays import ArrayView, dlpack, is_pinned, probes
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda, cuda_memory
 from kvcupy.devices.cuda import CudaFunction

@@ -10,7 +10,8 @@ import pytest
 from fake_cuda import captured_by_another
 
 import kvcupy as kv
-from kvcupy import arrays, devices, dlpack
+from kvcupy import arrays, devices
+from kvcupy.arrays import dlpack
 from kvcupy.devices import cuda, nvrtc
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.kernels import Kernel
