@@ -74,7 +74,7 @@ def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int) -> Caches:
 
 
 def _planes(v: ArrayView, name: str, num_blocks: int) -> Sequence[ArrayView]:
-    """Split a tensor into ones whose first axis is that of the blocks."""
+    """Split a tensor into parts that have the blocks on their first axis."""
     if v.ndim >= 2 and v.shape[0] == num_blocks:
         return [v]
     if v.ndim >= 3 and v.shape[1] == num_blocks and v.shape[0] <= 2:

@@ -157,7 +157,7 @@ def parameters_of(request: Any, ticket: bytes, num_tokens: int) -> dict[str, Any
 
 
 def ticket_of(request: Any) -> tuple[bytes, int] | None:
-    """Return the ticket of a request's prompt, and its number of tokens; None if there is none.
+    """Return the ticket of a request's prompt, and its number of tokens; None without one.
 
     ValueError if the parameters are of another prompt, or damaged.
     """

@@ -249,7 +249,7 @@ class Scheduler:
         return None if ticket is None else parameters_of(request, ticket, num_tokens)
 
     def clear(self) -> None:
-        """Forget all blocks with the next step, and find none of before, in no store either."""
+        """Forget all blocks with the next step, including those in a shared store."""
         self._step.clear = True
         self._salt = secrets.token_bytes(16)
         self._hashes.clear()

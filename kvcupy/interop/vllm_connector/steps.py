@@ -59,7 +59,7 @@ class Step:
     fresh : blocks that the engine has allocated to be written from this step on
     lookups : hashes by request, and the number of the first, where worker and scheduler are in
         different processes
-    drops : requests that load nothing of what was found for them
+    drops : requests that do not load the blocks held for them
     clear : whether to forget all blocks first
     """
 

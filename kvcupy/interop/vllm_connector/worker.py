@@ -166,7 +166,7 @@ class Worker:
             self._store = _open_store(options, host_pool, self.model)
         make = partial(
             TieredCache, device_pool, host_pool,
-            model=self.model, policy=options.policy, shared=self._store,
+            model=self.model, policy=options.policy, shared=self._store, shared_prefetch=_MAX_HELD,
         )  # fmt: skip
         if options.disk_path is None:
             self.cache = make()
@@ -273,7 +273,7 @@ class Worker:
         held = None
         try:
             held = self.cache.hold(hashes, wait="timeout", deadline_s=seconds)
-        except Exception as error:  # the engine goes on without the blocks
+        except Exception as error:  # the engine computes the blocks
             self._log.warning("blocks could not be fetched: %s: %s", type(error).__name__, error)
             with self._lock:
                 self._lost.add(request)
