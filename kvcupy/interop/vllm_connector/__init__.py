@@ -71,7 +71,8 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None
         if role == base.KVConnectorRole.WORKER:
-            self._worker = Worker(vllm_config, options, kv_cache_config.num_blocks)
+            spec = getattr(groups[0], "kv_cache_spec", None) if groups else None
+            self._worker = Worker(vllm_config, options, kv_cache_config.num_blocks, spec)
         else:
             if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
                 cache_logger.warning(

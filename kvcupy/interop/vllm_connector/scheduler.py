@@ -90,8 +90,8 @@ class Scheduler:
         try:
             if (remote := ticket_of(request)) is None:
                 return 0
-            if self._find_worker() is None:
-                raise ValueError("tensor parallel engines cannot take over prompts")
+            if (worker := self._find_worker()) is None or worker.hand_over is None:
+                raise ValueError("tensor parallel engines, or with encoding, do not take it over")
         except ValueError as error:
             self._log.warning("the prompt of a request is computed again: %s", error)
             self._pulled.add(name)
@@ -241,7 +241,9 @@ class Scheduler:
         num_blocks = -(-num_tokens // self.block_tokens)
         worker = self._find_worker()
         if worker is None or worker.hand_over is None or request.prompt_token_ids is None:
-            self._log.warning("a prompt cannot be handed over: the engine is tensor parallel")
+            self._log.warning(
+                "a prompt cannot be handed over: the engine is tensor parallel, or has an encoding"
+            )
             return None
         if not num_blocks or len(blocks) < num_blocks:
             return None  # the request was preempted meanwhile

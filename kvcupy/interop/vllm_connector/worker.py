@@ -25,7 +25,7 @@ from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
 from ...remote.stores.store import SharedStore
 from ...streams import stream_after
-from .caches import wrap_caches
+from .caches import Caches, wrap_caches, wrap_values
 from .handover import HandOver, Pulling
 from .options import Options, describe_blocks, setting
 from .steps import Answer, Found, Load, PullJob, Step
@@ -112,11 +112,13 @@ class Worker:
     config : vLLM's VllmConfig
     options : of the connector
     num_blocks : blocks of the engine
+    spec : what vLLM says of its caches, a KVCacheSpec
     """
 
-    def __init__(self, config: Any, options: Options, num_blocks: int) -> None:
+    def __init__(self, config: Any, options: Options, num_blocks: int, spec: Any = None) -> None:
         self.cache: TieredCache | None = None
         self._config, self._options, self._num_blocks = config, options, num_blocks
+        self._spec = spec
         self._block_tokens = int(setting(config, "cache_config.block_size", 1))
         self._lock = threading.Lock()  # guards the fields that `_fetch` and the scheduler use
         self._lookups: dict[str, Lookup] = {}
@@ -148,24 +150,22 @@ class Worker:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Make the tiers below the engine's caches."""
         options = self._options
-        caches = wrap_caches(kv_caches, self._num_blocks)
+        caches = self._wrapped(kv_caches)
         device_pool, self._layers = caches.pool, caches.layers
-        if options.encoding is not None:
-            raise ValueError(
-                "encoding: expected None, since blocks are kept as the bytes of vLLM's tensors"
-            )
-        num_pages = options.host_bytes // device_pool.page_bytes
+        encoding = options.encoding or device_pool.dtype
+        page_bytes = pool_like(device_pool, 1, dtype=encoding).page_bytes
+        num_pages = options.host_bytes // page_bytes
         if num_pages < 2:
             raise ValueError(
-                f"host_bytes: expected at least two blocks of {device_pool.page_bytes} bytes, got "
+                f"host_bytes: expected at least two blocks of {page_bytes} bytes, got "
                 f"{options.host_bytes}"
             )
-        host_pool = pool_like(device_pool, num_pages, dtype=device_pool.dtype)
+        host_pool = pool_like(device_pool, num_pages, dtype=encoding)
         self.model = describe_blocks(self._config, caches.layout)
         if options.store is not None:
             self._store = _open_store(options, host_pool, self.model)
         make = partial(
-            TieredCache, device_pool, host_pool,
+            TieredCache, device_pool, host_pool, convert=options.encoding is not None,
             model=self.model, policy=options.policy, shared=self._store, shared_prefetch=_MAX_HELD,
         )  # fmt: skip
         if options.disk_path is None:
@@ -181,7 +181,22 @@ class Worker:
             )  # fmt: skip
             flusher.start()
         device_pool.allocator.alloc(device_pool.num_pages)  # the engine says which are free
-        self.hand_over = HandOver(self.cache, options, self.model)
+        if options.encoding is None:
+            self.hand_over = HandOver(self.cache, options, self.model)
+
+    def _wrapped(self, kv_caches: Mapping[str, Any]) -> Caches:
+        if self._options.encoding is None:
+            return wrap_caches(kv_caches, self._num_blocks)
+        if setting(self._config, "device_config.device_type") == "cpu":
+            raise ValueError(
+                "encoding: expected None on a CPU, where vLLM keeps K of a block transposed, got "
+                f"{self._options.encoding}"
+            )
+        sizes = [getattr(self._spec, name, None) for name in ("num_kv_heads", "head_size")]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f"encoding: expected layers of K and V, got {self._spec!r}")
+        heads, head_dim = (int(size or 0) for size in sizes)
+        return wrap_values(kv_caches, self._num_blocks, self._block_tokens, heads, head_dim)
 
     def shutdown(self) -> None:
         """Write what is left to disk and the store, for a while, and close the tiers."""
