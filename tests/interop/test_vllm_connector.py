@@ -254,7 +254,7 @@ def test_a_format_needs_known_layouts(connector):
     with pytest.raises(ValueError, match="encoding: expected None on a CPU"):
         Engine(connector, {**HOST, "encoding": "fp16"})
     spec = SimpleNamespace(num_kv_heads=3, head_size=8)
-    with pytest.raises(ValueError, match="encoding: expected model.layers.0.attn with K and V"):
+    with pytest.raises(ValueError, match=r"encoding: expected model.layers.0.attn with K and V"):
         Engine(connector, {**HOST, "encoding": "fp16"}, device_type="cuda", spec=spec)
 
 

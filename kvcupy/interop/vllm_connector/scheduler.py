@@ -130,9 +130,9 @@ class Scheduler:
             self._pulled.add(name)
             self._pull(name, ticket, blocks, num_external_tokens, request)
             return
-        first, found, is_async = self._found.get(name, (0, Found(), False))
+        first, _, is_async = self._found.get(name, (0, Found(), False))
         num_loaded = num_external_tokens // self.block_tokens
-        if found.num_blocks and not num_loaded and name not in self._loading:
+        if not num_loaded:
             self._step.drops.append(name)
         if num_loaded:
             targets = blocks[first : first + num_loaded]

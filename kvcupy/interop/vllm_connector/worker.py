@@ -34,6 +34,7 @@ _NUM_FETCHERS = 4
 _FLUSH_INTERVAL_S = 0.2
 _SKIP_S = 10.0  # without fetches after one that was late
 _FETCH_S, _FETCH_S_PER_1024_TOKENS = 1.0, 0.25  # deadline of a fetch
+_QUEUED = 10  # times as long may a fetch be queued
 _MAX_HELD = 0.5  # of the host pages
 _MAX_FILES = 16  # of engines that share a folder
 _CLOSE_S = 5.0
@@ -62,12 +63,15 @@ COUNTERS = {
 
 
 class Lookup:
-    """A request whose blocks are being fetched to host memory, or are held there."""
+    """A request whose blocks are to be fetched to host memory, or are held there."""
 
-    def __init__(self, first: int, num_blocks: int, deadline: float) -> None:
+    def __init__(self, first: int, hashes: list[int], seconds: float) -> None:
         self.first = first  # number of the first block in the prefix
-        self.num_blocks = num_blocks  # at most
-        self.deadline = deadline
+        self.hashes = hashes
+        self.seconds = seconds  # for the fetch
+        self.deadline = time.monotonic() + _QUEUED * seconds
+        self.num_held = 0  # blocks that count as held, also while they are being fetched
+        self.is_started = False
         self.held: HeldBlocks | None = None  # once fetched
         self.is_dropped = False  # nobody waits for it any more
 
@@ -237,79 +241,107 @@ class Worker:
                 if lookup.held is not None:
                     skipped = first - lookup.first
                     return Found(tuple(lookup.held.sources[skipped : skipped + len(hashes)]))
-                if time.monotonic() < lookup.deadline:
+                if self._has_time(lookup):
+                    self._submit(request, lookup)
                     return None
                 self._drop(request)
-                self.counts["late_fetches"] += 1
-                self._skip_until = time.monotonic() + _SKIP_S
-                self._log.warning("blocks were not fetched in time; the next %d s do without", 10)
-            lost = request in self._lost
-        if self.cache is None or not hashes or lost:
+        if self.cache is None or not hashes or request in self._lost:
             return Found()
         try:
             known = self.cache.match(hashes, shared=False)
-            skips = time.monotonic() < self._skip_until
-            if known.host == len(hashes) or skips or (known.disk == known.host and not self._store):
+            only_host = lookup is not None or self._skips
+            if known.host == len(hashes) or (known.disk == known.host and not self._store):
+                only_host = True
+            if only_host:
                 return self._hold_now(request, first, hashes, known.host)
         except KvcupyError as error:
             self._log.warning("blocks could not be looked up: %s", error)
             return Found()
-        self._fetch_later(request, first, hashes)
+        seconds = _FETCH_S + _FETCH_S_PER_1024_TOKENS * len(hashes) * self._block_tokens / 1024
+        with self._lock:
+            self._lookups[request] = lookup = Lookup(first, hashes, seconds)
+            self._submit(request, lookup)
         return None
 
+    @property
+    def _skips(self) -> bool:
+        """Whether to do without disk and store, after a fetch that was late."""
+        return time.monotonic() < self._skip_until
+
+    def _has_time(self, lookup: Lookup) -> bool:
+        """Return whether to wait longer for a lookup. The caller holds the lock."""
+        if time.monotonic() < lookup.deadline:
+            return lookup.is_started or not self._skips
+        if lookup.is_started:
+            self._note_late()
+        return False
+
+    def _note_late(self) -> None:
+        self.counts["late_fetches"] += 1
+        self._skip_until = time.monotonic() + _SKIP_S
+        self._log.warning("blocks were not fetched in time; the next %d s do without", _SKIP_S)
+
+    def _submit(self, request: str, lookup: Lookup) -> None:
+        """Queue a fetch, unless too many blocks are held. The caller holds the lock."""
+        assert self.cache is not None
+        count = len(lookup.hashes)
+        max_held = int(_MAX_HELD * self.cache.host_pool.num_pages)
+        if lookup.num_held or (self._num_held and self._num_held + count > max_held):
+            return
+        lookup.num_held = count
+        self._num_held += count
+        self._fetchers.submit(partial(self._fetch, request, lookup))
+
     def _hold_now(self, request: str, first: int, hashes: list[int], num_known: int) -> Found:
+        """Hold blocks that are in host memory."""
         assert self.cache is not None
         self.counts["misses"] += len(hashes) - num_known
         if not num_known:
             return Found()
         held = self.cache.hold(hashes[:num_known], wait="best_effort")
-        lookup = Lookup(first, held.num_blocks, 0.0)
-        lookup.held = held
+        lookup = Lookup(first, hashes, 0.0)
+        lookup.held, lookup.num_held = held, held.num_blocks
         with self._lock:
             self._lookups[request] = lookup
-            self._num_held += lookup.num_blocks
+            self._num_held += held.num_blocks
         return Found(tuple(held.sources))
 
-    def _fetch_later(self, request: str, first: int, hashes: list[int]) -> None:
-        assert self.cache is not None
-        seconds = _FETCH_S + _FETCH_S_PER_1024_TOKENS * len(hashes) * self._block_tokens / 1024
-        max_held = int(_MAX_HELD * self.cache.host_pool.num_pages)
-        with self._lock:
-            if self._num_held and self._num_held + len(hashes) > max_held:
-                return  # until others have loaded theirs
-            lookup = Lookup(first, len(hashes), time.monotonic() + 2 * seconds)
-            self._lookups[request] = lookup
-            self._num_held += lookup.num_blocks
-        self._fetchers.submit(partial(self._fetch, request, lookup, hashes, seconds))
-
-    def _fetch(self, request: str, lookup: Lookup, hashes: list[int], seconds: float) -> None:
+    def _fetch(self, request: str, lookup: Lookup) -> None:
         """Fetch blocks to host memory, in a thread."""
         assert self.cache is not None
-        held = None
+        started = time.monotonic()
+        with self._lock:
+            is_wanted = not lookup.is_dropped
+            if not is_wanted:
+                return
+            lookup.is_started, lookup.deadline = True, started + 2 * lookup.seconds
         try:
-            held = self.cache.hold(hashes, wait="timeout", deadline_s=seconds)
+            held = self.cache.hold(lookup.hashes, wait="timeout", deadline_s=lookup.seconds)
         except Exception as error:  # the engine computes the blocks
             self._log.warning("blocks could not be fetched: %s: %s", type(error).__name__, error)
             with self._lock:
-                self._lost.add(request)
                 if self._lookups.get(request) is lookup:
+                    self._lost.add(request)
                     self._drop(request)
             return
         with self._lock:
-            if lookup.is_dropped:
+            is_wanted = not lookup.is_dropped
+            if not is_wanted:
                 held.release()
                 return
-            self._num_held += held.num_blocks - lookup.num_blocks
-            self.counts["misses"] += len(hashes) - held.num_blocks
-            lookup.num_blocks = held.num_blocks
-            lookup.held = held
+            num_missing = len(lookup.hashes) - held.num_blocks
+            self.counts["misses"] += num_missing
+            if num_missing and time.monotonic() - started >= lookup.seconds:
+                self._note_late()
+            self._num_held += held.num_blocks - lookup.num_held
+            lookup.held, lookup.num_held = held, held.num_blocks
 
     def _drop(self, request: str) -> None:
         """Forget a lookup. The caller holds the lock."""
         lookup = self._lookups.pop(request, None)
         if lookup is not None:
             lookup.is_dropped = True
-            self._num_held -= lookup.num_blocks
+            self._num_held -= lookup.num_held
             if lookup.held is not None:
                 lookup.held.release()
 
@@ -321,6 +353,15 @@ class Worker:
 
     # --- A step, in its thread ---
 
+    @property
+    def _compute(self) -> Any:
+        """The stream on which vLLM computes; None on the host, where the thread does."""
+        if self.cache is None or self.cache.engine.device.kind == "host":
+            return None
+        import torch
+
+        return torch.cuda.current_stream()
+
     def begin(self, step: Step) -> None:
         """Make sure that no save still reads blocks that the step may overwrite."""
         self._saving = [(saving, blocks) for saving, blocks in self._saving if not _over(saving)]
@@ -329,7 +370,7 @@ class Worker:
             for saving, blocks in self._saving:
                 if not fresh.isdisjoint(blocks):
                     with suppress(KvcupyError):  # a failed save reads nothing
-                        saving.wait()
+                        saving.wait(self._compute)
 
     def start_loads(self, step: Step) -> None:
         """Start the loads of a step."""
@@ -356,7 +397,7 @@ class Worker:
         device = self.cache.engine.device
         if device.kind != "host":  # what the stream of this thread still does with the blocks
             after = device.stream()
-            after.wait(stream_after(device, None, "a load", "torch").record())
+            after.wait(stream_after(device, self._compute, "a load").record())
         run = partial(
             pulling.run, self.hand_over.receiver, self.cache, job.ticket, job.first, job.blocks,
             after,
@@ -374,7 +415,7 @@ class Worker:
             skipped = load.first - lookup.first
             num_loaded = max(0, min(len(load.blocks), held.num_blocks - skipped))
             try:
-                completion = held.load(load.blocks[:num_loaded], first=skipped)
+                completion = held.load(load.blocks[:num_loaded], after=self._compute, first=skipped)
             except KvcupyError as error:
                 self._log.warning("blocks could not be loaded: %s", error)
                 num_loaded = 0
@@ -395,7 +436,7 @@ class Worker:
                 continue
             try:
                 for layer in self._layers.get(name, ()):
-                    loading.completion.wait_layer(layer)
+                    loading.completion.wait_layer(layer, self._compute)
             except KvcupyError as error:
                 self._lose(loading, error)
 
@@ -409,7 +450,7 @@ class Worker:
         for loading in self._step_loads:
             if loading.completion is not None:
                 try:
-                    loading.completion.wait()
+                    loading.completion.wait(self._compute)
                     if (failure := loading.completion.failure) is not None:
                         raise failure
                 except KvcupyError as error:
@@ -428,7 +469,7 @@ class Worker:
         if self._num_failures > self._step.number_of_failures:
             return  # the step may have attended to blocks that were not loaded
         try:
-            saving = self.cache.save(list(saves), list(saves.values()))
+            saving = self.cache.save(list(saves), list(saves.values()), after=self._compute)
         except KvcupyError as error:
             self._log.warning("blocks could not be saved: %s", error)
             return
