@@ -99,7 +99,12 @@ def assert_nothing_held(engine):
     while worker.cache._shared.tiers.host.held and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(engine.free) == len(engine.num_refs) - 1
-    assert (worker._num_held, worker._lookups, worker._receiving) == (0, {}, {})
+    assert (worker._num_held, worker._lookups, worker._claimed, worker._receiving) == (
+        0,
+        {},
+        {},
+        {},
+    )
     assert not worker.cache._shared.tiers.host.held
     scheduler = engine.scheduler._scheduler
     assert not (scheduler._tracked or scheduler._found or scheduler._loading or scheduler._hashes)

@@ -67,6 +67,9 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
             raise ValueError(
                 f"KvcupyConnector: expected a model with one group of KV caches, got {len(groups)}"
             )
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if setting(vllm_config, f"parallel_config.{name}", 1) != 1:
+                raise ValueError(f"KvcupyConnector: expected {name} of 1")
         self._engine = str(getattr(transfer, "engine_id", ""))
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None

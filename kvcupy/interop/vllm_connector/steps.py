@@ -28,12 +28,14 @@ class Load:
     blocks : the engine's blocks to load into
     first : number of the first of them in the prefix
     is_async : whether the request waits for the load, instead of the step
+    claim : number of the worker for the blocks that it holds, in the scheduler's process
     """
 
     request: str
     blocks: list[int]
     first: int
     is_async: bool
+    claim: int | None = None
 
 
 @dataclass

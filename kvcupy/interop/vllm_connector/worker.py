@@ -126,6 +126,8 @@ class Worker:
         self._block_tokens = int(setting(config, "cache_config.block_size", 1))
         self._lock = threading.Lock()  # guards the fields that `_fetch` and the scheduler use
         self._lookups: dict[str, Lookup] = {}
+        self._claimed: dict[int, Lookup] = {}  # lookups whose load is in a step, by number
+        self._num_claims = 0  # so far
         self._num_held = 0  # blocks, including those being fetched
         self._skip_until = 0.0
         self._fetchers, self._pullers = Threads(_NUM_FETCHERS), Threads(_NUM_FETCHERS)
@@ -337,13 +339,26 @@ class Worker:
             lookup.held, lookup.num_held = held, held.num_blocks
 
     def _drop(self, request: str) -> None:
-        """Forget a lookup. The caller holds the lock."""
-        lookup = self._lookups.pop(request, None)
-        if lookup is not None:
-            lookup.is_dropped = True
-            self._num_held -= lookup.num_held
-            if lookup.held is not None:
-                lookup.held.release()
+        """Forget the lookup of a request. The caller holds the lock."""
+        if (lookup := self._lookups.pop(request, None)) is not None:
+            self._release(lookup)
+
+    def _release(self, lookup: Lookup) -> None:
+        lookup.is_dropped = True
+        self._num_held -= lookup.num_held
+        if lookup.held is not None:
+            lookup.held.release()
+
+    def claim(self, request: str) -> int:
+        """Reserve the blocks held for a request for its load; return a number for the step.
+
+        The scheduler may be a step ahead, and look up the same request again before the load.
+        """
+        with self._lock:
+            self._num_claims += 1
+            if (lookup := self._lookups.pop(request, None)) is not None:
+                self._claimed[self._num_claims] = lookup
+            return self._num_claims
 
     def drop(self, request: str) -> None:
         """Let blocks be evicted that were held for a request."""
@@ -408,7 +423,10 @@ class Worker:
     def _started(self, load: Load) -> Loading:
         """Start a load; blocks that are not held any more are invalid."""
         with self._lock:
-            lookup = self._lookups.get(load.request)
+            if load.claim is None:
+                lookup = self._lookups.pop(load.request, None)
+            else:
+                lookup = self._claimed.pop(load.claim, None)
             held = None if lookup is None else lookup.held
         num_loaded, completion = 0, None
         if lookup is not None and held is not None and load.first >= lookup.first:
@@ -419,7 +437,9 @@ class Worker:
             except KvcupyError as error:
                 self._log.warning("blocks could not be loaded: %s", error)
                 num_loaded = 0
-        self.drop(load.request)
+        if lookup is not None:
+            with self._lock:
+                self._release(lookup)
         if missing := load.blocks[num_loaded:]:
             self._fail(missing, in_step=not load.is_async)
         return Loading(load.blocks[:num_loaded], completion)
@@ -516,6 +536,8 @@ class Worker:
         with self._lock:
             for request in list(self._lookups):
                 self._drop(request)
+            while self._claimed:
+                self._release(self._claimed.popitem()[1])
         if self.cache is not None:
             try:
                 self.cache.clear()
