@@ -312,7 +312,7 @@ class Checks:
         """Kill an engine in mid-save, and start it again on the same file, several times."""
         options = self._disk_options("kill", host_bytes=SMALL_HOST)
         rng, found = random.Random(1), []
-        for _ in range(3):
+        for _ in range(2):
             served = self._start({"options": options})
             stop_at = rng.randrange(len(self.prompts) // 8, len(self.prompts) // 2)
             for line in served.lines():

@@ -508,7 +508,7 @@ def test_a_prompt_that_nobody_takes_over_is_given_up(make, monkeypatch):
     assert worker_of(late).counts["failed_blocks"] > 0
 
 
-@pytest.mark.parametrize("change", ["prompt", "ticket", "none", "separate"])
+@pytest.mark.parametrize("change", ["prompt", "ticket", "number", "none", "separate"])
 def test_parameters_of_another_prompt_are_not_used(make, change):
     prefill, decode = make(HOST), make(HOST, separate=change == "separate")
     prompt = list(range(3, 40))
@@ -517,6 +517,8 @@ def test_parameters_of_another_prompt_are_not_used(make, change):
         prompt[5] += 1
     elif change == "ticket":
         params["kvcupy_ticket"] = params["kvcupy_ticket"][:40]
+    elif change == "number":
+        params["kvcupy_ticket"] = 5
     elif change == "none":
         del params["kvcupy_ticket"]
     request = decode.add(prompt, params=params)
