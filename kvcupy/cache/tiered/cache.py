@@ -62,6 +62,7 @@ class TieredCache(ProcessLocal):
         None: all of them. Without `model` and `heads`, both are the same as in the shared store
     encryption_key : None, or 32 bytes, with which blocks on disk are encrypted and
         authenticated; or a function that returns them, called with the tenant ""
+    convert : whether the pools may differ in encoding: blocks are converted on each way
     policy : eviction order of a tier: "lru", "fifo", "lfu", "2q" (scan resistant), or a class with
         the methods of `policies.Policy`, instantiated once per tier
     write : when to copy a block to the next tier. "through": to host memory on insertion, as far as
@@ -126,7 +127,7 @@ class TieredCache(ProcessLocal):
     def __init__(
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, model: str = "",
-        heads: tuple[int, int] | None = None, encryption_key: Any = None,
+        heads: tuple[int, int] | None = None, encryption_key: Any = None, convert: bool = False,
         policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
         pin_bytes: int | None = None,
@@ -147,7 +148,7 @@ class TieredCache(ProcessLocal):
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
-        self.engine = TransferEngine(device_pool, host_pool)
+        self.engine = TransferEngine(device_pool, host_pool, convert=convert)
         self.device_pool, self.host_pool = device_pool, host_pool
         self._max_pinned = host_pool.num_pages // 4
         if pin_bytes is not None:
