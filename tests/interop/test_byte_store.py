@@ -51,7 +51,8 @@ def test_more_blocks_than_are_staged_at_once(monkeypatch):
     store.remove()
 
 
-def test_threads_share_the_staging_buffer():
+def test_threads_share_the_staging_buffer(monkeypatch):
+    monkeypatch.setattr(byte_store, "_MAX_STAGED_BLOCKS", 1)
     store = opened(num_calls=2)
     wrong = []
 
