@@ -35,7 +35,7 @@ def where(request, tmp_path):
 
 
 class Engine:
-    """What vLLM's scheduler does with one tier, over memory of its own."""
+    """What vLLM's scheduler does with one tier."""
 
     def __init__(self, vllm, spec=None, memory=None, **options):
         self._vllm = vllm
