@@ -109,6 +109,22 @@ def test_an_unreachable_server_is_tried_again(monkeypatch):
     store.remove()
 
 
+def test_a_store_is_opened_once(monkeypatch):
+    real, opens = SharedStore.open, []
+
+    def counted(*arguments, **options):
+        opens.append(arguments)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(SharedStore, "open", counted)
+    store = opened()
+    store.open(1000)
+    store.open(1000)
+    store.put(["a"], [[block(1)]])
+    assert len(opens) == 1
+    store.remove()
+
+
 def test_a_call_without_blocks():
     store = opened()
     assert store.put([], []) == [] == store.get([], [])

@@ -321,6 +321,20 @@ def test_wrong_options_are_refused(vllm, tmp_path, monkeypatch, options, error, 
         Engine(vllm, **options)
 
 
+@pytest.mark.parametrize(
+    "named", [{"type": "KvcupyTier", "module_path": "kvcupy.interop.vllm_tier"}, {"type": "kvcupy"}]
+)
+def test_vllm_makes_the_tier_by_name(vllm, tmp_path, named):
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    view = memoryview(np.zeros((8, BLOCK), np.uint8))
+    options = {**named, "disk_path": str(tmp_path), "disk_bytes": 2**20, "locality": "REMOTE"}
+    tier = SecondaryTierFactory.create_secondary_tier(options, view, vllm_spec())
+    assert isinstance(tier, vllm.tier)
+    assert tier.locality == vllm.base.Locality.REMOTE
+    tier.shutdown()
+
+
 def test_without_vllm_the_error_names_it(monkeypatch):
     import builtins
     import sys
