@@ -6,6 +6,8 @@ Named in `kv_connector_extra_config` of vLLM's OffloadingConnector, which import
         {"type": "KvcupyTier", "module_path": "kvcupy.interop.vllm_tier",
          "disk_path": "/mnt/nvme/kv", "disk_bytes": 500 * 2**30, "store": "redis://cache:6379"}]}
 
+Once this module is imported, as by a plugin of vLLM, `"type": "kvcupy"` suffices.
+
 Source: vllm-project/vllm `vllm/v1/kv_offload/tiering/base.py` (the interface).
 """
 
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,10 +37,10 @@ try:
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 except ImportError as error:
-    raise ImportError("kvcupy.interop.vllm_tier needs vLLM 0.32 or newer: pip install vllm") from (
-        error
-    )
+    message = "kvcupy.interop.vllm_tier needs vLLM 0.32 or newer: pip install vllm"
+    raise ImportError(message) from error
 
 from ..arrays import array_at
 from ..cache.encryption import key_for
@@ -338,3 +341,7 @@ def _file_in(path: Any, identity: str, config: Any) -> Path:
         replica = config.parallel.data_parallel_index
         return file / f"{identity.replace(' ', '-')}-{replica}.kv"
     return file
+
+
+with suppress(ValueError):  # registered before, if the module is imported again
+    SecondaryTierFactory.register_tier("kvcupy", __name__, KvcupyTier.__name__)
