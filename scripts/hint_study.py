@@ -1,10 +1,10 @@
 r"""Measure what hints change: hits of a tiered cache with and without them, on the same requests.
 
     python scripts/hint_study.py --json build/hints.json
-    python scripts/hint_study.py --trace conversation_trace.jsonl --json build/hints.json
+    python scripts/hint_study.py --trace conversation_trace.jsonl --device-blocks 1000 \
+        --host-blocks 5000 --json build/hints.json
 
-The requests come from agents that a fixed seed makes up, and from a trace, if there is one. Each
-goes through a real `TieredCache` of small pages: it acquires its leading blocks and inserts the
+The requests come from agents that a fixed seed makes up, or from a trace. Each goes through a real `TieredCache` of small pages: it acquires its leading blocks and inserts the
 others, at the time of the request. Without hints, the hits are compared with a simulation of block
 numbers alone; the exit status is 1 if they differ.
 """
@@ -209,81 +209,63 @@ def replay(workload: Workload, policy: str, hint: Hinter | None) -> dict[str, An
     }
 
 
-def measure(workload: Workload) -> dict[str, Any]:
-    """Measure one workload with each policy and each kind of hint."""
-    rows = []
-    for policy in ("lru", "2q"):
-        rows.append({"policy": policy, "hint": "none", **replay(workload, policy, None)})
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each policy and each kind of hint; return the report."""
+    sizes = Sizes(options.device_blocks, options.host_blocks)
+    if options.trace is None:
+        turns, name = sessions(options.sessions, options.seed), f"agents, seed {options.seed}"
+        workload = Workload(name, turns, sizes, BLOCK_TOKENS, OF_AGENTS)
+    else:
+        turns, name = turns_of(requests_of(options.trace, options.limit)), options.trace.name
+        workload = Workload(name, turns, sizes, TRACE_BLOCK_TOKENS, OF_TRACE)
+    rows = [{"policy": p, "hint": "none", **replay(workload, p, None)} for p in ("lru", "2q")]
     for name in workload.hints:
         rows.append({"policy": "lru", "hint": name, **replay(workload, "lru", HINTS[name])})
-    simulated = simulate([turn.ids for turn in workload.turns], workload.sizes).counts
-    expected = {tier: simulated[f"hit.{tier}"] for tier in TIERS}
-    total = sum(len(turn.ids[: workload.sizes.longest]) for turn in workload.turns)
+    simulated = simulate([turn.ids for turn in turns], sizes).counts
+    total = sum(len(turn.ids[: sizes.longest]) for turn in turns)
     return {
         "workload": workload.name,
-        "requests": len(workload.turns),
+        "requests": len(turns),
         "blocks": total,
         "distinct_blocks": workload.num_distinct,
         "unlimited": 1 - workload.num_distinct / total,
         "block_tokens": workload.block_tokens,
-        "device_blocks": workload.sizes.device,
-        "host_blocks": workload.sizes.host,
-        "as_simulated": rows[0]["hits"] == expected,
+        "device_blocks": sizes.device,
+        "host_blocks": sizes.host,
+        "as_simulated": rows[0]["hits"] == {tier: simulated[f"hit.{tier}"] for tier in TIERS},
         "rows": rows,
     }
 
 
-def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all workloads; return the report."""
-    turns = sessions(options.sessions, options.seed)
-    sizes = Sizes(options.device_blocks, options.host_blocks)
-    workloads = [Workload(f"agents, seed {options.seed}", turns, sizes, BLOCK_TOKENS, OF_AGENTS)]
-    if options.trace is not None:
-        turns = turns_of(requests_of(options.trace, options.limit))
-        sizes = Sizes(options.trace_device_blocks, options.trace_host_blocks)
-        name = Path(options.trace).name
-        workloads.append(Workload(name, turns, sizes, TRACE_BLOCK_TOKENS, OF_TRACE))
-    return {"workloads": [measure(workload) for workload in workloads]}
-
-
 def render(report: dict[str, Any]) -> str:
-    """Return a table for each workload."""
+    """Return a table of the hits."""
+    rows = []
+    for row in report["rows"]:
+        rates = [f"{row['hit_rate'][tier]:.2%}" for tier in ("device", "host")]
+        total = f"{row['total']:.2%}"
+        rows.append((row["policy"], row["hint"], *rates, total, row["computed_again"]))
     columns = ("policy", "hint", "device", "host", "any", "computed again")
-    lines = []
-    for part in report["workloads"]:
-        lines.append(
-            f"{part['workload']}: {part['requests']} requests, {part['blocks']} blocks of "
-            f"{part['block_tokens']} tokens, {part['distinct_blocks']} distinct; device "
-            f"{part['device_blocks']}, host {part['host_blocks']}; without limits "
-            f"{part['unlimited']:.2%}; as simulated: {part['as_simulated']}"
-        )
-        rows = []
-        for row in part["rows"]:
-            rates = [f"{row['hit_rate'][tier]:.2%}" for tier in ("device", "host")]
-            total = f"{row['total']:.2%}"
-            rows.append((row["policy"], row["hint"], *rates, total, row["computed_again"]))
-        lines += ["", format_table(columns, rows), ""]
-    return "\n".join(lines)
+    return (
+        f"{report['workload']}: {report['requests']} requests, {report['blocks']} blocks of "
+        f"{report['block_tokens']} tokens, {report['distinct_blocks']} distinct; device "
+        f"{report['device_blocks']}, host {report['host_blocks']}; without limits "
+        f"{report['unlimited']:.2%}; as simulated: {report['as_simulated']}\n\n"
+        + format_table(columns, rows)
+    )
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    return [
-        f"{part['workload']}: hits differ from the simulation"
-        for part in report["workloads"]
-        if not part["as_simulated"]
-    ]
+    return [] if report["as_simulated"] else ["hits without hints differ from the simulation"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--sessions", type=count, default=40, help="of agents")
+    add("--sessions", type=count, default=24, help="of agents")
     add("--seed", type=int, default=0, help="of the sessions")
-    add("--device-blocks", type=count, default=12_000, help="for the agents")
-    add("--host-blocks", type=count, default=24_000, help="for the agents")
-    add("--trace", type=Path, help="JSON lines")
+    add("--device-blocks", type=count, default=8_000)
+    add("--host-blocks", type=count, default=16_000)
+    add("--trace", type=Path, help="JSON lines; default: sessions of agents")
     add("--limit", type=count, help="requests of the trace, at most")
-    add("--trace-device-blocks", type=count, default=1_000)
-    add("--trace-host-blocks", type=count, default=5_000)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
