@@ -4,9 +4,10 @@ r"""Measure what hints change: hits of a tiered cache with and without them, on 
     python scripts/hint_study.py --trace conversation_trace.jsonl --device-blocks 1000 \
         --host-blocks 5000 --json build/hints.json
 
-The requests come from agents that a fixed seed makes up, or from a trace. Each goes through a real `TieredCache` of small pages: it acquires its leading blocks and inserts the
-others, at the time of the request. Without hints, the hits are compared with a simulation of block
-numbers alone; the exit status is 1 if they differ.
+The requests come from agents that a fixed seed makes up, or from a trace. Each goes through a real
+`TieredCache` of small pages: it acquires its leading blocks and inserts the others, at the time of
+the request. Without hints, the hits are compared with a simulation of block numbers alone; the exit
+status is 1 if they differ.
 """
 
 from __future__ import annotations

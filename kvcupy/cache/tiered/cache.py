@@ -802,8 +802,8 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
 def _parents(hashes: list[int], parent: Any) -> list[int]:
     """Return the hash before each block, from the argument `parent`."""
     if isinstance(parent, (int, np.integer)) and not isinstance(parent, bool):
-        return [*hash_list([parent]), *hashes][: len(hashes)]
-    parents = hash_list(parent)
+        return [*hash_list([parent], "parent"), *hashes][: len(hashes)]
+    parents = hash_list(parent, "parent")
     if len(parents) != len(hashes):
         raise ValueError(f"parent: expected {len(hashes)} like hashes, got {len(parents)}")
     return parents
