@@ -63,7 +63,7 @@ _meaning(
     values.real,
     """
     k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
-    lease_s max_lease_s deadline_s
+    lease_s max_lease_s deadline_s ttl_s resume_at
 """,
 )
 _meaning(
@@ -76,7 +76,7 @@ _meaning(
     num_past_host_pages hadamard_width sink_tokens
 """,
 )
-_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
+_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes pin_bytes")
 _meaning(
     values.text,
     """
@@ -88,7 +88,7 @@ _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer inherit_window return_lse hadamard batch_invariant undo
+    barriers by_layer inherit_window return_lse hadamard batch_invariant undo pin
 """,
 )
 _meaning(values.dtype, "dtype encoding")

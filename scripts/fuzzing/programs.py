@@ -39,7 +39,10 @@ METHODS = {
     "PageSender": "offer layer_done withdraw stats close",
     "PageReceiver": "inspect pull stats close",
     "Pull": "wait_layer wait done synchronize cancel",
-    "TieredCache": "match acquire prefetch insert evict stats flush take_host_pages clear close",
+    "TieredCache": """
+        match acquire prefetch retain release demote insert evict stats flush take_host_pages clear
+        close
+    """,
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
     "SharedStore": "open match put get stats remove close",
@@ -469,7 +472,13 @@ def tiered(case: Case) -> None:
         return counts, matches, on_device.allocator.num_free, on_host.allocator.num_free
 
     makers = methods("TieredCache", {
-        "match": hashes, "prefetch": hashes, "insert": inserted,
+        "match": hashes, "prefetch": hashes, "release": hashes, "demote": hashes,
+        "insert": inserted,
+        "retain": lambda: {
+            **hashes(), "priority": case.rng.randint(-1, 1), "pin": case.chance(0.3),
+            "ttl_s": case.rng.choice([None, 0.0, 5.0]),
+            "resume_at": case.rng.choice([None, 0.0, 1e12]),
+        },
         "acquire": lambda: {
             **hashes(), "wait": case.rng.choice(["complete", "best_effort", "timeout"]),
             "deadline_s": case.rng.choice([None, 0.0, 5.0]),

@@ -103,7 +103,21 @@ def test_acquire_ends_a_resume_time_and_a_negative_priority(blocks, clock):
         blocks.use([hash], known=1)
     assert blocks.order("device") == [D, A, C, B]
     assert set(blocks.tiers.hints.retained) == {B}
-    assert blocks.tiers.hints.retained[B].resume_at is None
+    assert blocks.tiers.hints.retained[B].resumes_at == ()
+
+
+def test_an_acquire_of_one_session_leaves_the_times_of_others(blocks, clock):
+    """A sub-agent resumes before its parent, which shares the block."""
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A], resume_at=clock.time() + 100)
+    for wait_s in (5, 50, 6):
+        blocks.cache.retain([A], resume_at=clock.time() + wait_s)
+        clock.now += wait_s
+        blocks.use([A], known=1)
+    assert blocks.order("device") == [B, A]
+    clock.now += 39
+    blocks.use([A], known=1)
+    assert not blocks.tiers.hints.retained
 
 
 def test_hints_expire(blocks, clock):
@@ -377,7 +391,7 @@ class HintedMachine(Machine):
 
     @rule(hashes=HASHES)
     def demote(self, hashes):
-        before = set.union(*self.blocks.blocks())
+        before, *_ = self.blocks.blocks()
         hint = self.call(self.blocks.cache.demote, hashes)
         if hint.outcome == "accepted" and not self.failures:
             device, *_ = self.blocks.blocks()
@@ -395,8 +409,7 @@ class HintedMachine(Machine):
         for tier in (known.device, known.host, known.disk):
             if tier is not None:
                 places = [
-                    (hints.retained[hash].key if hash in hints.retained else (-0.5, 0.0))
-                    for hash in tier.order.victims()
+                    tier.order._key_of.get(hash, (-0.5, 0.0)) for hash in tier.order.victims()
                 ]
                 assert places == sorted(places)
 
