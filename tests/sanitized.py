@@ -477,7 +477,9 @@ def main(what: str, folder: str, which: str = "1") -> None:
         "stores": ((store, len(STORES)),),
         "rotations": ((rotate_and_store, len(ROTATIONS)),),
         "moves": (
-            (copy_pages, len(POOLS)), (map_slots, 3), (gather, len(GATHERS)),
+            (copy_pages, len(POOLS)),
+            (map_slots, 3),
+            (gather, len(GATHERS)),
             (shift_pages, len(SHIFTS)),
         ),
         "transfers": ((transfer, len(TRANSFERS)),),

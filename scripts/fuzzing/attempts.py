@@ -55,8 +55,8 @@ _meaning(
 _meaning(
     values.listed,
     """
-    src_pages dst_pages pages device_pages host_pages hashes token_ids append_lens leaves
-    token_tree layers sections seqs shape strides replay families
+    src_pages dst_pages pages out_pages delta device_pages host_pages hashes token_ids append_lens
+    leaves token_tree layers sections seqs shape strides replay families
 """,
 )
 _meaning(
