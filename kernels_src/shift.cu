@@ -4,7 +4,7 @@
 // of `lanes` neighbouring threads takes one. A rotation by delta is the table's row |delta|, its
 // sines negated where delta is negative. An attention factor of the table is in the key already: it
 // is the cosine of position 0, by which the row is divided. A quantised row is dequantised, rotated
-// in float32, and quantised as a store would, with a scale of its own where the pool has scales: it
+// in float32, and quantised as a store would, with a new scale where the pool has scales: it
 // is read twice, the second time from L1. A static scale cancels.
 // Onto other pages the rest of each row is copied, and its value.
 //
@@ -46,7 +46,7 @@ struct ShiftParams {
 
 // --- Angles --------------------------------------------------------------------------------------
 
-// The rotation of a page. `row` is null where there is none.
+// The rotation of a page. `row` is null where the table has no such row.
 struct PageShift {
   const char* row;
   float sign;

@@ -51,7 +51,7 @@ _SHIFT_PAGES = Operation(
     Argument("delta", "pairs", example=(3, -2), number=True, whole=True),
     Argument("rope_table", "positions rotary_dim", words=True),
     Argument("out_pages", "pairs", example=(3, 2)),
-    # Of a pool, and of its own layers alone.
+    # Of a pool alone.
     Argument("values", cache=True, output=True, words=True),
     Argument("key_scales", output=True, words=True),
     Argument("value_scales", output=True, words=True),
@@ -298,7 +298,7 @@ def shift_pages(
         factor in it (yarn, longrope) is not applied again: rows are divided by the cosines of
         position 0
     out_pages : int32 or int64 (N,), as `pages`: the shifted pages go there, values and scales of
-        a pool with them, and `pages` stay as they are. None: in place, and values stay
+        a pool with them, and `pages` stay. None: in place, and values stay
     interleaved : pairs are elements (2i, 2i + 1); else (i, i + rotary_dim / 2)
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 

@@ -55,8 +55,8 @@ _meaning(
 _meaning(
     values.listed,
     """
-    src_pages dst_pages pages device_pages host_pages hashes token_ids append_lens leaves
-    token_tree layers sections seqs shape strides replay families
+    src_pages dst_pages pages out_pages delta device_pages host_pages hashes token_ids append_lens
+    leaves token_tree layers sections seqs shape strides replay families
 """,
 )
 _meaning(
@@ -73,7 +73,7 @@ _meaning(
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
     parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent first
-    num_past_host_pages hadamard_width sink_tokens
+    num_past_host_pages hadamard_width sink_tokens recompute
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes pin_bytes")
