@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.store import store_kv
 from . import (
     refuse_names,
     require_cos_sin_cache,
@@ -214,7 +215,8 @@ def append_paged_kv_cache(
         require_dtype(x, name, cache.dtype)
     require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
-    _kv.store_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout)
+    # Not by the operator, whose dispatch takes longer; compiled code traces it nevertheless.
+    store_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout)
 
 
 def append_paged_mla_kv_cache(
