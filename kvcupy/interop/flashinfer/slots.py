@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_indices, require_shape
+from .. import require_indices, require_shape
 
 
 def slots_of(

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over pages, by `kvcupy.paged_attention`. Import it from `flashinfer`."""
+"""FlashInfer's attention over pages, by `kvcupy.paged_attention`. Import it from the package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_shape
-from . import torch as _kv
-from .flashinfer_plan import (
+from .. import require_shape
+from .. import torch as _kv
+from .plan import (
     PagedCache,
     PlannedAttention,
     k_and_v,

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.attention import LayerArrays, StepAttention, check_options
-from . import describe_tensor, require_dtype, require_shape
-from . import torch as _kv
+from ...ops.attention import LayerArrays, StepAttention, check_options
+from .. import describe_tensor, require_dtype, require_shape
+from .. import torch as _kv
 
 PagedCache: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 Rope: TypeAlias = "tuple[str, float | None, float | None]"

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over K and V without pages. Import it from `flashinfer`."""
+"""FlashInfer's attention over K and V without pages. Import it from the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import describe_tensor, require_dtype, require_shape
-from .flashinfer_plan import (
+from .. import describe_tensor, require_dtype, require_shape
+from .plan import (
     PlannedAttention,
     mask_of,
     query_lens_of,

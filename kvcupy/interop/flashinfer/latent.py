@@ -1,4 +1,4 @@
-"""FlashInfer's attention over latents in pages. Import it from `flashinfer`."""
+"""FlashInfer's attention over latents in pages. Import it from the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_dtype, require_shape
-from .flashinfer_plan import PlannedAttention, query_lens_of, side_by_side
+from .. import require_dtype, require_shape
+from .plan import PlannedAttention, query_lens_of, side_by_side
 
 
 class BatchMLAPagedAttentionWrapper(PlannedAttention):
