@@ -272,9 +272,10 @@ def rotary_embedding(
 
     Notes
     -----
-    Differs from vLLM: arithmetic is float32 whatever the table's dtype is, with one rounding; a
-    position outside the table is a fault. A table that is not float32, or inverse, is converted by
-    torch at each call: keep a float32 one. Stream, Capture: as `kvcupy.apply_rope`.
+    Arithmetic is float32 with one rounding, as in vLLM's kernels; its path in PyTorch rounds each
+    product. Differs from vLLM: a position outside the table is a fault. A table that is not
+    float32, or inverse, is converted by torch at each call: keep a float32 one. Stream, Capture: as
+    `kvcupy.apply_rope`.
 
     Examples
     --------
