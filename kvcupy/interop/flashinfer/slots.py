@@ -23,10 +23,10 @@ def slots_of(
         return torch.where(is_padding, -1, end)
     sequences = batch_indices.clamp(0, num_sequences - 1)
     entries = kv_indptr[sequences] + positions.div(page_size, rounding_mode="floor")
-    has_page = (entries < kv_indptr[sequences + 1]) & (batch_indices < num_sequences)
-    pages = kv_indices[entries.clamp(0, num_entries - 1)].long()
-    slots = torch.where(has_page, pages * page_size + positions % page_size, end)
-    return slots.masked_fill_(is_padding, -1)
+    has_page = (entries < kv_indptr[1:][sequences]) & (batch_indices < num_sequences)
+    pages = kv_indices[entries.clamp_(0, num_entries - 1)].long()
+    slots = torch.add(positions % page_size, pages, alpha=page_size)
+    return torch.where(has_page, slots, end).masked_fill_(is_padding, -1)
 
 
 def require_append(
