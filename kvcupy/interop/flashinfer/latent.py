@@ -1,4 +1,4 @@
-"""FlashInfer's attention over latents in pages. Import it from `flashinfer`."""
+"""FlashInfer's attention over latents in pages. Import it from the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_dtype, require_shape
-from .flashinfer_plan import PlannedAttention, query_lens_of, side_by_side
+from .. import require_dtype, require_shape
+from .plan import PlannedAttention, query_lens_of, side_by_side
 
 
 class BatchMLAPagedAttentionWrapper(PlannedAttention):
@@ -188,17 +188,3 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             expected = f"0 to {(counts * page_size).tolist()}, for which there are pages"
             raise ValueError(f"{name}: expected {expected}, got {last.tolist()}")
         return last
-
-    def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of the planned pages, put together, and the table of these pages.
-
-        Without a table they are the rows of all pages.
-        """
-        table, num_pages = self._block_table, len(ckv_cache)
-        if table.numel() >= num_pages:
-            return torch.cat((ckv_cache, kpe_cache), dim=-1), None
-        pages = table.flatten().clamp(0, num_pages - 1)
-        rows = torch.cat((ckv_cache[pages], kpe_cache[pages]), dim=-1)
-        own = torch.arange(len(pages), dtype=table.dtype, device=table.device).view_as(table)
-        # Entries that are not pages stay so: skipped, or faults.
-        return rows, own.where(table < num_pages, len(pages)).where(table >= 0, -1)

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over pages, by `kvcupy.paged_attention`. Import it from `flashinfer`."""
+"""FlashInfer's attention over pages, by `kvcupy.paged_attention`. Import it from the package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_shape
-from . import torch as _kv
-from .flashinfer_plan import (
+from .. import require_dtype, require_shape
+from .. import torch as _kv
+from .plan import (
     PagedCache,
     PlannedAttention,
     k_and_v,
@@ -72,6 +72,7 @@ class _PagedAttention(PlannedAttention):
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Tensor | None = None,
+        kv_cache_sf: PagedCache | None = None,
     ) -> Any:
         """Attend with the new tokens of all sequences over the planned pages.
 
@@ -81,13 +82,15 @@ class _PagedAttention(PlannedAttention):
             not read, and are 0 in new outputs
         paged_kv_cache : as in `append_paged_kv_cache`, of the planned dtype
         q_scale : a number that sm_scale is multiplied by
-        k_scale, v_scale : dequantisation multipliers of an fp8 cache: a number, or float32 of one
-            element or (H,). With another cache numbers, which scores and `out` are multiplied by;
-            v_scale may be a tensor of one element
+        k_scale, v_scale : dequantisation multipliers of an fp8 or nvfp4 cache: a number, or float32
+            of one element or (H,). With another cache numbers, which scores and `out` are
+            multiplied by; v_scale may be a tensor of one element
         out : (nnz, Hq, D), written in place; None: allocated
         lse : float32 (nnz, Hq), written in place with return_lse; None: allocated
         window_left : None, or as planned
         sinks : float32 logits (Hq,) that join the denominator of the softmax; not with return_lse
+        kv_cache_sf : block scales of a cache of nvfp4, which is planned as torch.uint8; both as in
+            `nvfp4_quantize_append_paged_kv_cache`
         enable_pdl : ignored
         args : must be empty; they are for FlashInfer's customised kernels
 
@@ -103,14 +106,35 @@ class _PagedAttention(PlannedAttention):
 
         Notes
         -----
-        A sequence without keys gives 0, and minus infinity in lse. Stream: torch's current one.
+        A sequence without keys gives 0, and minus infinity in lse. With kv_cache_sf the planned
+        pages are first copied into rows that have their scales, which takes longer than attention;
+        a kvcupy cache of nvfp4 has such rows. Stream: torch's current one.
         """
         self._require_plan()
         k_cache, v_cache = k_and_v(paged_kv_cache, self._kv_layout)
+        table = None
+        if kv_cache_sf is not None or self._kv_dtype is torch.uint8:
+            k_cache, v_cache, table = self._with_scales(k_cache, v_cache, kv_cache_sf)
         return self._run(
             q, k_cache, v_cache, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
-            lse=lse, return_lse=return_lse, window_left=window_left, sinks=sinks,
+            lse=lse, return_lse=return_lse, window_left=window_left, sinks=sinks, block_table=table,
         )  # fmt: skip
+
+    def _with_scales(
+        self, k_cache: Tensor, v_cache: Tensor, kv_cache_sf: PagedCache | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the planned pages of K and V as rows of nvfp4, and the table of these pages."""
+        if kv_cache_sf is None:
+            raise ValueError("kv_cache_sf: expected block scales with a uint8 cache, got None")
+        rows, table = [], None
+        scales = k_and_v(kv_cache_sf, self._kv_layout)
+        for codes, sf, part in zip((k_cache, v_cache), scales, "KV", strict=True):
+            require_dtype(codes, f"paged_kv_cache ({part})", torch.uint8)
+            require_shape(sf, f"kv_cache_sf ({part})", (*codes.shape[:3], codes.shape[3] // 8))
+            require_dtype(sf, f"kv_cache_sf ({part})", torch.float8_e4m3fn)
+            joined, table = self._joined(codes, sf.view(torch.uint8))
+            rows.append(joined)
+        return rows[0], rows[1], table
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """Call `run` with return_lse."""

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over K and V without pages. Import it from `flashinfer`."""
+"""FlashInfer's attention over K and V without pages. Import it from the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import describe_tensor, require_dtype, require_shape
-from .flashinfer_plan import (
+from .. import describe_tensor, require_dtype, require_shape
+from .plan import (
     PlannedAttention,
     mask_of,
     query_lens_of,
@@ -239,7 +239,6 @@ class _OneSequence(PlannedAttention):
         masks: tuple[Tensor | None, Tensor | None] = (None, None), window_left: int = -1,
         **options: Any,
     ) -> Any:  # fmt: skip
-        require_shape(q, "q", ("tokens", "heads", "head_dim"))
         is_nhd = self._kv_layout == "NHD"
         require_shape(k, "k", _axes(self._kv_layout))
         require_shape(v, "v", (*k.shape[:2], "head_dim"))
@@ -318,7 +317,8 @@ def single_prefill_with_kv_cache(
     ):  # fmt: skip
         if value is not None:
             raise NotImplementedError(f"{name}: {reason}")
-    return _OneSequence(q[:0], kv_layout).attend(
+    require_shape(q, "q", ("tokens", "heads", "head_dim"))
+    return _OneSequence(q.new_empty(0), kv_layout).attend(
         q, k, v, out_dtype=o_dtype, masks=(custom_mask, packed_custom_mask), causal=causal,
         rope=(pos_encoding_mode, rope_scale, rope_theta), sm_scale=sm_scale,
         window_left=window_left, logits_soft_cap=logits_soft_cap, return_lse=return_lse,
@@ -369,7 +369,7 @@ def single_decode_with_kv_cache(
     [1.5, 1.5]
     """
     require_shape(q, "q", ("heads", "head_dim"))
-    result = _OneSequence(q[:0], kv_layout).attend(
+    result = _OneSequence(q.new_empty(0), kv_layout).attend(
         q[None], k, v, rope=(pos_encoding_mode, rope_scale, rope_theta), sm_scale=sm_scale,
         window_left=window_left, logits_soft_cap=logits_soft_cap, return_lse=return_lse,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,

@@ -1,4 +1,4 @@
-"""FlashInfer's calls that quantise what they write. Import them from `flashinfer`."""
+"""FlashInfer's calls that quantise what they write. Import them from the package."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import (
+from .. import (
     require_cos_sin_cache,
     require_dtype,
     require_indices,
     require_shape,
 )
-from . import torch as _kv
-from .flashinfer_plan import PagedCache, k_and_v
-from .flashinfer_slots import require_append, slots_of
+from .. import torch as _kv
+from .plan import PagedCache, k_and_v
+from .slots import require_append, slots_of
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -10,15 +10,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.attention import LayerArrays, StepAttention, check_options
-from . import describe_tensor, require_dtype, require_shape
-from . import torch as _kv
+from ...arrays import view_as
+from ...ops.attention import LayerArrays, StepAttention, check_options
+from .. import describe_tensor, require_dtype, require_shape
+from .. import torch as _kv
 
 PagedCache: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 Rope: TypeAlias = "tuple[str, float | None, float | None]"
 
 _LOG2_E = math.log2(math.e)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_QUANTISED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
 # --- Arguments ------------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ class PlannedAttention:
         if q_scale is not None:
             sm_scale *= float(q_scale)
         out_scale: Any = None
-        if k_cache.dtype not in _FP8:
+        if k_cache.dtype not in _QUANTISED:
             # As FlashInfer does: the scales multiply scores and outputs.
             if isinstance(k_scale, Tensor):
                 raise NotImplementedError("k_scale: a number with a cache that is not fp8")
@@ -407,7 +408,7 @@ class PlannedAttention:
                 q, k_cache, v_cache, block_table, self._seq_lens, query_lens=self._query_lens,
                 layout=self._kv_layout, causal=self._causal, sinks=sinks, sm_scale=sm_scale,
                 window=window, logits_soft_cap=cap, k_scale=scales[0], v_scale=scales[1], out=out,
-                lse_out=lse,
+                lse_out=lse, format="nvfp4" if self._kv_dtype is torch.uint8 else None,
             )  # fmt: skip
             return
         if self._mask is not None:  # it has no rows for those past the last sequence
@@ -421,6 +422,8 @@ class PlannedAttention:
             rope_table=self._rope_table,
         )  # fmt: skip
         options = check_options(self._kv_layout, sm_scale, self._causal, window, None, cap)
+        if self._kv_dtype is torch.uint8:
+            k_cache, v_cache = (view_as(x, "nvfp4") for x in (k_cache, v_cache))
         layer = LayerArrays(k_cache, v_cache, *scales)
         step.run(layer, q, out, options, lse_out=lse, sinks=sinks)
 
@@ -438,6 +441,20 @@ class PlannedAttention:
         positions = positions.clamp(0, len(table) - 1)
         _kv.apply_rope(None, q, table, positions, key_out=rotated)
         return rotated
+
+    def _joined(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the planned pages of two caches as pages of longer rows, and the table of these.
+
+        Without a table they are all pages.
+        """
+        table, num_pages = self._block_table, len(first)
+        if table.numel() >= num_pages:
+            return torch.cat((first, second), dim=-1), None
+        pages = table.flatten().clamp(0, num_pages - 1)
+        rows = torch.cat((first[pages], second[pages]), dim=-1)
+        own = torch.arange(len(pages), dtype=table.dtype, device=table.device).view_as(table)
+        # Entries that are not pages stay so: skipped, or faults.
+        return rows, own.where(table < num_pages, len(pages)).where(table >= 0, -1)
 
     def _require_plan(self) -> None:
         if not self._planned:
@@ -457,6 +474,7 @@ class PlannedAttention:
         axes = axes if self._kv_layout == "NHD" else axes[::-1]
         for x, part, width in zip((k_cache, v_cache), self._cache_names, (k_width, v_width),
                                   strict=True):  # fmt: skip
+            width = width // 16 * 9 if self._kv_dtype is torch.uint8 else width  # rows of nvfp4
             require_shape(x, part, ("pages", *axes, width))
         for x, name, dtype in (
             (q, "q", self._q_dtype), (k_cache, self._cache_names[0].split()[0], self._kv_dtype),
