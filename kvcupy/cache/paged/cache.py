@@ -86,6 +86,8 @@ class PagedKVCache(ProcessLocal):
     Raises
     ------
     TypeError, ValueError : an argument does not fit
+    NotImplementedError : groups without attention, whose checkpoint_tokens differ, or with the
+        `attention` of another library
     ImportError : `attention` names a package that is not installed
     DeviceError, MemoryError : there is not enough memory
 
