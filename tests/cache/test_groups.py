@@ -446,7 +446,7 @@ def test_full_names_the_group(device):
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_files(device, mix, tmp_path):
-    """A sequence that is saved, and loaded in another cache, goes on where it was."""
+    """A sequence that is saved and loaded in another cache continues there."""
     one, two = (Mixture(MIXES[mix](), device) for _ in range(2))
     for length in (0, 3, 8, 41):
         name, path = f"s{length}", tmp_path / f"{length}.safetensors"
