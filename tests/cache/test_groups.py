@@ -269,6 +269,7 @@ class Decoder:
             groups=[sliding(0, window=6), recurrent(1), full(2)], **options,
         )  # fmt: skip
         self.device, self.stream = device, device.stream()
+        self.outs = []
         self.rng = np.random.default_rng(5)
 
     def rows(self, count):
@@ -285,6 +286,7 @@ class Decoder:
     def work(self, rows, stream=None, update_on=None):
         """Attend, and add 1 to the states, on a stream, or that on another."""
         stream = stream or self.stream
+        self.outs += [out for *_, out in rows.values()]
         for layer, (query, key, value, out) in rows.items():
             self.cache.attention(layer, query, key, value, out=out, stream=stream)
         slots = self.cache.state_slots(stream=stream)
@@ -371,6 +373,25 @@ def test_a_stream_that_did_not_ask_for_the_slots_is_reported(device):
     with kv.order_checker("record") as checker:
         stepped(Decoder(device), device.stream())
     assert checker.reports
+
+
+def explored(device, apart=False):
+    """What a model computes, with its updates of states on the stream of attention, or apart."""
+    model = Decoder(device)
+    stepped(model, device.stream() if apart else None)
+    slots = model.cache._states.slots("bcd")
+    states = [device.to_numpy(model.cache.state(1, part))[slots] for part in ("conv", "ssm")]
+    return [*map(device.to_numpy, model.outs), *(state.astype(np.float32) for state in states)]
+
+
+def test_any_order_of_streams():
+    assert kv.explore(explored, schedules=30).ok
+
+
+@pytest.mark.full
+def test_updates_that_wait_for_nothing_are_noticed():
+    """The control of the test above."""
+    assert not kv.explore(lambda device: explored(device, apart=True), schedules=5).ok
 
 
 # --- What is refused ---
