@@ -97,6 +97,8 @@ def test_nothing_public_is_left_out(fuzzing):
         "OrderChecker": ("", OrderChecker, "declare"),
         "Encoding": ("", kv.Encoding, "view_as"), "Demotion": ("", kv.Demotion, "PagedKVCache"),
         "Hint": ("", kv.Hint, "TieredCache"),
+        **{name: (name, getattr(kv, name), "groups")
+           for name in ("FullAttention", "SlidingWindow", "Latent", "Recurrent")},
     }  # fmt: skip
     covered = set(NOT_FUZZED) | set(targets) | {"order_checker", "check_faults"}
     covered |= {"Timeline.save", "Timeline.add"}

@@ -21,6 +21,7 @@ from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, scales
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
+from .group_files import GroupFiles
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
 from .page_group import make_group, make_groups
 from .states import States, states_of
@@ -89,6 +90,8 @@ class PagedKVCache(ProcessLocal):
     Raises
     ------
     TypeError, ValueError : an argument does not fit
+    NotImplementedError : groups without attention, whose checkpoint_tokens differ, or with the
+        `attention` of another library
     ImportError : `attention` names a package that is not installed
     DeviceError, MemoryError : there is not enough memory
 
@@ -224,6 +227,9 @@ class PagedKVCache(ProcessLocal):
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = Contents(self.pool, self._layers, access, self._past)
+        self._files: GroupFiles | None = None
+        if groups is not None:
+            self._files = GroupFiles(declared, self._groups, self._states, access)
         self._tiers = Tiers(self.pool, self._sequences, access, self.past_pool)
         self._exchange = Exchange(
             self.pool, self._sequences, self._contents, self._tiers, access, self._past
@@ -894,10 +900,15 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         Stream: waits for all steps so far. Capture: illegal. Demoted tokens are converted back to
-        dtype, so the file fits a cache without `demotion` too; loading it demotes them again.
+        dtype, so the file fits a cache without `demotion` too; loading it demotes them again. With
+        groups the file has the tokens that windows keep and the live states, and fits a cache of
+        equal groups.
         """
-        self._refuse_groups("save_sequence")
-        self._contents.save(self._steps.settled(seq), path)
+        sequence = self._steps.settled(seq)
+        if self._files is not None:
+            self._files.save(seq, path)
+        else:
+            self._contents.save(sequence, path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -911,8 +922,10 @@ class PagedKVCache(ProcessLocal):
 
         After an error nothing has changed.
         """
-        self._refuse_groups("load_sequence")
         self._sequences.require_new(seq, "seq")
+        if self._files is not None:
+            self._files.load(seq, path)
+            return
         saved = self._contents.open(path)
         sequence = self._sequences.add(seq)
         try:

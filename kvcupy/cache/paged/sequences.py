@@ -404,6 +404,29 @@ class Sequences:
             pages[:] = FREED
             sequence.first_kept = stop
 
+    def skip(self, sequence: CachedSequence, num_pages: int) -> None:
+        """Append `FREED` pages to a sequence that ends with a page, and their tokens."""
+        if not num_pages:
+            return
+        sequence.extend(np.full(num_pages, FREED, np.int32))
+        sequence.first_kept = sequence.num_pages
+        sequence.length += num_pages * self._page_size
+        self.total_length += num_pages * self._page_size
+
+    def kept_runs(self, length: int, first_kept: int) -> list[tuple[int, int]]:
+        """Return the positions, in runs, of the tokens that are not in `FREED` pages."""
+        if not first_kept:
+            return [(0, length)]
+        sinks = self._num_sink_pages * self._page_size
+        return [(0, sinks), (first_kept * self._page_size, length)]
+
+    def may_be(self, length: int, first_kept: int) -> bool:
+        """Return whether a sequence of so many tokens may have `FREED` pages before an index."""
+        if not first_kept:
+            return True
+        behind = length - self._window + 1
+        return self._window > 0 and self._num_sink_pages < first_kept <= behind // self._page_size
+
     def restorable(self, sequence: CachedSequence, length: int) -> int:
         """Return the most tokens, up to `length`, behind which a query sees no `FREED` page."""
         first_kept = sequence.first_kept * self._page_size
