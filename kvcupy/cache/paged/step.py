@@ -741,48 +741,9 @@ class Steps:
     def splice(
         self, sequence: CachedSequence, source: CachedSequence, start: int, stop: int
     ) -> None:
-        """Append tokens of another sequence, with their keys at the positions that follow."""
-        count, delta = stop - start, sequence.length - start
-        reserved = self._sequences.reserve([sequence], [count])
-        try:
-            copied = [self._copy_pages([c.old], [c.new], sequence) for c in reserved.copies]
-        except BaseException:
-            self._sequences.free(reserved.pages)
-            raise
-        self._sequences.grow([sequence], [count], reserved)
-        try:
-            places = sequence.places(sequence.length - count, sequence.length)
-            targets = sequence.slots(places, self._pool.page_size)
-            sources = source.slots(source.places(start, stop), self._pool.page_size)
-            copied.append(self._splice_slots(sources, targets, delta, sequence, source))
-        except BaseException:
-            self._sequences.shrink([sequence], [count], reserved.copies)
-            raise
-        self._sequences.release_replaced(reserved.copies)
-        del sequence.hashes[(sequence.length - count) // self._pool.page_size :]
-        for completion in copied:
-            _add_load(sequence, completion)
+        """Append tokens of another sequence of the first group."""
+        self._groups[0].splice(self.access, sequence, source, start, stop)
         self.demote([sequence])
-
-    def _splice_slots(
-        self, sources: Ints, targets: Ints, delta: int, *sequences: CachedSequence
-    ) -> CopiedPages:
-        """Copy tokens to slots of the pool, with their keys moved on by `delta` positions."""
-        stream, rope = self.access.copy_stream, self._layers.rope
-        rotates = rope.mode == "normal" and delta != 0
-        first_past = self._pool.num_pages * self._pool.page_size
-        demoted = sources >= first_past
-        with self.access.on(stream, *sequences):
-            if self._past is not None and demoted.any():
-                self._past.promote_slots(sources[demoted] - first_past, targets[demoted], stream)
-                if rotates:
-                    self._mover.shift_slots(targets[demoted], targets[demoted], delta, rope, stream)
-            src, dst = sources[~demoted], targets[~demoted]
-            if rotates and len(src):
-                self._mover.shift_slots(src, dst, delta, rope, stream)
-            else:
-                self._mover.move_slots(src, dst, stream)
-            return CopiedPages(stream)
 
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence of the first group."""
