@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import describe_tensor, require_dtype, require_shape
 from .plan import (
     PlannedAttention,
+    Rope,
     mask_of,
     query_lens_of,
     require_dtypes,
@@ -237,7 +238,7 @@ class _OneSequence(PlannedAttention):
         self, q: Any, k: Any, v: Any, *, out_dtype: Any = None, q_scale: Any = None,
         k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
         masks: tuple[Tensor | None, Tensor | None] = (None, None), window_left: int = -1,
-        **options: Any,
+        rope: Rope = ("NONE", None, None), **options: Any,
     ) -> Any:  # fmt: skip
         is_nhd = self._kv_layout == "NHD"
         require_shape(k, "k", _axes(self._kv_layout))
@@ -247,9 +248,9 @@ class _OneSequence(PlannedAttention):
         mask = mask_of(*masks, torch.tensor([count]), torch.tensor([keys]), window_left)
         self._keep(
             torch.zeros_like(length)[None], length, torch.full_like(length, count), mask,
-            heads=(q.shape[1], heads), head_dims=(q.shape[2], v.shape[2]), page_size=keys,
-            dtypes=require_dtypes(q.dtype, k.dtype, out_dtype), num_tokens=count,
-            window_left=window_left, **options,
+            self._rotations(rope, keys, q.shape[2]), heads=(q.shape[1], heads),
+            head_dims=(q.shape[2], v.shape[2]), page_size=keys, num_tokens=count,
+            dtypes=require_dtypes(q.dtype, k.dtype, out_dtype), window_left=window_left, **options,
         )  # fmt: skip
         return self._run(
             q, k[None], v[None], q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,

@@ -241,16 +241,17 @@ class PlannedAttention:
     def _plan(
         self, csr: Mapping[str, Tensor], *, page_size: int, query_lens: Tensor | None,
         seq_lens: Any = None, min_keys: int = 1, window_left: int = -1,
-        masks: tuple[Tensor | None, Tensor | None] = (None, None), **options: Any,
+        masks: tuple[Tensor | None, Tensor | None] = (None, None),
+        rope: Rope = ("NONE", None, None), **options: Any,
     ) -> None:  # fmt: skip
         """Keep tables and options; a sequence that has keys has at least `min_keys`.
 
         `csr` are offsets, pages and tokens of the last pages by the names of `plan`'s arguments,
-        and `masks` what FlashInfer calls custom_mask and packed_custom_mask. Other options are as
-        in `_keep`. The host waits for the tables.
+        `masks` what FlashInfer calls custom_mask and packed_custom_mask, and `rope` its
+        pos_encoding_mode, rope_scale and rope_theta. Other options are as in `_keep`. The host
+        waits for the tables.
         """
         dtypes = require_dtypes(*options.pop("dtypes"))
-        _require_rope(options.get("rope", ("NONE",))[0])
         table, lengths = self._tables(csr, page_size)
         if seq_lens is not None:
             require_shape(seq_lens, "seq_lens", (len(lengths),))
@@ -266,32 +267,30 @@ class PlannedAttention:
             mask = mask_of(*masks, query_lens, lengths, window_left)
             query_lens = query_lens.int().to(self.device)
         lengths = lengths.int().to(self.device)
+        columns = table.shape[1] if self._graph_tables is None else self._graph_tables.max_pages
+        rotations = self._rotations(rope, columns * page_size, options["head_dims"][0])
         if self._graph_tables is not None:
             table, lengths, query_lens = self._graph_tables.update(csr, table, lengths, query_lens)
         # All checks are done: a plan that raises leaves the last one in place.
         self._keep(
-            table, lengths, query_lens, mask, page_size=page_size, window_left=window_left,
-            dtypes=dtypes, **options,
+            table, lengths, query_lens, mask, rotations, page_size=page_size,
+            window_left=window_left, dtypes=dtypes, **options,
         )  # fmt: skip
 
     def _keep(
-        self, table: Tensor, lengths: Tensor, query_lens: Tensor | None, mask: Tensor | None, *,
+        self, table: Tensor, lengths: Tensor, query_lens: Tensor | None, mask: Tensor | None,
+        rotations: Tensor | None, *,
         heads: tuple[int, int], head_dims: tuple[int, int], page_size: int, num_tokens: int,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], window_left: int = -1,
         logits_soft_cap: float | None = None, sm_scale: float | None = None, causal: bool = True,
-        rope: Rope = ("NONE", None, None),
     ) -> None:  # fmt: skip
-        """Keep tables of the device and options for the next runs.
-
-        `rope` is what FlashInfer calls pos_encoding_mode, rope_scale and rope_theta.
-        """
+        """Keep tables of the device and options for the next runs."""
         self._block_table, self._seq_lens, self._query_lens = table, lengths, query_lens
         self._heads, self._head_dims, self._page_size = heads, head_dims, page_size
         self._q_dtype, self._kv_dtype, self._out_dtype = dtypes
         self._window_left, self._num_tokens = window_left, num_tokens
         self._soft_cap, self._sm_scale = logits_soft_cap, sm_scale
-        self._causal, self._mask = causal, mask
-        self._rope_table = self._table_of(*rope)
+        self._causal, self._mask, self._rope_table = causal, mask, rotations
         self._planned = True
 
     def _replan(
@@ -300,21 +299,26 @@ class PlannedAttention:
     ) -> None:  # fmt: skip
         """Replace the options of the plan, as FlashInfer's `forward` does."""
         self._require_plan()
-        table = self._table_of(*rope)
+        num_positions = self._block_table.shape[1] * self._page_size
+        rotations = self._rotations(rope, num_positions, self._head_dims[0])
         if self._mask is not None and window_left != self._window_left:
             raise NotImplementedError("window_left: expected that of plan, with a custom mask")
         self._causal, self._window_left, self._sm_scale = causal, window_left, sm_scale
-        self._soft_cap, self._rope_table = logits_soft_cap, table
+        self._soft_cap, self._rope_table = logits_soft_cap, rotations
 
-    def _table_of(self, mode: str, scale: float | None, theta: float | None) -> Tensor | None:
+    def _rotations(self, rope: Rope, num_positions: int, width: int) -> Tensor | None:
         """Return the rotations of every position that the tables have room for, or None."""
-        _require_rope(mode)
+        mode, scale, theta = rope
         if mode == "NONE":
             return None
+        if mode != "ROPE_LLAMA":
+            raise NotImplementedError(
+                f"pos_encoding_mode: expected 'NONE' or 'ROPE_LLAMA', got {mode!r}; no kernel adds "
+                "a bias by position"
+            )
         linear = "linear", 1.0 if scale is None else float(scale)
-        rows = rows_for(self._block_table.shape[1] * self._page_size)
         base = 1e4 if theta is None else float(theta)
-        options = rows, self._head_dims[0], base, linear, str(self.device)
+        options = rows_for(num_positions), width, base, linear, str(self.device)
         if options not in self._rope_tables:  # kept here too: a captured run reads it
             self._rope_tables[options] = rope_table(*options)
         return self._rope_tables[options]
@@ -488,14 +492,6 @@ class PlannedAttention:
             )
 
 
-def _require_rope(pos_encoding_mode: str) -> None:
-    if pos_encoding_mode not in ("NONE", "ROPE_LLAMA"):
-        raise NotImplementedError(
-            f"pos_encoding_mode: expected 'NONE' or 'ROPE_LLAMA', got {pos_encoding_mode!r}; no "
-            "kernel adds a bias by position"
-        )
-
-
 class _GraphTables:
     """Tables that keep their addresses, so that a captured run reads the tables of each new plan.
 
@@ -522,7 +518,8 @@ class _GraphTables:
             expected = f"1 to the {len(indices)} of {self._names[1]}"
             raise ValueError(f"max_pages_per_sequence: expected {expected}, got {max_pages}")
         options: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self._block_table = torch.zeros((count, max(pages, 1)), **options)
+        self.max_pages = max(pages, 1)
+        self._block_table = torch.zeros((count, self.max_pages), **options)
         self._seq_lens, self._query_lens = torch.zeros((2, count), **options)
 
     def update(
