@@ -232,10 +232,9 @@ def dequantised(codes, scales, scale):
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("pages", [6, 40])  # more than the plan has, or fewer
 @pytest.mark.parametrize("kind", ["Decode", "Prefill", "Prefill, rotated"])
-def test_attention_over_nvfp4_with_scales_apart(place, kv_layout, pages, kind):
-    width, lengths = 32, (7, 2)
+def test_attention_over_nvfp4_with_scales_apart(place, kv_layout, kind):
+    width, lengths, pages = 32, (7, 2), 6
     axes = (PAGE, KV_HEADS) if kv_layout == "NHD" else (KV_HEADS, PAGE)
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (2, pages, *axes, width // 2), generator=generator)
@@ -275,6 +274,34 @@ def test_attention_over_nvfp4_with_scales_apart(place, kv_layout, pages, kind):
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{name}: "):
             wrapper.run(q, cache, kv_cache_sf=None if sf is None else tuple(sf))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_attention_over_nvfp4_without_pages(place, kv_layout):
+    width, starts = 32, [0, 7, 9]
+    generator = torch.Generator().manual_seed(1)
+    axes = (9, KV_HEADS) if kv_layout == "NHD" else (KV_HEADS, 9)
+    codes = torch.randint(0, 256, (2, *axes, width // 2), generator=generator)
+    codes = codes.to(place, torch.uint8)
+    scales = rows(2, *axes, width // 16, place=place).abs().to(E4M3)
+    k, v = (dequantised(codes[i], scales[i], by) for i, by in enumerate((0.5, 0.25)))
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    q = rows(5, HEADS, width, place=place, seed=3) / 8
+    options = {"k_scale": 0.5, "v_scale": 0.25, "kv_cache_sf": tuple(scales)}
+    one = flashinfer.single_prefill_with_kv_cache(q, *codes, kv_layout=kv_layout, **options)
+    assert close(one, attended(q, k, v, causal=False)[0], 1e-4)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(0, dtype=torch.uint8, device=place), kv_layout
+    )
+    indptr = [ints(x, place, torch.int32) for x in ([0, 3, 5], starts)]
+    dtypes = {"q_data_type": torch.float32, "kv_data_type": torch.uint8}
+    wrapper.plan(*indptr, HEADS, KV_HEADS, width, causal=True, **dtypes)
+    expected = [attended(q[:3], k[:7], v[:7])[0], attended(q[3:], k[7:], v[7:])[0]]
+    assert close(wrapper.run(q, *codes, **options), torch.cat(expected), 1e-4)
+    with pytest.raises(ValueError, match=r"^k: expected pages of \("):
+        wrapper.plan(*indptr, HEADS, KV_HEADS, 2 * width, **dtypes)
+        wrapper.run(torch.cat((q, q), -1), *codes, **options)
 
 
 def test_an_argument_of_nvfp4_is_named(place):

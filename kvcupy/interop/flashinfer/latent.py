@@ -188,3 +188,17 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             expected = f"0 to {(counts * page_size).tolist()}, for which there are pages"
             raise ValueError(f"{name}: expected {expected}, got {last.tolist()}")
         return last
+
+    def _joined(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the planned pages of two caches as pages of longer rows, and the table of these.
+
+        Without a table they are all pages.
+        """
+        table, num_pages = self._block_table, len(first)
+        if table.numel() >= num_pages:
+            return torch.cat((first, second), dim=-1), None
+        pages = table.flatten().clamp(0, num_pages - 1)
+        rows = torch.cat((first[pages], second[pages]), dim=-1)
+        own = torch.arange(len(pages), dtype=table.dtype, device=table.device).view_as(table)
+        # Entries that are not pages stay so: skipped, or faults.
+        return rows, own.where(table < num_pages, len(pages)).where(table >= 0, -1)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import require_dtype, require_shape
+from .. import require_shape
 from .. import torch as _kv
 from .plan import (
     PagedCache,
     PlannedAttention,
     k_and_v,
+    nvfp4_views,
     query_lens_of,
     require_no_items,
 )
@@ -106,35 +107,18 @@ class _PagedAttention(PlannedAttention):
 
         Notes
         -----
-        A sequence without keys gives 0, and minus infinity in lse. With kv_cache_sf the planned
-        pages are first copied into rows that have their scales, which takes longer than attention;
-        a kvcupy cache of nvfp4 has such rows. Stream: torch's current one.
+        A sequence without keys gives 0, and minus infinity in lse. Stream: torch's current one.
         """
         self._require_plan()
-        k_cache, v_cache = k_and_v(paged_kv_cache, self._kv_layout)
-        table = None
-        if kv_cache_sf is not None or self._kv_dtype is torch.uint8:
-            k_cache, v_cache, table = self._with_scales(k_cache, v_cache, kv_cache_sf)
-        return self._run(
-            q, k_cache, v_cache, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
-            lse=lse, return_lse=return_lse, window_left=window_left, sinks=sinks, block_table=table,
-        )  # fmt: skip
-
-    def _with_scales(
-        self, k_cache: Tensor, v_cache: Tensor, kv_cache_sf: PagedCache | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the planned pages of K and V as rows of nvfp4, and the table of these pages."""
-        if kv_cache_sf is None:
+        caches: tuple[Any, Any] = k_and_v(paged_kv_cache, self._kv_layout)
+        if kv_cache_sf is not None:
+            caches = nvfp4_views(*caches, kv_cache_sf, self._kv_layout)
+        elif self._kv_dtype is torch.uint8:
             raise ValueError("kv_cache_sf: expected block scales with a uint8 cache, got None")
-        rows, table = [], None
-        scales = k_and_v(kv_cache_sf, self._kv_layout)
-        for codes, sf, part in zip((k_cache, v_cache), scales, "KV", strict=True):
-            require_dtype(codes, f"paged_kv_cache ({part})", torch.uint8)
-            require_shape(sf, f"kv_cache_sf ({part})", (*codes.shape[:3], codes.shape[3] // 8))
-            require_dtype(sf, f"kv_cache_sf ({part})", torch.float8_e4m3fn)
-            joined, table = self._joined(codes, sf.view(torch.uint8))
-            rows.append(joined)
-        return rows[0], rows[1], table
+        return self._run(
+            q, *caches, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+            return_lse=return_lse, window_left=window_left, sinks=sinks,
+        )  # fmt: skip
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """Call `run` with return_lse."""
