@@ -118,7 +118,7 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
         if store is not None:
             self._store = ByteStore(
                 store, model=identity, tenant=tenant, encryption_key=encryption_key,
-                num_calls=2 * num_threads + 1, **options,
+                num_calls=2 * num_threads, **options,
             )  # fmt: skip
             self._store.open(self.block_size_bytes)
         self._disk: DiskBlocks | None = None
@@ -179,8 +179,9 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         if self._disk is not None:
+            hashes = list(map(block_hash, keys))
             with self._lock:
-                self._disk.use(list(map(block_hash, keys)))
+                self._disk.use(hashes)
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookup_manager.flush()
@@ -237,9 +238,10 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
     def _contains(self, keys: Sequence[bytes]) -> list[bool]:
         there = [False] * len(keys)
         if self._disk is not None:
+            hashes = list(map(block_hash, keys))
             with self._lock:
                 if self._disk.available:
-                    there = [block_hash(key) in self._disk.slots for key in keys]
+                    there = [hash in self._disk.slots for hash in hashes]
         missing = [i for i, known in enumerate(there) if not known]
         if self._store is not None and missing:
             known = self._store.contains([keys[i] for i in missing], self.block_size_bytes)
