@@ -14,7 +14,7 @@ from tiered_cases import Blocks
 from tiered_store_cases import SharedBlocks, names
 
 import kvcupy as kv
-from kvcupy.cache.tiered import cache, tiers
+from kvcupy.cache.tiered import cache, leases, tiers
 
 A, B, C, D, E, F = names(*range(1, 7))
 ACCEPTED = kv.Hint("accepted")
@@ -41,7 +41,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (cache, tiers):
+    for module in (cache, leases, tiers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -120,6 +120,19 @@ def test_an_acquire_of_one_session_leaves_the_times_of_others(blocks, clock):
     assert not blocks.tiers.hints.retained
 
 
+def test_a_time_that_has_passed_counts_until_there_is_a_later_one(blocks, clock):
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A, B], resume_at=clock.time() + 30)
+    clock.now += 20
+    blocks.use([A], known=1)  # earlier than expected
+    blocks.cache.retain([A], resume_at=clock.time() + 40)
+    assert blocks.tiers.hints.retained[A].resumes_at == (1030, 1060)
+    clock.now += 11
+    blocks.cache.stats()
+    assert blocks.tiers.hints.retained[A].resumes_at == (1060,)
+    assert blocks.order("device") == blocks.order("host") == [A, B]  # B is overdue
+
+
 def test_hints_expire(blocks, clock):
     insert_each(blocks, A, B, C)
     blocks.cache.retain([A, B], ttl_s=10)
@@ -152,7 +165,7 @@ def test_replaced_hints_leave_no_entries(blocks):
     blocks.insert([A])
     for _ in range(5000):
         blocks.cache.retain([A], ttl_s=1000)
-    assert len(blocks.tiers.hints._expiries) < 1100
+    assert len(blocks.tiers.hints._changes) < 1100
 
 
 def test_release(blocks):
