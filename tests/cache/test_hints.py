@@ -99,6 +99,7 @@ def test_acquire_ends_a_resume_time_and_a_negative_priority(blocks, clock):
     blocks.cache.retain([A], resume_at=clock.time() + 5)
     blocks.cache.retain([B], resume_at=clock.time() + 9, priority=1)
     blocks.cache.retain([C], priority=-1)
+    clock.now += 8.5
     for hash in (A, B, C):
         blocks.use([hash], known=1)
     assert blocks.order("device") == [D, A, C, B]
@@ -114,6 +115,7 @@ def test_an_acquire_of_one_session_leaves_the_times_of_others(blocks, clock):
         blocks.cache.retain([A], resume_at=clock.time() + wait_s)
         clock.now += wait_s
         blocks.use([A], known=1)
+        assert blocks.tiers.hints.retained[A].resumes_at == (1100,)
     assert blocks.order("device") == [B, A]
     clock.now += 39
     blocks.use([A], known=1)
