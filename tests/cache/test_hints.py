@@ -151,6 +151,15 @@ def test_hints_expire(blocks, clock):
     assert not blocks.tiers.hints.retained
 
 
+def test_a_block_that_another_session_keeps_does_not_prolong_hints(blocks, clock):
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A], resume_at=clock.time() + 1000)
+    blocks.cache.retain([A, B], resume_at=clock.time() + 100)
+    clock.now += 201
+    blocks.cache.stats()
+    assert set(blocks.tiers.hints.retained) == {A}
+
+
 def test_a_resume_time_without_ttl_expires_when_it_has_long_passed(blocks, clock):
     insert_each(blocks, A, B)
     blocks.cache.retain([A], resume_at=clock.time() + 100)

@@ -100,14 +100,14 @@ class Hints:
     def put(self, hashes: Sequence[int], retention: Retention, now: float) -> None:
         """Retain blocks, each with the resume times that it has."""
         changed: dict[Retention | None, Retention] = {}
-        retained, latest = self.retained, retention.expires_at
+        retained = self.retained
         for hash in hashes:
             before = retained.get(hash)
             if (new := changed.get(before)) is None:
                 new = changed[before] = retention.after(before, now)
-                latest = max(latest, new.expires_at)
             retained[hash] = new
-        for when in (*retention.resumes_at, latest):
+        times = {*retention.resumes_at, *(new.expires_at for new in changed.values())}
+        for when in times:
             if when < inf:
                 self._num_changes += 1
                 heapq.heappush(self._changes, (when, self._num_changes, hashes))
