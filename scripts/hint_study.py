@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import common.one_core  # noqa: F401
-from replay.agents import BLOCK_TOKENS, Turn, sessions
+from replay.agents import BLOCK_TOKENS, SUBAGENT_DELAY_S, Turn, sessions
 from replay.content import hashes_of
 from replay.requests import BLOCK_TOKENS as TRACE_BLOCK_TOKENS
 from replay.requests import Request, requests_of
@@ -33,6 +33,7 @@ from kvcupy.bench import frame
 from kvcupy.bench.frame import count
 from kvcupy.bench.report import format_table
 from kvcupy.cache.tiered import cache as cache_module
+from kvcupy.cache.tiered import leases as leases_module
 from kvcupy.cache.tiered import tiers as tiers_module
 
 EPOCH_S = 1e9
@@ -57,7 +58,7 @@ class Clock:
 @contextmanager
 def clocked() -> Iterator[Clock]:
     """Let caches see the time of the requests."""
-    clock, modules = Clock(), (cache_module, tiers_module)
+    clock, modules = Clock(), (cache_module, leases_module, tiers_module)
     for module in modules:
         module.time = clock  # type: ignore[attr-defined]
     try:
@@ -70,34 +71,35 @@ def clocked() -> Iterator[Clock]:
 Hinter = Callable[[Any, Turn, list[int]], None]  # called after a turn, with its cache and hashes
 
 
+def announce(
+    cache: Any, turn: Turn, hashes: list[int], resume_s: float | None, parent_s: float | None
+) -> None:
+    """Announce when a session continues, and when others need blocks that it shares."""
+    if turn.pause == "sub-agents":
+        cache.retain(hashes, resume_at=EPOCH_S + turn.at_s + SUBAGENT_DELAY_S)
+    if resume_s is not None:
+        cache.retain(hashes, resume_at=EPOCH_S + resume_s)
+        return
+    cache.release(hashes[turn.num_shared :])
+    if parent_s is not None:
+        parent_s = max(parent_s, turn.at_s + 1.0)  # overdue
+        cache.retain(hashes[: turn.num_shared], resume_at=EPOCH_S + parent_s)
+
+
 def resume_expected(cache: Any, turn: Turn, hashes: list[int]) -> None:
     """Announce when a session is expected to continue, and release it at its end."""
-    if turn.expected_s is None:
-        cache.release(hashes[turn.num_shared :])
-    else:
-        cache.retain(hashes, resume_at=EPOCH_S + turn.expected_s)
+    announce(cache, turn, hashes, turn.expected_s, turn.parent_expected_s)
 
 
 def resume_known(cache: Any, turn: Turn, hashes: list[int]) -> None:
     """Announce when a session will continue, to the second."""
-    if turn.resumes_s is None:
-        cache.release(hashes[turn.num_shared :])
-    else:
-        cache.retain(hashes, resume_at=EPOCH_S + turn.resumes_s)
+    announce(cache, turn, hashes, turn.resumes_s, turn.parent_resumes_s)
 
 
 def ended_first(cache: Any, turn: Turn, hashes: list[int]) -> None:
     """Announce that a session or sub-agent has ended, and nothing else."""
     if turn.expected_s is None:
         cache.retain(hashes[turn.num_shared :], priority=-1)
-
-
-def resume_and_ended(cache: Any, turn: Turn, hashes: list[int]) -> None:
-    """Announce when a session is expected to continue, and that it has ended."""
-    if turn.expected_s is None:
-        ended_first(cache, turn, hashes)
-    else:
-        resume_expected(cache, turn, hashes)
 
 
 def retained_for_minutes(cache: Any, turn: Turn, hashes: list[int]) -> None:
@@ -119,7 +121,6 @@ def demoted_for_people(cache: Any, turn: Turn, hashes: list[int]) -> None:
 HINTS: dict[str, Hinter] = {
     "ended: priority -1": ended_first,
     "resume_at, expected": resume_expected,
-    "resume_at, expected, and ended: priority -1": resume_and_ended,
     "resume_at, exact": resume_known,
     "ttl_s=300": retained_for_minutes,
     "prompts pinned": prompts_pinned,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -21,6 +21,7 @@ TURNS = (6, 16)
 TURN_BLOCKS = (10, 60)  # that a turn adds
 SUBAGENTS = 0.15  # share of turns that start some
 SUBAGENT_TURNS = (2, 5)
+SUBAGENT_DELAY_S = 2.0  # until the first one begins; the others follow a second apart
 BETWEEN_SESSIONS_S = 25.0  # mean
 # Kinds of pauses: share, median in seconds, and the standard deviation of the logarithm.
 PAUSES = {"tool": (0.6, 5.0, 0.6), "build": (0.25, 60.0, 0.6), "person": (0.15, 600.0, 1.0)}
@@ -39,6 +40,7 @@ class Turn:
     pause : kind of the pause that follows, or None: the session or sub-agent has ended
     expected_s, resumes_s : when the next turn is expected to begin, and when it does; None after
         the last
+    parent_expected_s, parent_resumes_s : of the session that waits for this sub-agent, or None
     """
 
     at_s: float
@@ -48,6 +50,8 @@ class Turn:
     pause: str | None = None
     expected_s: float | None = None
     resumes_s: float | None = None
+    parent_expected_s: float | None = None
+    parent_resumes_s: float | None = None
 
 
 def sessions(count: int, seed: int = 0) -> list[Turn]:
@@ -76,15 +80,19 @@ def _run(
             turns.append(Turn(now, ids, PROMPT_BLOCKS, num_shared))
             break
         if top and rng.random() < SUBAGENTS:
-            pause, ends, expected = "sub-agents", [], []
+            pause, ends, expected, first = "sub-agents", [], [], len(turns)
             for i in range(int(rng.integers(2, 5))):
                 end, likely = _run(
-                    turns, rng, fresh, now + 2.0 + i, ids, len(ids),
+                    turns, rng, fresh, now + SUBAGENT_DELAY_S + i, ids, len(ids),
                     int(rng.integers(*SUBAGENT_TURNS)), top=False,
                 )  # fmt: skip
                 ends.append(end)
                 expected.append(likely)
             resumes, likely = max(ends) + 1.0, max(expected) + 1.0
+            turns[first:] = [
+                replace(turn, parent_expected_s=likely, parent_resumes_s=resumes)
+                for turn in turns[first:]
+            ]
         else:
             kinds = ("tool", "build") if not top else tuple(PAUSES)
             shares = np.array([PAUSES[kind][0] for kind in kinds])

@@ -49,7 +49,7 @@ def test_hints_lose_no_hit_where_there_is_space():
 
     workload = small_workload()
     without = replay(workload, "lru", None)
-    found = replay(workload, "lru", HINTS["resume_at, expected, and ended: priority -1"])
+    found = replay(workload, "lru", HINTS["resume_at, expected"])
     assert found["requested"] == without["requested"]
     assert found["computed_again"] < without["computed_again"]
     assert found["hints"]["accepted"] and not found["hints"]["refused"]

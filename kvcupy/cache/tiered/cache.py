@@ -436,8 +436,8 @@ class TieredCache(ProcessLocal):
         Notes
         -----
         The hint replaces earlier ones for these blocks; only `pin=True` changes pinned blocks. It
-        ends on `release`, after `ttl_s`, or when a block leaves its last tier. `acquire` ends the
-        nearest resume time and a negative priority.
+        ends on `release`, after `ttl_s`, or when a block leaves its last tier. `acquire` ends
+        resume times that have passed, and a negative priority.
         """
         keys = list(dict.fromkeys(self._hashes(hashes)))
         checks.require_int(priority, "priority")

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 from .changes import Change, Removed, Replaced
 from .policies import Policy, in_order, untracked
 
-_MAX_STALE = 1_000  # hints between two searches for replaced ones
+_MIN_CHANGES = 1_000  # before stale ones are dropped
 _MAX_RESUMES = 16  # times per block
+_SOON_S = 1.0  # an acquire this long before a resume time ends it
 Place: TypeAlias = tuple[float, float]
 _ASIDE = object()  # the place of a retained block that was set aside
 
@@ -42,7 +43,7 @@ class Retention:
     ----------
     priority : infinite for pinned blocks
     resumes_at : expected times of the next acquires, the nearest first
-    lasts : whether it outlives these acquires
+    lasts : whether it outlives an acquire after the last of these times
     key : the place in the eviction order: by priority, then the farthest resume time first
     """
 
@@ -67,10 +68,14 @@ class Retention:
             expires_at=max(self.expires_at, before.expires_at),
         )
 
-    def acquired(self) -> Retention | None:
-        """Return what is left after an acquire: the other resume times, or a lasting retention."""
-        left = self.resumes_at[1:]
-        return replace(self, resumes_at=left) if left or self.lasts else None
+    def acquired(self, now: float) -> Retention | None:
+        """Return what is left after an acquire: later resume times, or a lasting retention."""
+        later = self.passed(now + _SOON_S)
+        return later if later.resumes_at or self.lasts else None
+
+    def passed(self, now: float) -> Retention:
+        """Return this retention without the resume times that have passed."""
+        return replace(self, resumes_at=tuple(when for when in self.resumes_at if when > now))
 
 
 class Hints:
@@ -88,66 +93,79 @@ class Hints:
         self.retained: dict[int, Retention] = {}
         self.pinned: set[int] = untracked(set())
         self._tiers = tiers  # a weak reference: the tiers refer to the hints
-        # When to look for expired hints, and for which blocks; a heap.
-        self._expiries: list[tuple[float, int, Sequence[int]]] = []
-        self._num_expiries = 0
+        # Times at which hints change, and for which blocks; a heap.
+        self._changes: list[tuple[float, int, Sequence[int]]] = []
+        self._num_changes = self._num_kept = 0  # since stale ones were dropped, and then
 
     def put(self, hashes: Sequence[int], retention: Retention, now: float) -> None:
         """Retain blocks, each with the resume times that it has."""
         changed: dict[Retention | None, Retention] = {}
-        retained, latest = self.retained, retention.expires_at
+        retained = self.retained
         for hash in hashes:
             before = retained.get(hash)
             if (new := changed.get(before)) is None:
                 new = changed[before] = retention.after(before, now)
-                latest = max(latest, new.expires_at)
             retained[hash] = new
-        if latest < inf:
-            self._num_expiries += 1
-            heapq.heappush(self._expiries, (latest, self._num_expiries, hashes))
-            self._drop_stale_expiries()
+        times = {*retention.resumes_at, *(new.expires_at for new in changed.values())}
+        for when in times:
+            if when < inf:
+                self._num_changes += 1
+                heapq.heappush(self._changes, (when, self._num_changes, hashes))
+        if self._num_changes >= 2 * self._num_kept + _MIN_CHANGES:
+            self._drop_stale_changes()
 
     def drop(self, hash: int) -> None:
         self.retained.pop(hash, None)
         self.pinned.discard(hash)
 
-    def note_acquired(self, hashes: Sequence[int]) -> None:
-        """End hints that are about the time until an acquire; the release reorders the blocks."""
+    def note_acquired(self, hashes: Sequence[int], now: float) -> None:
+        """End hints that are about the time until an acquire; the release reorders the blocks.
+
+        Later resume times stay: other sessions that share the blocks may have announced them.
+        """
         changed: dict[Retention, Retention | None] = {}
         for hash in hashes:
             before = self.retained.get(hash)
             if before is None or (before.lasts and not before.resumes_at):
                 continue
             if before not in changed:
-                changed[before] = before.acquired()
+                changed[before] = before.acquired(now)
             if (after := changed[before]) is None:
                 self.drop(hash)
             else:
                 self.retained[hash] = after
 
-    def expired(self, now: float) -> list[int]:
-        """Return hashes whose retention is over."""
-        over: list[int] = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, _, hashes = heapq.heappop(self._expiries)
-            over += [
-                hash
-                for hash in hashes
-                if hash in self.retained and self.retained[hash].expires_at <= now
-            ]
-        return over
+    def due(self, now: float) -> tuple[list[int], list[int]]:
+        """Return the hashes whose retention is over, and the hashes that have another place.
 
-    def _drop_stale_expiries(self) -> None:
-        """Forget entries of blocks whose hints have been replaced, if there are many."""
-        if self._num_expiries % _MAX_STALE:
-            return
-        retained = self.retained
-        self._expiries = [
-            entry
-            for entry in self._expiries
-            if any(h in retained and retained[h].expires_at <= entry[0] for h in entry[2])
-        ]
-        heapq.heapify(self._expiries)
+        A resume time that has passed counts as long as there is no later one.
+        """
+        over: list[int] = []
+        moved: list[int] = []
+        changed: dict[Retention, Retention] = {}
+        while self._changes and self._changes[0][0] <= now:
+            for hash in heapq.heappop(self._changes)[2]:
+                if (before := self.retained.get(hash)) is None:
+                    continue
+                if before.expires_at <= now:
+                    over.append(hash)
+                elif before.resumes_at and before.resumes_at[0] <= now < before.resumes_at[-1]:
+                    if before not in changed:
+                        changed[before] = before.passed(now)
+                    self.retained[hash] = changed[before]
+                    moved.append(hash)
+        return over, moved
+
+    def _drop_stale_changes(self) -> None:
+        """Forget changes of hints that were replaced."""
+        kept = []
+        for entry in self._changes:
+            hints = {self.retained[hash] for hash in entry[2] if hash in self.retained}
+            if any(entry[0] == hint.expires_at or entry[0] in hint.resumes_at for hint in hints):
+                kept.append(entry)
+        heapq.heapify(kept)
+        self._changes = kept
+        self._num_kept = self._num_changes = len(kept)
 
     def note(self, change: Change) -> None:
         """Forget blocks that have left their last tier."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -363,7 +364,7 @@ def carry_out(
     pages = [device.pages[hash] for hash in plan.known]
     tiers.pin(pages)
     if tiers.hints is not None:
-        tiers.hints.note_acquired(plan.known)
+        tiers.hints.note_acquired(plan.known, time.monotonic())
     counts.disk_hits += len(read)
     counts.host_hits += len(loaded) - len(read) - num_fetched
     counts.device_hits += len(pages) - len(loaded)

@@ -623,7 +623,10 @@ class Tiers:
     def settle(self) -> None:
         """Process completions that have ended, and hints that have expired."""
         if self.hints is not None and self.hints.retained:
-            self.release(self.hints.expired(time.monotonic()))
+            over, moved = self.hints.due(time.monotonic())
+            self.release(over)
+            for tier in self._ordered():
+                tier.reorder(moved)
         for completion in self.in_flight.settle():
             if completion.failure is not None:
                 self.drop(completion)
