@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import devices, faults, observe
+from .. import devices, faults, formats, observe
 from ..arrays import ArrayView, bytes_of, describe, first_overlap, reshaped, view
 from ..devices.protocol import Device, Stream
 from ..formats import FORMATS, FOUR_BIT
@@ -17,7 +17,7 @@ from .call import Operation, Plan, Views
 from .launch import Launch, fields_of, require_countable, spread, staging, widest
 from .spec import Argument
 from .store import CODES_PER_THREAD, PACK, copies
-from .transfer_kernels import FOUR_BIT_POOL, ROWS, STRIDES, LayerPages, head_rows, nested
+from .transfer_kernels import ROWS, STRIDES, head_rows, nested
 
 _COPY_PAGES = Operation(
     "copy_pages",
@@ -67,7 +67,7 @@ _SHIFT_PARAMS = np.dtype(
         *fields_of(np.uint64, "keys values key_scales value_scales src_pages dst_pages deltas"),
         *fields_of(np.uint64, "table faults"),
         *((f"{name}_strides", STRIDES) for name in ("key", "value", "key_scale", "value_scale")),
-        ("rows", ROWS), ("pool", FOUR_BIT_POOL),
+        ("rows", ROWS), ("key", checks.OPERAND_PARAMS),
         *fields_of(np.int64, "delta delta_stride_bytes delta_operation table_row_bytes"),
         *fields_of(np.int64, "max_positions"),
         *fields_of(np.int32, "delta_index_bytes width start rotary_dim interleaved"),
@@ -484,9 +484,15 @@ def _launch_shift(
     else:
         count = CODES_PER_THREAD if alignment % 16 == 0 else 1
         kernel = SHIFT_FOUR_BIT[1 if warp_lanes == 1 else 32].specialise(four_bit.ctype, count)
-        pages = LayerPages.of([key], (), on_device=True)
-        params |= pages.four_bit_params("pool", aligned)
-        units = max(width // CODES_PER_THREAD, pages.shared_elements // CODES_PER_THREAD)
+        block = formats.rotation_block(key.rotated_width)
+        params |= {
+            "key.group_scales.group_shift": four_bit.group.bit_length() - 1,
+            "key.group_scales.code_word_bytes": min(8, aligned),
+            "key.group_scales.rotation_shift": max(0, block.bit_length() - 1),
+            "key.group_scales.rotated_width": key.rotated_width,
+            "key.group_scales.four_over_six": key.scale_rule == "four_over_six",
+        }
+        units = max(width, block) // CODES_PER_THREAD
         geometry = spread(
             num_rows, units, device.sm_count,
             warp_lanes=warp_lanes, whole_warps=True, max_lanes=32,
