@@ -534,3 +534,29 @@ def test_a_file_of_demoted_tokens(device, tmp_path):
     caches[1].load_sequence("a", tmp_path / "a")
     counts = [cache._groups[1].past_pool.allocator.num_allocated for cache in caches]
     assert counts[0] == counts[1] > 0
+
+
+def test_states_are_shared_with_torch(device):
+    torch = pytest.importorskip("torch")
+    cache = Mixture([full(0), recurrent(1)], device).cache
+    rows = torch.from_dlpack(cache.state(1, "conv"))
+    assert (rows.dtype, tuple(rows.shape[1:])) == (torch.bfloat16, (4, 3))
+    rows[1] = 2
+    assert (device.to_numpy(cache.state(1, "conv"))[1] == 2).all()
+
+
+@pytest.mark.parametrize("dtype", ["int32", np.float64, "fp8_e4m3", "uint8"])
+def test_states_of_any_dtype(device, dtype, tmp_path):
+    groups = [full(0), kv.Recurrent(layers=[1], state={"s": ((3,), dtype)}, checkpoint_tokens=4)]
+    mixture = Mixture(groups, device)
+    mixture.add("a")
+    for value in (4, 8):
+        with mixture.cache.forward(["a"], [4]):
+            rows = mixture.cache.state(1, "s")
+            rows[mixture.cache.state_slots()] = np.full(3, value, rows.dtype)
+    assert mixture.cache.fork_sequence("a", "b", 4) == 0
+    mixture.cache.save_sequence("a", tmp_path / "a")
+    mixture.cache.load_sequence("c", tmp_path / "a")
+    slots = mixture.cache._states.slots("abc")
+    got = device.to_numpy(mixture.cache.state(1, "s"))[slots].astype(int)
+    assert got.tolist() == [[8] * 3, [4] * 3, [8] * 3]
