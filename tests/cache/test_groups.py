@@ -11,6 +11,7 @@ from helpers import full_only
 
 import kvcupy as kv
 from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.paged.states import States
 
 MIXES = {
     "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
@@ -98,6 +99,24 @@ def test_a_page_freed_too_early_is_noticed(device, monkeypatch):
     )
     with pytest.raises(AssertionError):
         run(Mixture(MIXES["full, window"](), device), 0)
+
+
+@pytest.mark.parametrize("method", ["restore", "_copy"])
+def test_a_state_that_is_forgotten_is_noticed(device, monkeypatch, method):
+    """The control for states: pops that leave them, and copies that are not made."""
+    genuine = getattr(States, method)
+
+    def forgetful(self, access, *arguments, **options):
+        if method == "_copy" and not options.get("zeros"):
+            return genuine(self, access, [], *arguments[1:])
+        if method == "restore" and arguments[1]:
+            return None
+        return genuine(self, access, *arguments, **options)
+
+    monkeypatch.setattr(States, method, forgetful)
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            run(Mixture(MIXES["full, state"](), device), seed)
 
 
 # --- What can be restored ---

@@ -541,8 +541,7 @@ NOT_NEEDED = {
         STEP: {
             f"Steps.{call}": _ANOTHER
             for call in (
-                "begin: states.begin(self.access, names, found[0], "
-                "[new is not None for new in nodes])",
+                "begin: states.begin(self.access, names, found[0], in_tree)",
                 "end: self._states.end(self.access, step.names, step.sequences, "
                 "self._is_useless)",
                 "fork: group.fork(self.access, own, child, kept, inherit_window)",

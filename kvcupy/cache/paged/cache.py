@@ -648,9 +648,7 @@ class PagedKVCache(ProcessLocal):
             raise KvcupyError(f"this cache holds {expected}")
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
-        if self._layer_groups is None and (
-            type(layer) is not int or not 0 <= layer < self.pool.num_layers
-        ):
+        if type(layer) is not int or not 0 <= layer < layers.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         rows, options, arrays, pointers, kind = layers.check(
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
