@@ -285,7 +285,7 @@ class Decoder:
     def __init__(self, device, **options):
         self.cache = kv.PagedKVCache(
             num_q_heads=HEADS, page_size=PAGE, device=device, num_tokens=64, max_seq_len=32,
-            groups=[sliding(0, window=6), recurrent(1), full(2)], **options,
+            groups=[full(2, **options), sliding(0, window=6), recurrent(1)],
         )  # fmt: skip
         self.device, self.stream = device, device.stream()
         self.outs = []
@@ -320,9 +320,11 @@ class Decoder:
             stream.call(update)
 
 
-def test_captured_steps(device):
+@pytest.mark.parametrize("encoding", [None, "fp8_e4m3"])
+def test_captured_steps(device, encoding):
     """A graph of three sequences is launched for as many, and for fewer."""
-    captured, plain = Decoder(device), Decoder(device)
+    options = {"demotion": encoding and kv.Demotion(encoding, recent=5, first=1)}
+    captured, plain = (Decoder(device, **options) for _ in range(2))
     for model in (captured, plain):
         for name, count in (("a", 9), ("b", 3), ("c", 14)):
             model.cache.add_sequence(name)
