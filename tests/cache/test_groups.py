@@ -11,6 +11,7 @@ from helpers import full_only
 
 import kvcupy as kv
 from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.paged.states import States
 
 MIXES = {
     "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
@@ -98,6 +99,24 @@ def test_a_page_freed_too_early_is_noticed(device, monkeypatch):
     )
     with pytest.raises(AssertionError):
         run(Mixture(MIXES["full, window"](), device), 0)
+
+
+@pytest.mark.parametrize("method", ["restore", "_copy"])
+def test_a_state_that_is_forgotten_is_noticed(device, monkeypatch, method):
+    """The control for states: pops that leave them, and copies that are not made."""
+    genuine = getattr(States, method)
+
+    def forgetful(self, access, *arguments, **options):
+        if method == "_copy" and not options.get("zeros"):
+            return genuine(self, access, [], *arguments[1:])
+        if method == "restore" and arguments[1]:
+            return None
+        return genuine(self, access, *arguments, **options)
+
+    monkeypatch.setattr(States, method, forgetful)
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            run(Mixture(MIXES["full, state"](), device), seed)
 
 
 # --- What can be restored ---
@@ -266,7 +285,7 @@ class Decoder:
     def __init__(self, device, **options):
         self.cache = kv.PagedKVCache(
             num_q_heads=HEADS, page_size=PAGE, device=device, num_tokens=64, max_seq_len=32,
-            groups=[sliding(0, window=6), recurrent(1), full(2)], **options,
+            groups=[full(2, **options), sliding(0, window=6), recurrent(1)],
         )  # fmt: skip
         self.device, self.stream = device, device.stream()
         self.outs = []
@@ -301,9 +320,11 @@ class Decoder:
             stream.call(update)
 
 
-def test_captured_steps(device):
+@pytest.mark.parametrize("encoding", [None, "fp8_e4m3"])
+def test_captured_steps(device, encoding):
     """A graph of three sequences is launched for as many, and for fewer."""
-    captured, plain = Decoder(device), Decoder(device)
+    options = {"demotion": encoding and kv.Demotion(encoding, recent=5, first=1)}
+    captured, plain = (Decoder(device, **options) for _ in range(2))
     for model in (captured, plain):
         for name, count in (("a", 9), ("b", 3), ("c", 14)):
             model.cache.add_sequence(name)
@@ -534,3 +555,29 @@ def test_a_file_of_demoted_tokens(device, tmp_path):
     caches[1].load_sequence("a", tmp_path / "a")
     counts = [cache._groups[1].past_pool.allocator.num_allocated for cache in caches]
     assert counts[0] == counts[1] > 0
+
+
+def test_states_are_shared_with_torch(device):
+    torch = pytest.importorskip("torch")
+    cache = Mixture([full(0), recurrent(1)], device).cache
+    rows = torch.from_dlpack(cache.state(1, "conv"))
+    assert (rows.dtype, tuple(rows.shape[1:])) == (torch.bfloat16, (4, 3))
+    rows[1] = 2
+    assert (device.to_numpy(cache.state(1, "conv"))[1] == 2).all()
+
+
+@pytest.mark.parametrize("dtype", ["int32", np.float64, "fp8_e4m3", "uint8"])
+def test_states_of_any_dtype(device, dtype, tmp_path):
+    groups = [full(0), kv.Recurrent(layers=[1], state={"s": ((3,), dtype)}, checkpoint_tokens=4)]
+    mixture = Mixture(groups, device)
+    mixture.add("a")
+    for value in (4, 8):
+        with mixture.cache.forward(["a"], [4]):
+            rows = mixture.cache.state(1, "s")
+            rows[mixture.cache.state_slots()] = np.full(3, value, rows.dtype)
+    assert mixture.cache.fork_sequence("a", "b", 4) == 0
+    mixture.cache.save_sequence("a", tmp_path / "a")
+    mixture.cache.load_sequence("c", tmp_path / "a")
+    slots = mixture.cache._states.slots("abc")
+    got = device.to_numpy(mixture.cache.state(1, "s"))[slots].astype(int)
+    assert got.tolist() == [[8] * 3, [4] * 3, [8] * 3]

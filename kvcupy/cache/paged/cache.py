@@ -17,7 +17,15 @@ from ...ops import call, checks
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
-from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, scales_of
+from .arguments import (
+    DTYPE,
+    PAGE_SIZE,
+    Demotion,
+    past_pool_of,
+    pool_of,
+    rope_positions,
+    scales_of,
+)
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
@@ -76,7 +84,7 @@ class PagedKVCache(ProcessLocal):
         `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
         group has its own pool. Layers have their numbers in the model
     memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
-        num_tokens tokens (None: max_seq_len); see `plan`
+        num_tokens tokens (None: max_seq_len, or the positions of rope); see `plan`
     num_tokens : with groups and without memory_bytes, the tokens that the pools hold, of one
         sequence, or of several of max_seq_len tokens
 
@@ -199,7 +207,8 @@ class PagedKVCache(ProcessLocal):
             declared = check_groups(groups)
             self._plan = make_plan(
                 declared, positive_int(page_size, "page_size"), memory_bytes=memory_bytes,
-                num_tokens=num_tokens, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens,
+                num_tokens=num_tokens, max_seq_len=max_seq_len or rope_positions(rope),
+                max_batch_tokens=max_batch_tokens,
             )  # fmt: skip
             self._groups, self._layer_groups = make_groups(self._plan, page_size, device, shared)
             max_seq_len = max_seq_len or self._plan.sequence_tokens
@@ -257,9 +266,10 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_past_pages(self) -> int:
-        """Pages for old tokens that are not allocated; 0 without `demotion`."""
+        """Pages for old tokens that are not allocated, of all groups; 0 without `demotion`."""
         self._exchange.reclaim()
-        return 0 if self.past_pool is None else self.past_pool.allocator.num_available
+        pools = [group.past_pool for group in self._groups]
+        return sum(pool.allocator.num_available for pool in pools if pool is not None)
 
     @property
     def total_length(self) -> int:
@@ -733,9 +743,7 @@ class PagedKVCache(ProcessLocal):
             raise KvcupyError(f"this cache holds {expected}")
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
-        if self._layer_groups is None and (
-            type(layer) is not int or not 0 <= layer < self.pool.num_layers
-        ):
+        if type(layer) is not int or not 0 <= layer < layers.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         rows, options, arrays, pointers, kind = layers.check(
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,

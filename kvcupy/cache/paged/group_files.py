@@ -72,8 +72,7 @@ class GroupFiles:
             for number, group in enumerate(self._groups):
                 sequence = group.sequences.add(seq)
                 added.append(group)
-                with group.naming():
-                    self._fill(number, sequence, length, first_kept[number], tensors)
+                self._fill(number, sequence, length, first_kept[number], tensors)
             if self._states is not None:
                 sequence = self._groups[0].sequences.find(seq)
                 self._states.load(self._access, seq, tensors, sequence)

@@ -179,6 +179,7 @@ class Sequences:
     ----------
     window, sink_tokens : the keys that a query sees, itself included, and the first keys, which all
         queries see; window 0: all keys
+    label : names the layers where there are too few pages
 
     Attributes
     ----------
@@ -187,8 +188,9 @@ class Sequences:
 
     def __init__(
         self, allocator: PageAllocator, page_size: int, past_allocator: PageAllocator | None = None,
-        window: int = 0, sink_tokens: int = 0,
+        window: int = 0, sink_tokens: int = 0, label: str = "",
     ) -> None:  # fmt: skip
+        self._label = label
         self._allocator, self._past_allocator = allocator, past_allocator
         self._window, self._num_sink_pages = window, -(-sink_tokens // page_size)
         self._page_size = page_size
@@ -498,14 +500,22 @@ class Sequences:
         if self.evict is not None and self._allocator.num_free < count:
             with suppress(CacheFull):  # pages in flight may suffice
                 self.evict(count)
-        return self._allocator.alloc(count)
+        return self._alloc(self._allocator, count)
 
     def allocate_past(self, count: int) -> Ints:
         """Allocate pages of the pool of old tokens, all or none; numbered as in sequences."""
         assert self._past_allocator is not None
         if self.reclaim is not None:
             self.reclaim()
-        return self._past_allocator.alloc(count) + self.first_past
+        return self._alloc(self._past_allocator, count) + self.first_past
+
+    def _alloc(self, allocator: PageAllocator, count: int) -> Ints:
+        try:
+            return allocator.alloc(count)
+        except CacheFull as error:
+            if not self._label:
+                raise
+            raise CacheFull(f"{self._label}: {error}") from error
 
     def free(self, pages: Ints) -> None:
         """Free allocated pages of either pool that belong to no sequence."""

@@ -20,8 +20,9 @@ import numpy as np
 
 from ...arrays import ArrayView, reshaped, transposed, view
 from ...devices.protocol import Device
+from ...dlpack import exporting
 from ...errors import CacheFull
-from ...formats import numpy_dtype
+from ...formats import FORMATS, numpy_dtype
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import CopiedPages, PageAccess
@@ -82,7 +83,8 @@ class States:
                 self._parts.append(f"state {number} {name}")
                 array = device.zeros((len(group.layers), num_slots, *shape), dtype)
                 for i, layer in enumerate(group.layers):
-                    self._arrays[layer, name] = array[i]
+                    own = array[i]
+                    self._arrays[layer, name] = exporting(own) if dtype in FORMATS else own
                 rows = view(array)
                 self._rows.append(transposed(rows, (1, 0, *range(2, rows.ndim))))
                 zero = view(device.zeros(shape, dtype))
@@ -208,7 +210,7 @@ class States:
     def _write(
         self, access: PageAccess, slot: int, tensors: Mapping[str, np.ndarray[Any, Any]]
     ) -> None:
-        stream = access.copy_stream
+        stream = self._device.as_stream(None, self._rows[0].library)
         with access.on(stream):
             for name, rows in zip(self._parts, self._rows, strict=True):
                 target = rows[slot]
