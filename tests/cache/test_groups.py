@@ -190,8 +190,10 @@ def test_a_state_is_useless_behind_a_window(device):
 
 
 def test_the_oldest_states_make_room(device):
-    mixture = mixture_of(device, full(0), recurrent(1), tokens=48, step=8, num_tokens=48)
+    memory = {"num_tokens": 48, "memory_bytes": 18 * PAGE * 128 + 3 * 64}
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=48, step=8, **memory)
     states = mixture.cache._states
+    assert states.num_slots == 3
     num_kept = states.num_slots - 1
     assert list(states._of["a"].kept) == [48 - 8 * n for n in reversed(range(num_kept))]
     for number in range(num_kept):

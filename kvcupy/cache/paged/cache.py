@@ -81,7 +81,8 @@ class PagedKVCache(ProcessLocal):
         `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
         group has its own pool. Layers have their numbers in the model
     memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
-        num_tokens tokens (None: max_seq_len, or the positions of rope); see `plan`
+        num_tokens tokens (None: max_seq_len, or the positions of rope, else 4,096 or as many that
+        four sequences fit); see `plan`
     num_tokens : with groups and without memory_bytes, the tokens that the pools hold, of one
         sequence, or of several of max_seq_len tokens
 
