@@ -539,8 +539,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError : no step is running
-        TypeError, ValueError : `stream` is not a stream, or there is no recurrent group
+        KvcupyError : no step is running, or there is no recurrent group
+        TypeError, ValueError : `stream` is not a stream
 
         Notes
         -----
@@ -548,7 +548,7 @@ class PagedKVCache(ProcessLocal):
         that does. Capture: legal; a launch for fewer sequences has -1 for the others.
         """
         if self._states is None:
-            raise ValueError("state_slots: expected a cache with a recurrent group")
+            raise KvcupyError("this cache has no recurrent group, and so no states")
         return self.device.carrier(self._tables(stream)[STATE_SLOTS])
 
     # --- Attention ---
