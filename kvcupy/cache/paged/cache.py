@@ -353,7 +353,7 @@ class PagedKVCache(ProcessLocal):
         UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
         TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
             committed
-        CacheFull : a partial page is to be copied and none is free; nothing has changed
+        CacheFull : a partial page or a state is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
         Notes
@@ -376,6 +376,7 @@ class PagedKVCache(ProcessLocal):
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
+        DeviceError : a kept state could not be copied; the sequence is empty
         """
         return self._steps.pop(seq, n)
 
@@ -464,7 +465,7 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError : no step is running
         DeviceError, TransferError : layers of an exported sequence could not be sent, and its offer
-            is withdrawn; the step has ended
+            is withdrawn; or a state could not be kept. The step has ended
         """
         self._steps.end()
 
@@ -541,6 +542,7 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError : no step is running, or there is no recurrent group
         TypeError, ValueError : `stream` is not a stream
+        DeviceError : a state could not be copied, and the sequence can only be removed
 
         Notes
         -----
@@ -549,7 +551,13 @@ class PagedKVCache(ProcessLocal):
         """
         if self._states is None:
             raise KvcupyError("this cache has no recurrent group, and so no states")
-        return self.device.carrier(self._tables(stream)[STATE_SLOTS])
+        step, tables = self._running()
+        own = self.pool._as_stream(stream)
+        slots = tables.on(own)[STATE_SLOTS]
+        if not own.capturing:
+            for load in step.loads:
+                load.wait(own)
+        return self.device.carrier(slots)
 
     # --- Attention ---
 
