@@ -83,11 +83,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         rows that beam search has forked share theirs. With groups, of each layer that attends to
         all tokens
     page_size : tokens per page
-    max_batch_size : with groups, rows for which there are windows and states; None: those of the
-        first forward
+    max_batch_size : with groups, rows for which there are windows and states; None: as many as in
+        the first forward
     max_batch_tokens : with windows, tokens of a forward for which there are pages beside full
-        windows. The first forward may have more. None: 8192, or those of the first forward if they
-        are more
+        windows. The first forward may have more. None: 8192, or as many as in the first forward
     dtype : format of the cache, by name or as a dtype; "fp8_e4m3", "fp8_e5m2" and "int8" have a
         scale per token and head. None: the format of the model's keys
     device : a Device or its name; None: where the model's keys are
@@ -193,6 +192,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         return self._pages
 
     def __repr__(self) -> str:
+        self._settle()
         rows = f"{len(self._rows)} rows of {self._length} tokens"
         return f"<{type(self).__name__} of {rows}, {self.pages!r}>"
 
@@ -305,11 +305,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         return spread
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Return a convolution's last inputs, (B, ...), to be updated in place; None: no tokens."""
+        """Return a convolution's last inputs, (B, ...), to be updated in place; None if empty."""
         return self._old_state(layer_idx, f"conv {state_idx}")
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
-        """Return a state, (B, ...), to be updated in place; None: no tokens."""
+        """Return a state, (B, ...), to be updated in place; None if the cache is empty."""
         return self._old_state(layer_idx, f"recurrent {state_idx}")
 
     def update_conv_state(
@@ -339,7 +339,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         return recurrent_states
 
     def _opened(self) -> _Step:
-        """Return the step, a new one if there is none."""
+        """Return the step, or begin a new one."""
         if self._step is None:
             self._step = _Step()
         return self._step
@@ -363,7 +363,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             step.state_slots = torch.tensor(slots, device=states.device)
         slots = step.state_slots
         rows = states[slots.clamp(min=0)]
-        if self._mask is not None:  # a row may have had nothing but padding
+        if self._mask is not None:  # a row may have had only padding
             rows[slots < 0] = 0
         step.states[key] = rows
         return rows
@@ -530,15 +530,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._advance(step)
             return key, value
         rows = _tokens(key, None), _tokens(value, None)
-        caches, scales = self._write(layer, *rows)
+        k_cache, v_cache, scales = self._write(layer, *rows)
         slots = self._seen_slots(layer, key.shape[2])
         outs = [x.new_empty(slots.numel(), *x.shape[1:]) for x in rows]
-        gather_kv(*caches, slots.reshape(-1), k_out=outs[0], v_out=outs[1], **scales)
+        gather_kv(k_cache, v_cache, slots.reshape(-1), k_out=outs[0], v_out=outs[1], **scales)
         self._advance(step)
         k, v = (x.view(*slots.shape, *x.shape[1:]).transpose(1, 2) for x in outs)
         return k, v
 
-    def _write(self, layer: int, key: Any, value: Any, unseen: Any = None) -> tuple[Any, Any]:
+    def _write(
+        self, layer: int, key: Any, value: Any, unseen: Any = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
         """Write rows of the step's tokens, except `unseen` ones; return the caches and scales."""
         pages = self._pages
         assert pages is not None
@@ -546,12 +548,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         pool, scales = pages.pools[number], {}
         if pool.scale_parts:
             scales = {"k_scale_cache": pool.k_scale(place), "v_scale_cache": pool.v_scale(place)}
-        caches = pool.k(place), pool.v(place)
+        k_cache, v_cache = pool.k(place), pool.v(place)
         slots = pages.slot_mapping(layer=layer, stream=pages.device.as_stream(None, "torch"))
         if unseen is not None:
             slots = torch.from_dlpack(slots).masked_fill(unseen, -1)
-        store_kv(key, value, *caches, slots, **scales)
-        return caches, scales
+        store_kv(key, value, k_cache, v_cache, slots, **scales)
+        return k_cache, v_cache, scales
 
     def _seen_slots(self, layer: int, count: int) -> torch.Tensor:
         """Return where the tokens lie that `count` new ones see, int64 (B, tokens)."""
@@ -590,6 +592,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         batch, page_size = key.shape[0], self._counts["page_size"]
         num_tokens = self._counts["num_pages"] * page_size
         max_batch_tokens = self._max_batch_tokens or max(_MAX_BATCH_TOKENS, batch * step.count)
+        if self._keeps_step or self._recurrent:
+            max_batch_tokens = max(max_batch_tokens, batch * step.count)
+        if not self._windows:
+            max_batch_tokens = num_tokens
         self._pages = pages = PagedKVCache(
             num_q_heads=self._num_q_heads(key), groups=groups, device=self._device_of(key),
             page_size=page_size, num_tokens=num_tokens,
@@ -656,8 +662,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             assert self._pages is not None
             for seq in step.added:
                 self._pages.add_sequence(seq)
-            room = max(1, self._pages.plan().step_tokens // batch)
-            size = step.count if self._keeps_step else room
+            size = step.count
+            if not (self._recurrent or self._keeps_step):  # then one step has room
+                size = max(1, self._pages.plan().step_tokens // batch)
             for start in range(0, step.count, size):
                 stop = min(step.count, start + size)
                 self._store_columns(step, start, stop)
@@ -665,7 +672,6 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._pages, self._places, self._states = None, {}, {}
             self._step = None
             raise
-        step.forward = None
 
     def _store_columns(self, step: _Step, start: int, stop: int) -> None:
         """Store the tokens of some columns of the batch, with the last ones the states."""
@@ -680,18 +686,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             return
         with forward:
             for layer, held in step.first.items():
-                count = stop - max(start, held.start)
-                if count <= 0:
+                if held.start >= stop:
                     continue
-                parts = [
-                    _columns(x, start - held.start, stop - held.start)
+                key, value = (
+                    _tokens(_columns(x, start - held.start, stop - held.start), index)
                     for x in (held.key, held.value)
-                ]
+                )
                 unseen = None
                 if held.start > start:
-                    columns = torch.arange(start, stop, device=held.key.device) < held.start
+                    columns = torch.arange(start, stop, device=key.device) < held.start
                     unseen = columns.repeat(len(lengths))
-                self._write(layer, *(_tokens(x, index) for x in parts), unseen)
+                self._write(layer, key, value, unseen)
             if stop == step.count:
                 self._store_states(step)
 

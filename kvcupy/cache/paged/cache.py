@@ -556,12 +556,14 @@ class PagedKVCache(ProcessLocal):
         """
         if self._states is None:
             raise ValueError("state_slots: expected a cache with a recurrent group")
-        slots = self._tables(stream)[STATE_SLOTS]
-        self._running()[1].states_used = True
+        own = self.pool._as_stream(stream)
+        slots = self._tables(own)[STATE_SLOTS]
+        if not own.capturing:
+            self._running()[1].states_used = True
         return self.device.carrier(slots)
 
     def state_slots_of(self, seqs: Any, *, stream: Any = None) -> list[int]:
-        """Return the rows of sequences in the states, -1 for one that has no tokens.
+        """Return the rows of sequences in the states, -1 for a state that is still zero.
 
         It is for models that read states before their step begins. Work on `stream`, behind the
         call, may read the rows until that step begins; they are written in a step alone.
@@ -754,10 +756,9 @@ class PagedKVCache(ProcessLocal):
         A sequence whose window has slid has unused slots between its sink tokens and what follows.
         The pages that a group with a window has freed are negative.
         """
-        tables = self._tables_of("block_table", layer, stream)
-        if "past_table" in tables or self._past is not None:
-            raise KvcupyError("block_table: the pages of a cache with past are of two pools")
-        return self.device.carrier(block_table(tables))
+        if layer is None:
+            self._require_one_pool("block_table")
+        return self.device.carrier(block_table(self._tables_of("block_table", layer, stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
         """Return the pages of the step's sequences in CSR form, as FlashInfer takes them.
@@ -1065,13 +1066,14 @@ class PagedKVCache(ProcessLocal):
 
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
         """Return the tables of the group of a layer, by their plain names."""
-        tables = self._tables(stream)
         if layer is None:
-            if self._layer_groups is not None:
-                raise ValueError(f"layer: expected a layer for {name} of a cache with groups")
-            return tables
-        group = self._groups[self._place_of(layer)[0]].tables
-        return tables if group is None else group.of(tables)
+            self._refuse_groups(f"{name} without a layer")
+            return self._tables(stream)
+        group = self._groups[self._place_of(layer)[0]]
+        if group.past is not None:
+            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
+        tables = self._tables(stream)
+        return tables if group.tables is None else group.tables.of(tables)
 
     def _require_one_pool(self, name: str) -> None:
         """Raise if the pages of a sequence may be of several pools."""
