@@ -17,15 +17,27 @@ from ...ops import call, checks
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
-from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, scales_of
+from .arguments import (
+    DTYPE,
+    PAGE_SIZE,
+    Demotion,
+    past_pool_of,
+    pool_of,
+    rope_positions,
+    scales_of,
+)
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
+from .group_files import GroupFiles
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
 from .page_group import make_group, make_groups
 from .states import States, states_of
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
+
+RECOMPUTED_TOKENS = 16
+"""Of a spliced document, by default: see docs/paged_cache.md for what they gain."""
 
 _NO_STEP = "no step is running: call begin_forward first"
 
@@ -72,7 +84,7 @@ class PagedKVCache(ProcessLocal):
         `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
         group has its own pool. Layers have their numbers in the model
     memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
-        num_tokens tokens (None: max_seq_len); see `plan`
+        num_tokens tokens (None: max_seq_len, or the positions of rope); see `plan`
     num_tokens : with groups and without memory_bytes, the tokens that the pools hold, of one
         sequence, or of several of max_seq_len tokens
 
@@ -86,6 +98,8 @@ class PagedKVCache(ProcessLocal):
     Raises
     ------
     TypeError, ValueError : an argument does not fit
+    NotImplementedError : groups without attention, whose checkpoint_tokens differ, or with the
+        `attention` of another library
     ImportError : `attention` names a package that is not installed
     DeviceError, MemoryError : there is not enough memory
 
@@ -193,7 +207,8 @@ class PagedKVCache(ProcessLocal):
             declared = check_groups(groups)
             self._plan = make_plan(
                 declared, positive_int(page_size, "page_size"), memory_bytes=memory_bytes,
-                num_tokens=num_tokens, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens,
+                num_tokens=num_tokens, max_seq_len=max_seq_len or rope_positions(rope),
+                max_batch_tokens=max_batch_tokens,
             )  # fmt: skip
             self._groups, self._layer_groups = make_groups(self._plan, page_size, device, shared)
             max_seq_len = max_seq_len or self._plan.sequence_tokens
@@ -221,6 +236,9 @@ class PagedKVCache(ProcessLocal):
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = Contents(self.pool, self._layers, access, self._past)
+        self._files: GroupFiles | None = None
+        if groups is not None:
+            self._files = GroupFiles(declared, self._groups, self._states, access)
         self._tiers = Tiers(self.pool, self._sequences, access, self.past_pool)
         self._exchange = Exchange(
             self.pool, self._sequences, self._contents, self._tiers, access, self._past
@@ -248,9 +266,10 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_past_pages(self) -> int:
-        """Pages for old tokens that are not allocated; 0 without `demotion`."""
+        """Pages for old tokens that are not allocated, of all groups; 0 without `demotion`."""
         self._exchange.reclaim()
-        return 0 if self.past_pool is None else self.past_pool.allocator.num_available
+        pools = [group.past_pool for group in self._groups]
+        return sum(pool.allocator.num_available for pool in pools if pool is not None)
 
     @property
     def total_length(self) -> int:
@@ -352,6 +371,82 @@ class PagedKVCache(ProcessLocal):
         at most one page, read and written.
         """
         return self._steps.fork(parent, child, at, inherit_window)
+
+    def splice(
+        self, seq: Hashable, source: Hashable, start: int = 0, stop: int | None = None, *,
+        recompute: int = RECOMPUTED_TOKENS,
+    ) -> range:  # fmt: skip
+        """Append tokens of another sequence, a document say, behind those that a sequence has.
+
+        Their keys move to the positions that follow, and their values stay. So they are what the
+        source's own prefix made of them, and no more than near to what this prefix would make.
+
+        Parameters
+        ----------
+        seq : a cached sequence, which may be `source` itself
+        source : a cached sequence. If its keys are cached rotated, tokens that a sliding window may
+            have moved cannot be taken, which are those behind its sink_tokens
+        start, stop : positions in the source, 0 <= start <= stop <= its length; None: its length
+        recompute : how many of the first tokens should be computed again
+
+        Returns
+        -------
+        range : the positions in `seq` of the first `recompute` of these tokens, or of all if they
+            are fewer. They saw none of this prefix, and the tokens behind them attend to them
+            strongly. Compute them again with a fork at the first position and `set_kv`; or instead
+            append them in a step before the call, and splice from behind them with recompute=0
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : an argument does not fit, a tree is not committed, or the tokens
+            would be past the positions of rope
+        CacheFull : there are too few pages
+        KvcupyError : one of the sequences belongs to the running step
+        DeviceError : a copy or a launch failed
+        NotImplementedError : the cache has groups
+
+        After an error nothing has changed.
+
+        Notes
+        -----
+        Whatever the two lengths leave of pages: tokens are copied one by one. Blocks from the first
+        appended token on have no hashes, for they are not what a prefill of the prompt gives, and
+        do not go to a tiered cache. Demoted tokens of the source are converted to dtype. With a
+        rope_mode other than "normal", or no change of position, bits are copied.
+        Stream: one kernel for each evenly spaced set of layers on the copy stream, behind all steps
+        so far. Bytes: each token read once and written once.
+        Source: CacheBlend (arXiv 2405.16444), which computes again the tokens that differ most;
+        EPIC (arXiv 2410.15332), which computes again the first tokens of each piece.
+        """
+        self._refuse_groups("splice")
+        sequence = self._steps.settled(seq)
+        origin = self._steps.settled(source, "source")
+        stop = origin.length if stop is None else stop
+        for name, number in (("start", start), ("stop", stop), ("recompute", recompute)):
+            checks.require_int(number, name)
+        if not 0 <= start <= origin.length:
+            raise ValueError(f"start: expected 0 to {origin.length}, got {start}")
+        if not start <= stop <= origin.length:
+            raise ValueError(f"stop: expected {start} to {origin.length}, got {stop}")
+        if recompute < 0:
+            raise ValueError(f"recompute: expected at least 0, got {recompute}")
+        start, stop, first = int(start), int(stop), sequence.length
+        moved = self._rope_mode == "normal" and origin.window and stop > origin.sink_tokens
+        if moved and start < stop:
+            raise ValueError(
+                f"stop: expected at most the {origin.sink_tokens} sink_tokens of the source, whose "
+                f"sliding window may have moved other keys, got {stop}"
+            )
+        most = self._layers.rope.max_positions
+        if most is not None and first + stop - start > most:
+            raise ValueError(
+                f"stop: expected {seq!r} to stay within the {most} positions of rope, got "
+                f"{first + stop - start}"
+            )
+        if start < stop:
+            self._steps.splice(sequence, origin, start, stop)
+        return range(first, first + min(int(recompute), stop - start))
 
     def pop_tokens(self, seq: Hashable, n: int) -> int:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.
@@ -689,9 +784,7 @@ class PagedKVCache(ProcessLocal):
             raise KvcupyError(f"this cache holds {expected}")
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
-        if self._layer_groups is None and (
-            type(layer) is not int or not 0 <= layer < self.pool.num_layers
-        ):
+        if type(layer) is not int or not 0 <= layer < layers.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         rows, options, arrays, pointers, kind = layers.check(
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
@@ -861,10 +954,15 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         Stream: waits for all steps so far. Capture: illegal. Demoted tokens are converted back to
-        dtype, so the file fits a cache without `demotion` too; loading it demotes them again.
+        dtype, so the file fits a cache without `demotion` too; loading it demotes them again. With
+        groups the file has the tokens that windows keep and the live states, and fits a cache of
+        equal groups.
         """
-        self._refuse_groups("save_sequence")
-        self._contents.save(self._steps.settled(seq), path)
+        sequence = self._steps.settled(seq)
+        if self._files is not None:
+            self._files.save(seq, path)
+        else:
+            self._contents.save(sequence, path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -878,8 +976,10 @@ class PagedKVCache(ProcessLocal):
 
         After an error nothing has changed.
         """
-        self._refuse_groups("load_sequence")
         self._sequences.require_new(seq, "seq")
+        if self._files is not None:
+            self._files.load(seq, path)
+            return
         saved = self._contents.open(path)
         sequence = self._sequences.add(seq)
         try:

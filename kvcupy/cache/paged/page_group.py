@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ... import metrics
-from ...errors import CacheFull
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import KVPool, Pool
 from .arguments import Demotion, past_pool_of, rope_of
 from .groups import AttentionGroup, FullAttention, Latent, Plan, SlidingWindow
 from .layers import Layers, Rope
 from .moves import PageMover, Past
-from .sequences import CachedSequence, Ints, Reservation, Sequences
+from .sequences import CachedSequence, Ints, PageCopy, Sequences
 from .tables import GroupTables
 
 
@@ -49,7 +47,6 @@ class PageGroup:
         self.pool, self.past_pool, self.past = pool, None, None
         self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
         self.cascade: bool | None = False if window or demoted else cascade
-        self._label = label
         past_layers, past_allocator, kept = None, None, (0, 0)
         if demoted is not None:
             self.past_pool, *numbers = demoted
@@ -62,7 +59,7 @@ class PageGroup:
         if self.past_pool is not None and past_layers is not None:
             self.past = Past(pool, self.past_pool, self.layers, past_layers, *kept)
         self.sequences = Sequences(
-            pool.allocator, pool.page_size, past_allocator, window, sink_tokens
+            pool.allocator, pool.page_size, past_allocator, window, sink_tokens, label
         )
         self._mover = PageMover(pool)
 
@@ -70,16 +67,6 @@ class PageGroup:
     def num_pages(self) -> int:
         """Pages of both pools."""
         return self.pool.num_pages + (0 if self.past_pool is None else self.past_pool.num_pages)
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Let CacheFull in a block name the group."""
-        try:
-            yield
-        except CacheFull as error:
-            if not self._label:
-                raise
-            raise CacheFull(f"{self._label}: {error}") from error
 
     def window_of(self, window: Any, sink_tokens: Any) -> tuple[Any, Any]:
         """Return the window and sink tokens of the group, which a call may repeat."""
@@ -97,18 +84,8 @@ class PageGroup:
 
     # --- Steps ---
 
-    def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
-        """Allocate the pages for more tokens of sequences, all or none."""
-        if not self._label:
-            return self.sequences.reserve(sequences, counts)
-        with self.naming():
-            return self.sequences.reserve(sequences, counts)
-
-    def copy_shared(self, access: PageAccess, reserved: Reservation) -> CopiedPages | None:
+    def copy_shared(self, access: PageAccess, copies: Sequence[PageCopy]) -> CopiedPages:
         """Copy the partial pages that reserved ones replace."""
-        copies = reserved.copies
-        if not copies:
-            return None
         src, dst = [copy.old for copy in copies], [copy.new for copy in copies]
         return self._copy_pages(access, src, dst, *(copy.sequence for copy in copies))
 
@@ -200,8 +177,7 @@ class PageGroup:
         inherit_window: bool,
     ) -> None:  # fmt: skip
         """Add a sequence that shares the first tokens of another."""
-        with self.naming():
-            pages = self.sequences.fork(parent, child, at, inherit_window)
+        pages = self.sequences.fork(parent, child, at, inherit_window)
         if pages is not None:
             try:
                 copied = self._copy_pages(access, [pages[0]], [pages[1]], parent)
@@ -209,6 +185,54 @@ class PageGroup:
                 self.sequences.remove(child)
                 raise
             add_load(self.sequences.find(child), copied)
+
+    def splice(
+        self, access: PageAccess, sequence: CachedSequence, source: CachedSequence, start: int,
+        stop: int,
+    ) -> None:  # fmt: skip
+        """Append tokens of another sequence, with their keys at the positions that follow."""
+        count, delta = stop - start, sequence.length - start
+        known, page_size = self.sequences, self.pool.page_size
+        reserved = known.reserve([sequence], [count])
+        try:
+            copied = [self._copy_pages(access, [c.old], [c.new], sequence) for c in reserved.copies]
+        except BaseException:
+            known.free(reserved.pages)
+            raise
+        known.grow([sequence], [count], reserved)
+        try:
+            places = sequence.places(sequence.length - count, sequence.length)
+            targets = sequence.slots(places, page_size)
+            sources = source.slots(source.places(start, stop), page_size)
+            copied.append(self._splice_slots(access, sources, targets, delta, sequence, source))
+        except BaseException:
+            known.shrink([sequence], [count], reserved.copies)
+            raise
+        known.release_replaced(reserved.copies)
+        del sequence.hashes[(sequence.length - count) // page_size :]
+        for completion in copied:
+            add_load(sequence, completion)
+
+    def _splice_slots(
+        self, access: PageAccess, sources: Ints, targets: Ints, delta: int,
+        *sequences: CachedSequence,
+    ) -> CopiedPages:  # fmt: skip
+        """Copy tokens to slots of the pool, with their keys moved on by `delta` positions."""
+        stream, rope, mover = access.copy_stream, self.layers.rope, self._mover
+        rotates = rope.mode == "normal" and delta != 0
+        first_past = self.pool.num_pages * self.pool.page_size
+        demoted = sources >= first_past
+        with access.on(stream, *sequences):
+            if self.past is not None and demoted.any():
+                self.past.promote_slots(sources[demoted] - first_past, targets[demoted], stream)
+                if rotates:
+                    mover.shift_slots(targets[demoted], targets[demoted], delta, rope, stream)
+            src, dst = sources[~demoted], targets[~demoted]
+            if rotates and len(src):
+                mover.shift_slots(src, dst, delta, rope, stream)
+            else:
+                mover.move_slots(src, dst, stream)
+            return CopiedPages(stream)
 
     def unshare(self, access: PageAccess, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""

@@ -12,7 +12,7 @@ state needs, and the oldest are given up first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,9 @@ import numpy as np
 
 from ...arrays import ArrayView, reshaped, transposed, view
 from ...devices.protocol import Device
+from ...dlpack import exporting
 from ...errors import CacheFull
+from ...formats import FORMATS, numpy_dtype
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import CopiedPages, PageAccess
@@ -73,13 +75,16 @@ class States:
         self._allocator = PageAllocator(num_slots)
         self._label = " and ".join(map(str, groups))
         self._arrays: dict[tuple[int, str], Any] = {}
-        self._rows: list[ArrayView] = []  # (slots, layers, ...)
+        self._parts: list[str] = []  # the number of the group, and the name
+        self._rows: list[ArrayView] = []  # of each part (slots, layers, ...)
         self._zeros: list[ArrayView] = []  # (layers, ...), a state of zeros
-        for group in groups:
+        for number, group in enumerate(groups):
             for name, (shape, dtype) in group.state.items():
+                self._parts.append(f"state {number} {name}")
                 array = device.zeros((len(group.layers), num_slots, *shape), dtype)
                 for i, layer in enumerate(group.layers):
-                    self._arrays[layer, name] = array[i]
+                    own = array[i]
+                    self._arrays[layer, name] = exporting(own) if dtype in FORMATS else own
                 rows = view(array)
                 self._rows.append(transposed(rows, (1, 0, *range(2, rows.ndim))))
                 zero = view(device.zeros(shape, dtype))
@@ -161,6 +166,58 @@ class States:
             state.live = _NO_SLOT
         else:
             self._copy(access, [(state.kept[length].slot, state.live)], sequence)
+
+    # --- Files ---
+
+    def tensors(self, access: PageAccess, seq: Hashable) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the live state of a sequence: of each part, the bytes by layer.
+
+        An empty sequence has none.
+        """
+        slot = self._of[seq].live
+        if slot == _NO_SLOT:
+            return {}
+        with access.on(access.copy_stream):
+            pass  # behind all work on the states
+        access.copy_stream.synchronize()
+        return {
+            name: _as_bytes(self._device.to_numpy(rows[slot]))
+            for name, rows in zip(self._parts, self._rows, strict=True)
+        }
+
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return format and shape of the results of `tensors`."""
+        return {
+            name: ("int8", (rows.shape[1], rows.num_bytes // (rows.shape[0] * rows.shape[1])))
+            for name, rows in zip(self._parts, self._rows, strict=True)
+        }
+
+    def load(
+        self, access: PageAccess, seq: Hashable, tensors: Mapping[str, np.ndarray[Any, Any]],
+        sequence: CachedSequence,
+    ) -> None:  # fmt: skip
+        """Add a sequence with the live state of `tensors`."""
+        state = SequenceState()
+        if sequence.length:
+            state.live = self._allocate(1)[0]
+            try:
+                self._write(access, state.live, tensors)
+            except BaseException:
+                self._free(state.live)
+                raise
+        self._of[seq] = state
+
+    def _write(
+        self, access: PageAccess, slot: int, tensors: Mapping[str, np.ndarray[Any, Any]]
+    ) -> None:
+        stream = self._device.as_stream(None, self._rows[0].library)
+        with access.on(stream):
+            for name, rows in zip(self._parts, self._rows, strict=True):
+                target = rows[slot]
+                bits = np.ascontiguousarray(tensors[name]).view(numpy_dtype(target.format))
+                source = self._device.asarray(bits.reshape(target.shape))
+                self._device.copy(target, source, stream=stream)
+        stream.synchronize()
 
     # --- Steps ---
 
@@ -319,6 +376,12 @@ class States:
         for sequence in sequences:
             add_load(sequence, copied)
         return copied
+
+
+def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the bytes of each layer of (layers, ...), int8 (layers, bytes)."""
+    flat: np.ndarray[Any, Any] = np.ascontiguousarray(array).reshape(len(array), -1)
+    return flat.view(np.int8)
 
 
 def states_of(plan: Plan, device: Device) -> States | None:
