@@ -21,7 +21,6 @@ from transformers.cache_utils import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..arrays import tensor_of, view
 from ..cache.paged.cache import PagedKVCache
 from ..cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWindow
 from ..cache.pool import positive_int
@@ -608,9 +607,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             for number, group in enumerate(attention)
             for place, layer in enumerate(group.layers)
         }
-        for (layer, name), rows in step.states.items():
-            states = tensor_of(view(pages.state(layer, name)), name)
-            self._states[layer, name] = states.view(rows.dtype)
+        for layer, name in step.states:
+            self._states[layer, name] = torch.from_dlpack(pages.state(layer, name))
 
     def _attention_groups(self, first: dict[int, _Held]) -> Iterator[LayerGroup]:
         """Yield groups of the layers whose keys and windows are alike."""

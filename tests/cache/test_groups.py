@@ -43,7 +43,8 @@ def run(mixture, seed, steps=45):
                 most = 23 if kind == "long step" else 5
                 appended = {name: mixture.new(rng.randint(1, most)) for name in chosen[:2]}
                 appended |= {name: mixture.new(1) for name in chosen[2:]}
-                work = rng.choice([True, True, "attention", False]) if kind == "abort" else True
+                part = rng.random() if kind == "abort" else 0
+                work = part < 0.7 or ("attention" if part < 0.85 else False)
                 mixture.step(appended, work=work, keep=kind != "abort")
             elif kind == "fork":
                 parent = rng.choice(known)
