@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -248,6 +249,14 @@ def test_the_oldest_states_make_room(device):
     mixture.check()
 
 
+def test_states_are_read_behind_their_copies(device):
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=20)
+    if device.kind == "host":
+        mixture.cache._steps.access.copy_stream.call(lambda: time.sleep(0.2))
+    mixture.fork("a", "b")
+    mixture._read_states(["b", "a"])
+
+
 def test_a_step_that_is_taken_back(device):
     """The state is the one from before where the model has not touched it, else the last kept."""
     mixture = mixture_of(device, full(0), recurrent(1), tokens=20, step=4)
@@ -428,6 +437,23 @@ def stepped(model, update_on=None):
     cache.add_sequence("d")
     step("bcd", 2)
     model.device.synchronize()
+
+
+def test_a_launch_may_have_updated_states(device):
+    """A step that is taken back after it leaves no state."""
+    model = Decoder(device)
+    model.cache.add_sequence("a")
+    with model.cache.forward(["a"], [9]):
+        model.work(model.rows(9))
+    with pytest.raises(Taken), model.cache.forward(["a"], [1]):
+        with model.stream.capture() as graph:
+            model.work(model.rows(1))
+        raise Taken
+    assert model.cache.sequence_length("a") == 9
+    with pytest.raises(Taken), model.cache.forward(["a"], [1]):
+        graph.launch(model.stream)
+        raise Taken
+    assert model.cache.sequence_length("a") == 0
 
 
 def test_order(device):
