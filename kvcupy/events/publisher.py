@@ -1,4 +1,4 @@
-"""The publisher of KV events, and what its subscribers know.
+"""The publisher of KV events, and the state that its subscribers have.
 
 A batch is a ZMQ message of three frames: topic, sequence number (8 bytes, big-endian), and the
 batch in msgpack, `[timestamp, events]`. An event is a map with the fields of vLLM's class:
@@ -36,7 +36,7 @@ _MAX_BATCH = 1_000  # changes per batch
 _END = (-1).to_bytes(8, "big", signed=True)  # the sequence number that ends a replay
 _LINGER_MS = 1_000
 _JOIN_TIMEOUT_S = 5.0
-_PAUSE_S = 0.1  # after an error of the thread
+_RETRY_DELAY_S = 0.1  # after an error of the thread
 
 Event = dict[str, Any]
 
@@ -186,7 +186,7 @@ class Publisher:
         Raises
         ------
         TypeError, ValueError : `deadline_s` is not a number, or negative
-        TimeoutError : the thread has not come so far by the deadline
+        TimeoutError : some changes are still queued at the deadline
         """
         deadline_s = seconds_of(deadline_s)
         if self._is_closed:
@@ -245,7 +245,7 @@ class Publisher:
                     self._log.warning("KV events are lost: %s: %s", type(error).__name__, error)
                     for source in self._sources:
                         source.is_behind = source.has_lost = True
-                    time.sleep(_PAUSE_S)
+                    time.sleep(_RETRY_DELAY_S)
                 if self._queue and self._replays.poll(0):
                     self._answer()
         finally:
@@ -345,7 +345,7 @@ class _Source:
 
 
 class _State:
-    """What a subscriber knows that has all batches so far, and how blocks are described."""
+    """The state of a subscriber that has all batches, with parents and tokens of blocks."""
 
     def __init__(self) -> None:
         self._sources: list[_Source] = []
@@ -378,7 +378,7 @@ class _State:
                 self._sources.remove(source)
 
     def everything(self) -> list[Event]:
-        """Return the events of a subscriber that has missed all."""
+        """Return the events for a subscriber that has none: all blocks."""
         events: list[Event] = [{"type": "AllBlocksCleared"}]
         for i, source in enumerate(self._sources):
             for tier, known in source.blocks.items():

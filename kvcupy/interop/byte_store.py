@@ -28,7 +28,7 @@ HELD = STORED, KNOWN
 
 _STAGING_BYTES = 2**24  # per call in progress
 _MAX_STAGED_BLOCKS = 64
-_REOPEN_S = 30.0
+_REOPEN_INTERVAL_S = 30.0
 
 
 class ByteStore:
@@ -171,8 +171,10 @@ class _Blocks:
             try:
                 self.opened = SharedStore.open(self._url, self._pool, **self._options)
             except expected as error:
-                self._retry_at = time.monotonic() + _REOPEN_S
-                cache_logger.warning("%s is tried again in %g s: %s", self._url, _REOPEN_S, error)
+                self._retry_at = time.monotonic() + _REOPEN_INTERVAL_S
+                cache_logger.warning(
+                    "%s is tried again in %g s: %s", self._url, _REOPEN_INTERVAL_S, error
+                )
 
     def put(self, hashes: Sequence[int], blocks: Sequence[Sequence[Bytes]]) -> list[str]:
         if (store := self.store()) is None:

@@ -31,12 +31,12 @@ from ..ops.store import gather_kv, store_kv
 NAME = "kvcupy"
 
 _MAX_BATCH_TOKENS = 8192
-_NO_CHECKPOINTS = 2**31 - 1  # of states: nobody can ask the model to compute tokens again
+_NO_CHECKPOINTS = 2**31 - 1  # transformers cannot recompute tokens behind a kept state
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a layer caches.
+    """The contents of a layer's cache.
 
     Attributes
     ----------
@@ -649,7 +649,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         step.first[layer] = _Held(key, value, start)
 
     def _store_first(self, step: _Step) -> None:
-        """Allocate, and store what the first forward has computed, in steps that there is room for.
+        """Allocate, and store the results of the first forward, in steps that fit.
 
         After an error there are no pages.
         """
@@ -848,7 +848,7 @@ class _Step:
     states : new ones, (B, ...), by layer and name
     state_slots : where the old ones are; None: not yet asked for
     forward : the step of the paged cache; None if all tokens are padding
-    first : what the layers of the first forward have computed, before there are pages; else None
+    first : keys and values of the first forward by layer, before there are pages; else None
     count : new tokens per row, padding included
     lengths : new tokens of each row that are stored; num_tokens is their sum
     index : int64 (num_tokens,), which of the B * count tokens are stored; None: all
@@ -871,7 +871,7 @@ class _Step:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """What transformers asks of a layer with attention; all of them are one cache."""
+    """A layer with attention, as transformers calls it; all of them are one cache."""
 
     is_compileable = False
     is_croppable = True
@@ -903,7 +903,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no type
 
 
 class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
-    """What transformers asks of a recurrent layer."""
+    """A recurrent layer, as transformers calls it."""
 
     is_compileable = False
     is_croppable = False
@@ -928,7 +928,7 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 
 
 class _HybridLayer(_Layer, _StateLayer):
-    """What transformers asks of a layer with attention and a recurrent part."""
+    """A layer with attention and a recurrent part, as transformers calls it."""
 
     is_croppable = False
 
@@ -1074,7 +1074,9 @@ def _kinds(config: Any) -> list[_Kind]:
         if kind not in _KINDS:
             raise NotImplementedError(f"config: layer {layer} is {kind}, not one of {[*_KINDS]}")
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
-        raise NotImplementedError("config: layers that share the keys of others")
+        raise NotImplementedError(
+            "config: expected keys for every layer, got layers that share them"
+        )
     return [_KINDS[kind] for kind in types]
 
 

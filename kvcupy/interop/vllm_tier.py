@@ -106,7 +106,9 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
         if disk_path is None and store is None:
             raise ValueError("secondary_tiers: expected disk_path, store or both, got neither")
         if options and store is None:
-            raise TypeError(f"secondary_tiers: unknown options {', '.join(options)}")
+            raise TypeError(
+                f"secondary_tiers: expected options of KvcupyTier, got {', '.join(options)}"
+            )
         # By address: vLLM cannot unmap memory of which arrays are exported.
         memory = np.asarray(primary_kv_view)
         num_chunks, address = len(memory), memory.ctypes.data

@@ -31,10 +31,10 @@ def prompt_of(seed, *, prefix=9, documents=(20, 13), following=11):
 
 def test_a_full_prefill_is_the_models_own_pass(model):
     """A prompt of which nothing is spliced: prefix, documents and what follows, in this order."""
-    from splice_study import Reader, Way
+    from splice_study import Reader, Variant
 
     prompt = prompt_of(1)
-    got = Reader(model, "fp32", prompt.tokens).read(prompt, Way(recomputed=None))
+    got = Reader(model, "fp32", prompt.tokens).read(prompt, Variant(recomputed=None))
     tokens = np.concatenate([prompt.prefix, *prompt.documents, prompt.following])
     logits = np.asarray(model.forward_plain(tokens), np.float64)[-len(prompt.following) :]
     want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -43,22 +43,29 @@ def test_a_full_prefill_is_the_models_own_pass(model):
 
 def test_a_document_without_a_prefix_loses_nothing(model):
     """It saw all there was to see; and behind a prefix it differs, less with its keys moved."""
-    from splice_study import Reader, Way, study
+    from splice_study import Reader, Variant, study
 
     alone = prompt_of(2, prefix=0, documents=(20,))
     reader = Reader(model, "fp32", alone.tokens)
     np.testing.assert_allclose(
-        reader.read(alone, Way(recomputed=0)), reader.read(alone, Way(recomputed=None)), atol=1e-4
+        reader.read(alone, Variant(recomputed=0)),
+        reader.read(alone, Variant(recomputed=None)),
+        atol=1e-4,
     )
-    ways = [Way(recomputed=None), Way(recomputed=99), Way(recomputed=0), Way(left_out=True)]
-    full, same, spliced, left_out = study(model, [prompt_of(s) for s in range(4)], ways)
+    variants = [
+        Variant(recomputed=None),
+        Variant(recomputed=99),
+        Variant(recomputed=0),
+        Variant(left_out=True),
+    ]
+    full, same, spliced, left_out = study(model, [prompt_of(s) for s in range(4)], variants)
     assert full["divergence"] == 0 and full["same_token"] == 1
     assert same["divergence"] < 1e-6 < spliced["divergence"] < left_out["divergence"]
 
 
 def test_keys_that_are_not_moved(model, monkeypatch):
     """The control writes the keys of the document as they were."""
-    from splice_study import Reader, Way
+    from splice_study import Reader, Variant
 
     prompt = prompt_of(5, documents=(8,))
     seen = []
@@ -72,8 +79,8 @@ def test_keys_that_are_not_moved(model, monkeypatch):
         remove(name)
 
     monkeypatch.setattr(reader.cache, "remove_sequence", note)
-    reader.read(prompt, Way(shifted=False))
-    reader.read(prompt, Way())
+    reader.read(prompt, Variant(shifted=False))
+    reader.read(prompt, Variant())
     (unmoved, own), (moved, _) = seen
     assert (unmoved == own).all() and np.abs(moved - own).max() > 0.1
 

@@ -37,7 +37,7 @@ from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 
 RECOMPUTED_TOKENS = 16
-"""Of a spliced document, by default: see docs/paged_cache.md for what they gain."""
+"""Of a spliced document, by default; docs/paged_cache.md has their effect on quality."""
 
 _NO_STEP = "no step is running: call begin_forward first"
 
@@ -305,7 +305,7 @@ class PagedKVCache(ProcessLocal):
         """
         if hashes is None:
             if token_ids is not None:
-                raise ValueError("token_ids: expected None without hashes")
+                raise ValueError("token_ids: expected None without hashes, got tokens")
             self._sequences.require_new(seq, "seq")
             for group in self._groups:
                 group.sequences.add(seq)
@@ -379,8 +379,8 @@ class PagedKVCache(ProcessLocal):
     ) -> range:  # fmt: skip
         """Append tokens of another sequence, a document say, behind those that a sequence has.
 
-        Their keys move to the positions that follow, and their values stay. So they are what the
-        source's own prefix made of them, and no more than near to what this prefix would make.
+        Keys are rotated to the new positions, and values are copied. Both were computed behind the
+        source's prefix, so they only approximate a prefill behind this one.
 
         Parameters
         ----------
@@ -388,14 +388,14 @@ class PagedKVCache(ProcessLocal):
         source : a cached sequence. If its keys are cached rotated, tokens that a sliding window may
             have moved cannot be taken, which are those behind its sink_tokens
         start, stop : positions in the source, 0 <= start <= stop <= its length; None: its length
-        recompute : how many of the first tokens should be computed again
+        recompute : number of first tokens to recompute
 
         Returns
         -------
         range : the positions in `seq` of the first `recompute` of these tokens, or of all if they
             are fewer. They saw none of this prefix, and the tokens behind them attend to them
-            strongly. Compute them again with a fork at the first position and `set_kv`; or instead
-            append them in a step before the call, and splice from behind them with recompute=0
+            strongly. Recompute them with a fork at the first position and `set_kv`; or append them
+            in a step before the call, and splice the rest with recompute=0
 
         Raises
         ------
@@ -411,14 +411,14 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Whatever the two lengths leave of pages: tokens are copied one by one. Blocks from the first
-        appended token on have no hashes, for they are not what a prefill of the prompt gives, and
-        do not go to a tiered cache. Demoted tokens of the source are converted to dtype. With a
+        Tokens are copied one by one, so page boundaries may differ. Blocks from the first appended
+        token on have no hashes, because a prefill of the prompt would give other bytes, and do not
+        go to a tiered cache. Demoted tokens of the source are converted to dtype. With a
         rope_mode other than "normal", or no change of position, bits are copied.
         Stream: one kernel for each evenly spaced set of layers on the copy stream, behind all steps
         so far. Bytes: each token read once and written once.
-        Source: CacheBlend (arXiv 2405.16444), which computes again the tokens that differ most;
-        EPIC (arXiv 2410.15332), which computes again the first tokens of each piece.
+        Source: CacheBlend (arXiv 2405.16444), which recomputes the tokens that differ most; EPIC
+        (arXiv 2410.15332), which recomputes the first tokens of each piece.
         """
         self._refuse_groups("splice")
         sequence = self._steps.settled(seq)

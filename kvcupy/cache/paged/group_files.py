@@ -47,7 +47,7 @@ class GroupFiles:
             self._fields |= {f"{number} {name}": str(value) for name, value in own.items()}
 
     def save(self, seq: Hashable, path: str | Path) -> None:
-        """Write what the groups keep of a sequence to a file."""
+        """Write the tokens and states that the groups keep of a sequence to a file."""
         tensors: dict[str, np.ndarray[Any, Any]] = {}
         first_kept = []
         for number, (group, contents) in enumerate(zip(self._groups, self._contents, strict=True)):

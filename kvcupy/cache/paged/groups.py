@@ -1,4 +1,4 @@
-"""Groups of layers that are not alike: what each keeps of a token, and its part of the memory.
+"""Groups of layers that are not alike: the data each keeps of a token, and its share of memory.
 
     FullAttention   K and V of all tokens
     SlidingWindow   K and V of the tokens that some query can still see
@@ -21,12 +21,11 @@ from ..pool import KVPool, MLAPool, Pool, positive_int
 from .arguments import DTYPE, Demotion, has_token_scales
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
-# Without memory_bytes there are more states if all of them fit in one part in so many of the bytes
-# of the pages, or in so many bytes.
+# Without memory_bytes, states are added up to a sixteenth of the bytes of the pages, or 64 KiB.
 _STATES_PART, _MIN_STATES_BYTES = 16, 1 << 16
-# With memory_bytes alone: the length of sequences, halved until so many fit.
+# With memory_bytes alone: the length of sequences, halved until this number of them fits.
 _DEFAULT_LENGTH, _DEFAULT_SEQUENCES = 4096, 4
-_MAX_SHOWN = 4  # layers, in the name of a group
+_MAX_LAYERS_SHOWN = 4  # in the name of a group
 _MAX_COUNT = 2**62  # of bytes or tokens
 
 
@@ -53,8 +52,8 @@ class LayerGroup:
         object.__setattr__(self, "layers", tuple(map(int, layers)))
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.layers[:_MAX_SHOWN]))
-        more = ", ..." if len(self.layers) > _MAX_SHOWN else ""
+        shown = ", ".join(map(str, self.layers[:_MAX_LAYERS_SHOWN]))
+        more = ", ..." if len(self.layers) > _MAX_LAYERS_SHOWN else ""
         return f"{type(self).__name__} of layers {shown}{more}"
 
     def _set(self, **values: Any) -> None:
@@ -424,7 +423,7 @@ class _Need:
     fixed: bool = False
 
     def count(self, num_sequences: float, step_pages: int) -> int:
-        """Return how many there are for so many sequences."""
+        """Return the number of pages or states for `num_sequences` sequences."""
         if self.fixed:
             return self.per_sequence
         count = int(num_sequences * self.per_sequence) + (step_pages if self.in_step else 0)

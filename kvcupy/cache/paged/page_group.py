@@ -26,7 +26,7 @@ class PageGroup:
     ----------
     demoted : the pool of old tokens, and the numbers of last and first tokens that are not in it
     cascade : whether neighbours in a batch read shared pages once; None: where that pays
-    tables : finds the tables of the group in a step's; None: there is no other group
+    tables : finds the tables of the group in the tables of a step; None without other groups
     label : names it in errors, if there are several
 
     Attributes

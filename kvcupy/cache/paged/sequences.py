@@ -423,7 +423,7 @@ class Sequences:
         return [(0, sinks), (first_kept * self._page_size, length)]
 
     def may_be(self, length: int, first_kept: int) -> bool:
-        """Return whether a sequence of so many tokens may have `FREED` pages before an index."""
+        """Return whether a sequence of `length` tokens may have `FREED` pages before an index."""
         if not first_kept:
             return True
         behind = length - self._window + 1

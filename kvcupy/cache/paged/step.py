@@ -675,7 +675,7 @@ class Steps:
     def pop(self, seq: Hashable, n: Any) -> int:
         """Drop the last tokens of a sequence.
 
-        Returns how many more are dropped, because what is left could not be restored.
+        Returns how many more are dropped, because some group cannot restore the rest.
         """
         sequence = self.settled(seq)
         checks.require_int(n, "n")

@@ -93,7 +93,7 @@ class GroupTables:
         return name if name in self.SHARED else f"{name} {self.number}"
 
     def columns(self, num_sequences: int) -> slice:
-        """Return the columns of the group, in a captured step of so many sequences."""
+        """Return the columns of the group, in a captured step of `num_sequences`."""
         start = self.first_column * num_sequences
         return slice(start, start + self.num_columns * num_sequences)
 

@@ -29,7 +29,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Described:
-    """Blocks that are on the device, or about to be: what precedes them, and their tokens.
+    """Blocks that are on the device, or about to be: the blocks before them, and their tokens.
 
     Attributes
     ----------

@@ -65,7 +65,7 @@ class DiskMove:
 
     @property
     def ends_on_landing(self) -> bool:
-        """Whether nobody needs its pages after `land`: it is a write or a check."""
+        """Whether its pages are free after `land`: it is a write or a check."""
         return not (self.is_read and self.pages)
 
 

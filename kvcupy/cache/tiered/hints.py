@@ -1,4 +1,4 @@
-"""Hints of callers: blocks to retain, their eviction order, and the answers to hints."""
+"""Hints of callers: retained blocks, their eviction order, and the answers to hints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .changes import Change, Removed, Replaced
 from .policies import Policy, in_order, untracked
 
 _MIN_CHANGES = 1_000  # before stale ones are dropped
-_MAX_RESUMES = 16  # times per block
-_SOON_S = 1.0  # an acquire this long before a resume time ends it
+_MAX_RESUME_TIMES = 16  # per block
+_RESUME_TOLERANCE_S = 1.0  # an acquire so much before a resume time counts as that resume
 Place: TypeAlias = tuple[float, float]
 _ASIDE = object()  # the place of a retained block that was set aside
 
@@ -64,13 +64,13 @@ class Retention:
         resumes_at = {*self.resumes_at, *(when for when in before.resumes_at if when > now)}
         return replace(
             self,
-            resumes_at=tuple(sorted(resumes_at)[:_MAX_RESUMES]),
+            resumes_at=tuple(sorted(resumes_at)[:_MAX_RESUME_TIMES]),
             expires_at=max(self.expires_at, before.expires_at),
         )
 
     def acquired(self, now: float) -> Retention | None:
-        """Return what is left after an acquire: later resume times, or a lasting retention."""
-        later = self.passed(now + _SOON_S)
+        """Return the retention after an acquire: of later resume times, or lasting; else None."""
+        later = self.passed(now + _RESUME_TOLERANCE_S)
         if self.priority < 0:
             later = replace(later, priority=0, lasts=False)
         return later if later.resumes_at or later.lasts else None

@@ -611,7 +611,7 @@ class Tiers:
             tier.reorder(hashes)
 
     def release(self, hashes: Sequence[int]) -> None:
-        """Retain blocks no longer."""
+        """Drop the hints of blocks."""
         if self.hints is not None:
             for hash in hashes:
                 self.hints.drop(hash)

@@ -159,7 +159,9 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             ("profiler_buffer", profiler_buffer), ("kv_len", kv_len), ("page_table", page_table),
         ):  # fmt: skip
             if value is not None:
-                raise NotImplementedError(f"{name}: plan says what is attended over")
+                raise NotImplementedError(
+                    f"{name}: expected None, since plan sets the pages, got {type(value).__name__}"
+                )
         self._require_plan()
         width, latent = self._head_dims
         require_shape(q_nope, "q_nope", ("tokens", self._heads[0], latent))

@@ -1,4 +1,4 @@
-"""What FlashInfer's attention wrappers share: the tables and options of a plan, and its runs."""
+"""The common part of FlashInfer's attention wrappers: tables and options of a plan, and runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Cache: TypeAlias = "Tensor | ArrayView"  # a view: of nvfp4
 Rope: TypeAlias = "tuple[str, float | None, float | None]"
 
 _LOG2_E = math.log2(math.e)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 # --- Arguments ------------------------------------------------------------------------------------
@@ -281,9 +281,11 @@ class PlannedAttention:
             expected = f"none or at least q_len_per_req {min_keys} keys per sequence"
             raise ValueError(f"last_page_len: expected {expected}, got {lengths.tolist()}")
         mask = None
-        for name, given in zip(("custom_mask", "packed_custom_mask"), masks, strict=True):
-            if given is not None and self._graph_tables is not None:
-                raise NotImplementedError(f"{name}: not with use_cuda_graph, which keeps no masks")
+        for name, values in zip(("custom_mask", "packed_custom_mask"), masks, strict=True):
+            if values is not None and self._graph_tables is not None:
+                raise NotImplementedError(
+                    f"{name}: expected None with use_cuda_graph, which keeps no masks"
+                )
         if query_lens is not None:
             mask = mask_of(*masks, query_lens, lengths, window_left)
             query_lens = query_lens.int().to(self.device)
@@ -323,7 +325,10 @@ class PlannedAttention:
         num_positions = self._block_table.shape[1] * self._page_size
         rotations = self._rotations(rope, num_positions, self._head_dims[0])
         if self._mask is not None and window_left != self._window_left:
-            raise NotImplementedError("window_left: expected that of plan, with a custom mask")
+            raise NotImplementedError(
+                f"window_left: expected {self._window_left} as planned, with a custom mask, got "
+                f"{window_left}"
+            )
         self._causal, self._window_left, self._sm_scale = causal, window_left, sm_scale
         self._soft_cap, self._rope_table = logits_soft_cap, rotations
 
@@ -365,7 +370,7 @@ class PlannedAttention:
         return table, lengths
 
     def _lengths(self, name: str, last: Tensor, counts: Tensor, page_size: int) -> Tensor:
-        """Return the tokens of each sequence, from its number of pages and what the last holds."""
+        """Return the tokens of each sequence, from its pages and the tokens of the last one."""
         if bool(((last > page_size) | (last < (counts > 0))).any()):
             raise ValueError(f"{name}: expected 1 to page_size {page_size}, got {last.tolist()}")
         return torch.where(counts > 0, (counts - 1) * page_size + last, 0)
@@ -384,20 +389,22 @@ class PlannedAttention:
             raise NotImplementedError("*args: kvcupy has no customised kernel that takes them")
         self._require_planned(q, k_cache, v_cache, window_left)
         if isinstance(q_scale, Tensor):
-            raise NotImplementedError("q_scale: a number, which sm_scale is multiplied by")
+            raise NotImplementedError("q_scale: expected a number, got a tensor")
         sm_scale = 1 / math.sqrt(self._head_dims[0]) if self._sm_scale is None else self._sm_scale
         if q_scale is not None:
             sm_scale *= float(q_scale)
         out_scale: Any = None
-        if isinstance(k_cache, Tensor) and k_cache.dtype not in _FP8:
+        if isinstance(k_cache, Tensor) and k_cache.dtype not in FP8:
             # As FlashInfer does: the scales multiply scores and outputs.
             if isinstance(k_scale, Tensor):
-                raise NotImplementedError("k_scale: a number with a cache that is not fp8")
+                raise NotImplementedError(
+                    "k_scale: expected a number with a cache that is not fp8, got a tensor"
+                )
             if k_scale is not None:
                 sm_scale *= k_scale
             k_scale, v_scale, out_scale = None, None, v_scale
         if sinks is not None and return_lse:
-            raise NotImplementedError("return_lse: not with sinks, which are no keys")
+            raise NotImplementedError("return_lse: expected False with sinks, got True")
         shape = (len(q), self._heads[0], self._head_dims[1])
         if out is None:
             # Rows past the last sequence are not written.

@@ -16,11 +16,8 @@ from .. import (
     require_shape,
 )
 from .. import torch as _kv
-from .plan import PagedCache, k_and_v, nvfp4_views
+from .plan import FP8, PagedCache, k_and_v, nvfp4_views
 from .slots import require_append, slots_of
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
 
 # --- fp8, rotated ---------------------------------------------------------------------------------
 
@@ -53,7 +50,7 @@ def rope_quantize_fp8(
     pos_ids : (nnz,)
     is_neox : pairs are (i, i + P / 2), else (2i, 2i + 1)
     quantize_dtype : torch.float8_e4m3fn or float8_e5m2; None: of the outputs, else e4m3
-    quant_scale_q, quant_scale_kv : what values are multiplied by
+    quant_scale_q, quant_scale_kv : multipliers of the values
     q_rope_out, k_rope_out, q_nope_out, k_nope_out : of quantize_dtype, written in place; None:
         allocated
     enable_pdl, backend : ignored
@@ -68,7 +65,7 @@ def rope_quantize_fp8(
 
     Notes
     -----
-    Differs from FlashInfer: what is rotated is first rounded to its own dtype; values are divided
+    Differs from FlashInfer: rotated values are first rounded to their own dtype; values are divided
     by the inverse of the scale, and saturate; a position outside the table is a fault, and its row
     is 0 in new outputs. Stream: two kernels, in order. Capture: legal.
     Source: FlashInfer `flashinfer.rope`.
@@ -225,7 +222,7 @@ def _require_parts(
 def _quantize_dtype(dtype: torch.dtype | None, tensors: list[Tensor]) -> torch.dtype:
     if dtype is None:
         dtype = tensors[0].dtype if tensors else torch.float8_e4m3fn
-    if dtype not in _FP8:
+    if dtype not in FP8:
         raise TypeError(f"quantize_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype}")
     return dtype
 

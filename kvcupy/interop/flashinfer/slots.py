@@ -1,4 +1,4 @@
-"""Where FlashInfer's appends write: the slot of each token."""
+"""The slots that FlashInfer's appends write, and checks of their indices."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .plan import (
 
 
 class _PagedAttention(PlannedAttention):
-    """What wrappers over pages share: their runs."""
+    """The runs of the wrappers over pages."""
 
     def forward(
         self,

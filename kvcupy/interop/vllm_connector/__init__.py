@@ -42,7 +42,7 @@ class KvcupyMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
 
 
 class KvcupyWorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What a worker answers to the scheduler's side."""
+    """The answer of a worker to the scheduler's side."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -68,8 +68,8 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
                 f"KvcupyConnector: expected a model with one group of KV caches, got {len(groups)}"
             )
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if setting(vllm_config, f"parallel_config.{name}", 1) != 1:
-                raise ValueError(f"KvcupyConnector: expected {name} of 1")
+            if (size := setting(vllm_config, f"parallel_config.{name}", 1)) != 1:
+                raise ValueError(f"KvcupyConnector: expected {name} of 1, got {size}")
         self._engine = str(getattr(transfer, "engine_id", ""))
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None

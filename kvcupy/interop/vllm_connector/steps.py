@@ -1,15 +1,13 @@
-"""What the scheduler's side sends to the workers with each step, and what they answer."""
+"""Messages of each step: from the scheduler's side to the workers, and their answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-SOURCES = ("host", "disk", "shared")
-
 
 class Found(NamedTuple):
-    """Leading blocks of a request that a worker holds: where it has found each."""
+    """Leading blocks of a request that a worker holds: the source of each, by tier."""
 
     sources: tuple[str, ...] = ()
 
@@ -56,7 +54,7 @@ class Step:
     ----------
     number_of_failures : loads that have failed as far as the scheduler knew. A worker that knows of
         more does not save what this step computes
-    loads, pulls
+    loads, pulls : transfers to start
     saves : hash and block of each block that is complete after this step
     fresh : blocks that the engine has allocated to be written from this step on
     lookups : hashes by request, and the number of the first, where worker and scheduler are in
@@ -77,7 +75,7 @@ class Step:
 
 @dataclass
 class Answer:
-    """What workers answer to a step: blocks found for requests, one entry for each worker."""
+    """The workers' answers to a step: blocks found for requests, one entry for each worker."""
 
     found: dict[str, list[Found]] = field(default_factory=dict)
 

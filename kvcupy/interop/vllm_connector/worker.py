@@ -73,7 +73,7 @@ class Lookup:
         self.num_held = 0  # blocks that count as held, also while they are being fetched
         self.is_started = False
         self.held: HeldBlocks | None = None  # once fetched
-        self.is_dropped = False  # nobody waits for it any more
+        self.is_dropped = False  # no request waits for it any more
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Worker:
     config : vLLM's VllmConfig
     options : of the connector
     num_blocks : blocks of the engine
-    spec : what vLLM says of its caches, a KVCacheSpec
+    spec : vLLM's KVCacheSpec of its caches
     """
 
     def __init__(self, config: Any, options: Options, num_blocks: int, spec: Any = None) -> None:
@@ -205,7 +205,7 @@ class Worker:
         return wrap_values(kv_caches, self._num_blocks, self._block_tokens, heads, head_dim)
 
     def shutdown(self) -> None:
-        """Write what is left to disk and the store, for a while, and close the tiers."""
+        """Write the remaining blocks to disk and the store, for a while, and close the tiers."""
         self._stop.set()
         self._dirty.set()
         self._fetchers.stop()
