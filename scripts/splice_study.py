@@ -4,8 +4,8 @@ A small language model reads prompts of a prefix, documents and the text that fo
 them. The documents are cached alone, spliced behind the prefix (`PagedKVCache.splice`) and some of
 their first tokens recomputed. The next-token distributions over the text behind them are scored
 against the distributions of a full prefill over a cache of the same format: their divergence, how
-often the likeliest token is the same, and the change of the loss. Nothing is timed,
-and equal arguments give equal numbers, but for the last digits of float32 products.
+often the likeliest token is the same, and the change of the loss. Nothing is timed, and equal
+arguments give equal numbers, but for the last digits of float32 products.
 
     python scripts/splice_study.py --json build/splice.json
     python scripts/splice_study.py --quick

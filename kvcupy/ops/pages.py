@@ -456,50 +456,27 @@ def _launch_shift(
     device: Device, views: dict[str, Any], keys: _Keys, delta: int, alignment: int
 ) -> Launch:
     parts, key = keys.parts, keys.parts["pool"]
-    four_bit = FOUR_BIT.get(key.format)
     width, table = key.shape[-1], views["rope_table"]
     own = head_rows([bytes_of(key)], ())
     aligned = widest((_row_alignment(own), alignment))
     num_rows = views["pages"].shape[0] * own.rows_per_page
     require_countable(num_rows, "pages")
-    warp_lanes, smem_bytes = device.warp_lanes, 0
-    params: dict[str, Any] = {
+    kernel, units, params = _shift_kernel(device, keys, table, alignment, aligned)
+    smem_bytes = 0
+    geometry = spread(
+        num_rows, units, device.sm_count,
+        warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
+    )  # fmt: skip
+    if key.format in FOUR_BIT:
+        geometry, smem_bytes = staging(
+            geometry, 4 * width, num_rows, "pool", min_threads=min(32, device.warp_lanes)
+        )
+    params |= {
         "width": width, "start": keys.start, "rotary_dim": keys.rotary_dim,
         "interleaved": keys.interleaved, "table_row_bytes": table.strides[0],
         "max_positions": table.shape[0], "delta": delta,
         "delta_operation": faults.operation_id("shift_pages", "delta"),
     }  # fmt: skip
-    if four_bit is None:
-        format = FORMATS[key.format]
-        packed = (keys.start, keys.rotary_dim // 2, width)
-        is_whole = all(n % PACK == 0 for n in packed) and table.strides[0] % 16 == 0
-        whole = is_whole and alignment % 16 == 0 and aligned >= min(16, PACK * format.itemsize)
-        pack = PACK if whole else 1
-        kernel = SHIFT_ROWS[1 if warp_lanes == 1 else 32].specialise(format.ctype, pack)
-        words = max(keys.rotary_dim // 2, (width - keys.rotary_dim) // 2) // pack
-        geometry = spread(
-            num_rows, max(1, words), device.sm_count,
-            warp_lanes=warp_lanes, whole_warps=True, max_lanes=32,
-        )  # fmt: skip
-    else:
-        count = CODES_PER_THREAD if alignment % 16 == 0 else 1
-        kernel = SHIFT_FOUR_BIT[1 if warp_lanes == 1 else 32].specialise(four_bit.ctype, count)
-        block = formats.rotation_block(key.rotated_width)
-        params |= {
-            "key.group_scales.group_shift": four_bit.group.bit_length() - 1,
-            "key.group_scales.code_word_bytes": min(8, aligned),
-            "key.group_scales.rotation_shift": max(0, block.bit_length() - 1),
-            "key.group_scales.rotated_width": key.rotated_width,
-            "key.group_scales.four_over_six": key.scale_rule == "four_over_six",
-        }
-        units = max(width, block) // CODES_PER_THREAD
-        geometry = spread(
-            num_rows, units, device.sm_count,
-            warp_lanes=warp_lanes, whole_warps=True, max_lanes=32,
-        )  # fmt: skip
-        geometry, smem_bytes = staging(
-            geometry, 4 * width, num_rows, "pool", min_threads=min(32, warp_lanes)
-        )
     in_pool = key.shape[0], key.shape[0]
     params |= transfer_kernels.rows_params(
         own, 1, geometry.lanes, in_pool, True, operation="shift_pages", names=_LISTS[:2]
@@ -528,6 +505,34 @@ def _launch_shift(
         device, kernel, geometry.grid, geometry.block, smem_bytes, params, pointers,
         _SHIFT_PAGES.names,
     )  # fmt: skip
+
+
+def _shift_kernel(
+    device: Device, keys: _Keys, table: ArrayView, alignment: int, aligned: int
+) -> tuple[Any, int, dict[str, Any]]:
+    """Return the kernel of a format, the words that lanes of a row share, and its parameters."""
+    key, lanes = keys.parts["pool"], 1 if device.warp_lanes == 1 else 32
+    width, rotary_dim = key.shape[-1], keys.rotary_dim
+    four_bit = FOUR_BIT.get(key.format)
+    if four_bit is None:
+        format = FORMATS[key.format]
+        packed = (keys.start, rotary_dim // 2, width)
+        is_whole = all(n % PACK == 0 for n in packed) and table.strides[0] % 16 == 0
+        whole = is_whole and alignment % 16 == 0 and aligned >= min(16, PACK * format.itemsize)
+        pack = PACK if whole else 1
+        words = max(rotary_dim // 2, (width - rotary_dim) // 2) // pack
+        return SHIFT_ROWS[lanes].specialise(format.ctype, pack), max(1, words), {}
+    count = CODES_PER_THREAD if alignment % 16 == 0 else 1
+    block = formats.rotation_block(key.rotated_width)
+    params = {
+        "key.group_scales.group_shift": four_bit.group.bit_length() - 1,
+        "key.group_scales.code_word_bytes": min(8, aligned),
+        "key.group_scales.rotation_shift": max(0, block.bit_length() - 1),
+        "key.group_scales.rotated_width": key.rotated_width,
+        "key.group_scales.four_over_six": key.scale_rule == "four_over_six",
+    }
+    kernel = SHIFT_FOUR_BIT[lanes].specialise(four_bit.ctype, count)
+    return kernel, max(width, block) // CODES_PER_THREAD, params
 
 
 def _row_alignment(rows: transfer_kernels.Rows) -> int:
