@@ -202,7 +202,7 @@ def test_restorable_length_of_what_is_not_there(device):
         cache.restorable_length("a", 1.5)
     with pytest.raises(kv.UnknownSequence):
         cache.restorable_length("b", 0)
-    with pytest.raises(ValueError, match="recurrent"):
+    with pytest.raises(kv.KvcupyError, match="recurrent"):
         cache.state_slots_of(["a"])
 
 

@@ -29,6 +29,8 @@ def test_chunked_attention(models, name):
     """The model masks the chunks; their layers keep the tokens of one."""
     cache = require_same(models(name), prompts(), "sdpa")
     require_same(models(name), prompts(), "sdpa", num_beams=3)
+    require_same(models(name), prompts(padding=(5, 8, 11)), "eager", prefill_chunk_size=5)
+    require_same(models(name), prompts(1, padding=(0,)), "sdpa", prompt_lookup_num_tokens=9)
     groups = [part.group for part in cache.pages.plan().groups]
     assert {getattr(group, "window", None) for group in groups} == {None, 8}
     with pytest.raises(NotImplementedError, match="sdpa"):

@@ -672,11 +672,11 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        ValueError : there is no recurrent group
+        KvcupyError : there is no recurrent group
         DeviceError : a state could not be copied; the sequence can only be removed
         """
         if self._states is None:
-            raise ValueError("state_slots_of: expected a cache with a recurrent group")
+            raise KvcupyError("this cache has no recurrent group, and so no states")
         names = list(seqs)
         sequences = self._sequences.find_all(names, "seqs")
         with self._steps.access.on(self.pool._as_stream(stream), *sequences):
