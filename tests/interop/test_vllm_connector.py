@@ -378,7 +378,7 @@ def test_a_store_that_hangs(make, monkeypatch):
     """Requests wait for the deadline once, and the next ones not at all."""
     from kvcupy.interop.vllm_connector import worker
 
-    monkeypatch.setattr(worker, "_FETCH_S", 0.2)
+    monkeypatch.setattr(worker, "_FETCH_TIMEOUT_S", 0.2)
     release = threading.Event()
     engine = make({**HOST, "store": f"shm:test-{uuid.uuid4().hex}"})
     store = worker_of(engine)._store

@@ -18,7 +18,7 @@ from ...remote.migration.sender import PageSender
 from .options import Options
 
 LEASE_S, _MAX_LEASE_S = 30.0, 60.0  # the engine's blocks are free again after that
-_PULL_S = 30.0
+_PULL_TIMEOUT_S = 30.0
 
 
 class Pulling:
@@ -49,7 +49,7 @@ class Pulling:
         pages: Any = ()
         try:
             pages = cache.take_host_pages(receiver.inspect(ticket).num_pages)
-            self.pull = receiver.pull(ticket, pages, deadline_s=_PULL_S, after=False)
+            self.pull = receiver.pull(ticket, pages, deadline_s=_PULL_TIMEOUT_S, after=False)
             if self._is_cancelled:
                 self.pull.cancel()
             self.pull.synchronize()

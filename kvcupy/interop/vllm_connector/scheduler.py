@@ -166,7 +166,7 @@ class Scheduler:
     def build(self, output: Any) -> Step:
         """Return what the workers do in a step."""
         step, self._step = self._step, Step()
-        step.number_of_failures = self._num_failures
+        step.num_failures = self._num_failures
         self._running = set(output.num_scheduled_tokens)
         size = self.block_tokens
         for new in output.scheduled_new_reqs:

@@ -52,7 +52,7 @@ class Step:
 
     Attributes
     ----------
-    number_of_failures : loads that have failed as far as the scheduler knew. A worker that knows of
+    num_failures : loads that have failed as far as the scheduler knew. A worker that knows of
         more does not save what this step computes
     loads, pulls : transfers to start
     saves : hash and block of each block that is complete after this step
@@ -63,7 +63,7 @@ class Step:
     clear : whether to forget all blocks first
     """
 
-    number_of_failures: int = 0
+    num_failures: int = 0
     loads: list[Load] = field(default_factory=list)
     pulls: list[PullJob] = field(default_factory=list)
     saves: dict[int, int] = field(default_factory=dict)

@@ -32,12 +32,12 @@ from .steps import Answer, Found, Load, PullJob, Step
 
 _NUM_FETCHERS = 4
 _FLUSH_INTERVAL_S = 0.2
-_SKIP_S = 10.0  # without fetches after one that was late
-_FETCH_S, _FETCH_S_PER_1024_TOKENS = 1.0, 0.25  # deadline of a fetch
-_QUEUED = 10  # times as long may a fetch be queued
-_MAX_HELD = 0.5  # of the host pages
+_LATE_FETCH_BACKOFF_S = 10.0
+_FETCH_TIMEOUT_S, _FETCH_TIMEOUT_S_PER_TOKEN = 1.0, 0.25 / 1024
+_QUEUE_TIMEOUT_FACTOR = 10  # of the timeout of the fetch
+_MAX_HELD_SHARE = 0.5  # of the host pages
 _MAX_FILES = 16  # of engines that share a folder
-_CLOSE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 
 # What is counted, by the names of `TieredCache.stats` where it has them.
 COUNTERS = {
@@ -69,7 +69,7 @@ class Lookup:
         self.first = first  # number of the first block in the prefix
         self.hashes = hashes
         self.seconds = seconds  # for the fetch
-        self.deadline = time.monotonic() + _QUEUED * seconds
+        self.deadline = time.monotonic() + _QUEUE_TIMEOUT_FACTOR * seconds
         self.num_held = 0  # blocks that count as held, also while they are being fetched
         self.is_started = False
         self.held: HeldBlocks | None = None  # once fetched
@@ -172,7 +172,8 @@ class Worker:
             self._store = _open_store(options, host_pool, self.model)
         make = partial(
             TieredCache, device_pool, host_pool, convert=options.encoding is not None,
-            model=self.model, policy=options.policy, shared=self._store, shared_prefetch=_MAX_HELD,
+            model=self.model, policy=options.policy, shared=self._store,
+            shared_prefetch=_MAX_HELD_SHARE,
         )  # fmt: skip
         if options.disk_path is None:
             self.cache = make()
@@ -212,14 +213,14 @@ class Worker:
         self._pullers.stop()
         closing = threading.Thread(target=self._close, name="kvcupy close", daemon=True)
         closing.start()
-        closing.join(_CLOSE_S)
+        closing.join(_CLOSE_TIMEOUT_S)
 
     def _close(self) -> None:
         if self.hand_over is not None:
             self.hand_over.close()
         if self.cache is not None:
             with suppress(OSError):
-                self.cache.close(deadline_s=_CLOSE_S / 2)
+                self.cache.close(deadline_s=_CLOSE_TIMEOUT_S / 2)
         if self._store is not None:
             self._store.close()
 
@@ -259,7 +260,8 @@ class Worker:
         except KvcupyError as error:
             self._log.warning("blocks could not be looked up: %s", error)
             return Found()
-        seconds = _FETCH_S + _FETCH_S_PER_1024_TOKENS * len(hashes) * self._block_tokens / 1024
+        num_tokens = len(hashes) * self._block_tokens
+        seconds = _FETCH_TIMEOUT_S + _FETCH_TIMEOUT_S_PER_TOKEN * num_tokens
         with self._lock:
             self._lookups[request] = lookup = Lookup(first, hashes, seconds)
             self._submit(request, lookup)
@@ -280,14 +282,16 @@ class Worker:
 
     def _note_late(self) -> None:
         self.counts["late_fetches"] += 1
-        self._skip_until = time.monotonic() + _SKIP_S
-        self._log.warning("blocks were not fetched in time; the next %d s do without", _SKIP_S)
+        self._skip_until = time.monotonic() + _LATE_FETCH_BACKOFF_S
+        self._log.warning(
+            "blocks were not fetched in time; the next %d s do without", _LATE_FETCH_BACKOFF_S
+        )
 
     def _submit(self, request: str, lookup: Lookup) -> None:
         """Queue a fetch, unless too many blocks are held. The caller holds the lock."""
         assert self.cache is not None
         count = len(lookup.hashes)
-        max_held = int(_MAX_HELD * self.cache.host_pool.num_pages)
+        max_held = int(_MAX_HELD_SHARE * self.cache.host_pool.num_pages)
         if lookup.num_held or (self._num_held and self._num_held + count > max_held):
             return
         lookup.num_held = count
@@ -477,7 +481,7 @@ class Worker:
                     self._lose(loading, error)
         self._step_loads = []
         if self._step_failed:
-            known = self._step.number_of_failures
+            known = self._step.num_failures
             self._num_failures = max(self._num_failures, known) + 1
             self._step_failed = False
 
@@ -486,7 +490,7 @@ class Worker:
         saves = self._step.saves
         if not saves or self.cache is None:
             return
-        if self._num_failures > self._step.number_of_failures:
+        if self._num_failures > self._step.num_failures:
             return  # the step may have attended to blocks that were not loaded
         try:
             saving = self.cache.save(list(saves), list(saves.values()), after=self._compute)
