@@ -473,6 +473,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError, ValueError : as of `fork_sequence`
+        KvcupyError : the sequence belongs to the running step
         """
         return self._steps.restorable_length(seq, at)
 
