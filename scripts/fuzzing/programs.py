@@ -51,7 +51,7 @@ METHODS = {
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
         save_sequence load_sequence attach export_sequence import_sequence splice plan state
-        state_slots
+        state_slots state_slots_of restorable_length
     """,
     "FullAttention": "make_pool token_bytes past_token_bytes",
     "SlidingWindow": "make_pool token_bytes pages_kept",
@@ -738,7 +738,8 @@ class Paged:
         seq = lambda: {"seq": self.present()}  # noqa: E731
         return methods("PagedKVCache", {
             "add_sequence": lambda: {"seq": self.absent()}, "begin_forward": begin,
-            "attention": attend, "end_forward": dict,
+            "attention": attend,
+            "end_forward": lambda: {"keep_step": rng.random() < 0.2},
             "attention_qkv": lambda: {"layer": 0, "qkv": self.rows(4 + 2 * heads, width)},
             "attention_mla": lambda: {
                 "layer": 0, "query": self.rows(4, width), "sm_scale": 0.5,
@@ -770,6 +771,8 @@ class Paged:
                 "receiver": self.sender_and_receiver()[1], "past_receiver": self.past_ends[1],
             },
             "plan": dict, "state": lambda: {"layer": 0, "name": "ssm"}, "state_slots": dict,
+            "state_slots_of": lambda: {"seqs": [self.present()]},
+            "restorable_length": lambda: {**seq(), "at": rng.randrange(4)},
         })  # fmt: skip
 
     def run(self) -> None:
