@@ -20,7 +20,7 @@ import numpy as np
 
 from ...arrays import ArrayView, reshaped, transposed, view
 from ...devices.protocol import Device
-from ...dlpack import exporting
+from ...arrays.dlpack import exporting
 from ...errors import CacheFull
 from ...formats import FORMATS, numpy_dtype
 from ...ops.pages import copy_pages
