@@ -516,6 +516,7 @@ NOT_NEEDED = {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end()": _ANOTHER,
+            "PagedKVCache.state_slots: load.wait(own)": _FAILURES,
             "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at, inherit_window)":
                 _ANOTHER,
         },
