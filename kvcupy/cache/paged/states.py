@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays import ArrayView, reshaped, transposed, view
-from ...devices.protocol import Device
 from ...arrays.dlpack import exporting
+from ...devices.protocol import Device
 from ...errors import CacheFull
 from ...formats import FORMATS, numpy_dtype
 from ...ops.pages import copy_pages
