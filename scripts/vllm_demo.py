@@ -1,6 +1,6 @@
 r"""Measure the time to the first token of vLLM on a CPU, alone and with kvcupy below its cache.
 
-    scripts/vllm_demo.sh                       # in an environment of its own, made on the first run
+    scripts/vllm_demo.sh                       # makes an environment with vLLM on the first run
     python scripts/vllm_demo.py --python /path/to/python --json build/vllm.json --out build/vllm.png
 
 Documents of 1,000 to 1,800 tokens are asked two questions each, all documents the first before any
@@ -104,7 +104,7 @@ class Engines:
         )  # fmt: skip
 
     def start(self, options: dict[str, Any] | None, *, wait: bool = False) -> Served:
-        """Start an engine; `options` are those of the connector, None for vLLM alone."""
+        """Start an engine; `options` go to the connector; None: vLLM alone."""
         task = {
             "options": options, "blocks": DEVICE_BLOCKS, "max_model_len": 2048, "at_once": 1,
             "salts": self._salts, "wait": wait,
@@ -217,23 +217,20 @@ def render(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the medians as bars, and a dot for each document."""
+    """Draw the medians as bars."""
     rows = report["rows"]
     figure, (axes,) = charts.panels_of(1, 1, (8, 4.2))
     for number, (name, colour) in enumerate((("first", "#1F6F8B"), ("second", "#E2A33B"))):
         places = [place + 0.4 * number - 0.2 for place in range(len(rows))]
         heights = [row[f"{name}_question_ms"] for row in rows]
         axes.bar(places, heights, 0.36, color=colour, label=f"{name} question about a document")
-        for place, height, row in zip(places, heights, rows, strict=True):
+        for place, height in zip(places, heights, strict=True):
             axes.text(place, height, f"{height:.0f}", ha="center", va="bottom")
-            half = len(row["first_token_ms"]) // QUESTIONS
-            dots = row["first_token_ms"][number * half :][:half]
-            axes.plot([place] * half, dots, "o", color="black", markersize=2.5, alpha=0.5)
     axes.set_xticks(range(len(rows)), [row["case"] for row in rows])
-    axes.set_ylabel("time to first token, ms")
+    axes.set_ylabel("time to first token, ms (median)")
     axes.legend(frameon=False)
     charts.tidy(axes)
-    charts.save(figure, path, "vLLM on a CPU, with a cache of its own that is far too small")
+    charts.save(figure, path, "vLLM on a CPU, whose own cache holds little more than one document")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

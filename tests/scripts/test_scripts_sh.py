@@ -1,4 +1,4 @@
-"""demo.sh, vllm_demo.sh, test.sh, gpu_report.sh and .ci/run: which Python they work in, and what they install.
+"""Shell scripts and .ci/run: which Python they work in, and what they install.
 
 Each runs on a copy, with a Python that only writes down what it was asked to do.
 """

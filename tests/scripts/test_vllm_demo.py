@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
-# An engine whose tokens depend on the prompt alone. What it was asked to do is appended to a log.
+# An engine whose tokens depend on the prompt alone. It appends its tasks to a log.
 STAND_IN = f"""#!{sys.executable}
 import json, os, sys
 from pathlib import Path
