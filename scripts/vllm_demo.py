@@ -230,7 +230,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("time to first token, ms (median)")
     axes.legend(frameon=False)
     charts.tidy(axes)
-    charts.save(figure, path, "vLLM on a CPU, whose own cache holds little more than one document")
+    charts.save(figure, path, "vLLM on a CPU with a cache of little more than one document")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -310,7 +310,7 @@ def test_an_environment_that_could_not_be_filled_is_removed(sandbox):
 
 
 @pytest.mark.parametrize("fails", ["", "-m pytest", "vllm_check.py", "vllm_demo.py"])
-def test_ci_runs_what_needs_vllm_as_a_job_of_its_own(sandbox, fails):
+def test_ci_runs_what_needs_vllm_as_a_separate_job(sandbox, fails):
     sandbox.python(sandbox.checkout / ".venv")
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
     if fails:
