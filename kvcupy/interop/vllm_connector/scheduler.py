@@ -16,8 +16,8 @@ from .worker import Worker
 
 _HANDED_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # not aborted, and no error
 _CANNOT_HAND_OVER = (
-    'expected one worker in the scheduler\'s process (distributed_executor_backend="uni"), and no '
-    "encoding"
+    "expected no encoding, and one worker in the scheduler's process: distributed_executor_backend="
+    '"uni", and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING=0'
 )
 
 
