@@ -632,7 +632,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : there is no such part
+        TypeError, ValueError : there is no such part
         """
         if self._states is None:
             raise ValueError(f"layer: expected a layer of a recurrent group, got {layer}")
@@ -677,7 +677,10 @@ class PagedKVCache(ProcessLocal):
         """
         if self._states is None:
             raise ValueError("state_slots_of: expected a cache with a recurrent group")
-        names = list(seqs)
+        try:
+            names = list(seqs)
+        except TypeError:
+            raise TypeError(f"seqs: expected a list of sequences, got {seqs!r}") from None
         sequences = self._sequences.find_all(names, "seqs")
         with self._steps.access.on(self.pool._as_stream(stream), *sequences):
             return self._states.slots(names)
