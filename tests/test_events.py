@@ -379,8 +379,19 @@ def test_nobody_follows_a_closed_publisher(blocks, publisher):
 def test_arguments(device, publisher):
     with pytest.raises(TypeError, match=r"^cache: expected a TieredCache or PagedKVCache, got 3"):
         publisher.follow(3)
-    with pytest.raises(ValueError, match=r"^replay: "):
-        kv.events.Publisher("tcp://127.0.0.1:0", replay=-1)
+    for options, error in [
+        ({"replay": -1}, ValueError),
+        ({"replay": 2**63}, ValueError),
+        ({"replay_endpoint": 5557}, TypeError),
+        ({"replay_endpoint": b"tcp://127.0.0.1:0"}, TypeError),
+        ({"connect": "tcp://127.0.0.1:5557"}, TypeError),
+        ({"data_parallel_rank": -1}, ValueError),
+        ({"data_parallel_rank": 2**64}, ValueError),  # no batch could be encoded
+    ]:
+        with pytest.raises(error, match=f"^{next(iter(options))}: "):
+            kv.events.Publisher("tcp://127.0.0.1:0", **options)
+    with pytest.raises(ValueError, match=r"^endpoint: .* 70000"):  # ZMQ binds another port
+        kv.events.Publisher("tcp://127.0.0.1:70000")
     with pytest.raises(TypeError, match=r"^endpoint: "):
         kv.events.Publisher(5557)
     with pytest.raises(zmq.ZMQError):

@@ -101,13 +101,18 @@ class Publisher:
         topic: str = "", data_parallel_rank: int | None = None,
     ) -> None:  # fmt: skip
         checks.require_int(replay, "replay")
-        if replay < 0:
+        if not 0 <= replay < 2**31:
             raise ValueError(f"replay: expected a number of batches, got {replay}")
-        for name, value in (("endpoint", endpoint), ("topic", topic)):
-            if not isinstance(value, str):
-                raise TypeError(f"{name}: expected a string, got {value!r}")
+        if not isinstance(topic, str):
+            raise TypeError(f"topic: expected a string, got {topic!r}")
+        _require_endpoint(endpoint, "endpoint")
+        if replay_endpoint is not None:
+            _require_endpoint(replay_endpoint, "replay_endpoint")
+        checks.flag(connect, "connect")
         if data_parallel_rank is not None:
             checks.require_int(data_parallel_rank, "data_parallel_rank")
+            if not 0 <= data_parallel_rank < 2**31:
+                raise ValueError(f"data_parallel_rank: expected a rank, got {data_parallel_rank}")
         zmq, self._encode = _libraries()
         context = zmq.Context.instance()
         self._sockets = [context.socket(zmq.PUB), context.socket(zmq.ROUTER)]
@@ -464,6 +469,15 @@ def _libraries() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError(f"KV events need: {install('events')}") from error
     return zmq, msgpack.Encoder().encode
+
+
+def _require_endpoint(endpoint: str, name: str) -> None:
+    """Raise unless it is a string, without a port that ZMQ would take for another."""
+    if not isinstance(endpoint, str):
+        raise TypeError(f"{name}: expected a string, got {endpoint!r}")
+    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
+    if port.isdecimal() and int(port) > 65535:
+        raise ValueError(f"{name}: expected a port up to 65535, got {port}")
 
 
 def _bind(zmq: Any, socket: Any, endpoint: str) -> str:

@@ -420,6 +420,8 @@ def _plan_shift(
     checks.require_contiguous(keys, "pool")
     checks.require_output(keys, "pool")
     max_positions, rotary_dim = checks.rope_table(views["rope_table"])
+    if not max_positions:
+        raise ValueError("rope_table: expected at least one position, got none")
     count = checks.length_of(pages, "pages")
     delta = views["delta"]
     for name in _LISTS:

@@ -121,6 +121,11 @@ def test_declarations_that_do_not_fit():
         (lambda: kv.Recurrent(layers=[0], state={}), "state"),
         (lambda: kv.Recurrent(layers=[0], state={"a": 3}), "state"),
         (lambda: kv.Recurrent(layers=[0], state={"a": ((), "fp32")}), "state"),
+        (lambda: kv.Recurrent(layers=[0], state={"a": ((2,), "fp32", 1)}), "^state: .*for 'a'"),
+        *(
+            (lambda dtype=dtype: kv.Recurrent(layers=[0], state={"a": ((2,), dtype)}), "^state: ")
+            for dtype in ("fp3", "nvfp4", "U3", object, None)
+        ),
         (
             lambda: kv.Recurrent(layers=[0], state={"a": ((2,), "fp32")}, checkpoint_tokens=0),
             "chec",

@@ -294,6 +294,14 @@ def test_pins_have_a_budget(device):
     assert blocks.cache.retain([E], pin=True) == ACCEPTED
 
 
+def test_no_more_is_pinned_than_host_memory_holds(device):
+    blocks = Blocks(device, 4, 2, pin_bytes=2**40)
+    blocks.insert([A, B, C])
+    assert blocks.cache.retain([A, B, C], pin=True).outcome == "clipped"
+    blocks.cache.evict(3)
+    assert set(blocks.blocks()[1]) == {A, B} == blocks.tiers.hints.pinned
+
+
 def test_the_default_budget_is_a_quarter_of_host_memory(device):
     blocks = Blocks(device, 6, 8)
     blocks.insert([A, B, C])

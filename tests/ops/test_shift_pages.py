@@ -218,6 +218,7 @@ def test_what_is_refused_of_a_pool(device):
         (([0], True, table), TypeError, "delta"),
         (([0], 1, wide), ValueError, "pool"),
         (([0], 1, None), TypeError, "rope_table"),
+        (([0], 0, table[:0]), ValueError, "rope_table"),
         ((None, 1, table), TypeError, "pages"),
     ):
         with pytest.raises(error, match=f"{name}: "):

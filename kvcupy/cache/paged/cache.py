@@ -636,7 +636,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : there is no such part
+        TypeError, ValueError : there is no such part
         """
         if self._states is None:
             raise ValueError(f"layer: expected a layer of a recurrent group, got {layer}")

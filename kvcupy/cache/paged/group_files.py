@@ -56,7 +56,7 @@ class GroupFiles:
             own = contents.tensors(sequence, runs)
             tensors |= {f"{number} {name}": tensor for name, tensor in own.items()}
             first_kept.append(sequence.first_kept)
-        if self._states is not None:
+        if self._states is not None and sequence.length:
             tensors |= self._states.tensors(self._access, seq)
         own_fields = {"length": str(sequence.length), "first_kept": json.dumps(first_kept)}
         write_file(path, tensors, {**self._fields, **own_fields})

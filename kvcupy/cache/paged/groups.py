@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...formats import FOUR_BIT, Encoding, num_bytes, numpy_dtype, require_groups, tag
+import numpy as np
+
+from ...formats import FORMATS, FOUR_BIT, Encoding, num_bytes, numpy_dtype, require_groups, tag
 from ...ops import checks
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from .arguments import DTYPE, Demotion, has_token_scales
@@ -252,14 +254,16 @@ class Recurrent(LayerGroup):
         for name, entry in self.state.items():
             try:
                 shape, dtype = entry
-                numbers = tuple(positive_int(n, "state") for n in shape)
-            except TypeError:
-                raise TypeError(
-                    f"state: expected (shape, dtype) for {name!r}, got {entry!r}"
-                ) from None
+                sizes, element = tuple(shape), tag(numpy_dtype(dtype))
+                is_number = element in FORMATS or np.dtype(element).kind in "biufc"
+            except (TypeError, ValueError):
+                is_number = False
+            if not is_number or dtype is None:
+                raise TypeError(f"state: expected (shape, dtype) for {name!r}, got {entry!r}")
+            numbers = tuple(positive_int(n, "state") for n in sizes)
             if not isinstance(name, str) or not numbers:
                 raise ValueError(f"state: expected a name and a shape, got {name!r}: {entry!r}")
-            state[name] = numbers, tag(numpy_dtype(dtype))
+            state[name] = numbers, element
         self._set(
             state=state, checkpoint_tokens=positive_int(self.checkpoint_tokens, "checkpoint_tokens")
         )

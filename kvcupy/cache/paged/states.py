@@ -23,6 +23,7 @@ from ...arrays.dlpack import exporting
 from ...devices.protocol import Device
 from ...errors import CacheFull
 from ...formats import FORMATS, numpy_dtype
+from ...ops import checks
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import CopiedPages, PageAccess
@@ -94,6 +95,9 @@ class States:
 
     def array(self, layer: int, name: str) -> Any:
         """Return a part of the state of a layer, (slots, ...)."""
+        checks.require_int(layer, "layer")
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a string, got {name!r}")
         array = self._arrays.get((layer, name))
         if array is None:
             known = ", ".join(f"{layer} {name}" for layer, name in self._arrays)
@@ -170,13 +174,8 @@ class States:
     # --- Files ---
 
     def tensors(self, access: PageAccess, seq: Hashable) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the live state of a sequence: of each part, the bytes by layer.
-
-        An empty sequence has none.
-        """
+        """Return the live state of a sequence with tokens: of each part, the bytes by layer."""
         slot = self._of[seq].live
-        if slot == _NO_SLOT:
-            return {}
         with access.on(access.copy_stream):
             pass  # behind all work on the states
         access.copy_stream.synchronize()

@@ -77,7 +77,7 @@ class TieredCache(ProcessLocal):
         nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
         in flight, or that have arrived and wait for the rest of their prefix
-    pin_bytes : budget of the blocks that `retain` pins; None: a quarter of the host pool
+    pin_bytes : budget of the blocks that `retain` pins, at most the host pool; None: a quarter
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class TieredCache(ProcessLocal):
         self.device_pool, self.host_pool = device_pool, host_pool
         self._max_pinned = host_pool.num_pages // 4
         if pin_bytes is not None:
-            self._max_pinned = int(pin_bytes) // host_pool.page_bytes
+            self._max_pinned = min(int(pin_bytes) // host_pool.page_bytes, host_pool.num_pages)
         identity = _identity(host_pool, model, heads, shared)
         key = None if encryption_key is None else key_for(encryption_key)
         store = None
