@@ -22,6 +22,7 @@ from .arguments import DTYPE, Demotion, has_token_scales
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
 _EXTRA_STATES = 32  # without memory_bytes, more states take one part in so many of the memory
+_STATE_ALIGNMENT = 16  # bytes, of each part
 _MAX_SHOWN = 4  # layers, in the name of a group
 
 
@@ -246,9 +247,14 @@ class Recurrent(LayerGroup):
         )
 
     def state_bytes(self) -> int:
-        """Return the bytes of one state, all layers."""
+        """Return the bytes of one state, all layers; each part is padded to 16 bytes."""
         parts = self.state.values()
-        return len(self.layers) * sum(num_bytes(tuple(shape), dtype) for shape, dtype in parts)
+        return len(self.layers) * sum(part_bytes(shape, dtype) for shape, dtype in parts)
+
+
+def part_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Return the bytes of a part of a state, padded so that the next one is aligned."""
+    return -(-num_bytes(tuple(shape), dtype) // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
 
 
 def check_groups(groups: Any) -> list[LayerGroup]:

@@ -5,7 +5,7 @@
     layer 0   conv | ssm    conv | ssm    ...
     layer 1   conv | ssm    ...
 
-The model updates the live rows in place. A state is kept by a copy to another slot, which forks
+The bytes of a slot are contiguous, a page of a pool. The model updates the live rows in place. A state is kept by a copy to another slot, which forks
 share; a new live state is a copy of a kept one, or zero. Kept states use the slots that no live
 state needs, and the oldest are given up first.
 """
@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import ArrayView, reshaped, transposed, view
+from ...arrays import ArrayView, reshaped, view
 from ...devices.protocol import Device
 from ...errors import CacheFull
+from ...formats import num_bytes
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import CopiedPages, PageAccess
-from ..pages import PageAllocator
-from .groups import Plan, Recurrent
+from ..pool import MLAPool, array_of
+from .groups import Plan, Recurrent, part_bytes
 from .page_group import add_load
 from .sequences import CachedSequence
 
@@ -64,28 +65,48 @@ class SequenceState:
 
 
 class States:
-    """The states of the recurrent groups of a cache. They share the numbers of their slots."""
+    """The states of the recurrent groups of a cache. They share the numbers of their slots.
+
+    Attributes
+    ----------
+    pool : has a page for each slot
+    """
 
     def __init__(self, groups: Sequence[Recurrent], num_slots: int, device: Device) -> None:
         self.num_slots = num_slots
         self.checkpoint_tokens = groups[0].checkpoint_tokens
         self._device = device
-        self._allocator = PageAllocator(num_slots)
         self._label = " and ".join(map(str, groups))
+        widths = [group.state_bytes() // len(group.layers) for group in groups]
+        total = sum(w * len(g.layers) for w, g in zip(widths, groups, strict=True))
+        num_layers = total // widths[0] if len(set(widths)) == 1 else 1
+        self.pool = MLAPool(
+            num_slots, 1, num_layers, latent_dim=total // num_layers, rope_dim=0, dtype="int8",
+            layout="page_first_direct", device=device,
+        )  # fmt: skip
+        self._allocator = self.pool.allocator
+        self._bytes = reshaped(self.pool.parts[0], (num_slots, total), (total, 1))
+        self._zero = view(device.zeros((total,), "int8"))
         self._arrays: dict[tuple[int, str], Any] = {}
-        self._rows: list[ArrayView] = []  # (slots, layers, ...)
-        self._zeros: list[ArrayView] = []  # (layers, ...), a state of zeros
-        for group in groups:
-            for name, (shape, dtype) in group.state.items():
-                array = device.zeros((len(group.layers), num_slots, *shape), dtype)
-                for i, layer in enumerate(group.layers):
-                    self._arrays[layer, name] = array[i]
-                rows = view(array)
-                self._rows.append(transposed(rows, (1, 0, *range(2, rows.ndim))))
-                zero = view(device.zeros(shape, dtype))
-                self._zeros.append(reshaped(zero, (len(group.layers), *shape), (0, *zero.strides)))
+        start = 0
+        for group, width in zip(groups, widths, strict=True):
+            for layer in group.layers:
+                offset = start
+                for name, (shape, dtype) in group.state.items():
+                    self._arrays[layer, name] = array_of(device, self._part(offset, shape, dtype))
+                    offset += part_bytes(shape, dtype)
+                start += width
         self._of: dict[Hashable, SequenceState] = {}
         self._kept: dict[int, KeptState] = {}  # by slot, the oldest first
+
+    def _part(self, offset: int, shape: Sequence[int], dtype: Any) -> ArrayView:
+        """View a part of the states of a layer, (slots, *shape)."""
+        rows = self._bytes
+        strides = [num_bytes(tuple(shape[i + 1 :]), dtype) for i in range(len(shape))]
+        return ArrayView(
+            rows.pointer + offset, (self.num_slots, *shape), (rows.strides[0], *strides), dtype,
+            rows.device, library=rows.library, owner=rows.owner,
+        )  # fmt: skip
 
     def array(self, layer: int, name: str) -> Any:
         """Return a part of the state of a layer, (slots, ...)."""
@@ -309,12 +330,11 @@ class States:
         stream = access.copy_stream
         with access.on(stream):
             for slot in zeros:
-                for rows, zero in zip(self._rows, self._zeros, strict=True):
-                    self._device.copy(rows[slot], zero, stream=stream)
+                self._device.copy(self._bytes[slot], self._zero, stream=stream)
             if pairs:
                 numbers = np.array(pairs, np.int64).T
                 uploaded = upload([numbers[0], numbers[1]], self._device, stream)
-                copy_pages(self._rows, uploaded[0], uploaded[1], stream=stream)
+                copy_pages(self.pool, uploaded[0], uploaded[1], stream=stream)
             copied = CopiedPages(stream)
         for sequence in sequences:
             add_load(sequence, copied)
