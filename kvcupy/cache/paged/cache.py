@@ -17,13 +17,15 @@ from ...ops import call, checks
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
+from ..tiered.mixed import TierGroup
 from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, scales_of
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
+from .mixed_tiers import MixedTiers, tier_groups
 from .page_group import make_group, make_groups
-from .states import States, states_of
+from .states import States, state_loads, states_of
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 
@@ -292,13 +294,19 @@ class PagedKVCache(ProcessLocal):
             if self._states is not None:
                 self._states.add(seq)
             return
-        self._tiers.require("hashes")
+        mixed = self._steps.mixed
+        if mixed is None:
+            self._tiers.require("hashes")
         self._sequences.require_new(seq, "seq")
         keys = hash_list(hashes)
         if len(set(keys)) < len(keys):
             raise ValueError("hashes: expected each once, as a chain of them has")
         tokens = tokens_of(token_ids, len(keys), self.pool.page_size)
-        sequence = self._sequences.share(seq, self._tiers.acquire(keys))
+        if mixed is not None:
+            mixed.add(seq, keys, tokens)
+            return
+        lease = self._tiers.acquire(keys)
+        sequence = self._sequences.share(seq, lease, lease.num_blocks, range(lease.num_blocks))
         sequence.hashes, sequence.token_ids = keys, tokens
 
     def remove_sequence(self, seq: Hashable) -> None:
@@ -313,11 +321,17 @@ class PagedKVCache(ProcessLocal):
         """
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
-        self._sequences.remove(seq, self._tiers.publish(sequence))
-        for group in self._groups[1:]:
-            group.sequences.remove(seq)
+        mixed = self._steps.mixed
+        if mixed is None:
+            published = [self._tiers.publish(sequence), *[set[int]()] * (len(self._groups) - 1)]
+        else:
+            published = mixed.publish(seq)
+        for group, own in zip(self._groups, published, strict=True):
+            group.sequences.remove(seq, own)
         if self._states is not None:
             self._states.remove(seq)
+        if mixed is not None:
+            mixed.remove(seq)
 
     def fork_sequence(
         self, parent: Hashable, child: Hashable, at: int | None = None, *,
@@ -416,6 +430,8 @@ class PagedKVCache(ProcessLocal):
             self._states.clear()
         for group in self._groups:
             group.sequences.clear()
+        if self._steps.mixed is not None:
+            self._steps.mixed.clear()
 
     # --- Steps ---
 
@@ -538,7 +554,12 @@ class PagedKVCache(ProcessLocal):
         """
         if self._states is None:
             raise ValueError("state_slots: expected a cache with a recurrent group")
-        return self.device.carrier(self._tables(stream)[STATE_SLOTS])
+        slots = self.device.carrier(self._tables(stream)[STATE_SLOTS])
+        own = self.pool._as_stream(stream)
+        if not own.capturing:
+            for load in state_loads(self._running()[0].sequences):
+                load.wait(own)
+        return slots
 
     # --- Attention ---
 
@@ -861,8 +882,8 @@ class PagedKVCache(ProcessLocal):
 
         Parameters
         ----------
-        tiers : a TieredCache whose `device_pool` is the `pool` of this cache. A tiered cache
-            belongs to one paged cache
+        tiers : a TieredCache whose `device_pool` is the `pool` of this cache; with groups,
+            `TieredCache(groups=cache, ...)`. A tiered cache belongs to one paged cache
         num_past_host_pages : with `demotion`, pages in host memory for demoted pages of offloaded
             sequences; None: as many as in `past_pool`. They are allocated when the first is
             offloaded
@@ -878,8 +899,16 @@ class PagedKVCache(ProcessLocal):
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
-        self._refuse_groups("attach")
-        self._tiers.attach(tiers, num_past_host_pages)
+        if self._layer_groups is None:
+            self._tiers.attach(tiers, num_past_host_pages)
+            return
+        if self._steps.mixed is not None:
+            raise ValueError("tiers: expected to be attached once, got a second one")
+        if num_past_host_pages is not None:
+            raise ValueError(
+                f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
+            )
+        self._steps.mixed = MixedTiers(tiers, self._groups, self._states, self._steps.access)
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1017,6 +1046,12 @@ class PagedKVCache(ProcessLocal):
         return self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
 
     # --- Parts ---
+
+    def _tier_groups(self) -> list[TierGroup]:
+        """Describe the groups, for `TieredCache(groups=)`."""
+        if self._layer_groups is None:
+            raise ValueError("groups: expected a PagedKVCache with groups, got one without")
+        return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
 
     def _require_one_pool(self, name: str) -> None:
         """Raise if the pages of a sequence may be of several pools."""

@@ -22,7 +22,7 @@ from .arguments import DTYPE, Demotion, has_token_scales
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
 _EXTRA_STATES = 32  # without memory_bytes, more states take one part in so many of the memory
-_STATE_ALIGNMENT = 16  # bytes, of each part
+_STATE_ALIGNMENT = 8  # bytes, of each part: of the widest dtype
 _MAX_SHOWN = 4  # layers, in the name of a group
 
 
@@ -247,7 +247,7 @@ class Recurrent(LayerGroup):
         )
 
     def state_bytes(self) -> int:
-        """Return the bytes of one state, all layers; each part is padded to 16 bytes."""
+        """Return the bytes of one state, all layers; each part is padded to 8 bytes."""
         parts = self.state.values()
         return len(self.layers) * sum(part_bytes(shape, dtype) for shape, dtype in parts)
 

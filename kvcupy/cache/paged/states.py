@@ -5,9 +5,9 @@
     layer 0   conv | ssm    conv | ssm    ...
     layer 1   conv | ssm    ...
 
-The bytes of a slot are contiguous, a page of a pool. The model updates the live rows in place. A state is kept by a copy to another slot, which forks
-share; a new live state is a copy of a kept one, or zero. Kept states use the slots that no live
-state needs, and the oldest are given up first.
+The bytes of a slot are contiguous, a page of a pool. The model updates the live rows in place. A
+state is kept by a copy to another slot, which forks share; a new live state is a copy of a kept
+one, or zero. Kept states use the slots that no live state needs, and the oldest are given up first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...errors import CacheFull
 from ...formats import num_bytes
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
-from ..hazards import CopiedPages, PageAccess
+from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import MLAPool, array_of
 from .groups import Plan, Recurrent, part_bytes
 from .page_group import add_load
@@ -183,6 +183,17 @@ class States:
         else:
             self._copy(access, [(state.kept[length].slot, state.live)], sequence)
 
+    def receive(self, seq: Hashable, load: Callable[[int], Completion]) -> Completion:
+        """Add a sequence whose state `load`, called with a slot, begins to bring there."""
+        slot = self._allocate(1)[0]
+        try:
+            loaded = StateLoad(load(slot))
+        except BaseException:
+            self._free(slot)
+            raise
+        self._of[seq] = SequenceState(live=slot)
+        return loaded
+
     # --- Steps ---
 
     def check_trees(
@@ -235,8 +246,10 @@ class States:
     def end(
         self, access: PageAccess, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
         is_useless: Callable[[Hashable, int], bool],
-    ) -> None:  # fmt: skip
+    ) -> list[tuple[Hashable, int, int]]:  # fmt: skip
         """Keep the states of sequences whose lengths are multiples of `checkpoint_tokens`.
+
+        Returns sequence, length and slot of each.
 
         is_useless : whether the tokens of a sequence before a state can no longer be restored. Such
             states are dropped
@@ -245,20 +258,20 @@ class States:
             kept = self._of[name].kept
             for length in [n for n in kept if is_useless(name, n)]:
                 self._drop(kept.pop(length))
-        due = []
+        due: list[tuple[Hashable, int, int]] = []
         for name, sequence in zip(names, sequences, strict=True):
             state, length = self._of[name], sequence.length
             at_checkpoint = length % self.checkpoint_tokens == 0 and not sequence.parents
             if at_checkpoint and length not in state.kept and self._make_room(1):
                 slot = int(self._allocator.alloc(1)[0])
-                due.append((state, length, slot))
-        if not due:
-            return
-        slots = [slot for *_, slot in due]
-        pairs = [(state.live, slot) for state, _, slot in due]
-        copied = self._copy_or_free(access, pairs, slots)
-        for state, length, slot in due:
-            state.kept[length] = self._kept[slot] = KeptState(slot, copied)
+                due.append((name, length, slot))
+        if due:
+            slots = [slot for *_, slot in due]
+            pairs = [(self._of[name].live, slot) for name, _, slot in due]
+            copied = self._copy_or_free(access, pairs, slots)
+            for name, length, slot in due:
+                self._of[name].kept[length] = self._kept[slot] = KeptState(slot, copied)
+        return due
 
     def commit(self, seq: Hashable, accepted: bool) -> None:
         """End a tree: keep the state behind all its nodes, or return to the one before it."""
@@ -329,6 +342,8 @@ class States:
         """Copy states between slots, and zero some, for sequences whose attention waits for it."""
         stream = access.copy_stream
         with access.on(stream):
+            for load in state_loads(sequences):
+                load.wait(stream)
             for slot in zeros:
                 self._device.copy(self._bytes[slot], self._zero, stream=stream)
             if pairs:
@@ -339,6 +354,31 @@ class States:
         for sequence in sequences:
             add_load(sequence, copied)
         return copied
+
+
+class StateLoad(Completion):
+    """The load of a state, which has one part for all layers."""
+
+    def __init__(self, load: Completion) -> None:
+        self._load = load
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._load.failure
+
+    def done(self) -> bool:
+        return self._load.done()
+
+    def synchronize(self) -> None:
+        self._load.synchronize()
+
+    def wait(self, stream: Any = None) -> None:
+        self._load.wait(stream)
+
+
+def state_loads(sequences: Iterable[CachedSequence]) -> list[StateLoad]:
+    """Return the loads of states of sequences."""
+    return [load for s in sequences for load in s.loads if isinstance(load, StateLoad)]
 
 
 def states_of(plan: Plan, device: Device) -> States | None:

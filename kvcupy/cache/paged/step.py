@@ -19,6 +19,7 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
 from .exchange import Export
+from .mixed_tiers import MixedTiers
 from .page_group import PageGroup, add_load
 from .sequences import (
     CachedSequence,
@@ -384,6 +385,7 @@ class Steps:
     parts : the same step of each group; () if none is running
     tables : of the running step
     access : access to the pages outside of attention
+    mixed : of a cache with groups, once it is attached to tiers
     """
 
     def __init__(
@@ -405,6 +407,7 @@ class Steps:
         self.running: Step | None = None
         self.parts: tuple[Step, ...] = ()
         self.tables: StepTables | None = None
+        self.mixed: MixedTiers | None = None
 
     def is_running(self, seq: Hashable) -> bool:
         """Return whether a sequence belongs to the running step."""
@@ -509,7 +512,9 @@ class Steps:
         for group, part in zip(self._groups, parts, strict=True):
             group.demote(self.access, part.sequences)
         if self._states is not None and not captured:
-            self._states.end(self.access, step.names, step.sequences, self._is_useless)
+            kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
+            if self.mixed is not None and kept:
+                self.mixed.publish_states(kept)
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
@@ -672,6 +677,8 @@ class Steps:
             for group in forked:
                 group.sequences.remove(child)
             raise
+        if self.mixed is not None:
+            self.mixed.fork(parent, child)
         return count - kept
 
     def pop(self, seq: Hashable, n: Any) -> int:

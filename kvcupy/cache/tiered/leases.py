@@ -109,6 +109,16 @@ class Lease(ProcessLocal):
                 tiers.unpin(self._hashes, self.pages.tolist())
         self.completion.release()
 
+    def split(self) -> list[Lease]:
+        """Return a lease of each block, which replace this one; its completion still serves."""
+        with self._shared.lock:
+            self.released = True
+            pages = self.pages.tolist()
+            return [
+                Lease(self._shared, [hash], [page])
+                for hash, page in zip(self._hashes, pages, strict=True)
+            ]
+
     def _waiting(self, stream: Any) -> Stream:
         waiting = waiting_stream(self._shared.engine.device, stream, "blocks")
         if self.released:
