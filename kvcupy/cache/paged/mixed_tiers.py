@@ -155,7 +155,7 @@ class MixedTiers:
         if keys:
             number = len(self._groups)
             names = self.tiers.names(number, keys)
-            self.tiers.of_group(number).save(names, slots, after=self._access.copy_stream)
+            self.tiers.of_group(number)._save_states(names, slots, self._access.copy_stream)
 
 
 def _insert(

@@ -832,6 +832,10 @@ class TieredCache(ProcessLocal):
                 0 if h in device else 1 if h in host else 2 if readable(h) else 3 for h in hashes
             ]
 
+    def _save_states(self, hashes: Sequence[int], slots: Sequence[int], after: Any) -> None:
+        """Start to save states; like `insert` it may have to write others to disk first."""
+        save(self._shared, hashes, slots, after, write=True)
+
     def _has_block(self, hash: int) -> bool:
         """Return whether some tier has a block."""
         with self._shared.lock:

@@ -224,7 +224,7 @@ class Prefixes:
                     discarded[number].append(hash)
         for number, hashes in enumerate(discarded):
             if hashes:
-                self._discard(number, hashes)
+                self._discard(number, list(dict.fromkeys(hashes)))
 
     def _remove_branch(self, hash: int, node: _Node, discarded: list[list[int]]) -> None:
         """Remove a node, and those before it, up to one that is usable or lies before others."""
