@@ -385,7 +385,6 @@ def test_calls_that_mixtures_lack(device, tmp_path):
         "set_kv": lambda: cache.set_kv("a", 0, None, None),
         "save_sequence": lambda: cache.save_sequence("a", tmp_path / "a"),
         "load_sequence": lambda: cache.load_sequence("b", tmp_path / "a"),
-        "attach": lambda: cache.attach(None),
         "offload": lambda: cache.offload("a"),
         "onboard": lambda: cache.onboard("a"),
         "export_sequence": lambda: cache.export_sequence("a", None),

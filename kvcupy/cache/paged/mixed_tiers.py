@@ -8,19 +8,21 @@ remove     full pages that have hashes                         to the tiers
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from ...config import cache_logger
-from ...errors import CaptureError, KvcupyError, OrderError
-from ..hazards import CopiedPages, PageAccess
-from ..tiered.mixed import MixedTieredCache, TierGroup
+from ...errors import CacheFull, CaptureError, KvcupyError, OrderError
+from ..hazards import Completion, CopiedPages, PageAccess
+from ..tiered.holds import HeldBlocks
+from ..tiered.mixed import MixedTieredCache, PrefixLease, TierGroup
 from ..tiered.prefixes import GroupBlocks
 from .exchange import evict
 from .groups import Plan, Recurrent
 from .page_group import PageGroup
-from .sequences import CachedSequence, Ints, Sequences
+from .sequences import FREED, CachedSequence, Ints, Sequences
 from .states import States
 
 
@@ -75,9 +77,8 @@ class MixedTiers:
         lease = self.tiers.acquire(keys, after=after)
         length, loaded = lease.num_blocks, None
         try:
-            held = lease.states[-1] if lease.states else None
-            if self._states is not None and held is not None:
-                loaded = self._states.receive(seq, lambda slot: held.load([slot], after=after))
+            if self._states is not None and lease.states is not None:
+                loaded = self._states.receive(seq, partial(_load_state, lease.states, after))
             elif self._states is not None:
                 self._states.add(seq)
             self.tiers.enter(keys)
@@ -86,13 +87,57 @@ class MixedTiers:
             raise
         self._chains[seq] = keys
         for number, group in enumerate(self._groups):
-            own = lease.leases[number] if length else None
-            blocks = self.tiers.groups[number].blocks
-            sequence = group.sequences.share(seq, own, length, blocks.needed(length))
+            own, indices = (lease.leases[number], lease.indices[number]) if length else (None, [])
+            sequence = group.sequences.share(seq, own, length, indices)
             sequence.hashes, sequence.token_ids = list(keys), token_ids
             if loaded is not None:
                 sequence.loads.append(loaded)
-        lease.leases = [None] * len(lease.leases)  # the sequences have them
+        lease.leases = []  # the sequences have them
+        lease.release()
+
+    def acquire_behind(self, seq: Hashable, length: int, most: int) -> PrefixLease | None:
+        """Acquire what a sequence lacks for a prefix longer than `length`, up to `most` tokens.
+
+        Whole blocks only. None if the tiers have no such prefix.
+        """
+        sequences = [group.sequences.find(seq) for group in self._groups]
+        page_size = self._groups[0].pool.page_size
+        keys = sequences[0].hashes[: most // page_size]
+        if seq not in self._chains or self.tiers.closed or len(keys) * page_size <= length:
+            return None
+
+        def is_there(number: int, index: int) -> bool:
+            if number < len(sequences):
+                return bool(sequences[number].pages[index] != FREED)
+            assert self._states is not None
+            return self._states.has_kept(seq, (index + 1) * page_size)
+
+        after = self._access.copy_stream_behind_all()
+        try:
+            lease = self.tiers.acquire_missing(keys, is_there, after=after)
+        except CacheFull:
+            return None
+        if lease.num_blocks * page_size > length:
+            return lease
+        lease.release()
+        return None
+
+    def load_state(self, lease: PrefixLease) -> Callable[[int], Completion] | None:
+        """Return what begins to load the state of a lease to a slot; None if it has none."""
+        if lease.states is None or not lease.states.num_blocks:
+            return None
+        return partial(_load_state, lease.states, self._access.copy_stream_behind_all())
+
+    def fill(self, seq: Hashable, lease: PrefixLease, loaded: Completion | None) -> None:
+        """Give a sequence of the length of a lease the pages that it lacks."""
+        for number, group in enumerate(self._groups):
+            own, indices = lease.leases[number], lease.indices[number]
+            sequence = group.sequences.find(seq)
+            if own is not None:
+                group.sequences.fill(sequence, own, indices)
+            if loaded is not None:
+                sequence.loads.append(loaded)
+        lease.leases = []
         lease.release()
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
@@ -155,7 +200,12 @@ class MixedTiers:
         if keys:
             number = len(self._groups)
             names = self.tiers.names(number, keys)
-            self.tiers.of_group(number)._save_states(names, slots, self._access.copy_stream)
+            with _losing("states"):
+                self.tiers.of_group(number)._save_states(names, slots, self._access.copy_stream)
+
+
+def _load_state(held: HeldBlocks, after: Any, slot: int) -> Completion:
+    return held.load([slot], after=after)
 
 
 def _insert(
@@ -186,13 +236,20 @@ def _take_unseen(
     indices = range(start, min(stop, len(sequence.hashes)))
     if not indices or tiers.closed:
         return set()
-    try:
+    taken: set[int] = set()
+    with _losing("blocks behind a window"):
         after = access.copy_stream_behind_all()
-        return _insert(tiers, number, sequences, sequence, indices, after, num_pages)
+        taken = _insert(tiers, number, sequences, sequence, indices, after, num_pages)
+    return taken
+
+
+@contextmanager
+def _losing(what: str) -> Iterator[None]:
+    """Let a step go on without blocks that cannot be kept."""
+    try:
+        yield
     except OrderError:
         raise
-    except CaptureError:  # the pages are free, and the blocks are not cached
-        return set()
     except KvcupyError as error:
-        cache_logger.warning("blocks behind a window could not be kept: %s", error)
-        return set()
+        if not isinstance(error, CaptureError):  # a copy cannot be part of a graph
+            cache_logger.warning("%s could not be kept: %s", what, error)

@@ -258,19 +258,24 @@ class Sequences:
             if lease is not None:
                 lease.release()
             return sequence
-        pages = np.full(num_blocks, FREED, np.int64)
-        pages[list(indices)] = lease.pages
-        sequence.extend(pages)
+        sequence.extend(np.full(num_blocks, FREED, np.int64))
+        sequence.length = num_blocks * self._page_size
+        self.total_length += sequence.length
+        self.fill(sequence, lease, indices)
+        return sequence
+
+    def fill(self, sequence: CachedSequence, lease: Lease, indices: Sequence[int]) -> None:
+        """Put the pages that a lease pins in place of `FREED` ones."""
+        if lease.num_blocks == 0:
+            lease.release()
+        sequence.pages[list(indices)] = lease.pages
         self._references[lease.pages] += 1
-        gap = np.flatnonzero(pages == FREED)
+        gap = np.flatnonzero(sequence.pages == FREED)
         sequence.first_kept = int(gap[-1]) + 1 if len(gap) else 0
         # Pages that a window leaves behind are released one by one.
         for own in lease.split() if self._window else [lease]:
             self._leased.add(own)
-        sequence.length = num_blocks * self._page_size
         sequence.loads.append(lease.completion)
-        self.total_length += sequence.length
-        return sequence
 
     def owned(self, sequence: CachedSequence, count: int) -> Ints:
         """Return the indices of unshared pages among the first `count` of a sequence."""

@@ -156,12 +156,19 @@ class States:
 
     def fork(
         self, access: PageAccess, parent: Hashable, child: Hashable, length: int, current: int,
-        sequence: CachedSequence,
-    ) -> None:  # fmt: skip
-        """Add a sequence of the first `length` tokens of another, behind which there is a state."""
+        sequence: CachedSequence, load: Callable[[int], Completion] | None = None,
+    ) -> Completion | None:  # fmt: skip
+        """Add a sequence of the first `length` tokens of another, behind which there is a state.
+
+        load : begins to bring the state to a slot, and is returned; None: the other sequence has it
+        """
         source = self._of[parent]
         forked = SequenceState()
-        if length:
+        loaded = None
+        if load is not None:
+            loaded = self.receive(child, load)
+            forked = self._of[child]
+        elif length:
             start = source.live if length == current else source.kept[length].slot
             forked.live = self._allocate(1, keep=start)[0]
             self._copy_or_free(access, [(start, forked.live)], [forked.live], sequence)
@@ -170,18 +177,33 @@ class States:
                 kept.users += 1
                 forked.kept[n] = kept
         self._of[child] = forked
+        return loaded
+
+    def has_kept(self, seq: Hashable, length: int) -> bool:
+        """Return whether the state behind the first tokens of a sequence is kept."""
+        kept = self._of[seq].kept.get(length)
+        return kept is not None and kept.copied.failure is None
 
     def restore(
-        self, access: PageAccess, seq: Hashable, length: int, sequence: CachedSequence
-    ) -> None:
-        """Return to the state behind the first `length` tokens, one that is kept; 0: to none."""
+        self, access: PageAccess, seq: Hashable, length: int, sequence: CachedSequence,
+        load: Callable[[int], Completion] | None = None,
+    ) -> Completion | None:  # fmt: skip
+        """Return to the state behind the first `length` tokens, one that is kept; 0: to none.
+
+        load : as in `fork`
+        """
         state = self._of[seq]
+        if load is not None:
+            loaded = StateLoad(load(state.live))
+            self._give_up(state, length)
+            return loaded
         self._give_up(state, length)
         if length == 0:
             self._free(state.live)
             state.live = _NO_SLOT
         else:
             self._copy(access, [(state.kept[length].slot, state.live)], sequence)
+        return None
 
     def receive(self, seq: Hashable, load: Callable[[int], Completion]) -> Completion:
         """Add a sequence whose state `load`, called with a slot, begins to bring there."""
@@ -268,7 +290,7 @@ class States:
         if due:
             slots = [slot for *_, slot in due]
             pairs = [(self._of[name].live, slot) for name, _, slot in due]
-            copied = self._copy_or_free(access, pairs, slots)
+            copied = self._copy_or_free(access, pairs, slots, behind=state_loads(sequences))
             for name, length, slot in due:
                 self._of[name].kept[length] = self._kept[slot] = KeptState(slot, copied)
         return due
@@ -326,23 +348,26 @@ class States:
 
     def _copy_or_free(
         self, access: PageAccess, pairs: Sequence[tuple[int, int]], slots: Sequence[int],
-        *sequences: CachedSequence, zeros: Sequence[int] = (),
+        *sequences: CachedSequence, zeros: Sequence[int] = (), behind: Sequence[StateLoad] = (),
     ) -> CopiedPages:  # fmt: skip
         """Copy states; after an error the slots are free."""
         try:
-            return self._copy(access, pairs, *sequences, zeros=zeros)
+            return self._copy(access, pairs, *sequences, zeros=zeros, behind=behind)
         except BaseException:
             self._free(*slots)
             raise
 
     def _copy(
         self, access: PageAccess, pairs: Sequence[tuple[int, int]], *sequences: CachedSequence,
-        zeros: Sequence[int] = (),
+        zeros: Sequence[int] = (), behind: Sequence[StateLoad] = (),
     ) -> CopiedPages:  # fmt: skip
-        """Copy states between slots, and zero some, for sequences whose attention waits for it."""
+        """Copy states between slots, and zero some, for sequences whose attention waits for it.
+
+        behind : loads to wait for, beside those of the sequences
+        """
         stream = access.copy_stream
         with access.on(stream):
-            for load in state_loads(sequences):
+            for load in (*behind, *state_loads(sequences)):
                 load.wait(stream)
             for slot in zeros:
                 self._device.copy(self._bytes[slot], self._zero, stream=stream)

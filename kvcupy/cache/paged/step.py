@@ -18,6 +18,7 @@ from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
+from ..tiered.mixed import PrefixLease
 from .exchange import Export
 from .mixed_tiers import MixedTiers
 from .page_group import PageGroup, add_load
@@ -664,22 +665,38 @@ class Steps:
         source = self.settled(parent, "parent")
         count = self._sequences.require_fork(source, child, at, inherit_window)
         kept = self._restorable(parent, count)
+        lease = self._acquire_behind(parent, kept, count)
+        load = loaded = None
         forked = []
         try:
+            if lease is not None and self.mixed is not None:
+                kept, load = lease.num_blocks * self._pool.page_size, self.mixed.load_state(lease)
             for group in self._groups:
                 own = group.sequences.find(parent)
                 group.fork(self.access, own, child, kept, inherit_window)
                 forked.append(group)
             if self._states is not None:
                 sequence = self._sequences.find(child)
-                self._states.fork(self.access, parent, child, kept, source.length, sequence)
+                loaded = self._states.fork(
+                    self.access, parent, child, kept, source.length, sequence, load
+                )
         except BaseException:
             for group in forked:
                 group.sequences.remove(child)
+            if lease is not None:
+                lease.release()
             raise
         if self.mixed is not None:
             self.mixed.fork(parent, child)
+            if lease is not None:
+                self.mixed.fill(child, lease, loaded)
         return count - kept
+
+    def _acquire_behind(self, seq: Hashable, length: int, most: int) -> PrefixLease | None:
+        """Acquire from tiers what restores more than `length` tokens; None if that is nothing."""
+        if self.mixed is None or length == most:
+            return None
+        return self.mixed.acquire_behind(seq, length, most)
 
     def pop(self, seq: Hashable, n: Any) -> int:
         """Drop the last tokens of a sequence.
@@ -692,11 +709,33 @@ class Steps:
             raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
         left = sequence.length - int(n)
         kept = self._restorable(seq, left)
-        if self._states is not None and kept < sequence.length:
+        lease = self._acquire_behind(seq, kept, left)
+        if lease is not None and self.mixed is not None:
+            kept = lease.num_blocks * self._pool.page_size
+            self._shorten(seq, kept, lease, self.mixed)
+        elif self._states is not None and kept < sequence.length:
             self._return_to(seq, kept)
         else:
             self._truncate(seq, kept)
         return left - kept
+
+    def _shorten(self, seq: Hashable, length: int, lease: PrefixLease, mixed: MixedTiers) -> None:
+        """Shorten a sequence to a length, what it lacks there being in a lease."""
+        loaded = None
+        try:
+            load = mixed.load_state(lease)
+            if load is not None and self._states is not None:
+                sequence = self._sequences.find(seq)
+                loaded = self._states.restore(self.access, seq, length, sequence, load)
+                self._truncate(seq, length)
+            elif self._states is not None:
+                self._return_to(seq, length)
+            else:
+                self._truncate(seq, length)
+        except BaseException:
+            lease.release()
+            raise
+        mixed.fill(seq, lease, loaded)
 
     def _truncate(self, seq: Hashable, length: int) -> None:
         for group in self._groups:

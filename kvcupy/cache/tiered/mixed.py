@@ -63,17 +63,19 @@ class PrefixLease(ProcessLocal):
     Attributes
     ----------
     num_blocks : number of leading blocks of the requested hashes
-    leases : the Lease of each group of attention layers, of the blocks that it needs; None for
-        groups of recurrent layers
-    states : the HeldBlocks of each recurrent group, and None for the others
+    indices : of the blocks that each group needs
+    leases : the Lease of these blocks in each group of attention layers; None for the states of
+        recurrent layers, and everywhere if there are no blocks
+    states : the HeldBlocks of the states, or None
     released : whether `release` was called
     """
 
     def __init__(
-        self, num_blocks: int, leases: list[Lease | None], states: list[HeldBlocks | None],
-        leave: Callable[[], None],
+        self, num_blocks: int, indices: list[list[int]], leases: list[Lease | None],
+        states: HeldBlocks | None, leave: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.num_blocks, self.leases, self.states = num_blocks, leases, states
+        self.num_blocks, self.indices = num_blocks, indices
+        self.leases, self.states = leases, states
         self.released = False
         self._leave = leave
 
@@ -97,7 +99,7 @@ class PrefixLease(ProcessLocal):
         """Unpin the blocks. Idempotent."""
         if not self.released:
             self.released = True
-            for part in (*self.leases, *self.states):
+            for part in (*self.leases, self.states):
                 if part is not None:
                     part.release()
             self._leave()
@@ -199,32 +201,46 @@ class MixedTieredCache(TieredCache):
         after: Any = None, wait: str = "complete", deadline_s: float | None = None,
     ) -> Any:  # fmt: skip
         keys = self._checked(hashes)
-        self.enter(keys)
-        leave = partial(self.leave, keys)
-        try:
-            lease = self._acquire(keys, leave, after, wait, deadline_s)
-        except BaseException:
-            leave()
-            raise
+        lease = self.acquire_missing(keys, _nowhere, after=after, wait=wait, deadline_s=deadline_s)
         with self._lock:
             self._counts["prefix_hits"] += lease.num_blocks
             self._counts["prefix_misses"] += len(keys) - lease.num_blocks
         return lease
 
-    def _acquire(
-        self, keys: list[int], leave: Callable[[], None], after: Any, wait: str,
-        deadline_s: float | None,
+    def acquire_missing(
+        self, keys: list[int], is_there: Callable[[int, int], bool], *,
+        after: Any, wait: str = "complete", deadline_s: float | None = None,
     ) -> PrefixLease:  # fmt: skip
-        """Acquire the longest prefix whose blocks arrive in all groups."""
+        """Acquire the longest prefix, without the blocks that the caller has.
+
+        is_there : called with the number of a group and the index of a block
+        """
+        self.enter(keys)
+        leave = partial(self.leave, keys)
+        try:
+            return self._acquire(keys, is_there, leave, after, wait, deadline_s)
+        except BaseException:
+            leave()
+            raise
+
+    def _acquire(
+        self, keys: list[int], is_there: Callable[[int, int], bool], leave: Callable[[], None],
+        after: Any, wait: str, deadline_s: float | None,
+    ) -> PrefixLease:  # fmt: skip
         ends = None if deadline_s is None else time.monotonic() + deadline_s
         length = len(keys)
         while True:
-            length = self._longest(keys, length, self._levels(keys[:length]))
+            levels = self._levels(keys[:length])
+            for i, own in enumerate(levels):
+                own[:] = [0 if is_there(i, index) else level for index, level in enumerate(own)]
+            length = self._longest(keys, length, levels)
             parts: list[Lease | HeldBlocks] = []
+            indices: list[list[int]] = []
             missing = None
             try:
                 for i, group in enumerate(self.groups) if length else ():
-                    needed = group.blocks.needed(length)
+                    needed = [n for n in group.blocks.needed(length) if not is_there(i, n)]
+                    indices.append(needed)
                     names = self._names(i, [keys[index] for index in needed])
                     options: dict[str, Any] = {"wait": wait}
                     if ends is not None:
@@ -244,8 +260,8 @@ class MixedTieredCache(TieredCache):
                 raise
             if missing is None:
                 leases = [p if isinstance(p, Lease) else None for p in parts]
-                states = [p if isinstance(p, HeldBlocks) else None for p in parts]
-                return PrefixLease(length, leases, states, leave)
+                states = next((p for p in parts if isinstance(p, HeldBlocks)), None)
+                return PrefixLease(length, indices, leases, states, leave)
             _release(parts)
             length = missing
 
@@ -400,6 +416,10 @@ for _name in (
     "hold", "save", "insert", "retain", "release", "demote", "prefetch", "take_host_pages",
 ):  # fmt: skip
     setattr(MixedTieredCache, _name, _refuse(_name))
+
+
+def _nowhere(number: int, index: int) -> bool:
+    return False
 
 
 def _note_lost(lost: deque[tuple[int, int]], number: int, mask: int, change: Change) -> None:
