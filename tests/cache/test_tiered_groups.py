@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from groups_model import PAGE, full, latent, recurrent, sliding
 from tiered_groups_cases import TieredMixture, hashes_of
+from tiered_groups_reference import GroupTiers, Reference
 
 import kvcupy as kv
 
@@ -88,4 +89,37 @@ def test_random_operations_with_a_disk(device, mix, tmp_path):
     run(mixture, 7)
     stats = mixture.tiers.stats()
     assert stats["disk_write_bytes"] > 0 and stats["disk_read_bytes"] > 0
+    mixture.check_empty()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mix", MIXES)
+def test_hits_are_those_of_a_simulation(device, mix, seed):
+    mixture = TieredMixture(
+        MIXES[mix], device, blocks=[14, 24][seed], num_tokens=200, tiers={"write": "back"}
+    )
+    rng = np.random.default_rng(seed)
+    prompts = prompts_of(mixture, 12)
+    groups = [
+        GroupTiers(group.blocks, window, cache.host_pool.num_pages)
+        for group, cache, window in zip(
+            mixture.tiers.groups, mixture.caches,
+            [*(g.window for g in mixture.cache._groups), 0], strict=False,
+        )
+    ]  # fmt: skip
+    reference = Reference(groups)
+    expected = []
+    for _ in range(60):
+        tokens = prompts[min(rng.geometric(0.2) - 1, len(prompts) - 1)]
+        chunk = int(rng.choice([5, 8, 16]))
+        expected.append(PAGE * reference.request(hashes_of(tokens[:-1]), len(tokens), chunk))
+        mixture.prompt("a", tokens, chunk=chunk)
+        mixture.settle()
+        mixture.remove("a")
+        mixture.settle()
+        mixture.evict_all()
+        for known, group in zip(mixture.known(), groups, strict=True):
+            assert known == set(group.host)
+    assert mixture.hits == expected
+    assert 0 < sum(expected) < 60 * sum(map(len, prompts)) / len(prompts)
     mixture.check_empty()
