@@ -170,8 +170,10 @@ class Mixture:
                 else:
                     got = self.cache.attention(layer, *args)
                 want = self._expected(group, query, names, lens, [cached(name) for name in names])
-                got = self.device.to_numpy(got)
-                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=str(group))
+                self._check_output(self.device.to_numpy(got), want, group)
+
+    def _check_output(self, got, want, group):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=str(group))
 
     def _expected(self, group, query, names, lens, caches):
         longest = max(len(key) for key, _ in caches)
@@ -221,10 +223,13 @@ class Mixture:
                         tokens = self.tokens[name]
                         got = self.device.to_numpy(array)[slot].astype(np.float64)
                         want = self.states(tokens[:-count], layer, shape)
-                        np.testing.assert_array_equal(got, want, err_msg=f"{name} {layer} {part}")
+                        self._check_state(got, want, f"{name} {layer} {part}")
                         array[int(slot)] = self.device.asarray(
                             self.states(tokens, layer, shape).astype(array.dtype)
                         )
+
+    def _check_state(self, got, want, what):
+        np.testing.assert_array_equal(got, want, err_msg=what)
 
     # --- Invariants ---
 

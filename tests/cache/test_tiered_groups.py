@@ -9,8 +9,14 @@ import pytest
 from groups_model import PAGE, full, latent, recurrent, sliding
 from tiered_groups_cases import TieredMixture, hashes_of
 from tiered_groups_reference import GroupTiers, Reference
+from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
+from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.paged.states import States
+from kvcupy.cache.pool import pool_like
+from kvcupy.cache.tiered.mixed import PrefixLease
+from kvcupy.cache.tiered.prefixes import GroupBlocks
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
 
@@ -123,3 +129,315 @@ def test_hits_are_those_of_a_simulation(device, mix, seed):
     assert mixture.hits == expected
     assert 0 < sum(expected) < 60 * sum(map(len, prompts)) / len(prompts)
     mixture.check_empty()
+
+
+# --- Controls: a group that is forgotten is noticed ---
+
+
+def served(mixture, prompts):
+    """Serve prompts twice, the second time from host memory."""
+    for _ in range(2):
+        for number, tokens in enumerate(prompts):
+            mixture.prompt(f"p{number}", tokens)
+            mixture.remove(f"p{number}")
+        mixture.evict_all()
+        mixture.check()
+
+
+FORGETTING = {
+    "a state": ("full, state", lambda own: own.is_state),
+    "a page of a window": ("window, full", lambda own: own.num_last is not None),
+    "a page of sink tokens": ("sinks", lambda own: own.num_first),
+    "all of a window": ("state, window, full", lambda own: own.num_last and not own.is_state),
+}
+
+
+@pytest.mark.parametrize("what", [None, *FORGETTING])
+def test_a_forgotten_group_is_noticed(device, monkeypatch, what):
+    mix, forgets = FORGETTING.get(what, ("full, state", lambda own: False))
+    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+    prompts = [mixture.new(42)]
+    prompts += [prompts[0][:-10] + mixture.new(8) for _ in range(3)]
+    needed, restore = GroupBlocks.needed, Sequences.fill
+
+    def fewer(own, length):
+        indices = needed(own, length)
+        return indices[1:] if forgets(own) else indices
+
+    def fill(own, sequence, lease, indices):
+        """Take a page that nobody has written for those that are missing."""
+        restore(own, sequence, lease, indices)
+        sequence.pages[sequence.pages < 0] = own._allocator.num_pages - 1
+
+    monkeypatch.setattr(GroupBlocks, "needed", fewer)
+    monkeypatch.setattr(Sequences, "fill", fill if what else restore)
+    if what is None:
+        served(mixture, prompts)
+        assert sum(mixture.hits) > 100
+        mixture.check_empty()
+        return
+    if what == "a state":
+        monkeypatch.setattr(States, "receive", lambda states, seq, load: states.add(seq))
+    with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
+        served(mixture, prompts)
+
+
+def tokens_of(mixture, prompt, count, name="a"):
+    """The tokens that a model with attention and states generates greedily."""
+    mixture.prompt(name, prompt)
+    tokens = []
+    for _ in range(count):
+        mixture.step({name: [(31 * mixture.seen() + 7) % 1000]})
+        tokens.append(mixture.tokens[name][-1])
+    mixture.remove(name)
+    return tokens
+
+
+class Generating(TieredMixture):
+    """The next token depends on the last outputs of attention, and on the live states."""
+
+    def _attend(self, names, lens):
+        self.outputs = []
+        self.rng = np.random.default_rng(self.tokens[names[0]][-1])
+        super()._attend(names, lens)
+
+    def _check_output(self, got, want, group):
+        self.outputs.append(got[-1])
+
+    def _check_state(self, got, want, what):
+        self.outputs.append(got)
+
+    def seen(self):
+        return int(sum(np.round(np.abs(out) * 64).sum() for out in self.outputs))
+
+
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_equal_tokens(device, monkeypatch, mix, forget):
+    """With and without hits; where a hit forgets a group's blocks, other tokens come."""
+    mixture = Generating(MIXES[mix], device, blocks=40, num_tokens=300)
+    prompt = mixture.new(43)
+    expected = tokens_of(mixture, prompt, 12)
+    mixture.evict_all()
+    if forget:  # what is loaded is overwritten
+        load = PrefixLease.release
+
+        def release(lease):
+            mixture.settle()
+            last = mixture.tiers.groups[-1].pool
+            for part in last.parts:
+                part.owner[...] = 1
+            load(lease)
+
+        monkeypatch.setattr(PrefixLease, "release", release)
+    assert (tokens_of(mixture, prompt, 12) == expected) is not forget
+    assert mixture.hits[-1] > 20
+
+
+# --- Disk and shared stores ---
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_file_is_opened_again(device, mix, tmp_path):
+    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20, "model": "m"}
+    mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=tiers)
+    prompts = prompts_of(mixture, 5)
+    served(mixture, prompts)
+    hits = mixture.hits[5:]
+    mixture.tiers.flush()
+    mixture.tiers.close()
+    again = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=tiers)
+    matches = [again.tiers.match(hashes_of(tokens[:-1])) for tokens in prompts]
+    assert [PAGE * match.disk for match in matches] == hits
+    assert max(match.host for match in matches) == 0
+    served(again, prompts)
+    assert again.tiers.stats()["disk_hits"] > 0
+    assert again.hits[0] == hits[0]
+    again.check_empty()
+    with pytest.raises(ValueError, match=r"identity|model"):
+        TieredMixture(MIXES[mix], device, blocks=24, tiers={**tiers, "model": "other"})
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("kind", ["memory", "shm"])
+def test_two_caches_share_a_store(device, mix, kind, tmp_path):
+    blocks = {}
+
+    def store_of(pool, model):
+        if kind == "memory":
+            return MemoryStore(pool, blocks)
+        name = f"shm:{blocks.setdefault(model, len(blocks))}"
+        return kv.SharedStore.open(
+            name, pool, capacity_bytes=1 << 20, folder=str(tmp_path), model=model
+        )
+
+    tiers = {"shared": store_of, "shared_prefetch": 1.0}
+    mixtures = [
+        TieredMixture(MIXES[mix], device, blocks=10, num_tokens=300, tiers=tiers) for _ in range(2)
+    ]
+    prompts = prompts_of(mixtures[0], 5)
+    served(mixtures[0], prompts)
+    mixtures[0].tiers.flush()
+    mixtures[1].new(mixtures[0]._next)
+    match = mixtures[1].tiers.match(hashes_of(prompts[0][:-1]))
+    assert match.shared > match.disk == 0
+    served(mixtures[1], prompts)
+    assert mixtures[1].hits[0] == match.shared * PAGE
+    assert mixtures[1].tiers.stats()["shared_hits"] > 0
+    run(mixtures[1], 3, 25)
+    for mixture in mixtures:
+        mixture.check_empty()
+
+
+def test_a_url_opens_a_store_for_each_group(device):
+    url = f"shm:kvcupy-groups-{id(device):x}"
+    tiers = {"shared": url, "shared_bytes": 1 << 20}
+    first, second = (
+        TieredMixture(MIXES["full, state"], device, blocks=10, num_tokens=300, tiers=tiers)
+        for _ in range(2)
+    )
+    try:
+        prompts = prompts_of(first, 3)
+        served(first, prompts)
+        first.tiers.flush()
+        second.new(first._next)
+        served(second, prompts)
+        assert second.hits[0] > 0
+    finally:
+        for store in first.tiers._stores:
+            store.remove()
+        first.check_empty()
+        second.check_empty()
+
+
+# --- Forks, pops, and the whole cache ---
+
+
+@pytest.mark.parametrize("mix", ["window, full", "state, window, full"])
+def test_behind_a_window_tiers_restore(device, mix):
+    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+    prompt = mixture.new(41)
+    mixture.prompt("a", prompt)
+    interval = mixture.interval * PAGE
+    assert mixture.fork("a", "b", 22) == 22 % interval
+    assert mixture.fork("a", "c", 3) == 3
+    assert mixture.pop("a", 41 - 26) == 26 % interval
+    for name in ("a", "b", "c"):
+        mixture.step({name: mixture.new(9)})
+    mixture.check()
+    mixture.tiers.evict(100)
+    mixture.check()
+    mixture.check_empty()
+
+
+def test_what_is_found_where(device):
+    mixture = TieredMixture(MIXES["window, full"], device, blocks=40, num_tokens=300)
+    tokens = mixture.new(33)
+    hashes = hashes_of(tokens)
+    mixture.prompt("a", tokens)
+    assert mixture.tiers.match(hashes) == (0, 0, 0, 0)
+    mixture.remove("a")
+    assert mixture.tiers.match(hashes) == (8, 8, 8, 8)
+    mixture.settle()
+    with mixture.tiers.acquire(hashes[:5]) as lease:
+        assert lease.num_blocks == 5
+        assert [len(part.pages) for part in lease.leases] == [2, 5]
+        lease.wait()
+        with pytest.raises(kv.KvcupyError, match="leased"):
+            mixture.tiers.clear()
+        mixture.tiers.evict(100)
+        assert mixture.tiers.match(hashes) == (5, 8, 8, 8)
+    assert lease.released
+    mixture.evict_all()
+    assert mixture.tiers.match(hashes) == (0, 8, 8, 8)
+    stats = mixture.tiers.stats()
+    assert stats["prefix_hits"] == 5 and stats["prefix_misses"] == 8
+    mixture.tiers.clear()
+    assert mixture.tiers.match(hashes) == (0, 0, 0, 0)
+    mixture.check_empty()
+    assert mixture.tiers.closed
+    with pytest.raises(kv.KvcupyError, match="closed"):
+        mixture.tiers.match(hashes)
+
+
+def test_a_full_pool_changes_nothing(device):
+    """There are too few free pages for the blocks of a prompt."""
+    mixture = TieredMixture(MIXES["full, state"], device, blocks=40, num_tokens=64)
+    tokens = mixture.new(49)
+    mixture.prompt("a", tokens)
+    mixture.remove("a")
+    mixture.prompt("b", mixture.new(40))
+    before = [group.pool.allocator.num_available for group in mixture.cache._groups]
+    with pytest.raises(kv.CacheFull):
+        mixture.cache.add_sequence("a", hashes=hashes_of(tokens))
+    assert "a" not in mixture.cache
+    assert [g.pool.allocator.num_available for g in mixture.cache._groups] == before
+    mixture.check()
+    mixture.remove("b")
+    mixture.prompt("a", tokens)
+    assert mixture.hits[-1] == 48
+    mixture.check_empty()
+
+
+@pytest.mark.parametrize("group", range(3))
+def test_a_load_that_fails(device, monkeypatch, group):
+    """The sequence raises until it is removed; then the prompt is computed again."""
+    mixture = TieredMixture(MIXES["state, window, full"], device, blocks=40, num_tokens=300)
+    tokens = mixture.new(42)
+    mixture.prompt("a", tokens)
+    mixture.remove("a")
+    mixture.evict_all()
+    queue = mixture.caches[group].engine._load
+
+    def fail(*arguments):
+        raise OSError("no bus")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue, "_issue", fail)
+        with pytest.raises(kv.DeviceError, match="no bus"):
+            mixture.prompt("a", tokens)
+    assert mixture.hits[-1] > 0
+    del mixture.tokens["a"]
+    mixture.cache.remove_sequence("a")
+    mixture.check()
+    mixture.prompt("a", tokens)
+    mixture.check_empty()
+
+
+def test_refusals(device):
+    mixture = TieredMixture(MIXES["window, full"], device)
+    other = TieredMixture(MIXES["window, full"], device)
+    pool = mixture.cache.pool
+    with pytest.raises(TypeError, match="groups"):
+        kv.TieredCache(groups=pool, host_bytes=1 << 20)
+    plain = kv.PagedKVCache(
+        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=8, num_pages=4, device=device
+    )
+    with pytest.raises(ValueError, match="groups"):
+        kv.TieredCache(groups=plain, host_bytes=1 << 20)
+    with pytest.raises(ValueError, match="host_bytes: expected at least"):
+        kv.TieredCache(groups=other.cache, host_bytes=100)
+    with pytest.raises(ValueError, match="device_pool"):
+        kv.TieredCache(pool, groups=other.cache, host_bytes=1 << 20)
+    with pytest.raises(TypeError, match="shared"):
+        kv.TieredCache(groups=other.cache, host_bytes=1 << 20, shared=3)
+    with pytest.raises(ValueError, match="once"):
+        mixture.cache.attach(mixture.tiers)
+    fresh = kv.PagedKVCache(
+        num_q_heads=4, groups=MIXES["window, full"], num_tokens=64, page_size=PAGE, device=device
+    )
+    with pytest.raises(ValueError, match="another"):
+        fresh.attach(mixture.tiers)
+    with pytest.raises(TypeError, match="groups"):
+        fresh.attach(kv.TieredCache(pool, pool_like(pool, 4, dtype=pool.dtype)))
+    with pytest.raises(ValueError, match="hashes"):
+        fresh.add_sequence("a", hashes=[1])
+    calls = {
+        "insert": ([1], [0]), "hold": ([1],), "save": ([1], [0]), "retain": ([1],),
+        "release": ([1],), "demote": ([1],), "prefetch": ([1],), "take_host_pages": (1,),
+    }  # fmt: skip
+    for name, arguments in calls.items():
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(mixture.tiers, name)(*arguments)
+    with pytest.raises(NotImplementedError, match="events"):
+        mixture.tiers._follow(print)

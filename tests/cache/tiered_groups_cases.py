@@ -75,12 +75,11 @@ class TieredMixture(Mixture):
             used = references > 0
             for page, leases in group.sequences._leased._of.items():
                 references[page] += len(leases)
-                assert used[page] or not group.window, "a lease of a page without users"
+                assert used[page], "a lease of a page without users"
             assert references.tolist() == group.sequences._references.tolist()
             owned = cache._shared.tiers.device.owned
             assert not (owned & used & ~np.isin(range(len(owned)), [*group.sequences._leased._of])
                         ).any(), "a page with two owners"  # fmt: skip
-            used[[*group.sequences._leased._of]] = True
             assert (owned | used).sum() == group.pool.allocator.num_allocated
         self.poison()
 

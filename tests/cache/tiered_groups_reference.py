@@ -97,9 +97,8 @@ class Reference:
             if i >= found and group.blocks.can_serve(i):
                 new.append(hashes[i])
         group.use(new, new)
-        for i in range(max(first[group], group.blocks.num_first), stop):
-            if i < found and i in known:
-                group.use([hashes[i]])
+        left = range(max(first[group], group.blocks.num_first), min(stop, found))
+        group.use([hashes[i] for i in left if i in known])
         first[group] = max(first[group], stop)
 
     def finish(self, first, hashes, found, length):
@@ -113,9 +112,7 @@ class Reference:
             kept = [*sinks, *range(first[group], length)]
             own = [hashes[i] for i in kept if found <= i < useful and group.blocks.can_serve(i)]
             group.use(own, own)
-            leased = [i for i in group.blocks.needed(found) if i in kept]
-            for part in [[i] for i in leased] if group.window else [leased]:
-                group.use([hashes[i] for i in part])
+            group.use([hashes[i] for i in group.blocks.needed(found) if i in kept])
         self.discard()
         for group in self.attention:
             group.empty_device()

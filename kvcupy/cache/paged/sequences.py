@@ -272,9 +272,7 @@ class Sequences:
         self._references[lease.pages] += 1
         gap = np.flatnonzero(sequence.pages == FREED)
         sequence.first_kept = int(gap[-1]) + 1 if len(gap) else 0
-        # Pages that a window leaves behind are released one by one.
-        for own in lease.split() if self._window else [lease]:
-            self._leased.add(own)
+        self._leased.add(lease)
         sequence.loads.append(lease.completion)
 
     def owned(self, sequence: CachedSequence, count: int) -> Ints:
@@ -656,7 +654,7 @@ class Sequences:
 
 
 class LeasedPages:
-    """Leases of pages that a tiered cache owns, each held while a sequence uses one of its pages.
+    """Leases of pages that a tiered cache owns; of each, the pages that sequences use are held.
 
     A lease counts as one reference to each of its pages. So a page in use has more references than
     leases, and no sequence writes to it, because it is shared.
@@ -676,17 +674,13 @@ class LeasedPages:
         self._references[lease.pages] += 1
 
     def release_unused(self, pages: Iterable[int]) -> None:
-        """Release leases of some pages if no page of the lease is in use any more."""
-        leases = {id(lease): lease for page in pages for lease in self._of.get(page, ())}
+        """Release some pages as far as no sequence uses them any more."""
+        of, references = self._of, self._references.item
+        unused = {page for page in pages if page in of and references(page) == len(of[page])}
+        leases = {id(lease): lease for page in unused for lease in of.pop(page)}
+        self._references[list(unused)] = 0
         for lease in leases.values():
-            if any(self._references[p] != len(self._of[p]) for p in lease.pages.tolist()):
-                continue
-            for page in lease.pages.tolist():
-                self._of[page].remove(lease)
-                if not self._of[page]:
-                    del self._of[page]
-            self._references[lease.pages] -= 1
-            lease.release()
+            lease.release_pages(unused)
 
 
 def _kept(pages: Ints) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,7 +64,7 @@ class Lease(ProcessLocal):
         arriving = {id(b): b for b in fillers if b is not None}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
         self._shared = shared
-        self._hashes = hashes
+        self._hashes, self._pinned = hashes, pages  # until they are released
 
     def __repr__(self) -> str:
         state = "released" if self.released else "held"
@@ -106,18 +106,20 @@ class Lease(ProcessLocal):
             tiers = self._shared.tiers
             if not self.released:
                 self.released = True
-                tiers.unpin(self._hashes, self.pages.tolist())
+                tiers.unpin(self._hashes, self._pinned)
         self.completion.release()
 
-    def split(self) -> list[Lease]:
-        """Return a lease of each block, which replace this one; its completion still serves."""
+    def release_pages(self, pages: Collection[int]) -> None:
+        """Unpin the blocks in some of the pages; the lease is released with the last of them."""
+        left = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p not in pages]
+        if not left:
+            self.release()
+            return
+        leaving = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p in pages]
         with self._shared.lock:
-            self.released = True
-            pages = self.pages.tolist()
-            return [
-                Lease(self._shared, [hash], [page])
-                for hash, page in zip(self._hashes, pages, strict=True)
-            ]
+            if not self.released:
+                self._hashes, self._pinned = [h for h, _ in left], [p for _, p in left]
+                self._shared.tiers.unpin([h for h, _ in leaving], [p for _, p in leaving])
 
     def _waiting(self, stream: Any) -> Stream:
         waiting = waiting_stream(self._shared.engine.device, stream, "blocks")
