@@ -7,11 +7,13 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from groups_model import PAGE, full, latent, recurrent, sliding
+from stream_cases import Log
 from tiered_groups_cases import TieredMixture, hashes_of
 from tiered_groups_reference import GroupTiers, Reference
 from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
+from kvcupy import observe
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import States
 from kvcupy.cache.pool import pool_like
@@ -360,6 +362,27 @@ def test_what_is_found_where(device):
         mixture.tiers.match(hashes)
 
 
+def test_loads_go_out_in_the_order_of_layers(device):
+    """The state first, because it is not waited for layer by layer."""
+    groups = [full(1, 5), sliding(0, 2, 4, window=6), recurrent(3)]
+    mixture = TieredMixture(groups, device, blocks=40, num_tokens=300)
+    tokens = mixture.new(42)
+    mixture.prompt("a", tokens)
+    mixture.remove("a")
+    mixture.evict_all()
+    layers = {}
+    for cache, group in zip(mixture.caches, mixture.tiers.groups, strict=True):
+        for i, layer in enumerate(group.layers):
+            layers[cache.engine.load_stream, f"load {i}"] = layer
+    with observe.attached(Log()) as log:
+        mixture.cache.add_sequence("a", hashes=hashes_of(tokens[:-1]))
+    sent = [(stream, name) for when, name, stream in log.lines if when == "before"]
+    assert [layers[key] for key in sent if key in layers] == [3, 0, 1, 2, 4, 5]
+    mixture.tokens["a"] = tokens[:40]
+    mixture.step({"a": tokens[40:]})
+    mixture.check_empty()
+
+
 def test_a_full_pool_changes_nothing(device):
     """There are too few free pages for the blocks of a prompt."""
     mixture = TieredMixture(MIXES["full, state"], device, blocks=40, num_tokens=64)
@@ -393,7 +416,7 @@ def test_a_load_that_fails(device, monkeypatch, group):
         raise OSError("no bus")
 
     with monkeypatch.context() as patch:
-        patch.setattr(queue, "_issue", fail)
+        patch.setattr(queue, "_begin", fail)
         with pytest.raises(kv.DeviceError, match="no bus"):
             mixture.prompt("a", tokens)
     assert mixture.hits[-1] > 0

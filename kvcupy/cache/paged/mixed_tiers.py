@@ -38,13 +38,15 @@ def tier_groups(
         num_last = None if group.window == 0 else -(-(group.window - 1) // page_size)
         num_first = -(-group.sink_tokens // page_size)
         blocks = GroupBlocks(num_last, num_first, interval)
-        layers = ",".join(map(str, group.model_layers))
-        found.append(TierGroup(f"layers {layers}", group.pool, blocks))
+        name = f"layers {','.join(map(str, group.model_layers))}"
+        found.append(TierGroup(name, group.pool, blocks, group.model_layers))
     if states is not None:
         recurrent = [part.group for part in plan.groups if isinstance(part.group, Recurrent)]
-        layers = ",".join(str(layer) for group in recurrent for layer in group.layers)
+        layers = [layer for group in recurrent for layer in group.layers]
         blocks = GroupBlocks(1, 0, interval, is_state=True)
-        found.append(TierGroup(f"states of layers {layers}", states.pool, blocks))
+        name = f"states of layers {','.join(map(str, layers))}"
+        first = (min(layers),) * states.pool.num_layers
+        found.append(TierGroup(name, states.pool, blocks, first))
     return found
 
 
@@ -74,14 +76,20 @@ class MixedTiers:
     def add(self, seq: Hashable, keys: list[int], token_ids: Ints | None) -> None:
         """Add a sequence that begins with the longest prefix that all groups can restore."""
         after = self._access.copy_stream_behind_all()
-        lease = self.tiers.acquire(keys, after=after)
-        length, loaded = lease.num_blocks, None
+        lease = self.tiers.acquire_unsent(keys, after=after)
+        length, states, loaded = lease.num_blocks, self._states, None
         try:
-            if self._states is not None and lease.states is not None:
-                loaded = self._states.receive(seq, partial(_load_state, lease.states, after))
-            elif self._states is not None:
-                self._states.add(seq)
-            self.tiers.enter(keys)
+            if states is not None and lease.states is not None:
+                loaded = states.receive(seq, partial(_load_state, lease.states, after))
+            elif states is not None:
+                states.add(seq)
+            try:
+                self.tiers.send_loads()
+                self.tiers.enter(keys)
+            except BaseException:
+                if states is not None:
+                    states.remove(seq)
+                raise
         except BaseException:
             lease.release()
             raise
@@ -114,7 +122,7 @@ class MixedTiers:
 
         after = self._access.copy_stream_behind_all()
         try:
-            lease = self.tiers.acquire_missing(keys, is_there, after=after)
+            lease = self.tiers.acquire_unsent(keys, is_there, after=after)
         except CacheFull:
             return None
         if lease.num_blocks * page_size > length:
@@ -139,6 +147,7 @@ class MixedTiers:
                 sequence.loads.append(loaded)
         lease.leases = []
         lease.release()
+        self.tiers.send_loads()
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Note that a sequence has the hashes of another."""

@@ -286,16 +286,23 @@ class TieredCache(ProcessLocal):
         Source: the values of `wait` and the deadline of "timeout" are from sgl-project/sglang
         `hicache_storage_prefetch_policy`; its maximum is 30 s.
         """
+        return self._acquire(hashes, after, wait, deadline_s)
+
+    def _acquire(
+        self, hashes: Any, after: Any, wait: str, deadline_s: float | None, *, send: bool = True
+    ) -> Lease:
+        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine."""
         keys = self._hashes(hashes)
         seconds = self._checked_wait(wait, deadline_s)
         stream = self._stream(after)
+        lease_of = partial(acquire, self._shared, send=send)
         if self._store is None:
-            return acquire(self._shared, keys, stream)
+            return lease_of(keys, stream)
         arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
         if arrivals is None:
-            return acquire(self._shared, keys, stream)
+            return lease_of(keys, stream)
         try:
-            return acquire(self._shared, keys, stream)
+            return lease_of(keys, stream)
         except CacheFull:
             if not arrivals.held:
                 raise
@@ -303,7 +310,7 @@ class TieredCache(ProcessLocal):
             with self._shared.lock:
                 tiers = self._shared.tiers
                 self._store.release(tiers, arrivals)
-        return acquire(self._shared, keys[: keys.index(arrivals.hashes[0])], stream)
+        return lease_of(keys[: keys.index(arrivals.hashes[0])], stream)
 
     # --- Below an engine that owns the device's pages ---
 

@@ -242,14 +242,14 @@ class DiskReads:
         self._moves = []
 
 
-def acquire(shared: SharedTiers, hashes: list[int], after: Any) -> Lease:
-    """Lease the leading blocks that the tiers have."""
-    if (lease := _attempt(shared, hashes, after, None)) is not None:
+def acquire(shared: SharedTiers, hashes: list[int], after: Any, *, send: bool = True) -> Lease:
+    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue."""
+    if (lease := _attempt(shared, hashes, after, None, send)) is not None:
         return lease
     with shared.disk_turn:
         reads = DiskReads(shared)
         try:
-            while (lease := _attempt(shared, hashes, after, reads)) is None:
+            while (lease := _attempt(shared, hashes, after, reads, send)) is None:
                 reads.carry_out()
         finally:
             reads.give_back()
@@ -257,7 +257,7 @@ def acquire(shared: SharedTiers, hashes: list[int], after: Any) -> Lease:
 
 
 def _attempt(
-    shared: SharedTiers, hashes: list[int], after: Any, reads: DiskReads | None
+    shared: SharedTiers, hashes: list[int], after: Any, reads: DiskReads | None, send: bool
 ) -> Lease | None:
     """Lease the leading blocks; None if some must be read from disk first, to pages of `reads`."""
 
@@ -272,7 +272,7 @@ def _attempt(
             return False
         return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after, reads))
 
-    while (outcome := shared.attempt(change)) is True:
+    while (outcome := shared.attempt(change, send=send)) is True:
         pass
     return outcome if isinstance(outcome, Lease) else None
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
+from ..engine import send_together
 from ..pages import hash_list
 from ..pool import Pool, pool_like
 from .cache import TieredCache
@@ -44,11 +45,13 @@ class TierGroup:
     name : distinguishes it from the other groups of the model, the same in every process
     pool : of its pages on the device
     blocks : which ones it needs of a prefix
+    layers : for each layer of the pool, its number in the model
     """
 
     name: str
     pool: Pool
     blocks: GroupBlocks
+    layers: tuple[int, ...]
 
 
 class GroupedCache(Protocol):
@@ -201,29 +204,42 @@ class MixedTieredCache(TieredCache):
         after: Any = None, wait: str = "complete", deadline_s: float | None = None,
     ) -> Any:  # fmt: skip
         keys = self._checked(hashes)
-        lease = self.acquire_missing(keys, _nowhere, after=after, wait=wait, deadline_s=deadline_s)
-        with self._lock:
-            self._counts["prefix_hits"] += lease.num_blocks
-            self._counts["prefix_misses"] += len(keys) - lease.num_blocks
+        deadline_s = self._caches[0]._checked_wait(wait, deadline_s)
+        lease = self.acquire_unsent(keys, after=after, wait=wait, deadline_s=deadline_s)
+        self.send_loads()
         return lease
 
-    def acquire_missing(
-        self, keys: list[int], is_there: Callable[[int, int], bool], *,
+    def acquire_unsent(
+        self, keys: list[int], is_there: Callable[[int, int], bool] | None = None, *,
         after: Any, wait: str = "complete", deadline_s: float | None = None,
     ) -> PrefixLease:  # fmt: skip
-        """Acquire the longest prefix, without the blocks that the caller has.
+        """Acquire the longest prefix; loads are in the queues of the engines until `send_loads`.
 
-        is_there : called with the number of a group and the index of a block
+        is_there : called with the number of a group and the index of a block; returns whether the
+            caller has the block. None: it has none, and the blocks count as requested
         """
         self.enter(keys)
         leave = partial(self.leave, keys)
         try:
-            return self._acquire(keys, is_there, leave, after, wait, deadline_s)
+            has = _nowhere if is_there is None else is_there
+            lease = self._acquire_prefix(keys, has, leave, after, wait, deadline_s)
         except BaseException:
             leave()
             raise
+        if is_there is None:
+            with self._lock:
+                self._counts["prefix_hits"] += lease.num_blocks
+                self._counts["prefix_misses"] += len(keys) - lease.num_blocks
+        return lease
 
-    def _acquire(
+    def send_loads(self) -> None:
+        """Send the loads out, in the order in which the model runs its layers."""
+        send_together([
+            (cache.engine, group.layers)
+            for cache, group in zip(self._caches, self.groups, strict=True)
+        ])  # fmt: skip
+
+    def _acquire_prefix(
         self, keys: list[int], is_there: Callable[[int, int], bool], leave: Callable[[], None],
         after: Any, wait: str, deadline_s: float | None,
     ) -> PrefixLease:  # fmt: skip
@@ -242,15 +258,13 @@ class MixedTieredCache(TieredCache):
                     needed = [n for n in group.blocks.needed(length) if not is_there(i, n)]
                     indices.append(needed)
                     names = self._names(i, [keys[index] for index in needed])
-                    options: dict[str, Any] = {"wait": wait}
-                    if ends is not None:
-                        options["deadline_s"] = max(0.0, ends - time.monotonic())
+                    left = None if ends is None else max(0.0, ends - time.monotonic())
                     cache = self._caches[i]
                     part: Lease | HeldBlocks
                     if group.blocks.is_state:
-                        part = cache.hold(names, **options)
+                        part = cache.hold(names, wait=wait, deadline_s=left)
                     else:
-                        part = cache.acquire(names, after=after, **options)
+                        part = cache._acquire(names, after, wait, left, send=False)
                     parts.append(part)
                     if part.num_blocks < len(names):
                         missing = needed[part.num_blocks]

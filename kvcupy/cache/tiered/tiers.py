@@ -975,8 +975,10 @@ class SharedTiers:
         self.tiers.settle()
         return self.tiers
 
-    def attempt(self, change: Callable[[Tiers], _Result], *, opened: bool = True) -> _Result:
-        """Call `change` until it is not Blocked, then submit the transfers that it queued.
+    def attempt(
+        self, change: Callable[[Tiers], _Result], *, opened: bool = True, send: bool = True
+    ) -> _Result:
+        """Call `change` until it is not Blocked, then send the transfers that it queued.
 
         KvcupyError if the cache is closed, unless `opened` is False.
         """
@@ -997,7 +999,8 @@ class SharedTiers:
         except BaseException:
             self.end_own_writes()
             raise
-        self.engine._send()
+        if send:
+            self.engine._send()
         return result
 
     def end_own_writes(self) -> None:
