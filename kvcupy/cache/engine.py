@@ -537,7 +537,7 @@ class TransferQueue:
         batch, self.pending = self.pending, None
         assert batch is not None
         try:
-            pairs = self._begin(batch, other)
+            pairs = self._issue(batch, other)
             if pairs is not None:
                 for part, name in self._parts:
                     part.issue(pairs, self.stream, name=name)
@@ -556,7 +556,7 @@ class TransferQueue:
         batch, self.pending = self.pending, None
         assert batch is not None
         try:
-            pairs = self._begin(batch, other)
+            pairs = self._issue(batch, other)
             if pairs is not None:
                 for part, name in self._parts:
                     yield
@@ -567,7 +567,7 @@ class TransferQueue:
         finally:
             self._close(batch)
 
-    def _begin(self, batch: Batch, other: TransferQueue) -> transfer.PagePairs | None:
+    def _issue(self, batch: Batch, other: TransferQueue) -> transfer.PagePairs | None:
         """Make the stream wait for what a batch is behind; None if the batch cannot run."""
         stream, is_save = self.stream, self.kind == "save"
         for event in batch.after_events:

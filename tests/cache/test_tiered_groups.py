@@ -416,7 +416,7 @@ def test_a_load_that_fails(device, monkeypatch, group):
         raise OSError("no bus")
 
     with monkeypatch.context() as patch:
-        patch.setattr(queue, "_begin", fail)
+        patch.setattr(queue, "_issue", fail)
         with pytest.raises(kv.DeviceError, match="no bus"):
             mixture.prompt("a", tokens)
     assert mixture.hits[-1] > 0

@@ -266,7 +266,7 @@ PROTOCOLS = [
     ),
     Protocol.of(
         protocols.load_by_layer, protocols.load, name="load, by layer", edges=_AFTER + sites_of(
-            ENGINE, "Batch.block: stream.wait(event)", "TransferQueue._issue: stream.record()",
+            ENGINE, "Batch.block: stream.wait(event)", "TransferQueue.send: self.stream.record()",
             _JOINED, _END, "Transfer.synchronize: batch.join()",
         ),
     ),
@@ -302,7 +302,7 @@ PROTOCOLS = [
         protocols.tiered_eviction, protocols.tiered_write_through, name="tiers, eviction",
         edges=_WRITTEN + sites_of(
             ENGINE, _HELD, _IS_OVER, _JOINED, _END, "Batch.block: stream.wait(event)",
-            "TransferQueue._issue: stream.record()",
+            "TransferQueue.send: self.stream.record()",
         ) + sites_of(
             PAGES, "PageAllocator._wait: transfer.synchronize()", "_is_done: transfer.done()",
         ) + sites_of(
@@ -323,7 +323,7 @@ PROTOCOLS = [
     Protocol.of(
         protocols.acquire_while_evicting, protocols.acquire_behind_readers,
         name="tiers, acquire while evicting", edges=_WRITTEN + sites_of(
-            ENGINE, _HELD, _OTHER, _END, "TransferQueue._issue: stream.record()",
+            ENGINE, _HELD, _OTHER, _END, "TransferQueue.send: self.stream.record()",
         ) + sites_of(
             HAZARDS, "StreamCompletion._behind: relay.wait(self._event)",
             "StreamCompletion.wait: self._behind().record()",
@@ -352,7 +352,7 @@ PROTOCOLS = [
         protocols.tiered_shared, name="tiers, shared store",
         edges=sites_of(
             ENGINE, _END, "Batch.block: stream.wait(event)",
-            "TransferQueue._issue: stream.record()",
+            "TransferQueue.send: self.stream.record()",
         ) + sites_of(
             LEASES, "Lease.wait: self.completion.wait(self._waiting(stream))",
             "Lease.wait_layer: self.completion.wait_layer(layer, self._waiting(stream))",
