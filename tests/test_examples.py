@@ -21,6 +21,7 @@ PRINTED = {
     "prefix_cache": "prompt 2: 48 of 68 tokens were cached",
     "shared_prefix": "process 1: 10 of 10 blocks were there",
     "draft_tree": "tokens: 23",
+    "mixed_layers": "b has 640 tokens, to be computed again: 0\nc has 0 tokens",
     "quantised_cache": "int8",
     "find_a_race": ".wait(",
     "torch_tensors": "True\nTrue True",

@@ -94,6 +94,8 @@ def test_nothing_public_is_left_out(fuzzing):
         "Lease": ("Lease", kv.Lease, "TieredCache"), "Timeline": ("Timeline", Timeline, "timeline"),
         "OrderChecker": ("", OrderChecker, "declare"),
         "Encoding": ("", kv.Encoding, "view_as"), "Demotion": ("", kv.Demotion, "PagedKVCache"),
+        **{name: (name, getattr(kv, name), "groups")
+           for name in ("FullAttention", "SlidingWindow", "Latent", "Recurrent")},
     }  # fmt: skip
     covered = set(NOT_FUZZED) | set(targets) | {"order_checker", "check_faults"}
     covered |= {"Timeline.save", "Timeline.add"}

@@ -47,8 +47,12 @@ METHODS = {
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
-        save_sequence load_sequence attach export_sequence import_sequence
+        save_sequence load_sequence attach export_sequence import_sequence plan state state_slots
     """,
+    "FullAttention": "make_pool token_bytes past_token_bytes",
+    "SlidingWindow": "make_pool token_bytes pages_kept",
+    "Latent": "make_pool token_bytes",
+    "Recurrent": "state_bytes",
 }
 """What the programs here call, by the class of the object."""
 
@@ -70,6 +74,8 @@ def try_method(
     described = getattr(target if isinstance(target, type) else type(target), name, method)
     try:
         parameters = [p for p in inspect.signature(method).parameters if p not in ("_", "__")]
+        if name == "layer_number":
+            parameters.remove("name")  # of the argument, in its errors
     except ValueError:
         parameters = list(arguments)
     if parameters and case.chance(wrong):
@@ -560,6 +566,50 @@ def _latent(case: Case, arguments: Arguments) -> Any:
     return None if isinstance(result, Exception) else result
 
 
+NAMED_BY_GROUPS = ("num_kv_heads", "head_dim", "layers")
+
+
+def grouped(case: Case) -> None:
+    """Declare groups of layers, and run a step of a cache of them."""
+    shape = {"num_kv_heads": 2, "head_dim": 8, "dtype": "fp32"}
+    declared = [
+        construct(case, kind, arguments)
+        for kind, arguments in (
+            (kv.FullAttention, {"layers": [0, 3], **shape}),
+            (kv.SlidingWindow, {"layers": [1], "window": 5, "sink_tokens": 1, **shape}),
+            (kv.Latent, {"layers": [2], "latent_dim": 8, "rope_dim": 4, "dtype": "fp32"}),
+            (kv.Recurrent, {
+                "layers": [4], "state": {"ssm": ((2, 3), "fp32")}, "checkpoint_tokens": 4,
+            }),
+        )
+    ]  # fmt: skip
+    if any(group is None for group in declared):
+        return
+    for group in declared[:3]:
+        if group.token_bytes() > 1 << 12:
+            return
+    if declared[3].state_bytes() > 1 << 12:
+        return
+    arguments: Arguments = {
+        "num_q_heads": 4, "page_size": 4, "device": case.device, "groups": declared,
+        "memory_bytes": 1 << 16, "num_tokens": 64, "max_batch_tokens": 16,
+    }  # fmt: skip
+    if case.chance(0.3):
+        arguments, _ = case.break_some(arguments, [*arguments], 1)
+    cache = case.attempt(kv.PagedKVCache, arguments, label="PagedKVCache", names=NAMED_BY_GROUPS)
+    if isinstance(cache, Exception):
+        return
+    repr(cache)
+    with suppress(ValueError):  # wrong arguments that are valid make larger pools
+        str(cache.plan())
+    cache.add_sequence("a")
+    with suppress(kv.CacheFull, ValueError), cache.forward(["a"], [3]):
+        cache.state_slots()
+    with suppress(kv.CacheFull):
+        cache.fork_sequence("a", "b")
+    cache.clear()
+
+
 class Paged:
     """A paged cache, and what arguments fit it now."""
 
@@ -579,7 +629,7 @@ class Paged:
     def tiers(self) -> Any:
         """Return a tiered cache over the pool; None if it is of latents."""
         pool = self.cache.pool
-        if self.cache._is_latent:
+        if isinstance(pool, kv.MLAPool):
             return None
         shape = (pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim)
         host = kv.KVPool(
@@ -706,6 +756,7 @@ class Paged:
                 "seq": self.absent(), "ticket": self.ticket, "deadline_s": 0.1,
                 "receiver": self.sender_and_receiver()[1], "past_receiver": self.past_ends[1],
             },
+            "plan": dict, "state": lambda: {"layer": 0, "name": "ssm"}, "state_slots": dict,
         })  # fmt: skip
 
     def run(self) -> None:
@@ -807,5 +858,5 @@ def shared(case: Case) -> None:
 PROGRAMS: dict[str, Callable[[Case], None]] = {
     "PageAllocator": allocator, "pools": pools, "wrap": wrapped, "Device": device,
     "Stream": streams, "TransferEngine": engine, "migration": migration, "TieredCache": tiered,
-    "PagedKVCache": paged, "BlockKeys": block_keys, "SharedStore": shared,
+    "PagedKVCache": paged, "groups": grouped, "BlockKeys": block_keys, "SharedStore": shared,
 }  # fmt: skip

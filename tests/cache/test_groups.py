@@ -11,6 +11,7 @@ from helpers import full_only
 
 import kvcupy as kv
 from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.paged.states import States
 
 MIXES = {
     "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
@@ -98,6 +99,24 @@ def test_a_page_freed_too_early_is_noticed(device, monkeypatch):
     )
     with pytest.raises(AssertionError):
         run(Mixture(MIXES["full, window"](), device), 0)
+
+
+@pytest.mark.parametrize("method", ["restore", "_copy"])
+def test_a_state_that_is_forgotten_is_noticed(device, monkeypatch, method):
+    """The control for states: pops that leave them, and copies that are not made."""
+    genuine = getattr(States, method)
+
+    def forgetful(self, access, *arguments, **options):
+        if method == "_copy" and not options.get("zeros"):
+            return genuine(self, access, [], *arguments[1:])
+        if method == "restore" and arguments[1]:
+            return None
+        return genuine(self, access, *arguments, **options)
+
+    monkeypatch.setattr(States, method, forgetful)
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            run(Mixture(MIXES["full, state"](), device), seed)
 
 
 # --- What can be restored ---
@@ -266,9 +285,10 @@ class Decoder:
     def __init__(self, device, **options):
         self.cache = kv.PagedKVCache(
             num_q_heads=HEADS, page_size=PAGE, device=device, num_tokens=64, max_seq_len=32,
-            groups=[sliding(0, window=6), recurrent(1), full(2)], **options,
+            groups=[full(2, **options), sliding(0, window=6), recurrent(1)],
         )  # fmt: skip
         self.device, self.stream = device, device.stream()
+        self.outs = []
         self.rng = np.random.default_rng(5)
 
     def rows(self, count):
@@ -285,6 +305,7 @@ class Decoder:
     def work(self, rows, stream=None, update_on=None):
         """Attend, and add 1 to the states, on a stream, or that on another."""
         stream = stream or self.stream
+        self.outs += [out for *_, out in rows.values()]
         for layer, (query, key, value, out) in rows.items():
             self.cache.attention(layer, query, key, value, out=out, stream=stream)
         slots = self.cache.state_slots(stream=stream)
@@ -299,9 +320,11 @@ class Decoder:
             stream.call(update)
 
 
-def test_captured_steps(device):
+@pytest.mark.parametrize("encoding", [None, "fp8_e4m3"])
+def test_captured_steps(device, encoding):
     """A graph of three sequences is launched for as many, and for fewer."""
-    captured, plain = Decoder(device), Decoder(device)
+    options = {"demotion": encoding and kv.Demotion(encoding, recent=5, first=1)}
+    captured, plain = (Decoder(device, **options) for _ in range(2))
     for model in (captured, plain):
         for name, count in (("a", 9), ("b", 3), ("c", 14)):
             model.cache.add_sequence(name)
@@ -373,18 +396,35 @@ def test_a_stream_that_did_not_ask_for_the_slots_is_reported(device):
     assert checker.reports
 
 
+def explored(device, apart=False):
+    """What a model computes, with its updates of states on the stream of attention, or apart."""
+    model = Decoder(device)
+    stepped(model, device.stream() if apart else None)
+    slots = model.cache._states.slots("bcd")
+    states = [device.to_numpy(model.cache.state(1, part))[slots] for part in ("conv", "ssm")]
+    return [*map(device.to_numpy, model.outs), *(state.astype(np.float32) for state in states)]
+
+
+def test_any_order_of_streams():
+    assert kv.explore(explored, schedules=30).ok
+
+
+@pytest.mark.full
+def test_updates_that_wait_for_nothing_are_noticed():
+    """The control of the test above."""
+    assert not kv.explore(lambda device: explored(device, apart=True), schedules=5).ok
+
+
 # --- What is refused ---
 
 
-def test_calls_that_mixtures_lack(device, tmp_path):
+def test_calls_that_mixtures_lack(device):
     mixture = mixture_of(device, full(0), sliding(1, window=8), tokens=5)
     cache = mixture.cache
     calls = {
         "enable_sliding_window": lambda: cache.enable_sliding_window("a", 4),
         "get_kv": lambda: cache.get_kv("a", 0, 1),
         "set_kv": lambda: cache.set_kv("a", 0, None, None),
-        "save_sequence": lambda: cache.save_sequence("a", tmp_path / "a"),
-        "load_sequence": lambda: cache.load_sequence("b", tmp_path / "a"),
         "offload": lambda: cache.offload("a"),
         "onboard": lambda: cache.onboard("a"),
         "export_sequence": lambda: cache.export_sequence("a", None),
@@ -440,3 +480,103 @@ def test_full_names_the_group(device):
         mixture.step({"a": mixture.new(5)})
     assert mixture.cache.pools[0].allocator.num_allocated == 5
     assert mixture.cache.sequence_length("a") == 20
+
+
+# --- Files ---
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_files(device, mix, tmp_path):
+    """A sequence that is saved and loaded in another cache continues there."""
+    one, two = (Mixture(MIXES[mix](), device) for _ in range(2))
+    for length in (0, 3, 8, 41):
+        name, path = f"s{length}", tmp_path / f"{length}.safetensors"
+        one.add(name)
+        for start in range(0, length, 5):
+            one.step({name: one.new(min(5, length - start))})
+        one.poison()
+        one.cache.save_sequence(name, path)
+        two.cache.load_sequence(name, path)
+        two.tokens[name] = list(one.tokens[name])
+        two.check()
+        pages = [
+            [(group.sequences.find(name).pages >= 0).tolist() for group in side.cache._groups]
+            for side in (one, two)
+        ]
+        assert pages[0] == pages[1]
+    two._next = one._next
+    two.step({name: two.new(3) for name in two.tokens})
+    two.pop("s41", 3)
+    two.fork("s8", "child")
+    two.step({name: two.new(1) for name in two.tokens})
+    two.check()
+    two.check_empty()
+
+
+def test_files_that_do_not_fit(device, tmp_path):
+    path = tmp_path / "saved"
+    one = mixture_of(device, full(0), sliding(1, window=8), recurrent(2), tokens=20)
+    one.cache.save_sequence("a", path)
+    for groups, name in (
+        ([full(0), sliding(1, window=9), recurrent(2)], "1 window"),
+        ([full(0), sliding(3, window=8), recurrent(2)], "1 layers"),
+        ([full(0), sliding(1, window=8)], "num_groups"),
+        ([sliding(1, window=8), full(0), recurrent(2)], "0 kind"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            Mixture(groups, device).cache.load_sequence("a", path)
+    little = Mixture([full(0), sliding(1, window=8), recurrent(2)], device, num_tokens=16)
+    with pytest.raises(kv.CacheFull, match="FullAttention of layers 0"):
+        little.cache.load_sequence("a", path)
+    little.check()
+    assert "a" not in little.cache
+    with pytest.raises(ValueError, match="new sequence"):
+        one.cache.load_sequence("a", path)
+
+
+def test_a_file_of_demoted_tokens(device, tmp_path):
+    """They are saved in the format of the group, and demoted again."""
+    shape = {"num_kv_heads": 2, "head_dim": 32, "dtype": "bf16"}
+    demotion = kv.Demotion("nvfp4", recent=6, first=2)
+    caches = [
+        of_kind(device, kv.FullAttention(layers=[5], demotion=demotion, **shape)) for _ in range(2)
+    ]
+    rng = np.random.default_rng(3)
+    caches[0].add_sequence("a")
+    for count in (9, 9, 9):
+        rows = [
+            device.asarray(rng.standard_normal((count, heads, 32), np.float32))
+            for heads in (HEADS, 2, 2)
+        ]
+        with caches[0].forward(["a"], [count]):
+            caches[0].attention(5, *rows)
+    caches[0].save_sequence("a", tmp_path / "a")
+    caches[1].load_sequence("a", tmp_path / "a")
+    counts = [cache._groups[1].past_pool.allocator.num_allocated for cache in caches]
+    assert counts[0] == counts[1] > 0
+
+
+def test_states_are_shared_with_torch(device):
+    torch = pytest.importorskip("torch")
+    cache = Mixture([full(0), recurrent(1)], device).cache
+    rows = torch.from_dlpack(cache.state(1, "conv"))
+    assert (rows.dtype, tuple(rows.shape[1:])) == (torch.bfloat16, (4, 3))
+    rows[1] = 2
+    assert (device.to_numpy(cache.state(1, "conv"))[1] == 2).all()
+
+
+@pytest.mark.parametrize("dtype", ["int32", np.float64, "fp8_e4m3", "uint8"])
+def test_states_of_any_dtype(device, dtype, tmp_path):
+    groups = [full(0), kv.Recurrent(layers=[1], state={"s": ((3,), dtype)}, checkpoint_tokens=4)]
+    mixture = Mixture(groups, device)
+    mixture.add("a")
+    for value in (4, 8):
+        with mixture.cache.forward(["a"], [4]):
+            rows = mixture.cache.state(1, "s")
+            rows[mixture.cache.state_slots()] = np.full(3, value, rows.dtype)
+    assert mixture.cache.fork_sequence("a", "b", 4) == 0
+    mixture.cache.save_sequence("a", tmp_path / "a")
+    mixture.cache.load_sequence("c", tmp_path / "a")
+    slots = mixture.cache._states.slots("abc")
+    got = device.to_numpy(mixture.cache.state(1, "s"))[slots].astype(int)
+    assert got.tolist() == [[8] * 3, [4] * 3, [8] * 3]

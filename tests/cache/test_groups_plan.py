@@ -72,6 +72,8 @@ def test_max_seq_len_is_the_default():
     plan = cache_of(groups, memory_bytes=1 << 20, max_seq_len=96).plan()
     assert plan.sequence_tokens == 96
     assert cache_of(groups, num_tokens=960, max_seq_len=96).plan().num_sequences == 10
+    rope = kv.rope_table(80, 8, device="host")
+    assert cache_of(groups, memory_bytes=1 << 20, rope=rope).plan().sequence_tokens == 80
     with pytest.raises(ValueError, match="num_tokens"):
         cache_of(groups, memory_bytes=1 << 20)
     with pytest.raises(ValueError, match="memory_bytes"):

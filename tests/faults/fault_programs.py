@@ -856,6 +856,140 @@ class PagedGraph(Paged):
         ]
 
 
+class PagedGroups(Program):
+    """A window, full attention and recurrent states in one cache."""
+
+    def prepare(self, device: Any) -> None:
+        shape = {"num_kv_heads": HEADS, "head_dim": WIDTH, "dtype": "fp32"}
+        state = {"conv": ((4, 3), "bf16"), "ssm": ((5,), "fp32")}
+        self.cache = kv.PagedKVCache(
+            num_q_heads=4, page_size=PAGE, device=device, num_tokens=96, max_batch_tokens=32,
+            groups=[
+                kv.SlidingWindow(layers=[0], window=5, sink_tokens=1, **shape),
+                kv.Recurrent(layers=[1, 2], state=state, checkpoint_tokens=4),
+                kv.FullAttention(layers=[3], **shape),
+            ],
+        )  # fmt: skip
+        rng = np.random.default_rng(3)
+        shapes = [(8, heads, WIDTH) for heads in (4, HEADS, HEADS)]
+        self.rows = [device.asarray(rng.standard_normal(s).astype(np.float32)) for s in shapes]
+        self.fresh: dict[Any, int] = {}  # tokens that the running step has appended
+        self.appended: dict[Any, int] = {}  # tokens of the last step
+        self.written: list[Any] = []  # sequences whose states the running step has updated
+
+    def step(self, key: str, names: str, *counts: int, **options: Any) -> list[Step]:
+        """Return the calls of a step: begin, each layer, the states, end."""
+        cache = self.cache
+
+        def begin() -> None:
+            cache.begin_forward(list(names), list(counts), **options)
+            self.appended = self.fresh = dict(zip(names, counts, strict=True))
+
+        def attention(layer: int) -> None:
+            arrays = [a[: sum(counts)] for a in self.rows]
+            self.results[f"{key}, layer {layer}"] = cache.attention(layer, *arrays)
+
+        def update() -> None:
+            slots = self.device.to_numpy(cache.state_slots()).tolist()
+            self.written = list(names)
+            for layer, (part, shape) in itertools.product((1, 2), (("conv", (4, 3)), ("ssm", 5))):
+                array = cache.state(layer, part)
+                for name, slot in zip(names, slots, strict=True):
+                    length = cache.sequence_length(name)
+                    row = np.full(shape, length + layer, np.float32).astype(array.dtype)
+                    self.device.copy(array[slot], self.device.asarray(row))
+
+        def end() -> None:
+            self.written = []
+            if self.fresh:  # ending is over even if it raises
+                self.fresh = {}
+                cache.end_forward()
+
+        layers = [("attention", functools.partial(attention, layer)) for layer in (0, 3)]
+        return [("begin", begin), *layers, ("states", update), ("end", end)]
+
+    def steps(self) -> list[Step]:
+        cache, path = self.cache, self.folder / "a"
+        return [
+            ("add", lambda: cache.add_sequence("a")), ("add", lambda: cache.add_sequence("b")),
+            *self.step("prefill", "ab", 4, 3), *self.step("more", "a", 8),
+            ("fork", lambda: cache.fork_sequence("a", "c")),
+            *self.step("draft", "ac", 3, 3, token_tree=[[-1, 0, 1], [-1, 0, 1]]),
+            ("commit", lambda: cache.commit_token_tree(["c", "a"], [2, 1])),
+            ("pop", lambda: cache.pop_tokens("c", 0)),
+            ("save", lambda: cache.save_sequence("a", path)),
+            ("load", lambda: cache.load_sequence("d", path)),
+            ("remove", lambda: cache.remove_sequence("a")),
+            *self.step("last", "bcd", 1, 2, 1),
+        ]  # fmt: skip
+
+    def _rows(self, slot: int) -> list[bytes]:
+        arrays = self.cache._states._arrays.values()
+        return [np.asarray(self.device.to_numpy(array))[slot].tobytes() for array in arrays]
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        cache, states = self.cache, self.cache._states
+        groups: list[Any] = []
+        for group in cache._groups:
+            known, owners = group.sequences._known, np.zeros_like(group.sequences._references)
+            fresh = self.appended if step == "end" else self.fresh
+            tokens = {}
+            for name, sequence in known.items():
+                owners[sequence.pages[sequence.pages >= 0]] += 1
+                stop = sequence.committed if step == "commit" else sequence.length
+                seen = np.arange(stop - fresh.get(name, 0))[-4:]  # within any window
+                slots = sequence.slots(seen, PAGE)
+                tokens[name] = (
+                    stop,
+                    [
+                        np.asarray(self.device.to_numpy(part))
+                        .reshape(-1, HEADS * WIDTH)[slots]
+                        .tobytes()
+                        for part in (group.pool.k(0), group.pool.v(0))
+                    ],
+                )
+            if cache._steps.running is None:
+                assert owners.tolist() == group.sequences._references.tolist()
+            pages = {name: s.pages.tolist() for name, s in known.items()}
+            allocated = group.pool.allocator.allocated().tolist()
+            # Windows slide, and trees are dropped.
+            lists = None if step in ("end", "commit") else (pages, allocated)
+            groups.append((tokens, lists))
+        live = {
+            name: self._rows(own.live) for name, own in states._of.items()
+            if own.live >= 0 and name not in self.written and name not in self.fresh
+        }  # fmt: skip
+        for own in states._of.values():  # they may be given up, and none may be wrong
+            for length, kept in own.kept.items():
+                for (layer, part), array in states._arrays.items():
+                    row = np.asarray(self.device.to_numpy(array))[kept.slot].astype(np.float32)
+                    assert (row == length + layer).all(), f"state at {length}: {layer} {part}"
+        running = cache._steps.running
+        return {
+            "groups": groups, "live": None if step in ("end", "commit") else live,
+            "total": None if step == "commit" else cache.total_length, "files": files(self.folder),
+            "running": None if step == "end" or running is None else running.names,
+        }  # fmt: skip
+
+    def result(self) -> dict[str, Any]:
+        states = self.cache._states
+        live = {name: self._rows(own.live) for name, own in states._of.items()}
+        return {**super().result(), "live": live}
+
+    def reset(self) -> None:
+        super().reset()
+        self.fresh, self.appended, self.written = {}, {}, []
+        self.cache.clear()
+
+    def leaks(self) -> list[str]:
+        settle(self.device)
+        self.cache.clear()
+        allocator = self.cache._states._allocator
+        held = f"{allocator.num_pages - allocator.num_free} states"
+        return held_pages(*self.cache.pools) + [held] * (allocator.num_free < allocator.num_pages)
+
+
 def files(folder: Path) -> list[tuple[str, int, str]]:
     """Return name, size and digest of all files of a folder."""
     return [

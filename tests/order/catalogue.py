@@ -515,13 +515,12 @@ NOT_NEEDED = {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end()": _ANOTHER,
-            "PagedKVCache.fork_sequence: "
-            "self._steps.fork(self._steps.settled(parent, 'parent'), child, at, inherit_window)":
+            "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at, inherit_window)":
                 _ANOTHER,
         },
         "cache/paged/contents.py": {
-            "Contents.restore: stream.synchronize()": _DONE_AT_RETURN,
-            "Contents.save: stream.synchronize()": _DONE_AT_RETURN,
+            "Contents.fill: stream.synchronize()": _DONE_AT_RETURN,
+            "Contents.tensors: stream.synchronize()": _DONE_AT_RETURN,
         },
         EXCHANGE: {
             **{
@@ -532,7 +531,24 @@ NOT_NEEDED = {
             },
             "Tiers.onboard: part.save.synchronize()": _SAVED,
         },
-        STEP: {"Steps.fork: self._sequences.fork(parent, child, at, inherit_window)": _ANOTHER},
+        "cache/paged/page_group.py": {
+            "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
+        },
+        "cache/paged/states.py": {
+            "States._write: stream.synchronize()": _DONE_AT_RETURN,
+            "States.tensors: access.copy_stream.synchronize()": _DONE_AT_RETURN,
+        },
+        STEP: {
+            f"Steps.{call}": _ANOTHER
+            for call in (
+                "begin: states.begin(self.access, names, found[0], in_tree)",
+                "end: self._states.end(self.access, step.names, step.sequences, "
+                "self._is_useless)",
+                "fork: group.fork(self.access, own, child, kept, inherit_window)",
+                "fork: self._states.fork(self.access, parent, child, kept, source.length, "
+                "sequence)",
+            )
+        },
         TABLES: {
             "TableBuffer.upload: self._copies.record(pinned.copied)": _ANOTHER,
             "TableBuffer.upload: self._copies.synchronize(pinned.copied)": _ANOTHER,

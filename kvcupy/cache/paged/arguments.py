@@ -208,6 +208,12 @@ def rope_of(
     return Rope(rows, str(mode), bool(interleaved), first)
 
 
+def rope_positions(table: Any) -> int | None:
+    """Return the positions of a RoPE table, or None if there is none or it is not a table."""
+    shape: Any = getattr(table, "shape", ())
+    return int(shape[0]) if len(shape) == 2 else None
+
+
 def scales_of(pool: Pool, k_scale: Any, v_scale: Any) -> list[tuple[Any, Any]]:
     """Return the static scales of K and V of each layer; empty if there are none."""
     if k_scale is None and v_scale is None:

@@ -18,10 +18,19 @@ from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
 from ..tiered.mixed import TierGroup
-from .arguments import DTYPE, PAGE_SIZE, Demotion, past_pool_of, pool_of, scales_of
+from .arguments import (
+    DTYPE,
+    PAGE_SIZE,
+    Demotion,
+    past_pool_of,
+    pool_of,
+    rope_positions,
+    scales_of,
+)
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
+from .group_files import GroupFiles
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
 from .mixed_tiers import MixedTiers, tier_groups
 from .page_group import make_group, make_groups
@@ -74,7 +83,7 @@ class PagedKVCache(ProcessLocal):
         `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
         group has its own pool. Layers have their numbers in the model
     memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
-        num_tokens tokens (None: max_seq_len); see `plan`
+        num_tokens tokens (None: max_seq_len, or the positions of rope); see `plan`
     num_tokens : with groups and without memory_bytes, the tokens that the pools hold, of one
         sequence, or of several of max_seq_len tokens
 
@@ -88,6 +97,8 @@ class PagedKVCache(ProcessLocal):
     Raises
     ------
     TypeError, ValueError : an argument does not fit
+    NotImplementedError : groups without attention, whose checkpoint_tokens differ, or with the
+        `attention` of another library
     ImportError : `attention` names a package that is not installed
     DeviceError, MemoryError : there is not enough memory
 
@@ -195,7 +206,8 @@ class PagedKVCache(ProcessLocal):
             declared = check_groups(groups)
             self._plan = make_plan(
                 declared, positive_int(page_size, "page_size"), memory_bytes=memory_bytes,
-                num_tokens=num_tokens, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens,
+                num_tokens=num_tokens, max_seq_len=max_seq_len or rope_positions(rope),
+                max_batch_tokens=max_batch_tokens,
             )  # fmt: skip
             self._groups, self._layer_groups = make_groups(self._plan, page_size, device, shared)
             max_seq_len = max_seq_len or self._plan.sequence_tokens
@@ -223,6 +235,9 @@ class PagedKVCache(ProcessLocal):
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = Contents(self.pool, self._layers, access, self._past)
+        self._files: GroupFiles | None = None
+        if groups is not None:
+            self._files = GroupFiles(declared, self._groups, self._states, access)
         self._tiers = Tiers(self.pool, self._sequences, access, self.past_pool)
         self._exchange = Exchange(
             self.pool, self._sequences, self._contents, self._tiers, access, self._past
@@ -250,9 +265,10 @@ class PagedKVCache(ProcessLocal):
 
     @property
     def num_available_past_pages(self) -> int:
-        """Pages for old tokens that are not allocated; 0 without `demotion`."""
+        """Pages for old tokens that are not allocated, of all groups; 0 without `demotion`."""
         self._exchange.reclaim()
-        return 0 if self.past_pool is None else self.past_pool.allocator.num_available
+        pools = [group.past_pool for group in self._groups]
+        return sum(pool.allocator.num_available for pool in pools if pool is not None)
 
     @property
     def total_length(self) -> int:
@@ -669,9 +685,7 @@ class PagedKVCache(ProcessLocal):
             raise KvcupyError(f"this cache holds {expected}")
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
-        if self._layer_groups is None and (
-            type(layer) is not int or not 0 <= layer < self.pool.num_layers
-        ):
+        if type(layer) is not int or not 0 <= layer < layers.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         rows, options, arrays, pointers, kind = layers.check(
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
@@ -836,10 +850,15 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         Stream: waits for all steps so far. Capture: illegal. Demoted tokens are converted back to
-        dtype, so the file fits a cache without `demotion` too; loading it demotes them again.
+        dtype, so the file fits a cache without `demotion` too; loading it demotes them again. With
+        groups the file has the tokens that windows keep and the live states, and fits a cache of
+        equal groups.
         """
-        self._refuse_groups("save_sequence")
-        self._contents.save(self._steps.settled(seq), path)
+        sequence = self._steps.settled(seq)
+        if self._files is not None:
+            self._files.save(seq, path)
+        else:
+            self._contents.save(sequence, path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -853,8 +872,10 @@ class PagedKVCache(ProcessLocal):
 
         After an error nothing has changed.
         """
-        self._refuse_groups("load_sequence")
         self._sequences.require_new(seq, "seq")
+        if self._files is not None:
+            self._files.load(seq, path)
+            return
         saved = self._contents.open(path)
         sequence = self._sequences.add(seq)
         try:

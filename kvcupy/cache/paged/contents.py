@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,36 +177,54 @@ class Contents:
 
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
         """Write the tokens of a sequence to a file, in the format of the cache. Waits for them."""
+        tensors = self.tensors(sequence, [(0, sequence.length)])
+        own = {name: str(getattr(sequence, name)) for name in _OWN}
+        write_file(path, tensors, {**self.fields(), **own})
+
+    def tensors(
+        self, sequence: CachedSequence, runs: Sequence[tuple[int, int]]
+    ) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the tokens at runs of positions, in the format of the cache. Waits for them."""
         stream, stored = self._pool._as_stream(None), self._stored()
+        count = sum(stop - start for start, stop in runs)
         with self._access.on(stream, sequence):
             arrays: dict[str, Any] = {
-                name: self._zeros(cache, sequence.length, cache.format, stream)
+                name: self._zeros(cache, count, cache.format, stream)
                 for names, caches in stored
                 for name, cache in zip(names, caches[0], strict=True)
             }
-            for rows, slots, is_past in self._spans(sequence, 0, sequence.length):
-                if is_past and self._past is not None:
-                    targets = [
-                        {f"{name}_cache": array[layer][rows] for name, array in arrays.items()}
-                        for layer in range(self._pool.num_layers)
-                    ]
-                    self._past.convert_back(slots, targets, stream)
-                    continue
-                uploaded = upload([slots], self._device, stream)[0]
-                for names, caches in stored:
-                    k_outs, v_outs = (arrays[name] for name in names)
-                    for layer, (k, v) in enumerate(caches):
-                        gather_kv(
-                            k, v, uploaded, k_out=k_outs[layer][rows], v_out=v_outs[layer][rows],
-                            stream=stream,
-                        )  # fmt: skip
+            first = 0
+            for start, stop in runs:
+                for span, slots, is_past in self._spans(sequence, start, stop):
+                    rows = slice(first + span.start, first + span.stop)
+                    self._copy_out(arrays, rows, slots, is_past, stream)
+                first += stop - start
         stream.synchronize()
         tensors = {name: self._device.to_numpy(array) for name, array in arrays.items()}
         for name, array in arrays.items():
             if view(array).scales is not None:  # files have no such format
                 tensors[name] = tensors[name].view(np.int8)
-        own = {name: str(getattr(sequence, name)) for name in _OWN}
-        write_file(path, tensors, {**self.fields(), **own})
+        return tensors
+
+    def _copy_out(
+        self, arrays: dict[str, Any], rows: slice, slots: Ints, is_past: bool, stream: Stream
+    ) -> None:
+        """Copy tokens of every layer to rows of arrays, (layers, tokens, ...)."""
+        if is_past and self._past is not None:
+            targets = [
+                {f"{name}_cache": array[layer][rows] for name, array in arrays.items()}
+                for layer in range(self._pool.num_layers)
+            ]
+            self._past.convert_back(slots, targets, stream)
+            return
+        uploaded = upload([slots], self._device, stream)[0]
+        for names, caches in self._stored():
+            k_outs, v_outs = (arrays[name] for name in names)
+            for layer, (k, v) in enumerate(caches):
+                gather_kv(
+                    k, v, uploaded, k_out=k_outs[layer][rows], v_out=v_outs[layer][rows],
+                    stream=stream,
+                )  # fmt: skip
 
     def open(self, path: str | Path) -> SavedSequence:
         """Return the contents of a file; raise unless this cache can hold the sequence."""
@@ -218,7 +236,7 @@ class Contents:
             raise ValueError(
                 f"path: expected a saved sequence, got {path} without {_OWN}"
             ) from None
-        expected = self._expected(max(0, length))
+        expected = self.expected(max(0, length))
         got = {name: (formats.tag(array.dtype), array.shape) for name, array in tensors.items()}
         if length < 0 or got != expected:
             raise ValueError(f"path: expected {path} to hold {expected}, got {got}")
@@ -234,8 +252,13 @@ class Contents:
 
         They are complete at return.
         """
-        stream, stop = self._pool._as_stream(None), sequence.length
+        stop = sequence.length
         tensors = {name: tensor[:, start:stop] for name, tensor in saved.tensors.items()}
+        self.fill(sequence, start, stop, tensors)
+
+    def fill(self, sequence: CachedSequence, start: int, stop: int, tensors: Arrays) -> None:
+        """Write the tokens at positions `start` to `stop` - 1; complete at return."""
+        stream = self._pool._as_stream(None)
         with self._access.on(stream):
             slots = self._slots(sequence, start, stop, stream)
             for names, caches in self._stored():
@@ -254,7 +277,7 @@ class Contents:
         """The default format of `read`: the pool's, or bf16 if that is quantised."""
         return "bf16" if CACHE_FORMATS[self._pool.dtype].quantised else self._pool.dtype
 
-    def _expected(self, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def expected(self, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return format and shape of the tensors of so many tokens, by name."""
         return {
             name: _in_file(cache.format, (len(caches), count, *_row(cache)))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...formats import Encoding, num_bytes, numpy_dtype, tag
+from ...formats import FOUR_BIT, Encoding, num_bytes, numpy_dtype, require_groups, tag
 from ...ops import checks
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from .arguments import DTYPE, Demotion, has_token_scales
@@ -24,6 +24,7 @@ _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
 _EXTRA_STATES = 32  # without memory_bytes, more states take one part in so many of the memory
 _STATE_ALIGNMENT = 8  # bytes, of each part: of the widest dtype
 _MAX_SHOWN = 4  # layers, in the name of a group
+_MAX_COUNT = 2**62  # of bytes or tokens
 
 
 # --- Declarations ---
@@ -91,6 +92,8 @@ class _KVGroup(AttentionGroup):
             head_dim=positive_int(self.head_dim, "head_dim"),
             v_head_dim=positive_int(v_head_dim, "v_head_dim"),
         )
+        _require_rows(self.dtype, self.head_dim, "head_dim")
+        _require_rows(self.dtype, v_head_dim, "v_head_dim")
 
     def token_bytes(self) -> int:
         return self._bytes_in(self.dtype)
@@ -132,6 +135,15 @@ class FullAttention(_KVGroup):
 
     demotion: Demotion | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.demotion is None:
+            return
+        if not isinstance(self.demotion, Demotion):
+            raise TypeError(f"demotion: expected a Demotion, got {self.demotion!r}")
+        _require_rows(self.demotion.encoding, self.head_dim, "head_dim")
+        _require_rows(self.demotion.encoding, self.v_head_dim or self.head_dim, "v_head_dim")
+
     def past_token_bytes(self) -> int:
         """Return the bytes of a demoted token in all layers."""
         return 0 if self.demotion is None else self._bytes_in(self.demotion.encoding)
@@ -160,7 +172,10 @@ class SlidingWindow(_KVGroup):
         checks.require_int(self.sink_tokens, "sink_tokens")
         if not 0 <= self.sink_tokens < 2**31:
             raise ValueError(f"sink_tokens: expected 0 to 2**31 - 1, got {self.sink_tokens}")
-        self._set(window=positive_int(self.window, "window"), sink_tokens=int(self.sink_tokens))
+        window = positive_int(self.window, "window")
+        if window >= 2**31:
+            raise ValueError(f"window: expected 1 to 2**31 - 1, got {window}")
+        self._set(window=window, sink_tokens=int(self.sink_tokens))
 
     def pages_kept(self, page_size: int) -> int:
         """Return the most pages that a sequence has between steps."""
@@ -190,6 +205,7 @@ class Latent(AttentionGroup):
         super().__post_init__()
         for name in ("latent_dim", "rope_dim"):
             self._set(**{name: positive_int(getattr(self, name), name)})
+        _require_rows(self.dtype, self.latent_dim + self.rope_dim, "latent_dim + rope_dim")
 
     def token_bytes(self) -> int:
         width = self.latent_dim + self.rope_dim
@@ -255,6 +271,13 @@ class Recurrent(LayerGroup):
 def part_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Return the bytes of a part of a state, padded so that the next one is aligned."""
     return -(-num_bytes(tuple(shape), dtype) // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
+
+
+def _require_rows(encoding: Encoding, width: int, name: str) -> None:
+    """Raise unless rows of a width can have an encoding."""
+    four_bit = FOUR_BIT.get(encoding.format)
+    if four_bit is not None:
+        require_groups(four_bit, width, name)
 
 
 def check_groups(groups: Any) -> list[LayerGroup]:
@@ -416,7 +439,7 @@ def make_plan(
     max_seq_len: int | None, max_batch_tokens: int,
 ) -> Plan:  # fmt: skip
     """Divide the memory of a cache, by `memory_bytes` or for `num_tokens`."""
-    tokens = None if num_tokens is None else positive_int(num_tokens, "num_tokens")
+    tokens = None if num_tokens is None else _count(num_tokens, "num_tokens")
     step_pages = -(-max_batch_tokens // page_size)
     if memory_bytes is None:
         if tokens is None:
@@ -431,7 +454,7 @@ def make_plan(
         raise ValueError(
             "num_tokens: expected the tokens of a sequence, or max_seq_len, with memory_bytes"
         )
-    budget = positive_int(memory_bytes, "memory_bytes")
+    budget = _count(memory_bytes, "memory_bytes")
 
     def total(needs: Sequence[Sequence[_Need]], count: float, step: int) -> int:
         return sum(n.unit_bytes * n.count(count, step) for own in needs for n in own)
@@ -453,6 +476,13 @@ def make_plan(
     fits = _largest(lambda count: total(needs, count, step) <= budget)
     plan = _divided(groups, needs, page_size, length, fits, step)
     return replace(plan, missing_bytes=missing)
+
+
+def _count(value: Any, name: str) -> int:
+    count = positive_int(value, name)
+    if count >= _MAX_COUNT:
+        raise ValueError(f"{name}: expected less than 2**62, got {count}")
+    return count
 
 
 def _needs(

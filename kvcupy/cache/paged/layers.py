@@ -168,7 +168,7 @@ class Layers:
         self._device: Device = pool.device
         self._num_q_heads, self._num_kv_heads = num_q_heads, pool.num_kv_heads
         self._dtype = pool.dtype
-        self.rope = rope
+        self.rope, self.num_layers = rope, pool.num_layers
         self.is_latent = isinstance(pool, MLAPool)
         self.width = pool.head_dim
         self.v_width = rope.first if self.is_latent else pool.v_head_dim

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ... import metrics
-from ...errors import CacheFull
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import KVPool, Pool
 from .arguments import Demotion, past_pool_of, rope_of
 from .groups import AttentionGroup, FullAttention, Latent, Plan, SlidingWindow
 from .layers import Layers, Rope
 from .moves import PageMover, Past
-from .sequences import CachedSequence, Ints, Reservation, Sequences
+from .sequences import CachedSequence, Ints, PageCopy, Sequences
 from .tables import GroupTables
 
 
@@ -51,7 +49,6 @@ class PageGroup:
         self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
         self.model_layers = tuple(model_layers)
         self.cascade: bool | None = False if window or demoted else cascade
-        self._label = label
         past_layers, past_allocator, kept = None, None, (0, 0)
         if demoted is not None:
             self.past_pool, *numbers = demoted
@@ -64,7 +61,7 @@ class PageGroup:
         if self.past_pool is not None and past_layers is not None:
             self.past = Past(pool, self.past_pool, self.layers, past_layers, *kept)
         self.sequences = Sequences(
-            pool.allocator, pool.page_size, past_allocator, window, sink_tokens
+            pool.allocator, pool.page_size, past_allocator, window, sink_tokens, label
         )
         self._mover = PageMover(pool)
 
@@ -72,16 +69,6 @@ class PageGroup:
     def num_pages(self) -> int:
         """Pages of both pools."""
         return self.pool.num_pages + (0 if self.past_pool is None else self.past_pool.num_pages)
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Let CacheFull in a block name the group."""
-        try:
-            yield
-        except CacheFull as error:
-            if not self._label:
-                raise
-            raise CacheFull(f"{self._label}: {error}") from error
 
     def window_of(self, window: Any, sink_tokens: Any) -> tuple[Any, Any]:
         """Return the window and sink tokens of the group, which a call may repeat."""
@@ -99,18 +86,8 @@ class PageGroup:
 
     # --- Steps ---
 
-    def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
-        """Allocate the pages for more tokens of sequences, all or none."""
-        if not self._label:
-            return self.sequences.reserve(sequences, counts)
-        with self.naming():
-            return self.sequences.reserve(sequences, counts)
-
-    def copy_shared(self, access: PageAccess, reserved: Reservation) -> CopiedPages | None:
+    def copy_shared(self, access: PageAccess, copies: Sequence[PageCopy]) -> CopiedPages:
         """Copy the partial pages that reserved ones replace."""
-        copies = reserved.copies
-        if not copies:
-            return None
         src, dst = [copy.old for copy in copies], [copy.new for copy in copies]
         return self._copy_pages(access, src, dst, *(copy.sequence for copy in copies))
 
@@ -202,8 +179,7 @@ class PageGroup:
         inherit_window: bool,
     ) -> None:  # fmt: skip
         """Add a sequence that shares the first tokens of another."""
-        with self.naming():
-            pages = self.sequences.fork(parent, child, at, inherit_window)
+        pages = self.sequences.fork(parent, child, at, inherit_window)
         if pages is not None:
             try:
                 copied = self._copy_pages(access, [pages[0]], [pages[1]], parent)

@@ -179,6 +179,7 @@ class Sequences:
     ----------
     window, sink_tokens : the keys that a query sees, itself included, and the first keys, which all
         queries see; window 0: all keys
+    label : names the layers where there are too few pages
 
     Attributes
     ----------
@@ -187,8 +188,9 @@ class Sequences:
 
     def __init__(
         self, allocator: PageAllocator, page_size: int, past_allocator: PageAllocator | None = None,
-        window: int = 0, sink_tokens: int = 0,
+        window: int = 0, sink_tokens: int = 0, label: str = "",
     ) -> None:  # fmt: skip
+        self._label = label
         self._allocator, self._past_allocator = allocator, past_allocator
         self._window, self._num_sink_pages = window, -(-sink_tokens // page_size)
         self._page_size = page_size
@@ -430,6 +432,29 @@ class Sequences:
             pages[:] = FREED
             sequence.first_kept = stop
 
+    def skip(self, sequence: CachedSequence, num_pages: int) -> None:
+        """Append `FREED` pages to a sequence that ends with a page, and their tokens."""
+        if not num_pages:
+            return
+        sequence.extend(np.full(num_pages, FREED, np.int32))
+        sequence.first_kept = sequence.num_pages
+        sequence.length += num_pages * self._page_size
+        self.total_length += num_pages * self._page_size
+
+    def kept_runs(self, length: int, first_kept: int) -> list[tuple[int, int]]:
+        """Return the positions, in runs, of the tokens that are not in `FREED` pages."""
+        if not first_kept:
+            return [(0, length)]
+        sinks = self._num_sink_pages * self._page_size
+        return [(0, sinks), (first_kept * self._page_size, length)]
+
+    def may_be(self, length: int, first_kept: int) -> bool:
+        """Return whether a sequence of so many tokens may have `FREED` pages before an index."""
+        if not first_kept:
+            return True
+        behind = length - self._window + 1
+        return self._window > 0 and self._num_sink_pages < first_kept <= behind // self._page_size
+
     def restorable(self, sequence: CachedSequence, length: int) -> int:
         """Return the most tokens, up to `length`, behind which a query sees no `FREED` page."""
         first_kept = sequence.first_kept * self._page_size
@@ -501,14 +526,22 @@ class Sequences:
         if self.evict is not None and self._allocator.num_free < count:
             with suppress(CacheFull):  # pages in flight may suffice
                 self.evict(count)
-        return self._allocator.alloc(count)
+        return self._alloc(self._allocator, count)
 
     def allocate_past(self, count: int) -> Ints:
         """Allocate pages of the pool of old tokens, all or none; numbered as in sequences."""
         assert self._past_allocator is not None
         if self.reclaim is not None:
             self.reclaim()
-        return self._past_allocator.alloc(count) + self.first_past
+        return self._alloc(self._past_allocator, count) + self.first_past
+
+    def _alloc(self, allocator: PageAllocator, count: int) -> Ints:
+        try:
+            return allocator.alloc(count)
+        except CacheFull as error:
+            if not self._label:
+                raise
+            raise CacheFull(f"{self._label}: {error}") from error
 
     def free(self, pages: Ints) -> None:
         """Free allocated pages of either pool that belong to no sequence."""

@@ -12,16 +12,17 @@ one, or zero. Kept states use the slots that no live state needs, and the oldest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...arrays import ArrayView, reshaped, view
+from ...arrays.dlpack import exporting
 from ...devices.protocol import Device
 from ...errors import CacheFull
-from ...formats import num_bytes
+from ...formats import FORMATS, num_bytes, numpy_dtype
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import Completion, CopiedPages, PageAccess
@@ -88,24 +89,33 @@ class States:
         self._bytes = reshaped(self.pool.parts[0], (num_slots, total), (total, 1))
         self._zero = view(device.zeros((total,), "int8"))
         self._arrays: dict[tuple[int, str], Any] = {}
+        self._parts: list[str] = []  # the number of the group, and the name
+        self._rows: list[ArrayView] = []  # of each part (slots, layers, ...)
         start = 0
-        for group, width in zip(groups, widths, strict=True):
-            for layer in group.layers:
-                offset = start
-                for name, (shape, dtype) in group.state.items():
-                    self._arrays[layer, name] = array_of(device, self._part(offset, shape, dtype))
-                    offset += part_bytes(shape, dtype)
-                start += width
+        for number, (group, width) in enumerate(zip(groups, widths, strict=True)):
+            offset = start
+            for name, (shape, dtype) in group.state.items():
+                rows = self._part(offset, len(group.layers), width, shape, dtype)
+                for i, layer in enumerate(group.layers):
+                    own = array_of(device, rows[:, i])
+                    self._arrays[layer, name] = exporting(own) if dtype in FORMATS else own
+                self._parts.append(f"state {number} {name}")
+                self._rows.append(rows)
+                offset += part_bytes(shape, dtype)
+            start += width * len(group.layers)
         self._of: dict[Hashable, SequenceState] = {}
         self._kept: dict[int, KeptState] = {}  # by slot, the oldest first
 
-    def _part(self, offset: int, shape: Sequence[int], dtype: Any) -> ArrayView:
-        """View a part of the states of a layer, (slots, *shape)."""
-        rows = self._bytes
+    def _part(
+        self, offset: int, num_layers: int, width: int, shape: Sequence[int], dtype: Any
+    ) -> ArrayView:
+        """View a part of the states of a group, (slots, layers, *shape); a layer has `width`."""
+        own = self._bytes
         strides = [num_bytes(tuple(shape[i + 1 :]), dtype) for i in range(len(shape))]
         return ArrayView(
-            rows.pointer + offset, (self.num_slots, *shape), (rows.strides[0], *strides), dtype,
-            rows.device, library=rows.library, owner=rows.owner,
+            own.pointer + offset, (self.num_slots, num_layers, *shape),
+            (own.strides[0], width, *strides), dtype, own.device,
+            library=own.library, owner=own.owner,
         )  # fmt: skip
 
     def array(self, layer: int, name: str) -> Any:
@@ -215,6 +225,58 @@ class States:
             raise
         self._of[seq] = SequenceState(live=slot)
         return loaded
+
+    # --- Files ---
+
+    def tensors(self, access: PageAccess, seq: Hashable) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the live state of a sequence: of each part, the bytes by layer.
+
+        An empty sequence has none.
+        """
+        slot = self._of[seq].live
+        if slot == _NO_SLOT:
+            return {}
+        with access.on(access.copy_stream):
+            pass  # behind all work on the states
+        access.copy_stream.synchronize()
+        return {
+            name: _as_bytes(self._device.to_numpy(rows[slot]))
+            for name, rows in zip(self._parts, self._rows, strict=True)
+        }
+
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return format and shape of the results of `tensors`."""
+        return {
+            name: ("int8", (rows.shape[1], rows.num_bytes // (rows.shape[0] * rows.shape[1])))
+            for name, rows in zip(self._parts, self._rows, strict=True)
+        }
+
+    def load(
+        self, access: PageAccess, seq: Hashable, tensors: Mapping[str, np.ndarray[Any, Any]],
+        sequence: CachedSequence,
+    ) -> None:  # fmt: skip
+        """Add a sequence with the live state of `tensors`."""
+        state = SequenceState()
+        if sequence.length:
+            state.live = self._allocate(1)[0]
+            try:
+                self._write(access, state.live, tensors)
+            except BaseException:
+                self._free(state.live)
+                raise
+        self._of[seq] = state
+
+    def _write(
+        self, access: PageAccess, slot: int, tensors: Mapping[str, np.ndarray[Any, Any]]
+    ) -> None:
+        stream = self._device.as_stream(None, self._rows[0].library)
+        with access.on(stream):
+            for name, rows in zip(self._parts, self._rows, strict=True):
+                target = rows[slot]
+                bits = np.ascontiguousarray(tensors[name]).view(numpy_dtype(target.format))
+                source = self._device.asarray(bits.reshape(target.shape))
+                self._device.copy(target, source, stream=stream)
+        stream.synchronize()
 
     # --- Steps ---
 
@@ -404,6 +466,12 @@ class StateLoad(Completion):
 def state_loads(sequences: Iterable[CachedSequence]) -> list[StateLoad]:
     """Return the loads of states of sequences."""
     return [load for s in sequences for load in s.loads if isinstance(load, StateLoad)]
+
+
+def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the bytes of each layer of (layers, ...), int8 (layers, bytes)."""
+    flat: np.ndarray[Any, Any] = np.ascontiguousarray(array).reshape(len(array), -1)
+    return flat.view(np.int8)
 
 
 def states_of(plan: Plan, device: Device) -> States | None:

@@ -41,7 +41,6 @@ from .tables import (
     StepTables,
     TableRing,
     Tables,
-    TableSource,
 )
 
 Nodes = list[int] | None
@@ -394,6 +393,7 @@ class Steps:
         copy_stream: Any, slots_in_flight: int, max_batch_tokens: int, max_pages: int,
     ) -> None:  # fmt: skip
         self._groups, self._states = groups, states
+        self._tables = [group.tables for group in groups if group.tables is not None]
         self._pool, self._sequences = groups[0].pool, groups[0].sequences
         self._max_positions = groups[0].layers.rope.max_positions
         self._max_batch_tokens, self._max_pages = max_batch_tokens, max_pages
@@ -406,7 +406,7 @@ class Steps:
         self._lists: StepTables | None = None
         self._begun_s: float | None = None  # when, if that is measured
         self.running: Step | None = None
-        self.parts: tuple[Step, ...] = ()
+        self.parts: Sequence[Step] = ()
         self.tables: StepTables | None = None
         self.mixed: MixedTiers | None = None
 
@@ -443,28 +443,28 @@ class Steps:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
         self._begun_s = perf_counter() if metrics.enabled else None
         names, counts, entries = _check_batch(seqs, append_lens, token_tree)
-        found = [group.sequences.find_all(names, "seqs") for group in self._groups]
+        groups, states = self._groups, self._states
+        found = [group.sequences.find_all(names, "seqs") for group in groups]
         nodes = self._check(names, found[0], counts, entries)
-        states = self._states
+        in_tree = [new is not None for new in nodes]
         if states is not None:
             states.check_trees(names, nodes, [sequence.parents for sequence in found[0]])
         reserved: list[Reservation] = []
-        copied: list[CopiedPages | None] = []
         try:
-            for group, sequences in zip(self._groups, found, strict=True):
-                reserved.append(group.reserve(sequences, counts))
-            for group, own in zip(self._groups, reserved, strict=True):
-                copied.append(group.copy_shared(self.access, own))
+            for group, sequences in zip(groups, found, strict=True):
+                reserved.append(group.sequences.reserve(sequences, counts))
+            copied = [
+                group.copy_shared(self.access, own.copies) if own.copies else None
+                for group, own in zip(groups, reserved, strict=True)
+            ]
             if states is not None:
-                states.begin(self.access, names, found[0], [new is not None for new in nodes])
+                states.begin(self.access, names, found[0], in_tree)
         except BaseException:
-            for group, own in zip(self._groups, reserved, strict=False):
+            for group, own in zip(groups, reserved, strict=False):
                 group.pool.allocator.free(own.pages)
             raise
         parts = []
-        for group, sequences, own, copies in zip(
-            self._groups, found, reserved, copied, strict=True
-        ):
+        for group, sequences, own, copies in zip(groups, found, reserved, copied, strict=True):
             if copies is not None:
                 for copy in own.copies:
                     add_load(copy.sequence, copies)
@@ -476,32 +476,28 @@ class Steps:
                 if new is not None:
                     sequence.parents.extend(new)
             parts.append(Step(
-                names, sequences, counts, [new is not None for new in nodes],
-                self._pool.page_size, self._max_pages,
+                names, sequences, counts, in_tree, self._pool.page_size, self._max_pages,
                 num_layers=group.pool.num_layers,
                 tree_positions=group.layers.rope.mode == "inline",
                 cascade=_find_cascade(group, sequences, sum(counts)), copies=own.copies,
                 copied=copies,
                 first_past=None if group.past is None else group.sequences.first_past,
             ))  # fmt: skip
-        self.parts = tuple(parts)
-        self.running = parts[0]
-        self.tables = self._ring.open(self._source(names))
-
-    def _source(self, names: Sequence[Hashable]) -> TableSource:
-        """Return what computes the tables of the running step."""
-        groups = [group.tables for group in self._groups if group.tables is not None]
-        if not groups:
-            return self.parts[0]
-        slots = [] if self._states is None else self._states.slots(names)
-        return MixedStep(self.parts, groups, slots)
+        self.parts = parts
+        self.running = source = parts[0]
+        if self._tables:
+            slots = [] if states is None else states.slots(names)
+            self.tables = self._ring.open(MixedStep(parts, self._tables, slots))
+        else:
+            self.tables = self._ring.open(source)
 
     def end(self) -> None:
         """Close the running step; windows slide, and states are kept."""
         step, parts = self.running, self.parts
         if step is None:
             raise KvcupyError("no step is running: call begin_forward before end_forward")
-        captured = self.tables is not None and any(s.capturing for s in self.tables.streams)
+        tables = self.tables
+        assert tables is not None
         try:
             try:
                 self._close()
@@ -511,8 +507,10 @@ class Steps:
             for group, part in zip(self._groups, parts, strict=True):
                 self._end_part(group, part)
         for group, part in zip(self._groups, parts, strict=True):
-            group.demote(self.access, part.sequences)
-        if self._states is not None and not captured:
+            if group.past is not None:
+                group.demote(self.access, part.sequences)
+        # While a stream is captured, nothing has updated the states.
+        if self._states is not None and not any(s.capturing for s in tables.streams):
             kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
             if self.mixed is not None and kept:
                 self.mixed.publish_states(kept)
@@ -524,15 +522,15 @@ class Steps:
     def _end_part(group: PageGroup, part: Step) -> None:
         group.sequences.release_replaced(part.copies)
         is_loaded = part.is_loaded
-        for sequence, count in zip(part.sequences, part.counts, strict=True):
+        for sequence in part.sequences:
             if is_loaded and sequence.loads:
                 sequence.loads.clear()
-            if sequence.parents:
-                continue
-            if sequence.window:
+            if sequence.window and not sequence.parents:
                 group.sequences.slide(sequence)
-            if group.window:
-                group.free_unseen(sequence, sequence.length - count)
+        if group.window:
+            for sequence, count in zip(part.sequences, part.counts, strict=True):
+                if not sequence.parents:
+                    group.free_unseen(sequence, sequence.length - count)
 
     def _finish_exports(self, step: Step) -> None:
         """Let the layers of exported sequences go out whose attention did not run in the step."""

@@ -1,0 +1,136 @@
+"""Files of sequences of several groups of layers.
+
+A file has the tensors that each group keeps: tokens, but for those behind a window, and the live
+state. Its metadata describe the groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import formats
+from ..hazards import PageAccess
+from .contents import Arrays, Contents, check_metadata, read_file, write_file
+from .groups import LayerGroup, Recurrent, SlidingWindow
+from .page_group import PageGroup
+from .sequences import CachedSequence
+from .states import States
+
+
+class GroupFiles:
+    """Saves and loads sequences of a cache with groups."""
+
+    def __init__(
+        self, declared: Sequence[LayerGroup], groups: Sequence[PageGroup], states: States | None,
+        access: PageAccess,
+    ) -> None:  # fmt: skip
+        self._groups, self._states, self._access = groups, states, access
+        self._contents = [Contents(g.pool, g.layers, access, g.past) for g in groups]
+        self._fields: dict[str, str] = {
+            "num_groups": str(len(declared)), "page_size": str(groups[0].pool.page_size)
+        }  # fmt: skip
+        contents = iter(self._contents)
+        for number, group in enumerate(declared):
+            own: dict[str, Any] = {"kind": type(group).__name__, "layers": list(group.layers)}
+            if isinstance(group, Recurrent):
+                own["state"] = {name: [*shape] for name, (shape, _) in group.state.items()}
+                own["dtypes"] = [dtype for _, dtype in group.state.values()]
+            else:
+                own |= next(contents).fields()
+            if isinstance(group, SlidingWindow):
+                own |= {"window": group.window, "sink_tokens": group.sink_tokens}
+            self._fields |= {f"{number} {name}": str(value) for name, value in own.items()}
+
+    def save(self, seq: Hashable, path: str | Path) -> None:
+        """Write what the groups keep of a sequence to a file."""
+        tensors: dict[str, np.ndarray[Any, Any]] = {}
+        first_kept = []
+        for number, (group, contents) in enumerate(zip(self._groups, self._contents, strict=True)):
+            sequence = group.sequences.find(seq)
+            runs = group.sequences.kept_runs(sequence.length, sequence.first_kept)
+            own = contents.tensors(sequence, runs)
+            tensors |= {f"{number} {name}": tensor for name, tensor in own.items()}
+            first_kept.append(sequence.first_kept)
+        if self._states is not None:
+            tensors |= self._states.tensors(self._access, seq)
+        own_fields = {"length": str(sequence.length), "first_kept": json.dumps(first_kept)}
+        write_file(path, tensors, {**self._fields, **own_fields})
+
+    def load(self, seq: Hashable, path: str | Path) -> None:
+        """Add the sequence of a file; all or nothing."""
+        tensors, metadata = read_file(path)
+        check_metadata(metadata, self._fields)
+        length, first_kept = self._numbers(metadata, path)
+        self._check_tensors(tensors, length, first_kept, path)
+        added = []
+        try:
+            for number, group in enumerate(self._groups):
+                sequence = group.sequences.add(seq)
+                added.append(group)
+                self._fill(number, sequence, length, first_kept[number], tensors)
+            if self._states is not None:
+                sequence = self._groups[0].sequences.find(seq)
+                self._states.load(self._access, seq, tensors, sequence)
+        except BaseException:
+            for group in added:
+                group.sequences.remove(seq)
+            raise
+
+    def _numbers(self, metadata: dict[str, str], path: str | Path) -> tuple[int, list[int]]:
+        """Return the length, and the index behind the freed pages of each group."""
+        try:
+            length, first_kept = int(metadata["length"]), json.loads(metadata["first_kept"])
+            consistent = length >= 0 and all(
+                type(first) is int and group.sequences.may_be(length, first)
+                for group, first in zip(self._groups, first_kept, strict=True)
+            )
+        except (KeyError, ValueError, TypeError):
+            consistent = False
+        if not consistent:
+            raise ValueError(f"path: expected a saved sequence, got {path} with {metadata}")
+        return length, first_kept
+
+    def _check_tensors(
+        self, tensors: Arrays, length: int, first_kept: Sequence[int], path: str | Path
+    ) -> None:
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for number, (group, contents) in enumerate(zip(self._groups, self._contents, strict=True)):
+            runs = group.sequences.kept_runs(length, first_kept[number])
+            own = contents.expected(sum(stop - start for start, stop in runs))
+            expected |= {f"{number} {name}": entry for name, entry in own.items()}
+        if self._states is not None and length:
+            expected |= self._states.shapes()
+        got = {name: (formats.tag(array.dtype), array.shape) for name, array in tensors.items()}
+        if got != expected:
+            raise ValueError(f"path: expected {path} to hold {expected}, got {got}")
+
+    def _fill(
+        self, number: int, sequence: CachedSequence, length: int, first_kept: int, tensors: Arrays
+    ) -> None:
+        """Append the tokens of a file to an empty sequence of a group."""
+        group, contents = self._groups[number], self._contents[number]
+        known, size = group.sequences, group.pool.page_size
+        own = {
+            name.removeprefix(f"{number} "): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{number} ")
+        }
+        row = 0
+        for start, stop in known.kept_runs(length, first_kept):
+            known.skip(sequence, (start - sequence.length) // size)
+            while sequence.length < stop:
+                count = stop - sequence.length
+                if group.past is not None:  # demoting a part makes room for the next
+                    count = min(count, group.pool.allocator.num_available * size or count)
+                reserved = known.reserve([sequence], [count])
+                known.grow([sequence], [count], reserved)
+                end = sequence.length
+                rows = {name: tensor[:, row : row + count] for name, tensor in own.items()}
+                contents.fill(sequence, end - count, end, rows)
+                group.demote(self._access, [sequence])
+                row += count
