@@ -4,12 +4,13 @@
 // of `lanes` neighbouring threads takes one. A rotation by delta is the table's row |delta|, its
 // sines negated where delta is negative. An attention factor of the table is in the key already: it
 // is the cosine of position 0, by which the row is divided. A quantised row is dequantised, rotated
-// in float32, and quantised as a store would, with a scale of its own where the pool has scales: it
+// in float32, and quantised as a store would, with a new scale where the pool has scales: it
 // is read twice, the second time from L1. A static scale cancels.
 // Onto other pages the rest of each row is copied, and its value.
 //
 // Bytes: the rotated part of each key is read once and written once, onto other pages all of the
 // key and the value; cos and sin of a page stay in L1.
+#include "four_bit.cuh"
 #include "transfer_rows.cuh"
 
 constexpr int kShiftThreads = 128;  // of a block, at most
@@ -29,7 +30,7 @@ struct ShiftParams {
   TransferStrides key_scale_strides;
   TransferStrides value_scale_strides;
   TransferRows rows;
-  FourBitPool pool;  // if it is one
+  KVOperand key;  // group scales of four-bit keys
   i64 delta;
   i64 delta_stride_bytes;
   i64 delta_operation;  // for the fault record
@@ -46,7 +47,7 @@ struct ShiftParams {
 
 // --- Angles --------------------------------------------------------------------------------------
 
-// The rotation of a page. `row` is null where there is none.
+// The rotation of a page. `row` is null where the table has no such row.
 struct PageShift {
   const char* row;
   float sign;
@@ -298,13 +299,14 @@ __global__ void __launch_bounds__(kShiftThreads)
   PageShift shift = {nullptr, 0.0f};
   if (at.src_page >= 0) shift = find_shift(p, number, lane);
   const bool active = shift.row != nullptr;
-  const KVOperand operand = groups_of(p.pool);
-  const RotatedPart& rotated = p.pool.k_rotated;
-  char* keys = p.keys;
-  const FourBitRow in =
-      packed_row(keys + offset_of(p.key_strides, active ? at.src_page : 0, at), p.width);
-  const FourBitRow out =
-      packed_row(keys + offset_of(p.key_strides, active ? at.dst_page : 0, at), p.width);
+  const GroupScales& groups = p.key.group_scales;
+  const RotatedPart rotated = {groups.rotated_width, groups.rotation_shift};
+  const auto row_of = [&](i64 page) {
+    char* row = p.keys + offset_of(p.key_strides, active ? page : 0, at);
+    return FourBitRow{row, row + p.width / 2};
+  };
+  const FourBitRow in = row_of(at.src_page);
+  const FourBitRow out = row_of(at.dst_page);
   float* staged = dynamic_shared<float>() + of_block * p.width;
 
 #if !KVCUPY_ARCH
@@ -312,12 +314,12 @@ __global__ void __launch_bounds__(kShiftThreads)
     if (!active) return;
     for (int first = 0; first < p.width; first += kElementsAlone) {
       const int count = min(kElementsAlone, p.width - first);
-      decode_alone<TFormat>(in, 1.0f, first, count, operand, rotated, staged + first);
+      decode_alone<TFormat>(in, 1.0f, first, count, p.key, rotated, staged + first);
     }
     rotate_staged(p, shift, staged, 0, 1);
     for (int first = 0; first < p.width; first += kElementsAlone) {
       const int count = min(kElementsAlone, p.width - first);
-      encode_alone<TFormat>(staged + first, 1.0f, first, count, out, operand, rotated);
+      encode_alone<TFormat>(staged + first, 1.0f, first, count, out, p.key, rotated);
     }
     copy_value(p, at, 0, 1);
     return;
@@ -331,7 +333,7 @@ __global__ void __launch_bounds__(kShiftThreads)
     const bool has = active && element < p.width;
     SixteenCodes codes = {};
     u32 bits = 0;
-    if (has) load_in_group<TFormat>(in, element, operand, codes, bits);
+    if (has) load_in_group<TFormat>(in, element, p.key, codes, bits);
     Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(bits, 1.0f));
     const Rotation rotation = rotation_at(rotated, element);
     if (rotation.most_shift) rotate_sixteen(x, rotation);
@@ -347,7 +349,7 @@ __global__ void __launch_bounds__(kShiftThreads)
     const bool has = active && element < p.width;
     Sixteen x = {};
     if (has) x = load_sixteen<float, kCount>(reinterpret_cast<const char*>(staged + element));
-    rotate_in_group<TFormat>(x, 1.0f, element, has, out, operand, rotation_at(rotated, element));
+    rotate_in_group<TFormat>(x, 1.0f, element, has, out, p.key, rotation_at(rotated, element));
   }
   if (active) copy_value(p, at, lane, lanes);
 }

@@ -7,6 +7,7 @@
 // again soon: loads and stores are streaming.
 //
 // Bytes: each row is read once and written once, plus two page numbers per piece.
+#include "four_bit.cuh"
 #include "transfer_rows.cuh"
 
 constexpr int kTransferThreads = 512;
@@ -95,6 +96,15 @@ __global__ void __launch_bounds__(kTransferThreads)
     }
   }
 }
+
+// How rows are stored in a four-bit pool.
+struct FourBitPool {
+  int group_shift;      // log2 of the elements that share a scale
+  int code_word_bytes;  // in which codes are accessed: 1, 2, 4 or 8
+  RotatedPart k_rotated;
+  RotatedPart v_rotated;
+  int four_over_six;  // as in GroupScales
+};
 
 struct TransferConvertParams {
   const char* src_k;        // [src_num_pages, rows by strides, k_width]
@@ -345,6 +355,20 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
 }
 
 // --- Four-bit pools ------------------------------------------------------------------------------
+
+// A row of a pool: codes, and the group scales behind them.
+__device__ __forceinline__ FourBitRow packed_row(char* row, int width) {
+  return {row, row + width / 2};
+}
+
+// What four_bit.cuh asks of an operand whose rows have been found.
+__device__ __forceinline__ KVOperand groups_of(const FourBitPool& pool) {
+  KVOperand operand{};
+  operand.group_scales.group_shift = pool.group_shift;
+  operand.group_scales.code_word_bytes = pool.code_word_bytes;
+  operand.group_scales.four_over_six = pool.four_over_six;
+  return operand;
+}
 
 // Sixteen elements of a row, times its scale if it is quantised.
 template <typename TIn>

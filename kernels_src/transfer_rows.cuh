@@ -5,7 +5,7 @@
 // pieces, and pieces are numbered page by page: a bounded grid of blocks walks over the numbers.
 #pragma once
 
-#include "four_bit.cuh"
+#include "common.cuh"
 
 // Keep the compiler from holding values computed from a pack: it computes them again.
 template <typename T, int kCount>
@@ -102,29 +102,4 @@ __device__ __forceinline__ TransferPlace find_piece(const TransferRows& rows, co
   at.src_page = src;
   at.dst_page = dst;
   return at;
-}
-
-// --- Four-bit pools ------------------------------------------------------------------------------
-
-// How rows are stored in a four-bit pool.
-struct FourBitPool {
-  int group_shift;      // log2 of the elements that share a scale
-  int code_word_bytes;  // in which codes are accessed: 1, 2, 4 or 8
-  RotatedPart k_rotated;
-  RotatedPart v_rotated;
-  int four_over_six;  // as in GroupScales
-};
-
-// A row of a pool: codes, and the group scales behind them.
-__device__ __forceinline__ FourBitRow packed_row(char* row, int width) {
-  return {row, row + width / 2};
-}
-
-// What four_bit.cuh asks of an operand whose rows have been found.
-__device__ __forceinline__ KVOperand groups_of(const FourBitPool& pool) {
-  KVOperand operand{};
-  operand.group_scales.group_shift = pool.group_shift;
-  operand.group_scales.code_word_bytes = pool.code_word_bytes;
-  operand.group_scales.four_over_six = pool.four_over_six;
-  return operand;
 }

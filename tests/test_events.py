@@ -14,7 +14,7 @@ from test_tiered_stateful import SharingMachine, run
 from tiered_cases import Blocks
 
 import kvcupy as kv
-from kvcupy import events
+from kvcupy.events import publisher as module
 
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
@@ -145,7 +145,7 @@ class Subscriber:
 
 @pytest.fixture
 def publisher():
-    with events.Publisher("tcp://127.0.0.1:0") as publisher:
+    with kv.events.Publisher("tcp://127.0.0.1:0") as publisher:
         yield publisher
 
 
@@ -315,7 +315,7 @@ def test_control_without_a_replay_a_subscriber_does_not_know_the_cache(blocks, p
 
 @pytest.mark.parametrize("replay", [0, 1])
 def test_what_is_no_longer_kept_is_replaced_by_all_blocks(device, replay):
-    with events.Publisher("tcp://127.0.0.1:0", replay=replay) as publisher:
+    with kv.events.Publisher("tcp://127.0.0.1:0", replay=replay) as publisher:
         blocks = Blocks(device, 4, 4)
         publisher.follow(blocks.cache)
         for hash in (A, B, C):
@@ -332,10 +332,10 @@ def test_what_is_no_longer_kept_is_replaced_by_all_blocks(device, replay):
 
 def test_a_full_queue_never_stalls_a_cache(device, monkeypatch):
     """Its changes are dropped; a gap, and then all blocks, say so."""
-    monkeypatch.setattr(events, "_MAX_QUEUED", 2)
+    monkeypatch.setattr(module, "_MAX_QUEUED", 2)
     sending, go_on = threading.Event(), threading.Event()
 
-    class Slow(events.Publisher):
+    class Slow(kv.events.Publisher):
         def _send(self, *arguments):
             sending.set()
             assert go_on.wait(10)
@@ -380,11 +380,11 @@ def test_arguments(device, publisher):
     with pytest.raises(TypeError, match=r"^cache: expected a TieredCache or PagedKVCache, got 3"):
         publisher.follow(3)
     with pytest.raises(ValueError, match=r"^replay: "):
-        events.Publisher("tcp://127.0.0.1:0", replay=-1)
+        kv.events.Publisher("tcp://127.0.0.1:0", replay=-1)
     with pytest.raises(TypeError, match=r"^endpoint: "):
-        events.Publisher(5557)
+        kv.events.Publisher(5557)
     with pytest.raises(zmq.ZMQError):
-        events.Publisher(publisher.endpoint)
+        kv.events.Publisher(publisher.endpoint)
     blocks = Blocks(device, 4, 4)
     for options, message in [
         ({"token_ids": [1]}, "^token_ids: expected 1 blocks of"),
@@ -397,7 +397,7 @@ def test_arguments(device, publisher):
 
 def test_ranks_topics_and_addresses(device, tmp_path):
     endpoint = f"ipc://{tmp_path}/kv"
-    with events.Publisher(endpoint, topic="kv@1", data_parallel_rank=3) as publisher:
+    with kv.events.Publisher(endpoint, topic="kv@1", data_parallel_rank=3) as publisher:
         assert publisher.replay_endpoint == f"{endpoint}.replay"
         blocks = Blocks(device, 4, 4)
         publisher.follow(blocks.cache)
@@ -414,7 +414,7 @@ def test_a_subscriber_that_binds(device):
     with context.socket(zmq.SUB) as socket:
         socket.setsockopt(zmq.SUBSCRIBE, b"kv")
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        with events.Publisher(
+        with kv.events.Publisher(
             f"tcp://127.0.0.1:{port}", connect=True, replay_endpoint="tcp://127.0.0.1:0", topic="kv"
         ) as publisher:
             blocks = Blocks(device, 4, 4)
@@ -472,7 +472,7 @@ class FollowedMachine(SharingMachine):
             draw = random.Random(f"{self.sharing} {sizes}")
             replay = draw.choice([0, 2, 1000])
             self.publisher = self.stack.enter_context(
-                events.Publisher("tcp://127.0.0.1:0", replay=replay)
+                kv.events.Publisher("tcp://127.0.0.1:0", replay=replay)
             )
             self.subscriber = Subscriber(self.publisher, lambda: draw.random() < 0.3)
             self.stack.callback(self.subscriber.close)
@@ -486,5 +486,5 @@ class FollowedMachine(SharingMachine):
 
 @pytest.mark.parametrize("queued", [100_000, 1])
 def test_a_subscriber_knows_the_tiers_after_any_sequence_of_calls(device, monkeypatch, queued):
-    monkeypatch.setattr(events, "_MAX_QUEUED", queued)
+    monkeypatch.setattr(module, "_MAX_QUEUED", queued)
     run(FollowedMachine, device, 100)

@@ -491,25 +491,25 @@ def block_hashes(
     return hashes
 
 
-def hash_list(hashes: Any) -> list[int]:
+def hash_list(hashes: Any, name: str = "hashes") -> list[int]:
     """Return hashes as ints from 0 to 2**128 - 1; negative ints are read as unsigned 64 bits."""
     if isinstance(hashes, np.ndarray):
         if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iuO"):
-            raise ValueError(f"hashes: expected integers (n,), got {hashes.dtype} {hashes.shape}")
+            raise ValueError(f"{name}: expected integers (n,), got {hashes.dtype} {hashes.shape}")
         hashes = hashes.tolist()
     try:
         numbers = list(hashes)
     except TypeError:
         kind = type(hashes).__name__
-        raise TypeError(f"hashes: expected a list of ints, got {kind}") from None
+        raise TypeError(f"{name}: expected a list of ints, got {kind}") from None
     if not all(type(hash) is int for hash in numbers):
         for hash in numbers:
-            checks.require_int(hash, "hashes")
+            checks.require_int(hash, name)
         numbers = [int(hash) for hash in numbers]
     if numbers and (min(numbers) < 0 or max(numbers) > _WORD_MASK):
         outside = [hash for hash in numbers if not -(2**63) <= hash < 2**128]
         if outside:
-            raise ValueError(f"hashes: expected ints of 64 or 128 bits, got {outside[0]}")
+            raise ValueError(f"{name}: expected ints of 64 or 128 bits, got {outside[0]}")
         numbers = [hash & _WORD_MASK if hash < 0 else hash for hash in numbers]
     return numbers
 

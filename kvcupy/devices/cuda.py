@@ -351,7 +351,8 @@ class CudaDevice:
 
     def busy_streams(self) -> list[Stream]:
         """Return the streams with unfinished work of kvcupy. Never waits."""
-        return [Stream(self.context, pointer) for pointer in self.context.retired.busy()]
+        known = self.context.streams  # by the names that users gave them
+        return [known.get(p) or Stream(self.context, p) for p in self.context.retired.busy()]
 
     def event(self, timing: bool = False) -> Event:
         """Return an event, not yet recorded."""

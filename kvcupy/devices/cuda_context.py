@@ -39,8 +39,9 @@ class _Thread(threading.local):
 class CudaContext:
     """One GPU as its parts see it.
 
-    `captures` holds the kvcupy capture that each stream takes part in, by the stream's address;
-    `device` is made of the parts, and is what `Stream.device` returns to users.
+    `captures` holds the kvcupy capture that each stream takes part in, and `streams` the streams
+    of `Device.stream` that are referenced, both by address; `device` is made of the parts, and is
+    what `Stream.device` returns to users.
     """
 
     def __init__(self, device: Device, index: int, api: CudaApi) -> None:
@@ -49,6 +50,7 @@ class CudaContext:
         self.name = f"cuda:{index}"
         self.api = api
         self.captures: dict[int, Capture] = {}
+        self.streams: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.destroyed_streams: dict[int, int] = {}  # by address: how many of kvcupy's were there
         # By address: streams that another library may use whenever it likes, which are therefore
         # never destroyed; with what keeps them, None for kvcupy's own.

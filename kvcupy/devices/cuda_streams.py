@@ -70,7 +70,9 @@ class Stream(ProcessLocal):
         # the interpreter, CUDA may be gone.
         weakref.finalize(owner, _release, context, pointer, priority).atexit = False
         name = f"stream {next(cls._numbers)}"
-        return cls(context, pointer, owner, name=name, priority=priority)
+        stream = cls(context, pointer, owner, name=name, priority=priority)
+        context.streams[pointer] = stream
+        return stream
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.context.name}>"

@@ -28,13 +28,18 @@ def require_shape(x: Any, name: str, shape: tuple[int | str, ...]) -> None:
     TypeError : `x` is not an array
     ValueError : it has another shape
     """
-    expected = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    lengths = getattr(x, "shape", ())
+    if hasattr(x, "dtype") and len(lengths) == len(shape):
+        for expected, length in zip(shape, lengths, strict=True):
+            if expected != length and not isinstance(expected, str):
+                break
+        else:
+            return
+    # Only now: describing shapes takes longer than all checks of a call.
+    expected_shape = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name}: expected a tensor {expected}, got {type(x).__name__}")
-    if len(x.shape) != len(shape) or any(
-        isinstance(n, int) and n != length for n, length in zip(shape, x.shape, strict=True)
-    ):
-        raise ValueError(f"{name}: expected {expected}, got {describe_tensor(x)}")
+        raise TypeError(f"{name}: expected a tensor {expected_shape}, got {type(x).__name__}")
+    raise ValueError(f"{name}: expected {expected_shape}, got {describe_tensor(x)}")
 
 
 def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
@@ -46,11 +51,14 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
 
 def require_indices(x: Any, name: str, rows: Mapping[str, Any]) -> None:
     """Raise unless a tensor is int32 or int64 (T,), and each of `rows` has T rows or more."""
+    import torch
+
     require_shape(x, name, ("tokens",))
-    if str(x.dtype) not in ("torch.int32", "torch.int64"):
+    if x.dtype is not torch.int64 and x.dtype is not torch.int32:
         raise TypeError(f"{name}: expected int32 or int64, got {describe_tensor(x)}")
+    count = x.shape[0]
     for rows_name, array in rows.items():
-        if len(array) < len(x):
+        if array.shape[0] < count:
             expected = f"at least {len(x)} rows like {name}"
             raise ValueError(f"{rows_name}: expected {expected}, got {describe_tensor(array)}")
 

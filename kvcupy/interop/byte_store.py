@@ -50,6 +50,7 @@ class ByteStore:
 
     A block is a sequence of writable uint8 arrays (`bytes_at`), its parts in order. All blocks of a
     call have the same length. Threads may share a store. Bytes: each block twice in each direction.
+    Memory: for each length up to 16 MiB, or one block, per call in progress.
 
     Examples
     --------
@@ -154,26 +155,24 @@ class _Blocks:
         self.opened: SharedStore | None = None
 
     def open(self) -> None:
-        """Open the store unless it is unreachable; raise if an argument is wrong."""
-        with self._lock:
-            try:
-                self.opened = SharedStore.open(self._url, self._pool, **self._options)
-            except ConnectionError as error:
-                self._postpone(error)
+        """Open the store, or try again later if it is unreachable; raise other errors."""
+        self._open(ConnectionError)
 
     def store(self) -> SharedStore | None:
-        """Return the store, opened now if it is time to try; None if it is unreachable."""
-        with self._lock:
-            if self.opened is None and time.monotonic() >= self._retry_at:
-                try:
-                    self.opened = SharedStore.open(self._url, self._pool, **self._options)
-                except OSError as error:
-                    self._postpone(error)
-            return self.opened
+        """Return the store, opened if it is time to try; None if that fails."""
+        if self.opened is None and time.monotonic() >= self._retry_at:
+            self._open(OSError)
+        return self.opened
 
-    def _postpone(self, error: OSError) -> None:
-        self._retry_at = time.monotonic() + _REOPEN_S
-        cache_logger.warning("%s is tried again in %g s: %s", self._url, _REOPEN_S, error)
+    def _open(self, expected: type[OSError]) -> None:
+        with self._lock:
+            if self.opened is not None:
+                return
+            try:
+                self.opened = SharedStore.open(self._url, self._pool, **self._options)
+            except expected as error:
+                self._retry_at = time.monotonic() + _REOPEN_S
+                cache_logger.warning("%s is tried again in %g s: %s", self._url, _REOPEN_S, error)
 
     def put(self, hashes: Sequence[int], blocks: Sequence[Sequence[Bytes]]) -> list[str]:
         if (store := self.store()) is None:

@@ -2,8 +2,8 @@
 
 The functions have the names, arguments and meaning of kvcupy's own: `store_kv`, `store_mla`,
 `gather_kv`, `apply_rope`, `rope_store_kv`, `rope_store_mla`, `paged_attention`, `merge_states`,
-`copy_pages`, `slot_mapping`, `page_table_csr` and `find_duplicate_slots`. They take torch tensors
-alone and call operators `torch.ops.kvcupy.*`, whose schemas say what is written.
+`copy_pages`, `shift_pages`, `slot_mapping`, `page_table_csr` and `find_duplicate_slots`. They take
+torch tensors alone and call operators `torch.ops.kvcupy.*`, whose schemas say what is written.
 
 Formats: the tensors' dtypes, `torch.bfloat16` and `torch.float8_e4m3fn` say. A cache that is
 `torch.uint8` goes with `format`, the name of what its bytes hold.

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..ops.store import store_kv
 from . import describe_tensor, refuse_names, require_dtype, require_indices, require_shape
 from . import torch as _kv
 from .rows import rows_of, transfer_rows
@@ -99,8 +100,13 @@ def reshape_and_cache_flash(
     format = _format(kv_cache_dtype)
     _require_format(key_cache, "key_cache", format, {"key": key})
     _require_format(value_cache, "value_cache", format, {"value": value})
-    _kv.store_kv(
-        key, value, key_cache, value_cache, slot_mapping, format=format,
+    if key_cache.dtype is torch.uint8 and format is not None:
+        key_cache = key_cache.view(_FP8[format])
+    if value_cache.dtype is torch.uint8 and format is not None:
+        value_cache = value_cache.view(_FP8[format])
+    # Not by the operator, whose dispatch takes longer; compiled code traces it nevertheless.
+    store_kv(
+        key, value, key_cache, value_cache, slot_mapping,
         k_scale=_scale(k_scale, "k_scale", heads, format),
         v_scale=_scale(v_scale, "v_scale", heads, format),
     )  # fmt: skip
@@ -266,9 +272,10 @@ def rotary_embedding(
 
     Notes
     -----
-    Differs from vLLM: arithmetic is float32 whatever the table's dtype is, with one rounding; a
-    position outside the table is a fault. A table that is not float32, or inverse, is converted by
-    torch at each call: keep a float32 one. Stream, Capture: as `kvcupy.apply_rope`.
+    Arithmetic is float32 with one rounding, as in vLLM's kernels; its path in PyTorch rounds each
+    product. Differs from vLLM: a position outside the table is a fault. A table that is not
+    float32, or inverse, is converted by torch at each call: keep a float32 one. Stream, Capture: as
+    `kvcupy.apply_rope`.
 
     Examples
     --------

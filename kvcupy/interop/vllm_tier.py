@@ -6,6 +6,8 @@ Named in `kv_connector_extra_config` of vLLM's OffloadingConnector, which import
         {"type": "KvcupyTier", "module_path": "kvcupy.interop.vllm_tier",
          "disk_path": "/mnt/nvme/kv", "disk_bytes": 500 * 2**30, "store": "redis://cache:6379"}]}
 
+Once this module is imported, as by a plugin of vLLM, `"type": "kvcupy"` suffices.
+
 Source: vllm-project/vllm `vllm/v1/kv_offload/tiering/base.py` (the interface).
 """
 
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,10 +37,10 @@ try:
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 except ImportError as error:
-    raise ImportError("kvcupy.interop.vllm_tier needs vLLM 0.32 or newer: pip install vllm") from (
-        error
-    )
+    message = "kvcupy.interop.vllm_tier needs vLLM 0.32 or newer: pip install vllm"
+    raise ImportError(message) from error
 
 from ..arrays import array_at
 from ..cache.encryption import key_for
@@ -115,7 +118,7 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
         if store is not None:
             self._store = ByteStore(
                 store, model=identity, tenant=tenant, encryption_key=encryption_key,
-                num_calls=2 * num_threads + 1, **options,
+                num_calls=2 * num_threads, **options,
             )  # fmt: skip
             self._store.open(self.block_size_bytes)
         self._disk: DiskBlocks | None = None
@@ -176,8 +179,9 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         if self._disk is not None:
+            hashes = list(map(block_hash, keys))
             with self._lock:
-                self._disk.use(list(map(block_hash, keys)))
+                self._disk.use(hashes)
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookup_manager.flush()
@@ -234,9 +238,10 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
     def _contains(self, keys: Sequence[bytes]) -> list[bool]:
         there = [False] * len(keys)
         if self._disk is not None:
+            hashes = list(map(block_hash, keys))
             with self._lock:
                 if self._disk.available:
-                    there = [block_hash(key) in self._disk.slots for key in keys]
+                    there = [hash in self._disk.slots for hash in hashes]
         missing = [i for i, known in enumerate(there) if not known]
         if self._store is not None and missing:
             known = self._store.contains([keys[i] for i in missing], self.block_size_bytes)
@@ -338,3 +343,7 @@ def _file_in(path: Any, identity: str, config: Any) -> Path:
         replica = config.parallel.data_parallel_index
         return file / f"{identity.replace(' ', '-')}-{replica}.kv"
     return file
+
+
+with suppress(ValueError):  # registered before, if the module is imported again
+    SecondaryTierFactory.register_tier("kvcupy", __name__, KvcupyTier.__name__)

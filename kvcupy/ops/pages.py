@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import devices, faults, observe
+from .. import devices, faults, formats, observe
 from ..arrays import ArrayView, bytes_of, describe, first_overlap, reshaped, view
 from ..devices.protocol import Device, Stream
 from ..formats import FORMATS, FOUR_BIT
@@ -17,7 +17,7 @@ from .call import Operation, Plan, Views
 from .launch import Launch, fields_of, require_countable, spread, staging, widest
 from .spec import Argument
 from .store import CODES_PER_THREAD, PACK, copies
-from .transfer_kernels import FOUR_BIT_POOL, ROWS, STRIDES, LayerPages, head_rows, nested
+from .transfer_kernels import ROWS, STRIDES, head_rows, nested
 
 _COPY_PAGES = Operation(
     "copy_pages",
@@ -51,7 +51,7 @@ _SHIFT_PAGES = Operation(
     Argument("delta", "pairs", example=(3, -2), number=True, whole=True),
     Argument("rope_table", "positions rotary_dim", words=True),
     Argument("out_pages", "pairs", example=(3, 2)),
-    # Of a pool, and of its own layers alone.
+    # Of a pool alone.
     Argument("values", cache=True, output=True, words=True),
     Argument("key_scales", output=True, words=True),
     Argument("value_scales", output=True, words=True),
@@ -67,7 +67,7 @@ _SHIFT_PARAMS = np.dtype(
         *fields_of(np.uint64, "keys values key_scales value_scales src_pages dst_pages deltas"),
         *fields_of(np.uint64, "table faults"),
         *((f"{name}_strides", STRIDES) for name in ("key", "value", "key_scale", "value_scale")),
-        ("rows", ROWS), ("pool", FOUR_BIT_POOL),
+        ("rows", ROWS), ("key", checks.OPERAND_PARAMS),
         *fields_of(np.int64, "delta delta_stride_bytes delta_operation table_row_bytes"),
         *fields_of(np.int64, "max_positions"),
         *fields_of(np.int32, "delta_index_bytes width start rotary_dim interleaved"),
@@ -298,7 +298,7 @@ def shift_pages(
         factor in it (yarn, longrope) is not applied again: rows are divided by the cosines of
         position 0
     out_pages : int32 or int64 (N,), as `pages`: the shifted pages go there, values and scales of
-        a pool with them, and `pages` stay as they are. None: in place, and values stay
+        a pool with them, and `pages` stay. None: in place, and values stay
     interleaved : pairs are elements (2i, 2i + 1); else (i, i + rotary_dim / 2)
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -484,9 +484,15 @@ def _launch_shift(
     else:
         count = CODES_PER_THREAD if alignment % 16 == 0 else 1
         kernel = SHIFT_FOUR_BIT[1 if warp_lanes == 1 else 32].specialise(four_bit.ctype, count)
-        pages = LayerPages.of([key], (), on_device=True)
-        params |= pages.four_bit_params("pool", aligned)
-        units = max(width // CODES_PER_THREAD, pages.shared_elements // CODES_PER_THREAD)
+        block = formats.rotation_block(key.rotated_width)
+        params |= {
+            "key.group_scales.group_shift": four_bit.group.bit_length() - 1,
+            "key.group_scales.code_word_bytes": min(8, aligned),
+            "key.group_scales.rotation_shift": max(0, block.bit_length() - 1),
+            "key.group_scales.rotated_width": key.rotated_width,
+            "key.group_scales.four_over_six": key.scale_rule == "four_over_six",
+        }
+        units = max(width, block) // CODES_PER_THREAD
         geometry = spread(
             num_rows, units, device.sm_count,
             warp_lanes=warp_lanes, whole_warps=True, max_lanes=32,

@@ -501,7 +501,7 @@ _COPY_PARAMS = _params(
     _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32)
 )
 _ROTATED = np.dtype([("width", np.int32), ("shift", np.int32)], align=True)
-FOUR_BIT_POOL = np.dtype(
+_FOUR_BIT_POOL = np.dtype(
     [
         ("group_shift", np.int32), ("code_word_bytes", np.int32),
         ("k_rotated", _ROTATED), ("v_rotated", _ROTATED), ("four_over_six", np.int32),
@@ -510,7 +510,7 @@ FOUR_BIT_POOL = np.dtype(
 )  # fmt: skip
 _CONVERT_PARAMS = _params(
     _CONVERTED, ("k_width", np.int32), ("v_width", np.int32),
-    ("src", FOUR_BIT_POOL), ("dst", FOUR_BIT_POOL),
+    ("src", _FOUR_BIT_POOL), ("dst", _FOUR_BIT_POOL),
 )  # fmt: skip
 
 COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams")

@@ -428,8 +428,8 @@ def shift_pages(
     pages, out_pages : ``(N,)``. A pair with a negative page or one past the end is skipped. No page
         may be read and written for different pairs, or written twice.
     delta : one, or one for each page; outside of the table the page is skipped
-    start : the first element that is rotated; None: 0, or of latents ``(pages, page_size, D)`` that
-        of the last elements
+    start : the first element that is rotated; None: 0, or of latents ``(pages, page_size, D)`` the
+        first of the last `rotary_dim` elements
     values, key_scales, value_scales : by page. Values go with the keys onto other pages, with their
         scales ``(pages, ..., 1)``; `key_scales` ``(pages, ..., 1)`` are dynamic, and new ones are
         written.

@@ -55,15 +55,15 @@ _meaning(
 _meaning(
     values.listed,
     """
-    src_pages dst_pages pages device_pages host_pages hashes token_ids append_lens leaves
-    token_tree layers sections seqs shape strides replay families
+    src_pages dst_pages pages out_pages delta device_pages host_pages hashes token_ids append_lens
+    leaves token_tree layers sections seqs shape strides replay families
 """,
 )
 _meaning(
     values.real,
     """
     k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
-    lease_s max_lease_s deadline_s
+    lease_s max_lease_s deadline_s ttl_s resume_at
 """,
 )
 _meaning(
@@ -73,10 +73,11 @@ _meaning(
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
     parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent first
-    num_past_host_pages hadamard_width sink_tokens memory_bytes num_tokens checkpoint_tokens
+    num_past_host_pages hadamard_width sink_tokens recompute memory_bytes num_tokens
+    checkpoint_tokens
 """,
 )
-_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
+_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes pin_bytes")
 _meaning(
     values.text,
     """
@@ -88,7 +89,7 @@ _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers by_layer inherit_window return_lse hadamard batch_invariant undo
+    barriers by_layer inherit_window return_lse hadamard batch_invariant undo pin
 """,
 )
 _meaning(values.dtype, "dtype encoding")

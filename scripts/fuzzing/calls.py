@@ -120,7 +120,7 @@ def arguments_of_elements(case: Case, name: str, parameters: Iterable[str]) -> A
 
 _FOUR_BIT = (
     "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
-    "paged_attention",
+    "shift_pages", "paged_attention",
 )  # fmt: skip
 
 
@@ -138,9 +138,9 @@ def four_bit_arguments(case: Case, name: str) -> Arguments:
         rope_dim=group, latent_width=3 * group,
     )  # fmt: skip
     for key, value in examples.items():
-        if key in ("k_cache", "v_cache", "cache"):
+        if key in ("k_cache", "v_cache", "cache", "pool"):
             shape = value.swapaxes(1, 2).shape if hnd else value.shape
-            arguments[key] = four_bit_view(case, fmt, shape, hadamard)
+            arguments[key] = four_bit_view(case, fmt, shape, hadamard, apart=key != "pool")
         elif "scale" in key:
             if scaled and not key.endswith("scale_cache"):
                 arguments[key] = case.place(value)
@@ -150,12 +150,12 @@ def four_bit_arguments(case: Case, name: str) -> Arguments:
 
 
 def four_bit_view(
-    case: Case, fmt: str, shape: tuple[int, ...], hadamard: bool = False
+    case: Case, fmt: str, shape: tuple[int, ...], hadamard: bool = False, *, apart: bool = True
 ) -> kv.ArrayView:
-    """Return rows of a four-bit format in guarded memory, with their scales behind or apart."""
+    """Return rows of a four-bit format in guarded memory, with their scales behind or `apart`."""
     form, encoding = formats.FOUR_BIT[fmt], kv.Encoding(fmt, hadamard=hadamard)
     *before, width = shape
-    if case.chance(0.6):
+    if not apart or case.chance(0.6):
         rows = case.place(np.zeros((*before, form.row_bytes(width)), np.uint8))
         return kv.view_as(rows, encoding)
     codes = case.place(np.zeros((*before, width // 2), np.uint8))
@@ -189,7 +189,11 @@ def parts_of(value: Any) -> list[np.ndarray[Any, Any]]:
 def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
     """Return the parts of the arguments that an operation may write."""
     if name == "copy_pages":
-        return _pages_written(arguments)
+        return _pages_written(arguments["cache"], arguments["dst_pages"])
+    if name == "shift_pages":
+        targets = arguments.get("out_pages")
+        return _pages_written(arguments["pool"], targets if targets is not None
+                              else arguments["pages"])  # fmt: skip
     slots = memory_of(arguments.get("slot_mapping"))
     if slots is not None and slots.itemsize in (4, 8):
         slots = np.unique(np.array(slots).view(f"i{slots.itemsize}"))
@@ -211,11 +215,10 @@ def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
     return [part for part in parts if isinstance(part, np.ndarray)]
 
 
-def _pages_written(arguments: Arguments) -> list[np.ndarray[Any, Any]]:
-    caches = arguments["cache"]
+def _pages_written(caches: Any, targets: Any) -> list[np.ndarray[Any, Any]]:
     caches = caches if isinstance(caches, (tuple, list)) else (caches,)
     parts: list[np.ndarray[Any, Any]] = []
-    pages = memory_of(arguments["dst_pages"])
+    pages = memory_of(targets)
     if pages is None or pages.itemsize not in (4, 8):
         return parts
     pages = np.array(pages).view(f"i{pages.itemsize}")

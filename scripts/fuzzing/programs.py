@@ -39,7 +39,10 @@ METHODS = {
     "PageSender": "offer layer_done withdraw stats close",
     "PageReceiver": "inspect pull stats close",
     "Pull": "wait_layer wait done synchronize cancel",
-    "TieredCache": "match acquire prefetch insert evict stats flush take_host_pages clear close",
+    "TieredCache": """
+        match acquire prefetch retain release demote insert evict stats flush take_host_pages clear
+        close
+    """,
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
     "SharedStore": "open match put get stats remove close",
@@ -47,7 +50,8 @@ METHODS = {
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
-        save_sequence load_sequence attach export_sequence import_sequence plan state state_slots
+        save_sequence load_sequence attach export_sequence import_sequence splice plan state
+        state_slots
     """,
     "FullAttention": "make_pool token_bytes past_token_bytes",
     "SlidingWindow": "make_pool token_bytes pages_kept",
@@ -475,7 +479,13 @@ def tiered(case: Case) -> None:
         return counts, matches, on_device.allocator.num_free, on_host.allocator.num_free
 
     makers = methods("TieredCache", {
-        "match": hashes, "prefetch": hashes, "insert": inserted,
+        "match": hashes, "prefetch": hashes, "release": hashes, "demote": hashes,
+        "insert": inserted,
+        "retain": lambda: {
+            **hashes(), "priority": case.rng.randint(-1, 1), "pin": case.chance(0.3),
+            "ttl_s": case.rng.choice([None, 0.0, 5.0]),
+            "resume_at": case.rng.choice([None, 0.0, 1e12]),
+        },
         "acquire": lambda: {
             **hashes(), "wait": case.rng.choice(["complete", "best_effort", "timeout"]),
             "deadline_s": case.rng.choice([None, 0.0, 5.0]),
@@ -735,6 +745,7 @@ class Paged:
             },
             "remove_sequence": seq, "sequence_length": seq, "offload": seq, "onboard": seq,
             "fork_sequence": lambda: {"parent": self.present(), "child": self.absent(), "at": 1},
+            "splice": lambda: {**seq(), "source": self.present(), "start": 0, "recompute": 2},
             "pop_tokens": lambda: {**seq(), "n": rng.randrange(4)},
             "enable_sliding_window": lambda: {**seq(), "window": 5, "sink_tokens": 1},
             "get_kv": part, "set_kv": contents, "query_positions": dict, "slot_mapping": dict,

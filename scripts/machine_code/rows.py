@@ -233,9 +233,9 @@ def _copy_pages(device: PlannedDevice) -> None:
     copy_pages(_caches(device, "bf16")[0], *pages)
 
 
-def _shift_pages(device: PlannedDevice, kv_format: str, *, rotated: bool = False) -> None:
+def _shift_pages(device: PlannedDevice, kv_format: str) -> None:
     pages = [device.array(1024, format="int32") for _ in "sd"]
-    keys, _ = _caches(device, kv_format, rotated=rotated)
+    keys, _ = _caches(device, kv_format)
     table = device.array(1 << 17, _WIDTH, format="fp32")
     shift_pages(keys, pages[0], 1000, table, out_pages=pages[1])
 
@@ -525,6 +525,9 @@ ROWS: tuple[Row, ...] = (
       for name in ("nvfp4", "int4")],
     Row("copy_pages bf16", _copy_pages, "copy_pages", "page", 4 * _PAGE * _HEADS * _WIDTH,
         _bytes(4 * _PAGE * _HEADS * _WIDTH), 1024),
+    # cos, sin and the factor of each pair come from L1.
+    Row("shift_pages bf16", partial(_shift_pages, kv_format="bf16"), "shift_rows", "head of a key",
+        4 * _WIDTH, _bytes(4 * _WIDTH + 3 * 2 * _WIDTH), 1024 * _PAGE * _HEADS),
     _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
     *[_transferred(f"load {name} pages as bf16", "transfer_from_four_bit", name)

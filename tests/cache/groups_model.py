@@ -268,6 +268,7 @@ class Mixture:
             free = np.setdiff1d(np.arange(states.num_slots), allocator.allocated())
             for array in states._arrays.values():
                 array[free] = np.nan
+        self.device.synchronize()
 
     def check_empty(self):
         for name in list(self.tokens):

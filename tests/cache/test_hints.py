@@ -14,7 +14,7 @@ from tiered_cases import Blocks
 from tiered_store_cases import SharedBlocks, names
 
 import kvcupy as kv
-from kvcupy.cache.tiered import cache, tiers
+from kvcupy.cache.tiered import cache, leases, tiers
 
 A, B, C, D, E, F = names(*range(1, 7))
 ACCEPTED = kv.Hint("accepted")
@@ -41,7 +41,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (cache, tiers):
+    for module in (cache, leases, tiers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -99,11 +99,40 @@ def test_acquire_ends_a_resume_time_and_a_negative_priority(blocks, clock):
     blocks.cache.retain([A], resume_at=clock.time() + 5)
     blocks.cache.retain([B], resume_at=clock.time() + 9, priority=1)
     blocks.cache.retain([C], priority=-1)
+    clock.now += 8.5
     for hash in (A, B, C):
         blocks.use([hash], known=1)
     assert blocks.order("device") == [D, A, C, B]
     assert set(blocks.tiers.hints.retained) == {B}
-    assert blocks.tiers.hints.retained[B].resume_at is None
+    assert blocks.tiers.hints.retained[B].resumes_at == ()
+
+
+def test_an_acquire_of_one_session_leaves_the_times_of_others(blocks, clock):
+    """A sub-agent resumes before its parent, which shares the block."""
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A], resume_at=clock.time() + 100)
+    for wait_s in (5, 50, 6):
+        blocks.cache.retain([A], resume_at=clock.time() + wait_s)
+        clock.now += wait_s
+        blocks.use([A], known=1)
+        assert blocks.tiers.hints.retained[A].resumes_at == (1100,)
+    assert blocks.order("device") == [B, A]
+    clock.now += 39
+    blocks.use([A], known=1)
+    assert not blocks.tiers.hints.retained
+
+
+def test_a_time_that_has_passed_counts_until_there_is_a_later_one(blocks, clock):
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A, B], resume_at=clock.time() + 30)
+    clock.now += 20
+    blocks.use([A], known=1)  # earlier than expected
+    blocks.cache.retain([A], resume_at=clock.time() + 40)
+    assert blocks.tiers.hints.retained[A].resumes_at == (1030, 1060)
+    clock.now += 11
+    blocks.cache.stats()
+    assert blocks.tiers.hints.retained[A].resumes_at == (1060,)
+    assert blocks.order("device") == blocks.order("host") == [A, B]  # B is overdue
 
 
 def test_hints_expire(blocks, clock):
@@ -122,6 +151,17 @@ def test_hints_expire(blocks, clock):
     assert not blocks.tiers.hints.retained
 
 
+def test_a_block_that_another_session_keeps_does_not_prolong_hints(blocks, clock):
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A], resume_at=clock.time() + 1000)
+    blocks.cache.retain([A, B], resume_at=clock.time() + 100)
+    for seconds in (150, 51):
+        assert set(blocks.tiers.hints.retained) == {A, B}
+        clock.now += seconds
+        blocks.cache.stats()
+    assert set(blocks.tiers.hints.retained) == {A}
+
+
 def test_a_resume_time_without_ttl_expires_when_it_has_long_passed(blocks, clock):
     insert_each(blocks, A, B)
     blocks.cache.retain([A], resume_at=clock.time() + 100)
@@ -138,7 +178,7 @@ def test_replaced_hints_leave_no_entries(blocks):
     blocks.insert([A])
     for _ in range(5000):
         blocks.cache.retain([A], ttl_s=1000)
-    assert len(blocks.tiers.hints._expiries) < 1100
+    assert len(blocks.tiers.hints._changes) < 1100
 
 
 def test_release(blocks):
@@ -377,7 +417,7 @@ class HintedMachine(Machine):
 
     @rule(hashes=HASHES)
     def demote(self, hashes):
-        before = set.union(*self.blocks.blocks())
+        before, *_ = self.blocks.blocks()
         hint = self.call(self.blocks.cache.demote, hashes)
         if hint.outcome == "accepted" and not self.failures:
             device, *_ = self.blocks.blocks()
@@ -395,8 +435,7 @@ class HintedMachine(Machine):
         for tier in (known.device, known.host, known.disk):
             if tier is not None:
                 places = [
-                    (hints.retained[hash].key if hash in hints.retained else (-0.5, 0.0))
-                    for hash in tier.order.victims()
+                    tier.order._key_of.get(hash, (-0.5, 0.0)) for hash in tier.order.victims()
                 ]
                 assert places == sorted(places)
 

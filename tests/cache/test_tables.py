@@ -204,7 +204,6 @@ def test_memory_that_is_replaced_lives_until_it_is_read(device):
     world.step(0)
     device.synchronize()
     gone = weakref.ref(world.ring._slots[0].whole.owner)
-    gc.collect()  # what other tests leave behind: releasing pinned memory waits for the gate
     gate = Gate(world.compute)
     world.step(1)
     world.step(2, pages=100000)

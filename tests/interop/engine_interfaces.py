@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 
 @contextmanager
@@ -160,6 +160,26 @@ class FileMapper:
         return dict(self._fields)
 
 
+class SecondaryTierFactory:
+    tiers: ClassVar[dict] = {}
+
+    @classmethod
+    def register_tier(cls, tier_type, module_path, class_name):
+        if tier_type in cls.tiers:
+            raise ValueError(f"{tier_type} is registered")
+        cls.tiers[tier_type] = module_path, class_name
+
+    @classmethod
+    def create_secondary_tier(cls, tier_config, primary_kv_view, offloading_spec):
+        options = dict(tier_config)
+        kind = options.pop("type")
+        path, name = cls.tiers.get(kind, (options.pop("module_path", None), kind))
+        return getattr(importlib.import_module(path), name)(
+            offloading_spec=offloading_spec, primary_kv_view=primary_kv_view, tier_type=kind,
+            backpressure_detector=None, **options,
+        )  # fmt: skip
+
+
 def names(*values):
     return {value.__name__: value for value in values}
 
@@ -171,6 +191,7 @@ VLLM = {
     "vllm.v1.kv_offload.file_mapper": names(FileMapper),
     "vllm.v1.kv_offload.tiering.async_lookup": names(AsyncLookupManager),
     "vllm.v1.kv_offload.tiering.base": names(JobResult, SecondaryTierManager, TransferJob),
+    "vllm.v1.kv_offload.tiering.factory": names(SecondaryTierFactory),
 }
 
 

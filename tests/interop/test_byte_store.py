@@ -51,7 +51,8 @@ def test_more_blocks_than_are_staged_at_once(monkeypatch):
     store.remove()
 
 
-def test_threads_share_the_staging_buffer():
+def test_threads_share_the_staging_buffer(monkeypatch):
+    monkeypatch.setattr(byte_store, "_MAX_STAGED_BLOCKS", 1)
     store = opened(num_calls=2)
     wrong = []
 
@@ -105,6 +106,22 @@ def test_an_unreachable_server_is_tried_again(monkeypatch):
     monkeypatch.setattr(SharedStore, "open", real)
     now[0] += 31
     assert store.put(["a"], [[block(1)]]) == ["stored"]
+    store.remove()
+
+
+def test_a_store_is_opened_once(monkeypatch):
+    real, opens = SharedStore.open, []
+
+    def counted(*arguments, **options):
+        opens.append(arguments)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(SharedStore, "open", counted)
+    store = opened()
+    store.open(1000)
+    store.open(1000)
+    store.put(["a"], [[block(1)]])
+    assert len(opens) == 1
     store.remove()
 
 

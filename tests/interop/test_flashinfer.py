@@ -279,6 +279,21 @@ def test_forward_takes_the_options_of_the_call(place, kind):
         wrapper.forward(q, cache, pos_encoding_mode="ALIBI")
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_plan_whose_rotation_is_refused_changes_nothing(place, graph):
+    cache, _ = paged("NHD", place)
+    q = rows(4, HEADS, WIDTH, place=place) / 4
+    wrapper, buffers = (
+        graph_wrapper("Decode", place) if graph else (wrapper_of("Decode", place), [])
+    )
+    out = plan(wrapper, place).run(q, cache)
+    before = [x.clone() for x in buffers]
+    with pytest.raises(ValueError, match="factor"):
+        plan(wrapper, place, tables=LATER, pos_encoding_mode="ROPE_LLAMA", rope_scale=0.0)
+    assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True))
+    assert torch.equal(wrapper.run(q, cache), out)
+
+
 def test_a_fast_plan_is_a_plan(place):
     cache, _ = paged("NHD", place)
     q, wrapper = rows(4, HEADS, WIDTH, place=place), wrapper_of("Decode", place)
@@ -551,6 +566,7 @@ PLANS = [
     ("Decode", None, ValueError, {"last_page_len": [2, 5, 0, 1]}),
     ("Decode", None, ValueError, {"last_page_len": [2, 0, 0, 1]}),
     ("Decode", None, NotImplementedError, {"pos_encoding_mode": "ALIBI"}),
+    ("Decode", {}, NotImplementedError, {"pos_encoding_mode": "ALIBI"}),
     ("Decode", None, NotImplementedError, {"q_data_type": torch.float8_e4m3fn}),
     ("Decode", None, TypeError, {"q_data_type": "float17"}),
     ("Decode", None, NotImplementedError, {"o_data_type": torch.float16}),

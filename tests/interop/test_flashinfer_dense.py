@@ -244,7 +244,7 @@ def test_what_is_refused_of_one_sequence(place):
     q, k, v, _ = inputs(place)
     for error, name, options in (
         (NotImplementedError, "scale_q", {"scale_q": torch.ones(4)}),
-        (NotImplementedError, "kv_cache_sf", {"kv_cache_sf": (k, v)}),
+        (TypeError, "k", {"kv_cache_sf": (k, v)}),
         (NotImplementedError, "pos_encoding_mode", {"pos_encoding_mode": "ALIBI"}),
         (ValueError, "kv_layout", {"kv_layout": "DHN"}),
         (ValueError, "custom_mask", {"custom_mask": torch.ones(3, dtype=torch.bool)}),

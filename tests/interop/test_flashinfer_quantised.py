@@ -9,7 +9,7 @@ import kvcupy as kv
 
 torch = pytest.importorskip("torch")
 
-from peers import close, ints, quantised, rope_table, rotated, rows, same_bits  # noqa: E402
+from peers import attended, close, ints, quantised, rope_table, rotated, rotated_at, rows, same_bits  # noqa: E402
 
 from kvcupy.interop import flashinfer  # noqa: E402
 
@@ -216,15 +216,92 @@ def test_nvfp4_with_scales_apart(place, kv_layout, stacked, by_slot, width):
                         at[:, offset] = row
     for x, y in zip((codes, scales), expected, strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-    # In numbers: codes of E2M1, times both scales.
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    table = torch.cat((table, -table)).to(place)
     page, offset = divmod(SLOTS[0], PAGE)
-    row, sf = ((x if kv_layout == "NHD" else x.transpose(2, 3))[page, 0, offset]
-               for x in (codes, scales))  # fmt: skip
-    numbers = torch.stack((table[(row & 15).long()], table[(row >> 4).long()]), -1).flatten(1)
-    numbers = numbers * sf.float().repeat_interleave(16, 1) * 0.5
-    assert close(numbers, k[0], 0.5) and (numbers - k[0]).abs().max() <= k[0].abs().max() / 5
+    row = [(x if kv_layout == "NHD" else x.transpose(2, 3))[page, 0, offset]
+           for x in (codes, scales)]  # fmt: skip
+    error = (dequantised(*row, 0.5) - k[0]).abs()
+    assert 0 < error.max() <= k[0].abs().max() / 5
+
+
+def dequantised(codes, scales, scale):
+    """Return the numbers of codes of E2M1, times both scales."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)
+    table = torch.cat((table, -table))
+    numbers = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(-2)
+    return numbers * scales.float().repeat_interleave(16, -1) * scale
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("kind", ["Decode", "Prefill", "Prefill, rotated"])
+def test_attention_over_nvfp4_with_scales_apart(place, kv_layout, kind):
+    width, lengths, pages = 32, (7, 2), 6
+    axes = (PAGE, KV_HEADS) if kv_layout == "NHD" else (KV_HEADS, PAGE)
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (2, pages, *axes, width // 2), generator=generator)
+    codes = codes.to(place, torch.uint8)
+    scales = rows(2, pages, *axes, width // 16, place=place).abs().to(E4M3)
+    by = 0.5, 0.25
+    counts = (1, 1) if kind == "Decode" else (3, 2)
+    q = rows(sum(counts), HEADS, width, place=place, seed=3) / 8
+    name = f"Batch{kind.split(',')[0]}WithPagedKVCacheWrapper"
+    workspace = torch.empty(0, dtype=torch.uint8, device=place)
+    wrapper = getattr(flashinfer, name)(workspace, kv_layout)
+    tables = [ints(x, place, torch.int32) for x in (INDPTR, INDICES, LAST)]
+    options = {"q_data_type": torch.float32, "kv_data_type": torch.uint8}
+    if kind != "Decode":
+        tables.insert(0, ints([0, 3, 5], place, torch.int32))
+        options |= {"causal": True}
+        options |= {"pos_encoding_mode": "ROPE_LLAMA"} if "rotated" in kind else {}
+    wrapper.plan(*tables, HEADS, KV_HEADS, width, PAGE, **options)
+    k, v = (dequantised(codes[i], scales[i], by[i]) for i in range(2))
+    if kv_layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    expected = []
+    for i, (new, length) in enumerate(zip(q.split(counts), lengths, strict=True)):
+        own = INDICES[INDPTR[i] : INDPTR[i + 1]]
+        keys, values = (x[own].flatten(0, 1)[:length] for x in (k, v))
+        if "rotated" in kind:
+            new = rotated_at(new, range(length - len(new), length))
+            keys = rotated_at(keys, range(length))
+        expected.append(attended(new, keys, values)[0])
+    cache = tuple(codes)
+    options = {"k_scale": by[0], "v_scale": by[1]}
+    out = wrapper.run(q, cache, kv_cache_sf=tuple(scales), **options)
+    assert close(out, torch.cat(expected), 1e-4)
+    for error, name, sf in (
+        (ValueError, "kv_cache_sf", None), (ValueError, r"kv_cache_sf \(K\)", scales[..., :1]),
+        (TypeError, r"kv_cache_sf \(K\)", scales.to(E5M2)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^{name}: "):
+            wrapper.run(q, cache, kv_cache_sf=None if sf is None else tuple(sf))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_attention_over_nvfp4_without_pages(place, kv_layout):
+    width, starts = 32, [0, 7, 9]
+    generator = torch.Generator().manual_seed(1)
+    axes = (9, KV_HEADS) if kv_layout == "NHD" else (KV_HEADS, 9)
+    codes = torch.randint(0, 256, (2, *axes, width // 2), generator=generator)
+    codes = codes.to(place, torch.uint8)
+    scales = rows(2, *axes, width // 16, place=place).abs().to(E4M3)
+    k, v = (dequantised(codes[i], scales[i], by) for i, by in enumerate((0.5, 0.25)))
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    q = rows(5, HEADS, width, place=place, seed=3) / 8
+    options = {"k_scale": 0.5, "v_scale": 0.25, "kv_cache_sf": tuple(scales)}
+    one = flashinfer.single_prefill_with_kv_cache(q, *codes, kv_layout=kv_layout, **options)
+    assert close(one, attended(q, k, v, causal=False)[0], 1e-4)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(0, dtype=torch.uint8, device=place), kv_layout
+    )
+    indptr = [ints(x, place, torch.int32) for x in ([0, 3, 5], starts)]
+    dtypes = {"q_data_type": torch.float32, "kv_data_type": torch.uint8}
+    wrapper.plan(*indptr, HEADS, KV_HEADS, width, causal=True, **dtypes)
+    expected = [attended(q[:3], k[:7], v[:7])[0], attended(q[3:], k[7:], v[7:])[0]]
+    assert close(wrapper.run(q, *codes, **options), torch.cat(expected), 1e-4)
+    with pytest.raises(ValueError, match=r"^k: expected pages of \("):
+        wrapper.plan(*indptr, HEADS, KV_HEADS, 2 * width, **dtypes)
+        wrapper.run(torch.cat((q, q), -1), *codes, **options)
 
 
 def test_an_argument_of_nvfp4_is_named(place):

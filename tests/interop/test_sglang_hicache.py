@@ -61,11 +61,11 @@ class MLAHostPool(MHAHostPool):
     pass
 
 
-def config(url, *, rank=0, size=1, is_mla=False, model="m", interface_v1=1, **options):
+def config(url, *, rank=0, size=1, is_mla=False, model="m", weights="", interface_v1=1, **options):
     extra = {
         "backend_name": "kvcupy", "module_path": "kvcupy.interop.sglang_hicache",
         "class_name": "KvcupyStorage", "interface_v1": interface_v1, "store": url,
-        "capacity_bytes": 2**20, **options,
+        "capacity_bytes": 2**20, "model": weights, **options,
     }  # fmt: skip
     return SimpleNamespace(
         tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
@@ -129,7 +129,7 @@ def test_pages_move_between_engines_by_index(engines, layout):
 @pytest.mark.parametrize(
     "other",
     [
-        {"model": "n"}, {"rank": 1, "size": 2}, {"size": 2}, {"tenant": "t"},
+        {"model": "n"}, {"weights": "n"}, {"rank": 1, "size": 2}, {"size": 2}, {"tenant": "t"},
     ],
     ids=str,
 )  # fmt: skip
@@ -236,9 +236,7 @@ def test_a_cache_of_8_bits_must_be_named(engines, interface_v1):
     pool = MHAHostPool(1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="8 bits"):
         engines.storage(pool, interface_v1=interface_v1)
-    named = config(engines.url, interface_v1=interface_v1)
-    named.extra_config["model"] = "fp8_e4m3"
-    engines.sglang.Storage(named).register_mem_pool_host(pool)
+    engines.storage(pool, interface_v1=interface_v1, weights="fp8_e4m3")
 
 
 def test_wrong_options_are_refused(sglang):

@@ -3,11 +3,15 @@
 `tests/engines/test_vllm.py` runs it below vLLM itself, where that is installed.
 """
 
+import importlib
+import importlib.util
 import random
+import sys
 import threading
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,7 +102,12 @@ def assert_nothing_held(engine):
     while worker.cache._shared.tiers.host.held and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(engine.free) == len(engine.num_refs) - 1
-    assert (worker._num_held, worker._lookups, worker._receiving) == (0, {}, {})
+    assert (worker._num_held, worker._lookups, worker._claimed, worker._receiving) == (
+        0,
+        {},
+        {},
+        {},
+    )
     assert not worker.cache._shared.tiers.host.held
     scheduler = engine.scheduler._scheduler
     assert not (scheduler._tracked or scheduler._found or scheduler._loading or scheduler._hashes)
@@ -215,6 +224,48 @@ def test_reset_forgets_all_blocks(make):
         worker_of(engine)._store.remove()
 
 
+# --- Another format below the device ---
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "two heads in one"])
+def test_blocks_are_converted_on_the_way(make, shape):
+    """float32 of whole numbers is exact in fp16, so tokens are equal."""
+    sizes = {"HND": (2, 4), "NHD": (2, 4), "latent": (1, 24)}.get(shape, (2, 8))
+    spec = SimpleNamespace(num_kv_heads=sizes[0], head_size=sizes[1])
+    options = {**HOST, "encoding": "fp16"}
+    own = SHAPES.get(shape, (24, 4, BLOCK_TOKENS, 8))
+    engine = make(options, shape=own, device_type="cuda", spec=spec)
+    cache = worker_of(engine).cache
+    assert 2 * cache.host_pool.page_bytes == cache.device_pool.page_bytes
+    assert check(engine, conversations(30))[1] > 100
+    assert handed_over(engine, [list(range(3, 20))]) == [None]
+
+
+def test_four_bit_blocks(make):
+    spec = SimpleNamespace(num_kv_heads=2, head_size=32)
+    options = {**HOST, "encoding": "nvfp4+hadamard"}
+    engine = make(options, shape=(24, 2, BLOCK_TOKENS, 64), device_type="cuda", spec=spec)
+    cache = worker_of(engine).cache
+    rows = np.random.default_rng(0).normal(size=(2, BLOCK_TOKENS, 64)).astype(np.float32)
+    for layer in vllm.LAYERS:
+        engine.caches[layer][3] = rows
+    cache.save([2**100], [3]).synchronize()
+    with cache.hold([2**100]) as held:
+        held.load([5]).synchronize()
+    for layer in vllm.LAYERS:
+        error = engine.caches[layer][5] - rows
+        assert 0 < np.sqrt((error**2).mean() / (rows**2).mean()) < 0.15
+    assert cache.host_pool.page_bytes * 7 < cache.device_pool.page_bytes
+
+
+def test_a_format_needs_known_layouts(connector):
+    with pytest.raises(ValueError, match="encoding: expected None on a CPU"):
+        Engine(connector, {**HOST, "encoding": "fp16"})
+    spec = SimpleNamespace(num_kv_heads=3, head_size=8)
+    with pytest.raises(ValueError, match=r"encoding: expected model.layers.0.attn with K and V"):
+        Engine(connector, {**HOST, "encoding": "fp16"}, device_type="cuda", spec=spec)
+
+
 # --- Requests that end early ---
 
 
@@ -328,6 +379,15 @@ def test_saves_do_not_wait_for_the_disk(make, tmp_path, monkeypatch):
 # --- Options and statistics ---
 
 
+def test_without_vllm_the_error_says_what_to_install():
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    for name in [n for n in sys.modules if n.startswith("kvcupy.interop.vllm_connector")]:
+        del sys.modules[name]
+    with pytest.raises(ImportError, match="KvcupyConnector needs vLLM: pip install"):
+        importlib.import_module("kvcupy.interop.vllm_connector")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -367,8 +427,6 @@ def test_a_key_encrypts_the_file(make, tmp_path):
 
 
 def test_models_with_several_groups_are_refused(connector):
-    from types import SimpleNamespace
-
     engine = Engine(connector, HOST)
     config = SimpleNamespace(num_blocks=4, kv_cache_groups=[1, 2])
     with pytest.raises(ValueError, match="one group of KV caches, got 2"):
@@ -462,7 +520,7 @@ def test_a_prompt_that_nobody_takes_over_is_given_up(make, monkeypatch):
     assert worker_of(late).counts["failed_blocks"] > 0
 
 
-@pytest.mark.parametrize("change", ["prompt", "ticket", "none", "separate"])
+@pytest.mark.parametrize("change", ["prompt", "ticket", "number", "none", "separate"])
 def test_parameters_of_another_prompt_are_not_used(make, change):
     prefill, decode = make(HOST), make(HOST, separate=change == "separate")
     prompt = list(range(3, 40))
@@ -471,6 +529,8 @@ def test_parameters_of_another_prompt_are_not_used(make, change):
         prompt[5] += 1
     elif change == "ticket":
         params["kvcupy_ticket"] = params["kvcupy_ticket"][:40]
+    elif change == "number":
+        params["kvcupy_ticket"] = 5
     elif change == "none":
         del params["kvcupy_ticket"]
     request = decode.add(prompt, params=params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import time
 
 import numpy as np
@@ -34,11 +35,11 @@ def where(request, tmp_path):
 
 
 class Engine:
-    """What vLLM's scheduler does with one tier, over memory of its own."""
+    """What vLLM's scheduler does with one tier."""
 
-    def __init__(self, vllm, spec=None, num_chunks=8, **options):
+    def __init__(self, vllm, spec=None, memory=None, **options):
         self._vllm = vllm
-        self.memory = np.zeros((num_chunks, BLOCK), np.uint8)
+        self.memory = np.zeros((8, BLOCK), np.uint8) if memory is None else memory
         self.view = memoryview(self.memory)
         self.tier = vllm.tier(spec or vllm_spec(), self.view, "KvcupyTier", **options)
         self._jobs = 0
@@ -72,16 +73,20 @@ class Engine:
         assert result.job_id == self._jobs
         return result
 
-    def found(self, keys, request="r"):
-        context = self._vllm.base.ReqContext(req_id=request)
+    def found(self, keys, *, request_goes_on=False):
+        """Look up keys for a request, which keeps the answers."""
+        context = self._vllm.base.ReqContext(req_id="r")
         results = self._vllm.base.LookupResult
         for _ in range(1000):
             answers = [self.tier.lookup(key, context) for key in keys]
             if results.RETRY not in answers:
-                return [answer == results.HIT for answer in answers]
+                break
             self.tier.on_schedule_end(None)
             time.sleep(0.001)
-        raise AssertionError("no answer")
+        if not request_goes_on:
+            self.tier.on_request_finished(context)
+        assert results.RETRY not in answers
+        return [answer == results.HIT for answer in answers]
 
 
 def keys_of(*numbers):
@@ -109,11 +114,10 @@ def test_a_block_that_is_gone_is_a_miss_for_the_rest_of_the_request(vllm, where)
         engine.fill()
         engine.store(keys_of(1), [0])
         engine.tier._lookup_manager._contains = lambda keys: [True] * len(keys)
-        assert engine.found(keys_of(1, 2)) == [True, True]
+        assert engine.found(keys_of(1, 2), request_goes_on=True) == [True, True]
         result = engine.load(keys_of(2, 1), [1, 2])
         assert (result.success, list(result.successful_keys)) == (False, keys_of(1))
         assert engine.found(keys_of(1, 2)) == [True, False]
-        engine.tier.on_request_finished(vllm.base.ReqContext(req_id="r"))
         assert engine.found(keys_of(2)) == [True]  # asked again
         if engine.tier._store is not None:
             engine.tier._store.remove()
@@ -154,8 +158,13 @@ def test_a_full_file_evicts_what_was_not_used(vllm, tmp_path):
         engine.tier.touch(keys_of(1, 9), None)
         assert engine.store(keys_of(4), [4]).success
         assert engine.found(keys_of(1, 2, 3, 4)) == [True, False, True, True]
-        assert not engine.store(keys_of(5, 6, 7, 8), [0, 1, 2, 3]).success  # more than fit
-        assert sum(engine.found(keys_of(5, 6, 7, 8))) == 3
+        assert engine.load(keys_of(3), [0]).success  # a use
+        assert engine.store(keys_of(5), [5]).success
+        assert engine.found(keys_of(1, 3, 4, 5)) == [False, True, True, True]
+        assert engine.store(keys_of(4, 6), [4, 6]).success  # evicts none of these
+        assert engine.found(keys_of(3, 4, 5, 6)) == [False, True, True, True]
+        assert not engine.store(keys_of(7, 8, 9, 10), [0, 1, 2, 3]).success  # more than fit
+        assert sum(engine.found(keys_of(7, 8, 9, 10))) == 3
 
 
 def test_known_blocks_are_not_written_again(vllm, tmp_path):
@@ -273,14 +282,18 @@ def test_stored_blocks_are_published(vllm, tmp_path):
         assert list(engine.tier.take_events()) == []
 
 
-def test_vllm_can_release_its_memory(vllm, where):
-    engine = Engine(vllm, **where)
+def test_vllm_can_unmap_its_memory(vllm, where):
+    region = mmap.mmap(-1, 8 * BLOCK)
+    memory = np.frombuffer(region, np.uint8).reshape(8, BLOCK)
+    engine = Engine(vllm, memory=memory, **where)
     engine.store(keys_of(1), [0])
     if engine.tier._store is not None:
         engine.tier._store.remove()
     engine.tier.shutdown()
     engine.tier.shutdown()
-    engine.view.release()  # raises if an array is over the memory
+    engine.memory = engine.view = memory = None
+    engine.tier._primary_kv_view = None  # which vLLM releases
+    region.close()  # raises if an array is over the memory
 
 
 def test_engines_share_a_folder_but_no_file(vllm, tmp_path):
@@ -306,6 +319,20 @@ def test_wrong_options_are_refused(vllm, tmp_path, monkeypatch, options, error, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         Engine(vllm, **options)
+
+
+@pytest.mark.parametrize(
+    "named", [{"type": "KvcupyTier", "module_path": "kvcupy.interop.vllm_tier"}, {"type": "kvcupy"}]
+)
+def test_vllm_makes_the_tier_by_name(vllm, tmp_path, named):
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    view = memoryview(np.zeros((8, BLOCK), np.uint8))
+    options = {**named, "disk_path": str(tmp_path), "disk_bytes": 2**20, "locality": "REMOTE"}
+    tier = SecondaryTierFactory.create_secondary_tier(options, view, vllm_spec())
+    assert isinstance(tier, vllm.tier)
+    assert tier.locality == vllm.base.Locality.REMOTE
+    tier.shutdown()
 
 
 def test_without_vllm_the_error_names_it(monkeypatch):

@@ -160,7 +160,7 @@ class Engine:
 
     def __init__(
         self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
-        role="kv_both", name="model", max_running=4, processor="host",
+        role="kv_both", name="model", max_running=4, device_type="cpu", spec=None,
     ):  # fmt: skip
         self.chunk, self.max_running = chunk, max_running
         transfer = SimpleNamespace(
@@ -172,9 +172,10 @@ class Engine:
             model_config=SimpleNamespace(model=name, dtype="float32"),
             cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
             parallel_config=SimpleNamespace(world_size=1, rank=0),
-            device_config=SimpleNamespace(device_type="cpu"),
+            device_config=SimpleNamespace(device_type=device_type),
         )
-        kv_cache_config = SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[object()])
+        group = SimpleNamespace(kv_cache_spec=spec)
+        kv_cache_config = SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group])
         self.worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
         self.separate = separate
         if separate:

@@ -219,6 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
         hashes = [HASHES[n] for n in numbers]
         leading = list(itertools.takewhile(known.__contains__, hashes))
         assert user.store.match(hashes) == len(leading)
+        assert user.store.contains(hashes) == [h in known for h in hashes]
 
     @rule(user=st.integers(0, 3), pick=st.integers(0, 99))
     def damage(self, user, pick):

@@ -359,6 +359,7 @@ def test_what_a_call_has_no_time_for_is_not_asked_of_the_backend(store, shelf, m
     shelf.takes_s, shelf.calls = 2.0, []
     assert store.match(HASHES) == 6, "as far as it is known"
     assert len(shelf.calls) == 3
+    assert store.contains(HASHES) == [True] * 6 + [False] * 2
 
 
 def test_what_is_late_is_a_miss(store, shelf):

@@ -38,6 +38,9 @@ from .states import States, state_loads, states_of
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 
+RECOMPUTED_TOKENS = 16
+"""Of a spliced document, by default: see docs/paged_cache.md for what they gain."""
+
 _NO_STEP = "no step is running: call begin_forward first"
 
 
@@ -382,6 +385,82 @@ class PagedKVCache(ProcessLocal):
         at most one page, read and written.
         """
         return self._steps.fork(parent, child, at, inherit_window)
+
+    def splice(
+        self, seq: Hashable, source: Hashable, start: int = 0, stop: int | None = None, *,
+        recompute: int = RECOMPUTED_TOKENS,
+    ) -> range:  # fmt: skip
+        """Append tokens of another sequence, a document say, behind those that a sequence has.
+
+        Their keys move to the positions that follow, and their values stay. So they are what the
+        source's own prefix made of them, and no more than near to what this prefix would make.
+
+        Parameters
+        ----------
+        seq : a cached sequence, which may be `source` itself
+        source : a cached sequence. If its keys are cached rotated, tokens that a sliding window may
+            have moved cannot be taken, which are those behind its sink_tokens
+        start, stop : positions in the source, 0 <= start <= stop <= its length; None: its length
+        recompute : how many of the first tokens should be computed again
+
+        Returns
+        -------
+        range : the positions in `seq` of the first `recompute` of these tokens, or of all if they
+            are fewer. They saw none of this prefix, and the tokens behind them attend to them
+            strongly. Compute them again with a fork at the first position and `set_kv`; or instead
+            append them in a step before the call, and splice from behind them with recompute=0
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : an argument does not fit, a tree is not committed, or the tokens
+            would be past the positions of rope
+        CacheFull : there are too few pages
+        KvcupyError : one of the sequences belongs to the running step
+        DeviceError : a copy or a launch failed
+        NotImplementedError : the cache has groups
+
+        After an error nothing has changed.
+
+        Notes
+        -----
+        Whatever the two lengths leave of pages: tokens are copied one by one. Blocks from the first
+        appended token on have no hashes, for they are not what a prefill of the prompt gives, and
+        do not go to a tiered cache. Demoted tokens of the source are converted to dtype. With a
+        rope_mode other than "normal", or no change of position, bits are copied.
+        Stream: one kernel for each evenly spaced set of layers on the copy stream, behind all steps
+        so far. Bytes: each token read once and written once.
+        Source: CacheBlend (arXiv 2405.16444), which computes again the tokens that differ most;
+        EPIC (arXiv 2410.15332), which computes again the first tokens of each piece.
+        """
+        self._refuse_groups("splice")
+        sequence = self._steps.settled(seq)
+        origin = self._steps.settled(source, "source")
+        stop = origin.length if stop is None else stop
+        for name, number in (("start", start), ("stop", stop), ("recompute", recompute)):
+            checks.require_int(number, name)
+        if not 0 <= start <= origin.length:
+            raise ValueError(f"start: expected 0 to {origin.length}, got {start}")
+        if not start <= stop <= origin.length:
+            raise ValueError(f"stop: expected {start} to {origin.length}, got {stop}")
+        if recompute < 0:
+            raise ValueError(f"recompute: expected at least 0, got {recompute}")
+        start, stop, first = int(start), int(stop), sequence.length
+        moved = self._rope_mode == "normal" and origin.window and stop > origin.sink_tokens
+        if moved and start < stop:
+            raise ValueError(
+                f"stop: expected at most the {origin.sink_tokens} sink_tokens of the source, whose "
+                f"sliding window may have moved other keys, got {stop}"
+            )
+        most = self._layers.rope.max_positions
+        if most is not None and first + stop - start > most:
+            raise ValueError(
+                f"stop: expected {seq!r} to stay within the {most} positions of rope, got "
+                f"{first + stop - start}"
+            )
+        if start < stop:
+            self._steps.splice(sequence, origin, start, stop)
+        return range(first, first + min(int(recompute), stop - start))
 
     def pop_tokens(self, seq: Hashable, n: int) -> int:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.

@@ -10,6 +10,7 @@ work on it so far, and freed. Where tokens are appended to a demoted page, it is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from ... import devices, metrics
 from ...arrays import ArrayView, bytes_of, describe, reshaped, view_as
 from ...devices.protocol import Stream
 from ...formats import CACHE_FORMATS
-from ...ops.pages import copy_pages
+from ...ops.pages import copy_pages, shift_pages
 from ...ops.store import gather_kv, store_kv
 from ...ops.transfer_kernels import PagePairs, upload
-from ..pool import KVPool, Pool
-from .layers import Layers, borrow
+from ..pool import KVPool, LayerGroup, Pool
+from .layers import Layers, Rope, borrow
 from .sequences import Ints
 
 Caches = Sequence[Mapping[str, Any]]  # of each layer, the arguments that name its arrays
@@ -31,6 +32,34 @@ _NAMES = ("src", "dst")
 
 
 # --- Within a pool ---
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The evenly spaced layers of a pool by slots, for operations on pages: a page is one slot."""
+
+    pool: Pool
+    groups: tuple[LayerGroup, ...]
+    latent_dim: int
+
+    @classmethod
+    def of(cls, pool: Pool, first_rotated: int) -> _Slots:
+        groups = tuple([
+            LayerGroup(g.layers, *(tuple(map(_as_pages, own)) for own in (g.parts, g.scale_parts)))
+            for g in pool.groups if all(map(_is_even, g.parts))
+        ])  # fmt: skip
+        return cls(pool, groups, first_rotated)
+
+    @property
+    def device(self) -> Any:
+        return self.pool.device
+
+    @property
+    def parts(self) -> tuple[ArrayView, ...]:
+        return self.pool.parts
+
+    def note_written(self) -> None:
+        self.pool.note_written()
 
 
 class PageMover:
@@ -60,12 +89,13 @@ class PageMover:
         self._pool = pool
         self._pages = (*map(bytes_of, pool.parts), *pool.scale_parts)
         # Wrapped arrays may have heads before slots, or V between the pages of K.
-        self._uneven = [
-            _halves(tuple(map(_as_numbers, pool.views(layer))))
+        self._uneven_parts = [
+            pool.views(layer)
             for group in pool.groups
             if pool.layout == "layer_first" and not all(map(_is_even, group.parts))
             for layer in group.layers
         ]
+        self._uneven = [_halves(tuple(map(_as_numbers, parts))) for parts in self._uneven_parts]
         even = [g for g in pool.groups if not self._uneven or all(map(_is_even, g.parts))]
         self._slots = tuple(
             _slots_first(bytes_of(v)) for g in even for v in (*g.parts, *g.scale_parts)
@@ -98,6 +128,33 @@ class PageMover:
         """
         pairs = _pairs(src, dst, self._pool.num_pages * self._pool.page_size, "slots")
         self._copy(self._slots, self._uneven, _independent(*pairs), stream)
+
+    def shift_slots(self, src: Ints, dst: Ints, delta: int, rope: Rope, stream: Stream) -> None:
+        """Copy tokens to other slots, with their keys rotated on by `delta` positions.
+
+        Slots are int64 host arrays that do not change any more. No slot is written twice, or read
+        and written, but for `dst` being `src`: then keys are rotated in place. Bytes: each token is
+        read once and written once; twice where slots are spaced unevenly.
+        """
+        options: dict[str, Any] = {"interleaved": rope.interleaved, "stream": stream}
+        slots = upload([src, dst], self._device, stream)
+        even = _Slots.of(self._pool, rope.first)
+        if even.groups:
+            shift_pages(even, slots[0], delta, rope.table, out_pages=slots[1], **options)
+        for cached, (k, v) in zip(self._uneven_parts, self._uneven, strict=True):
+            rows, *others = (
+                borrow(self._device, (len(src), *part.shape[2:]), part.format, stream)
+                for part in map(_as_numbers, cached)
+            )
+            key, value = _halves((rows, *others))
+            gather_kv(k, v, slots[0], k_out=key, v_out=value, stream=stream)
+            keys = rows if cached[0].scales is None else view_as(rows, cached[0].encoding)
+            by_slot = LayerGroup(range(1), (_as_pages(keys[:, None, None]),))
+            buffered = _Slots(self._pool, (by_slot,), rope.first)
+            numbers = upload([np.arange(len(src))], self._device, stream)[0]
+            shift_pages(buffered, numbers, delta, rope.table, **options)
+            store_kv(key, value, k, v, slots[1], stream=stream)
+        self._pool.note_written()
 
     def _copy(
         self, arrays: tuple[ArrayView, ...], uneven: list[tuple[ArrayView, ArrayView]],
@@ -172,6 +229,11 @@ class Past:
             self._convert(self.layers.caches, self._wide.caches, *slots, stream)
             self._wide_pool.note_written()
             metrics.add("kvcupy_promoted_pages_total", int(promoted.sum()))
+
+    def promote_slots(self, sources: Ints, targets: Ints, stream: Stream) -> None:
+        """Convert demoted tokens to slots of the cache's own pool."""
+        self._convert(self.layers.caches, self._wide.caches, sources, targets, stream)
+        self._wide_pool.note_written()
 
     def convert_back(self, slots: Ints, targets: Caches, stream: Stream) -> None:
         """Store demoted tokens in flat caches of the wide pool's format, one after another."""
@@ -262,6 +324,17 @@ def _halves(views: tuple[ArrayView, ...]) -> tuple[ArrayView, ArrayView]:
     if half == 0:
         raise ValueError(f"pool: expected evenly spaced slots, got {describe(views[0])}")
     return views[0][..., :half], views[0][..., half:]
+
+
+def _as_pages(part: ArrayView) -> ArrayView:
+    """View (pages, layers, page_size, heads, width) as (slots, layers, 1, heads, width)."""
+    pages, layers, page_size, *row = part.shape
+    page_bytes, layer_bytes, slot_bytes, *row_bytes = part.strides
+    if page_size == 1:
+        slot_bytes = page_bytes
+    return reshaped(
+        part, (pages * page_size, layers, 1, *row), (slot_bytes, layer_bytes, 0, *row_bytes)
+    )
 
 
 def _slots_first(part: ArrayView) -> ArrayView:

@@ -188,6 +188,54 @@ class PageGroup:
                 raise
             add_load(self.sequences.find(child), copied)
 
+    def splice(
+        self, access: PageAccess, sequence: CachedSequence, source: CachedSequence, start: int,
+        stop: int,
+    ) -> None:  # fmt: skip
+        """Append tokens of another sequence, with their keys at the positions that follow."""
+        count, delta = stop - start, sequence.length - start
+        known, page_size = self.sequences, self.pool.page_size
+        reserved = known.reserve([sequence], [count])
+        try:
+            copied = [self._copy_pages(access, [c.old], [c.new], sequence) for c in reserved.copies]
+        except BaseException:
+            known.free(reserved.pages)
+            raise
+        known.grow([sequence], [count], reserved)
+        try:
+            places = sequence.places(sequence.length - count, sequence.length)
+            targets = sequence.slots(places, page_size)
+            sources = source.slots(source.places(start, stop), page_size)
+            copied.append(self._splice_slots(access, sources, targets, delta, sequence, source))
+        except BaseException:
+            known.shrink([sequence], [count], reserved.copies)
+            raise
+        known.release_replaced(reserved.copies)
+        del sequence.hashes[(sequence.length - count) // page_size :]
+        for completion in copied:
+            add_load(sequence, completion)
+
+    def _splice_slots(
+        self, access: PageAccess, sources: Ints, targets: Ints, delta: int,
+        *sequences: CachedSequence,
+    ) -> CopiedPages:  # fmt: skip
+        """Copy tokens to slots of the pool, with their keys moved on by `delta` positions."""
+        stream, rope, mover = access.copy_stream, self.layers.rope, self._mover
+        rotates = rope.mode == "normal" and delta != 0
+        first_past = self.pool.num_pages * self.pool.page_size
+        demoted = sources >= first_past
+        with access.on(stream, *sequences):
+            if self.past is not None and demoted.any():
+                self.past.promote_slots(sources[demoted] - first_past, targets[demoted], stream)
+                if rotates:
+                    mover.shift_slots(targets[demoted], targets[demoted], delta, rope, stream)
+            src, dst = sources[~demoted], targets[~demoted]
+            if rotates and len(src):
+                mover.shift_slots(src, dst, delta, rope, stream)
+            else:
+                mover.move_slots(src, dst, stream)
+            return CopiedPages(stream)
+
     def unshare(self, access: PageAccess, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""
         indices = np.unique(places // self.pool.page_size)

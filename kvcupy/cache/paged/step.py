@@ -782,6 +782,13 @@ class Steps:
         """Replace pages that sequences of the first group have left behind."""
         self._groups[0].demote(self.access, sequences)
 
+    def splice(
+        self, sequence: CachedSequence, source: CachedSequence, start: int, stop: int
+    ) -> None:
+        """Append tokens of another sequence of the first group."""
+        self._groups[0].splice(self.access, sequence, source, start, stop)
+        self.demote([sequence])
+
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence of the first group."""
         self._groups[0].unshare(self.access, sequence, places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,6 +63,7 @@ class TieredCache(ProcessLocal):
         None: all of them. Without `model` and `heads`, both are the same as in the shared store
     encryption_key : None, or 32 bytes, with which blocks on disk are encrypted and
         authenticated; or a function that returns them, called with the tenant ""
+    convert : whether the pools may differ in encoding: blocks are converted on each way
     policy : eviction order of a tier: "lru", "fifo", "lfu", "2q" (scan resistant), or a class with
         the methods of `policies.Policy`, instantiated once per tier
     write : when to copy a block to the next tier. "through": to host memory on insertion, as far as
@@ -148,7 +150,7 @@ class TieredCache(ProcessLocal):
     def __init__(
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, model: str = "",
-        heads: tuple[int, int] | None = None, encryption_key: Any = None,
+        heads: tuple[int, int] | None = None, encryption_key: Any = None, convert: bool = False,
         policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
         pin_bytes: int | None = None,
@@ -169,7 +171,7 @@ class TieredCache(ProcessLocal):
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
-        self.engine = TransferEngine(device_pool, host_pool)
+        self.engine = TransferEngine(device_pool, host_pool, convert=convert)
         self.device_pool, self.host_pool = device_pool, host_pool
         self._max_pinned = host_pool.num_pages // 4
         if pin_bytes is not None:
@@ -448,7 +450,7 @@ class TieredCache(ProcessLocal):
             the device they are evicted last
         resume_at : expected time of the next `acquire`, in seconds since the epoch (`time.time`).
             Within a priority, blocks without a time are evicted first, then those with the farthest
-            one. If sessions share a block, the nearest time counts
+            one. If sessions share a block, the nearest of their times counts
 
         Returns
         -------
@@ -463,24 +465,25 @@ class TieredCache(ProcessLocal):
         Notes
         -----
         The hint replaces earlier ones for these blocks; only `pin=True` changes pinned blocks. It
-        ends on `release`, after `ttl_s`, or when a block leaves its last tier. `acquire` ends a
-        resume time and a negative priority.
+        ends on `release`, after `ttl_s`, or when a block leaves its last tier. `acquire` ends
+        resume times that have passed, and a negative priority.
         """
         keys = list(dict.fromkeys(self._hashes(hashes)))
         checks.require_int(priority, "priority")
         checks.flag(pin, "pin")
         now = time.monotonic()
-        resume = expiry = None
+        resumes: tuple[float, ...] = ()
+        expiry = inf
         if resume_at is not None:
             checks.require_number(resume_at, "resume_at")
             if isnan(resume_at):
                 raise ValueError(f"resume_at: expected a time, got {resume_at}")
-            resume = now + max(0.0, float(resume_at) - time.time())
-            expiry = now + max(2 * (resume - now), _MIN_RESUME_TTL_S)
+            wait_s = max(0.0, float(resume_at) - time.time())
+            resumes, expiry = (now + wait_s,), now + max(2 * wait_s, _MIN_RESUME_TTL_S)
         if ttl_s is not None:
             expiry = now + seconds_of(ttl_s, "ttl_s")
-        lasts = pin or ttl_s is not None or priority > 0 or (priority == 0 and resume is None)
-        retention = Retention(int(priority), resume, inf if expiry is None else expiry, lasts)
+        lasts = pin or ttl_s is not None or priority > 0 or (priority == 0 and not resumes)
+        retention = Retention(int(priority), resumes, expiry, lasts)
         max_pinned = self._max_pinned if pin else None
         with self._shared.lock:
             return _retain(self._shared.opened(), keys, retention, max_pinned)
@@ -505,8 +508,7 @@ class TieredCache(ProcessLocal):
         with self._shared.lock:
             tiers = self._shared.opened()
             retained = {} if tiers.hints is None else tiers.hints.retained
-            for hash in reversed([hash for hash in dict.fromkeys(keys) if hash in retained]):
-                tiers.retain(hash, None)
+            tiers.release([hash for hash in reversed(dict.fromkeys(keys)) if hash in retained])
         return Hint("accepted")
 
     def demote(self, hashes: Any) -> Hint:
@@ -530,30 +532,28 @@ class TieredCache(ProcessLocal):
         -----
         Blocks that no lower tier has are saved in the background, as in `evict`.
         """
-        left = dict.fromkeys(reversed(self._hashes(hashes)))
-        num_evicted = num_lost = 0
+        keys = list(dict.fromkeys(reversed(self._hashes(hashes))))
+        evicted: list[int] = []
 
-        def change(tiers: Tiers) -> int:
-            nonlocal num_lost
-            pins = tiers.device.pins
-            found = [copy for hash in left if (copy := tiers.device.find(hash)) is not None]
-            victims = [copy for copy in found if copy.page not in pins]
-            if not victims:
-                return -len(found)
-            count = tiers.evict_from_device(victims)
-            num_lost += sum(copy.hash not in tiers for copy in victims[:count])
-            return count
+        def change(tiers: Tiers) -> Hint | None:
+            found = [copy for hash in keys if (copy := tiers.device.find(hash)) is not None]
+            victims = [copy for copy in found if copy.page not in tiers.device.pins]
+            if victims:
+                count = tiers.evict_from_device(victims)
+                evicted.extend(copy.hash for copy in victims[:count])
+                return None
+            if not evicted and not found:
+                return Hint("refused", "no block is on the device")
+            if found:
+                outcome = "clipped" if evicted else "refused"
+                return Hint(outcome, f"{len(found)} blocks are leased")
+            if num_lost := sum(hash not in tiers for hash in evicted):
+                return Hint("clipped", f"there was no space for {num_lost} blocks below the device")
+            return Hint("accepted")
 
-        while (count := self._shared.attempt(change)) > 0:
-            num_evicted += count
-        if not num_evicted:
-            reason = f"{-count} blocks are leased" if count else "no block is on the device"
-            return Hint("refused", reason)
-        if count:
-            return Hint("clipped", f"{-count} blocks are leased")
-        if num_lost:
-            return Hint("clipped", f"there was no space for {num_lost} blocks below the device")
-        return Hint("accepted")
+        while (hint := self._shared.attempt(change)) is None:
+            pass
+        return hint
 
     def prefetch(self, hashes: Any) -> Hint:
         """Start fetching leading blocks that only the shared store has to host memory.
@@ -961,8 +961,8 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
 def _parents(hashes: list[int], parent: Any) -> list[int]:
     """Return the hash before each block, from the argument `parent`."""
     if isinstance(parent, (int, np.integer)) and not isinstance(parent, bool):
-        return [*hash_list([parent]), *hashes][: len(hashes)]
-    parents = hash_list(parent)
+        return [*hash_list([parent], "parent"), *hashes][: len(hashes)]
+    parents = hash_list(parent, "parent")
     if len(parents) != len(hashes):
         raise ValueError(f"parent: expected {len(hashes)} like hashes, got {len(parents)}")
     return parents
@@ -1026,24 +1026,20 @@ def _retain(tiers: Tiers, hashes: list[int], retention: Retention, max_pinned: i
     if hashes and not known:
         return Hint("refused", "no block is cached")
     hints = tiers.require_hints()
-    pins: list[int] = []
+    num_left_out = 0
     if max_pinned is not None:
         unpinned = [hash for hash in known if hash not in hints.pinned]
         pins = unpinned[: max(0, max_pinned - len(hints.pinned))]
+        num_left_out = len(unpinned) - len(pins)
         if unpinned and not pins:
             return Hint("refused", f"{max_pinned} blocks may be pinned, and are")
-    hints.pinned.update(pins)
-    now = time.monotonic()
-    for hash in reversed(known):  # the last block of a prefix is evicted first
-        resume, before = retention.resume_at, hints.retained.get(hash)
-        if hash in hints.pinned:
-            if max_pinned is not None:
-                tiers.retain(hash, retention._replace(priority=inf))
-            continue
-        if resume is not None and before is not None and before.resume_at is not None:
-            resume = min(resume, before.resume_at) if before.resume_at > now else resume
-        tiers.retain(hash, retention._replace(resume_at=resume))
-    if max_pinned is not None and len(pins) < len(unpinned):
+        hints.pinned.update(pins)
+    known.reverse()  # the last block of a prefix is evicted first
+    tiers.retain([hash for hash in known if hash not in hints.pinned], retention)
+    if max_pinned is not None:
+        pins = [hash for hash in known if hash in hints.pinned]
+        tiers.retain(pins, replace(retention, priority=inf))
+    if num_left_out:
         return Hint("clipped", f"{max_pinned} blocks may be pinned")
     if len(known) < len(hashes):
         return Hint("clipped", f"{len(known)} of {len(hashes)} blocks are cached")

@@ -163,11 +163,12 @@ class DiskBlocks:
             if hash in slots:
                 touch(hash)
 
-    def reorder(self, hash: int) -> None:
-        """Give a block its new place in the eviction order, after a hint."""
-        if hash in self.slots:
-            self.order.remove(hash)
-            self.order.add(hash)
+    def reorder(self, hashes: Sequence[int]) -> None:
+        """Give blocks their new places in the eviction order, after a hint."""
+        for hash in hashes:
+            if hash in self.slots:
+                self.order.remove(hash)
+                self.order.add(hash)
 
     # --- Moves ---
 

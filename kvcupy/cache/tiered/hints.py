@@ -5,15 +5,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from .changes import Change, Removed, Replaced
 from .policies import Policy, in_order, untracked
 
-_MAX_STALE = 1_000  # entries of replaced hints that are kept
+_MIN_CHANGES = 1_000  # before stale ones are dropped
+_MAX_RESUMES = 16  # times per block
+_SOON_S = 1.0  # an acquire this long before a resume time ends it
+Place: TypeAlias = tuple[float, float]
 _ASIDE = object()  # the place of a retained block that was set aside
 
 
@@ -32,30 +35,53 @@ class Hint:
     reason: str = ""
 
 
-class Retention(NamedTuple):
-    """How a block is retained. Times are from `time.monotonic`.
+@dataclass(frozen=True)
+class Retention:
+    """How blocks are retained. Times are from `time.monotonic`.
 
     Attributes
     ----------
     priority : infinite for pinned blocks
-    lasts : whether it outlives the next `acquire` of the block
+    resumes_at : expected times of the next acquires, the nearest first
+    lasts : whether it outlives an acquire after the last of these times
+    key : the place in the eviction order: by priority, then the farthest resume time first
     """
 
     priority: float
-    resume_at: float | None = None
+    resumes_at: tuple[float, ...] = ()
     expires_at: float = inf
     lasts: bool = True
+    key: Place = field(init=False)
 
-    @property
-    def key(self) -> tuple[float, float]:
-        """The place in the eviction order: by priority, then the farthest resume time first."""
-        return self.priority, -inf if self.resume_at is None else -self.resume_at
+    def __post_init__(self) -> None:
+        resume = -self.resumes_at[0] if self.resumes_at else -inf
+        object.__setattr__(self, "key", (self.priority, resume))
+
+    def after(self, before: Retention | None, now: float) -> Retention:
+        """Return this retention with the resume times of an earlier one that have not passed."""
+        if before is None or not (self.resumes_at and before.resumes_at):
+            return self
+        resumes_at = {*self.resumes_at, *(when for when in before.resumes_at if when > now)}
+        return replace(
+            self,
+            resumes_at=tuple(sorted(resumes_at)[:_MAX_RESUMES]),
+            expires_at=max(self.expires_at, before.expires_at),
+        )
+
+    def acquired(self, now: float) -> Retention | None:
+        """Return what is left after an acquire: later resume times, or a lasting retention."""
+        later = self.passed(now + _SOON_S)
+        return later if later.resumes_at or self.lasts else None
+
+    def passed(self, now: float) -> Retention:
+        """Return this retention without the resume times that have passed."""
+        return replace(self, resumes_at=tuple(when for when in self.resumes_at if when > now))
 
 
 class Hints:
     """The retained and pinned blocks of a cache.
 
-    The lock of the cache guards it.
+    The lock of the cache guards it. Blocks with equal hints share a Retention.
 
     Attributes
     ----------
@@ -67,34 +93,79 @@ class Hints:
         self.retained: dict[int, Retention] = {}
         self.pinned: set[int] = untracked(set())
         self._tiers = tiers  # a weak reference: the tiers refer to the hints
-        self._expiries: list[tuple[float, int, int]] = []  # (time, number, hash), a heap
-        self._num_put = 0
+        # Times at which hints change, and for which blocks; a heap.
+        self._changes: list[tuple[float, int, Sequence[int]]] = []
+        self._num_changes = self._num_kept = 0  # since stale ones were dropped, and then
 
-    def __len__(self) -> int:
-        return len(self.retained)
-
-    def put(self, hash: int, retention: Retention) -> None:
-        self.retained[hash] = retention
-        if retention.expires_at < inf:
-            self._num_put += 1
-            heapq.heappush(self._expiries, (retention.expires_at, self._num_put, hash))
-            if len(self._expiries) > 2 * len(self.retained) + _MAX_STALE:
-                self._expiries = [entry for entry in self._expiries if self._is_current(*entry)]
-                heapq.heapify(self._expiries)
+    def put(self, hashes: Sequence[int], retention: Retention, now: float) -> None:
+        """Retain blocks, each with the resume times that it has."""
+        changed: dict[Retention | None, Retention] = {}
+        retained = self.retained
+        for hash in hashes:
+            before = retained.get(hash)
+            if (new := changed.get(before)) is None:
+                new = changed[before] = retention.after(before, now)
+            retained[hash] = new
+        times = {*retention.resumes_at, *(new.expires_at for new in changed.values())}
+        for when in times:
+            if when < inf:
+                self._num_changes += 1
+                heapq.heappush(self._changes, (when, self._num_changes, hashes))
+        if self._num_changes >= 2 * self._num_kept + _MIN_CHANGES:
+            self._drop_stale_changes()
 
     def drop(self, hash: int) -> None:
         self.retained.pop(hash, None)
         self.pinned.discard(hash)
 
-    def expired(self, now: float) -> Iterator[int]:
-        """Yield hashes whose retention is over."""
-        while self._expiries and self._expiries[0][0] <= now:
-            entry = heapq.heappop(self._expiries)
-            if self._is_current(*entry):
-                yield entry[2]
+    def note_acquired(self, hashes: Sequence[int], now: float) -> None:
+        """End hints that are about the time until an acquire; the release reorders the blocks.
 
-    def _is_current(self, when: float, number: int, hash: int) -> bool:
-        return hash in self.retained and self.retained[hash].expires_at == when
+        Later resume times stay: other sessions that share the blocks may have announced them.
+        """
+        changed: dict[Retention, Retention | None] = {}
+        for hash in hashes:
+            before = self.retained.get(hash)
+            if before is None or (before.lasts and not before.resumes_at):
+                continue
+            if before not in changed:
+                changed[before] = before.acquired(now)
+            if (after := changed[before]) is None:
+                self.drop(hash)
+            else:
+                self.retained[hash] = after
+
+    def due(self, now: float) -> tuple[list[int], list[int]]:
+        """Return the hashes whose retention is over, and the hashes that have another place.
+
+        A resume time that has passed counts as long as there is no later one.
+        """
+        over: list[int] = []
+        moved: list[int] = []
+        changed: dict[Retention, Retention] = {}
+        while self._changes and self._changes[0][0] <= now:
+            for hash in heapq.heappop(self._changes)[2]:
+                if (before := self.retained.get(hash)) is None:
+                    continue
+                if before.expires_at <= now:
+                    over.append(hash)
+                elif before.resumes_at and before.resumes_at[0] <= now < before.resumes_at[-1]:
+                    if before not in changed:
+                        changed[before] = before.passed(now)
+                    self.retained[hash] = changed[before]
+                    moved.append(hash)
+        return over, moved
+
+    def _drop_stale_changes(self) -> None:
+        """Forget changes of hints that were replaced."""
+        kept = []
+        for entry in self._changes:
+            hints = {self.retained[hash] for hash in entry[2] if hash in self.retained}
+            if any(entry[0] == hint.expires_at or entry[0] in hint.resumes_at for hint in hints):
+                kept.append(entry)
+        heapq.heapify(kept)
+        self._changes = kept
+        self._num_kept = self._num_changes = len(kept)
 
     def note(self, change: Change) -> None:
         """Forget blocks that have left their last tier."""
@@ -116,9 +187,9 @@ class HintedOrder:
 
     def __init__(self, order: Policy, retained: Mapping[int, Retention]) -> None:
         self._order, self._retained = order, retained
-        self._groups: dict[tuple[float, float], OrderedDict[int, None]] = {}
-        self._keys: list[tuple[float, float]] = []  # of the groups, sorted
-        self._key_of: dict[int, tuple[float, float]] = {}
+        self._groups: dict[Place, OrderedDict[int, None]] = {}
+        self._keys: list[Place] = []  # of the groups, sorted
+        self._key_of: dict[int, Place] = {}
         self._set_aside: Callable[[int], Any] | None = getattr(order, "set_aside", None)
 
     def add(self, key: int) -> None:
@@ -137,8 +208,13 @@ class HintedOrder:
         place = self._key_of.get(key)
         if place is None:
             self._order.touch(key)
-        else:
+            return
+        retention = self._retained.get(key)
+        if retention is not None and retention.key == place:
             self._groups[place].move_to_end(key)
+        else:
+            self.remove(key)
+            self.add(key)
 
     def remove(self, key: int) -> None:
         if key not in self._key_of:

@@ -165,12 +165,13 @@ class PageTier:
                 self.owned[page] = True
                 add(hash)
 
-    def reorder(self, hash: int) -> None:
-        """Give a block its new place in the eviction order, after a hint."""
-        if hash in self.pages:
-            self._put_back(hash)
-            self.order.remove(hash)
-            self.order.add(hash)
+    def reorder(self, hashes: Sequence[int]) -> None:
+        """Give blocks their new places in the eviction order, after a hint."""
+        for hash in hashes:
+            if hash in self.pages:
+                self._put_back(hash)
+                self.order.remove(hash)
+                self.order.add(hash)
 
     def forget(self, copies: Sequence[Copy]) -> None:
         """Remove blocks from index and order. The cache keeps their pages."""
@@ -603,35 +604,29 @@ class Tiers:
     def _ordered(self) -> list[PageTier | DiskBlocks]:
         return [tier for tier in (self.device, self.host, self.disk) if tier is not None]
 
-    def retain(self, hash: int, retention: Retention | None) -> None:
-        """Retain a block, or with None no longer, and give it its place in eviction orders."""
-        hints = self.require_hints()
-        if retention is None:
-            hints.drop(hash)
-        else:
-            hints.put(hash, retention)
+    def retain(self, hashes: Sequence[int], retention: Retention) -> None:
+        """Retain blocks, the first of which is evicted first."""
+        self.require_hints().put(hashes, retention, time.monotonic())
         for tier in self._ordered():
-            tier.reorder(hash)
+            tier.reorder(hashes)
 
-    def note_acquired(self, hashes: Sequence[int]) -> None:
-        """End hints that are about the time until the blocks are acquired."""
-        if self.hints is None or not self.hints.retained:
-            return
-        retained = self.hints.retained
-        for hash in reversed(hashes):
-            retention = retained.get(hash)
-            if retention is not None and not retention.lasts:
-                self.retain(hash, None)
-            elif retention is not None and retention.resume_at is not None:
-                self.retain(hash, retention._replace(resume_at=None))
+    def release(self, hashes: Sequence[int]) -> None:
+        """Retain blocks no longer."""
+        if self.hints is not None:
+            for hash in hashes:
+                self.hints.drop(hash)
+            for tier in self._ordered():
+                tier.reorder(hashes)
 
     # --- In flight ---
 
     def settle(self) -> None:
         """Process completions that have ended, and hints that have expired."""
         if self.hints is not None and self.hints.retained:
-            for hash in self.hints.expired(time.monotonic()):
-                self.retain(hash, None)
+            over, moved = self.hints.due(time.monotonic())
+            self.release(over)
+            for tier in self._ordered():
+                tier.reorder(moved)
         for completion in self.in_flight.settle():
             if completion.failure is not None:
                 self.drop(completion)

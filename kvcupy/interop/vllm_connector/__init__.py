@@ -67,11 +67,15 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
             raise ValueError(
                 f"KvcupyConnector: expected a model with one group of KV caches, got {len(groups)}"
             )
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if setting(vllm_config, f"parallel_config.{name}", 1) != 1:
+                raise ValueError(f"KvcupyConnector: expected {name} of 1")
         self._engine = str(getattr(transfer, "engine_id", ""))
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None
         if role == base.KVConnectorRole.WORKER:
-            self._worker = Worker(vllm_config, options, kv_cache_config.num_blocks)
+            spec = getattr(groups[0], "kv_cache_spec", None) if groups else None
+            self._worker = Worker(vllm_config, options, kv_cache_config.num_blocks, spec)
         else:
             if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
                 cache_logger.warning(

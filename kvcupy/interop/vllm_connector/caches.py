@@ -1,4 +1,4 @@
-"""vLLM's KV caches as a pool of pages: the bytes of a block in each layer, or K and V of it."""
+"""vLLM's KV caches as a pool of pages: the bytes of a block in each layer, or its K and V."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...arrays import ArrayView, view
-from ...cache.pool import MLAPool, Pool
+from ...arrays import ArrayView, transposed, view
+from ...cache.pool import KVPool, MLAPool, Pool
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int) -> Caches:
 
 
 def _planes(v: ArrayView, name: str, num_blocks: int) -> Sequence[ArrayView]:
-    """Split a tensor into ones whose first axis is that of the blocks."""
+    """Split a tensor into parts that have the blocks on their first axis."""
     if v.ndim >= 2 and v.shape[0] == num_blocks:
         return [v]
     if v.ndim >= 3 and v.shape[1] == num_blocks and v.shape[0] <= 2:
@@ -110,3 +110,76 @@ def _layout(v: ArrayView) -> str:
     order = sorted(range(1, v.ndim), key=lambda axis: (-v.strides[axis], axis))
     axes = " ".join(f"{axis}:{v.shape[axis]}" for axis in order)
     return f"{v.format} {axes}"
+
+
+# --- K and V ---
+
+
+def wrap_values(
+    kv_caches: Mapping[str, Any], num_blocks: int, block_tokens: int, heads: int, head_dim: int
+) -> Caches:
+    """Return the blocks of vLLM's tensors as K and V of tokens and heads, to be converted.
+
+    Parameters
+    ----------
+    kv_caches, num_blocks : as for `wrap_caches`
+    block_tokens, heads, head_dim : tokens of a block, KV heads, and elements of a row of K
+
+    Raises
+    ------
+    ValueError : a tensor has another shape
+    """
+    keys: list[ArrayView] = []
+    values: list[ArrayView] = []
+    numbers: dict[int, int] = {}  # of layers, by address: layers may share a cache
+    layers: dict[str, tuple[int, ...]] = {}
+    for name, tensors in kv_caches.items():
+        parts = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        planes = [p for part in parts for p in _planes(view(part, name), name, num_blocks)]
+        if planes[0].pointer not in numbers:
+            numbers[planes[0].pointer] = len(keys)
+            k, v = _keys_and_values(planes, name, block_tokens, heads, head_dim)
+            keys.append(k)
+            values += [] if v is None else [v]
+        layers[name] = (numbers[planes[0].pointer],)
+    pool = KVPool.wrap(keys, values) if values else MLAPool.wrap(keys)
+    return Caches(pool, layers, "values")
+
+
+def _keys_and_values(
+    planes: Sequence[ArrayView], name: str, tokens: int, heads: int, head_dim: int
+) -> tuple[ArrayView, ArrayView | None]:
+    """Return K and V (blocks, tokens, heads, width), or a latent and None, of one layer."""
+    first = planes[0]
+    if len(planes) == 2:  # K and V apart
+        k, v = (_by_token(plane, tokens, heads) for plane in planes)
+        return _found(k, name, first), v
+    if first.ndim == 3 and first.shape[1] == tokens:  # a latent
+        return first, None
+    if first.ndim == 5 and first.shape[1] == 2:
+        k, v = (_by_token(first[:, i], tokens, heads) for i in range(2))
+        return _found(k, name, first), v
+    if (both := _by_token(first, tokens, heads)) is not None:
+        if both.shape[-1] > head_dim:  # K and V side by side
+            return both[..., :head_dim], both[..., head_dim:]
+        if heads == 1:
+            return both[:, :, 0], None
+    both = _found(_by_token(first, tokens, 2 * heads), name, first)  # heads of K, then of V
+    return both[:, :, :heads], both[:, :, heads:]
+
+
+def _by_token(v: ArrayView, tokens: int, heads: int) -> ArrayView | None:
+    """View NHD or HND blocks as (blocks, tokens, heads, width); None if the shape is another."""
+    if v.ndim != 4 or v.strides[-1] != v.itemsize:
+        return None
+    if v.shape[1:3] == (heads, tokens) and (heads != tokens or v.strides[1] >= v.strides[2]):
+        return transposed(v, (0, 2, 1, 3))
+    return v if v.shape[1:3] == (tokens, heads) else None
+
+
+def _found(v: ArrayView | None, name: str, first: ArrayView) -> ArrayView:
+    if v is None:
+        raise ValueError(
+            f"encoding: expected {name} with K and V of tokens and heads, got shape {first.shape}"
+        )
+    return v

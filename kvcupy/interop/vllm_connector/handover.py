@@ -157,21 +157,23 @@ def parameters_of(request: Any, ticket: bytes, num_tokens: int) -> dict[str, Any
 
 
 def ticket_of(request: Any) -> tuple[bytes, int] | None:
-    """Return the ticket of a request's prompt, and its number of tokens; None if there is none.
+    """Return the ticket of a request's prompt, and its number of tokens; None without one.
 
     ValueError if the parameters are of another prompt, or damaged.
     """
     parameters = getattr(request, "kv_transfer_params", None)
     if not isinstance(parameters, dict) or not parameters.get("do_remote_prefill"):
         return None
-    if "kvcupy_ticket" not in parameters:
-        raise ValueError("kv_transfer_params: expected a kvcupy_ticket, got none")
+    if not isinstance(ticket := parameters.get("kvcupy_ticket"), str):
+        raise ValueError(f"kv_transfer_params: expected a kvcupy_ticket, got {type(ticket)}")
+    if request.prompt_token_ids is None:
+        raise ValueError("kv_transfer_params: expected a prompt of tokens")
     num_tokens = parameters.get("kvcupy_tokens")
     if not isinstance(num_tokens, int) or not 0 < num_tokens <= request.num_prompt_tokens:
         raise ValueError("kv_transfer_params: expected the prompt of this request")
     if parameters.get("kvcupy_prompt") != prompt_digest(request, num_tokens):
         raise ValueError("kv_transfer_params: expected the prompt of this request, got another")
-    return base64.b64decode(parameters["kvcupy_ticket"], validate=True), num_tokens
+    return base64.b64decode(ticket, validate=True), num_tokens
 
 
 def prompt_digest(request: Any, num_tokens: int) -> str:

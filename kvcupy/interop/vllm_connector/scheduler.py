@@ -55,6 +55,7 @@ class Scheduler:
         self._recompute: set[str] = set()  # requests one of whose loads has failed
         self._tickets: dict[str, bytes] = {}  # of prompts to fetch from other engines
         self._pulled: set[str] = set()  # requests whose prompt was fetched, or cannot be
+        self._taken_over: set[str] = set()  # and of these, the ones whose prompt was fetched
         self._log = BoundedLog(cache_logger)
         self._asked: dict[str, int] = {}  # first block, by request that workers look up
         self._answers: dict[str, list[Found]] = {}
@@ -90,8 +91,8 @@ class Scheduler:
         try:
             if (remote := ticket_of(request)) is None:
                 return 0
-            if self._find_worker() is None:
-                raise ValueError("tensor parallel engines cannot take over prompts")
+            if (worker := self._find_worker()) is None or worker.hand_over is None:
+                raise ValueError("tensor parallel engines, or with encoding, do not take it over")
         except ValueError as error:
             self._log.warning("the prompt of a request is computed again: %s", error)
             self._pulled.add(name)
@@ -115,7 +116,7 @@ class Scheduler:
 
     def sources(self, request: Any, num_tokens: int) -> dict[str, int]:
         """Return tokens by the source of their blocks."""
-        if request.request_id in self._pulled:
+        if request.request_id in self._taken_over:
             return {"remote": num_tokens}
         _, found, _ = self._found.get(request.request_id, (0, Found(), False))
         sources = found.sources[: num_tokens // self.block_tokens]
@@ -128,15 +129,21 @@ class Scheduler:
         tracked.blocks = list(blocks)
         if (ticket := self._tickets.pop(name, None)) is not None and num_external_tokens:
             self._pulled.add(name)
+            self._taken_over.add(name)
             self._pull(name, ticket, blocks, num_external_tokens, request)
             return
-        first, found, is_async = self._found.get(name, (0, Found(), False))
+        first, _, is_async = self._found.get(name, (0, Found(), False))
         num_loaded = num_external_tokens // self.block_tokens
-        if found.num_blocks and not num_loaded and name not in self._loading:
-            self._step.drops.append(name)
-        if num_loaded:
+        worker = self._find_worker()
+        if not num_loaded:
+            if worker is None:
+                self._step.drops.append(name)
+            else:
+                worker.drop(name)
+        else:
             targets = blocks[first : first + num_loaded]
-            load = Load(name, targets, first, is_async)
+            claim = None if worker is None else worker.claim(name)
+            load = Load(name, targets, first, is_async, claim)
             self._step.loads.append(load)
             self._step.fresh += targets
             self._loading[name] = load
@@ -235,13 +242,16 @@ class Scheduler:
             known.pop(name, None)
         self._recompute.discard(name)
         self._pulled.discard(name)
+        self._taken_over.discard(name)
         if not asks_for_hand_over(request) or request.status.name not in _HANDED_OVER:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         num_blocks = -(-num_tokens // self.block_tokens)
         worker = self._find_worker()
         if worker is None or worker.hand_over is None or request.prompt_token_ids is None:
-            self._log.warning("a prompt cannot be handed over: the engine is tensor parallel")
+            self._log.warning(
+                "a prompt cannot be handed over: the engine is tensor parallel, or has an encoding"
+            )
             return None
         if not num_blocks or len(blocks) < num_blocks:
             return None  # the request was preempted meanwhile
@@ -249,7 +259,7 @@ class Scheduler:
         return None if ticket is None else parameters_of(request, ticket, num_tokens)
 
     def clear(self) -> None:
-        """Forget all blocks with the next step, and find none of before, in no store either."""
+        """Forget all blocks with the next step, including those in a shared store."""
         self._step.clear = True
         self._salt = secrets.token_bytes(16)
         self._hashes.clear()

@@ -13,7 +13,7 @@ from .worker import COUNTERS
 
 
 class KvcupyStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of an interval, by the names of `COUNTERS`; those of several workers are added."""
+    """Counts of an interval, by the names of `COUNTERS`; counts of several workers are added."""
 
     data: dict[str, float]
 

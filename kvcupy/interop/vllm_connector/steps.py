@@ -28,12 +28,14 @@ class Load:
     blocks : the engine's blocks to load into
     first : number of the first of them in the prefix
     is_async : whether the request waits for the load, instead of the step
+    claim : number of the worker for the blocks that it holds, in the scheduler's process
     """
 
     request: str
     blocks: list[int]
     first: int
     is_async: bool
+    claim: int | None = None
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Step:
     fresh : blocks that the engine has allocated to be written from this step on
     lookups : hashes by request, and the number of the first, where worker and scheduler are in
         different processes
-    drops : requests that load nothing of what was found for them
+    drops : requests that do not load the blocks held for them
     clear : whether to forget all blocks first
     """
 

@@ -25,7 +25,7 @@ from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
 from ...remote.stores.store import SharedStore
 from ...streams import stream_after
-from .caches import wrap_caches
+from .caches import Caches, wrap_caches, wrap_values
 from .handover import HandOver, Pulling
 from .options import Options, describe_blocks, setting
 from .steps import Answer, Found, Load, PullJob, Step
@@ -34,6 +34,7 @@ _NUM_FETCHERS = 4
 _FLUSH_INTERVAL_S = 0.2
 _SKIP_S = 10.0  # without fetches after one that was late
 _FETCH_S, _FETCH_S_PER_1024_TOKENS = 1.0, 0.25  # deadline of a fetch
+_QUEUED = 10  # times as long may a fetch be queued
 _MAX_HELD = 0.5  # of the host pages
 _MAX_FILES = 16  # of engines that share a folder
 _CLOSE_S = 5.0
@@ -62,12 +63,15 @@ COUNTERS = {
 
 
 class Lookup:
-    """A request whose blocks are being fetched to host memory, or are held there."""
+    """A request whose blocks are to be fetched to host memory, or are held there."""
 
-    def __init__(self, first: int, num_blocks: int, deadline: float) -> None:
+    def __init__(self, first: int, hashes: list[int], seconds: float) -> None:
         self.first = first  # number of the first block in the prefix
-        self.num_blocks = num_blocks  # at most
-        self.deadline = deadline
+        self.hashes = hashes
+        self.seconds = seconds  # for the fetch
+        self.deadline = time.monotonic() + _QUEUED * seconds
+        self.num_held = 0  # blocks that count as held, also while they are being fetched
+        self.is_started = False
         self.held: HeldBlocks | None = None  # once fetched
         self.is_dropped = False  # nobody waits for it any more
 
@@ -112,14 +116,18 @@ class Worker:
     config : vLLM's VllmConfig
     options : of the connector
     num_blocks : blocks of the engine
+    spec : what vLLM says of its caches, a KVCacheSpec
     """
 
-    def __init__(self, config: Any, options: Options, num_blocks: int) -> None:
+    def __init__(self, config: Any, options: Options, num_blocks: int, spec: Any = None) -> None:
         self.cache: TieredCache | None = None
         self._config, self._options, self._num_blocks = config, options, num_blocks
+        self._spec = spec
         self._block_tokens = int(setting(config, "cache_config.block_size", 1))
         self._lock = threading.Lock()  # guards the fields that `_fetch` and the scheduler use
         self._lookups: dict[str, Lookup] = {}
+        self._claimed: dict[int, Lookup] = {}  # lookups whose load is in a step, by number
+        self._num_claims = 0  # so far
         self._num_held = 0  # blocks, including those being fetched
         self._skip_until = 0.0
         self._fetchers, self._pullers = Threads(_NUM_FETCHERS), Threads(_NUM_FETCHERS)
@@ -148,25 +156,23 @@ class Worker:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Make the tiers below the engine's caches."""
         options = self._options
-        caches = wrap_caches(kv_caches, self._num_blocks)
+        caches = self._wrapped(kv_caches)
         device_pool, self._layers = caches.pool, caches.layers
-        if options.encoding is not None:
-            raise ValueError(
-                "encoding: expected None, since blocks are kept as the bytes of vLLM's tensors"
-            )
-        num_pages = options.host_bytes // device_pool.page_bytes
+        encoding = options.encoding or device_pool.dtype
+        page_bytes = pool_like(device_pool, 1, dtype=encoding).page_bytes
+        num_pages = options.host_bytes // page_bytes
         if num_pages < 2:
             raise ValueError(
-                f"host_bytes: expected at least two blocks of {device_pool.page_bytes} bytes, got "
+                f"host_bytes: expected at least two blocks of {page_bytes} bytes, got "
                 f"{options.host_bytes}"
             )
-        host_pool = pool_like(device_pool, num_pages, dtype=device_pool.dtype)
+        host_pool = pool_like(device_pool, num_pages, dtype=encoding)
         self.model = describe_blocks(self._config, caches.layout)
         if options.store is not None:
             self._store = _open_store(options, host_pool, self.model)
         make = partial(
-            TieredCache, device_pool, host_pool,
-            model=self.model, policy=options.policy, shared=self._store,
+            TieredCache, device_pool, host_pool, convert=options.encoding is not None,
+            model=self.model, policy=options.policy, shared=self._store, shared_prefetch=_MAX_HELD,
         )  # fmt: skip
         if options.disk_path is None:
             self.cache = make()
@@ -181,7 +187,22 @@ class Worker:
             )  # fmt: skip
             flusher.start()
         device_pool.allocator.alloc(device_pool.num_pages)  # the engine says which are free
-        self.hand_over = HandOver(self.cache, options, self.model)
+        if options.encoding is None:
+            self.hand_over = HandOver(self.cache, options, self.model)
+
+    def _wrapped(self, kv_caches: Mapping[str, Any]) -> Caches:
+        if self._options.encoding is None:
+            return wrap_caches(kv_caches, self._num_blocks)
+        if setting(self._config, "device_config.device_type") == "cpu":
+            raise ValueError(
+                "encoding: expected None on a CPU, where vLLM keeps K of a block transposed, got "
+                f"{self._options.encoding}"
+            )
+        sizes = [getattr(self._spec, name, None) for name in ("num_kv_heads", "head_size")]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f"encoding: expected layers of K and V, got {self._spec!r}")
+        heads, head_dim = (int(size or 0) for size in sizes)
+        return wrap_values(kv_caches, self._num_blocks, self._block_tokens, heads, head_dim)
 
     def shutdown(self) -> None:
         """Write what is left to disk and the store, for a while, and close the tiers."""
@@ -222,81 +243,122 @@ class Worker:
                 if lookup.held is not None:
                     skipped = first - lookup.first
                     return Found(tuple(lookup.held.sources[skipped : skipped + len(hashes)]))
-                if time.monotonic() < lookup.deadline:
+                if self._has_time(lookup):
+                    self._submit(request, lookup)
                     return None
                 self._drop(request)
-                self.counts["late_fetches"] += 1
-                self._skip_until = time.monotonic() + _SKIP_S
-                self._log.warning("blocks were not fetched in time; the next %d s do without", 10)
-            lost = request in self._lost
-        if self.cache is None or not hashes or lost:
+        if self.cache is None or not hashes or request in self._lost:
             return Found()
         try:
             known = self.cache.match(hashes, shared=False)
-            skips = time.monotonic() < self._skip_until
-            if known.host == len(hashes) or skips or (known.disk == known.host and not self._store):
+            only_host = lookup is not None or self._skips
+            if known.host == len(hashes) or (known.disk == known.host and not self._store):
+                only_host = True
+            if only_host:
                 return self._hold_now(request, first, hashes, known.host)
         except KvcupyError as error:
             self._log.warning("blocks could not be looked up: %s", error)
             return Found()
-        self._fetch_later(request, first, hashes)
+        seconds = _FETCH_S + _FETCH_S_PER_1024_TOKENS * len(hashes) * self._block_tokens / 1024
+        with self._lock:
+            self._lookups[request] = lookup = Lookup(first, hashes, seconds)
+            self._submit(request, lookup)
         return None
 
+    @property
+    def _skips(self) -> bool:
+        """Whether to do without disk and store, after a fetch that was late."""
+        return time.monotonic() < self._skip_until
+
+    def _has_time(self, lookup: Lookup) -> bool:
+        """Return whether to wait longer for a lookup. The caller holds the lock."""
+        if time.monotonic() < lookup.deadline:
+            return lookup.is_started or not self._skips
+        if lookup.is_started:
+            self._note_late()
+        return False
+
+    def _note_late(self) -> None:
+        self.counts["late_fetches"] += 1
+        self._skip_until = time.monotonic() + _SKIP_S
+        self._log.warning("blocks were not fetched in time; the next %d s do without", _SKIP_S)
+
+    def _submit(self, request: str, lookup: Lookup) -> None:
+        """Queue a fetch, unless too many blocks are held. The caller holds the lock."""
+        assert self.cache is not None
+        count = len(lookup.hashes)
+        max_held = int(_MAX_HELD * self.cache.host_pool.num_pages)
+        if lookup.num_held or (self._num_held and self._num_held + count > max_held):
+            return
+        lookup.num_held = count
+        self._num_held += count
+        self._fetchers.submit(partial(self._fetch, request, lookup))
+
     def _hold_now(self, request: str, first: int, hashes: list[int], num_known: int) -> Found:
+        """Hold blocks that are in host memory."""
         assert self.cache is not None
         self.counts["misses"] += len(hashes) - num_known
         if not num_known:
             return Found()
         held = self.cache.hold(hashes[:num_known], wait="best_effort")
-        lookup = Lookup(first, held.num_blocks, 0.0)
-        lookup.held = held
+        lookup = Lookup(first, hashes, 0.0)
+        lookup.held, lookup.num_held = held, held.num_blocks
         with self._lock:
             self._lookups[request] = lookup
-            self._num_held += lookup.num_blocks
+            self._num_held += held.num_blocks
         return Found(tuple(held.sources))
 
-    def _fetch_later(self, request: str, first: int, hashes: list[int]) -> None:
-        assert self.cache is not None
-        seconds = _FETCH_S + _FETCH_S_PER_1024_TOKENS * len(hashes) * self._block_tokens / 1024
-        max_held = int(_MAX_HELD * self.cache.host_pool.num_pages)
-        with self._lock:
-            if self._num_held and self._num_held + len(hashes) > max_held:
-                return  # until others have loaded theirs
-            lookup = Lookup(first, len(hashes), time.monotonic() + 2 * seconds)
-            self._lookups[request] = lookup
-            self._num_held += lookup.num_blocks
-        self._fetchers.submit(partial(self._fetch, request, lookup, hashes, seconds))
-
-    def _fetch(self, request: str, lookup: Lookup, hashes: list[int], seconds: float) -> None:
+    def _fetch(self, request: str, lookup: Lookup) -> None:
         """Fetch blocks to host memory, in a thread."""
         assert self.cache is not None
-        held = None
+        started = time.monotonic()
+        with self._lock:
+            is_wanted = not lookup.is_dropped
+            if not is_wanted:
+                return
+            lookup.is_started, lookup.deadline = True, started + 2 * lookup.seconds
         try:
-            held = self.cache.hold(hashes, wait="timeout", deadline_s=seconds)
-        except Exception as error:  # the engine goes on without the blocks
+            held = self.cache.hold(lookup.hashes, wait="timeout", deadline_s=lookup.seconds)
+        except Exception as error:  # the engine computes the blocks
             self._log.warning("blocks could not be fetched: %s: %s", type(error).__name__, error)
             with self._lock:
-                self._lost.add(request)
                 if self._lookups.get(request) is lookup:
+                    self._lost.add(request)
                     self._drop(request)
             return
         with self._lock:
-            if lookup.is_dropped:
+            is_wanted = not lookup.is_dropped
+            if not is_wanted:
                 held.release()
                 return
-            self._num_held += held.num_blocks - lookup.num_blocks
-            self.counts["misses"] += len(hashes) - held.num_blocks
-            lookup.num_blocks = held.num_blocks
-            lookup.held = held
+            num_missing = len(lookup.hashes) - held.num_blocks
+            self.counts["misses"] += num_missing
+            if num_missing and time.monotonic() - started >= lookup.seconds:
+                self._note_late()
+            self._num_held += held.num_blocks - lookup.num_held
+            lookup.held, lookup.num_held = held, held.num_blocks
 
     def _drop(self, request: str) -> None:
-        """Forget a lookup. The caller holds the lock."""
-        lookup = self._lookups.pop(request, None)
-        if lookup is not None:
-            lookup.is_dropped = True
-            self._num_held -= lookup.num_blocks
-            if lookup.held is not None:
-                lookup.held.release()
+        """Forget the lookup of a request. The caller holds the lock."""
+        if (lookup := self._lookups.pop(request, None)) is not None:
+            self._release(lookup)
+
+    def _release(self, lookup: Lookup) -> None:
+        lookup.is_dropped = True
+        self._num_held -= lookup.num_held
+        if lookup.held is not None:
+            lookup.held.release()
+
+    def claim(self, request: str) -> int:
+        """Reserve the blocks held for a request for its load; return a number for the step.
+
+        The scheduler may be a step ahead, and look up the same request again before the load.
+        """
+        with self._lock:
+            self._num_claims += 1
+            if (lookup := self._lookups.pop(request, None)) is not None:
+                self._claimed[self._num_claims] = lookup
+            return self._num_claims
 
     def drop(self, request: str) -> None:
         """Let blocks be evicted that were held for a request."""
@@ -306,6 +368,15 @@ class Worker:
 
     # --- A step, in its thread ---
 
+    @property
+    def _compute(self) -> Any:
+        """The stream on which vLLM computes; None on the host, where the thread does."""
+        if self.cache is None or self.cache.engine.device.kind == "host":
+            return None
+        import torch
+
+        return torch.cuda.current_stream()
+
     def begin(self, step: Step) -> None:
         """Make sure that no save still reads blocks that the step may overwrite."""
         self._saving = [(saving, blocks) for saving, blocks in self._saving if not _over(saving)]
@@ -314,7 +385,7 @@ class Worker:
             for saving, blocks in self._saving:
                 if not fresh.isdisjoint(blocks):
                     with suppress(KvcupyError):  # a failed save reads nothing
-                        saving.wait()
+                        saving.wait(self._compute)
 
     def start_loads(self, step: Step) -> None:
         """Start the loads of a step."""
@@ -341,7 +412,7 @@ class Worker:
         device = self.cache.engine.device
         if device.kind != "host":  # what the stream of this thread still does with the blocks
             after = device.stream()
-            after.wait(stream_after(device, None, "a load", "torch").record())
+            after.wait(stream_after(device, self._compute, "a load").record())
         run = partial(
             pulling.run, self.hand_over.receiver, self.cache, job.ticket, job.first, job.blocks,
             after,
@@ -352,18 +423,23 @@ class Worker:
     def _started(self, load: Load) -> Loading:
         """Start a load; blocks that are not held any more are invalid."""
         with self._lock:
-            lookup = self._lookups.get(load.request)
+            if load.claim is None:
+                lookup = self._lookups.pop(load.request, None)
+            else:
+                lookup = self._claimed.pop(load.claim, None)
             held = None if lookup is None else lookup.held
         num_loaded, completion = 0, None
         if lookup is not None and held is not None and load.first >= lookup.first:
             skipped = load.first - lookup.first
             num_loaded = max(0, min(len(load.blocks), held.num_blocks - skipped))
             try:
-                completion = held.load(load.blocks[:num_loaded], first=skipped)
+                completion = held.load(load.blocks[:num_loaded], after=self._compute, first=skipped)
             except KvcupyError as error:
                 self._log.warning("blocks could not be loaded: %s", error)
                 num_loaded = 0
-        self.drop(load.request)
+        if lookup is not None:
+            with self._lock:
+                self._release(lookup)
         if missing := load.blocks[num_loaded:]:
             self._fail(missing, in_step=not load.is_async)
         return Loading(load.blocks[:num_loaded], completion)
@@ -380,7 +456,7 @@ class Worker:
                 continue
             try:
                 for layer in self._layers.get(name, ()):
-                    loading.completion.wait_layer(layer)
+                    loading.completion.wait_layer(layer, self._compute)
             except KvcupyError as error:
                 self._lose(loading, error)
 
@@ -394,7 +470,7 @@ class Worker:
         for loading in self._step_loads:
             if loading.completion is not None:
                 try:
-                    loading.completion.wait()
+                    loading.completion.wait(self._compute)
                     if (failure := loading.completion.failure) is not None:
                         raise failure
                 except KvcupyError as error:
@@ -413,7 +489,7 @@ class Worker:
         if self._num_failures > self._step.number_of_failures:
             return  # the step may have attended to blocks that were not loaded
         try:
-            saving = self.cache.save(list(saves), list(saves.values()))
+            saving = self.cache.save(list(saves), list(saves.values()), after=self._compute)
         except KvcupyError as error:
             self._log.warning("blocks could not be saved: %s", error)
             return
@@ -460,6 +536,8 @@ class Worker:
         with self._lock:
             for request in list(self._lookups):
                 self._drop(request)
+            while self._claimed:
+                self._release(self._claimed.popitem()[1])
         if self.cache is not None:
             try:
                 self.cache.clear()

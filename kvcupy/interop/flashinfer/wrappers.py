@@ -1,4 +1,4 @@
-"""FlashInfer's attention over pages, by `kvcupy.paged_attention`. Import it from `flashinfer`."""
+"""FlashInfer's attention over pages, by `kvcupy.paged_attention`. Import it from the package."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_shape
-from . import torch as _kv
-from .flashinfer_plan import (
+from .. import require_shape
+from .. import torch as _kv
+from .plan import (
     PagedCache,
     PlannedAttention,
     k_and_v,
+    nvfp4_views,
     query_lens_of,
     require_no_items,
 )
@@ -72,6 +73,7 @@ class _PagedAttention(PlannedAttention):
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: Tensor | None = None,
+        kv_cache_sf: PagedCache | None = None,
     ) -> Any:
         """Attend with the new tokens of all sequences over the planned pages.
 
@@ -81,13 +83,15 @@ class _PagedAttention(PlannedAttention):
             not read, and are 0 in new outputs
         paged_kv_cache : as in `append_paged_kv_cache`, of the planned dtype
         q_scale : a number that sm_scale is multiplied by
-        k_scale, v_scale : dequantisation multipliers of an fp8 cache: a number, or float32 of one
-            element or (H,). With another cache numbers, which scores and `out` are multiplied by;
-            v_scale may be a tensor of one element
+        k_scale, v_scale : dequantisation multipliers of an fp8 or nvfp4 cache: a number, or float32
+            of one element or (H,). With another cache numbers, which scores and `out` are
+            multiplied by; v_scale may be a tensor of one element
         out : (nnz, Hq, D), written in place; None: allocated
         lse : float32 (nnz, Hq), written in place with return_lse; None: allocated
         window_left : None, or as planned
         sinks : float32 logits (Hq,) that join the denominator of the softmax; not with return_lse
+        kv_cache_sf : block scales of a cache of nvfp4, which is planned as torch.uint8; both as in
+            `nvfp4_quantize_append_paged_kv_cache`
         enable_pdl : ignored
         args : must be empty; they are for FlashInfer's customised kernels
 
@@ -106,10 +110,14 @@ class _PagedAttention(PlannedAttention):
         A sequence without keys gives 0, and minus infinity in lse. Stream: torch's current one.
         """
         self._require_plan()
-        k_cache, v_cache = k_and_v(paged_kv_cache, self._kv_layout)
+        caches: tuple[Any, Any] = k_and_v(paged_kv_cache, self._kv_layout)
+        if kv_cache_sf is not None:
+            caches = nvfp4_views(*caches, kv_cache_sf, self._kv_layout)
+        elif self._kv_dtype is torch.uint8:
+            raise ValueError("kv_cache_sf: expected block scales with a uint8 cache, got None")
         return self._run(
-            q, k_cache, v_cache, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
-            lse=lse, return_lse=return_lse, window_left=window_left, sinks=sinks,
+            q, *caches, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+            return_lse=return_lse, window_left=window_left, sinks=sinks,
         )  # fmt: skip
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over K and V without pages. Import it from `flashinfer`."""
+"""FlashInfer's attention over K and V without pages. Import it from the package."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import describe_tensor, require_dtype, require_shape
-from .flashinfer_plan import (
+from .. import describe_tensor, require_dtype, require_shape
+from .plan import (
     PlannedAttention,
+    Rope,
     mask_of,
+    nvfp4_views,
     query_lens_of,
     require_dtypes,
     require_no_items,
-)
-
-_SCALES_APART = (
-    "attention over nvfp4 with scales apart is not offered; a kvcupy cache has them in its rows"
 )
 
 
@@ -193,6 +191,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
         lse: Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        kv_cache_sf: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         """Attend with the new tokens of all sequences over the keys of each.
 
@@ -201,21 +200,29 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
         q : (nnz, Hq, D), of the planned tokens, and perhaps further rows, which are not read
         k, v : (nnz_kv, H, D), (nnz_kv, H, Dv) or as the layout says, of the planned keys and
             perhaps further ones; of any strides whose last is 1
+        kv_cache_sf : block scales of k and v of nvfp4, (nnz_kv, H, D / 16) each; these are then
+            uint8, two elements in a byte
         others : as in `BatchPrefillWithPagedKVCacheWrapper.run`, and so are results and errors
         """
         self._require_plan()
-        is_nhd = self._kv_layout == "NHD"
+        keys_axis = 0 if self._kv_layout == "NHD" else 1
         for x, name in ((k, "k"), (v, "v")):
             require_shape(x, name, _axes(self._kv_layout))
-            if x.shape[0 if is_nhd else 1] < self._num_keys:
+            if x.shape[keys_axis] < self._num_keys:
                 got = describe_tensor(x)
                 raise ValueError(f"{name}: expected at least {self._num_keys} keys, got {got}")
-        # Pages of one token: (keys, 1, heads, head_dim), or (keys, heads, 1, head_dim).
-        k_cache, v_cache = (x[:, None] if is_nhd else x.transpose(0, 1)[:, :, None] for x in (k, v))
+        caches: tuple[Any, Any] = self._paged(k), self._paged(v)
+        if kv_cache_sf is not None:
+            scales = tuple(self._paged(x) for x in kv_cache_sf)
+            caches = nvfp4_views(*caches, scales, self._kv_layout, self._cache_names)
         return self._run(
-            q, k_cache, v_cache, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
-            lse=lse, return_lse=return_lse,
+            q, *caches, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+            return_lse=return_lse,
         )  # fmt: skip
+
+    def _paged(self, x: Tensor) -> Tensor:
+        """View keys as pages of one token, (keys, 1, heads, width) or (keys, heads, 1, width)."""
+        return x[:, None] if self._kv_layout == "NHD" else x.transpose(0, 1)[:, :, None]
 
     def run_return_lse(self, *args: Any, **options: Any) -> Any:
         """Call `run` with return_lse."""
@@ -237,23 +244,26 @@ class _OneSequence(PlannedAttention):
         self, q: Any, k: Any, v: Any, *, out_dtype: Any = None, q_scale: Any = None,
         k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
         masks: tuple[Tensor | None, Tensor | None] = (None, None), window_left: int = -1,
-        **options: Any,
+        rope: Rope = ("NONE", None, None), kv_cache_sf: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        require_shape(q, "q", ("tokens", "heads", "head_dim"))
         is_nhd = self._kv_layout == "NHD"
         require_shape(k, "k", _axes(self._kv_layout))
         require_shape(v, "v", (*k.shape[:2], "head_dim"))
         keys, heads = k.shape[:2] if is_nhd else (k.shape[1], k.shape[0])
         count, length = len(q), torch.full((1,), keys, dtype=torch.int32, device=q.device)
+        caches: tuple[Any, Any] = k[None], v[None]
+        if kv_cache_sf is not None:
+            scales = tuple(x[None] for x in kv_cache_sf)
+            caches = nvfp4_views(*caches, scales, self._kv_layout, self._cache_names)
         mask = mask_of(*masks, torch.tensor([count]), torch.tensor([keys]), window_left)
         self._keep(
             torch.zeros_like(length)[None], length, torch.full_like(length, count), mask,
-            heads=(q.shape[1], heads), head_dims=(q.shape[2], v.shape[2]), page_size=keys,
-            dtypes=require_dtypes(q.dtype, k.dtype, out_dtype), num_tokens=count,
-            window_left=window_left, **options,
+            self._rotations(rope, keys, q.shape[2]), heads=(q.shape[1], heads),
+            head_dims=(q.shape[2], caches[1].shape[3]), page_size=keys, num_tokens=count,
+            dtypes=require_dtypes(q.dtype, k.dtype, out_dtype), window_left=window_left, **options,
         )  # fmt: skip
         return self._run(
-            q, k[None], v[None], q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            q, *caches, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             return_lse=return_lse,
         )  # fmt: skip
 
@@ -289,7 +299,9 @@ def single_prefill_with_kv_cache(
     ----------
     q : fp32, fp16 or bf16 (qo_len, Hq, D)
     k, v : (kv_len, H, D), (kv_len, H, Dv), or with "HND" (H, kv_len, D), (H, kv_len, Dv)
-    scale_q, kv_cache_sf : anything but None raises NotImplementedError
+    scale_q : anything but None raises NotImplementedError
+    kv_cache_sf : block scales of k and v of nvfp4, of H and D / 16 instead of D; these are then
+        uint8, two elements in a byte
     scale_k, scale_v : of fp8 K and V, float32 (H,), instead of k_scale and v_scale
     o_dtype : of the output: q's, or float32. None: q's
     custom_mask : bool (qo_len, kv_len), which keys a token sees, instead of causal
@@ -312,17 +324,14 @@ def single_prefill_with_kv_cache(
     >>> single_prefill_with_kv_cache(torch.zeros(2, 2, 8), k, v, causal=True)[:, 0, 0].tolist()
     [0.5, 1.0]
     """
-    for name, value, reason in (
-        ("scale_q", scale_q, "queries are not quantised"),
-        ("kv_cache_sf", kv_cache_sf, _SCALES_APART),
-    ):  # fmt: skip
-        if value is not None:
-            raise NotImplementedError(f"{name}: {reason}")
-    return _OneSequence(q[:0], kv_layout).attend(
+    if scale_q is not None:
+        raise NotImplementedError("scale_q: queries are not quantised")
+    require_shape(q, "q", ("tokens", "heads", "head_dim"))
+    return _OneSequence(q.new_empty(0), kv_layout).attend(
         q, k, v, out_dtype=o_dtype, masks=(custom_mask, packed_custom_mask), causal=causal,
         rope=(pos_encoding_mode, rope_scale, rope_theta), sm_scale=sm_scale,
         window_left=window_left, logits_soft_cap=logits_soft_cap, return_lse=return_lse,
-        k_scale=k_scale if scale_k is None else scale_k,
+        kv_cache_sf=kv_cache_sf, k_scale=k_scale if scale_k is None else scale_k,
         v_scale=v_scale if scale_v is None else scale_v,
     )  # fmt: skip
 
@@ -369,7 +378,7 @@ def single_decode_with_kv_cache(
     [1.5, 1.5]
     """
     require_shape(q, "q", ("heads", "head_dim"))
-    result = _OneSequence(q[:0], kv_layout).attend(
+    result = _OneSequence(q.new_empty(0), kv_layout).attend(
         q[None], k, v, rope=(pos_encoding_mode, rope_scale, rope_theta), sm_scale=sm_scale,
         window_left=window_left, logits_soft_cap=logits_soft_cap, return_lse=return_lse,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,

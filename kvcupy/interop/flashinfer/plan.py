@@ -10,11 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.attention import LayerArrays, StepAttention, check_options
-from . import describe_tensor, require_dtype, require_shape
-from . import torch as _kv
+from ...arrays import ArrayView, view_as
+from ...ops.attention import LayerArrays, StepAttention, check_options
+from .. import describe_tensor, require_dtype, require_shape
+from .. import torch as _kv
 
 PagedCache: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+Cache: TypeAlias = "Tensor | ArrayView"  # a view: of nvfp4
 Rope: TypeAlias = "tuple[str, float | None, float | None]"
 
 _LOG2_E = math.log2(math.e)
@@ -24,10 +26,12 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # --- Arguments ------------------------------------------------------------------------------------
 
 
-def k_and_v(paged_kv_cache: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
+def k_and_v(
+    paged_kv_cache: Any, kv_layout: str, *, name: str = "paged_kv_cache"
+) -> tuple[Tensor, Tensor]:
     """Return K and V of a cache that is one 5-D tensor or two of four dimensions."""
     _require_layout(kv_layout)
-    name, axes = "paged_kv_cache", ("page_size", "heads", "head_dim")
+    axes: tuple[str, ...] = ("page_size", "heads", "head_dim")
     if kv_layout == "HND":
         axes = ("heads", "page_size", "head_dim")
     if isinstance(paged_kv_cache, Tensor):
@@ -40,6 +44,24 @@ def k_and_v(paged_kv_cache: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
     require_shape(k_cache, f"{name} (K)", ("pages", *axes))
     require_shape(v_cache, f"{name} (V)", (*k_cache.shape[:3], "head_dim"))
     return k_cache, v_cache
+
+
+_CACHE_NAMES = ("paged_kv_cache (K)", "paged_kv_cache (V)")
+
+
+def nvfp4_views(
+    k_cache: Tensor, v_cache: Tensor, kv_cache_sf: Any, kv_layout: str,
+    names: tuple[str, str] = _CACHE_NAMES,
+) -> tuple[ArrayView, ArrayView]:  # fmt: skip
+    """Return codes and block scales of K and V as caches of nvfp4, without a copy."""
+    views = []
+    scales = k_and_v(kv_cache_sf, kv_layout, name="kv_cache_sf")
+    for codes, sf, name, part in zip((k_cache, v_cache), scales, names, "KV", strict=True):
+        require_dtype(codes, name, torch.uint8)
+        require_shape(sf, f"kv_cache_sf ({part})", (*codes.shape[:3], codes.shape[3] // 8))
+        require_dtype(sf, f"kv_cache_sf ({part})", torch.float8_e4m3fn)
+        views.append(view_as(codes, "nvfp4", scales=sf))
+    return views[0], views[1]
 
 
 def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
@@ -199,7 +221,7 @@ class PlannedAttention:
     """
 
     _is_decode = True
-    _cache_names = ("paged_kv_cache (K)", "paged_kv_cache (V)")
+    _cache_names = _CACHE_NAMES
 
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", jit_args: Any = None,
@@ -240,16 +262,17 @@ class PlannedAttention:
     def _plan(
         self, csr: Mapping[str, Tensor], *, page_size: int, query_lens: Tensor | None,
         seq_lens: Any = None, min_keys: int = 1, window_left: int = -1,
-        masks: tuple[Tensor | None, Tensor | None] = (None, None), **options: Any,
+        masks: tuple[Tensor | None, Tensor | None] = (None, None),
+        rope: Rope = ("NONE", None, None), **options: Any,
     ) -> None:  # fmt: skip
         """Keep tables and options; a sequence that has keys has at least `min_keys`.
 
         `csr` are offsets, pages and tokens of the last pages by the names of `plan`'s arguments,
-        and `masks` what FlashInfer calls custom_mask and packed_custom_mask. Other options are as
-        in `_keep`. The host waits for the tables.
+        `masks` what FlashInfer calls custom_mask and packed_custom_mask, and `rope` its
+        pos_encoding_mode, rope_scale and rope_theta. Other options are as in `_keep`. The host
+        waits for the tables.
         """
         dtypes = require_dtypes(*options.pop("dtypes"))
-        _require_rope(options.get("rope", ("NONE",))[0])
         table, lengths = self._tables(csr, page_size)
         if seq_lens is not None:
             require_shape(seq_lens, "seq_lens", (len(lengths),))
@@ -265,32 +288,30 @@ class PlannedAttention:
             mask = mask_of(*masks, query_lens, lengths, window_left)
             query_lens = query_lens.int().to(self.device)
         lengths = lengths.int().to(self.device)
+        columns = table.shape[1] if self._graph_tables is None else self._graph_tables.max_pages
+        rotations = self._rotations(rope, columns * page_size, options["head_dims"][0])
         if self._graph_tables is not None:
             table, lengths, query_lens = self._graph_tables.update(csr, table, lengths, query_lens)
         # All checks are done: a plan that raises leaves the last one in place.
         self._keep(
-            table, lengths, query_lens, mask, page_size=page_size, window_left=window_left,
-            dtypes=dtypes, **options,
+            table, lengths, query_lens, mask, rotations, page_size=page_size,
+            window_left=window_left, dtypes=dtypes, **options,
         )  # fmt: skip
 
     def _keep(
-        self, table: Tensor, lengths: Tensor, query_lens: Tensor | None, mask: Tensor | None, *,
+        self, table: Tensor, lengths: Tensor, query_lens: Tensor | None, mask: Tensor | None,
+        rotations: Tensor | None, *,
         heads: tuple[int, int], head_dims: tuple[int, int], page_size: int, num_tokens: int,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], window_left: int = -1,
         logits_soft_cap: float | None = None, sm_scale: float | None = None, causal: bool = True,
-        rope: Rope = ("NONE", None, None),
     ) -> None:  # fmt: skip
-        """Keep tables of the device and options for the next runs.
-
-        `rope` is what FlashInfer calls pos_encoding_mode, rope_scale and rope_theta.
-        """
+        """Keep tables of the device and options for the next runs."""
         self._block_table, self._seq_lens, self._query_lens = table, lengths, query_lens
         self._heads, self._head_dims, self._page_size = heads, head_dims, page_size
         self._q_dtype, self._kv_dtype, self._out_dtype = dtypes
         self._window_left, self._num_tokens = window_left, num_tokens
         self._soft_cap, self._sm_scale = logits_soft_cap, sm_scale
-        self._causal, self._mask = causal, mask
-        self._rope_table = self._table_of(*rope)
+        self._causal, self._mask, self._rope_table = causal, mask, rotations
         self._planned = True
 
     def _replan(
@@ -299,21 +320,26 @@ class PlannedAttention:
     ) -> None:  # fmt: skip
         """Replace the options of the plan, as FlashInfer's `forward` does."""
         self._require_plan()
-        table = self._table_of(*rope)
+        num_positions = self._block_table.shape[1] * self._page_size
+        rotations = self._rotations(rope, num_positions, self._head_dims[0])
         if self._mask is not None and window_left != self._window_left:
             raise NotImplementedError("window_left: expected that of plan, with a custom mask")
         self._causal, self._window_left, self._sm_scale = causal, window_left, sm_scale
-        self._soft_cap, self._rope_table = logits_soft_cap, table
+        self._soft_cap, self._rope_table = logits_soft_cap, rotations
 
-    def _table_of(self, mode: str, scale: float | None, theta: float | None) -> Tensor | None:
+    def _rotations(self, rope: Rope, num_positions: int, width: int) -> Tensor | None:
         """Return the rotations of every position that the tables have room for, or None."""
-        _require_rope(mode)
+        mode, scale, theta = rope
         if mode == "NONE":
             return None
+        if mode != "ROPE_LLAMA":
+            raise NotImplementedError(
+                f"pos_encoding_mode: expected 'NONE' or 'ROPE_LLAMA', got {mode!r}; no kernel adds "
+                "a bias by position"
+            )
         linear = "linear", 1.0 if scale is None else float(scale)
-        rows = rows_for(self._block_table.shape[1] * self._page_size)
         base = 1e4 if theta is None else float(theta)
-        options = rows, self._head_dims[0], base, linear, str(self.device)
+        options = rows_for(num_positions), width, base, linear, str(self.device)
         if options not in self._rope_tables:  # kept here too: a captured run reads it
             self._rope_tables[options] = rope_table(*options)
         return self._rope_tables[options]
@@ -347,7 +373,7 @@ class PlannedAttention:
     # --- Runs ---
 
     def _run(
-        self, q: Any, k_cache: Tensor, v_cache: Tensor, arguments: tuple[Any, ...] = (), *,
+        self, q: Any, k_cache: Cache, v_cache: Cache, arguments: tuple[Any, ...] = (), *,
         q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, out: Tensor | None = None,
         lse: Tensor | None = None, return_lse: bool = False, window_left: int | None = None,
         sinks: Tensor | None = None, block_table: Tensor | None = None, base_2: bool = True,
@@ -363,7 +389,7 @@ class PlannedAttention:
         if q_scale is not None:
             sm_scale *= float(q_scale)
         out_scale: Any = None
-        if k_cache.dtype not in _FP8:
+        if isinstance(k_cache, Tensor) and k_cache.dtype not in _FP8:
             # As FlashInfer does: the scales multiply scores and outputs.
             if isinstance(k_scale, Tensor):
                 raise NotImplementedError("k_scale: a number with a cache that is not fp8")
@@ -396,13 +422,14 @@ class PlannedAttention:
         return out, lse.mul_(_LOG2_E) if base_2 else lse
 
     def _attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, sm_scale: float,
+        self, q: Tensor, k_cache: Cache, v_cache: Cache, block_table: Tensor, sm_scale: float,
         scales: tuple[Any, Any], sinks: Tensor | None, out: Tensor, lse: Tensor | None,
     ) -> None:  # fmt: skip
         # A mask has the window in it.
         window = self._window_left + 1 if self._window_left >= 0 and self._mask is None else None
         cap = self._soft_cap if self._soft_cap and self._soft_cap > 0 else None
-        if self._rope_table is None and self._mask is None:
+        is_tensor = isinstance(k_cache, Tensor)  # else of nvfp4, which no operator takes
+        if is_tensor and self._rope_table is None and self._mask is None:
             _kv.paged_attention(
                 q, k_cache, v_cache, block_table, self._seq_lens, query_lens=self._query_lens,
                 layout=self._kv_layout, causal=self._causal, sinks=sinks, sm_scale=sm_scale,
@@ -444,7 +471,7 @@ class PlannedAttention:
             raise RuntimeError("run: expected a plan before it, call plan first")
 
     def _require_planned(
-        self, q: Any, k_cache: Tensor, v_cache: Tensor, window_left: int | None
+        self, q: Any, k_cache: Cache, v_cache: Cache, window_left: int | None
     ) -> None:
         """Raise unless the plan was made for tensors like these."""
         (q_heads, kv_heads), (k_width, v_width) = self._heads, self._head_dims
@@ -457,25 +484,25 @@ class PlannedAttention:
         axes = axes if self._kv_layout == "NHD" else axes[::-1]
         for x, part, width in zip((k_cache, v_cache), self._cache_names, (k_width, v_width),
                                   strict=True):  # fmt: skip
-            require_shape(x, part, ("pages", *axes, width))
-        for x, name, dtype in (
-            (q, "q", self._q_dtype), (k_cache, self._cache_names[0].split()[0], self._kv_dtype),
+            if isinstance(x, Tensor):
+                require_shape(x, part, ("pages", *axes, width))
+            elif tuple(x.shape[1:]) != (*axes, width):  # of codes, two in a byte
+                shape = *x.shape[1:-1], x.shape[-1] // 2
+                raise ValueError(
+                    f"{part}: expected pages of {(*axes, width // 2)} bytes, got {shape}"
+                )
+        kv_name = self._cache_names[0].split()[0]
+        kv_dtype = k_cache.dtype if isinstance(k_cache, Tensor) else torch.uint8
+        for name, dtype, planned in (
+            ("q", q.dtype, self._q_dtype), (kv_name, kv_dtype, self._kv_dtype),
         ):  # fmt: skip
-            if x.dtype != dtype:  # a ValueError in FlashInfer too
-                planned = str(dtype).removeprefix("torch.")
-                raise ValueError(f"{name}: expected {planned} as planned, got {describe_tensor(x)}")
+            if dtype != planned:  # a ValueError in FlashInfer too
+                names = [str(x).removeprefix("torch.") for x in (planned, dtype)]
+                raise ValueError(f"{name}: expected {names[0]} as planned, got {names[1]}")
         if window_left not in (None, self._window_left):
             raise ValueError(
                 f"window_left: expected None or {self._window_left} as planned, got {window_left}"
             )
-
-
-def _require_rope(pos_encoding_mode: str) -> None:
-    if pos_encoding_mode not in ("NONE", "ROPE_LLAMA"):
-        raise NotImplementedError(
-            f"pos_encoding_mode: expected 'NONE' or 'ROPE_LLAMA', got {pos_encoding_mode!r}; no "
-            "kernel adds a bias by position"
-        )
 
 
 class _GraphTables:
@@ -504,7 +531,8 @@ class _GraphTables:
             expected = f"1 to the {len(indices)} of {self._names[1]}"
             raise ValueError(f"max_pages_per_sequence: expected {expected}, got {max_pages}")
         options: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self._block_table = torch.zeros((count, max(pages, 1)), **options)
+        self.max_pages = max(pages, 1)
+        self._block_table = torch.zeros((count, self.max_pages), **options)
         self._seq_lens, self._query_lens = torch.zeros((2, count), **options)
 
     def update(

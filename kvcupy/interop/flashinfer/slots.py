@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_indices, require_shape
+from .. import require_indices, require_shape
 
 
 def slots_of(
@@ -16,17 +16,17 @@ def slots_of(
     num_pages: int, page_size: int,
 ) -> Tensor:  # fmt: skip
     """Return the slot of each token: negative for padding, past the end for one without a page."""
-    num_sequences = len(kv_indptr) - 1
-    sequences, places = batch_indices.long(), positions.long()
-    is_padding = (sequences < 0) | (places < 0)
-    known = sequences.clamp(0, max(num_sequences - 1, 0))
-    if not num_sequences or not len(kv_indices):
-        return torch.where(is_padding, -1, num_pages * page_size)
-    entries = kv_indptr.long()[known] + places.clamp(min=0) // page_size
-    has_page = (sequences < num_sequences) & (entries < kv_indptr.long()[known + 1])
-    pages = kv_indices.long()[entries.clamp(0, len(kv_indices) - 1)]
-    slots = torch.where(has_page, pages * page_size + places % page_size, num_pages * page_size)
-    return slots.masked_fill(is_padding, -1)
+    num_sequences, num_entries = kv_indptr.shape[0] - 1, kv_indices.shape[0]
+    is_padding = torch.minimum(batch_indices, positions) < 0
+    end = num_pages * page_size
+    if not num_sequences or not num_entries:
+        return torch.where(is_padding, -1, end)
+    sequences = batch_indices.clamp(0, num_sequences - 1)
+    entries = kv_indptr[sequences] + positions.div(page_size, rounding_mode="floor")
+    has_page = (entries < kv_indptr[1:][sequences]) & (batch_indices < num_sequences)
+    pages = kv_indices[entries.clamp_(0, num_entries - 1)].long()
+    slots = torch.add(positions % page_size, pages, alpha=page_size)
+    return torch.where(has_page, slots, end).masked_fill_(is_padding, -1)
 
 
 def require_append(

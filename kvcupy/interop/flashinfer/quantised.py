@@ -1,4 +1,4 @@
-"""FlashInfer's calls that quantise what they write. Import them from `flashinfer`."""
+"""FlashInfer's calls that quantise what they write. Import them from the package."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import (
+from ...ops.store import store_kv
+from .. import (
     require_cos_sin_cache,
     require_dtype,
     require_indices,
     require_shape,
 )
-from . import torch as _kv
-from .flashinfer_plan import PagedCache, k_and_v
-from .flashinfer_slots import require_append, slots_of
+from .. import torch as _kv
+from .plan import PagedCache, k_and_v, nvfp4_views
+from .slots import require_append, slots_of
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -318,7 +319,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     v_scale: float | Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Quantise K and V to nvfp4, and write codes and block scales to their slots.
+    """Quantise K and V to nvfp4, and write codes and block scales: `kvcupy.store_kv`.
 
     Parameters
     ----------
@@ -336,9 +337,8 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
     Notes
     -----
-    Rows are quantised as in a kvcupy cache of nvfp4 (`kvcupy.store_kv`), whose scales lie behind
-    the codes of each row, and then copied to the two caches. Stream: three kernels, in order.
-    Capture: legal. Source: FlashInfer `flashinfer.page`.
+    Rows are rounded as in other kvcupy caches of nvfp4. Stream, Capture,
+    Bytes: as `kvcupy.store_kv`. Source: FlashInfer `flashinfer.page`.
 
     Examples
     --------
@@ -351,27 +351,13 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     >>> codes[1, :, 1, 0, 0].tolist(), scales[1, :, 1, 0, 0].tolist()
     ([119, 119], [1.0, 0.5])
     """
-    caches, scales = k_and_v(paged_kv_cache, kv_layout), k_and_v(kv_cache_sf, kv_layout)
+    k_cache, v_cache = nvfp4_views(*k_and_v(paged_kv_cache, kv_layout), kv_cache_sf, kv_layout)
     rows = {"append_key": append_key, "append_value": append_value}
     require_indices(slot_mapping, "slot_mapping", rows)
-    heads = caches[0].shape[2 if kv_layout == "NHD" else 1]
-    staged = []
-    for (name, x), cache, sf in zip(rows.items(), caches, scales, strict=True):
-        require_shape(x, name, ("tokens", heads, 2 * cache.shape[3]))
-        require_dtype(cache, "paged_kv_cache", torch.uint8)
-        require_dtype(sf, "kv_cache_sf", torch.float8_e4m3fn)
-        require_shape(sf, "kv_cache_sf", (*cache.shape[:3], cache.shape[3] // 8))
-        staged.append(x.new_empty((len(slot_mapping), heads, cache.shape[3] // 8 * 9),
-                                  dtype=torch.uint8))  # fmt: skip
-    own = torch.arange(len(slot_mapping), device=append_key.device)
-    _kv.store_kv(
-        append_key, append_value, *staged, own, format="nvfp4", k_scale=k_scale, v_scale=v_scale
-    )
-    codes = [cache.shape[3] for cache in caches]
-    parts = [
-        [x.view(torch.int8)[..., :n] for x, n in zip(staged, codes, strict=True)],
-        [x.view(torch.int8)[..., n:] for x, n in zip(staged, codes, strict=True)],
-    ]
-    for source, into in zip(parts, (caches, scales), strict=True):  # bytes are copied
-        k_into, v_into = (x.view(torch.int8) for x in into)
-        _kv.store_kv(*source, k_into, v_into, slot_mapping, layout=kv_layout)
+    heads = k_cache.shape[2 if kv_layout == "NHD" else 1]
+    for (name, x), cache in zip(rows.items(), (k_cache, v_cache), strict=True):
+        require_shape(x, name, ("tokens", heads, cache.shape[3]))
+    store_kv(
+        append_key, append_value, k_cache, v_cache, slot_mapping, layout=kv_layout,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip

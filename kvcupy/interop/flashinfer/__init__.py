@@ -34,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import (
+from ...ops.store import store_kv
+from .. import (
     refuse_names,
     require_cos_sin_cache,
     require_dtype,
@@ -42,24 +43,24 @@ from . import (
     require_states,
     split_heads,
 )
-from . import torch as _kv
-from .flashinfer_dense import (
+from .. import torch as _kv
+from .dense import (
     BatchPrefillWithRaggedKVCacheWrapper,
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from .flashinfer_mla import BatchMLAPagedAttentionWrapper
-from .flashinfer_plan import PagedCache, k_and_v, rope_table, rows_for
-from .flashinfer_quantised import (
+from .latent import BatchMLAPagedAttentionWrapper
+from .plan import PagedCache, k_and_v, rope_table, rows_for
+from .quantised import (
     mla_rope_quantize_fp8,
     nvfp4_quantize_append_paged_kv_cache,
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from .flashinfer_slots import require_append, slots_of
-from .flashinfer_wrappers import (
+from .slots import require_append, slots_of
+from .wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -214,7 +215,8 @@ def append_paged_kv_cache(
         require_dtype(x, name, cache.dtype)
     require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
-    _kv.store_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout)
+    # Not by the operator, whose dispatch takes longer; compiled code traces it nevertheless.
+    store_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout)
 
 
 def append_paged_mla_kv_cache(

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over latents in pages. Import it from `flashinfer`."""
+"""FlashInfer's attention over latents in pages. Import it from the package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require_dtype, require_shape
-from .flashinfer_plan import PlannedAttention, query_lens_of, side_by_side
+from .. import require_dtype, require_shape
+from .plan import PlannedAttention, query_lens_of, side_by_side
 
 
 class BatchMLAPagedAttentionWrapper(PlannedAttention):
@@ -189,16 +189,16 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             raise ValueError(f"{name}: expected {expected}, got {last.tolist()}")
         return last
 
-    def _joined(self, ckv_cache: Tensor, kpe_cache: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of the planned pages, put together, and the table of these pages.
+    def _joined(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the planned pages of two caches as pages of longer rows, and the table of these.
 
-        Without a table they are the rows of all pages.
+        Without a table they are all pages.
         """
-        table, num_pages = self._block_table, len(ckv_cache)
+        table, num_pages = self._block_table, len(first)
         if table.numel() >= num_pages:
-            return torch.cat((ckv_cache, kpe_cache), dim=-1), None
+            return torch.cat((first, second), dim=-1), None
         pages = table.flatten().clamp(0, num_pages - 1)
-        rows = torch.cat((ckv_cache[pages], kpe_cache[pages]), dim=-1)
+        rows = torch.cat((first[pages], second[pages]), dim=-1)
         own = torch.arange(len(pages), dtype=table.dtype, device=table.device).view_as(table)
         # Entries that are not pages stay so: skipped, or faults.
         return rows, own.where(table < num_pages, len(pages)).where(table >= 0, -1)

@@ -1,0 +1,469 @@
+r"""Serve a trace by vLLM on the CPU with kvcupy below its cache, and compare every token.
+
+    python scripts/vllm_check.py                        # in an environment with vLLM for the CPU
+    python scripts/vllm_check.py --only host kill --trace trace.jsonl --json build/vllm.json
+
+The model is a small Llama with fixed random weights, large enough that tokens depend on the cache,
+in float32, where vLLM's tokens do not depend on the batch. A block of the trace is one of vLLM's
+blocks. Each engine is a process. The exit status is 1 if a token is wrong or a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from replay.requests import requests_of
+
+import kvcupy as kv
+from kvcupy.bench.report import describe, read_json, write_json
+
+BLOCK_TOKENS, MAX_BLOCKS, NEW_TOKENS = 32, 40, 8
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 128, 4, 2, 32, 512
+BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_TOKENS * HEAD_DIM * 4
+DEVICE_BLOCKS = 64
+HOST, SMALL_HOST = 2**30, 96 * BLOCK_BYTES
+DISK_BYTES = 2**29
+
+Prompts = list[list[int]]
+
+
+def prompts_of(trace: Path | None, count: int) -> Prompts:
+    """Return prompts shaped like the requests of a trace, a block for each of its blocks."""
+    prompts = []
+    for number, request in enumerate(requests_of(trace, count)):
+        tokens: list[int] = []
+        for block in request.hash_ids[:MAX_BLOCKS]:
+            words = random.Random(block)
+            tokens += [words.randrange(3, VOCABULARY) for _ in range(BLOCK_TOKENS)]
+        words = random.Random(-1 - number)
+        prompts.append(tokens + [words.randrange(3, VOCABULARY) for _ in range(5)])
+    return prompts
+
+
+def expected_hits(prompts: Prompts) -> int:
+    """Count the tokens that a cache without limit serves."""
+    known: set[tuple[int, ...]] = set()
+    hits = 0
+    for prompt in prompts:
+        prefixes = [
+            tuple(prompt[:end]) for end in range(BLOCK_TOKENS, len(prompt), BLOCK_TOKENS)
+        ]  # fmt: skip
+        hits += BLOCK_TOKENS * next(
+            (i for i, prefix in enumerate(prefixes) if prefix not in known), len(prefixes)
+        )
+        known.update(prefixes)
+    return hits
+
+
+# --- An engine, in a separate process ---
+
+
+def write_model(folder: Path) -> None:
+    """Write a Llama with fixed random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "torch_dtype": "float32", "tie_word_embeddings": False, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(7)
+
+    def random_weights(rows: int, columns: int, scale: float = 1.0) -> Any:
+        return torch.randn(rows, columns, generator=generator) * scale / columns**0.5
+
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, WIDTH, generator=generator),
+        "model.norm.weight": torch.ones(WIDTH),
+        "lm_head.weight": random_weights(VOCABULARY, WIDTH),
+    }
+    for layer in range(LAYERS):
+        sizes = {  # attention is scaled up: else tokens would hardly depend on the cache
+            "self_attn.q_proj": (HEADS * HEAD_DIM, WIDTH, 2.5),
+            "self_attn.k_proj": (KV_HEADS * HEAD_DIM, WIDTH, 2.5),
+            "self_attn.v_proj": (KV_HEADS * HEAD_DIM, WIDTH, 3.0),
+            "self_attn.o_proj": (WIDTH, HEADS * HEAD_DIM, 3.0),
+            "mlp.gate_proj": (2 * WIDTH, WIDTH, 1.0),
+            "mlp.up_proj": (2 * WIDTH, WIDTH, 1.0),
+            "mlp.down_proj": (WIDTH, 2 * WIDTH, 1.0),
+        }
+        prefix = f"model.layers.{layer}"
+        for name, size in sizes.items():
+            weights[f"{prefix}.{name}.weight"] = random_weights(*size)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{name}.weight"] = torch.ones(WIDTH)
+    save_file(weights, folder / "model.safetensors")
+
+
+def engine(model: str, task: dict[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    options = dict(task.get("engine", {}))
+    if task.get("options") is not None:
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KvcupyConnector", kv_role=task.get("role", "kv_both"),
+            kv_connector_module_path="kvcupy.interop.vllm_connector",
+            kv_load_failure_policy=task.get("policy", "recompute"),
+            kv_connector_extra_config=task["options"],
+        )  # fmt: skip
+    return LLM(
+        model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK_TOKENS,
+        dtype="float32", num_gpu_blocks_override=task.get("blocks", DEVICE_BLOCKS),
+        max_model_len=1400, max_num_seqs=8, disable_log_stats=False, **options,
+    )  # fmt: skip
+
+
+def break_tiers(how: str | None) -> None:
+    """Make the disk fail, or the store hang, from now on."""
+    if how == "disk":
+        from kvcupy.cache.tiered.disk import DiskTier
+
+        def fail(tier: Any, items: Any) -> list[Any]:
+            return [OSError(5, "an injected failure") for _ in items]
+
+        DiskTier.read_many = DiskTier.write_many = fail  # type: ignore[method-assign,assignment]
+    elif how == "store":
+        from kvcupy.remote.stores.store import SharedStore
+
+        def hang(*arguments: Any, **options: Any) -> Any:
+            threading.Event().wait()
+
+        for name in ("match", "get", "put"):
+            setattr(SharedStore, name, hang)
+
+
+def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
+    """Serve prompts, and print a line of JSON for each batch."""
+    from vllm import SamplingParams
+
+    llm = engine(model, task)
+    count, at_once = task.get("new_tokens", NEW_TOKENS), task.get("at_once", 4)
+    params = task.get("params") or [None] * len(prompts)
+    if task.get("hand_over"):
+        params = [{"do_remote_decode": True}] * len(prompts)
+    print(json.dumps({"ready": True}), flush=True)
+    for start in range(0, len(prompts), at_once):
+        if start == task.get("break_at"):
+            break_tiers(task["break"])
+        batch = range(start, min(start + at_once, len(prompts)))
+        started = time.perf_counter()
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompts[i]} for i in batch],
+            [
+                SamplingParams(
+                    max_tokens=count, temperature=0, ignore_eos=True,
+                    extra_args=params[i] and {"kv_transfer_params": params[i]},
+                )
+                for i in batch
+            ],
+            use_tqdm=False,
+        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        line = {"start": start, "tokens": tokens, "seconds": seconds}
+        line["cached"] = [output.num_cached_tokens for output in outputs]
+        if task.get("hand_over"):
+            line["params"] = [output.kv_transfer_params for output in outputs]
+        print(json.dumps(line), flush=True)
+    if task.get("hand_over"):
+        sys.stdin.readline()  # until the other engine has the blocks
+        core = llm.llm_engine.engine_core.engine_core
+        for _ in range(20):
+            core.step_fn()
+            time.sleep(0.01)
+        pool = core.scheduler.kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks()
+        print(json.dumps({"left": len(core.scheduler.requests), "free": free}), flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+class Served:
+    """A process with an engine, and what it prints."""
+
+    def __init__(self, model: Path, prompts: Path, task: dict[str, Any]) -> None:
+        command = [
+            sys.executable, __file__, "--serve", json.dumps(task), "--model", str(model),
+            "--prompts", str(prompts),
+        ]  # fmt: skip
+        env = {
+            **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(task.get("separate", False))),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }  # fmt: skip
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            text=True, env=env,
+        )  # fmt: skip
+        self.tokens: dict[int, list[int]] = {}
+        self.cached: dict[int, int] = {}
+        self.params: list[Any] = []
+        self.seconds: list[float] = []
+        self.last: dict[str, Any] = {}
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Read what it prints, line by line."""
+        for text in self.process.stdout or ():
+            if not text.startswith("{"):
+                continue
+            line = json.loads(text)
+            for i, tokens in enumerate(line.get("tokens", ())):
+                self.tokens[line["start"] + i] = tokens
+                self.cached[line["start"] + i] = line["cached"][i]
+            if "seconds" in line:
+                self.seconds.append(line["seconds"])
+            self.params += line.get("params", ())
+            self.last = line
+            yield line
+
+    def end(self, *, expect: int | None = 0) -> Served:
+        for _ in self.lines():
+            pass
+        code = self.process.wait(60)
+        if expect is not None and code != expect:
+            self._errors.seek(0)
+            raise AssertionError(f"an engine ended with {code}:\n{self._errors.read()[-2000:]}")
+        return self
+
+
+# --- Checks ---
+
+
+class Checks:
+    """The checks, over the same prompts."""
+
+    def __init__(self, folder: Path, prompts: Prompts) -> None:
+        self._folder, self.prompts = folder, prompts
+        self._model = folder / "model"
+        expected = folder / "alone.json"
+        if not expected.exists():
+            write_model(self._model)
+            alone = self._start({"blocks": 4096}, prompts).end().tokens
+            expected.write_text(json.dumps([alone[i] for i in range(len(prompts))]))
+        self._expected = dict(enumerate(json.loads(expected.read_text())))
+        different = len({tuple(t) for t in self._expected.values()})
+        assert different > 0.9 * len({tuple(p) for p in prompts}), "tokens do not depend on prompts"
+
+    def _start(self, task: dict[str, Any], prompts: Prompts | None = None) -> Served:
+        path = self._folder / f"prompts-{time.monotonic_ns()}.json"
+        path.write_text(json.dumps(self.prompts if prompts is None else prompts))
+        return Served(self._model, path, task)
+
+    def _compare(self, served: Served) -> dict[str, Any]:
+        wrong = [i for i, tokens in served.tokens.items() if tokens != self._expected[i]]
+        assert not wrong, f"{len(wrong)} prompts have wrong tokens, such as number {wrong[0]}"
+        return {
+            "prompts": len(served.tokens),
+            "cached_tokens": sum(served.cached.values()),
+            "prompt_tokens": sum(len(self.prompts[i]) for i in served.tokens),
+            "seconds": round(sum(served.seconds), 3),
+        }
+
+    def host(self) -> dict[str, Any]:
+        """Serve with a device cache far too small, and host memory for all blocks."""
+        task = {"options": {"host_bytes": HOST}, "at_once": 1}
+        found = self._compare(self._start(task).end())
+        found["expected_cached_tokens"] = expected_hits(self.prompts)
+        assert found["cached_tokens"] == found["expected_cached_tokens"], found
+        return found
+
+    def batches(self) -> dict[str, Any]:
+        """Serve batches of eight, with asynchronous loads, preemptions and chunks."""
+        task = {
+            "options": {"host_bytes": HOST}, "at_once": 8, "blocks": 90,
+            "engine": {"max_num_batched_tokens": 256},
+        }  # fmt: skip
+        return self._compare(self._start(task).end())
+
+    def separate(self) -> dict[str, Any]:
+        """Serve with scheduler and worker in different processes, and a disk."""
+        task = {
+            "options": self._disk_options("separate", host_bytes=SMALL_HOST), "separate": True,
+            "engine": {"distributed_executor_backend": "mp"},
+        }  # fmt: skip
+        return self._compare(self._start(task).end())
+
+    def tensor_parallel(self) -> dict[str, Any]:
+        """Serve with two workers, each with half of the heads."""
+        task = {
+            "options": self._disk_options("tensor", host_bytes=SMALL_HOST // 2), "separate": True,
+            "engine": {"tensor_parallel_size": 2},
+        }  # fmt: skip
+        return self._compare(self._start(task).end())
+
+    def kill(self) -> dict[str, Any]:
+        """Kill an engine in mid-save, and start it again on the same file, several times."""
+        options = self._disk_options("kill", host_bytes=SMALL_HOST)
+        rng, found = random.Random(1), []
+        for _ in range(2):
+            served = self._start({"options": options})
+            stop_at = rng.randrange(len(self.prompts) // 8, len(self.prompts) // 2)
+            for line in served.lines():
+                if line.get("start", 0) >= stop_at:
+                    time.sleep(rng.random() * 0.05)
+                    served.process.kill()
+                    break
+            served.process.wait()
+            found.append(self._compare(served)["cached_tokens"])
+        last = self._compare(self._start({"options": options}).end())
+        assert last["cached_tokens"] > max(found)
+        return {**last, "cached_tokens_of_killed": found}
+
+    def store(self) -> dict[str, Any]:
+        """Serve with engines on one store, one after the other and two at once."""
+        name = f"vllm-check-{os.getpid()}"
+        options = {"host_bytes": SMALL_HOST, "store": f"shm:{name}", "store_bytes": DISK_BYTES}
+        try:
+            first = self._compare(self._start({"options": options}).end())
+            pair = [self._start({"options": options}) for _ in range(2)]
+            both = [self._compare(served.end()) for served in pair]
+        finally:
+            Path("/dev/shm", f"kvcupy-{name}").unlink(missing_ok=True)
+        assert both[0]["cached_tokens"] > first["cached_tokens"]
+        return {"first": first, "second": both[0], "third": both[1]}
+
+    def hand_over(self) -> dict[str, Any]:
+        """Prefill in one engine, and decode in another."""
+        prompts = self.prompts[:24]
+        options = {"host_bytes": 4 * SMALL_HOST}
+        task = {"options": options, "blocks": 1200, "hand_over": True, "new_tokens": 1}
+        prefill = self._start(task, prompts)
+        for line in prefill.lines():
+            if line.get("start", 0) + 4 >= len(prompts):
+                break
+        task = {"options": options, "blocks": 1200, "params": prefill.params}
+        decode = self._start(task, prompts).end()
+        found = self._compare(decode)
+        assert prefill.process.stdin is not None
+        prefill.process.stdin.write("\n")
+        prefill.process.stdin.flush()
+        prefill.end()
+        assert prefill.last["left"] == 0, prefill.last
+        return {**found, "left_in_prefill": prefill.last}
+
+    def broken_disk(self) -> dict[str, Any]:
+        """Serve with a disk that fails from the middle on."""
+        options = self._disk_options("broken", host_bytes=SMALL_HOST)
+        half = len(self.prompts) // 8 * 4
+        task = {"options": options, "break": "disk", "break_at": half}
+        return self._compare(self._start(task).end())
+
+    def hanging_store(self) -> dict[str, Any]:
+        """Serve with a store that hangs from the middle on."""
+        name = f"vllm-check-hang-{os.getpid()}"
+        options = {"host_bytes": SMALL_HOST, "store": f"shm:{name}", "store_bytes": DISK_BYTES}
+        half = len(self.prompts) // 8 * 4
+        task = {"options": options, "break": "store", "break_at": half}
+        try:
+            return self._compare(self._start(task).end())
+        finally:
+            Path("/dev/shm", f"kvcupy-{name}").unlink(missing_ok=True)
+
+    def first_token(self) -> dict[str, Any]:
+        """Measure the time to the first token of a long prompt, from host memory and computed."""
+        words = random.Random(0)
+        long = [
+            [words.randrange(3, VOCABULARY) for _ in range(1200)] for _ in range(6)
+        ]  # fmt: skip
+        prompts = [long[i % 6] for i in range(30)]  # each was evicted from the device meanwhile
+        task = {"at_once": 1, "new_tokens": 1}
+        computed = self._start({**task, "blocks": DEVICE_BLOCKS}, prompts).end().seconds
+        served = self._start(
+            {**task, "options": {"host_bytes": HOST}, "blocks": DEVICE_BLOCKS}, prompts
+        ).end()
+        assert all(served.cached[i] == 1184 for i in range(6, 30)), served.cached
+        found = {"computed_ms": 1e3 * min(computed[6:]), "host_ms": 1e3 * min(served.seconds[6:])}
+        assert found["host_ms"] < found["computed_ms"], found
+        return found
+
+    def _disk_options(self, name: str, *, host_bytes: int) -> dict[str, Any]:
+        folder = self._folder / f"{name}-{os.getpid()}"
+        folder.mkdir()
+        return {
+            "host_bytes": host_bytes, "disk_path": str(folder), "disk_bytes": DISK_BYTES
+        }  # fmt: skip
+
+
+CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
+    name: getattr(Checks, name)
+    for name in (
+        "host", "batches", "separate", "tensor_parallel", "kill", "store", "hand_over",
+        "broken_disk", "hanging_store", "first_token",
+    )
+}  # fmt: skip
+
+
+def add_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write results to a file, beside earlier ones of other checks."""
+    trace = arguments.trace.name if arguments.trace else "synthetic"
+    facts = {**describe(kv.device("host")), "vllm": version("vllm-cpu"), "trace": trace}
+    earlier = read_json(arguments.json)["checks"] if arguments.json.exists() else {}
+    write_json(arguments.json, {**facts, "checks": {**earlier, **results}})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--trace", type=Path, help="JSON lines; default: synthetic")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--folder", type=Path, help="keep model and tokens here, and reuse them")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        serve(
+            arguments.model, json.loads(arguments.serve), json.loads(arguments.prompts.read_text())
+        )
+        return 0
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kvcupy-vllm-"))
+    folder.mkdir(exist_ok=True)
+    results: dict[str, Any] = {}
+    failed = False
+    try:
+        checks = Checks(folder, prompts_of(arguments.trace, arguments.requests))
+        for name in arguments.only:
+            started = time.monotonic()
+            try:
+                results[name] = CHECKS[name](checks)
+                text = json.dumps(results[name])
+            except AssertionError as error:
+                results[name] = {"failed": str(error)}
+                text, failed = f"FAILED: {error}", True
+            print(f"{name} ({time.monotonic() - started:.0f} s): {text}", flush=True)
+            if arguments.json is not None:
+                add_results(arguments, results)
+    finally:
+        if arguments.folder is None:
+            with suppress(OSError):
+                shutil.rmtree(folder)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
