@@ -127,6 +127,7 @@ class TieredMixture(Mixture):
         for name in list(self.tokens):
             self.remove(name)
         self.settle()
+        self.tiers.flush()
         self.tiers.clear()
         for cache in self.caches:
             cache.host_pool.allocator.check_leaks()

@@ -368,7 +368,8 @@ class PagedKVCache(ProcessLocal):
         Returns
         -------
         int : r, 0 without groups. The child has r tokens less than `at`, because some group cannot
-            restore more: a window has left them behind, or there is no state. Append them again
+            restore more, not even from tiers: a window has left them behind, or there is no state.
+            Append them again
 
         Raises
         ------

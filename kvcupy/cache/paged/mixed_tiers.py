@@ -221,7 +221,7 @@ def _insert(
     tiers: MixedTieredCache, number: int, sequences: Sequences, sequence: CachedSequence,
     indices: range, after: Any, num_pages: int,
 ) -> set[int]:  # fmt: skip
-    """Give the tiers of a group those of a sequence's pages that it owns; return what they took."""
+    """Give the tiers of a group the unshared pages of a sequence; return the pages they took."""
     if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
         return set()
     blocks = tiers.groups[number].blocks
@@ -254,7 +254,7 @@ def _take_unseen(
 
 @contextmanager
 def _losing(what: str) -> Iterator[None]:
-    """Let a step go on without blocks that cannot be kept."""
+    """Continue a step without blocks that cannot be kept."""
     try:
         yield
     except OrderError:

@@ -425,7 +425,7 @@ class States:
     ) -> CopiedPages:  # fmt: skip
         """Copy states between slots, and zero some, for sequences whose attention waits for it.
 
-        behind : loads to wait for, beside those of the sequences
+        behind : more loads to wait for; the loads of the sequences are waited for anyway
         """
         stream = access.copy_stream
         with access.on(stream):
