@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -427,6 +429,25 @@ def test_a_load_that_fails(device, monkeypatch, group):
     mixture.check_empty()
 
 
+def test_caches_are_freed_without_a_search_for_cycles(device):
+    mixture = TieredMixture(MIXES["state, window, full"], device, blocks=40, num_tokens=300)
+    tokens = mixture.new(42)
+    for name in "ab":
+        mixture.prompt(name, tokens)
+    mixture.fork("a", "c", 20)
+    mixture.remove("b")
+    mixture.settle()
+    gone = [weakref.ref(mixture.cache), weakref.ref(mixture.tiers)]
+    gone += [weakref.ref(cache.host_pool) for cache in mixture.caches]
+    gc.collect()
+    gc.disable()
+    try:
+        del mixture
+        assert [ref() for ref in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+
+
 def test_refusals(device):
     mixture = TieredMixture(MIXES["window, full"], device)
     other = TieredMixture(MIXES["window, full"], device)
@@ -438,6 +459,8 @@ def test_refusals(device):
     )
     with pytest.raises(ValueError, match="groups"):
         kv.TieredCache(groups=plain, host_bytes=1 << 20)
+    with pytest.raises(ValueError, match="host_bytes: expected None"):
+        kv.TieredCache(pool, pool_like(pool, 4, dtype=pool.dtype), host_bytes=1 << 20)
     with pytest.raises(ValueError, match="host_bytes: expected at least"):
         kv.TieredCache(groups=other.cache, host_bytes=100)
     with pytest.raises(ValueError, match="device_pool"):

@@ -154,7 +154,11 @@ class TieredCache(ProcessLocal):
         policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
         pin_bytes: int | None = None,
+        groups: Any = None, host_bytes: int | None = None, shared_bytes: int | None = None,
     ) -> None:  # fmt: skip
+        for name, number in (("host_bytes", host_bytes), ("shared_bytes", shared_bytes)):
+            if number is not None:
+                raise ValueError(f"{name}: expected None without groups, got {number!r}")
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
         checks.require_int(disk_bytes, "disk_bytes")

@@ -152,7 +152,11 @@ class MixedTieredCache(TieredCache):
             raise
         self._is_shared = shared is not None
         self._lock = threading.RLock()  # of the prefixes; taken before the lock of a group's tiers
-        self._prefixes = Prefixes(blocks, self._has, self._discard)
+        # Not methods: in a cycle, all pools would stay until Python looks for cycles.
+        has = partial(_has_block, self._caches, self._masks)
+        # With a shared store blocks are of use even if the tiers lack others.
+        discard = partial(_discard, [] if self._is_shared else self._caches, self._masks)
+        self._prefixes = Prefixes(blocks, has, discard)
         self._lost: deque[tuple[int, int]] = deque()  # group and hash
         self._counts = {"prefix_hits": 0, "prefix_misses": 0}
         if not self._is_shared:  # else the store may have what the tiers have lost
@@ -329,27 +333,20 @@ class MixedTieredCache(TieredCache):
     def has_state(self, key: int) -> bool:
         """Return whether the states behind a prefix are in some tier."""
         return all(
-            self._has(i, key) for i, group in enumerate(self.groups) if group.blocks.is_state
+            _has_block(self._caches, self._masks, i, key)
+            for i, group in enumerate(self.groups)
+            if group.blocks.is_state
         )
 
     def _names(self, number: int, keys: Sequence[int]) -> list[int]:
         mask = self._masks[number]
         return [key ^ mask for key in keys]
 
-    # --- Useless blocks ---
-
-    def _has(self, number: int, key: int) -> bool:
-        return self._caches[number]._has_block(key ^ self._masks[number])
-
-    def _discard(self, number: int, keys: list[int]) -> None:
-        """Discard blocks of a group that nobody uses. With a shared store, they may be of use."""
-        if not self._is_shared and not self.closed:
-            self._caches[number]._discard_blocks(self._names(number, keys))
-
     def _process_lost(self) -> None:
+        """Discard what is useless without blocks that tiers have lost."""
         while self._lost:
             number, key = self._lost.popleft()
-            if not self._has(number, key):
+            if not _has_block(self._caches, self._masks, number, key):
                 self._prefixes.lost(key)
 
     # --- Evicting, the files, and statistics ---
@@ -364,10 +361,16 @@ class MixedTieredCache(TieredCache):
             self._process_lost()
 
     def flush(self, *, deadline_s: float = 30.0) -> None:
+        failure: OSError | None = None
         for cache in self._caches:
-            cache.flush(deadline_s=deadline_s)
+            try:
+                cache.flush(deadline_s=deadline_s)
+            except OSError as error:
+                failure = failure or error
         with self._lock:
             self._process_lost()
+        if failure is not None:
+            raise failure
 
     def clear(self) -> None:
         with self._lock:
@@ -434,6 +437,17 @@ for _name in (
 
 def _nowhere(number: int, index: int) -> bool:
     return False
+
+
+def _has_block(caches: Sequence[TieredCache], masks: Sequence[int], number: int, key: int) -> bool:
+    return caches[number]._has_block(key ^ masks[number])
+
+
+def _discard(
+    caches: Sequence[TieredCache], masks: Sequence[int], number: int, keys: Sequence[int]
+) -> None:
+    if caches:
+        caches[number]._discard_blocks([key ^ masks[number] for key in keys])
 
 
 def _note_lost(lost: deque[tuple[int, int]], number: int, mask: int, change: Change) -> None:
