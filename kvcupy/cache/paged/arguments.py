@@ -209,7 +209,7 @@ def rope_of(
 
 
 def rope_positions(table: Any) -> int | None:
-    """Return the positions of a RoPE table, or None if there is none or it is not a table."""
+    """Return the positions of a RoPE table; None without a table."""
     shape: Any = getattr(table, "shape", ())
     return int(shape[0]) if len(shape) == 2 else None
 

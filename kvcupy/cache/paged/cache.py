@@ -14,6 +14,7 @@ from ...arrays import address_of, view
 from ...config import cache_logger, config
 from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...ops import call, checks
+from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
@@ -34,7 +35,7 @@ from .group_files import GroupFiles
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
 from .mixed_tiers import MixedTiers, tier_groups
 from .page_group import make_group, make_groups
-from .states import States, state_loads, states_of
+from .states import StateLoad, States, states_of
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 
@@ -86,7 +87,8 @@ class PagedKVCache(ProcessLocal):
         `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
         group has its own pool. Layers have their numbers in the model
     memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
-        num_tokens tokens (None: max_seq_len, or the positions of rope); see `plan`
+        num_tokens tokens (None: max_seq_len, or the positions of rope, else 4,096 or as many that
+        four sequences fit); see `plan`
     num_tokens : with groups and without memory_bytes, the tokens that the pools hold, of one
         sequence, or of several of max_seq_len tokens
 
@@ -376,7 +378,7 @@ class PagedKVCache(ProcessLocal):
         UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
         TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
             committed
-        CacheFull : a partial page is to be copied and none is free; nothing has changed
+        CacheFull : a partial page or a state is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
         Notes
@@ -475,6 +477,7 @@ class PagedKVCache(ProcessLocal):
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
+        DeviceError : a kept state could not be copied; the sequence is empty
         """
         return self._steps.pop(seq, n)
 
@@ -565,7 +568,7 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError : no step is running
         DeviceError, TransferError : layers of an exported sequence could not be sent, and its offer
-            is withdrawn; the step has ended
+            is withdrawn; or a state could not be kept. The step has ended
         """
         self._steps.end()
 
@@ -640,8 +643,9 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError : no step is running
-        TypeError, ValueError : `stream` is not a stream, or there is no recurrent group
+        KvcupyError : no step is running, or there is no recurrent group
+        TypeError, ValueError : `stream` is not a stream
+        DeviceError : a state could not be copied, and the sequence can only be removed
 
         Notes
         -----
@@ -649,13 +653,15 @@ class PagedKVCache(ProcessLocal):
         that does. Capture: legal; a launch for fewer sequences has -1 for the others.
         """
         if self._states is None:
-            raise ValueError("state_slots: expected a cache with a recurrent group")
-        slots = self.device.carrier(self._tables(stream)[STATE_SLOTS])
+            raise KvcupyError("this cache has no recurrent group, and so no states")
+        step, tables = self._running()
         own = self.pool._as_stream(stream)
+        slots = tables.on(own)[STATE_SLOTS]
         if not own.capturing:
-            for load in state_loads(self._running()[0].sequences):
-                load.wait(own)
-        return slots
+            for load in step.loads:
+                if isinstance(load, (StateLoad, CopiedPages)):  # not pages, layer by layer
+                    load.wait(own)
+        return self.device.carrier(slots)
 
     # --- Attention ---
 

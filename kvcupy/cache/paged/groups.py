@@ -21,8 +21,12 @@ from ..pool import KVPool, MLAPool, Pool, positive_int
 from .arguments import DTYPE, Demotion, has_token_scales
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
-_EXTRA_STATES = 32  # without memory_bytes, more states take one part in so many of the memory
 _STATE_ALIGNMENT = 8  # bytes, of each part: of the widest dtype
+# Without memory_bytes there are more states if all of them fit in one part in so many of the bytes
+# of the pages, or in so many bytes.
+_STATES_PART, _MIN_STATES_BYTES = 16, 1 << 16
+# With memory_bytes alone: the length of sequences, halved until so many fit.
+_DEFAULT_LENGTH, _DEFAULT_SEQUENCES = 4096, 4
 _MAX_SHOWN = 4  # layers, in the name of a group
 _MAX_COUNT = 2**62  # of bytes or tokens
 
@@ -448,17 +452,20 @@ def make_plan(
         needs = _needs(groups, page_size, length, _STATES_PER_SEQUENCE)
         count = -(-tokens // length)
         extra = _extra_states(groups, needs, count, step_pages)
+        extra = min(extra, -(-tokens // page_size))
         return _divided(groups, needs, page_size, length, count, step_pages, extra)
-    length = tokens or max_seq_len or 0
-    if not length:
-        raise ValueError(
-            "num_tokens: expected the tokens of a sequence, or max_seq_len, with memory_bytes"
-        )
     budget = _count(memory_bytes, "memory_bytes")
 
     def total(needs: Sequence[Sequence[_Need]], count: float, step: int) -> int:
         return sum(n.unit_bytes * n.count(count, step) for own in needs for n in own)
 
+    length = tokens or max_seq_len or _DEFAULT_LENGTH
+    if not (tokens or max_seq_len):
+        while length > page_size:
+            needs = _needs(groups, page_size, length, _STATES_PER_SEQUENCE)
+            if total(needs, _DEFAULT_SEQUENCES, step_pages) <= budget:
+                break
+            length //= 2
     step = step_pages
     for states in (_STATES_PER_SEQUENCE, 1):
         needs = _needs(groups, page_size, length, states)
@@ -526,7 +533,8 @@ def _extra_states(
         for need in own
         if not isinstance(group, Recurrent)
     )
-    return max(0, pages // _EXTRA_STATES // states - count * _STATES_PER_SEQUENCE)
+    most = max(pages // _STATES_PART, _MIN_STATES_BYTES) // states
+    return max(0, most - count * _STATES_PER_SEQUENCE)
 
 
 def _divided(

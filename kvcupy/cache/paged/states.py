@@ -335,13 +335,13 @@ class States:
 
         Returns sequence, length and slot of each.
 
-        is_useless : whether the tokens of a sequence before a state can no longer be restored. Such
-            states are dropped
+        is_useless : whether the tokens of a sequence before a state can no longer be restored. The
+            first states are dropped if they are useless
         """
         for name in names:
             kept = self._of[name].kept
-            for length in [n for n in kept if is_useless(name, n)]:
-                self._drop(kept.pop(length))
+            while kept and is_useless(name, first := next(iter(kept))):
+                self._drop(kept.pop(first))
         due: list[tuple[Hashable, int, int]] = []
         for name, sequence in zip(names, sequences, strict=True):
             state, length = self._of[name], sequence.length

@@ -61,7 +61,7 @@ class Scheduler:
         self._answers: dict[str, list[Found]] = {}
         self._salt = b""  # random once blocks were forgotten, as after a change of the weights
         self._num_failures = 0
-        self._num_running = 0  # requests in the last step
+        self._running: set[str] = set()  # unfinished requests of the last step
 
     # --- Scheduling a request ---
 
@@ -77,7 +77,7 @@ class Scheduler:
         found = self._look_up(name, first, hashes[first:])
         if found is None:
             return None, False
-        is_async = not self._layerwise or self._num_running > 0
+        is_async = not self._layerwise or bool(self._running)
         self._found[name] = (first, found, is_async)
         if not found.num_blocks:
             return 0, False
@@ -167,7 +167,7 @@ class Scheduler:
         """Return what the workers do in a step."""
         step, self._step = self._step, Step()
         step.number_of_failures = self._num_failures
-        self._num_running = len(output.num_scheduled_tokens)
+        self._running = set(output.num_scheduled_tokens)
         size = self.block_tokens
         for new in output.scheduled_new_reqs:
             blocks = new.block_ids[0]
@@ -240,6 +240,7 @@ class Scheduler:
         )  # fmt: skip
         for known in dicts:
             known.pop(name, None)
+        self._running.discard(name)
         self._recompute.discard(name)
         self._pulled.discard(name)
         self._taken_over.discard(name)
