@@ -10,6 +10,7 @@ from groups_model import HEADS, PAGE, Mixture, Taken, full, latent, recurrent, s
 from helpers import full_only
 
 import kvcupy as kv
+from kvcupy.cache.paged import step
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import States
 
@@ -83,6 +84,14 @@ def run(mixture, seed, steps=45):
 @pytest.mark.parametrize("mix", MIXES)
 def test_random_operations(device, mix, seed):
     run(Mixture(MIXES[mix](), device), seed)
+
+
+def test_shared_prefixes_are_attended_once(device, monkeypatch):
+    found = []
+    genuine = step.find_cascade
+    monkeypatch.setattr(step, "find_cascade", lambda *a: found.append(genuine(*a)) or found[-1])
+    run(Mixture(MIXES["window, full, latent"](), device, cascade=True), 3)
+    assert any(cascade is not None for cascade in found)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -368,20 +377,20 @@ def stepped(model, update_on=None):
     for name in "ab":
         cache.add_sequence(name)
 
-    def step(names, count, stream=None, **options):
+    def forward(names, count, stream=None, **options):
         with cache.forward(list(names), [count] * len(names), **options):
             model.work(model.rows(count * len(names)), stream, update_on)
 
-    step("ab", 8)
+    forward("ab", 8)
     cache.fork_sequence("a", "c")
-    step("abc", 4)
+    forward("abc", 4)
     cache.pop_tokens("a", 4)
-    step("abc", 1, other)
-    step("ab", 3, other, token_tree=[[-1, 0, 1]] * 2)
+    forward("abc", 1, other)
+    forward("ab", 3, other, token_tree=[[-1, 0, 1]] * 2)
     cache.commit_token_tree(["a", "b"], [2, 0])
     cache.remove_sequence("a")
     cache.add_sequence("d")
-    step("bcd", 2)
+    forward("bcd", 2)
     model.device.synchronize()
 
 

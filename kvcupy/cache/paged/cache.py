@@ -201,7 +201,7 @@ class PagedKVCache(ProcessLocal):
                 num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
                 num_pages=num_pages, v_head_dim=v_head_dim, latent_dim=latent_dim,
                 rope_dim=rope_dim, k_scale=k_scale, v_scale=v_scale, pool=pool, demotion=demotion,
-                cascade=cascade or None, dtype=None if dtype is DTYPE else dtype,
+                dtype=None if dtype is DTYPE else dtype,
             )  # fmt: skip
             if attention != "kvcupy":
                 raise NotImplementedError(

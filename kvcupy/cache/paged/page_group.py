@@ -322,7 +322,7 @@ def make_groups(
         if isinstance(declared, SlidingWindow):
             options |= {"window": declared.window, "sink_tokens": declared.sink_tokens}
         pool = declared.make_pool(part.num_pages, page_size, device)
-        past_pool = past_pool_of(pool, demotion, None, False)
+        past_pool = past_pool_of(pool, demotion, shared["cascade"], False)
         num_columns = 1 if past_pool is None else 2
         tables = GroupTables(len(groups), column, num_columns)
         column += num_columns
