@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import observe
+from kvcupy.cache.engine import TransferQueue
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import States
 from kvcupy.cache.pool import pool_like
@@ -44,6 +45,19 @@ def prompts_of(mixture, count=8):
     return prompts
 
 
+@contextmanager
+def removing_what_fails(mixture):
+    """Remove all sequences after a DeviceError: some can only be removed."""
+    try:
+        yield
+    except kv.DeviceError:
+        mixture.failures += 1
+        for name in list(mixture.cache._sequences._known):
+            mixture.cache.remove_sequence(name)
+        mixture.tokens.clear()
+        mixture.parents.clear()
+
+
 def run(mixture, seed, steps=60):
     rng = np.random.default_rng(seed)
     prompts = prompts_of(mixture)
@@ -56,7 +70,7 @@ def run(mixture, seed, steps=60):
             ["prompt", "step", "remove", "fork", "pop", "evict", "abort"],
             p=[0.34, 0.1, 0.26, 0.08, 0.08, 0.1, 0.04],
         )
-        with suppress(kv.CacheFull):
+        with removing_what_fails(mixture), suppress(kv.CacheFull):
             if action == "prompt" and len(names) < 4:
                 made += 1
                 mixture.prompt(
@@ -401,6 +415,26 @@ def test_a_full_pool_changes_nothing(device):
     mixture.remove("b")
     mixture.prompt("a", tokens)
     assert mixture.hits[-1] == 48
+    mixture.check_empty()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_transfers_that_fail_at_random(device, monkeypatch, mix):
+    """Blocks are lost, and computed again; none is wrong, and nothing leaks."""
+    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+    rng, issue = np.random.default_rng(4), TransferQueue._issue
+    refused = {"load": 0, "save": 0}
+
+    def fails_at_times(queue, batch, other):
+        if rng.random() < (0.5 if queue.kind == "load" else 0.2):
+            refused[queue.kind] += 1
+            raise OSError("no bus")
+        return issue(queue, batch, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferQueue, "_issue", fails_at_times)
+        run(mixture, 5, 90)
+    assert min(refused.values()) > 0 and mixture.failures > 0
     mixture.check_empty()
 
 

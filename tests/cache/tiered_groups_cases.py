@@ -19,6 +19,7 @@ class TieredMixture(Mixture):
     ----------
     tiers : the TieredCache, with room for about `blocks` blocks of each group in host memory
     hits : how many tokens were not computed, of each prompt
+    failures : how often sequences were lost to a DeviceError
     """
 
     def __init__(self, groups, device, *, blocks=16, tiers=None, **options):
@@ -30,7 +31,7 @@ class TieredMixture(Mixture):
         self.tiers = kv.TieredCache(groups=self.cache, host_bytes=num_bytes, **(tiers or {}))
         self.cache.attach(self.tiers)
         self.caches = self.tiers._caches
-        self.hits = []
+        self.hits, self.failures = [], 0
 
     def prompt(self, name, tokens, *, chunk=8, work=True):
         """Add a sequence, and compute the tokens of its prompt that are not cached."""
