@@ -3,14 +3,14 @@ r"""Say what documents behind other prefixes cost in quality, by how many tokens
 A small language model reads prompts of a prefix, documents and the text that follows the last of
 them. The documents are cached alone, spliced behind the prefix (`PagedKVCache.splice`) and some of
 their first tokens computed again. Scored are the next-token distributions over the text behind
-them, against those of a full prefill over a cache of the same format: their divergence, how often
-the likeliest token is the same, and the change of the loss. Nothing is timed, and equal arguments
-give equal numbers, but for the last digits of float32 products.
+them, against the distributions of a full prefill over a cache of the same format: their
+divergence, how often the likeliest token is the same, and the change of the loss. Nothing is timed,
+and equal arguments give equal numbers, but for the last digits of float32 products.
 
     python scripts/splice_study.py --json build/splice.json
     python scripts/splice_study.py --quick
 
-The model and its text are those of `quantisation_study.py`, whose help says how to install them.
+`quantisation_study.py` takes the same model and text; its help says how to install them.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def engine(model: str, task: dict[str, Any]) -> Any:
 
 
 def break_tiers(how: str | None) -> None:
-    """Make the disk fail, or the store hang, from now on."""
+    """Make the disk or many loads fail, or the store hang, from now on."""
     if how == "disk":
         from kvcupy.cache.tiered.disk import DiskTier
 
@@ -145,6 +145,17 @@ def break_tiers(how: str | None) -> None:
             return [OSError(5, "an injected failure") for _ in items]
 
         DiskTier.read_many = DiskTier.write_many = fail  # type: ignore[method-assign,assignment]
+    elif how == "loads":
+        from kvcupy.cache.tiered.holds import HeldBlocks
+
+        rng, load = random.Random(1), HeldBlocks.load
+
+        def fail_often(held: Any, pages: Any, **options: Any) -> Any:
+            if rng.random() < 0.4:
+                raise kv.DeviceError("load: an injected failure")
+            return load(held, pages, **options)
+
+        HeldBlocks.load = fail_often  # type: ignore[method-assign]
     elif how == "store":
         from kvcupy.remote.stores.store import SharedStore
 
@@ -372,6 +383,14 @@ class Checks:
         task = {"options": options, "break": "disk", "break_at": half}
         return self._compare(self._start(task).end())
 
+    def failed_loads(self) -> dict[str, Any]:
+        """Serve while many loads to the device fail, from the middle on."""
+        task = {
+            "options": {"host_bytes": HOST}, "break": "loads",
+            "break_at": len(self.prompts) // 8 * 4,
+        }  # fmt: skip
+        return self._compare(self._start(task).end())
+
     def hanging_store(self) -> dict[str, Any]:
         """Serve with a store that hangs from the middle on."""
         name = f"vllm-check-hang-{os.getpid()}"
@@ -412,7 +431,7 @@ CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
     name: getattr(Checks, name)
     for name in (
         "host", "batches", "separate", "tensor_parallel", "kill", "store", "hand_over",
-        "broken_disk", "hanging_store", "first_token",
+        "broken_disk", "failed_loads", "hanging_store", "first_token",
     )
 }  # fmt: skip
 

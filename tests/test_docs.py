@@ -251,6 +251,22 @@ def test_figures_of_the_quantisation_study():
     assert set(re.findall(r"0\.\d{4}", text)) <= divergences
 
 
+def test_figures_of_hints():
+    """Each row of the page has the figures of its JSON, in the order of the runs."""
+    text = PAGES["tiered_cache.md"].partition("## Hints")[2]
+    cells = [row[2:] for row in table_rows(text, "requests | policy and hint")]
+    rows = {
+        name: json.loads((ROOT / f"scripts/results/hints_{name}_host.json").read_text())["rows"]
+        for name in ("agents", "trace")
+    }
+    figures = [
+        [f"{100 * row['hit_rate']['device']:.2f} %", f"{100 * row['total']:.2f} %",
+         str(row["computed_again"])]
+        for row in rows["agents"] + rows["trace"]
+    ]  # fmt: skip
+    assert sorted(cells) == sorted(figures)
+
+
 def test_figures_of_agreement():
     """Each row of the page has the shares of equal tokens that the JSON counts."""
     file = ROOT / "scripts/results/serve_demo_agreement_host.json"

@@ -5,18 +5,24 @@ Importing this registers the attention implementation `"kvcupy"`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.paged.cache import PagedKVCache
+from ..cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWindow
 from ..cache.pool import positive_int
 from ..errors import KvcupyError
 from ..ops.attention import paged_attention
@@ -24,7 +30,37 @@ from ..ops.store import gather_kv, store_kv
 
 NAME = "kvcupy"
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_MAX_BATCH_TOKENS = 8192
+_NO_CHECKPOINTS = 2**31 - 1  # of states: nobody can ask the model to compute tokens again
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a layer caches.
+
+    Attributes
+    ----------
+    attention : keys and values
+    recurrent : states of convolutions and recurrences
+    window : the attribute of the config with the number of keys that a query sees at most, or None
+    """
+
+    attention: bool = False
+    recurrent: bool = False
+    window: str | None = None
+
+
+_KINDS = {
+    "full_attention": _Kind(attention=True),
+    "sliding_attention": _Kind(attention=True, window="sliding_window"),
+    "chunked_attention": _Kind(attention=True, window="attention_chunk_size"),
+    "linear_attention": _Kind(recurrent=True),
+    "conv": _Kind(recurrent=True),
+    "hybrid": _Kind(attention=True, recurrent=True),
+    "hybrid_sliding": _Kind(attention=True, recurrent=True, window="sliding_window"),
+    "moe": _Kind(),
+    "mlp": _Kind(),
+}
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
@@ -35,12 +71,21 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     ("sdpa", "eager"), and for models that cache latents (DeepSeek), the layer's keys and values are
     gathered into tensors for the model's own attention.
 
+    Layers that are not alike are groups of the PagedKVCache: layers with a sliding window free the
+    pages that no query sees again, and layers with a convolution or a recurrence (Mamba, linear
+    attention) have one state per row.
+
     Parameters
     ----------
     config : the model's; of a composite model, its text model's part is used
     num_pages : pages for the whole batch. A row of n tokens takes ceil(n / page_size) of them, and
-        rows that beam search has forked share theirs
+        rows that beam search has forked share theirs. With groups, of each layer that attends to
+        all tokens
     page_size : tokens per page
+    max_batch_size : with groups, rows for which there are windows and states; None: as many as in
+        the first forward
+    max_batch_tokens : with windows, tokens of a forward for which there are pages beside full
+        windows. The first forward may have more. None: 8192, or as many as in the first forward
     dtype : format of the cache, by name or as a dtype; "fp8_e4m3", "fp8_e5m2" and "int8" have a
         scale per token and head. None: the format of the model's keys
     device : a Device or its name; None: where the model's keys are
@@ -52,15 +97,21 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    NotImplementedError : the model has layers without their own keys and values, or with chunks
+    NotImplementedError : the model has layers that cache something else, or share the keys of
+        others
 
     Notes
     -----
-    Memory is allocated at the first forward, whose keys have the widths. Sliding windows mask; they
-    do not free pages. `crop`, `reorder_cache`, `batch_repeat_interleave` and
-    `batch_select_indices` move no keys except in the last, partial page of a row that is forked.
+    Memory is allocated at the first forward, whose keys and states have the shapes. With groups,
+    that forward attends to its tensors, and they are stored when it is over.
+    `crop`, `reorder_cache`, `batch_repeat_interleave` and
+    `batch_select_indices` move no keys except in the last, partial page of a row that is forked;
+    the state of a forked row is copied. `crop` takes tokens back as far as the windows go; as in
+    transformers, `activate_past_recording` makes them keep the last forward. A recurrent state
+    cannot be taken back.
     A forward that raises leaves the cache unchanged; so does one that finds too few pages, with
-    `CacheFull`.
+    `CacheFull`. The model updates recurrent states in copies, which are stored when the forward is
+    over; if its last layer is recurrent, at the next call.
     Stream: the current one of torch. Capture: illegal.
     Source: the interface of `transformers.DynamicCache`, release 5.
 
@@ -84,19 +135,46 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     def __init__(
         self, config: Any, *,
         num_pages: int, page_size: int = 16, dtype: Any = None, device: Any = None,
+        max_batch_size: int | None = None, max_batch_tokens: int | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config: expected the config of a model, got {type(config).__name__}")
         self._config = config.get_text_config(decoder=True)
-        self._num_layers = _num_layers(self._config)
+        kinds = _kinds(self._config)
+        self._attention = [layer for layer, kind in enumerate(kinds) if kind.attention]
+        self._recurrent = {layer for layer, kind in enumerate(kinds) if kind.recurrent}
+        if not self._attention:
+            raise NotImplementedError("config: expected at least one layer with attention")
+        self._windows = {
+            layer: int(getattr(self._config, kind.window))
+            for layer, kind in enumerate(kinds)
+            if kind.window is not None
+        }
+        self._has_groups = bool(self._windows or self._recurrent)
         self._counts: dict[str, Any] = {
             "num_pages": positive_int(num_pages, "num_pages"),
             "page_size": positive_int(page_size, "page_size"),
         }
+        self._max_batch_size = self._max_batch_tokens = None
+        if max_batch_size is not None:
+            self._max_batch_size = positive_int(max_batch_size, "max_batch_size")
+        if max_batch_tokens is not None:
+            self._max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
         self._dtype, self._device = dtype, device
-        self.pages: PagedKVCache | None = None
+        self._pages: PagedKVCache | None = None
+        self._places: dict[int, tuple[int, int]] = {}  # of a layer: its pool, its number there
+        self._states: dict[tuple[int, str], torch.Tensor] = {}  # (slots, ...)
         self._forget()
-        super().__init__(layers=[_Layer(self, layer) for layer in range(self._num_layers)])
+        layers = {
+            (False, False): DummyLayer, (True, False): _Layer, (False, True): _StateLayer,
+            (True, True): _HybridLayer,
+        }  # fmt: skip
+        super().__init__(
+            layers=[
+                layers[kind.attention, kind.recurrent](cache=self, layer=layer)
+                for layer, kind in enumerate(kinds)
+            ]
+        )
 
     def _forget(self) -> None:
         self._rows: list[int] = []  # the sequence of each row of the batch
@@ -104,14 +182,23 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._length = 0  # tokens of a row, padding included
         self._mask: torch.Tensor | None = None  # bool (B, length), False: padding; None: no padding
         self._step: _Step | None = None
+        self._keeps_step = False
+
+    @property
+    def pages(self) -> PagedKVCache | None:
+        """The PagedKVCache, from the first forward on; None before."""
+        self._settle()
+        return self._pages
 
     def __repr__(self) -> str:
+        self._settle()
         rows = f"{len(self._rows)} rows of {self._length} tokens"
         return f"<{type(self).__name__} of {rows}, {self.pages!r}>"
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch; -1 before the first forward."""
+        self._settle()
         return len(self._rows) or -1
 
     @property
@@ -121,7 +208,16 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has, padding included."""
+        self._settle()
         return self._length
+
+    def has_previous_state(self, layer_idx: Any = None, state_idx: Any = None) -> bool:
+        """Return whether there are tokens, and so states of recurrent layers."""
+        return self.get_seq_length() > 0
+
+    def activate_past_recording(self) -> None:
+        """Let the windows keep what the tokens of the last forward see, so that `crop` works."""
+        self._keeps_step = True
 
     # --- A forward ---
 
@@ -147,15 +243,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         CacheFull : there are too few pages; nothing has changed
         KvcupyError : a layer is missing, or comes twice
         """
-        if layer_idx == 0:
-            self._abort()
+        if layer_idx == self._attention[0] and self._step is not None and self._step.attended:
+            self._end()
         try:
-            pages = self._pages(key_states, value_states)
-            if self._config._attn_implementation == NAME and not self._caches_latents(key_states):
+            self._check_widths(key_states, value_states, layer_idx)
+            if self._is_paged(key_states):
                 keys = key_states.view_as(key_states)  # a new object, for the attribute
                 keys.kvcupy = self, layer_idx
                 return keys, value_states
-            return self._write_and_gather(pages, key_states, value_states, layer_idx)
+            return self._write_and_gather(key_states, value_states, layer_idx)
         except BaseException as error:
             self._abort(error)
             raise
@@ -185,12 +281,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         KvcupyError : a layer is missing, or comes twice
         """
         try:
-            pages = self._pages(key, value)
-            if layer_idx == 0:
-                self._begin(pages, key.shape[0], key.shape[2], attention_mask)
-            step = self._at(layer_idx)
+            step = self._at(layer_idx, key, value, attention_mask)
+            if step.first is not None:
+                self._hold(step, layer_idx, key, value)
+                out = _attend(query, key, value, attention_mask, causal=True, **options)
+                self._advance(step)
+                return out
             rows = [_tokens(x, step.index) for x in (query, key, value)]
-            out = pages.attention(layer_idx, *rows, **options) if step.num_tokens else rows[0]
+            out = rows[0]
+            if step.num_tokens:
+                assert self._pages is not None
+                out = self._pages.attention(layer_idx, *rows, **options)
             self._advance(step)
         except BaseException as error:
             self._abort(error)
@@ -202,64 +303,137 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         spread.view(-1, *shape[2:])[step.index] = out[:, :, : shape[3]]
         return spread
 
-    def _pages(self, key: Any, value: Any) -> PagedKVCache:
-        """Return the pages, which the first keys and values shape."""
-        widths = tuple(key.shape[1::2]), tuple(value.shape[1::2])
-        if self.pages is None:
-            if widths[0][0] != widths[1][0]:
-                raise ValueError(f"value_states: expected {widths[0][0]} heads, got {widths[1][0]}")
-            device = self._device
-            if device is None:
-                device = "host" if key.device.type == "cpu" else str(key.device)
-            num_heads = widths[0][0]
-            num_q_heads = 1 if self._caches_latents(key) else self._config.num_attention_heads
-            self.pages = PagedKVCache(
-                num_layers=self._num_layers, num_q_heads=num_q_heads, num_kv_heads=num_heads,
-                head_dim=widths[0][1], v_head_dim=widths[1][1], device=device,
-                dtype=key.dtype if self._dtype is None else self._dtype,
-                max_batch_tokens=self._counts["num_pages"] * self._counts["page_size"],
-                **self._counts,
-            )  # fmt: skip
-            self._widths = widths
-        if widths != self._widths:
-            raise ValueError(
-                f"key_states, value_states: expected heads and widths {self._widths} as in the "
-                f"first layer, got {widths}"
-            )
-        return self.pages
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """Return a convolution's last inputs, (B, ...), to be updated in place; None if empty."""
+        return self._old_state(layer_idx, f"conv {state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """Return a state, (B, ...), to be updated in place; None if the cache is empty."""
+        return self._old_state(layer_idx, f"recurrent {state_idx}")
+
+    def update_conv_state(
+        self, conv_states: Any, layer_idx: int, state_idx: int = 0,
+        conv_kernel_size: int | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Take the new inputs of a convolution, (B, C, new tokens).
+
+        Returns
+        -------
+        (B, C, tokens) : those before, as many as the convolution is wide, and the new ones
+        """
+        step, name = self._opened(), f"conv {state_idx}"
+        old = step.states.get((layer_idx, name))
+        width = conv_kernel_size or (conv_states if old is None else old).shape[-1]
+        whole = conv_states if old is None else torch.cat([old, conv_states], -1)
+        if whole.shape[-1] < width:
+            whole = torch.nn.functional.pad(whole, (width - whole.shape[-1], 0))
+        step.states[layer_idx, name] = whole[..., -width:].clone()
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        """Take the new state of a layer, (B, ...), and return it."""
+        self._opened().states[layer_idx, f"recurrent {state_idx}"] = recurrent_states
+        return recurrent_states
+
+    def _opened(self) -> _Step:
+        """Return the step, or begin a new one."""
+        if self._step is None:
+            self._step = _Step()
+        return self._step
+
+    def _old_state(self, layer: int, name: str) -> Any:
+        """Return the rows of a state before the step, in a copy that the model may update."""
+        if layer not in self._recurrent:
+            raise ValueError(f"layer_idx: expected a recurrent layer, got {layer}")
+        key = layer, name
+        if self._step is not None and key in self._step.visited:
+            self._end()
+        step = self._opened()
+        step.visited.add(key)
+        if not self._length or key not in self._states:
+            return None
+        states = self._states[key]
+        if step.state_slots is None:
+            assert self._pages is not None
+            stream = self._pages.device.as_stream(None, "torch")
+            slots = self._pages.state_slots_of(self._rows, stream=stream)
+            step.state_slots = torch.tensor(slots, device=states.device)
+        slots = step.state_slots
+        rows = states[slots.clamp(min=0)]
+        if self._mask is not None:  # a row may have had only padding
+            rows[slots < 0] = 0
+        step.states[key] = rows
+        return rows
+
+    def _is_paged(self, key: Any) -> bool:
+        """Whether the attention function of this module attends, over pages."""
+        return self._config._attn_implementation == NAME and not self._caches_latents(key)
 
     def _caches_latents(self, key: Any) -> bool:
         """Whether keys are latents that the model expands after `update`."""
         rank = getattr(self._config, "kv_lora_rank", None)
         return rank is not None and tuple(key.shape[1::2]) == (1, rank)
 
-    def _begin(self, pages: PagedKVCache, batch: int, count: int, mask: Any) -> _Step:
-        """Begin a step of `count` tokens per row, without those that the mask says are padding."""
+    def _check_widths(self, key: Any, value: Any, layer: int) -> None:
+        """Raise if keys and values have other shapes than those that are cached."""
+        if key.shape[1] != value.shape[1]:
+            raise ValueError(f"value_states: expected {key.shape[1]} heads, got {value.shape[1]}")
+        if self._pages is None or layer not in self._places:
+            return
+        pool = self._pages.pools[self._places[layer][0]]
+        expected = pool.num_kv_heads, pool.head_dim, pool.v_head_dim
+        widths = *key.shape[1::2], value.shape[3]
+        if widths != expected:
+            raise ValueError(
+                "key_states, value_states: expected heads and widths (num_heads, K, V) "
+                f"{expected} as in the first forward, got {widths}"
+            )
+
+    def _begin(self, step: _Step, key: Any, value: Any, mask: Any) -> None:
+        """Begin a step of new tokens for each row, without those that a mask says are padding."""
+        batch, count = key.shape[0], key.shape[2]
         if self._rows and len(self._rows) != batch:
             raise ValueError(f"key_states: expected a batch of {len(self._rows)}, got {batch}")
         mask = self._checked(mask, batch, count)
-        index, lengths = None, [count] * batch
+        step.lengths = [count] * batch
         if mask is not None:
             new = mask[:, self._length :]
-            lengths = new.sum(1).tolist()
-            if sum(lengths) < batch * count:
-                index = new.reshape(-1).nonzero()[:, 0]
-        added = list(range(self._next, self._next + batch)) if not self._rows else []
-        seqs = self._rows or added
+            step.lengths = new.sum(1).tolist()
+            if sum(step.lengths) < batch * count:
+                step.index = new.reshape(-1).nonzero()[:, 0]
+        step.count, step.num_tokens, step.mask = count, sum(step.lengths), mask
+        step.added = list(range(self._next, self._next + batch)) if not self._rows else []
+        if self._pages is None:
+            if self._has_groups:
+                step.first = {}
+                return
+            self._allocate_alike(key, value)
+        assert self._pages is not None
         try:
-            for seq in added:
-                pages.add_sequence(seq)
-            seqs = [seq for seq, n in zip(seqs, lengths, strict=True) if n]
-            forward = pages.forward(seqs, [n for n in lengths if n])
-            if seqs:
+            for seq in step.added:
+                self._pages.add_sequence(seq)
+            forward = self._forward(self._rows or step.added, step.lengths)
+            if forward is not None:
                 forward.__enter__()
         except BaseException:
-            for seq in added:
-                if seq in pages:
-                    pages.remove_sequence(seq)
+            for seq in step.added:
+                if seq in self._pages:
+                    self._pages.remove_sequence(seq)
+            step.added = []
             raise
-        self._step = _Step(forward, count, sum(lengths), index, mask, added)
-        return self._step
+        step.forward = forward
+
+    def _forward(
+        self, seqs: Sequence[int], lengths: Sequence[int]
+    ) -> AbstractContextManager[None] | None:
+        """Return a step of the pages; None if there are no tokens."""
+        assert self._pages is not None
+        appended = {seq: n for seq, n in zip(seqs, lengths, strict=True) if n}
+        if not appended:
+            return None
+        return self._pages.forward([*appended], [*appended.values()], keep_step=self._keeps_step)
 
     def _checked(self, mask: Any, batch: int, count: int) -> torch.Tensor | None:
         """Return a mask as bool (B, tokens) that agrees with what is stored; None: no padding."""
@@ -281,76 +455,276 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             raise ValueError("attention_mask: expected no change of earlier padding")
         return mask
 
-    def _at(self, layer: int) -> _Step:
-        """Return the step, whose next layer must be this one."""
+    def _at(self, layer: int, key: Any, value: Any, mask: Any) -> _Step:
+        """Return the step, whose next layer with attention is this one; the first begins it."""
         step = self._step
-        if step is None or layer != step.layer:
-            expected = "0" if step is None else f"{step.layer}"
-            raise KvcupyError(f"layer_idx: expected layer {expected} next, got {layer}")
+        if layer == self._attention[0] and (step is None or not step.attended):
+            step = self._opened()
+            self._begin(step, key, value, mask)
+            return step
+        attended = 0 if step is None else step.attended
+        if step is None or layer != self._attention[attended]:
+            raise KvcupyError(
+                f"layer_idx: expected layer {self._attention[attended]} next, got {layer}"
+            )
         return step
 
     def _advance(self, step: _Step) -> None:
-        """Advance to the next layer; end the step after the last one."""
-        step.layer += 1
-        if step.layer < self._num_layers:
+        """Advance to the next layer with attention; store the step if it is complete."""
+        step.attended += 1
+        self._settle()
+
+    def _is_complete(self, step: _Step) -> bool:
+        """Whether all layers have been there."""
+        return step.attended == len(self._attention) and self._recurrent <= {
+            layer for layer, _ in step.visited
+        }
+
+    def _settle(self) -> None:
+        """End the step if all layers have been there."""
+        step = self._step
+        if step is None or not self._is_complete(step):
             return
+        if step.first is not None:
+            self._store_first(step)
+        else:
+            self._store_states(step)
         self._step = None
-        if step.num_tokens:
+        if step.forward is not None:
             step.forward.__exit__(None, None, None)
         if step.added:
             self._rows, self._next = step.added, step.added[-1] + 1
         self._length += step.count
         self._mask = step.mask
 
+    def _end(self) -> None:
+        """End the step, or take it back if it is not complete."""
+        try:
+            self._settle()
+        finally:
+            self._abort()
+
     def _abort(self, error: BaseException | None = None) -> None:
         """Take back the step that a forward has left unfinished."""
         step, self._step = self._step, None
-        if step is None or self.pages is None:
+        if step is None or self._pages is None:
             return
-        if step.num_tokens:
+        if step.forward is not None:
             error = error or KvcupyError("the forward was left unfinished")
             step.forward.__exit__(type(error), error, None)
         for seq in step.added:
-            self.pages.remove_sequence(seq)
+            if seq in self._pages:
+                self._pages.remove_sequence(seq)
 
-    def _write_and_gather(
-        self, pages: PagedKVCache, key: Any, value: Any, layer: int
-    ) -> tuple[Any, Any]:
-        """Write the new tokens of a layer, and return all of it as tensors."""
-        pool, page_size = pages.pool, self._counts["page_size"]
-        batch, _, count, _ = key.shape
-        length = self._length + count
-        if layer == 0:
-            if self._mask is not None:
-                raise ValueError(
-                    f"past_key_values: expected rows without padding, or with it as {NAME!r} "
-                    "leaves it out; continue with that attention implementation"
-                )
-            step = self._begin(pages, batch, count, None)
-            table = torch.from_dlpack(pages.block_table()).long()
-            starts = table * page_size
-            slots = starts[:, :, None] + torch.arange(page_size, device=starts.device)
-            step.slots = slots.view(batch, -1)[:, :length].reshape(-1)
-        step = self._at(layer)
-        scales = {}
-        if pool.scale_parts:
-            scales = {"k_scale_cache": pool.k_scale(layer), "v_scale_cache": pool.v_scale(layer)}
-        caches = pool.k(layer), pool.v(layer)
+    def _write_and_gather(self, key: Any, value: Any, layer: int) -> tuple[Any, Any]:
+        """Write the new tokens of a layer, and return the tokens that it sees as tensors."""
+        if self._mask is not None:
+            raise ValueError(
+                f"past_key_values: expected rows without padding, or with it as {NAME!r} "
+                "leaves it out; continue with that attention implementation"
+            )
+        step = self._at(layer, key, value, None)
+        if step.first is not None:
+            self._hold(step, layer, key, value)
+            self._advance(step)
+            return key, value
         rows = _tokens(key, None), _tokens(value, None)
-        store_kv(*rows, *caches, pages.slot_mapping(), **scales)
-        outs = [x.new_empty(batch * length, *x.shape[1:]) for x in rows]
-        gather_kv(*caches, step.slots, k_out=outs[0], v_out=outs[1], **scales)
+        k_cache, v_cache, scales = self._write(layer, *rows)
+        slots = self._seen_slots(layer, key.shape[2])
+        outs = [x.new_empty(slots.numel(), *x.shape[1:]) for x in rows]
+        gather_kv(k_cache, v_cache, slots.reshape(-1), k_out=outs[0], v_out=outs[1], **scales)
         self._advance(step)
-        k, v = (x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in outs)
+        k, v = (x.view(*slots.shape, *x.shape[1:]).transpose(1, 2) for x in outs)
         return k, v
+
+    def _write(
+        self, layer: int, key: Any, value: Any, unseen: Any = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Write rows of the step's tokens, except `unseen` ones; return the caches and scales."""
+        pages = self._pages
+        assert pages is not None
+        number, place = self._places[layer]
+        pool, scales = pages.pools[number], {}
+        if pool.scale_parts:
+            scales = {"k_scale_cache": pool.k_scale(place), "v_scale_cache": pool.v_scale(place)}
+        k_cache, v_cache = pool.k(place), pool.v(place)
+        slots = pages.slot_mapping(layer=layer, stream=pages.device.as_stream(None, "torch"))
+        if unseen is not None:
+            slots = torch.from_dlpack(slots).masked_fill(unseen, -1)
+        store_kv(key, value, k_cache, v_cache, slots, **scales)
+        return k_cache, v_cache, scales
+
+    def _seen_slots(self, layer: int, count: int) -> torch.Tensor:
+        """Return where the tokens lie that `count` new ones see, int64 (B, tokens)."""
+        pages, page_size = self._pages, self._counts["page_size"]
+        assert pages is not None
+        stream = pages.device.as_stream(None, "torch")
+        table = torch.from_dlpack(pages.block_table(layer=layer, stream=stream)).long()
+        first = self._first_seen(layer)
+        places = torch.arange(first, self._length + count, device=table.device)
+        return table[:, places // page_size] * page_size + places % page_size
+
+    def _first_seen(self, layer: int) -> int:
+        """Return the first token that the next one sees in a layer."""
+        window = self._windows.get(layer)
+        return 0 if window is None else max(0, self._length - window + 1)
+
+    # --- Memory ---
+
+    def _allocate_alike(self, key: Any, value: Any) -> None:
+        """Allocate the pages of layers that are alike."""
+        num_layers, (num_heads, width) = len(self._attention), key.shape[1::2]
+        self._pages = PagedKVCache(
+            num_layers=num_layers, num_q_heads=self._num_q_heads(key), num_kv_heads=num_heads,
+            head_dim=width, v_head_dim=value.shape[3], device=self._device_of(key),
+            dtype=key.dtype if self._dtype is None else self._dtype,
+            max_batch_tokens=self._counts["num_pages"] * self._counts["page_size"],
+            **self._counts,
+        )  # fmt: skip
+        self._places = {layer: (0, layer) for layer in self._attention}
+
+    def _allocate_groups(self, step: _Step) -> None:
+        """Allocate the pages and states of layers that are not alike, which the step has shaped."""
+        assert step.first is not None
+        key = next(iter(step.first.values())).key
+        groups = [*self._attention_groups(step.first), *_state_groups(step.states)]
+        batch, page_size = key.shape[0], self._counts["page_size"]
+        num_tokens = self._counts["num_pages"] * page_size
+        max_batch_tokens = self._max_batch_tokens or max(_MAX_BATCH_TOKENS, batch * step.count)
+        if self._keeps_step or self._recurrent:
+            max_batch_tokens = max(max_batch_tokens, batch * step.count)
+        if not self._windows:
+            max_batch_tokens = num_tokens
+        self._pages = pages = PagedKVCache(
+            num_q_heads=self._num_q_heads(key), groups=groups, device=self._device_of(key),
+            page_size=page_size, num_tokens=num_tokens,
+            max_seq_len=-(-num_tokens // (self._max_batch_size or batch)),
+            max_batch_tokens=min(num_tokens, max_batch_tokens),
+        )  # fmt: skip
+        attention = [group for group in groups if not isinstance(group, Recurrent)]
+        self._places = {
+            layer: (number, place)
+            for number, group in enumerate(attention)
+            for place, layer in enumerate(group.layers)
+        }
+        for layer, name in step.states:
+            self._states[layer, name] = torch.from_dlpack(pages.state(layer, name))
+
+    def _attention_groups(self, first: dict[int, _Held]) -> Iterator[LayerGroup]:
+        """Yield groups of the layers whose keys and windows are alike."""
+        alike: dict[tuple[int | None, int, int, int], list[int]] = {}
+        for layer, held in first.items():
+            widths = *held.key.shape[1::2], held.value.shape[3]
+            alike.setdefault((self._windows.get(layer), *widths), []).append(layer)
+        for (window, num_heads, width, v_width), layers in alike.items():
+            options: dict[str, Any] = {
+                "layers": layers, "num_kv_heads": num_heads, "head_dim": width,
+                "v_head_dim": v_width,
+                "dtype": first[layers[0]].key.dtype if self._dtype is None else self._dtype,
+            }  # fmt: skip
+            if window is None:
+                yield FullAttention(**options)
+            else:
+                yield SlidingWindow(**options, window=window)
+
+    def _num_q_heads(self, key: Any) -> int:
+        return 1 if self._caches_latents(key) else int(self._config.num_attention_heads)
+
+    def _device_of(self, key: Any) -> Any:
+        if self._device is not None:
+            return self._device
+        return "host" if key.device.type == "cpu" else str(key.device)
+
+    # --- The first forward with groups, and states ---
+
+    def _hold(self, step: _Step, layer: int, key: Any, value: Any) -> None:
+        """Hold the keys and values of a layer, of which a window needs the last ones."""
+        assert step.first is not None
+        start, window = 0, self._windows.get(layer)
+        if window is not None and step.index is None and not self._keeps_step:
+            # What can be popped from pages, and the rest of the first page.
+            start = max(0, step.count - window - 2 * self._counts["page_size"])
+        if start:
+            key, value = key[:, :, start:].clone(), value[:, :, start:].clone()
+        step.first[layer] = _Held(key, value, start)
+
+    def _store_first(self, step: _Step) -> None:
+        """Allocate, and store what the first forward has computed, in steps that there is room for.
+
+        After an error there are no pages.
+        """
+        assert step.first is not None and not self._length
+        batch = len(step.lengths)
+        try:
+            self._allocate_groups(step)
+            assert self._pages is not None
+            for seq in step.added:
+                self._pages.add_sequence(seq)
+            size = step.count
+            if not (self._recurrent or self._keeps_step):  # then one step has room
+                size = max(1, self._pages.plan().step_tokens // batch)
+            for start in range(0, step.count, size):
+                stop = min(step.count, start + size)
+                self._store_columns(step, start, stop)
+        except BaseException:
+            self._pages, self._places, self._states = None, {}, {}
+            self._step = None
+            raise
+
+    def _store_columns(self, step: _Step, start: int, stop: int) -> None:
+        """Store the tokens of some columns of the batch, with the last ones the states."""
+        assert step.first is not None
+        index, lengths = None, [stop - start] * len(step.lengths)
+        if step.mask is not None:
+            new = step.mask[:, start:stop]
+            lengths = new.sum(1).tolist()
+            index = new.reshape(-1).nonzero()[:, 0]
+        forward = self._forward(step.added, lengths)
+        if forward is None:
+            return
+        with forward:
+            for layer, held in step.first.items():
+                if held.start >= stop:
+                    continue
+                key, value = (
+                    _tokens(_columns(x, start - held.start, stop - held.start), index)
+                    for x in (held.key, held.value)
+                )
+                unseen = None
+                if held.start > start:
+                    columns = torch.arange(start, stop, device=key.device) < held.start
+                    unseen = columns.repeat(len(lengths))
+                self._write(layer, key, value, unseen)
+            if stop == step.count:
+                self._store_states(step)
+
+    def _store_states(self, step: _Step) -> None:
+        """Write the states of the rows that have new tokens, at the end of a step."""
+        if not step.states or not step.num_tokens:
+            return
+        pages = self._pages
+        assert pages is not None
+        for (layer, name), rows in step.states.items():
+            expected, shape = self._states[layer, name].shape[1:], rows.shape[1:]
+            if shape != expected:
+                raise ValueError(
+                    f"states: expected {tuple(expected)} for {name} of layer {layer} as in the "
+                    f"first forward, got {tuple(shape)}"
+                )
+        slots = pages.state_slots(stream=pages.device.as_stream(None, "torch"))
+        slots = torch.from_dlpack(slots).long()
+        stored = [row for row, n in enumerate(step.lengths) if n]
+        for key, rows in step.states.items():
+            states = self._states[key]
+            states[slots] = (rows if len(stored) == len(rows) else rows[stored]).to(states.dtype)
 
     # --- Rows of the batch ---
 
     def reset(self) -> None:
         """Drop all tokens; the memory stays."""
         self._abort()
-        if self.pages is not None:
-            self.pages.clear()
+        if self._pages is not None:
+            self._pages.clear()
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -363,22 +737,38 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         Raises
         ------
         ValueError : it is positive, or there are fewer tokens
+        NotImplementedError : a layer has a recurrent state, which cannot be taken back
+        KvcupyError : the windows have left behind what the tokens that remain see
         """
+        self._end()
         count = -tokens_to_remove
         if not 0 <= count <= self._length:
             raise ValueError(
                 f"tokens_to_remove: expected -{self._length} to 0, got {tokens_to_remove}"
             )
-        self._abort()
-        if count == 0 or self.pages is None:
+        if count == 0 or self._pages is None:
             return
+        if self._recurrent:
+            raise NotImplementedError(
+                "tokens_to_remove: expected 0 for a model with recurrent layers, whose states "
+                f"cannot be taken back, got {tokens_to_remove}"
+            )
         length = self._length - count
         lengths = [count] * len(self._rows)
         if self._mask is not None:
             lengths = self._mask[:, length:].sum(1).tolist()
+        for seq, n in zip(self._rows, lengths, strict=True):
+            left = self._pages.sequence_length(seq) - n
+            if self._pages.restorable_length(seq, left) < left:
+                raise KvcupyError(
+                    f"tokens_to_remove: the windows have left behind what the first {left} tokens "
+                    "of a row see; call activate_past_recording() before the forward whose tokens "
+                    "are to be removed"
+                )
+        if self._mask is not None:
             self._mask = self._mask[:, :length]
         for seq, n in zip(self._rows, lengths, strict=True):
-            self.pages.pop_tokens(seq, n)
+            self._pages.pop_tokens(seq, n)
         self._length = length
 
     def reorder_cache(self, beam_idx: Any) -> None:
@@ -400,16 +790,18 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times; raises as `reorder_cache` does."""
         positive_int(repeats, "repeats")
+        self._end()
         self._select([row for row in range(len(self._rows)) for _ in range(repeats)], "repeats")
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows of `indices`, int (B',) or bool (B,); raises as `reorder_cache` does."""
+        self._end()
         rows = torch.arange(len(self._rows))[torch.as_tensor(indices).cpu()].tolist()
         self._select(rows, "indices")
 
     def _select(self, parents: Sequence[int], name: str) -> None:
-        self._abort()
-        if self.pages is None:
+        self._end()
+        if self._pages is None:
             return
         for row in parents:
             if not 0 <= row < len(self._rows):
@@ -421,19 +813,28 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
                 seq = self._rows[row]
                 if seq in rows:  # its first child takes its place
                     seq = self._next + len(forked)
-                    self.pages.fork_sequence(self._rows[row], seq)
+                    self._pages.fork_sequence(self._rows[row], seq)
                     forked.append(seq)
                 rows.append(seq)
         except BaseException:
             for seq in forked:
-                self.pages.remove_sequence(seq)
+                self._pages.remove_sequence(seq)
             raise
         for seq in set(self._rows).difference(rows):
-            self.pages.remove_sequence(seq)
+            self._pages.remove_sequence(seq)
         self._rows = rows
         self._next += len(forked)
         if self._mask is not None:
             self._mask = self._mask[list(parents)]
+
+
+@dataclass
+class _Held:
+    """Keys and values of a layer, from a column of the batch on."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    start: int
 
 
 @dataclass
@@ -442,37 +843,44 @@ class _Step:
 
     Attributes
     ----------
-    forward : the step of the paged cache, which is entered unless all tokens are padding
+    attended : how many layers with attention have been there
+    visited : the states that have been asked for, by layer and name
+    states : new ones, (B, ...), by layer and name
+    state_slots : where the old ones are; None: not yet asked for
+    forward : the step of the paged cache; None if all tokens are padding
+    first : what the layers of the first forward have computed, before there are pages; else None
     count : new tokens per row, padding included
-    num_tokens : new tokens that are stored
+    lengths : new tokens of each row that are stored; num_tokens is their sum
     index : int64 (num_tokens,), which of the B * count tokens are stored; None: all
     mask : of all tokens so far, or None
     added : sequences that the step has added
-    layer : the next
-    slots : of all tokens, where keys and values are gathered
     """
 
-    forward: AbstractContextManager[None]
-    count: int
-    num_tokens: int
-    index: torch.Tensor | None
-    mask: torch.Tensor | None
-    added: list[int]
-    layer: int = 0
-    slots: Any = None
+    attended: int = 0
+    visited: set[tuple[int, str]] = field(default_factory=set)
+    states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    state_slots: torch.Tensor | None = None
+    forward: AbstractContextManager[None] | None = None
+    first: dict[int, _Held] | None = None
+    count: int = 0
+    num_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
+    index: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    added: list[int] = field(default_factory=list)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """What transformers asks of one layer; all of them are one cache."""
+    """What transformers asks of a layer with attention; all of them are one cache."""
 
     is_compileable = False
     is_croppable = True
-    is_sliding = False
     supports_early_init = False
 
     def __init__(self, cache: PagedCache, layer: int) -> None:
         super().__init__()
         self._cache, self._index = cache, layer
+        self.is_sliding = layer in cache._windows
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Do nothing: the first `update` allocates."""
@@ -481,13 +889,51 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no type
         return self._cache.update(key_states, value_states, self._index, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.get_seq_length() + query_length, 0
+        length = self._cache.get_seq_length()
+        first = 0
+        if self._cache._config._attn_implementation != NAME:
+            first = self._cache._first_seen(self._index)
+        return length + query_length - first, first
 
     def get_seq_length(self) -> int:
         return self._cache.get_seq_length()
 
     def get_max_length(self) -> int:
         return -1  # all rows share the pages
+
+
+class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """What transformers asks of a recurrent layer."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, cache: PagedCache, layer: int) -> None:
+        super().__init__()
+        self._cache, self._index = cache, layer
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the first forward allocates."""
+
+    def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        return self._cache.update_conv_state(conv_states, self._index, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        return self._cache.update_recurrent_state(
+            recurrent_states, self._index, state_idx, **kwargs
+        )
+
+
+class _HybridLayer(_Layer, _StateLayer):
+    """What transformers asks of a layer with attention and a recurrent part."""
+
+    is_croppable = False
+
+    def __init__(self, cache: PagedCache, layer: int) -> None:
+        _Layer.__init__(self, cache, layer)
 
 
 def attention_forward(
@@ -593,16 +1039,43 @@ def padding_mask(
     return None if attention_mask.all() else attention_mask
 
 
-def _num_layers(config: Any) -> int:
-    """Return how many layers a model has; raise if some do not keep their own keys and values."""
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in _LAYER_TYPES:
-            raise NotImplementedError(f"config: layer {layer} is {kind}, not {_LAYER_TYPES}")
-    if getattr(config, "attention_chunk_size", None) is not None:
-        raise NotImplementedError("config: attention in chunks (attention_chunk_size)")
+def _columns(x: Any, start: int, stop: int) -> Any:
+    """Return columns of (B, H, n, D); those before 0 are zero."""
+    part = x[:, :, max(start, 0) : stop]
+    return part if start >= 0 else torch.nn.functional.pad(part, (0, 0, -start, 0))
+
+
+def _state_groups(states: dict[tuple[int, str], torch.Tensor]) -> Iterator[Recurrent]:
+    """Yield groups of the layers whose states are alike."""
+    shapes: dict[int, dict[str, tuple[tuple[int, ...], Any]]] = {}
+    for (layer, name), rows in states.items():
+        shapes.setdefault(layer, {})[name] = tuple(rows.shape[1:]), rows.dtype
+    alike: list[tuple[dict[str, Any], list[int]]] = []
+    for layer, state in shapes.items():
+        layers = next((known for other, known in alike if other == state), None)
+        if layers is None:
+            alike.append((state, layers := []))
+        layers.append(layer)
+    for state, layers in alike:
+        yield Recurrent(layers=layers, state=state, checkpoint_tokens=_NO_CHECKPOINTS)
+
+
+def _kinds(config: Any) -> list[_Kind]:
+    """Return what each layer of a model caches; raise if that is something else."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        kind = "full_attention"
+        for name, attribute in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
+            if getattr(config, attribute, None) is not None:
+                kind = f"{name}_attention"
+                break
+        types = [kind] * int(config.num_hidden_layers)
+    for layer, kind in enumerate(types):
+        if kind not in _KINDS:
+            raise NotImplementedError(f"config: layer {layer} is {kind}, not one of {[*_KINDS]}")
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
         raise NotImplementedError("config: layers that share the keys of others")
-    return int(config.num_hidden_layers)
+    return [_KINDS[kind] for kind in types]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)

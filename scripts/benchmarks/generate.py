@@ -1,9 +1,13 @@
 """Measure `generate` of transformers: its DynamicCache against kvcupy's PagedCache, in one run.
 
 The model is random, with the shapes of a layer of Qwen3-0.6B (heads 16 / 8, 128 wide). Decoding is
-timed token by token, the two caches in turns.
+timed token by token, the caches in turns.
 
     python scripts/bench.py generate --json generate.json
+
+Models of mixed layers are narrow: their mix and context are what matters for the memory per token.
+
+    python scripts/bench.py generate --model gemma3 --batch 1 --context 32768 --chunk 1024
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +23,20 @@ import numpy as np
 
 from kvcupy.bench.report import format_table
 
-CANDIDATES = ("DynamicCache, sdpa", "PagedCache, kvcupy")
+MODELS = {
+    "qwen3": "{} layers of Qwen3-0.6B",
+    "gemma3": "{} layers, mixed as in Gemma 3: of 6, 5 with a window of 1,024",
+    "granite4": "{} layers, mixed as in Granite 4: of 10, 9 with a Mamba 2 state",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--layers", type=int, default=4)
+    add("--model", default="qwen3", choices=MODELS)
+    add("--layers", type=int, help="default: 4, of mixed layers 6 or 10")
     add("--batch", type=int, default=4)
     add("--context", type=int, default=1024, help="tokens of a prompt")
+    add("--chunk", type=int, help="tokens of a forward of the prefill; default: the prompt")
     add("--tokens", type=int, help="tokens to decode; default: 64")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
 
@@ -33,27 +44,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Prefill both, then decode a token of each in turns."""
     import torch
-    from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+    from transformers import DynamicCache
 
     from kvcupy.interop.transformers import PagedCache
 
     tokens = options.tokens or (8 if options.quick else 64)
-    config = Qwen3Config(
-        vocab_size=1024, hidden_size=1024, intermediate_size=3072,
-        num_hidden_layers=options.layers, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128,
-    )  # fmt: skip
+    chunk = options.chunk or options.context
     torch.manual_seed(0)
     place = "cpu" if device.name == "host" else device.name
     dtype = getattr(torch, options.dtype)
-    model = Qwen3ForCausalLM(config).eval().to(device=place, dtype=dtype)
+    model, num_layers = make_model(options.model, options.layers)
+    model = model.eval().to(device=place, dtype=dtype)
+    config = model.config
     page_size = 16
     num_pages = options.batch * -(-(options.context + tokens + 1) // page_size)
-    caches = {
-        CANDIDATES[0]: ("sdpa", DynamicCache(config=config)),
-        CANDIDATES[1]: ("kvcupy", PagedCache(config, num_pages=num_pages, page_size=page_size)),
-    }
+    paged = PagedCache(
+        config, num_pages=num_pages, page_size=page_size,
+        max_batch_tokens=None if options.chunk is None else options.batch * chunk,
+    )  # fmt: skip
+    caches: dict[str, tuple[str, Any]] = {}
+    if options.model == "gemma3":
+        caches["DynamicCache of all tokens, sdpa"] = "sdpa", DynamicCache()
+    caches["DynamicCache, sdpa"] = "sdpa", DynamicCache(config=config)
+    caches["PagedCache, kvcupy"] = "kvcupy", paged
     ids = torch.randint(0, 1024, (options.batch, options.context), device=place)
+    prefill_s = dict.fromkeys(caches, 0.0)
+    for part in ids.split(chunk, 1)[:-1]:
+        for name, (implementation, cache) in caches.items():
+            model.set_attn_implementation(implementation)
+            start = time.perf_counter()
+            with torch.no_grad():
+                model(input_ids=part, cache=cache, logits_to_keep=1)
+            device.synchronize()
+            prefill_s[name] += time.perf_counter() - start
+    ids = ids.split(chunk, 1)[-1]
     inputs, chosen = dict.fromkeys(caches, ids), {name: [] for name in caches}
     times: dict[str, list[float]] = {name: [] for name in caches}
     growth: dict[str, int] = {}
@@ -66,9 +90,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
             device.synchronize()
             start = time.perf_counter()
             with torch.no_grad():
-                logits = model(
-                    input_ids=inputs[name], past_key_values=cache, logits_to_keep=1
-                ).logits
+                logits = model(input_ids=inputs[name], cache=cache, logits_to_keep=1).logits
             inputs[name] = logits[:, -1].argmax(-1, keepdim=True)
             device.synchronize()
             times[name].append(time.perf_counter() - start)
@@ -85,29 +107,92 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
                 "median_ms": float(np.median(decode)) * 1e3,
                 "p10_ms": float(np.percentile(decode, 10)) * 1e3,
                 "p90_ms": float(np.percentile(decode, 90)) * 1e3,
-                "prefill_ms": times[name][0] * 1e3,
+                "prefill_ms": (prefill_s[name] + times[name][0]) * 1e3,
                 "cache_bytes": cache_bytes(caches[name][1]),
+                "bytes_per_token": cache_bytes(caches[name][1])
+                / (options.batch * (options.context + tokens)),
+                "allocated_bytes": allocated_bytes(caches[name][1]),
                 "step_bytes": growth[name],
             }
         )
     return {
-        "model": f"{options.layers} layers of Qwen3-0.6B",
+        "model": MODELS[options.model].format(num_layers),
         "dtype": options.dtype,
         "batch": options.batch,
         "context": options.context,
+        "chunk": chunk,
         "tokens": tokens,
-        "same_tokens": chosen[names[0]] == chosen[names[1]],
+        "same_tokens": all(own == chosen[names[0]] for own in chosen.values()),
         "rows": rows,
     }
 
 
+def make_model(name: str, num_layers: int | None) -> tuple[Any, int]:
+    """Return a random model, and its number of layers."""
+    import transformers
+
+    if name == "qwen3":
+        num_layers = num_layers or 4
+        config = transformers.Qwen3Config(
+            vocab_size=1024, hidden_size=1024, intermediate_size=3072, num_hidden_layers=num_layers,
+            num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        )  # fmt: skip
+        return transformers.Qwen3ForCausalLM(config), num_layers
+    narrow = {
+        "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+        "max_position_embeddings": 1 << 17,
+    }  # fmt: skip
+    if name == "gemma3":
+        num_layers = num_layers or 6
+        kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)]
+        config = transformers.Gemma3TextConfig(
+            **narrow, num_hidden_layers=num_layers, num_key_value_heads=1, head_dim=64,
+            sliding_window=1024, layer_types=kinds,
+        )  # fmt: skip
+        return transformers.Gemma3ForCausalLM(config), num_layers
+    num_layers = num_layers or 10
+    kinds = ["full_attention" if i % 10 == 5 else "linear_attention" for i in range(num_layers)]
+    config = transformers.GraniteMoeHybridConfig(
+        **narrow, num_hidden_layers=num_layers, num_key_value_heads=2, layer_types=kinds,
+        mamba_n_heads=8, mamba_d_state=64, num_local_experts=0, shared_intermediate_size=512,
+    )  # fmt: skip
+    return transformers.GraniteMoeHybridForCausalLM(config), num_layers
+
+
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of keys and values; of pages, those in use."""
+    """Return the bytes of keys, values and states; of pages and slots, those in use."""
     pages = getattr(cache, "pages", None)
     if pages is None:
-        return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-    pool = pages.pool
-    return (pool.num_pages - pages.num_available_pages) * pool.page_bytes
+        tensors = [x for layer in cache.layers for x in tensors_of(layer)]
+        return sum(x.nbytes for x in tensors if x is not None)
+    used = sum(
+        (pool.num_pages - pool.allocator.num_available) * pool.page_bytes for pool in pages.pools
+    )
+    return used + cache.batch_size * sum(state_bytes for state_bytes, _ in states_of(pages))
+
+
+def allocated_bytes(cache: Any) -> int:
+    """Return the bytes that a cache has allocated."""
+    pages = getattr(cache, "pages", None)
+    if pages is None:
+        return cache_bytes(cache)
+    pools = sum(pool.num_pages * pool.page_bytes for pool in pages.pools)
+    return pools + sum(state_bytes * count for state_bytes, count in states_of(pages))
+
+
+def states_of(pages: Any) -> list[tuple[int, int]]:
+    """Return the bytes of a state and the number of slots, of each recurrent group."""
+    with suppress(NotImplementedError):  # the layers are alike
+        parts = pages.plan().groups
+        return [(part.group.state_bytes(), part.num_slots) for part in parts if part.num_slots]
+    return []
+
+
+def tensors_of(layer: Any) -> list[Any]:
+    """Return the tensors of a layer of transformers' cache; some may be None."""
+    states = [getattr(layer, name, {}) for name in ("conv_states", "recurrent_states")]
+    own = [getattr(layer, name, None) for name in ("keys", "values")]
+    return [*own, *(x for of_kind in states for x in of_kind.values())]
 
 
 def reset_peak() -> int:
@@ -134,12 +219,15 @@ def render(report: dict[str, Any]) -> str:
         "p90",
         "prefill ms",
         "cache MB",
+        "B/token",
+        "allocated MB",
         "more in a step MB",
     )
     rows = [
         (
             row["cache"], row["tokens_per_second"], row["median_ms"], row["p10_ms"], row["p90_ms"],
-            row["prefill_ms"], row["cache_bytes"] / 1e6, row["step_bytes"] / 1e6,
+            row["prefill_ms"], row["cache_bytes"] / 1e6, row["bytes_per_token"],
+            row["allocated_bytes"] / 1e6, row["step_bytes"] / 1e6,
         )
         for row in report["rows"]
     ]  # fmt: skip

@@ -84,45 +84,57 @@ class Mixture:
 
     def fork(self, parent, child, at=None):
         n = len(self.tokens[parent]) if at is None else at
+        restorable = self.cache.restorable_length(parent, n)
         r = self.cache.fork_sequence(parent, child, at)
+        self._check_restorable(restorable, n - r)
         self._check_missing(r, n, parent)
         self.tokens[child] = self.tokens[parent][: n - r]
         return r
 
     def pop(self, name, count):
         left = len(self.tokens[name]) - count
+        restorable = self.cache.restorable_length(name, left)
         r = self.cache.pop_tokens(name, count)
+        self._check_restorable(restorable, left - r)
         self._check_missing(r, left, name)
         self.tokens[name] = self.tokens[name][: left - r]
         return r
+
+    def _check_restorable(self, told, restored):
+        assert told == restored
 
     def _check_missing(self, r, n, parent):
         assert 0 <= r <= n
         if n == len(self.tokens[parent]) or not (self.has_states or self.has_windows):
             assert r == 0
 
-    def step(self, appended, trees=None, *, work=True, keep=True):
+    def step(self, appended, trees=None, *, work=True, keep=True, keep_step=False):
         """A step that appends tokens, by name; `keep` False: an exception takes it back.
 
-        `work` False: nothing is computed in the step.
+        `work` False: nothing is computed in the step. "attention": states are not updated.
         """
         names, lens = list(appended), [len(tokens) for tokens in appended.values()]
         before = {name: list(self.tokens[name]) for name in names}
         nodes = None if trees is None else [trees.get(name) for name in names]
-        with suppress(Taken), self.cache.forward(names, lens, token_tree=nodes):
+        self._read_states(names)
+        with (
+            suppress(Taken),
+            self.cache.forward(names, lens, token_tree=nodes, keep_step=keep_step),
+        ):
             for name in names:
                 self.tokens[name] = before[name] + list(appended[name])
                 if trees and trees.get(name):
                     self.parents.setdefault(name, []).extend(trees[name])
             if work:
                 self._attend(names, lens)
+            if work is True:
                 self._update(names, lens)
             if not keep:
                 raise Taken
         if not keep:
             for name in names:
                 length = self.cache.sequence_length(name)
-                assert length == len(before[name]) or (self.has_states and work)
+                assert length == len(before[name]) or (self.has_states and work is True)
                 assert length <= len(before[name])
                 self.tokens[name] = before[name][:length]
                 self.parents.pop(name, None)
@@ -207,6 +219,23 @@ class Mixture:
         for token in tokens:
             state = after(state, layer, token)
         return state
+
+    def _read_states(self, names):
+        """Compare the states before a step."""
+        if not self.has_states:
+            return
+        slots = self.cache.state_slots_of(names)
+        for group in self.groups:
+            if not isinstance(group, kv.Recurrent):
+                continue
+            for name, slot in zip(names, slots, strict=True):
+                if slot < 0:
+                    assert not self.tokens[name]
+                    continue
+                for part, (shape, _) in group.state.items():
+                    array = self.device.to_numpy(self.cache.state(group.layers[0], part))
+                    want = self.states(self.tokens[name], group.layers[0], shape)
+                    self._check_state(array[slot].astype(np.float64), want, f"{name} {part}")
 
     def _update(self, names, lens):
         if not self.has_states:

@@ -98,7 +98,7 @@ def test_acquire_ends_a_resume_time_and_a_negative_priority(blocks, clock):
     insert_each(blocks, A, B, C, D)
     blocks.cache.retain([A], resume_at=clock.time() + 5)
     blocks.cache.retain([B], resume_at=clock.time() + 9, priority=1)
-    blocks.cache.retain([C], priority=-1)
+    blocks.cache.retain([C], priority=-1, ttl_s=1000)
     clock.now += 8.5
     for hash in (A, B, C):
         blocks.use([hash], known=1)

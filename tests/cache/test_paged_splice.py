@@ -69,7 +69,7 @@ class Splices:
         return (v, k) if self.latent else (k, v)
 
     def check(self, name, first, source, start, stop, tolerance=1e-6, of_values=0.0):
-        """Compare spliced tokens with those of the source, rotated in float64."""
+        """Compare spliced tokens with the tokens of the source, rotated in float64."""
         keys, values = self.values(source, start, stop)
         got_keys, got_values = self.values(name, first, first + stop - start)
         assert (np.abs(got_values - values) <= of_values).all()

@@ -48,6 +48,9 @@ class TieredMixture(Mixture):
             self.remove(name)
             raise
 
+    def _check_restorable(self, told, restored):
+        assert told <= restored  # tiers may have more
+
     def settle(self):
         """Wait for all transfers."""
         self.device.synchronize()

@@ -9,99 +9,16 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from helpers import examples  # noqa: E402
+from small_models import ALIKE, generate, model_of, prompts, require_same  # noqa: E402
 
 import kvcupy as kv  # noqa: E402
 from kvcupy.interop.transformers import PagedCache, attention_forward  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_host")
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": None,
-}  # fmt: skip
-LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-}  # fmt: skip
-ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-MODELS = {
-    "llama": ("LlamaForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
-    "mistral": ("MistralForCausalLM", {"sliding_window": 8}),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        {"sliding_window": 8, "head_dim": 16, "attn_logit_softcapping": 2.0},
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM", {"sliding_window": 8, "head_dim": 16, "layer_types": ALTERNATING}
-    ),
-    "gpt_oss": (
-        "GptOssForCausalLM", {"sliding_window": 8, "head_dim": 16, "num_local_experts": 4}
-    ),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT),
-}  # fmt: skip
-
-
-def model_of(name, **changes):
-    class_name, settings = MODELS[name]
-    model_class = getattr(transformers, class_name)
-    config = model_class.config_class(**{**SMALL, **settings, **changes})
-    config._attn_implementation = "eager"
-    torch.manual_seed(7)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.normal_()
-            elif parameter.ndim == 2:
-                parameter.mul_(4)  # far from uniform attention
-    return model
-
-
-@pytest.fixture(scope="module")
-def models():
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = model_of(name)
-        return made[name]
-
-    return get
-
-
-def prompts(batch=3, length=17, padding=(5, 0, 11)):
-    ids = torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    for row, count in enumerate(padding[:batch]):
-        mask[row, :count] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model, implementation, cache, inputs, **options):
-    """Return tokens, and logits of each step."""
-    model.set_attn_implementation(implementation)
-    options = {"max_new_tokens": 12, "do_sample": False, **options}
-    torch.manual_seed(11)
-    result = model.generate(
-        **inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options
-    )
-    return result.sequences, torch.stack(result.logits)
-
-
-def require_same(model, inputs, implementation="kvcupy", **options):
-    cache = PagedCache(model.config, num_pages=200, page_size=4)
-    expected, logits = generate(model, "eager", None, inputs, **options)
-    tokens, own_logits = generate(model, implementation, cache, inputs, **options)
-    assert torch.equal(tokens, expected)
-    torch.testing.assert_close(own_logits, logits, rtol=1e-4, atol=1e-4)
-    return cache
-
 
 @pytest.mark.parametrize("implementation", ["kvcupy", "eager"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALIKE)
 def test_greedy(models, name, implementation):
     """Rows of different lengths, padded on the left; windows shorter than the rows."""
     require_same(models(name), prompts(), implementation)
@@ -397,11 +314,15 @@ def test_refused_arguments(llama, changes, error):
 
 
 def test_refused_models():
-    config = transformers.Llama4TextConfig(num_hidden_layers=4)
-    with pytest.raises(NotImplementedError, match="chunk"):
+    config = transformers.Qwen3Config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    config.layer_types[1] = "indexed_attention"
+    with pytest.raises(NotImplementedError, match="layer 1 is indexed_attention"):
         PagedCache(config, num_pages=4)
-    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
-    with pytest.raises(NotImplementedError, match="linear_attention"):
+    config.layer_types = ["linear_attention"] * 2
+    with pytest.raises(NotImplementedError, match="at least one layer with attention"):
+        PagedCache(config, num_pages=4)
+    config.layer_types, config.num_kv_shared_layers = ["full_attention"] * 2, 1
+    with pytest.raises(NotImplementedError, match="share the keys"):
         PagedCache(config, num_pages=4)
 
 

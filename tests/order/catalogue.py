@@ -525,7 +525,7 @@ NOT_NEEDED = {
         "cache/paged/cache.py": {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
-            "PagedKVCache.end_forward: self._steps.end()": _ANOTHER,
+            "PagedKVCache.end_forward: self._steps.end(keep_step)": _ANOTHER,
             "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at, inherit_window)":
                 _ANOTHER,
         },

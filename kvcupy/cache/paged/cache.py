@@ -481,6 +481,18 @@ class PagedKVCache(ProcessLocal):
         """
         return self._steps.pop(seq, n)
 
+    def restorable_length(self, seq: Hashable, at: int) -> int:
+        """Return how many of the first `at` tokens of a sequence a fork or a pop would leave.
+
+        Without groups all of them; see `fork_sequence`. With tiers it may be more: they are not
+        asked.
+
+        Raises
+        ------
+        UnknownSequence, TypeError, ValueError : as of `fork_sequence`
+        """
+        return self._steps.restorable_length(seq, at)
+
     def sequence_length(self, seq: Hashable) -> int:
         """Return how many tokens a sequence has, including an uncommitted tree.
 
@@ -561,8 +573,13 @@ class PagedKVCache(ProcessLocal):
         """
         self._steps.begin(seqs, append_lens, token_tree)
 
-    def end_forward(self) -> None:
+    def end_forward(self, *, keep_step: bool = False) -> None:
         """End the step; windows slide.
+
+        Parameters
+        ----------
+        keep_step : whether groups with a window keep what all tokens of the step have seen, until
+            the next step begins, so that any number of them can be popped; else of the last page
 
         Raises
         ------
@@ -570,10 +587,12 @@ class PagedKVCache(ProcessLocal):
         DeviceError, TransferError : layers of an exported sequence could not be sent, and its offer
             is withdrawn; or a state could not be kept. The step has ended
         """
-        self._steps.end()
+        self._steps.end(keep_step)
 
     @contextmanager
-    def forward(self, seqs: Any, append_lens: Any, *, token_tree: Any = None) -> Iterator[None]:
+    def forward(
+        self, seqs: Any, append_lens: Any, *, token_tree: Any = None, keep_step: bool = False
+    ) -> Iterator[None]:
         """Begin a step and end it with the block; an exception takes its tokens back."""
         self.begin_forward(seqs, append_lens, token_tree=token_tree)
         try:
@@ -581,7 +600,7 @@ class PagedKVCache(ProcessLocal):
         except BaseException:
             self._steps.abort()
             raise
-        self.end_forward()
+        self.end_forward(keep_step=keep_step)
 
     def commit_token_tree(self, seqs: Any, leaves: Any) -> list[int]:
         """Keep the path from the root to a leaf of each tree, and drop its other nodes.
@@ -661,7 +680,27 @@ class PagedKVCache(ProcessLocal):
             for load in step.loads:
                 if isinstance(load, (StateLoad, CopiedPages)):  # not pages, layer by layer
                     load.wait(own)
+            tables.states_used = True
         return self.device.carrier(slots)
+
+    def state_slots_of(self, seqs: Any, *, stream: Any = None) -> list[int]:
+        """Return the rows of sequences in the states, -1 for a state that is still zero.
+
+        It is for models that read states before their step begins. Work on `stream`, behind the
+        call, may read the rows until that step begins; they are written in a step alone.
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        KvcupyError : there is no recurrent group
+        DeviceError : a state could not be copied; the sequence can only be removed
+        """
+        if self._states is None:
+            raise KvcupyError("this cache has no recurrent group, and so no states")
+        names = list(seqs)
+        sequences = self._sequences.find_all(names, "seqs")
+        with self._steps.access.on(self.pool._as_stream(stream), *sequences):
+            return self._states.slots(names)
 
     # --- Attention ---
 
@@ -811,18 +850,21 @@ class PagedKVCache(ProcessLocal):
         """
         return self.device.carrier(self._tables(stream)["positions"])
 
-    def slot_mapping(self, *, stream: Any = None) -> Any:
+    def slot_mapping(self, *, layer: int | None = None, stream: Any = None) -> Any:
         """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`.
+
+        layer : with groups, a layer whose group is asked for
 
         Raises
         ------
         KvcupyError, TypeError, ValueError : as `query_positions`
         """
-        self._refuse_groups("slot_mapping")
-        return self.device.carrier(self._tables(stream)["slots"])
+        return self.device.carrier(self._tables_of("slot_mapping", layer, stream)["slots"])
 
-    def block_table(self, *, stream: Any = None) -> Any:
+    def block_table(self, *, layer: int | None = None, stream: Any = None) -> Any:
         """Return the pages of the step's sequences, int32 (B, pages of the longest), zero-padded.
+
+        layer : with groups, a layer whose group is asked for
 
         Raises
         ------
@@ -831,9 +873,11 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         A sequence whose window has slid has unused slots between its sink tokens and what follows.
+        The pages that a group with a window has freed are negative.
         """
-        self._require_one_pool("block_table")
-        return self.device.carrier(block_table(self._tables(stream)))
+        if layer is None:
+            self._require_one_pool("block_table")
+        return self.device.carrier(block_table(self._tables_of("block_table", layer, stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
         """Return the pages of the step's sequences in CSR form, as FlashInfer takes them.
@@ -1159,6 +1203,17 @@ class PagedKVCache(ProcessLocal):
         if self._layer_groups is None:
             raise ValueError("groups: expected a PagedKVCache with groups, got one without")
         return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
+
+    def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
+        """Return the tables of the group of a layer, by their plain names."""
+        if layer is None:
+            self._refuse_groups(f"{name} without a layer")
+            return self._tables(stream)
+        group = self._groups[self._place_of(layer)[0]]
+        if group.past is not None:
+            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
+        tables = self._tables(stream)
+        return tables if group.tables is None else group.tables.of(tables)
 
     def _require_one_pool(self, name: str) -> None:
         """Raise if the pages of a sequence may be of several pools."""

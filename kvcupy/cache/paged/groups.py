@@ -295,10 +295,11 @@ def check_groups(groups: Any) -> list[LayerGroup]:
             raise TypeError(f"groups: expected groups of layers, got {group!r}")
     if not any(isinstance(group, AttentionGroup) for group in listed):
         raise NotImplementedError("groups: expected at least one group of attention layers")
-    layers = [layer for group in listed for layer in group.layers]
-    if len(set(layers)) < len(layers):
-        twice = next(layer for i, layer in enumerate(layers) if layer in layers[:i])
-        raise ValueError(f"groups: expected each layer in one group, got {twice} in two")
+    for kind in (AttentionGroup, Recurrent):  # a layer may have both side by side
+        layers = [layer for group in listed if isinstance(group, kind) for layer in group.layers]
+        if len(set(layers)) < len(layers):
+            twice = next(layer for i, layer in enumerate(layers) if layer in layers[:i])
+            raise ValueError(f"groups: expected each layer in one group, got {twice} in two")
     distances = {g.checkpoint_tokens for g in listed if isinstance(g, Recurrent)}
     if len(distances) > 1:
         raise NotImplementedError(

@@ -491,7 +491,7 @@ class Steps:
         else:
             self.tables = self._ring.open(source)
 
-    def end(self) -> None:
+    def end(self, keep_step: bool = False) -> None:
         """Close the running step; windows slide, and states are kept."""
         step, parts = self.running, self.parts
         if step is None:
@@ -505,7 +505,7 @@ class Steps:
                 self._finish_exports(step)
         finally:
             for group, part in zip(self._groups, parts, strict=True):
-                self._end_part(group, part)
+                self._end_part(group, part, keep_step)
         for group, part in zip(self._groups, parts, strict=True):
             if group.past is not None:
                 group.demote(self.access, part.sequences)
@@ -519,7 +519,7 @@ class Steps:
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
 
     @staticmethod
-    def _end_part(group: PageGroup, part: Step) -> None:
+    def _end_part(group: PageGroup, part: Step, keep_step: bool) -> None:
         group.sequences.release_replaced(part.copies)
         is_loaded = part.is_loaded
         for sequence in part.sequences:
@@ -527,7 +527,7 @@ class Steps:
                 sequence.loads.clear()
             if sequence.window and not sequence.parents:
                 group.sequences.slide(sequence)
-        if group.window:
+        if group.window and not keep_step:
             for sequence, count in zip(part.sequences, part.counts, strict=True):
                 if not sequence.parents:
                     group.free_unseen(sequence, sequence.length - count)
@@ -552,7 +552,7 @@ class Steps:
         step, parts = self.running, self.parts
         if step is None:
             return
-        was_used = self.tables is not None and bool(self.tables.streams)
+        states_used = self.tables is not None and self.tables.states_used
         try:
             self._close()
         finally:
@@ -561,7 +561,7 @@ class Steps:
             for group, part in zip(self._groups, parts, strict=True):
                 self._abort_part(group, part)
             if self._states is not None:
-                self._abort_states(step, was_used)
+                self._abort_states(step, states_used)
 
     @staticmethod
     def _abort_part(group: PageGroup, part: Step) -> None:
@@ -574,13 +574,13 @@ class Steps:
                 del sequence.parents[-n:]
         group.sequences.shrink(part.sequences, part.counts, part.copies)
 
-    def _abort_states(self, step: Step, was_used: bool) -> None:
+    def _abort_states(self, step: Step, states_used: bool) -> None:
         """Return to states that the model has not updated in the step."""
         assert self._states is not None
         for name, sequence, in_tree in zip(step.names, step.sequences, step.in_tree, strict=True):
             if in_tree:
-                self._states.commit(name, accepted=not was_used)
-            elif was_used or sequence.length == 0:
+                self._states.commit(name, accepted=not states_used)
+            elif states_used or sequence.length == 0:
                 self._return_to(name, self._restorable(name, sequence.length, is_live=False))
 
     def lists(self, stream: Stream) -> Tables:
@@ -734,6 +734,14 @@ class Steps:
             lease.release()
             raise
         mixed.fill(seq, lease, loaded)
+
+    def restorable_length(self, seq: Hashable, at: Any) -> int:
+        """Return how many of the first `at` tokens of a sequence can be restored."""
+        sequence = self.settled(seq)
+        checks.require_int(at, "at")
+        if not 0 <= at <= sequence.length:
+            raise ValueError(f"at: expected 0 to {sequence.length}, got {at}")
+        return self._restorable(seq, int(at))
 
     def _truncate(self, seq: Hashable, length: int) -> None:
         for group in self._groups:

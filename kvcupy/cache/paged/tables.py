@@ -344,12 +344,14 @@ class StepTables:
     ----------
     source : the step
     streams : those that have used the tables, in order, launches of graphs included
+    states_used : whether the model may have updated states: it has their slots, or a graph has run
     """
 
     def __init__(self, ring: TableRing, source: TableSource, tables: Callable[[], Arrays]) -> None:
         self.source = source
         self._tables = tables
         self.streams: list[Stream] = []
+        self.states_used = False
         self._ring = ring
         self._slot: TableBuffer | None = None
         self._readers: dict[Stream, Tables] = {}
@@ -431,6 +433,7 @@ class CapturedTables:
             self._step = ref(step)
         stream.wait(self.buffer.copied)
         step.use_on(stream)
+        step.states_used = True
         step.source.before_launch(stream)
 
     def after(self, stream: Stream) -> None:

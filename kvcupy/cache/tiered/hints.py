@@ -71,7 +71,9 @@ class Retention:
     def acquired(self, now: float) -> Retention | None:
         """Return what is left after an acquire: later resume times, or a lasting retention."""
         later = self.passed(now + _SOON_S)
-        return later if later.resumes_at or self.lasts else None
+        if self.priority < 0:
+            later = replace(later, priority=0, lasts=False)
+        return later if later.resumes_at or later.lasts else None
 
     def passed(self, now: float) -> Retention:
         """Return this retention without the resume times that have passed."""
@@ -126,11 +128,12 @@ class Hints:
         changed: dict[Retention, Retention | None] = {}
         for hash in hashes:
             before = self.retained.get(hash)
-            if before is None or (before.lasts and not before.resumes_at):
+            if before is None:
                 continue
             if before not in changed:
                 changed[before] = before.acquired(now)
-            if (after := changed[before]) is None:
+            after = changed[before]
+            if after is None:
                 self.drop(hash)
             else:
                 self.retained[hash] = after

@@ -624,8 +624,9 @@ class Tiers:
         """Process completions that have ended, and hints that have expired."""
         if self.hints is not None and self.hints.retained:
             over, moved = self.hints.due(time.monotonic())
-            self.release(over)
-            for tier in self._ordered():
+            if over:
+                self.release(over)
+            for tier in self._ordered() if moved else ():
                 tier.reorder(moved)
         for completion in self.in_flight.settle():
             if completion.failure is not None:

@@ -1,0 +1,265 @@
+"""Models of mixed layers generate with a `PagedCache` what they generate with transformers' cache.
+
+Layers with a window have their own pages, recurrent layers states.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+from helpers import examples  # noqa: E402
+from small_models import CHUNKED, RECURRENT, generate, model_of, prompts, require_same  # noqa: E402
+
+import kvcupy as kv  # noqa: E402
+from kvcupy.interop.transformers import PagedCache  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("quick_host")
+
+
+@pytest.mark.parametrize("implementation", ["kvcupy", "sdpa"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_greedy(models, name, implementation):
+    """Rows of different lengths, padded on the left."""
+    require_same(models(name), prompts(), implementation)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunked_attention(models, name):
+    """The model masks the chunks; their layers keep the tokens of one."""
+    cache = require_same(models(name), prompts(), "sdpa")
+    require_same(models(name), prompts(), "sdpa", num_beams=3)
+    require_same(models(name), prompts(padding=(5, 8, 11)), "eager", prefill_chunk_size=5)
+    require_same(models(name), prompts(1, padding=(0,)), "sdpa", prompt_lookup_num_tokens=9)
+    groups = [part.group for part in cache.pages.plan().groups]
+    assert {getattr(group, "window", None) for group in groups} == {None, 8}
+    with pytest.raises(NotImplementedError, match="sdpa"):
+        require_same(models(name), prompts())
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_beam_search(models, name):
+    """States are copied where rows are forked."""
+    require_same(models(name), prompts(), num_beams=3, num_return_sequences=2)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_prefill_in_chunks(models, name):
+    """The first chunk is padding in two rows."""
+    require_same(models(name), prompts(padding=(5, 8, 11)), prefill_chunk_size=5)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "qwen3_next", "lfm2", "zamba2"])
+def test_a_second_turn_continues_the_first(models, name):
+    model, inputs = models(name), prompts(2)
+    caches = {
+        "eager": transformers.DynamicCache(config=model.config),
+        "kvcupy": PagedCache(model.config, num_pages=99, page_size=4),
+    }
+    turns = {}
+    for implementation, cache in caches.items():
+        first, _ = generate(model, implementation, cache, inputs)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 12 + 3, dtype=torch.long)], 1)
+        more = {"input_ids": torch.cat([first, first[:, 6:9]], 1), "attention_mask": mask}
+        turns[implementation] = generate(model, implementation, cache, more)[0]
+    assert torch.equal(turns["eager"], turns["kvcupy"])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_assisted_generation_past_the_windows(models, name):
+    """Drafts are longer than a window and a page; most of their tokens are taken back."""
+    model, inputs = models(name), prompts(1, padding=(0,))
+    require_same(model, inputs, prompt_lookup_num_tokens=14, max_new_tokens=20)
+    assistant = model_of(name, num_hidden_layers=1, layer_types=["full_attention"])
+    require_same(model, inputs, assistant_model=assistant, max_new_tokens=20)
+
+
+def test_assisted_generation_is_refused_for_states(models):
+    model, inputs = models("lfm2"), prompts(1, padding=(0,))
+    cache = PagedCache(model.config, num_pages=99)
+    with pytest.raises(ValueError, match="cropped"):
+        generate(model, "kvcupy", cache, inputs, prompt_lookup_num_tokens=3)
+
+
+def forward(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def model_with(models, name, implementation):
+    model = models(name)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "falcon_h1", "lfm2"])
+def test_random_calls(models, name):
+    """Random forwards, forks and, without states, crops: as with transformers' cache."""
+    random = torch.Generator().manual_seed(5)
+    model = models(name)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=random)
+
+    for _ in range(examples(4)):
+        batch, crops = int(draw(1, 4)), name == "gemma3"
+        own = PagedCache(model.config, num_pages=300, page_size=int(draw(1, 6)), max_batch_size=4)
+        peer = transformers.DynamicCache(config=model.config)
+        if crops:
+            own.activate_past_recording(), peer.activate_past_recording()
+        for _ in range(8):
+            action = int(draw(0, 4)) if peer.get_seq_length() else 0
+            if action < 2:
+                count = int(draw(1, 12))
+                ids = draw(3, 64, batch, count)
+                model.set_attn_implementation("eager")
+                expected = forward(model, peer, ids)
+                model.set_attn_implementation("sdpa" if int(draw(0, 3)) == 0 else "kvcupy")
+                torch.testing.assert_close(forward(model, own, ids), expected, rtol=1e-4, atol=1e-4)
+                if crops:
+                    left = int(draw(0, count))
+                    peer.crop(-left), own.crop(-left)
+            else:
+                rows = draw(0, batch, int(draw(1, 5)))
+                batch = len(rows)
+                peer.reorder_cache(rows), own.reorder_cache(rows)
+            assert own.get_seq_length() == peer.get_seq_length()
+
+
+# --- Memory ---
+
+
+def test_a_window_has_its_own_pages(models):
+    """As many pages are in use as the window needs, while the row grows."""
+    model = model_with(models, "gemma3", "kvcupy")
+    cache = PagedCache(model.config, num_pages=100, page_size=4, max_batch_tokens=16)
+    ids = torch.randint(3, 64, (1, 150), generator=torch.Generator().manual_seed(3))
+    logits = [forward(model, cache, part) for part in ids.split(10, 1)]
+    windowed, full = (
+        cache.pages.pools if cache.pages.pools[0].num_layers == 2 else (cache.pages.pools[::-1])
+    )
+    used = [pool.num_pages - pool.allocator.num_available for pool in (windowed, full)]
+    assert used == [used[0], 38] and used[0] <= 6  # a window of 8, and a page
+    assert windowed.num_pages < 20 < 100 <= full.num_pages
+    torch.testing.assert_close(
+        torch.cat(logits, 1), forward(model, None, ids), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_first_forward_may_be_longer_than_the_pages_of_a_window(models):
+    """It is stored in steps, and of a window only the last tokens."""
+    model = model_with(models, "gemma3", "kvcupy")
+    for padding in ((0, 0, 0), (5, 0, 60)):
+        cache = PagedCache(model.config, num_pages=100, page_size=4, max_batch_tokens=16)
+        inputs = prompts(length=81, padding=padding)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        forward(model, cache, ids[:, :80], mask[:, :80])
+        last = forward(model, cache, ids[:, 80:], mask)
+        whole = forward(model, PagedCache(model.config, num_pages=100), ids, mask)
+        torch.testing.assert_close(last[:, 0], whole[:, -1], rtol=1e-4, atol=1e-4)
+        assert min(pool.num_pages for pool in cache.pages.pools) < 40
+
+
+def test_the_first_forward_of_a_model_with_states(models):
+    """It is stored in one step, although a row ends before the others."""
+    model, inputs = model_with(models, "granite4", "kvcupy"), prompts(length=20)
+    cache = PagedCache(model.config, num_pages=100, page_size=4, max_batch_tokens=6)
+    peer = transformers.DynamicCache(config=model.config)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"].flip(1)
+    for part, seen in ((ids[:, :19], mask[:, :19]), (ids[:, 19:], mask)):
+        own, expected = (forward(model, c, part, seen) for c in (cache, peer))
+    rows = mask[:, 19].bool()
+    torch.testing.assert_close(own[rows], expected[rows], rtol=1e-4, atol=1e-4)
+
+
+def test_states_are_of_the_models_format(models):
+    model = model_of("jamba").bfloat16()
+    model.set_attn_implementation("kvcupy")
+    own = PagedCache(model.config, num_pages=99)
+    peer = transformers.DynamicCache(config=model.config)
+    ids = prompts()["input_ids"]
+    forward(model, own, ids), forward(model, peer, ids)
+    states = peer.layers[0].conv_states[0], peer.layers[0].recurrent_states[0]
+    assert own.get_conv_state(0).dtype == states[0].dtype == torch.bfloat16
+    assert own.get_recurrent_state(0).dtype == states[1].dtype
+    assert torch.equal(own.get_conv_state(0), states[0])
+
+
+# --- Errors ---
+
+
+@pytest.mark.parametrize("name", ["jamba", "zamba2", "lfm2"])
+def test_a_forward_that_fails_changes_no_state(models, name, monkeypatch):
+    """It fails in the last layer, when the others have updated their states."""
+    model, ids = model_with(models, name, "kvcupy"), prompts()["input_ids"]
+    own = PagedCache(model.config, num_pages=99, page_size=4)
+    peer = transformers.DynamicCache(config=model.config)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("in the last layer")
+
+    for part in ids.split([10, 1, 6], 1):
+        before = own.get_seq_length()
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="last layer"):
+            patch.setattr(model.model.layers[2], "forward", fail)
+            forward(model, own, part)
+        assert own.get_seq_length() == before
+        logits, expected = forward(model, own, part), forward(model, peer, part)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_states_cannot_be_taken_back(models):
+    model = model_with(models, "jamba", "kvcupy")
+    cache = PagedCache(model.config, num_pages=99)
+    forward(model, cache, prompts()["input_ids"])
+    assert not cache.is_croppable
+    cache.crop(0)
+    with pytest.raises(NotImplementedError, match="recurrent"):
+        cache.crop(-1)
+    assert cache.get_seq_length() == 17
+
+
+def test_windows_that_have_moved_on(models):
+    model = model_with(models, "gemma3", "kvcupy")
+    cache = PagedCache(model.config, num_pages=99, page_size=4)
+    ids = torch.randint(3, 64, (1, 60), generator=torch.Generator().manual_seed(3))
+    for part in ids.split(10, 1):
+        forward(model, cache, part)
+    with pytest.raises(kv.KvcupyError, match="activate_past_recording"):
+        cache.crop(-30)
+    assert cache.get_seq_length() == 60
+
+
+def test_too_few_pages_in_the_first_forward(models):
+    model = model_with(models, "gemma3", "kvcupy")
+    cache, ids = PagedCache(model.config, num_pages=10, page_size=4), prompts()["input_ids"]
+    with pytest.raises(kv.CacheFull):
+        forward(model, cache, ids)
+    assert cache.pages is None and cache.get_seq_length() == 0
+    forward(model, cache, ids[:2])
+    assert cache.get_seq_length() == 17
+
+
+def test_reset(models):
+    model, ids = model_with(models, "jamba", "kvcupy"), prompts()["input_ids"]
+    cache = PagedCache(model.config, num_pages=99)
+    first = forward(model, cache, ids)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.has_previous_state()
+    torch.testing.assert_close(forward(model, cache, ids[:2]), first[:2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "max_batch_tokens"])
+def test_refused_arguments(models, name):
+    with pytest.raises(ValueError, match=name):
+        PagedCache(models("gemma3").config, num_pages=4, **{name: 0})
+
+
+def test_a_model_with_its_own_cache():
+    """The model says so itself."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = transformers.MiniMaxConfig(**sizes, **heads)
+    model = transformers.MiniMaxForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="cache of its own"):
+        forward(model, PagedCache(config, num_pages=4), torch.ones(1, 3, dtype=torch.long))
