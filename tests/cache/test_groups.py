@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest

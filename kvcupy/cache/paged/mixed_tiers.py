@@ -1,8 +1,10 @@
 """Sequences of a cache with groups, and their blocks and states in a tiered cache.
 
-add        acquire a prefix | share its pages in each group | load the state behind it
-step end   pages behind a window | kept states                 to the tiers
-remove     full pages that have hashes                         to the tiers
+    add        acquire a prefix | share its pages in each group | load the state behind it
+    step end   pages behind a window | kept states                 to the tiers
+    remove     full pages that have hashes                         to the tiers
+
+A prefix in use keeps the blocks that it will make useful, though other groups still lack theirs.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class MixedTieredCache(TieredCache):
                 for i, group in enumerate(self.groups) if length else ():
                     needed = [n for n in group.blocks.needed(length) if not is_there(i, n)]
                     indices.append(needed)
-                    names = self._names(i, [keys[index] for index in needed])
+                    names = self.names(i, [keys[index] for index in needed])
                     left = None if ends is None else max(0.0, ends - time.monotonic())
                     cache = self._caches[i]
                     part: Lease | HeldBlocks
@@ -289,7 +289,7 @@ class MixedTieredCache(TieredCache):
 
     def _levels(self, keys: list[int]) -> list[list[int]]:
         """Return the highest tier of each block, by group: 0 to 2, or 3 for none."""
-        return [cache._highest_tiers(self._names(i, keys)) for i, cache in enumerate(self._caches)]
+        return [cache._highest_tiers(self.names(i, keys)) for i, cache in enumerate(self._caches)]
 
     def _longest(self, keys: list[int], length: int, levels: list[list[int]]) -> int:
         """Return the length of the longest usable prefix, with the blocks in a shared store."""
@@ -300,7 +300,7 @@ class MixedTieredCache(TieredCache):
             """Ask the store once for all blocks that no tier has."""
             own = levels[number]
             unknown = [index for index in indices if own[index] > 2]
-            names = self._names(number, [keys[index] for index in unknown])
+            names = self.names(number, [keys[index] for index in unknown])
             num_stored = self._caches[number].match(names).shared if names else 0
             for index in unknown[:num_stored]:
                 own[index] = 2
@@ -326,10 +326,6 @@ class MixedTieredCache(TieredCache):
         """Return the tiers of a group."""
         return self._caches[number]
 
-    def names(self, number: int, keys: Sequence[int]) -> list[int]:
-        """Return the hashes of blocks in the tiers of a group."""
-        return self._names(number, keys)
-
     def has_state(self, key: int) -> bool:
         """Return whether the states behind a prefix are in some tier."""
         return all(
@@ -338,7 +334,8 @@ class MixedTieredCache(TieredCache):
             if group.blocks.is_state
         )
 
-    def _names(self, number: int, keys: Sequence[int]) -> list[int]:
+    def names(self, number: int, keys: Sequence[int]) -> list[int]:
+        """Return the hashes of blocks in the tiers of a group."""
         mask = self._masks[number]
         return [key ^ mask for key in keys]
 
