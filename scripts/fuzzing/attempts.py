@@ -90,6 +90,7 @@ _meaning(
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
     barriers by_layer inherit_window return_lse hadamard batch_invariant undo pin
+    keep_step
 """,
 )
 _meaning(values.dtype, "dtype encoding")

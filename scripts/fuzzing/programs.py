@@ -18,6 +18,7 @@ from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
 from kvcupy.cache.identity import PoolIdentity
+from kvcupy.cache.tiered.holds import HeldBlocks
 from kvcupy.cache.tiered.leases import Lease
 from kvcupy.remote.migration.protocol import Ticket
 
@@ -40,18 +41,18 @@ METHODS = {
     "PageReceiver": "inspect pull stats close",
     "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": """
-        match acquire prefetch retain release demote insert evict stats flush take_host_pages clear
-        close
+        match acquire prefetch retain release demote insert hold save evict stats flush
+        take_host_pages clear close
     """,
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
-    "SharedStore": "open match put get stats remove close",
+    "SharedStore": "open match contains put get stats remove close",
     "PagedKVCache": """
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
         save_sequence load_sequence attach export_sequence import_sequence splice plan state
-        state_slots
+        state_slots state_slots_of restorable_length
     """,
     "FullAttention": "make_pool token_bytes past_token_bytes",
     "SlidingWindow": "make_pool token_bytes pages_kept",
@@ -455,9 +456,21 @@ def tiered(case: Case) -> None:
     if cache is None or (cache.device_pool, cache.host_pool) != (on_device, on_host):
         return
     leases: list[Lease] = []
+    holds: list[HeldBlocks] = []
 
     def hashes() -> Arguments:
         return {"hashes": case.rng.sample(known, case.rng.randrange(4))}
+
+    def waited() -> Arguments:
+        return {
+            **hashes(),
+            "wait": case.rng.choice(["complete", "best_effort", "timeout"]),
+            "deadline_s": case.rng.choice([None, 0.0, 5.0]),
+        }
+
+    def saved() -> Arguments:
+        pages = case.rng.sample(range(on_device.num_pages), 2)
+        return {"hashes": case.rng.sample(known, 2), "pages": pages}
 
     def inserted() -> Arguments:
         free = min(on_device.allocator.num_free, case.rng.randrange(4))
@@ -480,16 +493,13 @@ def tiered(case: Case) -> None:
 
     makers = methods("TieredCache", {
         "match": hashes, "prefetch": hashes, "release": hashes, "demote": hashes,
-        "insert": inserted,
+        "insert": inserted, "hold": waited, "save": saved,
         "retain": lambda: {
             **hashes(), "priority": case.rng.randint(-1, 1), "pin": case.chance(0.3),
             "ttl_s": case.rng.choice([None, 0.0, 5.0]),
             "resume_at": case.rng.choice([None, 0.0, 1e12]),
         },
-        "acquire": lambda: {
-            **hashes(), "wait": case.rng.choice(["complete", "best_effort", "timeout"]),
-            "deadline_s": case.rng.choice([None, 0.0, 5.0]),
-        },
+        "acquire": waited,
         "evict": lambda: {"num_blocks": case.rng.randrange(3)}, "stats": dict,
         "flush": lambda: {"deadline_s": 5.0},
         "take_host_pages": lambda: {"n": case.rng.randrange(3)}, "clear": dict,
@@ -518,10 +528,12 @@ def tiered(case: Case) -> None:
                 on_device.allocator.free([p for p in strangers if p in held])
         elif isinstance(result, Lease):
             leases.append(result)
+        elif isinstance(result, HeldBlocks):
+            holds.append(result)
         elif name == "take_host_pages" and isinstance(result, np.ndarray):
             on_host.allocator.free(result)
-    for lease in leases:
-        lease.release()
+    for held in (*leases, *holds):
+        held.release()
     cache.close()
     if store is not None:
         store.close()
@@ -770,6 +782,8 @@ class Paged:
                 "receiver": self.sender_and_receiver()[1], "past_receiver": self.past_ends[1],
             },
             "plan": dict, "state": lambda: {"layer": 0, "name": "ssm"}, "state_slots": dict,
+            "state_slots_of": lambda: {"seqs": [self.present()]},
+            "restorable_length": lambda: {**seq(), "at": rng.randrange(4)},
         })  # fmt: skip
 
     def run(self) -> None:
@@ -850,6 +864,7 @@ def shared(case: Case) -> None:
         makers = methods("SharedStore", {
             "open": lambda store=store: {**opening, "host_pool": store.pool},
             "match": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
+            "contains": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
             "put": lambda store=store: {**some(store), "deadline_s": 5.0},
             "get": lambda store=store: {**some(store), "deadline_s": 5.0},
             "stats": dict, "remove": dict, "close": dict,
