@@ -713,7 +713,7 @@ class LeasedPages:
         leases = {id(lease): lease for page in unused for lease in of.pop(page)}
         self._references[list(unused)] = 0
         for lease in leases.values():
-            lease.release_pages(unused)
+            lease._release_pages(unused)
 
 
 def _kept(pages: Ints) -> Ints:

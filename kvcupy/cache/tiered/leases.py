@@ -110,7 +110,7 @@ class Lease(ProcessLocal):
                 tiers.unpin(self._hashes, self._pinned)
         self.completion.release()
 
-    def release_pages(self, pages: Collection[int]) -> None:
+    def _release_pages(self, pages: Collection[int]) -> None:
         """Unpin the blocks in some of the pages; the lease is released with the last of them."""
         left = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p not in pages]
         if not left:
