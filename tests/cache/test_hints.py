@@ -381,6 +381,7 @@ def test_arguments(device, blocks):
         ({"pin": 1}, TypeError, "pin"),
         ({"resume_at": "soon"}, TypeError, "resume_at"),
         ({"resume_at": float("nan")}, ValueError, "resume_at"),
+        ({"resume_at": 10**400}, ValueError, "resume_at"),
     ]:
         with pytest.raises(error, match=rf"^{message}: expected"):
             blocks.cache.retain([A], **options)

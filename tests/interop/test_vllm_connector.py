@@ -1,6 +1,6 @@
 """The connector for vLLM, below a stand-in for vLLM's engine (`vllm_stand_in`).
 
-`tests/engines/test_vllm.py` runs it below vLLM itself, where that is installed.
+`scripts/vllm_check.py` runs it below vLLM itself.
 """
 
 import importlib
@@ -573,6 +573,19 @@ def test_parameters_of_another_prompt_are_not_used(make, change):
         del params["kvcupy_ticket"]
     request = decode.add(prompt, params=params)
     assert decode.run(request) == [tokens_alone(prompt, 3)]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_in_another_process_hands_nothing_over_and_says_how_it_would(make, caplog, role):
+    prompt = list(range(3, 40))
+    engine = make(HOST, separate=True)
+    if role == "prefill":
+        assert handed_over(engine, [prompt]) == [None]
+    else:
+        (params,) = handed_over(make(HOST), [prompt])
+        assert engine.run(engine.add(prompt, params=params)) == [tokens_alone(prompt, 3)]
+    assert caplog.text.count('distributed_executor_backend="uni"') == 1
+    assert_nothing_held(engine)
 
 
 def test_an_aborted_take_over_gives_everything_back(make):

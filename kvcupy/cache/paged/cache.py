@@ -490,6 +490,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError, ValueError : as of `fork_sequence`
+        KvcupyError : the sequence belongs to the running step
         """
         return self._steps.restorable_length(seq, at)
 
@@ -584,9 +585,11 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         KvcupyError : no step is running
+        TypeError : keep_step is not a bool
         DeviceError, TransferError : layers of an exported sequence could not be sent, and its offer
             is withdrawn; or a state could not be kept. The step has ended
         """
+        checks.flag(keep_step, "keep_step")
         self._steps.end(keep_step)
 
     @contextmanager
@@ -594,6 +597,7 @@ class PagedKVCache(ProcessLocal):
         self, seqs: Any, append_lens: Any, *, token_tree: Any = None, keep_step: bool = False
     ) -> Iterator[None]:
         """Begin a step and end it with the block; an exception takes its tokens back."""
+        checks.flag(keep_step, "keep_step")
         self.begin_forward(seqs, append_lens, token_tree=token_tree)
         try:
             yield
@@ -691,16 +695,13 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        UnknownSequence, TypeError, ValueError : an argument does not fit
         KvcupyError : there is no recurrent group
         DeviceError : a state could not be copied; the sequence can only be removed
         """
         if self._states is None:
             raise KvcupyError("this cache has no recurrent group, and so no states")
-        names = list(seqs)
-        sequences = self._sequences.find_all(names, "seqs")
-        with self._steps.access.on(self.pool._as_stream(stream), *sequences):
-            return self._states.slots(names)
+        return self._steps.state_slots_of(seqs, self.pool._as_stream(stream))
 
     # --- Attention ---
 

@@ -735,6 +735,13 @@ class Steps:
             raise
         mixed.fill(seq, lease, loaded)
 
+    def state_slots_of(self, seqs: Any, stream: Stream) -> list[int]:
+        """Return the slots of states, which work on a stream may read behind their copies."""
+        assert self._states is not None
+        names = _as_list(seqs, "seqs")
+        with self.access.on(stream, *self._sequences.find_all(names, "seqs")):
+            return self._states.slots(names)
+
     def restorable_length(self, seq: Hashable, at: Any) -> int:
         """Return how many of the first `at` tokens of a sequence can be restored."""
         sequence = self.settled(seq)

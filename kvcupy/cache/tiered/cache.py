@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf, isnan
+from math import inf, isnan, nan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -228,10 +228,11 @@ class TieredCache(ProcessLocal):
 
         Raises
         ------
-        TypeError, ValueError : `hashes` has other values
+        TypeError, ValueError : an argument has other values
         KvcupyError : the cache is closed
         """
         keys = self._hashes(hashes)
+        checks.flag(shared, "shared")
         with self._shared.lock:
             tiers = self._shared.opened()
             device, host = tiers.device.pages, tiers.host.pages
@@ -479,10 +480,7 @@ class TieredCache(ProcessLocal):
         resumes: tuple[float, ...] = ()
         expiry = inf
         if resume_at is not None:
-            checks.require_number(resume_at, "resume_at")
-            if isnan(resume_at):
-                raise ValueError(f"resume_at: expected a time, got {resume_at}")
-            wait_s = max(0.0, float(resume_at) - time.time())
+            wait_s = max(0.0, _time_of(resume_at, "resume_at") - time.time())
             resumes, expiry = (now + wait_s,), now + max(2 * wait_s, _MIN_RESUME_TTL_S)
         if ttl_s is not None:
             expiry = now + seconds_of(ttl_s, "ttl_s")
@@ -960,6 +958,17 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
             f"{heads}"
         )
     return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
+
+
+def _time_of(value: Any, name: str) -> float:
+    checks.require_number(value, name)
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = nan
+    if isnan(seconds):
+        raise ValueError(f"{name}: expected seconds since the epoch, got {value}")
+    return seconds
 
 
 def _parents(hashes: list[int], parent: Any) -> list[int]:

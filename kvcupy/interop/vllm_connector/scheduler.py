@@ -15,6 +15,10 @@ from .steps import Answer, Found, Load, PullJob, Step
 from .worker import Worker
 
 _HANDED_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # not aborted, and no error
+_CANNOT_HAND_OVER = (
+    "expected no encoding, and one worker in the scheduler's process: distributed_executor_backend="
+    '"uni", and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING=0'
+)
 
 
 @dataclass
@@ -92,7 +96,7 @@ class Scheduler:
             if (remote := ticket_of(request)) is None:
                 return 0
             if (worker := self._find_worker()) is None or worker.hand_over is None:
-                raise ValueError("tensor parallel engines, or with encoding, do not take it over")
+                raise ValueError(_CANNOT_HAND_OVER)
         except ValueError as error:
             self._log.warning("the prompt of a request is computed again: %s", error)
             self._pulled.add(name)
@@ -250,9 +254,7 @@ class Scheduler:
         num_blocks = -(-num_tokens // self.block_tokens)
         worker = self._find_worker()
         if worker is None or worker.hand_over is None or request.prompt_token_ids is None:
-            self._log.warning(
-                "a prompt cannot be handed over: the engine is tensor parallel, or has an encoding"
-            )
+            self._log.warning("a prompt cannot be handed over: %s", _CANNOT_HAND_OVER)
             return None
         if not num_blocks or len(blocks) < num_blocks:
             return None  # the request was preempted meanwhile
