@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -197,6 +197,32 @@ class TransferEngine(ProcessLocal):
     def _raise_capturing(self) -> None:
         kind = "load" if self.load_stream.capturing else "save"
         raise CaptureError(f"{kind}_stream: a transfer cannot be part of a capture")
+
+
+def send_together(engines: Sequence[tuple[TransferEngine, Sequence[int]]]) -> None:
+    """Send the queued calls of several engines out, loads layer by layer of a model.
+
+    Parameters
+    ----------
+    engines : each with the numbers in the model of its layers
+    """
+    with ExitStack() as locks:
+        for engine, _ in engines:
+            locks.enter_context(engine._lock)
+            if engine.load_stream.capturing or engine.save_stream.capturing:
+                engine._raise_capturing()
+        loads = [
+            (engine._load.sending(engine._save), layers)
+            for engine, layers in engines
+            if engine._load.pending is not None
+        ]
+        order = sorted((layer, i) for i, (_, layers) in enumerate(loads) for layer in layers)
+        for sending, _ in loads:
+            next(sending, None)  # all of them wait before the first layer
+        for _, i in order:
+            next(loads[i][0], None)
+        for engine, _ in engines:
+            engine._send_pending()
 
 
 # --- What a call returns ---
@@ -511,25 +537,44 @@ class TransferQueue:
         batch, self.pending = self.pending, None
         assert batch is not None
         try:
-            self._issue(batch, other)
+            pairs = self._issue(batch, other)
+            if pairs is not None:
+                for part, name in self._parts:
+                    part.issue(pairs, self.stream, name=name)
+                    if self.kind == "load":
+                        batch.layer_events.append(self.stream.record())
         except BaseException as error:
-            begun = self.kind == "load" and batch.start is not None
-            batch.fail(error, len(batch.layer_events) if begun else None)
-            if not isinstance(error, Exception):
-                raise
-            cache_logger.debug("%s: it could not be issued", batch.name(), exc_info=True)
-            _drop_frames(error)
+            self._fail(batch, error)
         finally:
             self._close(batch)
         return batch
 
-    def _issue(self, batch: Batch, other: TransferQueue) -> None:
+    def sending(self, other: TransferQueue) -> Iterator[None]:
+        """Do as `send` for loads, and pause before each layer: generators cost more."""
+        for queue in (self, other):
+            queue._reap()
+        batch, self.pending = self.pending, None
+        assert batch is not None
+        try:
+            pairs = self._issue(batch, other)
+            if pairs is not None:
+                for part, name in self._parts:
+                    yield
+                    part.issue(pairs, self.stream, name=name)
+                    batch.layer_events.append(self.stream.record())
+        except BaseException as error:
+            self._fail(batch, error)
+        finally:
+            self._close(batch)
+
+    def _issue(self, batch: Batch, other: TransferQueue) -> transfer.PagePairs | None:
+        """Make the stream wait for what a batch is behind; None if the batch cannot run."""
         stream, is_save = self.stream, self.kind == "save"
         for event in batch.after_events:
             stream.wait(event)
             if (error := event.error()) is not None:  # once surfaced, it stops no stream
                 batch.fail(error)
-                return
+                return None
         for earlier in other._in_flight if other.stream != stream else ():
             if self._touches(earlier):
                 stream.wait(other.stream if earlier.end is None else earlier.end)
@@ -543,10 +588,16 @@ class TransferQueue:
             for part, name in self._parts:
                 part.check(pairs, stream, name=name)
         batch.start = stream.record(self._device.event(timing=True))
-        for part, name in self._parts:
-            part.issue(pairs, stream, name=name)
-            if not is_save:
-                batch.layer_events.append(stream.record())
+        return pairs
+
+    def _fail(self, batch: Batch, error: BaseException) -> None:
+        """Note why a batch could not be issued; raise what is no Exception."""
+        begun = self.kind == "load" and batch.start is not None
+        batch.fail(error, len(batch.layer_events) if begun else None)
+        if not isinstance(error, Exception):
+            raise error
+        cache_logger.debug("%s: it could not be issued", batch.name(), exc_info=True)
+        _drop_frames(error)
 
     def _close(self, batch: Batch) -> None:
         """End a batch, including after a failure."""

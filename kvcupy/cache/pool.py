@@ -247,7 +247,7 @@ class Pool(ProcessLocal, abc.ABC):
             LayerGroup(run, tuple(_stacked([layers[i][n] for i in run]) for n in range(len(first))))
             for run in _evenly_spaced(layers)
         ]
-        arrays = [[_array_of(self.device, v) for v in part] for part in zip(*layers, strict=True)]
+        arrays = [[array_of(self.device, v) for v in part] for part in zip(*layers, strict=True)]
         self._finish(groups, layers, arrays, [])
         if any(v.library == "torch" for v in views):
             self._tensors.update((i, [v.owner for v in layer]) for i, layer in enumerate(layers))
@@ -669,7 +669,7 @@ def _stacked(layers: Sequence[ArrayView]) -> ArrayView:
     )  # fmt: skip
 
 
-def _array_of(device: Device, v: ArrayView) -> Any:
+def array_of(device: Device, v: ArrayView) -> Any:
     """Return an array of the device's library over a view, or the view if it lacks the format."""
     if v.scales is not None:
         return v

@@ -86,7 +86,7 @@ class Mixture:
         n = len(self.tokens[parent]) if at is None else at
         restorable = self.cache.restorable_length(parent, n)
         r = self.cache.fork_sequence(parent, child, at)
-        assert restorable == n - r
+        self._check_restorable(restorable, n - r)
         self._check_missing(r, n, parent)
         self.tokens[child] = self.tokens[parent][: n - r]
         return r
@@ -95,10 +95,13 @@ class Mixture:
         left = len(self.tokens[name]) - count
         restorable = self.cache.restorable_length(name, left)
         r = self.cache.pop_tokens(name, count)
-        assert restorable == left - r
+        self._check_restorable(restorable, left - r)
         self._check_missing(r, left, name)
         self.tokens[name] = self.tokens[name][: left - r]
         return r
+
+    def _check_restorable(self, told, restored):
+        assert told == restored
 
     def _check_missing(self, r, n, parent):
         assert 0 <= r <= n
@@ -179,8 +182,10 @@ class Mixture:
                 else:
                     got = self.cache.attention(layer, *args)
                 want = self._expected(group, query, names, lens, [cached(name) for name in names])
-                got = self.device.to_numpy(got)
-                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=str(group))
+                self._check_output(self.device.to_numpy(got), want, group)
+
+    def _check_output(self, got, want, group):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=str(group))
 
     def _expected(self, group, query, names, lens, caches):
         longest = max(len(key) for key, _ in caches)
@@ -230,7 +235,7 @@ class Mixture:
                 for part, (shape, _) in group.state.items():
                     array = self.device.to_numpy(self.cache.state(group.layers[0], part))
                     want = self.states(self.tokens[name], group.layers[0], shape)
-                    np.testing.assert_array_equal(array[slot].astype(np.float64), want)
+                    self._check_state(array[slot].astype(np.float64), want, f"{name} {part}")
 
     def _update(self, names, lens):
         if not self.has_states:
@@ -247,10 +252,13 @@ class Mixture:
                         tokens = self.tokens[name]
                         got = self.device.to_numpy(array)[slot].astype(np.float64)
                         want = self.states(tokens[:-count], layer, shape)
-                        np.testing.assert_array_equal(got, want, err_msg=f"{name} {layer} {part}")
+                        self._check_state(got, want, f"{name} {layer} {part}")
                         array[int(slot)] = self.device.asarray(
                             self.states(tokens, layer, shape).astype(array.dtype)
                         )
+
+    def _check_state(self, got, want, what):
+        np.testing.assert_array_equal(got, want, err_msg=what)
 
     # --- Invariants ---
 

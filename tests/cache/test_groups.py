@@ -508,7 +508,6 @@ def test_calls_that_mixtures_lack(device):
         "enable_sliding_window": lambda: cache.enable_sliding_window("a", 4),
         "get_kv": lambda: cache.get_kv("a", 0, 1),
         "set_kv": lambda: cache.set_kv("a", 0, None, None),
-        "attach": lambda: cache.attach(None),
         "offload": lambda: cache.offload("a"),
         "onboard": lambda: cache.onboard("a"),
         "export_sequence": lambda: cache.export_sequence("a", None),

@@ -19,8 +19,8 @@ def cache_of(groups, **options):
 def of_all(cache):
     """Bytes of all pools and states."""
     states = cache._states
-    arrays = () if states is None else states._arrays.values()
-    return sum(pool.num_bytes for pool in cache.pools) + sum(array.nbytes for array in arrays)
+    num_bytes = 0 if states is None else states.pool.num_bytes
+    return sum(pool.num_bytes for pool in cache.pools) + num_bytes
 
 
 def test_the_plan_is_what_there_is():

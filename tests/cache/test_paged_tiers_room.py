@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from paged_tiers_cases import PAGE, Prefixed, fresh, tokens_of
+from paged_tiers_cases import PAGE, Prefixed, fresh, hashes_of, tokens_of
 from stream_cases import Gate
 from table_cases import background
 
@@ -125,3 +125,20 @@ def test_pages_that_become_free_meanwhile_are_not_evicted(device):
     allocator.free(pages[3:])
     w.cache.remove_sequence("a")
     w.assert_no_leak()
+
+
+def test_blocks_behind_a_shared_prefix_can_be_evicted(device):
+    """Of a sequence that is gone, only the pages that others use stay leased."""
+    one = Prefixed(device)
+    one.publish(PROMPT, OTHER)
+    for name, tokens in (("a", PROMPT), ("b", OTHER)):
+        assert one.prefill(name, tokens) == 12
+    one.cache.remove_sequence("a")
+    one.settle()
+    one.tiers.evict(1)  # the block of "a" behind the common prefix
+    assert one.tiers.match(hashes_of(PROMPT)).device == 2
+    with pytest.raises(kv.CacheFull):
+        one.tiers.evict(1)
+    one.cache.pop_tokens("b", 6)
+    one.tiers.evict(1)
+    one.assert_no_leak()

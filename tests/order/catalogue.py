@@ -231,7 +231,9 @@ ENGINE, HAZARDS, PAGES = (f"cache/{name}.py" for name in ("engine", "hazards", "
 TIERED, TIERS, LEASES, STORE_TIER = (
     f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
 )
-TABLES, EXCHANGE, STEP = (f"cache/paged/{name}.py" for name in ("tables", "exchange", "step"))
+TABLES, EXCHANGE, STEP, STATES = (
+    f"cache/paged/{name}.py" for name in ("tables", "exchange", "step", "states")
+)
 
 _FORK = sites_of("streams.py", "fork: first.record()", "fork: other.wait(event)")
 _JOIN = sites_of("streams.py", "join: first.wait(other.record())", "join: other.record()")
@@ -266,7 +268,7 @@ PROTOCOLS = [
     ),
     Protocol.of(
         protocols.load_by_layer, protocols.load, name="load, by layer", edges=_AFTER + sites_of(
-            ENGINE, "Batch.block: stream.wait(event)", "TransferQueue._issue: stream.record()",
+            ENGINE, "Batch.block: stream.wait(event)", "TransferQueue.send: self.stream.record()",
             _JOINED, _END, "Transfer.synchronize: batch.join()",
         ),
     ),
@@ -302,7 +304,7 @@ PROTOCOLS = [
         protocols.tiered_eviction, protocols.tiered_write_through, name="tiers, eviction",
         edges=_WRITTEN + sites_of(
             ENGINE, _HELD, _IS_OVER, _JOINED, _END, "Batch.block: stream.wait(event)",
-            "TransferQueue._issue: stream.record()",
+            "TransferQueue.send: self.stream.record()",
         ) + sites_of(
             PAGES, "PageAllocator._wait: transfer.synchronize()", "_is_done: transfer.done()",
         ) + sites_of(
@@ -323,7 +325,7 @@ PROTOCOLS = [
     Protocol.of(
         protocols.acquire_while_evicting, protocols.acquire_behind_readers,
         name="tiers, acquire while evicting", edges=_WRITTEN + sites_of(
-            ENGINE, _HELD, _OTHER, _END, "TransferQueue._issue: stream.record()",
+            ENGINE, _HELD, _OTHER, _END, "TransferQueue.send: self.stream.record()",
         ) + sites_of(
             HAZARDS, "StreamCompletion._behind: relay.wait(self._event)",
             "StreamCompletion.wait: self._behind().record()",
@@ -352,7 +354,7 @@ PROTOCOLS = [
         protocols.tiered_shared, name="tiers, shared store",
         edges=sites_of(
             ENGINE, _END, "Batch.block: stream.wait(event)",
-            "TransferQueue._issue: stream.record()",
+            "TransferQueue.send: self.stream.record()",
         ) + sites_of(
             LEASES, "Lease.wait: self.completion.wait(self._waiting(stream))",
             "Lease.wait_layer: self.completion.wait_layer(layer, self._waiting(stream))",
@@ -380,6 +382,14 @@ PROTOCOLS = [
         protocols.prefix_from_tiers, name="prefixes from tiers", edges=_AFTER + _ACCESS + sites_of(
             HAZARDS, "PageAccess.on: self.order.begin(stream)",
         ) + sites_of(STEP, "Step.wait_layer: load.wait_layer(layer, stream)"),
+    ),
+    Protocol.of(
+        protocols.prefix_of_groups, protocols.prefix_of_groups_used_at_once,
+        name="prefixes of groups from tiers", edges=sites_of(
+            ENGINE, "TransferQueue.sending: self.stream.record()",
+        ) + sites_of(
+            STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
+        ) + sites_of("cache/paged/cache.py", "PagedKVCache.state_slots: load.wait(own)"),
     ),
     Protocol.of(
         protocols.saved_to_a_file, name="sequences in files", edges=_ACCESS + sites_of(
@@ -516,7 +526,6 @@ NOT_NEEDED = {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end(keep_step)": _ANOTHER,
-            "PagedKVCache.state_slots: load.wait(own)": _FAILURES,
             "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at, inherit_window)":
                 _ANOTHER,
         },
@@ -536,7 +545,9 @@ NOT_NEEDED = {
         "cache/paged/page_group.py": {
             "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
         },
-        "cache/paged/states.py": {
+        STATES: {
+            "StateLoad.done: self._load.done()": _ANOTHER,
+            "StateLoad.synchronize: self._load.synchronize()": _ANOTHER,
             "States._write: stream.synchronize()": _DONE_AT_RETURN,
             "States.tensors: access.copy_stream.synchronize()": _DONE_AT_RETURN,
         },
@@ -548,9 +559,11 @@ NOT_NEEDED = {
                 "self._is_useless)",
                 "fork: group.fork(self.access, own, child, kept, inherit_window)",
                 "fork: self._states.fork(self.access, parent, child, kept, source.length, "
-                "sequence)",
+                "sequence, load)",
+                "fork: self.mixed.fork(parent, child)",
             )
         },
+        "cache/tiered/mixed.py": {"PrefixLease.wait: lease.wait(stream)": _ANOTHER},
         TABLES: {
             "TableBuffer.upload: self._copies.record(pinned.copied)": _ANOTHER,
             "TableBuffer.upload: self._copies.synchronize(pinned.copied)": _ANOTHER,

@@ -519,6 +519,79 @@ def prefix_from_tiers(device):
     return w.results("a")
 
 
+class Groups:
+    """A cache of three groups over its tiers; steps update the states before they attend."""
+
+    def __init__(self, device):
+        shape = {"num_kv_heads": 1, "head_dim": 4, "dtype": "fp32"}
+        self.device, self.compute = device, device.stream()
+        self.cache = kv.PagedKVCache(
+            num_q_heads=1, page_size=2, device=device, num_tokens=32, max_seq_len=16,
+            groups=[
+                kv.SlidingWindow(layers=[0], window=3, **shape),
+                kv.Recurrent(layers=[1], state={"s": ((4,), "fp32")}, checkpoint_tokens=4),
+                kv.FullAttention(layers=[2], **shape),
+            ],
+        )  # fmt: skip
+        self.tiers = kv.TieredCache(groups=self.cache, host_bytes=1 << 13)
+        self.cache.attach(self.tiers)
+        self.rng, self.seen = np.random.default_rng(3), []
+
+    def step(self, names, count):
+        rows = self.rng.standard_normal((2, 3, count * len(names), 1, 4), np.float32)
+        rows = [[*map(self.device.asarray, own)] for own in rows]
+        self.seen += [self.device.zeros(own[0].shape, "fp32") for own in rows]
+        array = self.cache.state(1, "s")
+        with self.cache.forward(names, [count] * len(names)):
+            slots = self.cache.state_slots(stream=self.compute)
+
+            def update():
+                array[slots] = 2 * array[slots] + count
+
+            live = [array[slot] for slot in self.cache._states.slots(names)]
+            with kv.declare(reads=(slots,), writes=live, stream=self.compute):
+                self.compute.call(update)
+            for layer, own, out in zip((0, 2), rows, self.seen[-2:], strict=True):
+                self.cache.attention(layer, *own, out=out, stream=self.compute)
+
+    def results(self, *names):
+        self.device.synchronize()
+        states = self.device.to_numpy(self.cache.state(1, "s"))[self.cache._states.slots(names)]
+        lengths = np.array([self.cache.sequence_length(name) for name in names])
+        return [*map(self.device.to_numpy, self.seen), states, lengths]
+
+
+def prefix_of_groups(device):
+    """A prompt whose pages and state come from host memory, and a fork of it at once."""
+    w = Groups(device)
+    hashes = kv.block_hashes(range(8), 2)
+    w.cache.add_sequence("a", hashes=hashes)
+    for count in (4, 4, 1):
+        w.step(["a"], count)
+    w.cache.remove_sequence("a")
+    w.tiers.evict(16)
+    w.cache.add_sequence("a", hashes=hashes)
+    w.cache.fork_sequence("a", "b")
+    w.step(["a", "b"], 1)
+    return w.results("a", "b")
+
+
+def prefix_of_groups_used_at_once(device):
+    """The same without the fork, and a pop to a state that is loaded over the live one."""
+    w = Groups(device)
+    hashes = kv.block_hashes(range(8), 2)
+    w.cache.add_sequence("a", hashes=hashes)
+    for count in (4, 4, 1):
+        w.step(["a"], count)
+    w.cache.remove_sequence("a")
+    w.tiers.evict(16)
+    w.cache.add_sequence("a", hashes=hashes)
+    w.step(["a"], 1)
+    w.seen.append(np.full(1, w.cache.pop_tokens("a", 3), np.float32))
+    w.step(["a"], 3)
+    return w.results("a")
+
+
 def onboard_and_launch(device):
     """A captured step of a sequence whose pages are on their way."""
     w = World(device, num_pages=8)

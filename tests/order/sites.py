@@ -23,6 +23,7 @@ import kvcupy as kv
 from kvcupy import streams
 from kvcupy.cache.engine import Batch, Transfer
 from kvcupy.cache.hazards import AccessOrder, Completion, StreamCompletion
+from kvcupy.cache.paged.states import StateLoad
 from kvcupy.cache.paged.step import Step
 from kvcupy.cache.pages import PageAllocator
 from kvcupy.cache.tiered.leases import Lease, LeaseCompletion
@@ -49,6 +50,7 @@ PRIMITIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     *((kind, _COMPLETION) for kind in (Batch, BlockCompletion, LeaseCompletion)),
     (Completion, ("wait_layer",)),
     (StreamCompletion, ("wait", "synchronize", "done")),
+    (StateLoad, ("wait", "synchronize", "done")),
     (Batch, ("join",)),
     (Transfer, _COMPLETION),
     (Lease, ("wait", "wait_layer")),

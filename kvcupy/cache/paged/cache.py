@@ -14,9 +14,11 @@ from ...arrays import address_of, view
 from ...config import cache_logger, config
 from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...ops import call, checks
+from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
+from ..tiered.mixed import TierGroup
 from .arguments import (
     DTYPE,
     PAGE_SIZE,
@@ -31,8 +33,9 @@ from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
 from .group_files import GroupFiles
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
+from .mixed_tiers import MixedTiers, tier_groups
 from .page_group import make_group, make_groups
-from .states import States, states_of
+from .states import StateLoad, States, states_of
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 
@@ -312,13 +315,19 @@ class PagedKVCache(ProcessLocal):
             if self._states is not None:
                 self._states.add(seq)
             return
-        self._tiers.require("hashes")
+        mixed = self._steps.mixed
+        if mixed is None:
+            self._tiers.require("hashes")
         self._sequences.require_new(seq, "seq")
         keys = hash_list(hashes)
         if len(set(keys)) < len(keys):
             raise ValueError("hashes: expected each once, as a chain of them has")
         tokens = tokens_of(token_ids, len(keys), self.pool.page_size)
-        sequence = self._sequences.share(seq, self._tiers.acquire(keys))
+        if mixed is not None:
+            mixed.add(seq, keys, tokens)
+            return
+        lease = self._tiers.acquire(keys)
+        sequence = self._sequences.share(seq, lease, lease.num_blocks, range(lease.num_blocks))
         sequence.hashes, sequence.token_ids = keys, tokens
 
     def remove_sequence(self, seq: Hashable) -> None:
@@ -333,11 +342,17 @@ class PagedKVCache(ProcessLocal):
         """
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
-        self._sequences.remove(seq, self._tiers.publish(sequence))
-        for group in self._groups[1:]:
-            group.sequences.remove(seq)
+        mixed = self._steps.mixed
+        if mixed is None:
+            published = [self._tiers.publish(sequence), *[set[int]()] * (len(self._groups) - 1)]
+        else:
+            published = mixed.publish(seq)
+        for group, own in zip(self._groups, published, strict=True):
+            group.sequences.remove(seq, own)
         if self._states is not None:
             self._states.remove(seq)
+        if mixed is not None:
+            mixed.remove(seq)
 
     def fork_sequence(
         self, parent: Hashable, child: Hashable, at: int | None = None, *,
@@ -355,7 +370,8 @@ class PagedKVCache(ProcessLocal):
         Returns
         -------
         int : r, 0 without groups. The child has r tokens less than `at`, because some group cannot
-            restore more: a window has left them behind, or there is no state. Append them again
+            restore more, not even from tiers: a window has left them behind, or there is no state.
+            Append them again
 
         Raises
         ------
@@ -468,7 +484,8 @@ class PagedKVCache(ProcessLocal):
     def restorable_length(self, seq: Hashable, at: int) -> int:
         """Return how many of the first `at` tokens of a sequence a fork or a pop would leave.
 
-        Without groups all of them; see `fork_sequence`.
+        Without groups all of them; see `fork_sequence`. With tiers it may be more: they are not
+        asked.
 
         Raises
         ------
@@ -525,6 +542,8 @@ class PagedKVCache(ProcessLocal):
             self._states.clear()
         for group in self._groups:
             group.sequences.clear()
+        if self._steps.mixed is not None:
+            self._steps.mixed.clear()
 
     # --- Steps ---
 
@@ -663,7 +682,8 @@ class PagedKVCache(ProcessLocal):
         slots = tables.on(own)[STATE_SLOTS]
         if not own.capturing:
             for load in step.loads:
-                load.wait(own)
+                if isinstance(load, (StateLoad, CopiedPages)):  # not pages, layer by layer
+                    load.wait(own)
             tables.states_used = True
         return self.device.carrier(slots)
 
@@ -1014,8 +1034,8 @@ class PagedKVCache(ProcessLocal):
 
         Parameters
         ----------
-        tiers : a TieredCache whose `device_pool` is the `pool` of this cache. A tiered cache
-            belongs to one paged cache
+        tiers : a TieredCache whose `device_pool` is the `pool` of this cache; with groups,
+            `TieredCache(groups=cache, ...)`. A tiered cache belongs to one paged cache
         num_past_host_pages : with `demotion`, pages in host memory for demoted pages of offloaded
             sequences; None: as many as in `past_pool`. They are allocated when the first is
             offloaded
@@ -1031,8 +1051,16 @@ class PagedKVCache(ProcessLocal):
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
-        self._refuse_groups("attach")
-        self._tiers.attach(tiers, num_past_host_pages)
+        if self._layer_groups is None:
+            self._tiers.attach(tiers, num_past_host_pages)
+            return
+        if self._steps.mixed is not None:
+            raise ValueError("tiers: expected to be attached once, got a second one")
+        if num_past_host_pages is not None:
+            raise ValueError(
+                f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
+            )
+        self._steps.mixed = MixedTiers(tiers, self._groups, self._states, self._steps.access)
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1170,6 +1198,12 @@ class PagedKVCache(ProcessLocal):
         return self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
 
     # --- Parts ---
+
+    def _tier_groups(self) -> list[TierGroup]:
+        """Describe the groups, for `TieredCache(groups=)`."""
+        if self._layer_groups is None:
+            raise ValueError("groups: expected a PagedKVCache with groups, got one without")
+        return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
 
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
         """Return the tables of the group of a layer, by their plain names."""

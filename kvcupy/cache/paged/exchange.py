@@ -244,7 +244,7 @@ class Tiers:
             self._num_past_host_pages = count
         self.tiered = tiers
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
-        self._sequences.evict = partial(_evict, tiers, self._pool.allocator)
+        self._sequences.evict = partial(evict, tiers, self._pool.allocator)
 
     def require(self, name: str) -> TieredCache:
         """Return the tiered cache; raise if it is missing. `name` is the argument that needs it."""
@@ -359,7 +359,7 @@ class Tiers:
         return set(pages) - set(unneeded)
 
 
-def _evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
+def evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
     """Evict blocks so that `count` pages are free, now or when transfers that touch them end.
 
     Pages become free at any time, so each number is asked for once.

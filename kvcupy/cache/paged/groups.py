@@ -23,6 +23,7 @@ from ..pool import KVPool, MLAPool, Pool, positive_int
 from .arguments import DTYPE, Demotion, has_token_scales
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
+_STATE_ALIGNMENT = 8  # bytes, of each part: of the widest dtype
 # Without memory_bytes, states are added up to a sixteenth of the bytes of the pages, or 64 KiB.
 _STATES_PART, _MIN_STATES_BYTES = 16, 1 << 16
 # With memory_bytes alone: the length of sequences, halved until this number of them fits.
@@ -269,9 +270,14 @@ class Recurrent(LayerGroup):
         )
 
     def state_bytes(self) -> int:
-        """Return the bytes of one state, all layers."""
+        """Return the bytes of one state, all layers; each part is padded to 8 bytes."""
         parts = self.state.values()
-        return len(self.layers) * sum(num_bytes(tuple(shape), dtype) for shape, dtype in parts)
+        return len(self.layers) * sum(part_bytes(shape, dtype) for shape, dtype in parts)
+
+
+def part_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Return the bytes of a part of a state, padded so that the next one is aligned."""
+    return -(-num_bytes(tuple(shape), dtype) // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
 
 
 def _require_rows(encoding: Encoding, width: int, name: str) -> None:

@@ -28,6 +28,7 @@ class PageGroup:
     cascade : whether neighbours in a batch read shared pages once; None: where that pays
     tables : finds the tables of the group in the tables of a step; None without other groups
     label : names it in errors, if there are several
+    model_layers : the numbers of its layers in the model, if there are several groups
 
     Attributes
     ----------
@@ -42,10 +43,11 @@ class PageGroup:
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]], *,
         demoted: tuple[KVPool, int, int] | None = None, cascade: bool | None = None,
         batch_invariant: bool = False, window: int = 0, sink_tokens: int = 0,
-        tables: GroupTables | None = None, label: str = "",
+        tables: GroupTables | None = None, label: str = "", model_layers: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.pool, self.past_pool, self.past = pool, None, None
         self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
+        self.model_layers = tuple(model_layers)
         self.cascade: bool | None = False if window or demoted else cascade
         past_layers, past_allocator, kept = None, None, (0, 0)
         if demoted is not None:
@@ -327,6 +329,7 @@ def make_groups(
         latent_dim = declared.latent_dim if isinstance(declared, Latent) else None
         layers |= {layer: (len(groups), i) for i, layer in enumerate(declared.layers)}
         groups.append(make_group(
-            pool, latent_dim, [], demotion, past_pool, tables=tables, label=str(declared), **options
+            pool, latent_dim, [], demotion, past_pool, tables=tables, label=str(declared),
+            model_layers=declared.layers, **options
         ))  # fmt: skip
     return groups, layers

@@ -207,6 +207,8 @@ class Sequences:
         self.evict: Callable[[int], object] | None = None
         # Called before pages are allocated: pages that were held may have become free.
         self.reclaim: Callable[[], object] | None = None
+        # Called before pages behind a window are freed; returns those that a tiered cache took.
+        self.take_unseen: Callable[[Sequences, CachedSequence, int, int], set[int]] | None = None
         self._known: dict[Hashable, CachedSequence] = {}
         self.total_length = 0
 
@@ -245,24 +247,47 @@ class Sequences:
         if _hashable(seq, name) in self._known:
             raise ValueError(f"{name}: expected a new sequence, got {seq!r}, which is cached")
 
-    def share(self, seq: Hashable, lease: Lease) -> CachedSequence:
-        """Add a sequence of the pages that a lease pins, for as long as it or a fork uses one."""
+    def share(
+        self, seq: Hashable, lease: Lease | None, num_blocks: int, indices: Sequence[int]
+    ) -> CachedSequence:
+        """Add a sequence of the pages that a lease pins, for as long as it or a fork uses them.
+
+        num_blocks : of the sequence
+        indices : of the pages of the lease in the sequence; the others are `FREED`
+        """
         sequence = self.add(seq)
+        if lease is None or num_blocks == 0:
+            if lease is not None:
+                lease.release()
+            return sequence
+        sequence.extend(np.full(num_blocks, FREED, np.int64))
+        sequence.length = num_blocks * self._page_size
+        self.total_length += sequence.length
+        self.fill(sequence, lease, indices)
+        return sequence
+
+    def fill(self, sequence: CachedSequence, lease: Lease, indices: Sequence[int]) -> None:
+        """Put the pages that a lease pins in place of `FREED` ones."""
         if lease.num_blocks == 0:
             lease.release()
-            return sequence
-        sequence.extend(lease.pages)
+        sequence.pages[list(indices)] = lease.pages
         self._references[lease.pages] += 1
+        gap = np.flatnonzero(sequence.pages == FREED)
+        sequence.first_kept = int(gap[-1]) + 1 if len(gap) else 0
         self._leased.add(lease)
-        sequence.length = lease.num_blocks * self._page_size
         sequence.loads.append(lease.completion)
-        self.total_length += sequence.length
-        return sequence
 
     def owned(self, sequence: CachedSequence, count: int) -> Ints:
         """Return the indices of unshared pages among the first `count` of a sequence."""
         indices: Ints = np.flatnonzero(self._references[sequence.pages[:count]] == 1)
         return indices
+
+    def owned_of(self, sequence: CachedSequence, indices: range) -> list[int]:
+        """Return which of some indices are of unshared pages."""
+        pages = sequence.pages[indices.start : indices.stop]
+        unshared = (pages != FREED) & (self._references[pages] == 1)
+        owned: list[int] = (np.flatnonzero(unshared) + indices.start).tolist()
+        return owned
 
     def remove(self, seq: Hashable, published: Collection[int] = ()) -> None:
         """Drop a sequence; free its pages, except shared and `published` ones."""
@@ -276,10 +301,8 @@ class Sequences:
     def drop(self, sequence: CachedSequence, published: Collection[int] = ()) -> None:
         """Release the pages of a sequence, except the `published` ones."""
         if published:
-            self._references[list(published)] = 0
             self.forget_demoted(published)
-            rest = [page for page in sequence.pages.tolist() if page not in published]
-            self._release(np.array(rest, np.int64))
+            self._release_except(sequence.pages, published)
         else:
             self._release(sequence.pages)
 
@@ -401,8 +424,11 @@ class Sequences:
         start = max(sequence.first_kept, self._num_sink_pages)
         stop = (position - self._window + 1) // self._page_size
         if stop > start:
+            taken: Collection[int] = ()
+            if self.take_unseen is not None:
+                taken = self.take_unseen(self, sequence, start, stop)
             pages = sequence.pages[start:stop]
-            self._release(pages.copy())
+            self._release_except(pages.copy(), taken)
             pages[:] = FREED
             sequence.first_kept = stop
 
@@ -636,6 +662,13 @@ class Sequences:
             elif page in self._origins:
                 del self._demoted[self._origins.pop(page)]
 
+    def _release_except(self, pages: Ints, taken: Collection[int]) -> None:
+        """Release pages, except those that a tiered cache owns now."""
+        if taken:
+            self._references[list(taken)] = 0
+            pages = np.array([page for page in pages.tolist() if page not in taken], np.int64)
+        self._release(pages)
+
     def _release(self, pages: Ints) -> None:
         """Drop one reference to each of some pages; those without any are freed."""
         if self._window:
@@ -654,7 +687,7 @@ class Sequences:
 
 
 class LeasedPages:
-    """Leases of pages that a tiered cache owns, each held while a sequence uses one of its pages.
+    """Leases of pages that a tiered cache owns; of each, the pages that sequences use are held.
 
     A lease counts as one reference to each of its pages. So a page in use has more references than
     leases, and no sequence writes to it, because it is shared.
@@ -674,17 +707,13 @@ class LeasedPages:
         self._references[lease.pages] += 1
 
     def release_unused(self, pages: Iterable[int]) -> None:
-        """Release leases of some pages if no page of the lease is in use any more."""
-        leases = {id(lease): lease for page in pages for lease in self._of.get(page, ())}
+        """Release some pages as far as no sequence uses them any more."""
+        of, references = self._of, self._references.item
+        unused = {page for page in pages if page in of and references(page) == len(of[page])}
+        leases = {id(lease): lease for page in unused for lease in of.pop(page)}
+        self._references[list(unused)] = 0
         for lease in leases.values():
-            if any(self._references[p] != len(self._of[p]) for p in lease.pages.tolist()):
-                continue
-            for page in lease.pages.tolist():
-                self._of[page].remove(lease)
-                if not self._of[page]:
-                    del self._of[page]
-            self._references[lease.pages] -= 1
-            lease.release()
+            lease._release_pages(unused)
 
 
 def _kept(pages: Ints) -> Ints:

@@ -5,9 +5,9 @@
     layer 0   conv | ssm    conv | ssm    ...
     layer 1   conv | ssm    ...
 
-The model updates the live rows in place. A state is kept by a copy to another slot, which forks
-share; a new live state is a copy of a kept one, or zero. Kept states use the slots that no live
-state needs, and the oldest are given up first.
+The bytes of a slot are contiguous, a page of a pool. The model updates the live rows in place. A
+state is kept by a copy to another slot, which forks share; a new live state is a copy of a kept
+one, or zero. Kept states use the slots that no live state needs, and the oldest are given up first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import ArrayView, reshaped, transposed, view
+from ...arrays import ArrayView, reshaped, view
 from ...arrays.dlpack import exporting
 from ...devices.protocol import Device
 from ...errors import CacheFull
-from ...formats import FORMATS, numpy_dtype
+from ...formats import FORMATS, num_bytes, numpy_dtype
 from ...ops import checks
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
-from ..hazards import CopiedPages, PageAccess
-from ..pages import PageAllocator
-from .groups import Plan, Recurrent
+from ..hazards import Completion, CopiedPages, PageAccess
+from ..pool import MLAPool, array_of
+from .groups import Plan, Recurrent, part_bytes
 from .page_group import add_load
 from .sequences import CachedSequence
 
@@ -67,31 +67,57 @@ class SequenceState:
 
 
 class States:
-    """The states of the recurrent groups of a cache. They share the numbers of their slots."""
+    """The states of the recurrent groups of a cache. They share the numbers of their slots.
+
+    Attributes
+    ----------
+    pool : has a page for each slot
+    """
 
     def __init__(self, groups: Sequence[Recurrent], num_slots: int, device: Device) -> None:
         self.num_slots = num_slots
         self.checkpoint_tokens = groups[0].checkpoint_tokens
         self._device = device
-        self._allocator = PageAllocator(num_slots)
         self._label = " and ".join(map(str, groups))
+        widths = [group.state_bytes() // len(group.layers) for group in groups]
+        total = sum(w * len(g.layers) for w, g in zip(widths, groups, strict=True))
+        num_layers = total // widths[0] if len(set(widths)) == 1 else 1
+        self.pool = MLAPool(
+            num_slots, 1, num_layers, latent_dim=total // num_layers, rope_dim=0, dtype="int8",
+            layout="page_first_direct", device=device,
+        )  # fmt: skip
+        self._allocator = self.pool.allocator
+        self._bytes = reshaped(self.pool.parts[0], (num_slots, total), (total, 1))
+        self._zero = view(device.zeros((total,), "int8"))
         self._arrays: dict[tuple[int, str], Any] = {}
         self._parts: list[str] = []  # the number of the group, and the name
         self._rows: list[ArrayView] = []  # of each part (slots, layers, ...)
-        self._zeros: list[ArrayView] = []  # (layers, ...), a state of zeros
-        for number, group in enumerate(groups):
+        start = 0
+        for number, (group, width) in enumerate(zip(groups, widths, strict=True)):
+            offset = start
             for name, (shape, dtype) in group.state.items():
-                self._parts.append(f"state {number} {name}")
-                array = device.zeros((len(group.layers), num_slots, *shape), dtype)
+                rows = self._part(offset, len(group.layers), width, shape, dtype)
                 for i, layer in enumerate(group.layers):
-                    own = array[i]
+                    own = array_of(device, rows[:, i])
                     self._arrays[layer, name] = exporting(own) if dtype in FORMATS else own
-                rows = view(array)
-                self._rows.append(transposed(rows, (1, 0, *range(2, rows.ndim))))
-                zero = view(device.zeros(shape, dtype))
-                self._zeros.append(reshaped(zero, (len(group.layers), *shape), (0, *zero.strides)))
+                self._parts.append(f"state {number} {name}")
+                self._rows.append(rows)
+                offset += part_bytes(shape, dtype)
+            start += width * len(group.layers)
         self._of: dict[Hashable, SequenceState] = {}
         self._kept: dict[int, KeptState] = {}  # by slot, the oldest first
+
+    def _part(
+        self, offset: int, num_layers: int, width: int, shape: Sequence[int], dtype: Any
+    ) -> ArrayView:
+        """View a part of the states of a group, (slots, layers, *shape); a layer has `width`."""
+        own = self._bytes
+        strides = [num_bytes(tuple(shape[i + 1 :]), dtype) for i in range(len(shape))]
+        return ArrayView(
+            own.pointer + offset, (self.num_slots, num_layers, *shape),
+            (own.strides[0], width, *strides), dtype, own.device,
+            library=own.library, owner=own.owner,
+        )  # fmt: skip
 
     def array(self, layer: int, name: str) -> Any:
         """Return a part of the state of a layer, (slots, ...)."""
@@ -144,12 +170,19 @@ class States:
 
     def fork(
         self, access: PageAccess, parent: Hashable, child: Hashable, length: int, current: int,
-        sequence: CachedSequence,
-    ) -> None:  # fmt: skip
-        """Add a sequence of the first `length` tokens of another, behind which there is a state."""
+        sequence: CachedSequence, load: Callable[[int], Completion] | None = None,
+    ) -> Completion | None:  # fmt: skip
+        """Add a sequence of the first `length` tokens of another, behind which there is a state.
+
+        load : begins to bring the state to a slot, and is returned; None: the other sequence has it
+        """
         source = self._of[parent]
         forked = SequenceState()
-        if length:
+        loaded = None
+        if load is not None:
+            loaded = self.receive(child, load)
+            forked = self._of[child]
+        elif length:
             start = source.live if length == current else source.kept[length].slot
             forked.live = self._allocate(1, keep=start)[0]
             self._copy_or_free(access, [(start, forked.live)], [forked.live], sequence)
@@ -158,18 +191,44 @@ class States:
                 kept.users += 1
                 forked.kept[n] = kept
         self._of[child] = forked
+        return loaded
+
+    def has_kept(self, seq: Hashable, length: int) -> bool:
+        """Return whether the state behind the first tokens of a sequence is kept."""
+        kept = self._of[seq].kept.get(length)
+        return kept is not None and kept.copied.failure is None
 
     def restore(
-        self, access: PageAccess, seq: Hashable, length: int, sequence: CachedSequence
-    ) -> None:
-        """Return to the state behind the first `length` tokens, one that is kept; 0: to none."""
+        self, access: PageAccess, seq: Hashable, length: int, sequence: CachedSequence,
+        load: Callable[[int], Completion] | None = None,
+    ) -> Completion | None:  # fmt: skip
+        """Return to the state behind the first `length` tokens, one that is kept; 0: to none.
+
+        load : as in `fork`
+        """
         state = self._of[seq]
+        if load is not None:
+            loaded = StateLoad(load(state.live))
+            self._give_up(state, length)
+            return loaded
         self._give_up(state, length)
         if length == 0:
             self._free(state.live)
             state.live = _NO_SLOT
         else:
             self._copy(access, [(state.kept[length].slot, state.live)], sequence)
+        return None
+
+    def receive(self, seq: Hashable, load: Callable[[int], Completion]) -> Completion:
+        """Add a sequence whose state `load`, called with a slot, begins to bring there."""
+        slot = self._allocate(1)[0]
+        try:
+            loaded = StateLoad(load(slot))
+        except BaseException:
+            self._free(slot)
+            raise
+        self._of[seq] = SequenceState(live=slot)
+        return loaded
 
     # --- Files ---
 
@@ -270,8 +329,10 @@ class States:
     def end(
         self, access: PageAccess, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
         is_useless: Callable[[Hashable, int], bool],
-    ) -> None:  # fmt: skip
+    ) -> list[tuple[Hashable, int, int]]:  # fmt: skip
         """Keep the states of sequences whose lengths are multiples of `checkpoint_tokens`.
+
+        Returns sequence, length and slot of each.
 
         is_useless : whether the tokens of a sequence before a state can no longer be restored. The
             first states are dropped if they are useless
@@ -280,20 +341,20 @@ class States:
             kept = self._of[name].kept
             while kept and is_useless(name, first := next(iter(kept))):
                 self._drop(kept.pop(first))
-        due = []
+        due: list[tuple[Hashable, int, int]] = []
         for name, sequence in zip(names, sequences, strict=True):
             state, length = self._of[name], sequence.length
             at_checkpoint = length % self.checkpoint_tokens == 0 and not sequence.parents
             if at_checkpoint and length not in state.kept and self._make_room(1):
                 slot = int(self._allocator.alloc(1)[0])
-                due.append((state, length, slot))
-        if not due:
-            return
-        slots = [slot for *_, slot in due]
-        pairs = [(state.live, slot) for state, _, slot in due]
-        copied = self._copy_or_free(access, pairs, slots)
-        for state, length, slot in due:
-            state.kept[length] = self._kept[slot] = KeptState(slot, copied)
+                due.append((name, length, slot))
+        if due:
+            slots = [slot for *_, slot in due]
+            pairs = [(self._of[name].live, slot) for name, _, slot in due]
+            copied = self._copy_or_free(access, pairs, slots, behind=state_loads(sequences))
+            for name, length, slot in due:
+                self._of[name].kept[length] = self._kept[slot] = KeptState(slot, copied)
+        return due
 
     def commit(self, seq: Hashable, accepted: bool) -> None:
         """End a tree: keep the state behind all its nodes, or return to the one before it."""
@@ -348,33 +409,62 @@ class States:
 
     def _copy_or_free(
         self, access: PageAccess, pairs: Sequence[tuple[int, int]], slots: Sequence[int],
-        *sequences: CachedSequence, zeros: Sequence[int] = (),
+        *sequences: CachedSequence, zeros: Sequence[int] = (), behind: Sequence[StateLoad] = (),
     ) -> CopiedPages:  # fmt: skip
         """Copy states; after an error the slots are free."""
         try:
-            return self._copy(access, pairs, *sequences, zeros=zeros)
+            return self._copy(access, pairs, *sequences, zeros=zeros, behind=behind)
         except BaseException:
             self._free(*slots)
             raise
 
     def _copy(
         self, access: PageAccess, pairs: Sequence[tuple[int, int]], *sequences: CachedSequence,
-        zeros: Sequence[int] = (),
+        zeros: Sequence[int] = (), behind: Sequence[StateLoad] = (),
     ) -> CopiedPages:  # fmt: skip
-        """Copy states between slots, and zero some, for sequences whose attention waits for it."""
+        """Copy states between slots, and zero some, for sequences whose attention waits for it.
+
+        behind : more loads to wait for; the loads of the sequences are waited for anyway
+        """
         stream = access.copy_stream
         with access.on(stream):
+            for load in (*behind, *state_loads(sequences)):
+                load.wait(stream)
             for slot in zeros:
-                for rows, zero in zip(self._rows, self._zeros, strict=True):
-                    self._device.copy(rows[slot], zero, stream=stream)
+                self._device.copy(self._bytes[slot], self._zero, stream=stream)
             if pairs:
                 numbers = np.array(pairs, np.int64).T
                 uploaded = upload([numbers[0], numbers[1]], self._device, stream)
-                copy_pages(self._rows, uploaded[0], uploaded[1], stream=stream)
+                copy_pages(self.pool, uploaded[0], uploaded[1], stream=stream)
             copied = CopiedPages(stream)
         for sequence in sequences:
             add_load(sequence, copied)
         return copied
+
+
+class StateLoad(Completion):
+    """The load of a state, which has one part for all layers."""
+
+    def __init__(self, load: Completion) -> None:
+        self._load = load
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._load.failure
+
+    def done(self) -> bool:
+        return self._load.done()
+
+    def synchronize(self) -> None:
+        self._load.synchronize()
+
+    def wait(self, stream: Any = None) -> None:
+        self._load.wait(stream)
+
+
+def state_loads(sequences: Iterable[CachedSequence]) -> list[StateLoad]:
+    """Return the loads of states of sequences."""
+    return [load for s in sequences for load in s.loads if isinstance(load, StateLoad)]
 
 
 def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -18,7 +18,9 @@ from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
+from ..tiered.mixed import PrefixLease
 from .exchange import Export
+from .mixed_tiers import MixedTiers
 from .page_group import PageGroup, add_load
 from .sequences import (
     CachedSequence,
@@ -383,6 +385,7 @@ class Steps:
     parts : the same step of each group; () if none is running
     tables : of the running step
     access : access to the pages outside of attention
+    mixed : of a cache with groups, once it is attached to tiers
     """
 
     def __init__(
@@ -405,6 +408,7 @@ class Steps:
         self.running: Step | None = None
         self.parts: Sequence[Step] = ()
         self.tables: StepTables | None = None
+        self.mixed: MixedTiers | None = None
 
     def is_running(self, seq: Hashable) -> bool:
         """Return whether a sequence belongs to the running step."""
@@ -507,7 +511,9 @@ class Steps:
                 group.demote(self.access, part.sequences)
         # While a stream is captured, nothing has updated the states.
         if self._states is not None and not any(s.capturing for s in tables.streams):
-            self._states.end(self.access, step.names, step.sequences, self._is_useless)
+            kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
+            if self.mixed is not None and kept:
+                self.mixed.publish_states(kept)
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
@@ -657,20 +663,38 @@ class Steps:
         source = self.settled(parent, "parent")
         count = self._sequences.require_fork(source, child, at, inherit_window)
         kept = self._restorable(parent, count)
+        lease = self._acquire_behind(parent, kept, count)
+        load = loaded = None
         forked = []
         try:
+            if lease is not None and self.mixed is not None:
+                kept, load = lease.num_blocks * self._pool.page_size, self.mixed.load_state(lease)
             for group in self._groups:
                 own = group.sequences.find(parent)
                 group.fork(self.access, own, child, kept, inherit_window)
                 forked.append(group)
             if self._states is not None:
                 sequence = self._sequences.find(child)
-                self._states.fork(self.access, parent, child, kept, source.length, sequence)
+                loaded = self._states.fork(
+                    self.access, parent, child, kept, source.length, sequence, load
+                )
         except BaseException:
             for group in forked:
                 group.sequences.remove(child)
+            if lease is not None:
+                lease.release()
             raise
+        if self.mixed is not None:
+            self.mixed.fork(parent, child)
+            if lease is not None:
+                self.mixed.fill(child, lease, loaded)
         return count - kept
+
+    def _acquire_behind(self, seq: Hashable, length: int, most: int) -> PrefixLease | None:
+        """Acquire from tiers what restores more than `length` tokens; None if that is nothing."""
+        if self.mixed is None or length == most:
+            return None
+        return self.mixed.acquire_behind(seq, length, most)
 
     def pop(self, seq: Hashable, n: Any) -> int:
         """Drop the last tokens of a sequence.
@@ -683,11 +707,33 @@ class Steps:
             raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
         left = sequence.length - int(n)
         kept = self._restorable(seq, left)
-        if self._states is not None and kept < sequence.length:
+        lease = self._acquire_behind(seq, kept, left)
+        if lease is not None and self.mixed is not None:
+            kept = lease.num_blocks * self._pool.page_size
+            self._shorten(seq, kept, lease, self.mixed)
+        elif self._states is not None and kept < sequence.length:
             self._return_to(seq, kept)
         else:
             self._truncate(seq, kept)
         return left - kept
+
+    def _shorten(self, seq: Hashable, length: int, lease: PrefixLease, mixed: MixedTiers) -> None:
+        """Shorten a sequence to a length, what it lacks there being in a lease."""
+        loaded = None
+        try:
+            load = mixed.load_state(lease)
+            if load is not None and self._states is not None:
+                sequence = self._sequences.find(seq)
+                loaded = self._states.restore(self.access, seq, length, sequence, load)
+                self._truncate(seq, length)
+            elif self._states is not None:
+                self._return_to(seq, length)
+            else:
+                self._truncate(seq, length)
+        except BaseException:
+            lease.release()
+            raise
+        mixed.fill(seq, lease, loaded)
 
     def state_slots_of(self, seqs: Any, stream: Stream) -> list[int]:
         """Return the slots of states, which work on a stream may read behind their copies."""

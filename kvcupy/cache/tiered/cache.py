@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isnan, nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -78,6 +78,11 @@ class TieredCache(ProcessLocal):
     shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
         in flight, or that have arrived and wait for the rest of their prefix
     pin_bytes : budget of the blocks that `retain` pins, at most the host pool; None: a quarter
+    groups : a PagedKVCache with groups of layers, in place of the pools: see Groups. Pass the
+        result to its `attach`
+    host_bytes : with groups, the bytes of host memory, divided so that all groups have room for the
+        same prefixes
+    shared_bytes : with groups, the size of a store "shm:NAME" that `shared` names
 
     Attributes
     ----------
@@ -99,6 +104,17 @@ class TieredCache(ProcessLocal):
 
     Failure: a failed transfer loses only its destination copies. If a shared store fails or is
     late, blocks are missing and the failure is counted, but no call raises.
+
+    Groups: a prefix is found if every group can restore it: full attention needs all blocks, a
+    window its last blocks and its sink tokens, recurrent layers the state that was kept behind it.
+    `acquire` returns a PrefixLease. Each group has its own tiers, the file `disk`.N and its own
+    identity; the bytes are divided like host memory. `shared` is a URL, or a function that opens a
+    store for a host pool and a model: a store "shm:NAME" becomes one per group, "shm:NAME.N". When
+    a block is lost, the blocks and states that are useless without it are discarded in all groups,
+    unless a shared store may have it. States are in host memory and below; `Match.device` counts
+    none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of the
+    requested prefixes. Not implemented for groups: hints, `insert`, `hold`, `save`,
+    `take_host_pages`, events, and `heads`.
 
     Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer,
     the disk or a shared store: a slow disk delays only calls that need it. Acquires that read from
@@ -125,6 +141,12 @@ class TieredCache(ProcessLocal):
     (5.0, 2)
     """
 
+    _of_groups: ClassVar[type[TieredCache] | None] = None  # set by `mixed`
+
+    def __new__(cls, *arguments: Any, groups: Any = None, **options: Any) -> TieredCache:
+        """Return a cache of one pool, or with `groups` of several."""
+        return super().__new__(cls if groups is None else cls._of_groups or cls)
+
     def __init__(
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, model: str = "",
@@ -132,7 +154,11 @@ class TieredCache(ProcessLocal):
         policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
         pin_bytes: int | None = None,
+        groups: Any = None, host_bytes: int | None = None, shared_bytes: int | None = None,
     ) -> None:  # fmt: skip
+        for name, number in (("host_bytes", host_bytes), ("shared_bytes", shared_bytes)):
+            if number is not None:
+                raise ValueError(f"{name}: expected None without groups, got {number!r}")
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
         checks.require_int(disk_bytes, "disk_bytes")
@@ -267,16 +293,23 @@ class TieredCache(ProcessLocal):
         Source: the values of `wait` and the deadline of "timeout" are from sgl-project/sglang
         `hicache_storage_prefetch_policy`; its maximum is 30 s.
         """
+        return self._acquire(hashes, after, wait, deadline_s)
+
+    def _acquire(
+        self, hashes: Any, after: Any, wait: str, deadline_s: float | None, *, send: bool = True
+    ) -> Lease:
+        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine."""
         keys = self._hashes(hashes)
         seconds = self._checked_wait(wait, deadline_s)
         stream = self._stream(after)
+        lease_of = partial(acquire, self._shared, send=send)
         if self._store is None:
-            return acquire(self._shared, keys, stream)
+            return lease_of(keys, stream)
         arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
         if arrivals is None:
-            return acquire(self._shared, keys, stream)
+            return lease_of(keys, stream)
         try:
-            return acquire(self._shared, keys, stream)
+            return lease_of(keys, stream)
         except CacheFull:
             if not arrivals.held:
                 raise
@@ -284,7 +317,7 @@ class TieredCache(ProcessLocal):
             with self._shared.lock:
                 tiers = self._shared.tiers
                 self._store.release(tiers, arrivals)
-        return acquire(self._shared, keys[: keys.index(arrivals.hashes[0])], stream)
+        return lease_of(keys[: keys.index(arrivals.hashes[0])], stream)
 
     # --- Below an engine that owns the device's pages ---
 
@@ -796,6 +829,48 @@ class TieredCache(ProcessLocal):
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._shared.closed
+
+    # --- As the tiers of a group ---
+
+    def _highest_tiers(self, hashes: Sequence[int]) -> list[int]:
+        """Return where each block is: 0 for the device, 1 host memory, 2 disk, 3 none of them."""
+        with self._shared.lock:
+            tiers = self._shared.opened()
+            device, host, readable = tiers.device.pages, tiers.host.pages, tiers.readable
+            return [
+                0 if h in device else 1 if h in host else 2 if readable(h) else 3 for h in hashes
+            ]
+
+    def _save_states(self, hashes: Sequence[int], slots: Sequence[int], after: Any) -> None:
+        """Start to save states; like `insert` it may have to write others to disk first."""
+        save(self._shared, hashes, slots, after, write=True)
+
+    def _has_block(self, hash: int) -> bool:
+        """Return whether some tier has a block."""
+        with self._shared.lock:
+            return hash in self._shared.tiers
+
+    def _discard_blocks(self, hashes: Sequence[int]) -> None:
+        """Forget blocks that are neither leased nor held nor on their way to or from disk."""
+        with self._shared.lock:
+            self._shared.tiers.discard(hashes)
+
+    def _evict_up_to(self, num_blocks: int) -> None:
+        """Evict blocks from the device as far as they are not leased."""
+
+        def change(tiers: Tiers) -> int:
+            victims = tiers.device.choose(left)
+            return tiers.evict_from_device(victims) if victims else 0
+
+        left = num_blocks
+        while left > 0 and (count := self._shared.attempt(change)):
+            left -= count
+
+    def _require_unleased(self) -> None:
+        """Raise KvcupyError if a block is leased."""
+        with self._shared.lock:
+            if num_leased := self._shared.opened().num_leased:
+                raise KvcupyError(f"{num_leased} blocks are leased: release them first")
 
     def stats(self) -> dict[str, float]:
         """Return statistics since the cache was made.

@@ -189,9 +189,13 @@ def _held(
 
 
 def save(
-    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any
-) -> LeaseCompletion:
-    """Save device pages of an engine; blocks in host memory are only touched."""
+    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any, *,
+    write: bool = False,
+) -> LeaseCompletion:  # fmt: skip
+    """Save device pages of an engine; blocks in host memory are only touched.
+
+    write : whether to write blocks to disk where that makes room, and wait for it
+    """
 
     def change(tiers: Tiers) -> list[BlockCompletion]:
         host = tiers.host
@@ -201,7 +205,7 @@ def save(
                 fresh.setdefault(hash, page)
         saved: dict[int, int] = {}
         if fresh:
-            plan = tiers.plan_host_eviction(len(fresh), keep=set(hashes), wait=False, write=False)
+            plan = tiers.plan_host_eviction(len(fresh), keep=set(hashes), wait=False, write=write)
             host_pages = tiers.evict_from_host(plan)
             copies = list(map(copy_of, fresh.items()))[: len(host_pages)]
             saved = tiers.save_or_free(copies, host_pages, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,7 +65,7 @@ class Lease(ProcessLocal):
         arriving = {id(b): b for b in fillers if b is not None}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
         self._shared = shared
-        self._hashes = hashes
+        self._hashes, self._pinned = hashes, pages  # until they are released
 
     def __repr__(self) -> str:
         state = "released" if self.released else "held"
@@ -107,8 +107,20 @@ class Lease(ProcessLocal):
             tiers = self._shared.tiers
             if not self.released:
                 self.released = True
-                tiers.unpin(self._hashes, self.pages.tolist())
+                tiers.unpin(self._hashes, self._pinned)
         self.completion.release()
+
+    def _release_pages(self, pages: Collection[int]) -> None:
+        """Unpin the blocks in some of the pages; the lease is released with the last of them."""
+        left = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p not in pages]
+        if not left:
+            self.release()
+            return
+        leaving = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p in pages]
+        with self._shared.lock:
+            if not self.released:
+                self._hashes, self._pinned = [h for h, _ in left], [p for _, p in left]
+                self._shared.tiers.unpin([h for h, _ in leaving], [p for _, p in leaving])
 
     def _waiting(self, stream: Any) -> Stream:
         waiting = waiting_stream(self._shared.engine.device, stream, "blocks")
@@ -231,14 +243,14 @@ class DiskReads:
         self._moves = []
 
 
-def acquire(shared: SharedTiers, hashes: list[int], after: Any) -> Lease:
-    """Lease the leading blocks that the tiers have."""
-    if (lease := _attempt(shared, hashes, after, None)) is not None:
+def acquire(shared: SharedTiers, hashes: list[int], after: Any, *, send: bool = True) -> Lease:
+    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue."""
+    if (lease := _attempt(shared, hashes, after, None, send)) is not None:
         return lease
     with shared.disk_turn:
         reads = DiskReads(shared)
         try:
-            while (lease := _attempt(shared, hashes, after, reads)) is None:
+            while (lease := _attempt(shared, hashes, after, reads, send)) is None:
                 reads.carry_out()
         finally:
             reads.give_back()
@@ -246,7 +258,7 @@ def acquire(shared: SharedTiers, hashes: list[int], after: Any) -> Lease:
 
 
 def _attempt(
-    shared: SharedTiers, hashes: list[int], after: Any, reads: DiskReads | None
+    shared: SharedTiers, hashes: list[int], after: Any, reads: DiskReads | None, send: bool
 ) -> Lease | None:
     """Lease the leading blocks; None if some must be read from disk first, to pages of `reads`."""
 
@@ -261,7 +273,7 @@ def _attempt(
             return False
         return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after, reads))
 
-    while (outcome := shared.attempt(change)) is True:
+    while (outcome := shared.attempt(change, send=send)) is True:
         pass
     return outcome if isinstance(outcome, Lease) else None
 

@@ -838,6 +838,17 @@ class Tiers:
             self.host.release(copy)
         self.disk.finish(move)
 
+    def discard(self, hashes: Sequence[int]) -> None:
+        """Forget blocks in every tier, except where they are leased, held or being moved."""
+        for tier in (self.device, self.host):
+            copies = [copy for hash in hashes if (copy := tier.find(hash)) is not None]
+            copies = [c for c in copies if c.page not in tier.pins and c.page not in tier.held]
+            tier.forget(copies)
+            tier.give_back([copy.page for copy in copies])
+        if self.disk is not None:
+            moving = {hash for move in self.disk.moves for hash in move.slots}
+            self.disk.evict([h for h in hashes if h in self.disk.slots and h not in moving])
+
     # --- Evicting from the device tier ---
 
     def evict_from_device(self, victims: Sequence[Copy], keep: Collection[int] = _NO_HASHES) -> int:
@@ -960,8 +971,10 @@ class SharedTiers:
         self.tiers.settle()
         return self.tiers
 
-    def attempt(self, change: Callable[[Tiers], _Result], *, opened: bool = True) -> _Result:
-        """Call `change` until it is not Blocked, then submit the transfers that it queued.
+    def attempt(
+        self, change: Callable[[Tiers], _Result], *, opened: bool = True, send: bool = True
+    ) -> _Result:
+        """Call `change` until it is not Blocked, then send the transfers that it queued.
 
         KvcupyError if the cache is closed, unless `opened` is False.
         """
@@ -982,7 +995,8 @@ class SharedTiers:
         except BaseException:
             self.end_own_writes()
             raise
-        self.engine._send()
+        if send:
+            self.engine._send()
         return result
 
     def end_own_writes(self) -> None:
