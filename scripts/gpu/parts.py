@@ -140,7 +140,7 @@ def _tests(device: str, quick: bool) -> list[Part]:
         title = f"tests/{path.relative_to(tests)}, what needs a GPU"
         if path.stem == "test_gpu_report":  # names the marker only
             continue
-        part = _pytest(name, "gpu", title, device, 0.3, "-m", "gpu", str(path))
+        part = _pytest(name, "gpu", title, device, 0.2, "-m", "gpu", str(path))
         selected.append(replace(part, limit_s=300.0))
     if quick:
         chosen = [str(tests / name) for name in QUICK_TESTS]
