@@ -41,7 +41,7 @@ _MAX_LAYERS = 1 << 16  # of an array; each gets a view
 
 
 @dataclass(frozen=True)
-class LayerGroup:
+class EvenLayers:
     """Layers that are evenly spaced in memory.
 
     Attributes
@@ -244,7 +244,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.num_bytes = sum(v.num_bytes for v in views)
         self.page_bytes = self.num_bytes // self.num_pages
         groups = [
-            LayerGroup(run, tuple(_stacked([layers[i][n] for i in run]) for n in range(len(first))))
+            EvenLayers(run, tuple(_stacked([layers[i][n] for i in run]) for n in range(len(first))))
             for run in _evenly_spaced(layers)
         ]
         arrays = [[array_of(self.device, v) for v in part] for part in zip(*layers, strict=True)]
@@ -253,7 +253,7 @@ class Pool(ProcessLocal, abc.ABC):
             self._tensors.update((i, [v.owner for v in layer]) for i, layer in enumerate(layers))
 
     def _finish(
-        self, groups: Sequence[LayerGroup], views: Iterable[tuple[ArrayView, ...]],
+        self, groups: Sequence[EvenLayers], views: Iterable[tuple[ArrayView, ...]],
         arrays: Iterable[Iterable[Any]], scales: Iterable[Iterable[Any]],
     ) -> None:  # fmt: skip
         """Set the views, by layer, and the arrays and scales, by part and layer."""
@@ -295,7 +295,7 @@ class Pool(ProcessLocal, abc.ABC):
         by_page = [_by_page(array, order) for array in data]
         layers = range(self.num_layers)
         scale_parts = tuple(view(_by_page(a, scale_order)) for a in scale_data)
-        group = LayerGroup(layers, tuple(map(view, by_page)), scale_parts)
+        group = EvenLayers(layers, tuple(map(view, by_page)), scale_parts)
         self._finish(
             [group], [tuple(part[:, i] for part in group.parts) for i in layers],
             [[a[:, i] for i in layers] for a in by_page],
