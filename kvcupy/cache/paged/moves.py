@@ -22,7 +22,7 @@ from ...formats import CACHE_FORMATS
 from ...ops.pages import copy_pages, shift_pages
 from ...ops.store import gather_kv, store_kv
 from ...ops.transfer_kernels import PagePairs, upload
-from ..pool import KVPool, LayerGroup, Pool
+from ..pool import EvenLayers, KVPool, Pool
 from .layers import Layers, Rope, borrow
 from .sequences import Ints
 
@@ -39,13 +39,13 @@ class _Slots:
     """The evenly spaced layers of a pool by slots, for operations on pages: a page is one slot."""
 
     pool: Pool
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[EvenLayers, ...]
     latent_dim: int
 
     @classmethod
     def of(cls, pool: Pool, first_rotated: int) -> _Slots:
         groups = tuple([
-            LayerGroup(g.layers, *(tuple(map(_as_pages, own)) for own in (g.parts, g.scale_parts)))
+            EvenLayers(g.layers, *(tuple(map(_as_pages, own)) for own in (g.parts, g.scale_parts)))
             for g in pool.groups if all(map(_is_even, g.parts))
         ])  # fmt: skip
         return cls(pool, groups, first_rotated)
@@ -149,7 +149,7 @@ class PageMover:
             key, value = _halves((rows, *others))
             gather_kv(k, v, slots[0], k_out=key, v_out=value, stream=stream)
             keys = rows if cached[0].scales is None else view_as(rows, cached[0].encoding)
-            by_slot = LayerGroup(range(1), (_as_pages(keys[:, None, None]),))
+            by_slot = EvenLayers(range(1), (_as_pages(keys[:, None, None]),))
             buffered = _Slots(self._pool, (by_slot,), rope.first)
             numbers = upload([np.arange(len(src))], self._device, stream)[0]
             shift_pages(buffered, numbers, delta, rope.table, **options)
