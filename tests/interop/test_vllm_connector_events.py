@@ -143,12 +143,24 @@ def test_only_blocks_of_tiers_are_remembered(make, monkeypatch):
     engine = make(SMALL_HOST, events=True)
     from kvcupy.interop.vllm_connector import events
 
-    monkeypatch.setattr(events, "_MAX_ABSENT", 20)
-    check(engine, PROMPTS)
+    monkeypatch.setattr(events, "_MAX_ABSENT", most := 100)
+    prompts = conversations(120)
+    check(engine, prompts)
     engine.step()
-    num_pages = worker_of(engine).cache.host_pool.num_pages
-    assert len(hashes_of(PROMPTS)) > num_pages + 20
-    assert len(engine.scheduler._events._blocks) <= num_pages + 20 + 60 // BLOCK_TOKENS * 4
+    cache, described = worker_of(engine).cache, engine.scheduler._events._blocks
+    assert len(described) <= 2 * cache.host_pool.num_pages + most < len(hashes_of(prompts))
+    assert Router().apply(engine.events).blocks == in_tiers(engine, prompts)
+
+
+def test_blocks_that_are_not_saved_are_forgotten(make, monkeypatch):
+    engine = make(HOST, events=True)
+    from kvcupy.interop.vllm_connector import events
+
+    monkeypatch.setattr(events, "_MAX_ABSENT", 20)
+    monkeypatch.setattr(worker_of(engine), "start_saves", lambda: None)
+    check(engine, PROMPTS)
+    assert len(engine.scheduler._events._blocks) == 20
+    assert engine.events == []
 
 
 def test_nothing_is_recorded_unless_events_are_enabled(make):
