@@ -67,6 +67,35 @@ class KVConnectorPromMetrics:
         self._counter_cls = metric_types["Counter"]
 
 
+class BlockStored(SimpleNamespace):
+    pass
+
+
+class BlockRemoved(SimpleNamespace):
+    pass
+
+
+def maybe_convert_block_hash(hash_bytes):
+    return hash_bytes
+
+
+def generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx):
+    salted = not start_token_idx and request.salt
+    return (("cache_salt", request.salt),) if salted else None, start_mm_idx
+
+
+def to_event_extra_keys(extra_keys):
+    return [keys and tuple(key[1] for key in keys) for keys in extra_keys]
+
+
+def get_kv_cache_spec_kind(kv_cache_spec):
+    return SimpleNamespace(value="full_attention")
+
+
+def get_kv_cache_spec_sliding_window(kv_cache_spec):
+    return None
+
+
 class CacheHitSource(enum.Enum):
     HOST = "host"
     P2P = "p2p"
@@ -83,6 +112,13 @@ def install(monkeypatch):
         ],
         f"{v1}.metrics": [KVConnectorStats, KVConnectorPromMetrics],
         "vllm.v1.metrics.cache_hit_source": [CacheHitSource],
+        "vllm.distributed.kv_events": [BlockStored, BlockRemoved],
+        "vllm.v1.core.kv_cache_utils": [
+            maybe_convert_block_hash, generate_block_hash_extra_keys, to_event_extra_keys,
+        ],
+        "vllm.v1.kv_cache_interface": [
+            get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window,
+        ],
     }  # fmt: skip
     for name, members in names.items():
         parts = name.split(".")
@@ -145,6 +181,10 @@ class Request:
         return len(self.tokens)
 
     @property
+    def all_token_ids(self):
+        return self.tokens
+
+    @property
     def output(self):
         return self.tokens[self.num_prompt_tokens :]
 
@@ -160,7 +200,7 @@ class Engine:
 
     def __init__(
         self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
-        role="kv_both", name="model", max_running=4, device_type="cpu", spec=None,
+        role="kv_both", name="model", max_running=4, device_type="cpu", spec=None, events=False,
     ):  # fmt: skip
         self.chunk, self.max_running = chunk, max_running
         transfer = SimpleNamespace(
@@ -173,6 +213,7 @@ class Engine:
             cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
             parallel_config=SimpleNamespace(world_size=1, rank=0),
             device_config=SimpleNamespace(device_type=device_type),
+            kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         )
         group = SimpleNamespace(kv_cache_spec=spec)
         kv_cache_config = SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group])
@@ -194,6 +235,7 @@ class Engine:
         self.finished, self.scheduled = set(), set()
         self.num_steps = self.num_preempted = 0
         self.sources = {}
+        self.events = []
 
     def close(self):
         self.worker.shutdown()
@@ -460,6 +502,7 @@ class Engine:
                 request.num_computed_tokens -= 1
         for name in report.finished_sending or ():
             self.give_back(self.held.pop(name).blocks)
+        self.events += self.scheduler.take_events()
 
     def handle_invalid(self, invalid, scheduled):
         failed = []

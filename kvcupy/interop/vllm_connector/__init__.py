@@ -26,7 +26,9 @@ except ImportError as error:
     raise ImportError(f"KvcupyConnector needs vLLM: {install('vllm')}") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from .events import Events
 
 __all__ = ["KvcupyConnector"]
 
@@ -73,8 +75,9 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
         self._engine = str(getattr(transfer, "engine_id", ""))
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None
+        self._events: Events | None = None
+        spec = getattr(groups[0], "kv_cache_spec", None) if groups else None
         if role == base.KVConnectorRole.WORKER:
-            spec = getattr(groups[0], "kv_cache_spec", None) if groups else None
             self._worker = Worker(vllm_config, options, kv_cache_config.num_blocks, spec)
         else:
             if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
@@ -82,9 +85,15 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
                     'KvcupyConnector: kv_load_failure_policy="fail" ends a request when one of its '
                     'blocks is lost between lookup and load; "recompute" is recommended'
                 )
+            if setting(vllm_config, "kv_events_config.enable_kv_cache_events", False):
+                from .events import Events
+
+                block_tokens = int(setting(vllm_config, "cache_config.block_size"))
+                self._events = Events(self._find_worker, block_tokens, spec)
             self._scheduler = Scheduler(
-                vllm_config, layerwise=options.layerwise, find_worker=self._find_worker
-            )
+                vllm_config, layerwise=options.layerwise, find_worker=self._find_worker,
+                events=self._events,
+            )  # fmt: skip
 
     def _find_worker(self) -> Worker | None:
         """Return the only worker of this engine, if it is in this process."""
@@ -202,6 +211,9 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         parameters = self._of_scheduler().finished(request, block_ids)
         return parameters is not None, parameters
+
+    def take_events(self) -> Iterable[Any]:
+        return () if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool | None:
         self._of_scheduler().clear()

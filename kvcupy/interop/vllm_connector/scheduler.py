@@ -6,13 +6,16 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config import BoundedLog, cache_logger
 from .handover import asks_for_hand_over, parameters_of, ticket_of
 from .options import setting
 from .steps import Answer, Found, Load, PullJob, Step
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from .events import Events
 
 _HANDED_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # not aborted, and no error
 _CANNOT_HAND_OVER = (
@@ -38,11 +41,13 @@ class Scheduler:
     config : vLLM's VllmConfig
     layerwise : whether to load in the step, layer by layer, if no other request runs
     find_worker : returns the only worker, if it is in this process, else None
+    events : that describe saved blocks, or None
     """
 
     def __init__(
-        self, config: Any, *, layerwise: bool, find_worker: Callable[[], Worker | None]
-    ) -> None:
+        self, config: Any, *, layerwise: bool, find_worker: Callable[[], Worker | None],
+        events: Events | None = None,
+    ) -> None:  # fmt: skip
         self.block_tokens = int(setting(config, "cache_config.block_size"))
         hash_tokens = int(setting(config, "cache_config.hash_block_size", 0)) or self.block_tokens
         self._hashes_per_block = max(1, self.block_tokens // hash_tokens)
@@ -50,6 +55,7 @@ class Scheduler:
         # Workers of which only one fails a load would save what the others computed from it.
         self._layerwise = layerwise and self._num_workers == 1
         self._find_worker = find_worker
+        self._events = events
         self._step = Step()
         self._tracked: dict[str, Tracked] = {}
         self._hashes: dict[str, list[int]] = {}  # of full blocks, by request
@@ -204,8 +210,12 @@ class Scheduler:
         hashes = self.hashes(tracked.request)
         num_tokens = num_computed + output.num_scheduled_tokens[name]
         num_complete = min(num_tokens // self.block_tokens, len(hashes), len(tracked.blocks))
-        for i in range(tracked.num_saved, num_complete):
+        first = tracked.num_saved
+        for i in range(first, num_complete):
             step.saves.setdefault(hashes[i], tracked.blocks[i])
+        if self._events is not None:
+            numbers = hashes[first:num_complete]
+            self._events.describe(tracked.request, first, numbers, self._hashes_per_block)
         tracked.num_saved = max(tracked.num_saved, num_complete)
 
     def hashes(self, request: Any) -> list[int]:

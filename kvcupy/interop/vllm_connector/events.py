@@ -1,0 +1,174 @@
+"""Blocks that enter and leave the tiers below vLLM's cache, as vLLM's KV events.
+
+Source: vllm-project/vllm `vllm/distributed/kv_events.py`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from ...cache.tiered.changes import Change, Removed, Replaced, Stored
+from ...config import BoundedLog, cache_logger
+from ...errors import KvcupyError
+from ...events.publisher import MEDIA
+from .worker import Worker
+
+_MAX_CHANGES = 10_000  # that wait for a step
+_MAX_ABSENT = 10_000  # described blocks that no tier has
+
+
+class Block(NamedTuple):
+    """A block as vLLM describes it."""
+
+    hash: Any
+    parent: Any
+    token_ids: array[int]
+    lora: tuple[int, str] | None
+    extra_keys: Any
+
+
+class Events:
+    """The events of one worker, on the scheduler's side.
+
+    Tiers know a digest of vLLM's hash. A block is announced once a request has described it, so
+    blocks on disk after a restart are announced when they are used.
+
+    Parameters
+    ----------
+    find_worker : returns the only worker, if it is in this process, else None
+    block_tokens : tokens of a block
+    spec : what vLLM says of its caches, a KVCacheSpec
+    """
+
+    def __init__(
+        self, find_worker: Callable[[], Worker | None], block_tokens: int, spec: Any
+    ) -> None:
+        self._find_worker = find_worker
+        self._block_tokens = block_tokens
+        self._about_group = {
+            "group_idx": 0,
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+        }
+        self._changes: deque[Change] = deque()
+        self._is_behind = True  # changes are dropped until the cache announces all of its blocks
+        self._blocks: dict[int, Block] = {}
+        self._absent: dict[int, None] = {}  # described blocks in no tier, the oldest first
+        self._present: dict[str, set[int]] = {"host": set(), "disk": set()}
+        self._events: list[Any] = []
+        self._log = BoundedLog(cache_logger)
+
+    def describe(self, request: Any, first: int, numbers: Sequence[int], step: int) -> None:
+        """Note vLLM's hashes, tokens and parents of blocks that a request has.
+
+        Parameters
+        ----------
+        first : number of the first block in the prefix
+        numbers : the tiers' hashes of the blocks
+        step : hashes of the request for each block
+        """
+        for i, number in enumerate(numbers, first):
+            if number not in self._blocks:
+                self._blocks[number] = self._described(request, i, step)
+                self._absent[number] = None
+                for tier in self._present:
+                    if number in self._present[tier]:
+                        self._store(tier, [number])
+        while len(self._absent) > _MAX_ABSENT:
+            oldest = next(iter(self._absent))
+            del self._absent[oldest], self._blocks[oldest]
+
+    def _described(self, request: Any, i: int, step: int) -> Block:
+        hashes, size, lora = request.block_hashes, self._block_tokens, request.lora_request
+        start, end = i * size, (i + 1) * size
+        extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        return Block(
+            hash=maybe_convert_block_hash(hashes[(i + 1) * step - 1]),
+            parent=maybe_convert_block_hash(hashes[i * step - 1]) if i else None,
+            token_ids=array("i", request.all_token_ids[start:end]),
+            lora=None if lora is None else (lora.adapter_id, lora.name),
+            extra_keys=to_event_extra_keys([extra_keys])[0],
+        )
+
+    def take(self) -> list[Any]:
+        """Return the events since the last call."""
+        worker = self._find_worker()
+        if worker is None or worker.cache is None:
+            self._log.warning(
+                "KV events of host memory and disk need one worker in the scheduler's process: "
+                'distributed_executor_backend="uni", and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING=0'
+            )
+            return []
+        if self._is_behind:
+            with suppress(KvcupyError):  # it is closed
+                worker.cache._follow(self._note)
+        for _ in range(len(self._changes)):
+            self._apply(self._changes.popleft())
+        events, self._events = self._events, []
+        return events
+
+    def _note(self, change: Change) -> None:
+        """Queue a change of the tiers. Called by any thread, with the lock of the cache."""
+        if isinstance(change, Replaced):
+            self._is_behind = False
+        elif len(self._changes) >= _MAX_CHANGES:
+            self._is_behind = True
+        if not self._is_behind:
+            self._changes.append(change)
+
+    def _apply(self, change: Change) -> None:
+        if isinstance(change, Replaced):
+            for tier, present in self._present.items():
+                blocks = change.blocks.get(tier, ())
+                self._remove(tier, present.difference(blocks))
+                self._store(tier, [hash for hash in blocks if hash not in present])
+        elif isinstance(change, Stored) and change.tier in self._present:
+            present = self._present[change.tier]
+            self._store(change.tier, [hash for hash in change.hashes if hash not in present])
+        elif isinstance(change, Removed) and change.tier in self._present:
+            self._remove(change.tier, self._present[change.tier].intersection(change.hashes))
+
+    def _store(self, tier: str, numbers: Sequence[int]) -> None:
+        """Announce blocks that follow each other by one event."""
+        self._present[tier].update(numbers)
+        event: Any = None
+        for number in numbers:
+            if (block := self._blocks.get(number)) is None:
+                continue
+            self._absent.pop(number, None)
+            if event is not None and block.parent == event.block_hashes[-1]:
+                event.block_hashes.append(block.hash)
+                event.token_ids += block.token_ids
+                event.extra_keys.append(block.extra_keys)
+                continue
+            lora_id, lora_name = block.lora or (None, None)
+            event = BlockStored(
+                block_hashes=[block.hash], parent_block_hash=block.parent,
+                token_ids=list(block.token_ids), block_size=self._block_tokens,
+                lora_id=lora_id, lora_name=lora_name, medium=MEDIA[tier],
+                extra_keys=[block.extra_keys], **self._about_group,
+            )  # fmt: skip
+            self._events.append(event)
+
+    def _remove(self, tier: str, numbers: Iterable[int]) -> None:
+        numbers = list(numbers)
+        self._present[tier].difference_update(numbers)
+        described = [number for number in numbers if number in self._blocks]
+        if described:
+            hashes = [self._blocks[number].hash for number in described]
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIA[tier], group_idx=0))
+        for number in described:
+            if not any(number in present for present in self._present.values()):
+                self._absent[number] = None

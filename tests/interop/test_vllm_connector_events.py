@@ -1,0 +1,177 @@
+"""The events of the connector for vLLM, as a router applies them."""
+
+import hashlib
+
+import numpy as np
+import vllm_stand_in as vllm
+from test_vllm_connector import HOST, SMALL_HOST, check, connector, conversations, make, worker_of
+from vllm_stand_in import BLOCK_TOKENS
+
+__all__ = ["connector", "make"]  # fixtures
+
+PROMPTS = conversations(40)
+
+
+class Router:
+    """What is known of an engine that has published events; each must be true by itself."""
+
+    def __init__(self):
+        self.blocks = {"CPU": set(), "STORAGE": set()}
+        self.num_stored = self.num_removed = 0
+
+    def apply(self, events):
+        for event in events:
+            known = self.blocks[event.medium]
+            if isinstance(event, vllm.BlockRemoved):
+                assert known.issuperset(event.block_hashes)
+                known.difference_update(event.block_hashes)
+                self.num_removed += len(event.block_hashes)
+                continue
+            assert known.isdisjoint(event.block_hashes)
+            known.update(event.block_hashes)
+            self.num_stored += len(event.block_hashes)
+            self.check_stored(event)
+        return self
+
+    def check_stored(self, event):
+        count = len(event.block_hashes)
+        assert event.block_size == BLOCK_TOKENS
+        assert (event.group_idx, event.kv_cache_spec_kind) == (0, "full_attention")
+        assert len(event.token_ids) == count * BLOCK_TOKENS
+        assert len(event.extra_keys) == count
+        before = event.parent_block_hash
+        for i, hash in enumerate(event.block_hashes):
+            salt = b"" if event.extra_keys[i] is None else event.extra_keys[i][0].encode()
+            tokens = event.token_ids[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
+            previous = salt if before is None else before
+            content = np.array(tokens, np.int64).tobytes()
+            assert hashlib.sha256(previous + content).digest() == hash
+            before = hash
+
+
+def hashes_of(prompts, salt=""):
+    """Blocks of prompts and answers, by the number that the tiers have for each."""
+    from kvcupy.interop.vllm_connector.scheduler import _number
+
+    found = {}
+    for prompt in prompts:
+        tokens = prompt + vllm.tokens_alone(prompt, 3)
+        for hash in vllm.Request("any", tokens, 0, salt=salt).block_hashes:
+            found[_number(hash, b"")] = hash
+    return found
+
+
+def in_tiers(engine, prompts):
+    """The blocks that the tiers have, by medium."""
+    names, tiers = hashes_of(prompts), worker_of(engine).cache._shared.tiers
+    disk = () if tiers.disk is None else tiers.disk.slots
+    return {"CPU": {names[n] for n in tiers.host.pages}, "STORAGE": {names[n] for n in disk}}
+
+
+def small_disk(tmp_path):
+    return {**SMALL_HOST, "disk_path": f"{tmp_path}/file", "disk_bytes": 2**15}
+
+
+def test_a_router_knows_the_blocks_of_each_tier(make, tmp_path):
+    engine = make(small_disk(tmp_path), events=True)
+    router = Router()
+    for i in range(0, len(PROMPTS), 4):
+        check(engine, PROMPTS[i : i + 4], flush=True)
+        engine.step()
+        router.apply(engine.events)
+        engine.events.clear()
+        assert router.blocks == in_tiers(engine, PROMPTS)
+    assert router.num_removed > 50
+    assert all(router.blocks.values())
+
+
+def test_blocks_of_an_earlier_engine_are_announced_when_they_are_used(make, tmp_path):
+    options = {**SMALL_HOST, "disk_path": f"{tmp_path}/file", "disk_bytes": 2**20}
+    first = make(options)
+    check(first, PROMPTS, flush=True)
+    first.close()
+    second = make(options, events=True)
+    second.step()
+    assert second.events == []
+    prompt = PROMPTS[-1]
+    assert check(second, [prompt])[1] > 0
+    second.step()
+    known = Router().apply(second.events).blocks
+    names = set(hashes_of([prompt]).values())
+    expected = in_tiers(second, PROMPTS)
+    assert known == {medium: blocks & names for medium, blocks in expected.items()}
+    assert known["STORAGE"]
+
+
+def test_a_salted_prefix_begins_with_its_salt(make):
+    engine = make(HOST, events=True)
+    engine.run(engine.add(PROMPTS[0], salt="tenant"))
+    engine.step()
+    blocks = Router().apply(engine.events).blocks
+    names = hashes_of([PROMPTS[0]], "tenant")
+    assert blocks["CPU"] == {names[n] for n in worker_of(engine).cache._shared.tiers.host.pages}
+
+
+def test_a_reset_removes_every_block(make, tmp_path):
+    engine = make(small_disk(tmp_path), events=True)
+    check(engine, PROMPTS, flush=True)
+    engine.scheduler.reset_cache()
+    engine.step()
+    router = Router().apply(engine.events)
+    assert router.num_stored == router.num_removed > 0
+    check(engine, PROMPTS[:1])
+    engine.step()
+    assert len(Router().apply(engine.events).blocks["CPU"]) > 0
+
+
+def test_changes_that_were_dropped_are_made_up_for(make, tmp_path, monkeypatch):
+    engine = make(small_disk(tmp_path), events=True)
+    from kvcupy.interop.vllm_connector import events
+
+    monkeypatch.setattr(events, "_MAX_CHANGES", 3)
+    taken = engine.scheduler.take_events
+    monkeypatch.setattr(engine.scheduler, "take_events", list)  # as if no step had ended
+    taken()
+    check(engine, PROMPTS, flush=True)
+    assert len(engine.scheduler._events._changes) <= 3
+    router = Router().apply(taken())
+    assert router.blocks == in_tiers(engine, PROMPTS)
+    assert all(router.blocks.values())
+
+
+def test_only_blocks_of_tiers_are_remembered(make, monkeypatch):
+    engine = make(SMALL_HOST, events=True)
+    from kvcupy.interop.vllm_connector import events
+
+    monkeypatch.setattr(events, "_MAX_ABSENT", most := 100)
+    prompts = conversations(120)
+    check(engine, prompts)
+    engine.step()
+    cache, described = worker_of(engine).cache, engine.scheduler._events._blocks
+    assert len(described) <= 2 * cache.host_pool.num_pages + most < len(hashes_of(prompts))
+    assert Router().apply(engine.events).blocks == in_tiers(engine, prompts)
+
+
+def test_blocks_that_are_not_saved_are_forgotten(make, monkeypatch):
+    engine = make(HOST, events=True)
+    from kvcupy.interop.vllm_connector import events
+
+    monkeypatch.setattr(events, "_MAX_ABSENT", 20)
+    monkeypatch.setattr(worker_of(engine), "start_saves", lambda: None)
+    check(engine, PROMPTS)
+    assert len(engine.scheduler._events._blocks) == 20
+    assert engine.events == []
+
+
+def test_nothing_is_recorded_unless_events_are_enabled(make):
+    engine = make(HOST)
+    check(engine, PROMPTS[:4])
+    assert engine.events == []
+    assert not worker_of(engine).cache._shared.tiers.listeners
+
+
+def test_a_worker_in_another_process_publishes_nothing_and_says_so(make, caplog):
+    engine = make(HOST, separate=True, events=True)
+    check(engine, PROMPTS[:4])
+    assert engine.events == []
+    assert caplog.text.count("KV events of host memory and disk need one worker") == 1
