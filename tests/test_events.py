@@ -10,6 +10,7 @@ import time
 
 import pytest
 from hypothesis.stateful import invariant
+from line_process import poll
 from test_tiered_stateful import SharingMachine, run
 from tiered_cases import Blocks
 
@@ -354,6 +355,30 @@ def test_a_full_queue_never_stalls_a_cache(device, monkeypatch):
         subscriber.catch_up().assert_knows(blocks)
         numbers = [number for number, _ in publisher._sent]
         assert sorted(set(range(numbers[-1])) - set(numbers)), "no gap"
+        subscriber.close()
+
+
+def test_a_change_is_dropped_when_the_thread_has_nothing_left_to_do(device):
+    """The queue was full, and is empty by the time that the cache notes it."""
+    drop = threading.Event()
+
+    class Late(kv.events.Publisher):
+        def _put(self, source, change):
+            if drop.is_set():
+                drop.clear()
+                time.sleep(0.2)
+                return False
+            return super()._put(source, change)
+
+    with Late("tcp://127.0.0.1:0") as publisher:
+        blocks = Blocks(device, 4, 4)
+        publisher.follow(blocks.cache)
+        publisher.flush()
+        drop.set()
+        blocks.insert([A])
+        assert poll(lambda: publisher._next > 0, 5)
+        subscriber = Subscriber(publisher)
+        subscriber.catch_up().assert_knows(blocks)
         subscriber.close()
 
 

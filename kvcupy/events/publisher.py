@@ -233,9 +233,10 @@ class Publisher:
     # --- The thread ---
 
     def _run(self) -> None:
+        retries = False
         try:
             while not self._is_closed or self._queue:
-                if not self._queue:
+                if not self._queue and not retries:
                     ready = dict(self._poller.poll())
                     if self._replays in ready:
                         self._answer()
@@ -243,10 +244,12 @@ class Publisher:
                         os.read(self._woken, 64)
                         self._is_woken = False
                 try:
+                    retries = False
                     self._publish()
                     for source in list(self._sources):
                         source.catch_up()
                 except Exception as error:
+                    retries = True
                     self._log.warning("KV events are lost: %s: %s", type(error).__name__, error)
                     for source in self._sources:
                         source.is_behind = source.has_lost = True
@@ -336,6 +339,7 @@ class _Source:
             return
         if not self._publisher._put(self, change):
             self.is_behind = self.has_lost = True
+            self._publisher._wake()  # the queue may have been emptied meanwhile
 
     def catch_up(self) -> bool:
         """Let the cache announce its blocks, if changes were dropped; return whether it did."""
