@@ -15,7 +15,7 @@ from test_tiered_stateful import SharingMachine, run
 from tiered_cases import Blocks
 
 import kvcupy as kv
-from kvcupy.events import publisher as module
+from kvcupy import events as module
 
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from ...cache.tiered.changes import Change, Removed, Replaced, Stored
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
-from ...events.publisher import MEDIA
+from ...events import MEDIA
 from .worker import Worker
 
 _MAX_CHANGES = 10_000  # that wait for a step

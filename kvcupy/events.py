@@ -1,4 +1,4 @@
-"""The publisher of KV events, and the state that its subscribers have.
+"""KV events: which blocks each tier of a cache has, published for routers in vLLM's format.
 
 A batch is a ZMQ message of three frames: topic, sequence number (8 bytes, big-endian), and the
 batch in msgpack, `[timestamp, events]`. An event is a map with the fields of vLLM's class:
@@ -16,17 +16,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..cache.paged.cache import PagedKVCache
-from ..cache.tiered.cache import TieredCache, seconds_of
-from ..cache.tiered.changes import Change, Described, Removed, Replaced, Stored
-from ..config import BoundedLog, cache_logger
-from ..errors import KvcupyError
-from ..extras import install
-from ..ops import checks
-from ..waiting import Latch
+from .cache.paged.cache import PagedKVCache
+from .cache.tiered.cache import TieredCache, seconds_of
+from .cache.tiered.changes import Change, Described, Removed, Replaced, Stored
+from .config import BoundedLog, cache_logger
+from .errors import KvcupyError
+from .extras import install
+from .ops import checks
+from .waiting import Latch
 
 if TYPE_CHECKING:
-    from ..cache.tiered.changes import TokenIds
+    from .cache.tiered.changes import TokenIds
 
 MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 """The medium of each tier, as vLLM names it."""
