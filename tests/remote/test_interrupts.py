@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import signal
 import sys
@@ -35,6 +36,11 @@ def interrupt(monkeypatch):
     """
     errors, armed = [], False
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # of finalizers
+    # Python's handlers keep their lock if they are interrupted just before `try`. All threads that
+    # log later in this process would wait for pytest's handlers.
+    for name, each in logging.root.manager.loggerDict.items():
+        if name.startswith("kvcupy") and isinstance(each, logging.Logger):
+            monkeypatch.setattr(each, "disabled", True)
 
     def raise_interrupt(*_):
         if armed:
