@@ -39,7 +39,7 @@ def audit(cache: Any, tiers: Any, leases: Sequence[Any]) -> None:
     tiers.stats()  # which lets it notice what is over
     held = _audit_device(cache, tiers, leases)
     parts = tiers._shared.tiers
-    leased = sum(lease.num_blocks for lease in held)
+    leased = sum(len(lease._pinned) for lease in held)
     require(parts.num_leased == leased, f"{parts.num_leased} blocks leased, {leased} by leases")
     _audit_host(cache, tiers)
     if (disk := parts.disk) is not None:
@@ -69,7 +69,7 @@ def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
         length += sequence.length
     held = {id(lease): lease for pages in sequences._leased._of.values() for lease in pages}
     for lease in held.values():
-        references[lease.pages] += 1
+        references[lease._pinned] += 1  # those that are not released yet
     wrong = np.flatnonzero(references != sequences._references)
     require(
         not wrong.size,

@@ -322,7 +322,7 @@ def test_refused_models():
     with pytest.raises(NotImplementedError, match="at least one layer with attention"):
         PagedCache(config, num_pages=4)
     config.layer_types, config.num_kv_shared_layers = ["full_attention"] * 2, 1
-    with pytest.raises(NotImplementedError, match="share the keys"):
+    with pytest.raises(NotImplementedError, match="layers that share them"):
         PagedCache(config, num_pages=4)
 
 

@@ -404,7 +404,7 @@ SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
         ({"pool": ones("int8", 4, 4, 2, 3)}, ValueError, "pool"),
         ({"pool": ones("int8", 4, 4)}, ValueError, "pool"),
         ({"rope_table": ones("fp32", 16, 10)}, ValueError, "pool"),
-        ({"rope_table": ones("fp32", 0, 4), "delta": 0}, ValueError, "delta"),
+        ({"rope_table": ones("fp32", 0, 4), "delta": 0}, ValueError, "rope_table"),
     ],
 }  # fmt: skip
 
