@@ -265,8 +265,10 @@ class _Lock:
         return acquired
 
     def release(self) -> None:
-        _announce("handed_over", self)
-        self._lock.release()
+        try:
+            _announce("handed_over", self)
+        finally:
+            self._lock.release()
 
     def locked(self) -> bool:
         return self._lock.locked()

@@ -11,11 +11,13 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 from migration_cases import PATIENCE_S, assert_pulled, eventually, filled, pool_of
 
 import kvcupy as kv
+from kvcupy import streams
 from kvcupy.cache.threads import Users
 from kvcupy.remote.migration import protocol
 from kvcupy.waiting import Latch, Waiters
@@ -38,6 +40,8 @@ def interrupt(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # of finalizers
     # Python's handlers keep their lock if they are interrupted just before `try`. All threads that
     # log later in this process would wait for pytest's handlers.
+    # So do locks that were made under an order checker, as of a stream that outlives its test.
+    monkeypatch.setattr(streams, "_idle", WeakKeyDictionary())
     for name, each in logging.root.manager.loggerDict.items():
         if name.startswith("kvcupy") and isinstance(each, logging.Logger):
             monkeypatch.setattr(each, "disabled", True)
