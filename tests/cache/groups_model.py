@@ -100,8 +100,8 @@ class Mixture:
         self.tokens[name] = self.tokens[name][: left - r]
         return r
 
-    def _check_restorable(self, told, restored):
-        assert told == restored
+    def _check_restorable(self, reported, restored):
+        assert reported == restored
 
     def _check_missing(self, r, n, parent):
         assert 0 <= r <= n

@@ -48,8 +48,8 @@ class TieredMixture(Mixture):
             self.remove(name)
             raise
 
-    def _check_restorable(self, told, restored):
-        assert told <= restored  # tiers may have more
+    def _check_restorable(self, reported, restored):
+        assert reported <= restored  # tiers may have more
 
     def settle(self):
         """Wait for all transfers."""

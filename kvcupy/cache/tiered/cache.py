@@ -856,7 +856,7 @@ class TieredCache(ProcessLocal):
             self._shared.tiers.discard(hashes)
 
     def _evict_up_to(self, num_blocks: int) -> None:
-        """Evict blocks from the device as far as they are not leased."""
+        """Evict blocks that are not leased from the device."""
 
         def change(tiers: Tiers) -> int:
             victims = tiers.device.choose(left)

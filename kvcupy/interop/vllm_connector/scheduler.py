@@ -245,7 +245,7 @@ class Scheduler:
     def finished(self, request: Any, blocks: list[int]) -> dict[str, Any] | None:
         """Forget a request; return the parameters with which another engine continues it.
 
-        With parameters, the blocks stay as they are until the worker reports them as sent.
+        If it returns parameters, vLLM keeps the blocks until the worker reports them as sent.
         """
         name = request.request_id
         dicts: tuple[dict[str, Any], ...] = (
