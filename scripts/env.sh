@@ -66,8 +66,8 @@ make_environment() {
   fi
 }
 
-# Set $python: the active environment's if it has vLLM, else that of build/vllm, which is made and
-# filled with vLLM for the CPU (3.5 GB) and kvcupy on the first call. Fails where there is none.
+# Set $python to the active environment's if it has vLLM, else to build/vllm's. The first call makes
+# build/vllm, with vLLM for the CPU (3.5 GB) and kvcupy; it fails if that cannot be installed.
 choose_vllm() {
   local base prefix=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
   local environment=$root/build/vllm

@@ -1034,7 +1034,7 @@ def _insert(
 
 
 def _retain(tiers: Tiers, hashes: list[int], retention: Retention, max_pinned: int | None) -> Hint:
-    """Retain known blocks, and with `max_pinned` pin them, the first as far as that suffices."""
+    """Retain known blocks, and with `max_pinned` pin as many of the first as that allows."""
     known = [hash for hash in hashes if hash in tiers]
     if hashes and not known:
         return Hint("refused", "no block is cached")
