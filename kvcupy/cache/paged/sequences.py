@@ -707,7 +707,7 @@ class LeasedPages:
         self._references[lease.pages] += 1
 
     def release_unused(self, pages: Iterable[int]) -> None:
-        """Release those of some pages that no sequence uses any more."""
+        """Release the given pages that no sequence uses any more."""
         of, references = self._of, self._references.item
         unused = {page for page in pages if page in of and references(page) == len(of[page])}
         leases = {id(lease): lease for page in unused for lease in of.pop(page)}
