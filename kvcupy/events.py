@@ -252,7 +252,7 @@ class Publisher:
                     retries = True
                     self._log.warning("KV events are lost: %s: %s", type(error).__name__, error)
                     for source in self._sources:
-                        source.is_behind = source.has_lost = True
+                        source.is_behind = source.has_lost = source.cache() is not None
                     time.sleep(_RETRY_DELAY_S)
                 if self._queue and self._replays.poll(0):
                     self._answer()
@@ -267,7 +267,10 @@ class Publisher:
         for _ in range(min(len(self._queue), _MAX_BATCH)):
             item = self._queue.popleft()
             if isinstance(item, Latch):
-                if any([each.catch_up() for each in self._sources]):
+                for source in self._sources:
+                    source.catch_up()
+                queued = [i[1] for i in tuple(self._queue) if not isinstance(i, Latch)]
+                if any([isinstance(change, Replaced) for change in queued]):  # of dropped changes
                     self._queue.append(item)
                     continue
                 reached = item
@@ -341,16 +344,15 @@ class _Source:
             self.is_behind = self.has_lost = True
             self._publisher._wake()  # the queue may have been emptied meanwhile
 
-    def catch_up(self) -> bool:
-        """Let the cache announce its blocks, if changes were dropped; return whether it did."""
+    def catch_up(self) -> None:
+        """Let the cache announce its blocks, if changes were dropped."""
         cache = self.cache() if self.is_behind else None
         if cache is None:
-            return False
+            return
         try:
             cache._follow(self.note)
         except KvcupyError:  # it is closed
             self.note(Replaced())
-        return True
 
 
 class _State:

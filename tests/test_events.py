@@ -382,6 +382,32 @@ def test_a_change_is_dropped_when_the_thread_has_nothing_left_to_do(device):
         subscriber.close()
 
 
+def test_a_flush_waits_for_the_blocks_that_replace_dropped_changes(device, monkeypatch):
+    """Also if they are queued behind its own mark."""
+    monkeypatch.setattr(module, "_MAX_QUEUED", 0)
+    blocks = Blocks(device, 4, 4)
+    follow, asked = blocks.cache._follow, threading.Event()
+
+    def follow_late(listener):
+        asked.set()
+        assert poll(lambda: publisher._queue, 5)
+        follow(listener)
+
+    class Slow(kv.events.Publisher):
+        def _send(self, *arguments):
+            time.sleep(0.2)
+            super()._send(*arguments)
+
+    with Slow("tcp://127.0.0.1:0") as publisher:
+        publisher.follow(blocks.cache)
+        publisher.flush()
+        monkeypatch.setattr(blocks.cache, "_follow", follow_late)
+        blocks.insert([A])
+        assert asked.wait(5)
+        publisher.flush(deadline_s=10)
+        assert publisher._sent
+
+
 def test_the_thread_survives_an_error(blocks, publisher, subscriber, monkeypatch):
     send = publisher._send
     monkeypatch.setattr(publisher, "_send", lambda *arguments: 1 / 0)
