@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import describe_tensor, require_dtype, require_shape
 from .plan import (
     PlannedAttention,
+    ReturnsLSE,
     Rope,
     mask_of,
     nvfp4_views,
@@ -19,7 +20,7 @@ from .plan import (
 )
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
+class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
     """Attend over K and V that lie end to end, of each sequence's keys: `kvcupy.paged_attention`.
 
     Parameters
@@ -174,10 +175,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
         )  # fmt: skip
         return self.run(q, k, v, **options)
 
-    def forward_return_lse(self, *arguments: Any, **options: Any) -> Any:
-        """Call `forward` with return_lse."""
-        return self.forward(*arguments, return_lse=True, **options)
-
     def run(
         self,
         q: Tensor,
@@ -223,10 +220,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
     def _paged(self, x: Tensor) -> Tensor:
         """View keys as pages of one token, (keys, 1, heads, width) or (keys, heads, 1, width)."""
         return x[:, None] if self._kv_layout == "NHD" else x.transpose(0, 1)[:, :, None]
-
-    def run_return_lse(self, *args: Any, **options: Any) -> Any:
-        """Call `run` with return_lse."""
-        return self.run(*args, return_lse=True, **options)
 
 
 def _axes(kv_layout: str) -> tuple[str, str, str]:

@@ -214,6 +214,21 @@ def mask_of(
 # --- Plans ----------------------------------------------------------------------------------------
 
 
+class ReturnsLSE:
+    """The methods of FlashInfer's wrappers that only set return_lse."""
+
+    run: Any
+    forward: Any
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Call `run` with return_lse."""
+        return self.run(*args, return_lse=True, **options)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Call `forward` with return_lse."""
+        return self.forward(*args, return_lse=True, **options)
+
+
 class PlannedAttention:
     """The tables and options of the last plan, and `kvcupy.paged_attention` with them.
 

@@ -13,6 +13,7 @@ from .. import torch as _kv
 from .plan import (
     PagedCache,
     PlannedAttention,
+    ReturnsLSE,
     k_and_v,
     nvfp4_views,
     query_lens_of,
@@ -22,7 +23,7 @@ from .plan import (
 # --- Paged caches ---------------------------------------------------------------------------------
 
 
-class _PagedAttention(PlannedAttention):
+class _PagedAttention(ReturnsLSE, PlannedAttention):
     """The runs of the wrappers over pages."""
 
     def forward(
@@ -54,10 +55,6 @@ class _PagedAttention(PlannedAttention):
             rope=(pos_encoding_mode, rope_scale, rope_theta),
         )  # fmt: skip
         return self.run(q, paged_kv_cache, **options)
-
-    def forward_return_lse(self, *arguments: Any, **options: Any) -> Any:
-        """Call `forward` with return_lse."""
-        return self.forward(*arguments, return_lse=True, **options)
 
     def run(
         self,
@@ -119,10 +116,6 @@ class _PagedAttention(PlannedAttention):
             q, *caches, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
             return_lse=return_lse, window_left=window_left, sinks=sinks,
         )  # fmt: skip
-
-    def run_return_lse(self, *args: Any, **options: Any) -> Any:
-        """Call `run` with return_lse."""
-        return self.run(*args, return_lse=True, **options)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
