@@ -288,6 +288,7 @@ def test_every_kernel_with_a_plainer_one_has_a_case_that_takes_it(arch, monkeypa
     monkeypatch.setitem(devices._devices, "host", device)
     monkeypatch.setattr(device, "load", lambda s: SimpleNamespace(specialisation=s))
     monkeypatch.setattr(device, "launch", lambda *launch: None)
+    call.forget()  # a plan that an earlier call of the same shapes made would be taken unnoted
     missed = []
     for specialisation in ops.specialisations():
         case = case_of(specialisation)
