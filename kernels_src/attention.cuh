@@ -183,12 +183,6 @@ struct alignas(16) AttentionPiece {
   int state;
 };
 
-// Position of the query of a packed row.
-__device__ __forceinline__ i64 position_of(const AttentionParams& p, const AttentionTile& t,
-                                           int row) {
-  return t.seq_len - t.num_new + (t.first_row + row) / p.group;
-}
-
 __device__ __forceinline__ const char* query_row(const AttentionParams& p, const AttentionTile& t,
                                                  int row, int kv_head) {
   const int packed = t.first_row + row;
@@ -205,6 +199,44 @@ __device__ __forceinline__ i64 first_tree_key(const AttentionParams& p, const At
   if (!p.tree_mask) return kNoTree;
   const int nodes = p.tree_lens ? count_of(p.tree_lens, p.tree_len_bytes, t.sequence) : t.num_new;
   return nodes > 0 ? t.seq_len - nodes : kNoTree;
+}
+
+// The position of a key: its number, unless it is a node of a tree whose positions are given.
+__device__ __forceinline__ i64 key_position(const AttentionParams& p, const AttentionTile& t,
+                                            i64 key, i64 first_tree) {
+  const i64 column = key - first_tree;
+  if (!p.tree_positions || column < 0 || column >= p.tree_position_columns) return key;
+  return *reinterpret_cast<const int*>(p.tree_positions + t.sequence * p.tree_position_row_bytes +
+                                       column * p.tree_position_column_bytes);
+}
+
+// The number of the key that came with the query of a packed row.
+__device__ __forceinline__ i64 own_key(const AttentionParams& p, const AttentionTile& t, int row) {
+  return t.seq_len - t.num_new + (t.first_row + row) / p.group;
+}
+
+// Whether windows are about positions in a tree, which rise and fall from row to row.
+__device__ __forceinline__ bool windows_in_tree(const AttentionParams& p, i64 first_tree) {
+  return p.window && p.tree_positions && first_tree != kNoTree;
+}
+
+// The position of the query of a packed row, for masks and windows. A node's lies in its tree,
+// whatever `tree_positions` claims: the bounds below rely on that.
+__device__ __forceinline__ i64 position_of(const AttentionParams& p, const AttentionTile& t,
+                                           int row) {
+  const i64 key = own_key(p, t, row);
+  const i64 first_tree = first_tree_key(p, t);
+  if (!windows_in_tree(p, first_tree) || key < first_tree) return key;
+  const i64 position = key_position(p, t, key, first_tree);
+  return position < first_tree ? first_tree : min(position, t.seq_len - 1);
+}
+
+// No row from `row` on has a lower position.
+__device__ __forceinline__ i64 lowest_position(const AttentionParams& p, const AttentionTile& t,
+                                               int row) {
+  const i64 key = own_key(p, t, row);
+  const i64 first_tree = first_tree_key(p, t);
+  return windows_in_tree(p, first_tree) ? min(key, first_tree) : key;
 }
 
 // The first key that is read.
@@ -331,13 +363,13 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p,
   i64 end = t.num_keys;
   const i64 first_tree = first_tree_key(p, t);
   if (p.causal && first_tree == kNoTree) {
-    const i64 last = position_of(p, t, t.num_rows - 1) + 1;
+    const i64 last = own_key(p, t, t.num_rows - 1) + 1;
     end = last < 0 ? 0 : last < end ? last : end;
   }
   const i64 start = key_start(p, t);
   t.first_key = start < end ? start : end;
   if (p.window) {
-    i64 first = position_of(p, t, 0) - p.window + 1;
+    i64 first = lowest_position(p, t, 0) - p.window + 1;
     if (first > first_tree) first = first_tree;  // the window does not apply where the mask does
     if (first > t.first_key) t.first_key = first < end ? first : end;
     const i64 kept = (p.sink_keys < t.first_key ? p.sink_keys : t.first_key) - start;
@@ -403,21 +435,31 @@ __device__ __forceinline__ RowLimits limits_of(const AttentionParams& p, const A
   return limits;
 }
 
+// Likewise of rows from `first` to `last`.
+__device__ __forceinline__ RowLimits limits_of_rows(const AttentionParams& p,
+                                                    const AttentionTile& t, int first, int last) {
+  const bool in_tree = windows_in_tree(p, first_tree_key(p, t));
+  const i64 highest = in_tree ? t.seq_len - 1 : own_key(p, t, last);
+  return limits_of(p, t, lowest_position(p, t, first), highest);
+}
+
 __device__ __forceinline__ RowLimits seen_by_all(const AttentionParams& p, const AttentionTile& t) {
-  return limits_of(p, t, position_of(p, t, 0), position_of(p, t, t.num_rows - 1));
+  return limits_of_rows(p, t, 0, t.num_rows - 1);
 }
 
 // Whether the query of a packed row sees a key that the tile sees.
 __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTile& t, int row,
                                      i64 key) {
   const int token = (t.first_row + row) / p.group;
-  const i64 position = t.seq_len - t.num_new + token;
+  const i64 position = position_of(p, t, row);
   const i64 first_tree = first_tree_key(p, t);
   if (key >= t.num_keys || (position < 0 && position_counts(p, first_tree))) return false;
   if (key >= first_tree) {
     const i64 column = key - first_tree;
-    return column < p.mask_columns &&
-           p.tree_mask[(t.first_token + token) * p.mask_row_bytes + column * p.mask_column_bytes];
+    const char* mask = p.tree_mask + (t.first_token + token) * p.mask_row_bytes;
+    if (column >= p.mask_columns || !mask[column * p.mask_column_bytes]) return false;
+    return !p.window || !p.tree_positions || key < p.sink_keys ||
+           key_position(p, t, key, first_tree) > position - p.window;
   }
   if (p.causal && key > position) return false;
   return !p.window || key > position - p.window || key < p.sink_keys;

@@ -132,8 +132,7 @@ __global__ void __launch_bounds__(
   }
   if (lane == 0) {
     const int last_row = first_row + kRowTiles * 16 - 1;
-    const RowLimits all =
-        limits_of(p, t, position_of(p, t, first_row), position_of(p, t, last_row));
+    const RowLimits all = limits_of_rows(p, t, first_row, last_row);
     shared.unmasked[warp] = tiles_within<kKeys>(p, t, all, shared.begin);
   }
 

@@ -10,13 +10,7 @@
 // The row of the table for a key.
 __device__ __forceinline__ const float* angles_of(const AttentionParams& p, const AttentionTile& t,
                                                   i64 key) {
-  i64 position = key;
-  const i64 column = key - first_tree_key(p, t);
-  if (p.tree_positions && column >= 0 && column < p.tree_position_columns) {
-    position =
-        *reinterpret_cast<const int*>(p.tree_positions + t.sequence * p.tree_position_row_bytes +
-                                      column * p.tree_position_column_bytes);
-  }
+  i64 position = key_position(p, t, key, first_tree_key(p, t));
   const i64 last = p.max_positions - 1;
   position = position < 0 ? 0 : position < last ? position : last;
   return reinterpret_cast<const float*>(p.rope_table + position * p.rope_row_bytes);

@@ -18,14 +18,13 @@ shapes = pytest.mark.parametrize("shape", SHAPES)
 formats = pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
 
 
-def trees_of(case, lens, new, padding=0, tail=False):
+def trees_of(case, lens, new, padding=0):
     """Return trees with nodes of earlier steps, of this step alone, and sequences without one."""
     appended = [1] * len(lens) if new is None else new
     nodes = [min(n + extra, length) for n, extra, length in
              zip(appended, (4, 0, 0, 2, 0), lens, strict=True)]  # fmt: skip
     nodes[2] = 0
-    trees = case.nodes(nodes, appended, padding)
-    return {**trees, **case.tail(nodes)} if tail else trees
+    return case.nodes(nodes, appended, padding) | case.tail(nodes)
 
 
 def call_of(
@@ -42,5 +41,5 @@ def call_of(
     if rope:
         args |= case.rope(**rope)
     if trees:
-        args |= trees_of(case, lens, new, more.get("padding", 0), tail=bool(rope))
+        args |= trees_of(case, lens, new, more.get("padding", 0))
     return case, args

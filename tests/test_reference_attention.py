@@ -337,6 +337,26 @@ def test_keys_are_rotated_by_their_positions():
     )
 
 
+def test_a_window_counts_from_the_depth_of_a_node():
+    """Four old keys; a root, its sibling, and the root's child: equal scores, so keys are counted."""
+    keys = [[0.0]] * 7
+    tree = {
+        "tree_mask": np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], bool),
+        "tree_positions": np.array([[4, 4, 5]]),
+    }
+
+    def seen(**options):
+        lse = attend([[[0.0]]] * 3, keys, keys, **tree, **options)[1]
+        return np.round(np.exp(lse[:, 0])).astype(int).tolist()
+
+    assert seen() == [5, 5, 6]
+    assert seen(window=3) == [3, 3, 3]
+    assert seen(window=1) == [1, 1, 1]
+    assert seen(window=1, sink_tokens=2) == [3, 3, 3]
+    del tree["tree_positions"]
+    assert seen(window=3) == [3, 2, 2]
+
+
 # merge_states --------------------------------------------------------------------------------
 
 

@@ -243,8 +243,10 @@ class StepAttention(StepOperation):
         `interleaved`, whether pairs that rotate together are neighbours or halves apart, and
         `rotary_start`, the first of the rotary_dim elements of a key that are rotated. Elements
         that a four-bit cache stores rotated are not among those
-    tree_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
-        decides about are rotated, instead of by their index
+    tree_positions : int32 (B, max(tree_lens)), the positions of the keys that `tree_mask` decides
+        about, instead of their index: keys are rotated by them, and a window counts from the
+        query's and hides tree keys too. For windows, a query's position is at least that of the
+        first tree key and below seq_lens[b]
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
         them up by a separate launch. Negative entries count as 0, a sequence whose end is before
         its start has no rows, and `check_faults` reports either
@@ -524,9 +526,8 @@ def _check_rope(
             )
     if tail is None:
         return
-    for other in ("rope_table", "tree_mask"):
-        if other not in arguments:
-            raise ValueError(f"tree_positions: expected None without {other}, got an array")
+    if "tree_mask" not in arguments:
+        raise ValueError("tree_positions: expected None without tree_mask, got an array")
     checks.require_format(tail, "tree_positions", "int32")
     if tail.ndim != 2 or tail.shape[0] != num_sequences:
         raise ValueError(

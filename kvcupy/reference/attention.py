@@ -50,6 +50,7 @@ def sees(
     window: int | None = None,
     first_keys: int = 0,
     tree: Array | None = None,
+    tree_positions: Array | None = None,
 ) -> Array:
     """Return which queries of a sequence see which keys, ``(T, n)``.
 
@@ -64,6 +65,8 @@ def sees(
     window, first_keys : keys at ``position - window`` and before are hidden, except the first ones
     tree : the rows of the tree mask, ``tree[t, c]`` for query t and the new key c. It alone decides
         about new keys; those past its end are hidden.
+    tree_positions : the positions of keys where new ones are nodes of a tree, ``(n,)``, by which
+        the window hides new keys too
     """
     seen = np.ones((len(position), len(key)), bool)
     if window is not None:
@@ -75,10 +78,21 @@ def sees(
         columns = key - new_from
         new = (columns >= 0) & (columns < tree.shape[1])
         in_tree[:, new] = tree[:, columns[new]]
+        if window is not None and tree_positions is not None:
+            in_tree &= (tree_positions > position - window) | (key < first_keys)
         seen = np.where(columns >= 0, in_tree, seen)
     if causal or window is not None or tree is not None:
         seen &= position >= 0
     return seen
+
+
+def _in_tree(keys: Array, tree_from: int, tail: Array | None) -> Array:
+    """Return the positions of keys, of which those from `tree_from` on have the positions `tail`."""
+    positions = keys.copy()
+    if tail is not None:
+        new = (keys >= tree_from) & (keys < tree_from + len(tail))
+        positions[new] = tail[keys[new] - tree_from]
+    return positions
 
 
 def _attend(
@@ -218,9 +232,17 @@ def paged_attention(
         nodes = count if tree_lens is None else max(int(tree_lens[sequence]), 0)
         tree_from = length - nodes
         positions = new_from + np.arange(tokens.stop - tokens.start)[:, None]
+        tail = None
+        if tree_positions is not None and nodes:
+            tail = tree_positions[sequence, : min(nodes, tree_positions.shape[1])]
+        key_positions = _in_tree(keys, tree_from, tail)
+        if tail is not None and window is not None:
+            placed = _in_tree(positions, tree_from, tail).clip(tree_from, length - 1)
+            positions = np.where(positions < tree_from, positions, placed)
         visible = sees(
             keys, positions, tree_from, causal=causal, window=window, first_keys=sink_tokens or 0,
             tree=None if tree_mask is None or not nodes else tree_mask[tokens],
+            tree_positions=None if tail is None else key_positions,
         )  # fmt: skip
         if key_starts is not None:
             visible &= keys >= int(key_starts[sequence])
@@ -231,18 +253,13 @@ def paged_attention(
             faults["block_table"].append(fault)
         visible &= (page >= 0) & (page < num_pages)
         used = visible.any(axis=0)
-        keys, visible = keys[used], visible[:, used]
+        keys, key_positions, visible = keys[used], key_positions[used], visible[:, used]
         slots = page[used] * page_size + slots[used] % page_size
         rows_of_keys = _rows_at(k_cache, slots, layout, k_scale, k_scale_cache)
         values = _rows_at(v_cache, slots, layout, v_scale, v_scale_cache)
         if rope_table is not None:
-            rotary_positions = keys.copy()
-            if tree_positions is not None:
-                tail = tree_positions[sequence, : min(nodes, tree_positions.shape[1])]
-                new = (keys >= tree_from) & (keys < tree_from + len(tail))
-                rotary_positions[new] = tail[keys[new] - tree_from]
             rows_of_keys = rotate_keys(
-                rows_of_keys, rope_table, rotary_positions,
+                rows_of_keys, rope_table, key_positions,
                 interleaved=interleaved, start=rotary_start,
             )  # fmt: skip
         grouped = queries[tokens].reshape(len(positions), heads, -1, width).swapaxes(0, 1)

@@ -193,13 +193,17 @@ class Mixture:
             np.stack([np.pad(part, ((0, longest - len(part)), (0, 0), (0, 0))) for part in side])
             for side in zip(*caches, strict=True)
         ]
-        mask = None
+        mask = positions = None
         nodes = np.array([len(self.parents.get(name, ())) for name in names])
         if nodes.any():  # a node sees its ancestors, a plain token those before it
             mask = np.zeros((sum(lens), nodes.max()), bool)
+            positions = np.zeros((len(names), nodes.max()), np.int64)
             first = 0
-            for name, count in zip(names, lens, strict=True):
+            for row, (name, count) in enumerate(zip(names, lens, strict=True)):
                 parents = self.parents.get(name, [])
+                for node, parent in enumerate(parents):
+                    committed = len(caches[row][0]) - len(parents)
+                    positions[row, node] = committed if parent < 0 else positions[row, parent] + 1
                 for row, node in enumerate(range(len(parents) - count, len(parents))):
                     while node >= 0:
                         mask[first + row, node] = True
@@ -210,7 +214,7 @@ class Mixture:
             query_lens=np.array(lens), window=getattr(group, "window", None),
             sink_tokens=getattr(group, "sink_tokens", None) or None,
             sm_scale=SCALE if isinstance(group, kv.Latent) else None, tree_mask=mask,
-            tree_lens=None if mask is None else nodes,
+            tree_lens=None if mask is None else nodes, tree_positions=positions,
         )  # fmt: skip
         return out
 

@@ -63,18 +63,16 @@ class Sequence:
         return np.array([*range(self.committed), *depths], np.int64)
 
     def sees(self, query: int, window: int | None, first_keys: int) -> np.ndarray:
-        """Which tokens the token of this number sees, bool (n,).
-
-        A window hides old tokens of trees, by the number of the node, as in `paged_attention`.
-        """
+        """Which tokens the token of this number sees, bool (n,)."""
         seen = np.arange(len(self.tokens)) <= query
-        if window is not None:
-            near = np.arange(len(self.tokens)) > query - window
-            near[:first_keys] = True
-            seen &= near
         if self.parents:
             seen[self.committed :] = False
             seen[[self.committed + i for i in self.path(query - self.committed)]] = True
+        if window is not None:
+            positions = self.positions()
+            near = positions > positions[query] - window
+            near[:first_keys] = True
+            seen &= near
         return seen
 
 

@@ -523,6 +523,27 @@ def test_calls_that_mixtures_lack(device):
     mixture.step({"a": mixture.new(1)})
 
 
+@pytest.mark.parametrize("depth", [2, 12])
+def test_windows_count_from_the_depth_of_a_node(device, depth):
+    """A draft gets what its tokens get without the other nodes, however many these are."""
+    cache = mixture_of(device, sliding(0, window=8), max_batch_tokens=256).cache
+    rng = np.random.default_rng(depth)
+    parents = [-1] * 40 + [5, *range(40, 38 + depth)]  # many roots; a chain behind one of them
+    path = [5, *range(40, 39 + depth)]
+    old, new = (
+        [rng.standard_normal((n, *row), np.float32) for row in ((HEADS, 16), (1, 16), (1, 8))]
+        for n in (50, len(parents))
+    )
+    got = {}
+    for name, nodes, trees in (("tree", range(len(parents)), [parents]), ("chain", path, None)):
+        cache.add_sequence(name)
+        for rows, token_tree in ((old, None), ([a[nodes] for a in new], trees)):
+            with cache.forward([name], [len(rows[0])], token_tree=token_tree):
+                out = cache.attention(0, *map(device.asarray, rows))
+        got[name] = device.to_numpy(out)
+    np.testing.assert_allclose(got["tree"][path], got["chain"], rtol=1e-5, atol=1e-6)
+
+
 def test_trees_that_have_no_state(device):
     mixture = mixture_of(device, full(0), recurrent(1), tokens=5)
     with pytest.raises(NotImplementedError, match="token_tree"):

@@ -59,7 +59,6 @@ SPANS = [
 ]
 
 ROTATION = [
-    ("rope_table", "None", None, ValueError, "rope_table|tree_positions"),
     ("rope_table", "float64", zeros(np.float64, 50, 8), TypeError, "rope_table"),
     ("rope_table", "float16", zeros(np.float16, 50, 8), TypeError, "rope_table"),
     ("rope_table", "int32", zeros(np.int32, 50, 8), TypeError, "rope_table"),

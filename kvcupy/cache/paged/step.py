@@ -83,7 +83,6 @@ class Step:
     in_tree : for each, whether its tokens are nodes of a tree
     page_size, max_pages : slots per page; pages per sequence that a captured step has space for
     num_layers : of the cache
-    tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None
     copies, copied : shared pages that were replaced for the step, and the completion of the copies
     first_past : the first page number of the pool of old tokens, or None
@@ -100,7 +99,6 @@ class Step:
     page_size: int
     max_pages: int
     num_layers: int = 0
-    tree_positions: bool = False
     cascade: Cascade | None = None
     copies: list[PageCopy] = field(default_factory=list)
     copied: CopiedPages | None = None
@@ -154,7 +152,9 @@ class Step:
             tables["past_table"] = past_table = np.zeros_like(table)
             tables |= self._split(table, past_table)
             stops = tables["past_stops"]
-            distances = tables["seq_lens"] - np.array(self.counts) - stops
+            pairs = zip(self.sequences, self.counts, strict=True)
+            new = np.array([max(count, len(s.parents)) for s, count in pairs])  # or not committed
+            distances = tables["seq_lens"] - new - stops
             self.past_distance = int(distances[stops > tables["past_starts"]].min())
         if not self.is_decode:
             tables["query_lens"] = np.array(self.counts, np.int32)
@@ -285,12 +285,11 @@ class Step:
             first += count
         tables["tree_lens"] = np.array(nodes, np.int32)
         tables["tree_mask"] = mask
-        if self.tree_positions:
-            tails = np.zeros((len(sequences), max(nodes)), np.int32)
-            for row, sequence in zip(tails, sequences, strict=True):
-                row[: len(sequence.parents)] = tree_depths(sequence.parents)
-                row += sequence.committed
-            tables["tree_positions"] = tails
+        tails = np.zeros((len(sequences), max(nodes)), np.int32)
+        for row, sequence in zip(tails, sequences, strict=True):
+            row[: len(sequence.parents)] = tree_depths(sequence.parents)
+            row += sequence.committed
+        tables["tree_positions"] = tails
 
     def _add_cascade(self, tables: dict[str, Ints], cascade: Cascade) -> None:
         first_sequences = np.cumsum(cascade.counts) - cascade.counts
@@ -478,7 +477,6 @@ class Steps:
             parts.append(Step(
                 names, sequences, counts, in_tree, self._pool.page_size, self._max_pages,
                 num_layers=group.pool.num_layers,
-                tree_positions=group.layers.rope.mode == "inline",
                 cascade=_find_cascade(group, sequences, sum(counts)), copies=own.copies,
                 copied=copies,
                 first_past=None if group.past is None else group.sequences.first_past,
