@@ -338,7 +338,7 @@ def test_keys_are_rotated_by_their_positions():
 
 
 def test_a_window_counts_from_the_depth_of_a_node():
-    """Four old keys; a root, its sibling, and the root's child: equal scores, so keys are counted."""
+    """Four old keys, two roots and a child of the first; equal scores, so keys are counted."""
     keys = [[0.0]] * 7
     tree = {
         "tree_mask": np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], bool),

@@ -245,8 +245,8 @@ class StepAttention(StepOperation):
         that a four-bit cache stores rotated are not among those
     tree_positions : int32 (B, max(tree_lens)), the positions of the keys that `tree_mask` decides
         about, instead of their index: keys are rotated by them, and a window counts from the
-        query's and hides tree keys too. For windows, a query's position is at least that of the
-        first tree key and below seq_lens[b]
+        query's and hides tree keys too. For windows, positions of queries are clipped to the
+        indices of the tree keys
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
         them up by a separate launch. Negative entries count as 0, a sequence whose end is before
         its start has no rows, and `check_faults` reports either

@@ -87,7 +87,7 @@ def sees(
 
 
 def _in_tree(keys: Array, tree_from: int, tail: Array | None) -> Array:
-    """Return the positions of keys, of which those from `tree_from` on have the positions `tail`."""
+    """Return the positions of keys: `tail` from `tree_from` on, elsewhere their numbers."""
     positions = keys.copy()
     if tail is not None:
         new = (keys >= tree_from) & (keys < tree_from + len(tail))
