@@ -56,16 +56,18 @@ def test_attention_is_that_of_the_reference(options, trees):
     table = np.zeros((2, 13), np.int32)
     table[0, :10], table[1] = np.arange(10), np.arange(10, 23)
     mask = np.zeros((sum(lens), max(lens)), bool)
-    for count, tree in zip(lens, parents or [], strict=False):
+    positions = np.zeros((2, max(lens)), np.int64)
+    for row, (count, tree) in enumerate(zip(lens, parents or [], strict=False)):
         for node in range(count):
             above = node
             while above >= 0:
                 mask[start + node, above] = True
                 above = tree[above]
+            positions[row, node] = seq_lens[row] - count + mask[start + node].sum() - 1
         start += count
     want, _, _ = reference.paged_attention(
         query, k, v, table, seq_lens, query_lens=np.array(lens),
-        tree_mask=mask if trees else None, **options,
+        tree_mask=mask if trees else None, tree_positions=positions if trees else None, **options,
     )  # fmt: skip
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
