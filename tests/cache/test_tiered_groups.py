@@ -21,7 +21,7 @@ from kvcupy.cache.hazards import CopiedPages
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import StateLoad, States
 from kvcupy.cache.pool import pool_like
-from kvcupy.cache.tiered.mixed import PrefixLease
+from kvcupy.cache.tiered.grouped import GroupedLease
 from kvcupy.cache.tiered.prefixes import GroupBlocks
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
@@ -246,16 +246,16 @@ def test_equal_tokens(device, monkeypatch, mix, forget):
     expected = tokens_of(mixture, prompt, 12)
     mixture.evict_all()
     if forget:  # what is loaded is overwritten
-        load = PrefixLease.release
+        hand_over = GroupedLease.hand_over
 
-        def release(lease):
+        def overwrite(lease):
             mixture.settle()
             last = mixture.tiers.groups[-1].pool
             for part in last.parts:
                 part.owner[...] = 1
-            load(lease)
+            hand_over(lease)
 
-        monkeypatch.setattr(PrefixLease, "release", release)
+        monkeypatch.setattr(GroupedLease, "hand_over", overwrite)
     assert (tokens_of(mixture, prompt, 12) == expected) is not forget
     assert mixture.hits[-1] > 20
 
@@ -291,7 +291,7 @@ def test_two_caches_share_a_store(device, mix, kind, tmp_path):
 
     def store_of(pool, model):
         if kind == "memory":
-            return MemoryStore(pool, blocks)
+            return MemoryStore(pool, blocks.setdefault(model, {}))
         name = f"shm:{blocks.setdefault(model, len(blocks))}"
         return kv.SharedStore.open(
             name, pool, capacity_bytes=1 << 20, folder=str(tmp_path), model=model
@@ -520,12 +520,7 @@ def test_refusals(device):
         fresh.attach(kv.TieredCache(pool, pool_like(pool, 4, dtype=pool.dtype)))
     with pytest.raises(ValueError, match="hashes"):
         fresh.add_sequence("a", hashes=[1])
-    calls = {
-        "insert": ([1], [0]), "hold": ([1],), "save": ([1], [0]), "retain": ([1],),
-        "release": ([1],), "demote": ([1],), "prefetch": ([1],), "take_host_pages": (1,),
-    }  # fmt: skip
+    calls = {"insert": ([1], [0]), "hold": ([1],), "save": ([1], [0]), "take_host_pages": (1,)}
     for name, arguments in calls.items():
         with pytest.raises(NotImplementedError, match=name):
             getattr(mixture.tiers, name)(*arguments)
-    with pytest.raises(NotImplementedError, match="events"):
-        mixture.tiers._follow(print)

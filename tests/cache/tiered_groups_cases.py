@@ -98,11 +98,10 @@ class TieredMixture(Mixture):
     def known(self):
         """The blocks of each group in any tier, by the caller's hashes."""
         found = []
-        for cache, mask in zip(self.caches, self.tiers._masks, strict=True):
+        for cache in self.caches:
             tiers = cache._shared.tiers
             hashes = {*tiers.device.pages, *tiers.host.pages}
-            hashes |= set() if tiers.disk is None else set(tiers.disk.slots)
-            found.append({hash ^ mask for hash in hashes})
+            found.append(hashes | (set() if tiers.disk is None else set(tiers.disk.slots)))
         return found
 
     def check_useful(self):

@@ -18,7 +18,7 @@ from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
-from ..tiered.mixed import TierGroup
+from ..tiered.grouped import TierGroup
 from .arguments import (
     DTYPE,
     PAGE_SIZE,
@@ -32,8 +32,8 @@ from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
 from .group_files import GroupFiles
+from .grouped_tiers import GroupedTiers, tier_groups
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
-from .mixed_tiers import MixedTiers, tier_groups
 from .page_group import make_group, make_groups
 from .states import StateLoad, States, states_of
 from .step import Step, Steps
@@ -1060,7 +1060,7 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(
                 f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
             )
-        self._steps.mixed = MixedTiers(tiers, self._groups, self._states, self._steps.access)
+        self._steps.mixed = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.

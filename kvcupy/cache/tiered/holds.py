@@ -22,6 +22,7 @@ from .tiers import BlockCompletion, Copy, SharedTiers, Tiers, copy_of
 
 if TYPE_CHECKING:
     from ..pages import Pages
+    from .changes import TokenIds
 
 
 class HeldBlocks(ProcessLocal):
@@ -189,11 +190,12 @@ def _held(
 
 
 def save(
-    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any, *,
-    write: bool = False,
+    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any,
+    parents: Sequence[int] = (), token_ids: TokenIds | None = None, *, write: bool = False,
 ) -> LeaseCompletion:  # fmt: skip
     """Save device pages of an engine; blocks in host memory are only touched.
 
+    parents, token_ids : for listeners, the hash before each block and its tokens, if known
     write : whether to write blocks to disk where that makes room, and wait for it
     """
 
@@ -209,6 +211,8 @@ def save(
             host_pages = tiers.evict_from_host(plan)
             copies = list(map(copy_of, fresh.items()))[: len(host_pages)]
             saved = tiers.save_or_free(copies, host_pages, after)
+        if saved and parents:
+            tiers.describe(hashes, parents, token_ids)
         host.use(hashes, saved)
         if tiers.disk is not None:
             tiers.disk.use(hashes)
