@@ -18,7 +18,8 @@ from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
-from ..tiered.grouped import TierGroup
+from ..tiered.grouped import GroupedTieredCache
+from ..tiered.prefixes import TierGroup
 from .arguments import (
     DTYPE,
     PAGE_SIZE,
@@ -1199,10 +1200,13 @@ class PagedKVCache(ProcessLocal):
 
     # --- Parts ---
 
-    def _tier_groups(self) -> list[TierGroup]:
-        """Describe the groups, for `TieredCache(groups=)`."""
+    def _make_tiers(self, **options: Any) -> GroupedTieredCache:
+        """Make `TieredCache(groups=self, **options)`."""
         if self._layer_groups is None:
             raise ValueError("groups: expected a PagedKVCache with groups, got one without")
+        return GroupedTieredCache(self._tier_groups(), **options)
+
+    def _tier_groups(self) -> list[TierGroup]:
         return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
 
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:

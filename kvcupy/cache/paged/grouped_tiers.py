@@ -20,9 +20,9 @@ import numpy as np
 from ...config import cache_logger
 from ...errors import CacheFull, CaptureError, KvcupyError, OrderError
 from ..hazards import Completion, CopiedPages, PageAccess
-from ..tiered.grouped import GroupedLease, GroupedTieredCache, TierGroup
+from ..tiered.grouped import GroupedLease, GroupedTieredCache
 from ..tiered.holds import HeldBlocks
-from ..tiered.prefixes import GroupBlocks
+from ..tiered.prefixes import GroupBlocks, TierGroup
 from .exchange import evict
 from .groups import Plan, Recurrent
 from .page_group import PageGroup

@@ -44,7 +44,7 @@ from .tiers import (
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
-    from .grouped import TierGroup
+    from .prefixes import TierGroup
 
 _MAX_WRITE_BYTES = 2**26  # written by a flush at once; these pages cannot be evicted meanwhile
 _MIN_RESUME_TTL_S = 60.0  # of a hint with a resume time, if that has come
@@ -143,13 +143,17 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     (5.0, 2)
     """
 
-    def __new__(cls, *arguments: Any, groups: Any = None, **options: Any) -> Any:
-        """Return a cache of one pool; with `groups` a GroupedTieredCache, which has several."""
+    def __new__(
+        cls, device_pool: Any = None, host_pool: Any = None, *, groups: Any = None, **options: Any
+    ) -> Any:
+        """Return a cache of one pool; with `groups` the GroupedTieredCache of their pools."""
         if groups is None:
             return super().__new__(cls)
-        from .grouped import GroupedTieredCache
-
-        return GroupedTieredCache(*arguments, groups=groups, **options)
+        if device_pool is not None or host_pool is not None:
+            raise ValueError("device_pool, host_pool: expected None with groups, which have pools")
+        if (make := getattr(groups, "_make_tiers", None)) is None:
+            raise TypeError(f"groups: expected a PagedKVCache with groups, got {groups!r}")
+        return make(**options)
 
     def __init__(
         self, device_pool: Any, host_pool: Any, *,

@@ -15,7 +15,6 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,27 +28,7 @@ from .changes import Change, Removed, TokenIds
 from .hints import Hint
 from .holds import HeldBlocks
 from .leases import Lease, Match
-from .prefixes import GroupBlocks, Prefixes, longest
-
-
-@dataclass(frozen=True)
-class TierGroup:
-    """A group of layers whose blocks are kept in tiers.
-
-    Attributes
-    ----------
-    name : distinguishes it from the other groups of the model, the same in every process
-    pool : of its pages on the device
-    blocks : which ones it needs of a prefix
-    layers : for each layer of the pool, its number in the model
-    window : how many keys a query sees; 0: all
-    """
-
-    name: str
-    pool: Pool
-    blocks: GroupBlocks
-    layers: tuple[int, ...]
-    window: int = 0
+from .prefixes import Prefixes, TierGroup, longest
 
 
 class GroupedLease(ProcessLocal):
@@ -109,14 +88,12 @@ class GroupedTieredCache(ProcessLocal):
     """What `TieredCache(groups=cache, ...)` makes; the documentation is there."""
 
     def __init__(
-        self, device_pool: Any = None, host_pool: Any = None, *,
-        groups: Any, host_bytes: int, disk: Any = None, disk_bytes: int = 0,
+        self, groups: Sequence[TierGroup], *,
+        host_bytes: int, disk: Any = None, disk_bytes: int = 0,
         model: str = "", encryption_key: Any = None, policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_bytes: int | None = None, shared_write: str = "through",
         shared_prefetch: float = 0.25, pin_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        if device_pool is not None or host_pool is not None:
-            raise ValueError("device_pool, host_pool: expected None with groups, which have pools")
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
         if not (shared is None or isinstance(shared, str) or callable(shared)):
@@ -124,10 +101,7 @@ class GroupedTieredCache(ProcessLocal):
                 "shared: expected a URL, or a function that opens a store for a host pool and a "
                 f"model, with groups, got {shared!r}"
             )
-        describe = getattr(groups, "_tier_groups", None)
-        if describe is None:
-            raise TypeError(f"groups: expected a PagedKVCache with groups, got {groups!r}")
-        self.groups: tuple[TierGroup, ...] = tuple(describe())
+        self.groups = tuple(groups)
         host_pools = [
             pool_like(group.pool, count, dtype=group.pool.dtype)
             for group, count in zip(self.groups, _host_pages(self.groups, host_bytes), strict=True)

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ..pool import Pool
+
 
 @dataclass(frozen=True)
 class GroupBlocks:
@@ -49,6 +51,26 @@ class GroupBlocks:
             return list(range(length))
         start = max(0, length - self.num_last)
         return [*range(min(self.num_first, start)), *range(start, length)]
+
+
+@dataclass(frozen=True)
+class TierGroup:
+    """A group of layers whose blocks are kept in tiers.
+
+    Attributes
+    ----------
+    name : distinguishes it from the other groups of the model, the same in every process
+    pool : of its pages on the device
+    blocks : which ones it needs of a prefix
+    layers : for each layer of the pool, its number in the model
+    window : how many keys a query sees; 0: all
+    """
+
+    name: str
+    pool: Pool
+    blocks: GroupBlocks
+    layers: tuple[int, ...]
+    window: int = 0
 
 
 def longest(
