@@ -35,7 +35,8 @@ class TieredMixture(Mixture):
 
     def prompt(self, name, tokens, *, chunk=8, work=True):
         """Add a sequence, and compute the tokens of its prompt that are not cached."""
-        self.cache.add_sequence(name, hashes=hashes_of(tokens[:-1]))
+        hashes = hashes_of(tokens[:-1])
+        self.cache.add_sequence(name, hashes=hashes, token_ids=tokens[: PAGE * len(hashes)])
         length = self.cache.sequence_length(name)
         self.tokens[name] = list(tokens[:length])
         self.hits.append(length)

@@ -1200,6 +1200,11 @@ class PagedKVCache(ProcessLocal):
 
     # --- Parts ---
 
+    def _attached_tiers(self, name: str) -> TieredCache | GroupedTieredCache:
+        """Return the attached tiers; raise if there are none, naming the argument of a caller."""
+        mixed = self._steps.mixed
+        return self._tiers.require(name) if mixed is None else mixed.tiers
+
     def _make_tiers(self, **options: Any) -> GroupedTieredCache:
         """Make `TieredCache(groups=self, **options)`."""
         if self._layer_groups is None:
