@@ -359,10 +359,12 @@ class GroupedTieredCache(ProcessLocal):
     def prefetch(self, hashes: Any) -> Hint:
         keys = self._checked(hashes)
         length = len(keys) - len(keys) % max(blocks.interval for blocks in self._blocks)
-        return _combined([
+        answers = [
             cache.prefetch([keys[index] for index in blocks.needed(length)])
             for cache, blocks in zip(self._caches, self._blocks, strict=True)
-        ])  # fmt: skip
+        ]
+        refused = [answer for answer in answers if answer.outcome == "refused"]
+        return refused[0] if refused else _combined(answers)  # without a store nothing is fetched
 
     # --- Evicting, the files, and statistics ---
 

@@ -8,6 +8,7 @@ The device tier of the cache stays empty: the engine decides which device page h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,8 @@ def _held(
     shared: SharedTiers, tiers: Tiers, hashes: list[int], known: list[int], read: Collection[int]
 ) -> HeldBlocks:
     host, counts = tiers.host, tiers.counts
+    if tiers.hints is not None:
+        tiers.hints.note_acquired(known, time.monotonic())
     host.use(known, {})
     if tiers.disk is not None:
         tiers.disk.use(known)

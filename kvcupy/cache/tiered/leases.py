@@ -61,7 +61,8 @@ class Lease(ProcessLocal):
         self.num_blocks = len(pages)
         self.released = False
         # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
-        fillers = [shared.tiers.device.arriving(page) for page in pages]
+        device = shared.tiers.device
+        fillers = [device.arriving(page) for page in pages if page in device.filled_by]
         arriving = {id(b): b for b in fillers if b is not None}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
         self._shared = shared

@@ -11,7 +11,7 @@ prefix needs it. The other blocks are discarded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..pool import Pool
@@ -119,21 +119,21 @@ class _Node:
     ----------
     depth : its number of blocks
     users : sequences and leases of it, whose blocks count as present
-    runs : of each group that needs last blocks, how many without a gap end here, at most those it
-        needs; of a prefix without users
+    full : of each group that needs last blocks, how many of them this prefix can have
+    runs : how many of them without a gap end here, of a prefix without users
     is_usable : whether all groups have what they need, without the blocks of its users
     nearest : how many blocks behind it ends the nearest prefix that is usable or has users, at most
         the number that a group needs
     """
 
-    __slots__ = ("children", "depth", "is_usable", "nearest", "parent", "runs", "users")
+    __slots__ = ("children", "depth", "full", "is_usable", "nearest", "parent", "runs", "users")
 
-    def __init__(self, parent: int | None, depth: int) -> None:
+    def __init__(self, parent: int | None, depth: int, full: tuple[int, ...]) -> None:
         self.parent, self.depth = parent, depth
+        self.full = self.runs = full
         self.children: set[int] = set()
         self.users = self.nearest = 0
         self.is_usable = False
-        self.runs: tuple[int, ...] = ()
 
 
 class Prefixes:
@@ -155,12 +155,12 @@ class Prefixes:
     ) -> None:  # fmt: skip
         numbered = list(enumerate(groups))
         self._num_groups = len(groups)
+        self._all, self._none = [True] * len(groups), [False] * len(groups)
         self._whole = [i for i, group in numbered if group.num_last is None]
         self._last = [(i, g.num_last, g.num_first) for i, g in numbered if g.num_last is not None]
         self._interval = math.lcm(*(group.interval for group in groups))
         self._most = max((num_last for _, num_last, _ in self._last), default=0)
-        # By number of blocks, up to the most: the runs of a prefix without a gap.
-        self._full = [
+        self._full = [  # by the number of blocks of a prefix, up to the most
             tuple(min(depth, num_last) for _, num_last, _ in self._last)
             for depth in range(self._most + 1)
         ]
@@ -172,32 +172,31 @@ class Prefixes:
 
     def enter(self, hashes: Sequence[int]) -> None:
         """Add a user of a prefix, and of all prefixes of it."""
-        nodes, most, full = self._nodes, self._most, self._full
-        changed: list[int] = []
+        nodes, most = self._nodes, self._most
+        changed: list[_Node] = []
         parent, above = None, None
         for depth, hash in enumerate(hashes, 1):
             node = nodes.get(hash)
             if node is None:
-                node = nodes[hash] = _Node(parent, depth)
+                node = nodes[hash] = _Node(parent, depth, self._full[min(depth, most)])
                 if above is not None:
                     above.children.add(hash)
             elif not node.users:
                 node.nearest = 0
-                if node.runs != full[min(depth, most)]:
-                    changed.extend(node.children)
+                if node.runs != node.full:
+                    changed.append(node)
             node.users += 1
             parent, above = hash, node
-        self._update(changed)
+        self._update([hash for node in changed for hash in node.children])
 
     def leave(self, hashes: Sequence[int]) -> None:
         """Remove a user that has entered; discard what nobody can use any more."""
-        nodes, most, full = self._nodes, self._most, self._full
         unused = []
         for hash in hashes:
-            node = nodes[hash]
+            node = self._nodes[hash]
             node.users -= 1
             if not node.users:
-                node.runs = full[min(node.depth, most)]  # until now
+                node.runs = node.full  # until now
                 unused.append(hash)
         self._update(unused)
 
@@ -220,49 +219,51 @@ class Prefixes:
 
         hashes : parents before children
         """
-        evaluated: dict[int, _Node] = {}  # parents before children
+        nodes = self._nodes
+        evaluated: dict[int, Sequence[bool]] = {}  # which groups have their blocks
         removed: list[int] = []
-        while hashes:
+        while hashes := [hash for hash in hashes if not nodes[hash].users]:
             present = [self._has(number, hashes) for number in range(self._num_groups)]
             evaluating, behind = set(hashes), list[int]()
-            for i, hash in enumerate(hashes):
-                node = self._nodes.get(hash)
-                if node is None or node.users:
+            for hash, has in zip(hashes, zip(*present, strict=True), strict=True):
+                node = nodes.get(hash)
+                if node is None:  # removed with one before it
                     continue
                 before = node.runs
-                if self._evaluate(node, [has[i] for has in present]):
+                if self._evaluate(node, has):
                     evaluated.pop(hash, None)
-                    evaluated[hash] = node
+                    evaluated[hash] = has
                     if node.runs != before:
                         behind.extend(node.children - evaluating)
                 else:
                     self._remove(hash, removed)
                     if node.parent is not None:
-                        evaluated.setdefault(node.parent, self._nodes[node.parent])
-            hashes = behind
-        self._prune(reversed(evaluated), removed)
+                        evaluated.setdefault(node.parent, self._all)
+            hashes = [hash for hash in behind if hash in nodes]
+        if evaluated or removed:
+            self._prune(evaluated, removed)
 
     def _evaluate(self, node: _Node, has: Sequence[bool]) -> bool:
         """Update a prefix without users; return False if a block is missing that all behind need.
 
         has : of each group, whether a tier has its block
         """
-        if not all([has[number] for number in self._whole]):
-            return False
-        depth, most, full = node.depth, self._most, self._full
-        before = full[min(depth - 1, most)]
-        if node.parent is not None and not (parent := self._nodes[node.parent]).users:
-            before = parent.runs
-        runs = []
+        for number in self._whole:
+            if not has[number]:
+                return False
+        before, runs = self._full[0], []
+        if node.parent is not None:
+            parent = self._nodes[node.parent]
+            before = parent.full if parent.users else parent.runs
         for run, (number, num_last, num_first) in zip(before, self._last, strict=True):
             if has[number]:
-                runs.append(min(run + 1, num_last))
-            elif depth <= num_first:
+                runs.append(run + 1 if run < num_last else num_last)
+            elif node.depth <= num_first:
                 return False
             else:
                 runs.append(0)
         node.runs = tuple(runs)
-        node.is_usable = depth % self._interval == 0 and node.runs == full[min(depth, most)]
+        node.is_usable = node.depth % self._interval == 0 and node.runs == node.full
         return True
 
     # --- Useless blocks ---
@@ -277,26 +278,25 @@ class Prefixes:
             removed.append(waiting.pop())
             waiting.extend(self._nodes.pop(removed[-1]).children)
 
-    def _prune(self, evaluated: Iterable[int], removed: list[int]) -> None:
-        """Remove prefixes before which nothing is usable, and discard what no prefix needs.
-
-        evaluated : children before parents, or else prefixes are looked at more than once
-        """
-        nodes, most = self._nodes, self._most
+    def _prune(self, evaluated: Mapping[int, Sequence[bool]], removed: list[int]) -> None:
+        """Remove prefixes before which nothing is usable, and discard what no prefix needs."""
+        nodes = self._nodes
+        looked_at: set[int] = set()
         moved: dict[int, _Node] = {}
-        for hash in evaluated:
-            place: int | None = hash
+        for hash in reversed(evaluated):  # most children before their parents
+            place: int | None = None if hash in looked_at else hash
             while place is not None:
                 node = nodes.get(place)
                 if node is None or node.users:
                     break
+                looked_at.add(place)
                 if not (node.is_usable or node.children):
                     self._remove(place, removed)
                     place = node.parent
                     continue
-                nearest = 0
-                if not node.is_usable:
-                    nearest = min(most, 1 + min([nodes[child].nearest for child in node.children]))
+                nearest = 0 if node.is_usable else self._most
+                for child in node.children if nearest else ():
+                    nearest = min(nearest, nodes[child].nearest + 1)
                 if nearest == node.nearest:
                     break
                 node.nearest = nearest
@@ -304,8 +304,9 @@ class Prefixes:
                 place = node.parent
         discarded = [list(removed) for _ in range(self._num_groups)]
         for hash, node in moved.items():
-            for number, num_last, num_first in self._last if hash in nodes else ():
-                if node.nearest >= num_last and node.depth > num_first:
+            has = evaluated.get(hash, self._all) if hash in nodes else self._none
+            for number, num_last, num_first in self._last:
+                if has[number] and node.nearest >= num_last and node.depth > num_first:
                     discarded[number].append(hash)
         for number, hashes in enumerate(discarded):
             if hashes:
