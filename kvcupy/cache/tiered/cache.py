@@ -79,7 +79,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
         in flight, or that have arrived and wait for the rest of their prefix
-    pin_bytes : budget of the blocks that `retain` pins, at most the host pool; None: a quarter
+    pin_bytes : budget of the blocks that `retain` pins, at most the host pool; None: a quarter. It
+        is divided between groups like host memory
     groups : a PagedKVCache with groups of layers, in place of the pools: see Groups. Pass the
         result to its `attach`
     host_bytes : with groups, the bytes of host memory, divided so that all groups have room for the
@@ -109,14 +110,17 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     Groups: a prefix is found if every group can restore it: full attention needs all blocks, a
     window its last blocks and its sink tokens, recurrent layers the state that was kept behind it.
-    `acquire` returns a PrefixLease. Each group has its own tiers, the file `disk`.N and its own
-    identity; the bytes are divided like host memory. `shared` is a URL, or a function that opens a
-    store for a host pool and a model: a store "shm:NAME" becomes one per group, "shm:NAME.N". When
-    a block is lost, the blocks and states that are useless without it are discarded in all groups,
-    unless a shared store may have it. States are in host memory and below; `Match.device` counts
-    none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of the
-    requested prefixes. Not implemented for groups: hints, `insert`, `hold`, `save`,
-    `take_host_pages`, events, and `heads`.
+    `acquire` returns a GroupedLease. Each group has its own tiers, the file `disk`.N and its own
+    model in its identity; the bytes are divided like host memory. `shared` is a URL, or a function
+    that opens a store for a host pool and a model: a store "shm:NAME" becomes one per group,
+    "shm:NAME.N"; other stores must keep blocks of different models apart, as `SharedStore` does.
+    When a block is lost, the blocks and states that are useless without it are discarded in all
+    groups, unless a shared store may have it. States are in host memory and below; `Match.device`
+    counts none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of
+    the requested prefixes. A hint is about the longest prefix that can be restored, so its hashes
+    start at the first block; it is accepted if every group has accepted it for what it needs.
+    Not implemented for groups: `heads`, and `insert`, `hold`, `save` and `take_host_pages`, which
+    are for engines that own the pages of the device.
 
     Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer,
     the disk or a shared store: a slow disk delays only calls that need it. Acquires that read from
