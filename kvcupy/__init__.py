@@ -16,7 +16,7 @@ from .cache.paged.cache import PagedKVCache
 from .cache.paged.groups import FullAttention, Latent, Recurrent, SlidingWindow
 from .cache.pages import PageAllocator, block_hashes
 from .cache.pool import KVPool, MLAPool
-from .cache.tiered import mixed as _mixed
+from .cache.tiered import store_tier as _store_tier
 from .cache.tiered.cache import TieredCache
 from .cache.tiered.hints import Hint
 from .cache.tiered.leases import Lease
@@ -92,7 +92,7 @@ def _open_backend(attention: Any, pool: Any, layers: Any, steps: Any) -> Any:
 
 _launch.verifier = _is_verified
 _backends.opener = _open_backend
-_mixed.opener = SharedStore.open
+_store_tier.opener = SharedStore.open
 
 __all__ = [
     "ArrayView",

@@ -17,8 +17,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .cache.paged.cache import PagedKVCache
+from .cache.pool import MLAPool
 from .cache.tiered.cache import TieredCache, seconds_of
 from .cache.tiered.changes import Change, Described, Removed, Replaced, Stored
+from .cache.tiered.prefixes import TierGroup
 from .config import BoundedLog, cache_logger
 from .errors import KvcupyError
 from .extras import install
@@ -70,6 +72,11 @@ class Publisher:
     ones 16 bytes, big-endian. Blocks of one BlockStored follow each other. `parent_block_hash` is
     None, and `token_ids` is empty, where they are unknown: parents follow from the order of
     `hashes` in `insert` and `acquire`, and `insert` takes `parent=` and `token_ids=`.
+
+    Groups: of a cache with groups of layers, the events of each carry its number as `group_idx`,
+    and BlockStored carries what it needs of a prefix: `kv_cache_spec_kind` is "full_attention",
+    "mla_attention", "sliding_window" (with `kv_cache_spec_sliding_window` tokens) or "mamba" (the
+    state behind a block). A prefix can be restored if every group has what it needs.
 
     Loss: batches are numbered from 0. A subscriber that sees a gap sends the first missing number
     (8 bytes, big-endian) to `replay_endpoint`, a ROUTER, and gets the batches from there on, ended
@@ -166,24 +173,31 @@ class Publisher:
         Parameters
         ----------
         cache : TieredCache; or PagedKVCache with an attached one, which has the pages of its
-            removed sequences. Blocks that two followed caches have in the same tier count once
+            removed sequences. Blocks that two followed caches have in the same tier, and group of
+            layers, count once
 
         Raises
         ------
         TypeError, ValueError : it is not a cache, or a PagedKVCache without a tiered cache
         KvcupyError : the publisher or the cache is closed
         """
+        tiered: Any = cache
         if isinstance(cache, PagedKVCache):
-            cache = cache._tiers.require("cache")
-        if not isinstance(cache, TieredCache):
+            tiered = cache._attached_tiers("cache")
+        if not isinstance(tiered, TieredCache):
             raise TypeError(f"cache: expected a TieredCache or PagedKVCache, got {cache!r}")
         if self._is_closed:
             raise KvcupyError("the publisher is closed")
-        if any(source.cache() is cache for source in self._sources):
-            return
-        source = _Source(self, cache)
-        cache._follow(source.note)
-        self._sources = [s for s in (*self._sources, source) if s.cache() is not None]
+        by_group = tiered._by_group()
+        for number, (group, tiers) in enumerate(by_group):
+            if any(source.cache() is tiers for source in self._sources):
+                continue
+            # The device pages of states do not tell how many tokens a block has.
+            page_size = by_group[0][1].device_pool.page_size
+            fields = {} if group is None else {"group_idx": number, **_spec_of(group)}
+            source = _Source(self, tiers, page_size, fields)
+            tiers._follow(source.note)
+            self._sources = [s for s in (*self._sources, source) if s.cache() is not None]
 
     def flush(self, *, deadline_s: float = 30.0) -> None:
         """Wait until all changes so far have been given to ZMQ.
@@ -317,18 +331,24 @@ class Publisher:
 
 
 class _Source:
-    """A followed cache.
+    """A followed cache, or a group of layers of one.
 
     Attributes
     ----------
+    page_size : tokens of a block
+    group : number of the group, or None
+    fields : of BlockStored, which describe the group
     blocks : as published, hashes by tier in the order in which they were stored
     is_behind : whether changes are dropped, until the cache announces all of its blocks
     has_lost : whether some were dropped since the last publication of all blocks
     """
 
-    def __init__(self, publisher: Publisher, cache: TieredCache) -> None:
+    def __init__(
+        self, publisher: Publisher, cache: TieredCache, page_size: int, fields: Event
+    ) -> None:
         self._publisher = publisher
-        self.page_size = cache.device_pool.page_size
+        self.page_size, self.fields = page_size, fields
+        self.group: int | None = fields.get("group_idx")
         self.blocks: dict[str, dict[int, None]] = {tier: {} for tier in MEDIA}
         self.is_behind = self.has_lost = False
         # The publisher does not keep a cache alive.
@@ -393,7 +413,7 @@ class _State:
         events: list[Event] = [{"type": "AllBlocksCleared"}]
         for i, source in enumerate(self._sources):
             for tier, known in source.blocks.items():
-                others = self._sources[:i]
+                others = [o for o in self._sources[:i] if o.group == source.group]
                 hashes = [h for h in known if not any(h in o.blocks[tier] for o in others)]
                 events += self._stored_events(source, tier, hashes)
         return events
@@ -409,24 +429,25 @@ class _State:
 
     def _store(self, source: _Source, tier: str, hashes: Sequence[int]) -> Iterator[Event]:
         known = source.blocks[tier]
-        new = [hash for hash in hashes if hash not in known and not self._has(tier, hash)]
+        new = [h for h in hashes if h not in known and not self._has(tier, h, source.group)]
         known.update(dict.fromkeys(hashes))
         yield from self._stored_events(source, tier, new)
 
     def _remove(self, source: _Source, tier: str, hashes: Sequence[int]) -> Iterator[Event]:
         for hash in hashes:
             source.blocks[tier].pop(hash, None)
-        gone = [hash for hash in hashes if not self._has(tier, hash)]
+        gone = [hash for hash in hashes if not self._has(tier, hash, source.group)]
         if gone:
             names = list(map(_name, gone))
-            yield {"type": "BlockRemoved", "block_hashes": names, "medium": MEDIA[tier]}
+            group = {} if source.group is None else {"group_idx": source.group}
+            yield {"type": "BlockRemoved", "block_hashes": names, "medium": MEDIA[tier], **group}
         for hash in gone:
-            if not any(self._has(other, hash) for other in MEDIA):
+            if not any(hash in known for s in self._sources for known in s.blocks.values()):
                 self._parents.pop(hash, None)
                 self._tokens.pop(hash, None)
 
-    def _has(self, tier: str, hash: int) -> bool:
-        return any(hash in source.blocks[tier] for source in self._sources)
+    def _has(self, tier: str, hash: int, group: int | None) -> bool:
+        return any(hash in s.blocks[tier] for s in self._sources if s.group == group)
 
     def _stored_events(self, source: _Source, tier: str, hashes: Sequence[int]) -> Iterator[Event]:
         for run in self._runs(hashes):
@@ -440,6 +461,7 @@ class _State:
                 "lora_id": None,
                 "medium": MEDIA[tier],
                 "lora_name": None,
+                **source.fields,
             }
 
     def _runs(self, hashes: Iterable[int]) -> Iterator[list[int]]:
@@ -461,6 +483,17 @@ class _State:
                 block = after.get(block)
             if run:
                 yield run
+
+
+def _spec_of(group: TierGroup) -> Event:
+    """Return the fields that tell which blocks of a prefix a group needs."""
+    kind = "mla_attention" if isinstance(group.pool, MLAPool) else "full_attention"
+    if group.window:
+        kind = "sliding_window"
+    if group.blocks.is_state:
+        kind = "mamba"
+    window = group.window or None
+    return {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
 
 
 def _name(hash: int) -> int | bytes:

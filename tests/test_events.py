@@ -7,12 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
+from itertools import pairwise
 
 import pytest
+from groups_model import PAGE
 from hypothesis.stateful import invariant
 from line_process import poll
+from test_tiered_groups import MIXES
+from test_tiered_groups import run as run_groups
 from test_tiered_stateful import SharingMachine, run
 from tiered_cases import Blocks
+from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
 from kvcupy import events as module
@@ -39,11 +45,15 @@ class BlockStored(Event):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(Event):
     block_hashes: list[bytes | int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(Event):
@@ -61,14 +71,16 @@ def number(name):
 
 
 class Subscriber:
-    """Knows the blocks of a publisher, by medium, with their parents and tokens.
+    """Knows the blocks of a publisher, by group and medium, with their parents and tokens.
 
     Drops the messages for which `drops` returns True, and asks for them when it sees the gap.
     """
 
     def __init__(self, publisher, drops=lambda: False):
         self.publisher, self.drops = publisher, drops
-        self.blocks = {medium: set() for medium in MEDIUM.values()}
+        self.groups = defaultdict(lambda: {medium: set() for medium in MEDIUM.values()})
+        self.blocks = self.groups[None]
+        self.specs = {}
         self.parents, self.tokens = {}, {}
         self.events, self.last, self.num_replays = [], -1, 0
         context = zmq.Context.instance()
@@ -120,16 +132,20 @@ class Subscriber:
         for event in msgspec.msgpack.decode(payload, type=Batch).events:
             self.events.append(event)
             if isinstance(event, AllBlocksCleared):
-                for known in self.blocks.values():
-                    known.clear()
+                for known in self.groups.values():
+                    for hashes in known.values():
+                        hashes.clear()
                 continue
-            known, hashes = self.blocks[event.medium], list(map(number, event.block_hashes))
+            known = self.groups[event.group_idx][event.medium]
+            hashes = list(map(number, event.block_hashes))
             if isinstance(event, BlockRemoved):
                 assert known.issuperset(hashes)
                 known.difference_update(hashes)
                 continue
             assert known.isdisjoint(hashes) and len(set(hashes)) == len(hashes)
             known.update(hashes)
+            spec = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+            assert self.specs.setdefault(event.group_idx, spec) == spec
             parent = event.parent_block_hash
             for i, hash in enumerate(hashes):
                 before = hashes[i - 1] if i else None if parent is None else number(parent)
@@ -138,6 +154,18 @@ class Subscriber:
                 if event.token_ids:
                     start = i * event.block_size
                     self.tokens[hash] = event.token_ids[start : start + event.block_size]
+
+    def longest_prefix(self, hashes, num_groups, page_size):
+        """What a router makes of the events: how many blocks the tiers can restore."""
+        restorable = range(len(hashes) + 1)
+        for group in range(num_groups):
+            known = set().union(*self.groups[group].values())
+            kind, window = self.specs.get(group, ("full_attention", None))
+            needs = 1 if kind == "mamba" else len(hashes)
+            if kind == "sliding_window":
+                needs = -(-(window - 1) // page_size)
+            restorable = [n for n in restorable if known.issuperset(hashes[max(0, n - needs) : n])]
+        return max(restorable)
 
     def assert_knows(self, blocks):
         expected = dict(zip(MEDIUM.values(), blocks.blocks(), strict=True))
@@ -550,3 +578,88 @@ class FollowedMachine(SharingMachine):
 def test_a_subscriber_knows_the_tiers_after_any_sequence_of_calls(device, monkeypatch, queued):
     monkeypatch.setattr(module, "_MAX_QUEUED", queued)
     run(FollowedMachine, device, 100)
+
+
+# --- Groups of layers ---
+
+
+class FollowedMixture(TieredMixture):
+    """A subscriber that loses messages knows the tiers of each group, and what they can restore."""
+
+    def __init__(self, groups, device, publisher, drops=lambda: False, **options):
+        super().__init__(groups, device, **options)
+        publisher.follow(self.cache)
+        self.subscriber = Subscriber(publisher, drops)
+        self.known_tokens = {}
+
+    def prompt(self, name, tokens, **options):
+        hashes = hashes_of(tokens[:-1])
+        self.known_tokens |= {h: tokens[PAGE * i :][:PAGE] for i, h in enumerate(hashes)}
+        super().prompt(name, tokens, **options)
+
+    def check(self):
+        super().check()
+        subscriber = self.subscriber.catch_up()
+        present = set()
+        for group, cache in enumerate(self.caches):
+            tiers = cache._shared.tiers
+            on_disk = set() if tiers.disk is None else set(tiers.disk.slots)
+            expected = {"GPU": set(tiers.device.pages), "CPU": set(tiers.host.pages)}
+            assert subscriber.groups[group] == {**expected, "STORAGE": on_disk}
+            present |= on_disk.union(*expected.values())
+        described = present & subscriber.tokens.keys()  # unless the descriptions were dropped
+        assert module._MAX_QUEUED == 1 or described == present
+        assert all(subscriber.tokens[h] == self.known_tokens[h] for h in described)
+        for hashes in self.chains:
+            assert all(subscriber.parents.get(h, p) == p for p, h in pairwise(hashes))
+            length = subscriber.longest_prefix(hashes, len(self.caches), PAGE)
+            assert length >= (restorable := self.tiers.match(hashes).disk)
+            if not any(blocks.num_first for blocks in self.tiers._blocks):  # else the sinks count
+                assert length == restorable
+
+
+@pytest.mark.usefixtures("lenient_host")
+@pytest.mark.parametrize(("queued", "replay"), [(100_000, 2), (1, 1000)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_router_knows_what_groups_can_restore(device, monkeypatch, tmp_path, mix, queued, replay):
+    monkeypatch.setattr(module, "_MAX_QUEUED", queued)
+    draw = random.Random(f"{mix} {queued}")
+    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20} if queued == 1 else {}
+    with kv.events.Publisher("tcp://127.0.0.1:0", replay=replay) as publisher:
+        mixture = FollowedMixture(
+            MIXES[mix], device, publisher, lambda: draw.random() < 0.3, blocks=8, num_tokens=160,
+            tiers=tiers,
+        )  # fmt: skip
+        run_groups(mixture, 1, 40)
+        assert mixture.subscriber.num_replays
+        assert sum(mixture.hits) > 0
+        mixture.check_empty()
+        mixture.subscriber.catch_up()
+        assert not any(any(known.values()) for known in mixture.subscriber.groups.values())
+        mixture.subscriber.close()
+
+
+@pytest.mark.usefixtures("lenient_host")
+def test_events_of_groups_are_those_of_vllm(device, publisher):
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    from vllm.v1.kv_cache_interface import KVCacheSpecKind
+
+    mixture = TieredMixture(MIXES["state, window, full"], device, blocks=40, num_tokens=300)
+    publisher.follow(mixture.tiers)
+    mixture.prompt("a", mixture.new(42))
+    mixture.remove("a")
+    mixture.tiers.clear()
+    publisher.flush()
+    events = [
+        event
+        for _, payload in publisher._sent
+        for event in msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch).events
+    ]
+    kinds = [KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MAMBA]
+    for kind in (kv_events.BlockStored, kv_events.BlockRemoved):
+        assert {e.group_idx for e in events if isinstance(e, kind)} == {0, 1, 2}
+    for event in events:
+        if isinstance(event, kv_events.BlockStored):
+            assert event.kv_cache_spec_kind == kinds[event.group_idx]
+            assert event.kv_cache_spec_sliding_window == (None if event.group_idx else 7)
+            assert event.block_size == PAGE == len(event.token_ids) // len(event.block_hashes)

@@ -14,7 +14,7 @@ from tiered_cases import Blocks
 from tiered_store_cases import SharedBlocks, names
 
 import kvcupy as kv
-from kvcupy.cache.tiered import cache, leases, tiers
+from kvcupy.cache.tiered import cache, holds, leases, tiers
 
 A, B, C, D, E, F = names(*range(1, 7))
 ACCEPTED = kv.Hint("accepted")
@@ -41,7 +41,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (cache, leases, tiers):
+    for module in (cache, holds, leases, tiers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -105,6 +105,17 @@ def test_acquire_ends_a_resume_time_and_a_negative_priority(blocks, clock):
     assert blocks.order("device") == [D, A, C, B]
     assert set(blocks.tiers.hints.retained) == {B}
     assert blocks.tiers.hints.retained[B].resumes_at == ()
+
+
+def test_hold_ends_a_resume_time_and_a_negative_priority(blocks, clock):
+    insert_each(blocks, A, B, C)
+    blocks.cache.retain([A], resume_at=clock.time() + 5)
+    blocks.cache.retain([B], priority=-1, ttl_s=1000)
+    assert blocks.order("host") == [B, C, A]
+    clock.now += 4.5
+    for hash in (A, B):
+        blocks.cache.hold([hash]).release()
+    assert blocks.order("host") == [C, A, B]
 
 
 def test_an_acquire_of_one_session_leaves_the_times_of_others(blocks, clock):

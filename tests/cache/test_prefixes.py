@@ -28,8 +28,11 @@ class Tree:
     def __init__(self, groups, rng):
         self.groups, self.rng = groups, rng
         self.has = [set() for _ in groups]
-        self.prefixes = Prefixes(groups, lambda g, hash: hash in self.has[g], self.discard)
+        self.prefixes = Prefixes(groups, self.present, self.discard)
         self.used, self.known = [], {}
+
+    def present(self, g, hashes):
+        return [hash in self.has[g] for hash in hashes]
 
     def discard(self, g, hashes):
         self.has[g] -= set(hashes)
@@ -69,13 +72,13 @@ class Tree:
         return before
 
     def lose(self):
-        g = self.rng.randrange(len(self.groups))
+        lost = []
+        for _ in range(self.rng.randint(1, 3)):
+            has = self.rng.choice(self.has)
+            lost += self.rng.sample(sorted(has), min(len(has), 1))
+            has.difference_update(lost[-1:])
         before = [set(has) for has in self.has]
-        if self.has[g]:
-            hash = self.rng.choice(sorted(self.has[g]))
-            before[g].discard(hash)
-            self.has[g].discard(hash)
-            self.prefixes.lost(hash)
+        self.prefixes.lost(lost)
         return before
 
     def enter(self):

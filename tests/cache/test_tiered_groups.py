@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 from groups_model import PAGE, full, latent, recurrent, sliding
+from line_process import poll
 from stream_cases import Log
 from tiered_groups_cases import TieredMixture, hashes_of
 from tiered_groups_reference import GroupTiers, Reference
@@ -21,7 +23,7 @@ from kvcupy.cache.hazards import CopiedPages
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import StateLoad, States
 from kvcupy.cache.pool import pool_like
-from kvcupy.cache.tiered.mixed import PrefixLease
+from kvcupy.cache.tiered.grouped import GroupedLease
 from kvcupy.cache.tiered.prefixes import GroupBlocks
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
@@ -246,16 +248,16 @@ def test_equal_tokens(device, monkeypatch, mix, forget):
     expected = tokens_of(mixture, prompt, 12)
     mixture.evict_all()
     if forget:  # what is loaded is overwritten
-        load = PrefixLease.release
+        hand_over = GroupedLease.hand_over
 
-        def release(lease):
+        def overwrite(lease):
             mixture.settle()
             last = mixture.tiers.groups[-1].pool
             for part in last.parts:
                 part.owner[...] = 1
-            load(lease)
+            hand_over(lease)
 
-        monkeypatch.setattr(PrefixLease, "release", release)
+        monkeypatch.setattr(GroupedLease, "hand_over", overwrite)
     assert (tokens_of(mixture, prompt, 12) == expected) is not forget
     assert mixture.hits[-1] > 20
 
@@ -291,7 +293,7 @@ def test_two_caches_share_a_store(device, mix, kind, tmp_path):
 
     def store_of(pool, model):
         if kind == "memory":
-            return MemoryStore(pool, blocks)
+            return MemoryStore(pool, blocks.setdefault(model, {}))
         name = f"shm:{blocks.setdefault(model, len(blocks))}"
         return kv.SharedStore.open(
             name, pool, capacity_bytes=1 << 20, folder=str(tmp_path), model=model
@@ -334,6 +336,142 @@ def test_a_url_opens_a_store_for_each_group(device):
             store.remove()
         first.check_empty()
         second.check_empty()
+
+
+# --- Hints ---
+
+
+def served_once(mixture, *prompts):
+    """Serve prompts, and leave their blocks in host memory."""
+    for tokens in prompts:
+        mixture.prompt("served", tokens)
+        mixture.remove("served")
+        mixture.evict_all()
+
+
+@pytest.mark.parametrize("hint", [None, {}, {"pin": True}, {"priority": -1}])
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_is_retained_is_evicted_last(device, mix, hint):
+    """In all groups, so that the prefix stays usable."""
+    mixture = TieredMixture(MIXES[mix], device, blocks=20, num_tokens=300)
+    first, *others = [mixture.new(33) for _ in range(5)]
+    hashes = hashes_of(first[:-1])
+    served_once(mixture, first)
+    if hint is not None:
+        mixture.tiers.retain(hashes[:4], **hint)
+    served_once(mixture, *others)
+    kept = mixture.tiers.match(hashes).host
+    assert kept == (4 if hint in ({}, {"pin": True}) else 0)
+    if kept:
+        assert mixture.tiers.release(hashes) == kv.Hint("accepted")
+        served_once(mixture, *others)
+        assert mixture.tiers.match(hashes).host == 0
+    mixture.check_empty()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_answers_to_hints(device, mix):
+    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+    tokens = mixture.new(33)
+    hashes = hashes_of(tokens)
+    for hint in (mixture.tiers.retain, mixture.tiers.demote, mixture.tiers.prefetch):
+        assert hint(hashes).outcome == "refused"
+    assert mixture.tiers.release(hashes) == mixture.tiers.retain([]) == kv.Hint("accepted")
+    mixture.prompt("a", tokens)
+    for hint in (mixture.tiers.retain, mixture.tiers.prefetch):
+        assert hint(hashes).outcome == "refused"  # the sequence has its pages
+    mixture.remove("a")
+    assert mixture.tiers.retain(hashes) == kv.Hint("accepted")
+    assert mixture.tiers.prefetch(hashes) == kv.Hint("accepted")
+    longer = [*hashes, *hashes_of(mixture.new(8))]
+    assert mixture.tiers.retain(longer) == kv.Hint("clipped", "8 of 10 blocks can be restored")
+    with pytest.raises(TypeError, match="priority"):
+        mixture.tiers.retain(hashes, priority="high")
+    mixture.settle()
+    with mixture.tiers.acquire(hashes):
+        assert mixture.tiers.demote(hashes).outcome != "accepted"  # they are leased
+    assert mixture.tiers.match(hashes) == (0 if mixture.has_states else 8, 8, 8, 8)
+    assert mixture.tiers.demote(hashes) == kv.Hint("accepted")
+    assert mixture.tiers.match(hashes) == (0, 8, 8, 8)
+    assert mixture.tiers.demote(hashes) == kv.Hint("refused", "no block is on the device")
+    mixture.check_empty()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_pins_have_a_budget_in_each_group(device, mix):
+    """So much of a prefix is pinned as all groups can pin what they need of it."""
+    mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300)
+    tokens = mixture.new(33)
+    hashes = hashes_of(tokens)
+    served_once(mixture, tokens)
+    hint = mixture.tiers.retain(hashes, pin=True)  # a quarter of each host pool
+    pinned = {
+        hash
+        for cache, blocks in zip(mixture.caches, mixture.tiers._blocks, strict=True)
+        for hash in cache._shared.tiers.hints.pinned
+        if blocks.num_last is None
+    }
+    has_full = any(blocks.num_last is None for blocks in mixture.tiers._blocks)
+    count = len(pinned) if has_full else 8
+    if hint.outcome == "clipped":
+        assert hint.reason == f"{count} of 8 blocks can be pinned in all groups"
+    assert count > 0 and (hint.outcome == "clipped") == (count < 8) == has_full
+    served_once(mixture, *[mixture.new(49) for _ in range(4)])
+    assert mixture.tiers.match(hashes).host >= count
+    assert mixture.tiers.retain(hashes_of(mixture.new(8)), pin=True).outcome == "refused"
+    mixture.check_empty()
+    with pytest.raises(TypeError, match="pin_bytes"):
+        TieredMixture(MIXES[mix], device, tiers={"pin_bytes": "1 GB"})
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_prefetched_blocks_are_in_host_memory(device, mix):
+    blocks = {}
+    tiers = {
+        "shared": lambda pool, model: MemoryStore(pool, blocks.setdefault(model, {})),
+        "shared_prefetch": 1.0,
+    }
+    mixtures = [
+        TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=tiers) for _ in range(2)
+    ]
+    tokens = mixtures[0].new(33)
+    served_once(mixtures[0], tokens)
+    mixtures[0].tiers.flush()
+    second = mixtures[1].tiers
+    assert second.match(hashes_of(tokens), shared=False).host == 0
+    assert second.prefetch(hashes_of(tokens)) == kv.Hint("accepted")
+    assert poll(lambda: second.match(hashes_of(tokens), shared=False).host == 8, 10)
+    for mixture in mixtures:
+        mixture.check_empty()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_hints(device, mix, tmp_path):
+    """A pinned prefix is there until it is released; nothing useless is kept."""
+    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20, "pin_bytes": 1 << 30}
+    mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=160, tiers=tiers)
+    rng, pinned, check = np.random.default_rng(5), {}, mixture.check
+
+    def hint_and_check():
+        check()
+        chain = mixture.chains[rng.integers(len(mixture.chains))]
+        what = rng.choice(["retain", "pin", "release", "demote", "prefetch", "none"])
+        if what == "pin" and not pinned:
+            if mixture.tiers.retain(chain[:4], pin=True).outcome != "refused":
+                pinned["chain"] = chain[: min(4, mixture.tiers.match(chain).disk)]
+        elif what == "release" and rng.random() < 0.3:
+            mixture.tiers.release(pinned.pop("chain", chain))
+        elif what == "retain":
+            mixture.tiers.retain(chain, priority=int(rng.integers(-2, 3)))
+        elif what in ("demote", "prefetch"):
+            getattr(mixture.tiers, what)(chain)
+        for prefix in pinned.values():
+            assert mixture.tiers.match(prefix).disk == len(prefix)
+
+    mixture.check = hint_and_check
+    run(mixture, 3, 80)
+    assert sum(mixture.hits) > 0
+    mixture.check_empty()
 
 
 # --- Forks, pops, and the whole cache ---
@@ -490,6 +628,18 @@ def test_caches_are_freed_without_a_search_for_cycles(device):
         gc.enable()
 
 
+def test_it_is_a_tiered_cache(device):
+    """With its methods and their parameters, but for calls of engines that own device pages."""
+    tiers = TieredMixture(MIXES["window, full"], device).tiers
+    assert isinstance(tiers, kv.TieredCache)
+    for name, member in inspect.getmembers(kv.TieredCache):
+        if not name.startswith("_") and name not in ("insert", "hold", "save", "take_host_pages"):
+            own = getattr(type(tiers), name)
+            if callable(member):
+                names = inspect.signature(own).parameters, inspect.signature(member).parameters
+                assert list(map(str, names[0].values())) == list(map(str, names[1].values())), name
+
+
 def test_refusals(device):
     mixture = TieredMixture(MIXES["window, full"], device)
     other = TieredMixture(MIXES["window, full"], device)
@@ -520,12 +670,7 @@ def test_refusals(device):
         fresh.attach(kv.TieredCache(pool, pool_like(pool, 4, dtype=pool.dtype)))
     with pytest.raises(ValueError, match="hashes"):
         fresh.add_sequence("a", hashes=[1])
-    calls = {
-        "insert": ([1], [0]), "hold": ([1],), "save": ([1], [0]), "retain": ([1],),
-        "release": ([1],), "demote": ([1],), "prefetch": ([1],), "take_host_pages": (1,),
-    }  # fmt: skip
+    calls = {"insert": ([1], [0]), "hold": ([1],), "save": ([1], [0]), "take_host_pages": (1,)}
     for name, arguments in calls.items():
         with pytest.raises(NotImplementedError, match=name):
             getattr(mixture.tiers, name)(*arguments)
-    with pytest.raises(NotImplementedError, match="events"):
-        mixture.tiers._follow(print)

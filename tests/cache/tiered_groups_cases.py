@@ -35,7 +35,8 @@ class TieredMixture(Mixture):
 
     def prompt(self, name, tokens, *, chunk=8, work=True):
         """Add a sequence, and compute the tokens of its prompt that are not cached."""
-        self.cache.add_sequence(name, hashes=hashes_of(tokens[:-1]))
+        hashes = hashes_of(tokens[:-1])
+        self.cache.add_sequence(name, hashes=hashes, token_ids=tokens[: PAGE * len(hashes)])
         length = self.cache.sequence_length(name)
         self.tokens[name] = list(tokens[:length])
         self.hits.append(length)
@@ -98,11 +99,10 @@ class TieredMixture(Mixture):
     def known(self):
         """The blocks of each group in any tier, by the caller's hashes."""
         found = []
-        for cache, mask in zip(self.caches, self.tiers._masks, strict=True):
+        for cache in self.caches:
             tiers = cache._shared.tiers
             hashes = {*tiers.device.pages, *tiers.host.pages}
-            hashes |= set() if tiers.disk is None else set(tiers.disk.slots)
-            found.append({hash ^ mask for hash in hashes})
+            found.append(hashes | (set() if tiers.disk is None else set(tiers.disk.slots)))
         return found
 
     def check_useful(self):

@@ -563,7 +563,7 @@ NOT_NEEDED = {
                 "fork: self.mixed.fork(parent, child)",
             )
         },
-        "cache/tiered/mixed.py": {"PrefixLease.wait: lease.wait(stream)": _ANOTHER},
+        "cache/tiered/grouped.py": {"GroupedLease.wait: lease.wait(stream)": _ANOTHER},
         TABLES: {
             "TableBuffer.upload: self._copies.record(pinned.copied)": _ANOTHER,
             "TableBuffer.upload: self._copies.synchronize(pinned.copied)": _ANOTHER,

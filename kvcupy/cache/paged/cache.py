@@ -18,7 +18,8 @@ from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
-from ..tiered.mixed import TierGroup
+from ..tiered.grouped import GroupedTieredCache
+from ..tiered.prefixes import TierGroup
 from .arguments import (
     DTYPE,
     PAGE_SIZE,
@@ -32,8 +33,8 @@ from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
 from .group_files import GroupFiles
+from .grouped_tiers import GroupedTiers, tier_groups
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
-from .mixed_tiers import MixedTiers, tier_groups
 from .page_group import make_group, make_groups
 from .states import StateLoad, States, states_of
 from .step import Step, Steps
@@ -1060,7 +1061,7 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(
                 f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
             )
-        self._steps.mixed = MixedTiers(tiers, self._groups, self._states, self._steps.access)
+        self._steps.mixed = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1199,10 +1200,18 @@ class PagedKVCache(ProcessLocal):
 
     # --- Parts ---
 
-    def _tier_groups(self) -> list[TierGroup]:
-        """Describe the groups, for `TieredCache(groups=)`."""
+    def _attached_tiers(self, name: str) -> TieredCache | GroupedTieredCache:
+        """Return the attached tiers; raise if there are none, naming the argument of a caller."""
+        mixed = self._steps.mixed
+        return self._tiers.require(name) if mixed is None else mixed.tiers
+
+    def _make_tiers(self, **options: Any) -> GroupedTieredCache:
+        """Make `TieredCache(groups=self, **options)`."""
         if self._layer_groups is None:
             raise ValueError("groups: expected a PagedKVCache with groups, got one without")
+        return GroupedTieredCache(self._tier_groups(), **options)
+
+    def _tier_groups(self) -> list[TierGroup]:
         return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
 
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:

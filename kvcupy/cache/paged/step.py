@@ -18,9 +18,9 @@ from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
-from ..tiered.mixed import PrefixLease
+from ..tiered.grouped import GroupedLease
 from .exchange import Export
-from .mixed_tiers import MixedTiers
+from .grouped_tiers import GroupedTiers
 from .page_group import PageGroup, add_load
 from .sequences import (
     CachedSequence,
@@ -407,7 +407,7 @@ class Steps:
         self.running: Step | None = None
         self.parts: Sequence[Step] = ()
         self.tables: StepTables | None = None
-        self.mixed: MixedTiers | None = None
+        self.mixed: GroupedTiers | None = None
 
     def is_running(self, seq: Hashable) -> bool:
         """Return whether a sequence belongs to the running step."""
@@ -688,7 +688,7 @@ class Steps:
                 self.mixed.fill(child, lease, loaded)
         return count - kept
 
-    def _acquire_behind(self, seq: Hashable, length: int, most: int) -> PrefixLease | None:
+    def _acquire_behind(self, seq: Hashable, length: int, most: int) -> GroupedLease | None:
         """Acquire from tiers what restores more than `length` tokens; None if that is nothing."""
         if self.mixed is None or length == most:
             return None
@@ -715,7 +715,9 @@ class Steps:
             self._truncate(seq, kept)
         return left - kept
 
-    def _shorten(self, seq: Hashable, length: int, lease: PrefixLease, mixed: MixedTiers) -> None:
+    def _shorten(
+        self, seq: Hashable, length: int, lease: GroupedLease, mixed: GroupedTiers
+    ) -> None:
         """Shorten a sequence to a length, what it lacks there being in a lease."""
         loaded = None
         try:

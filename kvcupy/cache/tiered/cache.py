@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABCMeta
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isnan, nan
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,13 +44,14 @@ from .tiers import (
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
+    from .prefixes import TierGroup
 
 _MAX_WRITE_BYTES = 2**26  # written by a flush at once; these pages cannot be evicted meanwhile
 _MIN_RESUME_TTL_S = 60.0  # of a hint with a resume time, if that has come
 _WAITS = ("complete", "best_effort", "timeout")
 
 
-class TieredCache(ProcessLocal):
+class TieredCache(ProcessLocal, metaclass=ABCMeta):
     """Caches blocks by hash. A block is a page of every layer; its hash identifies a prefix.
 
     Parameters
@@ -77,7 +79,8 @@ class TieredCache(ProcessLocal):
         nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
         in flight, or that have arrived and wait for the rest of their prefix
-    pin_bytes : budget of the blocks that `retain` pins, at most the host pool; None: a quarter
+    pin_bytes : budget of the blocks that `retain` pins, at most the host pool; None: a quarter. It
+        is divided between groups like host memory
     groups : a PagedKVCache with groups of layers, in place of the pools: see Groups. Pass the
         result to its `attach`
     host_bytes : with groups, the bytes of host memory, divided so that all groups have room for the
@@ -107,14 +110,17 @@ class TieredCache(ProcessLocal):
 
     Groups: a prefix is found if every group can restore it: full attention needs all blocks, a
     window its last blocks and its sink tokens, recurrent layers the state that was kept behind it.
-    `acquire` returns a PrefixLease. Each group has its own tiers, the file `disk`.N and its own
-    identity; the bytes are divided like host memory. `shared` is a URL, or a function that opens a
-    store for a host pool and a model: a store "shm:NAME" becomes one per group, "shm:NAME.N". When
-    a block is lost, the blocks and states that are useless without it are discarded in all groups,
-    unless a shared store may have it. States are in host memory and below; `Match.device` counts
-    none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of the
-    requested prefixes. Not implemented for groups: hints, `insert`, `hold`, `save`,
-    `take_host_pages`, events, and `heads`.
+    `acquire` returns a GroupedLease. Each group has its own tiers, the file `disk`.N and its own
+    model in its identity; the bytes are divided like host memory. `shared` is a URL, or a function
+    that opens a store for a host pool and a model: a store "shm:NAME" becomes one per group,
+    "shm:NAME.N"; other stores must keep blocks of different models apart, as `SharedStore` does.
+    When a block is lost, the blocks and states that are useless without it are discarded in all
+    groups, unless a shared store may have it. States are in host memory and below; `Match.device`
+    counts none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of
+    the requested prefixes. A hint is about the longest prefix that can be restored, so its hashes
+    start at the first block; it is accepted if every group has accepted it for what it needs.
+    Not implemented for groups: `heads`, and `insert`, `hold`, `save` and `take_host_pages`, which
+    are for engines that own the pages of the device.
 
     Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer,
     the disk or a shared store: a slow disk delays only calls that need it. Acquires that read from
@@ -141,11 +147,17 @@ class TieredCache(ProcessLocal):
     (5.0, 2)
     """
 
-    _of_groups: ClassVar[type[TieredCache] | None] = None  # set by `mixed`
-
-    def __new__(cls, *arguments: Any, groups: Any = None, **options: Any) -> TieredCache:
-        """Return a cache of one pool, or with `groups` of several."""
-        return super().__new__(cls if groups is None else cls._of_groups or cls)
+    def __new__(
+        cls, device_pool: Any = None, host_pool: Any = None, *, groups: Any = None, **options: Any
+    ) -> Any:
+        """Return a cache of one pool; with `groups` the GroupedTieredCache of their pools."""
+        if groups is None:
+            return super().__new__(cls)
+        if device_pool is not None or host_pool is not None:
+            raise ValueError("device_pool, host_pool: expected None with groups, which have pools")
+        if (make := getattr(groups, "_make_tiers", None)) is None:
+            raise TypeError(f"groups: expected a PagedKVCache with groups, got {groups!r}")
+        return make(**options)
 
     def __init__(
         self, device_pool: Any, host_pool: Any, *,
@@ -293,23 +305,26 @@ class TieredCache(ProcessLocal):
         Source: the values of `wait` and the deadline of "timeout" are from sgl-project/sglang
         `hicache_storage_prefetch_policy`; its maximum is 30 s.
         """
-        return self._acquire(hashes, after, wait, deadline_s)
-
-    def _acquire(
-        self, hashes: Any, after: Any, wait: str, deadline_s: float | None, *, send: bool = True
-    ) -> Lease:
-        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine."""
         keys = self._hashes(hashes)
         seconds = self._checked_wait(wait, deadline_s)
-        stream = self._stream(after)
-        lease_of = partial(acquire, self._shared, send=send)
+        return self._acquire(keys, [0, *keys], self._stream(after), wait, seconds)
+
+    def _acquire(
+        self, keys: list[int], parents: list[int], stream: Stream, wait: str,
+        seconds: float | None, *, send: bool = True,
+    ) -> Lease:  # fmt: skip
+        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine.
+
+        parents : the hash before each block, 0 for none
+        """
+        lease_of = partial(acquire, self._shared, parents=parents, after=stream, send=send)
         if self._store is None:
-            return lease_of(keys, stream)
+            return lease_of(keys)
         arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
         if arrivals is None:
-            return lease_of(keys, stream)
+            return lease_of(keys)
         try:
-            return lease_of(keys, stream)
+            return lease_of(keys)
         except CacheFull:
             if not arrivals.held:
                 raise
@@ -317,7 +332,7 @@ class TieredCache(ProcessLocal):
             with self._shared.lock:
                 tiers = self._shared.tiers
                 self._store.release(tiers, arrivals)
-        return lease_of(keys[: keys.index(arrivals.hashes[0])], stream)
+        return lease_of(keys[: keys.index(arrivals.hashes[0])])
 
     # --- Below an engine that owns the device's pages ---
 
@@ -362,7 +377,9 @@ class TieredCache(ProcessLocal):
         (1, 5.0)
         """
         keys = self._hashes(hashes)
-        seconds = self._checked_wait(wait, deadline_s)
+        return self._hold(keys, wait, self._checked_wait(wait, deadline_s))
+
+    def _hold(self, keys: list[int], wait: str, seconds: float | None) -> HeldBlocks:
         arrivals = None
         if self._store is not None:
             arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
@@ -841,14 +858,30 @@ class TieredCache(ProcessLocal):
                 0 if h in device else 1 if h in host else 2 if readable(h) else 3 for h in hashes
             ]
 
-    def _save_states(self, hashes: Sequence[int], slots: Sequence[int], after: Any) -> None:
-        """Start to save states; like `insert` it may have to write others to disk first."""
-        save(self._shared, hashes, slots, after, write=True)
+    def _by_group(self) -> list[tuple[TierGroup | None, TieredCache]]:
+        """Return the tiers of each group; None without groups."""
+        return [(None, self)]
 
-    def _has_block(self, hash: int) -> bool:
-        """Return whether some tier has a block."""
+    def _save_states(
+        self, hashes: Sequence[int], slots: Sequence[int], after: Any, parents: Sequence[int],
+        token_ids: TokenIds | None,
+    ) -> None:  # fmt: skip
+        """Start to save states; like `insert` it may have to write others to disk first."""
+        save(self._shared, hashes, slots, after, parents, token_ids, write=True)
+
+    def _has_blocks(self, hashes: Sequence[int]) -> list[bool]:
+        """Return whether some tier has each block."""
         with self._shared.lock:
-            return hash in self._shared.tiers
+            return list(map(self._shared.tiers.__contains__, hashes))
+
+    def _num_pinnable(self, hashes: Sequence[int]) -> int:
+        """Return how many leading blocks can be pinned together."""
+        with self._shared.lock:
+            hints = self._shared.opened().hints
+            pinned: Collection[int] = () if hints is None else hints.pinned
+            beyond = [i for i, hash in enumerate(hashes) if hash not in pinned]
+            room = max(0, self._max_pinned - len(pinned))
+            return beyond[room] if room < len(beyond) else len(hashes)
 
     def _discard_blocks(self, hashes: Sequence[int]) -> None:
         """Forget blocks that are neither leased nor held nor on their way to or from disk."""

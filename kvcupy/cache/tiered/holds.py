@@ -8,6 +8,7 @@ The device tier of the cache stays empty: the engine decides which device page h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from .tiers import BlockCompletion, Copy, SharedTiers, Tiers, copy_of
 
 if TYPE_CHECKING:
     from ..pages import Pages
+    from .changes import TokenIds
 
 
 class HeldBlocks(ProcessLocal):
@@ -169,6 +171,8 @@ def _held(
     shared: SharedTiers, tiers: Tiers, hashes: list[int], known: list[int], read: Collection[int]
 ) -> HeldBlocks:
     host, counts = tiers.host, tiers.counts
+    if tiers.hints is not None:
+        tiers.hints.note_acquired(known, time.monotonic())
     host.use(known, {})
     if tiers.disk is not None:
         tiers.disk.use(known)
@@ -189,11 +193,12 @@ def _held(
 
 
 def save(
-    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any, *,
-    write: bool = False,
+    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any,
+    parents: Sequence[int] = (), token_ids: TokenIds | None = None, *, write: bool = False,
 ) -> LeaseCompletion:  # fmt: skip
     """Save device pages of an engine; blocks in host memory are only touched.
 
+    parents, token_ids : for listeners, the hash before each block and its tokens, if known
     write : whether to write blocks to disk where that makes room, and wait for it
     """
 
@@ -209,6 +214,8 @@ def save(
             host_pages = tiers.evict_from_host(plan)
             copies = list(map(copy_of, fresh.items()))[: len(host_pages)]
             saved = tiers.save_or_free(copies, host_pages, after)
+        if saved and parents:
+            tiers.describe(hashes, parents, token_ids)
         host.use(hashes, saved)
         if tiers.disk is not None:
             tiers.disk.use(hashes)

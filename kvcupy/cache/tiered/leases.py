@@ -61,7 +61,8 @@ class Lease(ProcessLocal):
         self.num_blocks = len(pages)
         self.released = False
         # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
-        fillers = [shared.tiers.device.arriving(page) for page in pages]
+        device = shared.tiers.device
+        fillers = [device.arriving(page) for page in pages if page in device.filled_by]
         arriving = {id(b): b for b in fillers if b is not None}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
         self._shared = shared
@@ -243,14 +244,19 @@ class DiskReads:
         self._moves = []
 
 
-def acquire(shared: SharedTiers, hashes: list[int], after: Any, *, send: bool = True) -> Lease:
-    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue."""
-    if (lease := _attempt(shared, hashes, after, None, send)) is not None:
+def acquire(
+    shared: SharedTiers, hashes: list[int], *, parents: list[int], after: Any, send: bool = True
+) -> Lease:
+    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue.
+
+    parents : for listeners, the hash before each block
+    """
+    if (lease := _attempt(shared, hashes, parents, after, None, send)) is not None:
         return lease
     with shared.disk_turn:
         reads = DiskReads(shared)
         try:
-            while (lease := _attempt(shared, hashes, after, reads, send)) is None:
+            while (lease := _attempt(shared, hashes, parents, after, reads, send)) is None:
                 reads.carry_out()
         finally:
             reads.give_back()
@@ -258,8 +264,9 @@ def acquire(shared: SharedTiers, hashes: list[int], after: Any, *, send: bool = 
 
 
 def _attempt(
-    shared: SharedTiers, hashes: list[int], after: Any, reads: DiskReads | None, send: bool
-) -> Lease | None:
+    shared: SharedTiers, hashes: list[int], parents: list[int], after: Any,
+    reads: DiskReads | None, send: bool,
+) -> Lease | None:  # fmt: skip
     """Lease the leading blocks; None if some must be read from disk first, to pages of `reads`."""
 
     def change(tiers: Tiers) -> Lease | bool:
@@ -271,6 +278,8 @@ def _attempt(
             if reads is not None:
                 reads.claim(tiers, plan)
             return False
+        if plan.loads:
+            tiers.describe(plan.known, parents[: len(plan.known)])
         return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after, reads))
 
     while (outcome := shared.attempt(change, send=send)) is True:
@@ -360,8 +369,6 @@ def carry_out(
         device.give_back(free)
         raise
     host.give_back(below[len(saves) :])
-    if plan.loads:
-        tiers.describe(plan.known, [0, *plan.known[:-1]])
     host.add(saved)
     host.use(plan.known, arrived)
     if reads is not None:

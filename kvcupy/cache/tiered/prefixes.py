@@ -10,9 +10,11 @@ prefix needs it. The other blocks are discarded.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from ..pool import Pool
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,26 @@ class GroupBlocks:
             return list(range(length))
         start = max(0, length - self.num_last)
         return [*range(min(self.num_first, start)), *range(start, length)]
+
+
+@dataclass(frozen=True)
+class TierGroup:
+    """A group of layers whose blocks are kept in tiers.
+
+    Attributes
+    ----------
+    name : distinguishes it from the other groups of the model, the same in every process
+    pool : of its pages on the device
+    blocks : which ones it needs of a prefix
+    layers : for each layer of the pool, its number in the model
+    window : how many keys a query sees; 0: all
+    """
+
+    name: str
+    pool: Pool
+    blocks: GroupBlocks
+    layers: tuple[int, ...]
+    window: int = 0
 
 
 def longest(
@@ -97,19 +119,21 @@ class _Node:
     ----------
     depth : its number of blocks
     users : sequences and leases of it, whose blocks count as present
-    is_whole : whether all blocks are there of the groups that need all, and the first of the others
-    runs : of each other group, how many blocks without a gap end here, at most those it needs
-    is_usable : whether all groups have what they need
+    full : of each group that needs last blocks, how many of them this prefix can have
+    runs : how many of them without a gap end here, of a prefix without users
+    is_usable : whether all groups have what they need, without the blocks of its users
+    nearest : how many blocks behind it ends the nearest prefix that is usable or has users, at most
+        the number that a group needs
     """
 
-    __slots__ = ("children", "depth", "is_usable", "is_whole", "parent", "runs", "users")
+    __slots__ = ("children", "depth", "full", "is_usable", "nearest", "parent", "runs", "users")
 
-    def __init__(self, parent: int | None, depth: int) -> None:
+    def __init__(self, parent: int | None, depth: int, full: tuple[int, ...]) -> None:
         self.parent, self.depth = parent, depth
+        self.full = self.runs = full
         self.children: set[int] = set()
-        self.users = 0
-        self.is_whole = self.is_usable = False
-        self.runs: tuple[int, ...] = ()
+        self.users = self.nearest = 0
+        self.is_usable = False
 
 
 class Prefixes:
@@ -120,16 +144,26 @@ class Prefixes:
     Parameters
     ----------
     groups : what each needs
-    has : called with the number of a group and a hash; returns whether a tier has the block
+    has : called with the number of a group and hashes; returns whether a tier has each block
     discard : called with the number of a group and the hashes of useless blocks, of which some may
         not be there
     """
 
     def __init__(
-        self, groups: Sequence[GroupBlocks], has: Callable[[int, int], bool],
+        self, groups: Sequence[GroupBlocks], has: Callable[[int, Sequence[int]], Sequence[bool]],
         discard: Callable[[int, list[int]], None],
     ) -> None:  # fmt: skip
-        self._groups = list(enumerate(groups))
+        numbered = list(enumerate(groups))
+        self._num_groups = len(groups)
+        self._all, self._none = [True] * len(groups), [False] * len(groups)
+        self._whole = [i for i, group in numbered if group.num_last is None]
+        self._last = [(i, g.num_last, g.num_first) for i, g in numbered if g.num_last is not None]
+        self._interval = math.lcm(*(group.interval for group in groups))
+        self._most = max((num_last for _, num_last, _ in self._last), default=0)
+        self._full = [  # by the number of blocks of a prefix, up to the most
+            tuple(min(depth, num_last) for _, num_last, _ in self._last)
+            for depth in range(self._most + 1)
+        ]
         self._has, self._discard = has, discard
         self._nodes: dict[int, _Node] = {}
 
@@ -138,26 +172,38 @@ class Prefixes:
 
     def enter(self, hashes: Sequence[int]) -> None:
         """Add a user of a prefix, and of all prefixes of it."""
-        parent = None
+        nodes, most = self._nodes, self._most
+        changed: list[_Node] = []
+        parent, above = None, None
         for depth, hash in enumerate(hashes, 1):
-            node = self._nodes.get(hash)
+            node = nodes.get(hash)
             if node is None:
-                node = self._nodes[hash] = _Node(parent, depth)
-                if parent is not None:
-                    self._nodes[parent].children.add(hash)
+                node = nodes[hash] = _Node(parent, depth, self._full[min(depth, most)])
+                if above is not None:
+                    above.children.add(hash)
+            elif not node.users:
+                node.nearest = 0
+                if node.runs != node.full:
+                    changed.append(node)
             node.users += 1
-            parent = hash
-        self._update(hashes)
+            parent, above = hash, node
+        self._update([hash for node in changed for hash in node.children])
 
     def leave(self, hashes: Sequence[int]) -> None:
         """Remove a user that has entered; discard what nobody can use any more."""
+        unused = []
         for hash in hashes:
-            self._nodes[hash].users -= 1
-        self._update(hashes)
+            node = self._nodes[hash]
+            node.users -= 1
+            if not node.users:
+                node.runs = node.full  # until now
+                unused.append(hash)
+        self._update(unused)
 
-    def lost(self, hash: int) -> None:
-        """Discard what is useless without a block that a group has lost."""
-        self._update([hash])
+    def lost(self, hashes: Iterable[int]) -> None:
+        """Discard what is useless without blocks that groups have lost."""
+        known = [hash for hash in dict.fromkeys(hashes) if hash in self._nodes]
+        self._update(sorted(known, key=lambda hash: self._nodes[hash].depth))
 
     def clear(self) -> None:
         """Forget the prefixes without users, whose blocks are gone."""
@@ -168,97 +214,100 @@ class Prefixes:
 
     # --- Usable prefixes ---
 
-    def _update(self, hashes: Iterable[int]) -> None:
-        """Look at nodes again, and at those behind them that depend on a change."""
-        waiting, seen = deque(hashes), dict[int, _Node]()
-        while waiting:
-            hash = waiting.popleft()
-            node = self._nodes.get(hash)
-            if node is None:
-                continue
-            seen[hash] = node
-            before = node.is_whole, node.runs
-            self._evaluate(hash, node)
-            if before != (node.is_whole, node.runs):
-                waiting.extend(node.children)
-        self._prune({h: n for h, n in seen.items() if not (n.users or n.is_usable)})
+    def _update(self, hashes: Sequence[int]) -> None:
+        """Evaluate prefixes without users, and those behind them that depend on a change.
 
-    def _evaluate(self, hash: int, node: _Node) -> None:
-        parent = None if node.parent is None else self._nodes[node.parent]
-        is_whole = is_usable = parent is None or parent.is_whole
-        runs: list[int] = []
-        for number, group in self._groups:
-            has = node.users > 0 or self._has(number, hash)
-            run = 0
-            if group.num_last is None:
-                is_whole &= has
+        hashes : parents before children
+        """
+        nodes = self._nodes
+        evaluated: dict[int, Sequence[bool]] = {}  # which groups have their blocks
+        removed: list[int] = []
+        while hashes := [hash for hash in hashes if not nodes[hash].users]:
+            present = [self._has(number, hashes) for number in range(self._num_groups)]
+            evaluating, behind = set(hashes), list[int]()
+            for hash, has in zip(hashes, zip(*present, strict=True), strict=True):
+                node = nodes.get(hash)
+                if node is None:  # removed with one before it
+                    continue
+                before = node.runs
+                if self._evaluate(node, has):
+                    evaluated.pop(hash, None)
+                    evaluated[hash] = has
+                    if node.runs != before:
+                        behind.extend(node.children - evaluating)
+                else:
+                    self._remove(hash, removed)
+                    if node.parent is not None:
+                        evaluated.setdefault(node.parent, self._all)
+            hashes = [hash for hash in behind if hash in nodes]
+        if evaluated or removed:
+            self._prune(evaluated, removed)
+
+    def _evaluate(self, node: _Node, has: Sequence[bool]) -> bool:
+        """Update a prefix without users; return False if a block is missing that all behind need.
+
+        has : of each group, whether a tier has its block
+        """
+        for number in self._whole:
+            if not has[number]:
+                return False
+        before, runs = self._full[0], []
+        if node.parent is not None:
+            parent = self._nodes[node.parent]
+            before = parent.full if parent.users else parent.runs
+        for run, (number, num_last, num_first) in zip(before, self._last, strict=True):
+            if has[number]:
+                runs.append(run + 1 if run < num_last else num_last)
+            elif node.depth <= num_first:
+                return False
             else:
-                if node.depth <= group.num_first:
-                    is_whole &= has
-                before = 0 if parent is None or group.is_state else parent.runs[len(runs)]
-                run = min(before + 1, group.num_last) if has else 0
-                enough = run >= min(node.depth, group.num_last)
-                is_usable &= enough and node.depth % group.interval == 0
-                runs.append(run)
-        node.is_whole, node.runs, node.is_usable = is_whole, tuple(runs), is_whole and is_usable
+                runs.append(0)
+        node.runs = tuple(runs)
+        node.is_usable = node.depth % self._interval == 0 and node.runs == node.full
+        return True
 
     # --- Useless blocks ---
 
-    def _prune(self, useless: dict[int, _Node]) -> None:
-        """Discard the blocks that were needed by prefixes that are not usable, and by no others."""
-        discarded: list[list[int]] = [[] for _ in self._groups]
-        above = self._above(useless)
-        for hash, node in sorted(useless.items(), key=lambda item: -item[1].depth):
-            for number, group in self._groups:
-                if group.is_state:
-                    discarded[number].append(hash)
-            self._remove_branch(hash, node, discarded)
-        for number, group in self._groups:
-            if group.num_last is None or group.is_state:
-                continue
-            for hash in above:
-                node_above = self._nodes.get(hash)
-                if node_above is None or node_above.depth <= group.num_first:
+    def _remove(self, hash: int, removed: list[int]) -> None:
+        """Remove a prefix and all behind it, none of which has users."""
+        parent = self._nodes[hash].parent
+        if parent is not None:
+            self._nodes[parent].children.discard(hash)
+        waiting = [hash]
+        while waiting:
+            removed.append(waiting.pop())
+            waiting.extend(self._nodes.pop(removed[-1]).children)
+
+    def _prune(self, evaluated: Mapping[int, Sequence[bool]], removed: list[int]) -> None:
+        """Remove prefixes before which nothing is usable, and discard what no prefix needs."""
+        nodes = self._nodes
+        looked_at: set[int] = set()
+        moved: dict[int, _Node] = {}
+        for hash in reversed(evaluated):  # most children before their parents
+            place: int | None = None if hash in looked_at else hash
+            while place is not None:
+                node = nodes.get(place)
+                if node is None or node.users:
+                    break
+                looked_at.add(place)
+                if not (node.is_usable or node.children):
+                    self._remove(place, removed)
+                    place = node.parent
                     continue
-                if not self._is_needed(node_above, group.num_last):
+                nearest = 0 if node.is_usable else self._most
+                for child in node.children if nearest else ():
+                    nearest = min(nearest, nodes[child].nearest + 1)
+                if nearest == node.nearest:
+                    break
+                node.nearest = nearest
+                moved[place] = node
+                place = node.parent
+        discarded = [list(removed) for _ in range(self._num_groups)]
+        for hash, node in moved.items():
+            has = evaluated.get(hash, self._all) if hash in nodes else self._none
+            for number, num_last, num_first in self._last:
+                if has[number] and node.nearest >= num_last and node.depth > num_first:
                     discarded[number].append(hash)
         for number, hashes in enumerate(discarded):
             if hashes:
-                self._discard(number, list(dict.fromkeys(hashes)))
-
-    def _remove_branch(self, hash: int, node: _Node, discarded: list[list[int]]) -> None:
-        """Remove a node, and those before it, up to one that is usable or lies before others."""
-        while not (node.children or node.users or node.is_usable) and hash in self._nodes:
-            for hashes in discarded:
-                hashes.append(hash)
-            del self._nodes[hash]
-            if node.parent is None:
-                return
-            child, hash = hash, node.parent
-            node = self._nodes[hash]
-            node.children.discard(child)
-
-    def _above(self, useless: dict[int, _Node]) -> dict[int, None]:
-        """Return the hashes of blocks in windows before useless nodes."""
-        windows = [g.num_last for _, g in self._groups if g.num_last is not None and not g.is_state]
-        most = max(windows, default=0)
-        found: dict[int, None] = {}
-        for hash in useless if most else ():
-            place: int | None = hash
-            for distance in range(most):
-                if place is None or (distance and place in found):
-                    break
-                found[place] = None
-                place = self._nodes[place].parent
-        return found
-
-    def _is_needed(self, node: _Node, num_last: int) -> bool:
-        """Return whether a window before a prefix that is usable, or has users, has this block."""
-        if num_last == 0:
-            return False
-        level = [node]
-        for _ in range(num_last):
-            if any(n.users or n.is_usable for n in level):
-                return True
-            level = [self._nodes[hash] for n in level for hash in n.children]
-        return False
+                self._discard(number, hashes)

@@ -40,6 +40,9 @@ _POLL_S, _MAX_POLL_S = 0.001, 0.05  # pauses while saves of queued puts are in f
 _OUTCOMES = ("stored", "known", "full", "failed")
 _Answer = TypeVar("_Answer")
 
+# Set by `kvcupy`: opens a shared store by URL for a host pool.
+opener: Callable[..., Any] | None = None
+
 
 class Store(Protocol):
     """Interface of `TieredCache` to a shared store, such as `SharedStore`.

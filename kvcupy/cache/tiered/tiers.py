@@ -152,13 +152,14 @@ class PageTier:
         A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
         """
         pages, add, touch = self.pages, self.order.add, self.order.touch
-        if self.listeners and (
-            entering := [h for h in dict.fromkeys(hashes) if h in new and h not in pages]
-        ):
-            announce(self.listeners, Stored(self.name, entering))
+        if self.listeners and new:
+            entering = [h for h in dict.fromkeys(hashes) if h in new and h not in pages]
+            if entering:
+                announce(self.listeners, Stored(self.name, entering))
         for hash in reversed(hashes):
             if hash in pages:
-                self._put_back(hash)
+                if self.aside:
+                    self._put_back(hash)
                 touch(hash)
             elif hash in new:
                 pages[hash] = page = new[hash]
@@ -191,7 +192,7 @@ class PageTier:
             announce(self.listeners, Removed(self.name, [hash for hash, _ in copies]))
 
     def _put_back(self, hash: int) -> None:
-        if self.aside and hash in self.aside:
+        if hash in self.aside:
             self.order.put_back(hash, self.aside.pop(hash))  # type: ignore[attr-defined]
 
     def clear(self, order: Policy) -> None:

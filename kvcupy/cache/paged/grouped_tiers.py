@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ...config import cache_logger
 from ...errors import CacheFull, CaptureError, KvcupyError, OrderError
 from ..hazards import Completion, CopiedPages, PageAccess
+from ..tiered.grouped import GroupedLease, GroupedTieredCache
 from ..tiered.holds import HeldBlocks
-from ..tiered.mixed import MixedTieredCache, PrefixLease, TierGroup
-from ..tiered.prefixes import GroupBlocks
+from ..tiered.prefixes import GroupBlocks, TierGroup
 from .exchange import evict
 from .groups import Plan, Recurrent
 from .page_group import PageGroup
@@ -41,7 +43,7 @@ def tier_groups(
         num_first = -(-group.sink_tokens // page_size)
         blocks = GroupBlocks(num_last, num_first, interval)
         name = f"layers {','.join(map(str, group.model_layers))}"
-        found.append(TierGroup(name, group.pool, blocks, group.model_layers))
+        found.append(TierGroup(name, group.pool, blocks, group.model_layers, group.window))
     if states is not None:
         recurrent = [part.group for part in plan.groups if isinstance(part.group, Recurrent)]
         layers = [layer for group in recurrent for layer in group.layers]
@@ -52,13 +54,13 @@ def tier_groups(
     return found
 
 
-class MixedTiers:
+class GroupedTiers:
     """Moves sequences of a cache with groups to and from a tiered cache of these groups."""
 
     def __init__(
         self, tiers: Any, groups: Sequence[PageGroup], states: States | None, access: PageAccess
     ) -> None:
-        if not isinstance(tiers, MixedTieredCache):
+        if not isinstance(tiers, GroupedTieredCache):
             raise TypeError(f"tiers: expected TieredCache(groups=this cache), got {tiers!r}")
         pools = [group.pool for group in groups]
         if [group.pool for group in tiers.groups[: len(groups)]] != pools:
@@ -87,7 +89,6 @@ class MixedTiers:
                 states.add(seq)
             try:
                 self.tiers.send_loads()
-                self.tiers.enter(keys)
             except BaseException:
                 if states is not None:
                     states.remove(seq)
@@ -102,10 +103,9 @@ class MixedTiers:
             sequence.hashes, sequence.token_ids = list(keys), token_ids
             if loaded is not None:
                 sequence.loads.append(loaded)
-        lease.leases = []  # the sequences have them
-        lease.release()
+        lease.hand_over()
 
-    def acquire_behind(self, seq: Hashable, length: int, most: int) -> PrefixLease | None:
+    def acquire_behind(self, seq: Hashable, length: int, most: int) -> GroupedLease | None:
         """Acquire what a sequence lacks for a prefix longer than `length`, up to `most` tokens.
 
         Whole blocks only. None if the tiers have no such prefix.
@@ -116,15 +116,13 @@ class MixedTiers:
         if seq not in self._chains or self.tiers.closed or len(keys) * page_size <= length:
             return None
 
-        def is_there(number: int, index: int) -> bool:
-            if number < len(sequences):
-                return bool(sequences[number].pages[index] != FREED)
-            assert self._states is not None
-            return self._states.has_kept(seq, (index + 1) * page_size)
-
+        present = [set(np.flatnonzero(own.pages != FREED).tolist()) for own in sequences]
+        if (states := self._states) is not None:
+            ends = range(len(keys))
+            present.append({i for i in ends if states.has_kept(seq, (i + 1) * page_size)})
         after = self._access.copy_stream_behind_all()
         try:
-            lease = self.tiers.acquire_unsent(keys, is_there, after=after)
+            lease = self.tiers.acquire_unsent(keys, present, after=after)
         except CacheFull:
             return None
         if lease.num_blocks * page_size > length:
@@ -132,13 +130,13 @@ class MixedTiers:
         lease.release()
         return None
 
-    def load_state(self, lease: PrefixLease) -> Callable[[int], Completion] | None:
+    def load_state(self, lease: GroupedLease) -> Callable[[int], Completion] | None:
         """Return what begins to load the state of a lease to a slot; None if it has none."""
         if lease.states is None or not lease.states.num_blocks:
             return None
         return partial(_load_state, lease.states, self._access.copy_stream_behind_all())
 
-    def fill(self, seq: Hashable, lease: PrefixLease, loaded: Completion | None) -> None:
+    def fill(self, seq: Hashable, lease: GroupedLease, loaded: Completion | None) -> None:
         """Give a sequence of the length of a lease the pages that it lacks."""
         for number, group in enumerate(self._groups):
             own, indices = lease.leases[number], lease.indices[number]
@@ -202,17 +200,19 @@ class MixedTiers:
         if self.tiers.closed:
             return
         page_size = self._groups[0].pool.page_size
-        keys, slots = [], []
+        keys, slots, parents, tokens = [], [], [], []
         for seq, length, slot in kept:
-            hashes = self._groups[0].sequences.find(seq).hashes
-            if length % page_size == 0 and len(hashes) >= length // page_size:
-                keys.append(hashes[length // page_size - 1])
+            sequence, index = self._groups[0].sequences.find(seq), length // page_size - 1
+            if length % page_size == 0 and index < len(sequence.hashes):
+                keys.append(sequence.hashes[index])
                 slots.append(slot)
+                parents.append(sequence.hashes[index - 1] if index else 0)
+                if sequence.token_ids is not None:
+                    tokens.append(sequence.token_ids[index])
         if keys:
-            number = len(self._groups)
-            names = self.tiers.names(number, keys)
+            known = np.stack(tokens) if len(tokens) == len(keys) else None
             with _losing("states"):
-                self.tiers.of_group(number)._save_states(names, slots, self._access.copy_stream)
+                self.tiers.save_states(keys, slots, self._access.copy_stream, parents, known)
 
 
 def _load_state(held: HeldBlocks, after: Any, slot: int) -> Completion:
@@ -220,7 +220,7 @@ def _load_state(held: HeldBlocks, after: Any, slot: int) -> Completion:
 
 
 def _insert(
-    tiers: MixedTieredCache, number: int, sequences: Sequences, sequence: CachedSequence,
+    tiers: GroupedTieredCache, number: int, sequences: Sequences, sequence: CachedSequence,
     indices: range, after: Any, num_pages: int,
 ) -> set[int]:  # fmt: skip
     """Give the tiers of a group the unshared pages of a sequence; return the pages they took."""
@@ -234,14 +234,17 @@ def _insert(
     if not owned:
         return set()
     pages = sequence.pages[owned].tolist()
-    names = tiers.names(number, [sequence.hashes[index] for index in owned])
-    unneeded = tiers.of_group(number).insert(names, pages, after=after)
+    tokens = None if sequence.token_ids is None else sequence.token_ids[owned].reshape(-1)
+    unneeded = tiers.of_group(number).insert(
+        [sequence.hashes[index] for index in owned], pages, after=after,
+        parent=[sequence.hashes[index - 1] if index else 0 for index in owned], token_ids=tokens,
+    )  # fmt: skip
     return set(pages) - set(unneeded)
 
 
 def _take_unseen(
-    tiers: MixedTieredCache, number: int, access: PageAccess, num_pages: int, sequences: Sequences,
-    sequence: CachedSequence, start: int, stop: int,
+    tiers: GroupedTieredCache, number: int, access: PageAccess, num_pages: int,
+    sequences: Sequences, sequence: CachedSequence, start: int, stop: int,
 ) -> set[int]:  # fmt: skip
     """Give the tiers the pages from `start` to `stop`, which a window has left behind."""
     indices = range(start, min(stop, len(sequence.hashes)))
