@@ -30,11 +30,11 @@ struct ConvStateParams {
   i64 skip_slot;       // a slot never touched; negative: none
   i64 slot_operation;  // for the fault record
   i64 sum_operation;
-  i64 length;      // inputs that a slot holds
   u32 num_pieces;  // num_sequences * pieces_per_sequence, below 2**31
   u32 pieces_per_sequence;
+  int length;       // inputs that a slot holds
   int num_units;    // of a sequence
-  int group_units;  // of a channel, or of all where channels are contiguous
+  int group_shift;  // log2 of the units of a channel; 31 where all channels are one group
   int piece_units;
   int slot_index_bytes;
   int sum_index_bytes;
@@ -68,29 +68,30 @@ __global__ void update_conv_state(const __grid_constant__ ConvStateParams p) {
   }
 
   const i64 appended = end - start;
-  if (appended == 0) return;
+  const int kept = appended < p.length ? static_cast<int>(p.length - appended) : 0;
+  if (kept == p.length) return;
+  const char* tokens = p.x + (end - p.length) * p.token_bytes;  // of input 0, 1, ...
   const int first_unit = static_cast<int>(piece) * p.piece_units;
   const int end_unit = min(first_unit + p.piece_units, p.num_units);
   for (int unit = first_unit + lane; unit < end_unit; unit += lanes) {
-    const int group = unit / p.group_units;
-    const int within_bytes = (unit - group * p.group_units) * kWordBytes;
-    const char* x = p.x + group * p.x_group_bytes + within_bytes;
+    const int group = unit >> p.group_shift;
+    const int within_bytes = (unit - (group << p.group_shift)) * kWordBytes;
     char* tail = p.cache + slot * p.slot_bytes + group * p.cache_group_bytes + within_bytes;
-    for (i64 first = 0; first < p.length; first += kUnroll) {
+    const char* old = tail + (p.length - kept) * p.input_bytes;
+    const char* x = tokens + group * p.x_group_bytes + within_bytes;
+    for (int first = 0; first < p.length; first += kUnroll) {
       Word<kWordBytes> in_flight[kUnroll];
       // Load
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        const i64 j = first + i;
-        const i64 old = j + appended;
-        const char* from =
-            old < p.length ? tail + old * p.input_bytes : x + (end - p.length + j) * p.token_bytes;
+        const int j = first + i;
+        const char* from = j < kept ? old + j * p.input_bytes : x + j * p.token_bytes;
         if (j < p.length) in_flight[i] = *reinterpret_cast<const Word<kWordBytes>*>(from);
       }
       // Store
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        const i64 j = first + i;
+        const int j = first + i;
         if (j < p.length) {
           *reinterpret_cast<Word<kWordBytes>*>(tail + j * p.input_bytes) = in_flight[i];
         }

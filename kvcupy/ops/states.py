@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults, observe
-from ..arrays import ArrayView, describe
-from ..arrays.views import contiguous_strides
+from ..arrays import ArrayView, contiguous_strides, describe
 from ..kernels import Kernel, Specialisation
 from . import call, checks
 from .call import Operation, Plan, Views
@@ -77,9 +76,11 @@ _CONV_PARAMS = np.dtype(
         *fields_of(np.uint64, "x cache slots cu_query_lens faults"),
         *fields_of(np.int64, "token_bytes x_group_bytes slot_bytes cache_group_bytes input_bytes"),
         *fields_of(np.int64, "slot_stride_bytes sum_stride_bytes num_tokens num_slots skip_slot"),
-        *fields_of(np.int64, "slot_operation sum_operation length"),
+        *fields_of(np.int64, "slot_operation sum_operation"),
         *fields_of(np.uint32, "num_pieces pieces_per_sequence"),
-        *fields_of(np.int32, "num_units group_units piece_units slot_index_bytes sum_index_bytes"),
+        *fields_of(
+            np.int32, "length num_units group_shift piece_units slot_index_bytes sum_index_bytes"
+        ),
         *fields_of(np.int32, "lane_shift"),
     ],
     align=True,
@@ -428,12 +429,12 @@ class ConvStatePlan(Plan):
         token_bytes, x_group_bytes = x.strides
         slot_bytes, cache_group_bytes, input_bytes = cache.strides
         steps = [token_bytes, slot_bytes, input_bytes]
-        group_bytes = x.itemsize
-        if channels == 1 or x_group_bytes == cache_group_bytes == group_bytes:
-            group_bytes *= channels
-        else:
+        is_row = channels == 1 or x_group_bytes == cache_group_bytes == x.itemsize
+        group_bytes = channels * x.itemsize if is_row else x.itemsize
+        if not is_row:
             steps += [x_group_bytes, cache_group_bytes]
         unit = widest((group_bytes, *map(abs, steps), alignment))
+        group_shift = 31 if is_row else (group_bytes // unit).bit_length() - 1
         num_units = channels * x.itemsize // unit
         piece = min(num_units, _PIECE_UNITS_ALONE if device.warp_lanes == 1 else _PIECE_UNITS)
         pieces = -(-num_units // piece)
@@ -449,7 +450,7 @@ class ConvStatePlan(Plan):
             "slot_operation": faults.operation_id("update_conv_state", "slots"),
             "sum_operation": faults.operation_id("update_conv_state", "cu_query_lens"),
             "length": length, "num_pieces": num_pieces, "pieces_per_sequence": pieces,
-            "num_units": num_units, "group_units": group_bytes // unit, "piece_units": piece,
+            "num_units": num_units, "group_shift": group_shift, "piece_units": piece,
             "lane_shift": geometry.lane_shift,
         }  # fmt: skip
         names = _UPDATE_CONV_STATE.names
@@ -474,8 +475,8 @@ def _plan_conv(views: Views, alignment: int, skip_slot: int) -> ConvStatePlan:
     if cache.shape[1] != x.shape[1]:
         raise ValueError(f"cache: expected {x.shape[1]} channels like x, got {describe(cache)}")
     checks.require_output(cache, "cache")
-    if cache.shape[1] * cache.itemsize >= 2**31:
-        raise ValueError(f"cache: expected less than 2 GiB of channels, got {describe(cache)}")
+    if _row_bytes(cache) >= 2**31:
+        raise ValueError(f"cache: expected slots of less than 2 GiB, got {describe(cache)}")
     num_sequences = checks.length_of(slots, "slots")
     checks.indices(sums, "cu_query_lens")
     checks.require_shape(sums, "cu_query_lens", (num_sequences + 1,), ", a sum for each slot and 0")

@@ -194,6 +194,9 @@ def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
         targets = arguments.get("out_pages")
         return _pages_written(arguments["pool"], targets if targets is not None
                               else arguments["pages"])  # fmt: skip
+    if name in ("store_state", "update_conv_state"):
+        target = "caches" if name == "store_state" else "cache"
+        return _pages_written(arguments[target], arguments["slots"])
     slots = memory_of(arguments.get("slot_mapping"))
     if slots is not None and slots.itemsize in (4, 8):
         slots = np.unique(np.array(slots).view(f"i{slots.itemsize}"))
