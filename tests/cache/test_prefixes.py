@@ -104,6 +104,29 @@ def test_what_is_kept_is_what_usable_prefixes_need(groups):
         assert len(tree.prefixes) == 0
 
 
+def test_only_what_may_have_changed_is_looked_at():
+    """However many prefixes there are behind a common one."""
+    groups, asked = [FULL, WINDOW], []
+
+    def present(g, hashes):
+        asked.append(len(hashes))
+        return [True] * len(hashes)
+
+    prefixes = Prefixes(groups, present, lambda g, hashes: None)
+    common = list(range(1, 101))
+    for chain in range(1000, 2000, 10):
+        prefixes.enter([*common, *range(chain, chain + 10)])
+    for chain in range(1000, 1990, 10):
+        prefixes.leave([*common, *range(chain, chain + 10)])
+    assert asked == [10, 10] * 99
+    asked.clear()
+    prefixes.leave([*common, *range(1990, 2000)])
+    prefixes.enter(common)
+    prefixes.enter(common)
+    prefixes.leave(common)
+    assert asked == [110, 110]
+
+
 @pytest.mark.parametrize("groups", MIXES, ids=str)
 def test_longest(groups):
     rng = random.Random(5)

@@ -111,7 +111,7 @@ class TieredMixture(Mixture):
         has, chains = self.known(), {}
         for hashes in self.chains:
             chains |= {hash: hashes[: i + 1] for i, hash in enumerate(hashes)}
-        used = {hash for keys in self.cache._steps.mixed._chains.values() for hash in keys}
+        used = {hash for keys in self.cache._steps.grouped._chains.values() for hash in keys}
         blocks = [group.blocks for group in self.tiers.groups]
         needed = [set(used) for _ in blocks]
         for chain in chains.values():

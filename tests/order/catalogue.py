@@ -560,7 +560,7 @@ NOT_NEEDED = {
                 "fork: group.fork(self.access, own, child, kept, inherit_window)",
                 "fork: self._states.fork(self.access, parent, child, kept, source.length, "
                 "sequence, load)",
-                "fork: self.mixed.fork(parent, child)",
+                "fork: self.grouped.fork(parent, child)",
             )
         },
         "cache/tiered/grouped.py": {"GroupedLease.wait: lease.wait(stream)": _ANOTHER},

@@ -316,16 +316,16 @@ class PagedKVCache(ProcessLocal):
             if self._states is not None:
                 self._states.add(seq)
             return
-        mixed = self._steps.mixed
-        if mixed is None:
+        grouped = self._steps.grouped
+        if grouped is None:
             self._tiers.require("hashes")
         self._sequences.require_new(seq, "seq")
         keys = hash_list(hashes)
         if len(set(keys)) < len(keys):
             raise ValueError("hashes: expected each once, as a chain of them has")
         tokens = tokens_of(token_ids, len(keys), self.pool.page_size)
-        if mixed is not None:
-            mixed.add(seq, keys, tokens)
+        if grouped is not None:
+            grouped.add(seq, keys, tokens)
             return
         lease = self._tiers.acquire(keys)
         sequence = self._sequences.share(seq, lease, lease.num_blocks, range(lease.num_blocks))
@@ -343,17 +343,17 @@ class PagedKVCache(ProcessLocal):
         """
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
-        mixed = self._steps.mixed
-        if mixed is None:
+        grouped = self._steps.grouped
+        if grouped is None:
             published = [self._tiers.publish(sequence), *[set[int]()] * (len(self._groups) - 1)]
         else:
-            published = mixed.publish(seq)
+            published = grouped.publish(seq)
         for group, own in zip(self._groups, published, strict=True):
             group.sequences.remove(seq, own)
         if self._states is not None:
             self._states.remove(seq)
-        if mixed is not None:
-            mixed.remove(seq)
+        if grouped is not None:
+            grouped.remove(seq)
 
     def fork_sequence(
         self, parent: Hashable, child: Hashable, at: int | None = None, *,
@@ -543,8 +543,8 @@ class PagedKVCache(ProcessLocal):
             self._states.clear()
         for group in self._groups:
             group.sequences.clear()
-        if self._steps.mixed is not None:
-            self._steps.mixed.clear()
+        if self._steps.grouped is not None:
+            self._steps.grouped.clear()
 
     # --- Steps ---
 
@@ -1055,13 +1055,13 @@ class PagedKVCache(ProcessLocal):
         if self._layer_groups is None:
             self._tiers.attach(tiers, num_past_host_pages)
             return
-        if self._steps.mixed is not None:
+        if self._steps.grouped is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
         if num_past_host_pages is not None:
             raise ValueError(
                 f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
             )
-        self._steps.mixed = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
+        self._steps.grouped = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1202,8 +1202,8 @@ class PagedKVCache(ProcessLocal):
 
     def _attached_tiers(self, name: str) -> TieredCache | GroupedTieredCache:
         """Return the attached tiers; raise if there are none, naming the argument of a caller."""
-        mixed = self._steps.mixed
-        return self._tiers.require(name) if mixed is None else mixed.tiers
+        grouped = self._steps.grouped
+        return self._tiers.require(name) if grouped is None else grouped.tiers
 
     def _make_tiers(self, **options: Any) -> GroupedTieredCache:
         """Make `TieredCache(groups=self, **options)`."""

@@ -384,7 +384,7 @@ class Steps:
     parts : the same step of each group; () if none is running
     tables : of the running step
     access : access to the pages outside of attention
-    mixed : of a cache with groups, once it is attached to tiers
+    grouped : of a cache with groups, once it is attached to tiers
     """
 
     def __init__(
@@ -407,7 +407,7 @@ class Steps:
         self.running: Step | None = None
         self.parts: Sequence[Step] = ()
         self.tables: StepTables | None = None
-        self.mixed: GroupedTiers | None = None
+        self.grouped: GroupedTiers | None = None
 
     def is_running(self, seq: Hashable) -> bool:
         """Return whether a sequence belongs to the running step."""
@@ -510,8 +510,8 @@ class Steps:
         # While a stream is captured, nothing has updated the states.
         if self._states is not None and not any(s.capturing for s in tables.streams):
             kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
-            if self.mixed is not None and kept:
-                self.mixed.publish_states(kept)
+            if self.grouped is not None and kept:
+                self.grouped.publish_states(kept)
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
@@ -665,8 +665,8 @@ class Steps:
         load = loaded = None
         forked = []
         try:
-            if lease is not None and self.mixed is not None:
-                kept, load = lease.num_blocks * self._pool.page_size, self.mixed.load_state(lease)
+            if lease is not None and self.grouped is not None:
+                kept, load = lease.num_blocks * self._pool.page_size, self.grouped.load_state(lease)
             for group in self._groups:
                 own = group.sequences.find(parent)
                 group.fork(self.access, own, child, kept, inherit_window)
@@ -682,17 +682,17 @@ class Steps:
             if lease is not None:
                 lease.release()
             raise
-        if self.mixed is not None:
-            self.mixed.fork(parent, child)
+        if self.grouped is not None:
+            self.grouped.fork(parent, child)
             if lease is not None:
-                self.mixed.fill(child, lease, loaded)
+                self.grouped.fill(child, lease, loaded)
         return count - kept
 
     def _acquire_behind(self, seq: Hashable, length: int, most: int) -> GroupedLease | None:
         """Acquire from tiers what restores more than `length` tokens; None if that is nothing."""
-        if self.mixed is None or length == most:
+        if self.grouped is None or length == most:
             return None
-        return self.mixed.acquire_behind(seq, length, most)
+        return self.grouped.acquire_behind(seq, length, most)
 
     def pop(self, seq: Hashable, n: Any) -> int:
         """Drop the last tokens of a sequence.
@@ -706,9 +706,9 @@ class Steps:
         left = sequence.length - int(n)
         kept = self._restorable(seq, left)
         lease = self._acquire_behind(seq, kept, left)
-        if lease is not None and self.mixed is not None:
+        if lease is not None and self.grouped is not None:
             kept = lease.num_blocks * self._pool.page_size
-            self._shorten(seq, kept, lease, self.mixed)
+            self._shorten(seq, kept, lease, self.grouped)
         elif self._states is not None and kept < sequence.length:
             self._return_to(seq, kept)
         else:
@@ -716,12 +716,12 @@ class Steps:
         return left - kept
 
     def _shorten(
-        self, seq: Hashable, length: int, lease: GroupedLease, mixed: GroupedTiers
+        self, seq: Hashable, length: int, lease: GroupedLease, grouped: GroupedTiers
     ) -> None:
         """Shorten a sequence to a length, what it lacks there being in a lease."""
         loaded = None
         try:
-            load = mixed.load_state(lease)
+            load = grouped.load_state(lease)
             if load is not None and self._states is not None:
                 sequence = self._sequences.find(seq)
                 loaded = self._states.restore(self.access, seq, length, sequence, load)
@@ -733,7 +733,7 @@ class Steps:
         except BaseException:
             lease.release()
             raise
-        mixed.fill(seq, lease, loaded)
+        grouped.fill(seq, lease, loaded)
 
     def state_slots_of(self, seqs: Any, stream: Stream) -> list[int]:
         """Return the slots of states, which work on a stream may read behind their copies."""

@@ -134,17 +134,15 @@ class GroupedTieredCache(ProcessLocal):
         self._counts = {"prefix_hits": 0, "prefix_misses": 0}
         self._lock = threading.RLock()  # of the prefixes; taken before the lock of a group's tiers
         # Not methods: in a cycle, all pools would stay until Python looks for cycles.
-        has = partial(_has_blocks, self._caches)
-        # With a shared store blocks are of use even if the tiers lack others.
-        discard = partial(_discard, [] if self._is_shared else self._caches)
+        has, discard = partial(_has_blocks, self._caches), partial(_discard, self._caches)
         self._prefixes = Prefixes(self._blocks, has, discard)
         self._lost: deque[tuple[int, Sequence[int]]] = deque()  # group and hashes
-        if not self._is_shared:  # else the store may have what the tiers have lost
+        if not self._is_shared:
             for i, cache in enumerate(self._caches):
                 cache._follow(partial(_note_lost, self._lost, i))
 
     def __repr__(self) -> str:
-        return f"<TieredCache of {len(self.groups)} groups, {len(self._prefixes)} prefixes>"
+        return f"<TieredCache of {len(self.groups)} groups>"
 
     @property
     def closed(self) -> bool:
@@ -278,13 +276,20 @@ class GroupedTieredCache(ProcessLocal):
     # --- For the paged cache ---
 
     def enter(self, keys: Sequence[int]) -> None:
-        """Keep the blocks of a prefix until `leave`, also those that groups still lack."""
+        """Keep the blocks of a prefix until `leave`, also those that groups still lack.
+
+        With a shared store no block is useless: the store may have what the tiers lack.
+        """
+        if self._is_shared:
+            return
         with self._lock:
             self._discard_useless()
             self._prefixes.enter(keys)
 
     def leave(self, keys: Sequence[int]) -> None:
         """End a use that has begun with `enter`; useless blocks are discarded."""
+        if self._is_shared:
+            return
         with self._lock:
             self._discard_useless()
             self._prefixes.leave(keys)
@@ -458,8 +463,7 @@ def _has_blocks(
 
 
 def _discard(caches: Sequence[TieredCache], number: int, hashes: Sequence[int]) -> None:
-    if caches:
-        caches[number]._discard_blocks(hashes)
+    caches[number]._discard_blocks(hashes)
 
 
 def _note_lost(lost: deque[tuple[int, Sequence[int]]], number: int, change: Change) -> None:

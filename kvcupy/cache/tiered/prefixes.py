@@ -11,7 +11,7 @@ prefix needs it. The other blocks are discarded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..pool import Pool
@@ -278,7 +278,7 @@ class Prefixes:
             removed.append(waiting.pop())
             waiting.extend(self._nodes.pop(removed[-1]).children)
 
-    def _prune(self, evaluated: Mapping[int, Sequence[bool]], removed: list[int]) -> None:
+    def _prune(self, evaluated: dict[int, Sequence[bool]], removed: list[int]) -> None:
         """Remove prefixes before which nothing is usable, and discard what no prefix needs."""
         nodes = self._nodes
         looked_at: set[int] = set()
