@@ -132,16 +132,14 @@ def _attempt(
 
     def change(tiers: Tiers) -> HeldBlocks | None:
         host = tiers.host
-        read: set[int] = set()
+        read: dict[int, int] = {}
         unreadable: set[int] = set()
         if reads is not None:
-            read, unreadable = set(reads.arrived), reads.unreadable
-            if reads.arrived:
-                reads.become_host_blocks(tiers)
+            read, unreadable = reads.arrived, reads.unreadable
         known = hashes
         unread: list[int] = []
         for i, hash in enumerate(hashes):
-            if hash in host.pages:
+            if hash in host.pages or hash in read:
                 continue
             if read or hash in unreadable or len(unread) == max_reads or not _on_disk(tiers, hash):
                 known = hashes[:i]
@@ -156,7 +154,11 @@ def _attempt(
                 if reads is not None:
                     reads.claim(tiers, AcquirePlan(known, unread, unread, 0, [], [], plan))
                 return None
-        return _held(shared, tiers, hashes, known, read)
+        host.use(known, read)
+        held = _held(shared, tiers, hashes, known, read)
+        if reads is not None:
+            reads.free_unused(tiers)
+        return held
 
     return shared.attempt(change)
 
@@ -169,7 +171,6 @@ def _held(
     shared: SharedTiers, tiers: Tiers, hashes: list[int], known: list[int], read: Collection[int]
 ) -> HeldBlocks:
     host, counts = tiers.host, tiers.counts
-    host.use(known, {})
     if tiers.disk is not None:
         tiers.disk.use(known)
     copies = [copy_of((hash, host.pages[hash])) for hash in known]
