@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import common.one_core  # noqa: F401
-from common.measure import log_compilation, one_core_per_stream
+from common.measure import log_compilation, one_core_per_stream, require_products
 from replay.mixed import CHUNK_BLOCKS, MixedReplay, MixedSettings, mixed_point, render_mixed
 from replay.report import (
     draw_comparison,
@@ -139,6 +139,7 @@ def run_mixed(
     device: Any, arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
 ) -> dict[str, Any]:  # fmt: skip
     """Serve with each policy by a model of mixed layers; return the report."""
+    require_products(device)
     settings = MixedSettings(arguments.mix, arguments.scale, sizes, write=arguments.write)
     points = []
     with one_core_per_stream(device):
