@@ -10,10 +10,11 @@ from replay_cases import only_on_the_host, real_trace, small_trace
 
 import kvcupy as kv
 from kvcupy.cache.hazards import CopiedPages
-from kvcupy.cache.paged import mixed_tiers
+from kvcupy.cache.tiered.holds import HeldBlocks
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 
+TIERS = ("device", "host", "disk")
 MIX = ("window", "state", "window", "full")
 
 
@@ -27,13 +28,9 @@ def services(device, kinds=MIX, sizes=(30, 40, 0), **changes):
 def served(replay, requests):
     try:
         outcome = replay.run(requests)
-        for number, (group, part) in enumerate(
-            zip(replay.simulation.groups, replay.parts, strict=True)
-        ):
-            tiers, mask = part._shared.tiers, replay.tiers._masks[number]
-            blocks = [tiers.device.pages, tiers.host.pages, tiers.disk.slots if tiers.disk else ()]
-            got = [{hash ^ mask for hash in own} for own in blocks]
-            assert got == [group.device.blocks, group.host.blocks, group.disk.blocks]
+        for group, part in zip(replay.simulation.groups, replay.parts, strict=True):
+            simulated = {name: len(getattr(group, name).blocks) for name in TIERS}
+            assert simulated == {name: part.stats()[f"{name}_blocks"] for name in TIERS}
             assert group.device.taken == 0
     finally:
         replay.close()
@@ -74,15 +71,18 @@ def load_first(load, pool):
     return wrong
 
 
+def load_nothing(held, *arguments, **options):
+    """Return a completion, and load no state."""
+    return CopiedPages(held._shared.engine.device.stream())
+
+
 @pytest.mark.parametrize("forgotten", ["window", "state"])
 def test_a_forgotten_group_is_noticed(device, monkeypatch, forgotten):
     """Control: by bytes, at first of that group alone, and by tokens; hits are as simulated."""
     only_on_the_host(device)
     replay = services(device, sizes=(30, 200, 0))
     if forgotten == "state":
-        monkeypatch.setattr(
-            mixed_tiers, "_load_state", lambda held, after, slot: CopiedPages(device.stream())
-        )
+        monkeypatch.setattr(HeldBlocks, "load", load_nothing)
     else:
         pool = replay.parts[1].device_pool
         monkeypatch.setattr(kv.TransferEngine, "load", load_first(kv.TransferEngine.load, pool))
@@ -124,11 +124,7 @@ def test_the_report(device_name, tmp_path, capsys, monkeypatch):
     assert list(point["groups"]) == ["full", "window", "state"]
     printed = capsys.readouterr().out
     assert "30 of 30 requests have equal tokens" in printed and "blocks of prompts" in printed
-    monkeypatch.setattr(
-        mixed_tiers,
-        "_load_state",
-        lambda held, after, slot: CopiedPages(kv.device("host").stream()),
-    )
+    monkeypatch.setattr(HeldBlocks, "load", load_nothing)
     only_on_the_host(kv.device(device_name))
     assert replay_trace.main(few) == 1
     assert "bytes of state" in capsys.readouterr().out

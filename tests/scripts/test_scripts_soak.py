@@ -11,11 +11,11 @@ from helpers import full_only
 
 import kvcupy as kv
 from kvcupy.cache.hazards import CopiedPages
-from kvcupy.cache.paged import mixed_tiers
 from kvcupy.cache.paged.moves import PageMover
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import States
 from kvcupy.cache.pages import PageAllocator
+from kvcupy.cache.tiered.holds import HeldBlocks
 from kvcupy.cache.tiered.leases import Lease
 from kvcupy.ops import call
 
@@ -132,8 +132,8 @@ free_unseen, copy_states = Sequences.free_unseen, States._copy
 FORGOTTEN = {
     "windows": (Sequences, "free_unseen", free_more, "lacks pages that a window sees|off by"),
     "states of prefixes": (
-        mixed_tiers, "_load_state",
-        lambda held, after, slot: CopiedPages(held._shared.engine.device.stream()),
+        HeldBlocks, "load",
+        lambda held, *_, **options: CopiedPages(held._shared.engine.device.stream()),
         "the state of sequence"),
     "states of forks": (States, "_copy", copy_no_states, "the state of sequence"),
     "slots": (States, "_free", lambda self, *slots: None, "state pages .* are allocated"),
