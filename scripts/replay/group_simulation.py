@@ -5,8 +5,8 @@
     state                            [5]     the one behind it
 
 Each group has its three tiers (`TierSimulation`). A prefix is usable if every group has what
-it needs of it; a block that no usable prefix needs is discarded. Requests come one at a time, and
-the blocks of a request count as present until it ends. With a disk, the host should hold at least
+it needs of it; a block that no usable prefix needs is discarded, at the latest behind each step.
+Requests come one at a time, and the blocks of a request count as present until it ends. With a disk, the host should hold at least
 twice the blocks of the longest request: the cache may move other blocks than the simulation where
 a prefix hardly fits into host memory on its way from the disk.
 """
@@ -229,6 +229,7 @@ class GroupSimulation:
         if rest == 0 and length % self.interval == 0 and length <= len(self.hashes):
             for group in self.states:
                 group.save(self.hashes[length - 1])
+        self._discard(self._note_left())
 
     def end(self, num_tokens: int) -> None:
         """End a request of so many tokens; its blocks stay as far as they are useful."""

@@ -347,10 +347,14 @@ class MixedReplay:
         return int(np.count_nonzero(got != want))
 
     def _settle(self) -> None:
-        """Wait for all transfers, so that evictions do not depend on when they end."""
+        """Wait for all transfers, so that evictions do not depend on when they end.
+
+        Statistics are asked for because this discards what is useless.
+        """
         for part in self.parts:
             part.engine.save_stream.synchronize()
             part.engine.load_stream.synchronize()
+        self.tiers.stats()
 
 
 # The report --------------------------------------------------------------------------------------
