@@ -4,11 +4,12 @@
     window                     [3][4][5]     its last blocks
     state                            [5]     the one behind it
 
-Each group has its three tiers (`TierSimulation`). A prefix is usable if every group has what
-it needs of it; a block that no usable prefix needs is discarded, at the latest behind each step.
-Requests come one at a time, and the blocks of a request count as present until it ends. With a disk, the host should hold at least
-twice the blocks of the longest request: the cache may move other blocks than the simulation where
-a prefix hardly fits into host memory on its way from the disk.
+Each group has its three tiers (`TierSimulation`). A prefix is usable if every group has what it
+needs of it; a block that no usable prefix needs is discarded, at the latest behind each step.
+Requests come one at a time, and the blocks of a request count as present until it ends. With a
+disk, the host should hold at least twice the blocks of the longest request: the cache may move
+other blocks than the simulation where a prefix hardly fits into host memory on its way from the
+disk.
 """
 
 from __future__ import annotations
