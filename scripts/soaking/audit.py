@@ -7,7 +7,7 @@ refer to each page as often as is counted; work that is over is not remembered f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def audit(part: Part, leases: Sequence[Any]) -> None:
     leased = sum(len(lease._pinned) for lease in held)
     counted = part.tiers._shared.tiers.num_leased
     require(counted == leased, f"{counted} blocks leased, {leased} by leases")
-    audit_tiers(part.tiers, part.sequences)
+    audit_tiers(part.tiers, part.sequences._known.values())
 
 
 def _audit_device(part: Part, leases: Sequence[Any]) -> list[Any]:
@@ -106,15 +106,17 @@ def audit_states(states: Any) -> None:
     _compare("state", states.pool.allocator.allocated(), np.array([*live, *users], np.int64))
 
 
-def audit_tiers(tiers: Any, sequences: Any = None) -> None:
-    """Compare the owners of host pages and of the disk's slots, and count what is in flight."""
+def audit_tiers(tiers: Any, sequences: Iterable[Any]) -> None:
+    """Compare the owners of host pages and of the disk's slots, and count what is in flight.
+
+    sequences : those that may have pages in host memory
+    """
     parts = tiers._shared.tiers
     with tiers._shared.lock:  # a shared store's thread takes and frees pages
         allocated = tiers.host_pool.allocator.allocated()
         taken = np.flatnonzero(parts.host.owned)
-    known = [] if sequences is None else sequences._known.values()
-    offloaded = [s.offloaded.pages for s in known if s.offloaded is not None]
-    owned = np.concatenate([taken, *offloaded])
+    offloaded = [s.offloaded for s in sequences if getattr(s, "offloaded", None) is not None]
+    owned = np.concatenate([taken, *(pages.pages for pages in offloaded)])
     require(len(np.unique(owned)) == len(owned), "a host page has two owners")
     _compare("host", allocated, owned)
     if (disk := parts.disk) is not None:

@@ -89,7 +89,9 @@ class MixedServer(Server):
     # --- Steps ---
 
     def _can_run(self, sequence: Sequence) -> bool:
-        return not sequence.nodes  # a tree is committed after one step
+        return (
+            super()._can_run(sequence) and not sequence.nodes
+        )  # a tree is committed after one step
 
     def _tree(self, sequence: Sequence, budget: int) -> Run:
         """Return a chain: there is one state per sequence."""
@@ -116,7 +118,10 @@ class MixedServer(Server):
         return rows[-WINDOW_TOKENS:] if layer == WINDOW else rows
 
     def _offload(self, sequence: Sequence) -> bool:
-        return False
+        try:
+            return super()._offload(sequence)
+        except NotImplementedError:
+            return False
 
     # --- Leases ---
 
@@ -139,11 +144,11 @@ class MixedServer(Server):
         super()._audit()
         require(not self.wrong_states, "; ".join(self.wrong_states))
         audit_states(self.cache._states)
-        audit_tiers(self.tiers.of_group(LAYERS))
+        audit_tiers(self.tiers.of_group(LAYERS), self.cache._states._of.values())
 
     def _compare(self, sequence: Sequence) -> None:
         """Compare the state of a sequence, and the rows that its groups keep, bit for bit."""
-        if sequence.nodes or not sequence.rows:
+        if sequence.nodes or not sequence.rows or sequence.offloaded:
             return
         (slot,) = self.cache.state_slots_of([sequence.name])
         self.device.synchronize()
