@@ -18,6 +18,7 @@ from benchmarks import (
     frames,
     generate,
     loading,
+    memory,
     migration,
     ops,
     order,
@@ -32,6 +33,7 @@ from kvcupy.bench import frame
 BENCHMARKS = {
     "ops": ops,
     "loading": loading,
+    "memory": memory,
     "migration": migration,
     "transfer": transfer,
     "scale": scale,

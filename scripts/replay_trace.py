@@ -13,6 +13,12 @@ says which blocks each tier should have held.
 Pages have a model's shape, each size divided by --scale; one page is one block of 512 tokens of the
 trace. Equal arguments give equal counts, except with --eager; times differ. The exit status is 1 if
 a byte was wrong, and 130 after Ctrl-C, which closes the cache and prints the progress so far.
+
+--mix serves the trace by a small model of mixed layers, twice: with the blocks and states of its
+groups in tiers, and without tiers. Tokens must be equal, and what the tiers restore is compared
+with what the other service computes.
+
+    python scripts/replay_trace.py --mix window,state,window,full --scale 128 --disk-blocks 1000
 """
 
 from __future__ import annotations
@@ -26,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import common.one_core  # noqa: F401
-from common.measure import log_compilation, one_core_per_stream
+from common.measure import log_compilation, one_core_per_stream, require_products
+from replay.mixed import CHUNK_BLOCKS, MixedReplay, MixedSettings, mixed_point, render_mixed
 from replay.report import (
     draw_comparison,
     draw_over_time,
@@ -44,6 +51,7 @@ from replay.requests import (
 )
 from replay.run import Replay, Settings, scaled_shape
 from replay.simulation import ORDERS, Sizes, simulate
+from serving.llama import KINDS, STATE
 
 from kvcupy.bench import frame
 from kvcupy.bench.frame import count
@@ -51,6 +59,18 @@ from kvcupy.bench.models import MODELS
 from kvcupy.progress import Progress
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def serve(running: Replay | MixedReplay, what: str, requests: Sequence[Request]) -> Any:
+    """Serve requests, close what serves them, and return the outcome."""
+    with Progress(what, len(requests), "requests", lines=True) as progress:
+        try:
+            return running.run(requests, each=progress.to)
+        except KeyboardInterrupt:
+            print(stopped(running, progress.done, len(requests)), file=sys.stderr)
+            raise
+        finally:
+            running.close()
 
 
 def replay(device: Any, settings: Settings, requests: Sequence[Request]) -> dict[str, Any]:
@@ -61,19 +81,21 @@ def replay(device: Any, settings: Settings, requests: Sequence[Request]) -> dict
     )
     with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
         running = Replay(device, replace(settings, disk=Path(folder) / "blocks"))
-        what = f"{settings.policy}, {settings.write}"
-        with Progress(what, len(requests), "requests", lines=True) as progress:
-            try:
-                outcome = running.run(requests, each=progress.to)
-            except KeyboardInterrupt:
-                print(stopped(running, progress.done, len(requests)), file=sys.stderr)
-                raise
-            finally:
-                running.close()
+        outcome = serve(running, f"{settings.policy}, {settings.write}", requests)
     return point_of(settings, outcome, simulated)
 
 
-def stopped(interrupted: Replay, done: int, total: int) -> str:
+def replay_mixed(
+    device: Any, settings: MixedSettings, requests: Sequence[Request]
+) -> dict[str, Any]:
+    """Serve requests by a model of mixed layers and return the report of that."""
+    with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
+        running = MixedReplay(device, replace(settings, disk=Path(folder) / "blocks"))
+        serve(running, f"{settings.policy}, {settings.write}", requests)
+    return mixed_point(running)
+
+
+def stopped(interrupted: Replay | MixedReplay, done: int, total: int) -> str:
     """Return a line on a replay that was interrupted."""
     counts = interrupted.outcome.counts
     return (
@@ -86,6 +108,8 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Replay with each policy; return the report."""
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     sizes = Sizes(arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks)
+    if arguments.mix:
+        return run_mixed(device, arguments, requests, sizes)
     shape = scaled_shape(MODELS[arguments.model], BLOCK_TOKENS, arguments.scale)
     settings = Settings(
         sizes, shape, write=arguments.write, running=arguments.running,
@@ -111,6 +135,29 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def run_mixed(
+    device: Any, arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
+) -> dict[str, Any]:  # fmt: skip
+    """Serve with each policy by a model of mixed layers; return the report."""
+    require_products(device)
+    settings = MixedSettings(arguments.mix, arguments.scale, sizes, write=arguments.write)
+    points = []
+    with one_core_per_stream(device):
+        for policy in arguments.policy:
+            points.append(replay_mixed(device, replace(settings, policy=policy), requests))
+    return {
+        **facts_of(requests, arguments),
+        "mix": settings.kinds,
+        "scale": arguments.scale,
+        "page_tokens": settings.page_tokens,
+        "window": settings.window,
+        "checkpoint_tokens": settings.interval * settings.page_tokens,
+        "chunk_tokens": CHUNK_BLOCKS * settings.page_tokens,
+        "longest_blocks": sizes.device,
+        "points": points,
+    }
+
+
 def summary(report: dict[str, Any]) -> dict[str, Any]:
     """Return a report without what is drawn over time."""
     points = [{k: v for k, v in point.items() if k != "series"} for point in report["points"]]
@@ -118,10 +165,20 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    lines = [
+    trace = (
         f"{report['trace']}: {report['requests']} requests, {report['blocks']} blocks, "
         f"{report['distinct_blocks']} of them distinct\n"
-        f"{report['model']} / {report['scale']}: pages of {report['page_tokens']} tokens, "
+    )
+    if "mix" in report:
+        lines = [
+            f"{trace}layers: {', '.join(report['mix'])}; pages of {report['page_tokens']} tokens, "
+            f"windows of {report['window']}, states kept every {report['checkpoint_tokens']}"
+        ]
+        for point in report["points"]:
+            lines += [f"{point['policy']}, {point['write']}", render_mixed(point)]
+        return "\n\n".join(lines)
+    lines = [
+        f"{trace}{report['model']} / {report['scale']}: pages of {report['page_tokens']} tokens, "
         f"{report['layers']} layers, {report['page_bytes']} bytes; written {report['write']}"
     ]
     for point in report["points"]:
@@ -132,8 +189,12 @@ def render(report: dict[str, Any]) -> str:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return a line for each policy with a wrong byte."""
-    return [f"{point['policy']}: wrong bytes" for point in report["points"] if point.get("wrong")]
+    """Return a line for each policy with a wrong byte or, of mixed layers, other hits."""
+    lines = [f"{point['policy']}: wrong bytes" for point in report["points"] if point.get("wrong")]
+    for point in report["points"] if "mix" in report else ():
+        if point["requests_as_simulated"] < point["counts"]["requests"]:
+            lines.append(f"{point['policy']}: other hits than simulated")
+    return lines
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -159,11 +220,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--running", type=count, default=1, help="requests whose leases are held at a time")
     add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
     add("--plot", type=Path, help="draw a chart (PNG)")
+    add("--mix", type=kinds_of, metavar="KINDS",
+        help="serve by a model whose layers are of these kinds, such as window,state,full; "
+        "--device-blocks are the most of a request then")  # fmt: skip
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End with an error where options do not fit each other."""
     arguments.policy = list(dict.fromkeys(arguments.policy or ["lru"]))
+    for name in ("eager", "plot"):
+        if arguments.mix and getattr(arguments, name):
+            parser.error(f"--{name}: not with --mix")
+    if arguments.mix and "2q" in arguments.policy:
+        parser.error("--policy: 2q is not simulated for several groups")
+
+
+def kinds_of(text: str) -> tuple[str, ...]:
+    """Read the kinds of layers."""
+    kinds = tuple(text.split(","))
+    if not set(kinds) <= set(KINDS) or set(kinds) <= {STATE}:
+        raise argparse.ArgumentTypeError(
+            f"expected kinds out of {', '.join(KINDS)}, not {STATE} alone, got {text}"
+        )
+    return kinds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

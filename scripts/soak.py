@@ -2,17 +2,18 @@
 
 Three servers take steps in turn: a bf16 cache, one of fp8 with a scale per token and head and keys
 that are rotated in attention, and one of MLA's latents, each with a host tier and a disk tier, or
-with --shared a shared store in its place. With --past there is a fourth, whose old tokens are in
-nvfp4; its rows are such that this format holds them exactly. They admit requests on cached
-prefixes, prefill in chunks, decode by calls and by captured graphs, fork, search with beams, verify
-token trees, slide windows, fail in the middle of steps, preempt by offload and by recomputation,
-cancel, evict, save, load and restart. After every step each page has the owners that it must have;
-sampled sequences hold the bits that follow from their tokens, and sampled outputs of attention are
-compared with float64.
+with --shared a shared store in its place. With --past there is one more, whose old tokens are in
+nvfp4; its rows are such that this format holds them exactly. With --mixed there is one whose layers
+differ: a window, full attention and a recurrent state, in tiers by groups. They admit requests on
+cached prefixes, prefill in chunks, decode by calls and by captured graphs, fork, search with beams,
+verify token trees, slide windows, fail in the middle of steps, preempt by offload and by
+recomputation, cancel, evict, save, load and restart. After every step each page has the owners that
+it must have; sampled sequences hold the bits that follow from their tokens, and sampled outputs of
+attention are compared with float64.
 
     python scripts/soak.py --steps 3000
     python scripts/soak.py --seconds 600 --seed 7 --json build/soak.json --plot build/soak.png
-    python scripts/soak.py --shared --past
+    python scripts/soak.py --shared --past --mixed
 
 A server of 25 ms per step takes 144,000 steps in an hour. The exit status is 1 if something was
 wrong, or if memory, threads, files or Python's blocks have grown after the warm-up by more than
@@ -34,9 +35,10 @@ from typing import Any
 import common.one_core  # noqa: F401
 from common.measure import log_compilation
 from soaking.audit import Broken
-from soaking.contents import PAST, VARIANTS, Variant
+from soaking.contents import PAST, VARIANTS
+from soaking.mixed import MixedServer
 from soaking.resources import SLACK, Sample, beyond_slack, draw, growth, sample, warm_up
-from soaking.server import DISK_SLOTS, HOST_PAGES, Server, num_pages
+from soaking.server import Server
 
 from kvcupy.bench import frame
 from kvcupy.bench.report import format_table
@@ -45,15 +47,6 @@ from kvcupy.progress import Progress
 
 HOUR_STEPS, STEP_MS = 144_000, 25
 SAMPLES = 400  # about, of a run
-
-
-def pool_sizes(variants: Sequence[Variant]) -> dict[str, int]:
-    """Return the sizes of the pools, of all servers together."""
-    return {
-        "device_pages": sum(map(num_pages, variants)),
-        "host_pages": len(variants) * HOST_PAGES,
-        "disk_blocks": len(variants) * DISK_SLOTS,
-    }
 
 
 def take_sample(servers: Sequence[Server], step: int, folder: Path) -> Sample:
@@ -75,10 +68,13 @@ def soak(
     """
     variants = (*VARIANTS, PAST) if arguments.past else VARIANTS
     start = time.perf_counter()
-    servers = [
-        Server(device, variant, arguments.seed, folder, shared=arguments.shared)
-        for variant in variants
-    ]
+    common: dict[str, Any] = {"folder": folder, "shared": arguments.shared}
+    servers = [Server(device, variant, arguments.seed, **common) for variant in variants]
+    if arguments.mixed:
+        servers.append(MixedServer(device, arguments.seed, **common))
+    sizes: Counter[str] = Counter()
+    for server in servers:
+        sizes.update(server.sizes)
     opened_s = time.perf_counter() - start
     steps, samples = 0, [take_sample(servers, 0, folder)]
     per_mille = 1000 if arguments.seconds else arguments.steps
@@ -112,6 +108,7 @@ def soak(
         "seed": arguments.seed,
         "shared": arguments.shared,
         "past": arguments.past,
+        "mixed": arguments.mixed,
         "steps": steps,
         "seconds": seconds,
         "opened_s": opened_s,
@@ -123,7 +120,7 @@ def soak(
             }
             for server in servers
         },
-        "sizes": pool_sizes(variants),
+        "sizes": dict(sizes),
         "warm_up_steps": warm_up(samples),
         "slack": SLACK,
         "grown": grown,
@@ -174,7 +171,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--seconds", type=float, help="how long, instead")
     add("--seed", type=int, default=0, help="of the traffic")
     add("--shared", action="store_true", help="a shared store in place of each disk tier")
-    add("--past", action="store_true", help="a fourth server, with old tokens in four bits")
+    add("--past", action="store_true", help="one more server, with old tokens in four bits")
+    add("--mixed", action="store_true", help="one more server, of a cache with groups of layers")
     add("--plot", type=Path, help="draw memory and pools over steps here (needs matplotlib)")
 
 

@@ -278,6 +278,24 @@ def test_figures_of_the_demo_of_vllm():
         ], row["case"]  # fmt: skip
 
 
+def test_figures_of_mixed_layers():
+    page, results = PAGES["mixed_layers.md"], ROOT / "scripts/results"
+    memory = json.loads((results / "bench_memory_host.json").read_text())
+    rows = table_rows(page, "layers | needed")
+    for (label, *cells), row in zip(rows, memory["rows"], strict=True):
+        assert label.startswith(row["model"])
+        sizes = [row[f"{name}_bytes"] / 1e6 for name in ("needed", "groups", "without_groups")]
+        assert cells == [f"{size:,.1f} MB" for size in sizes]
+        assert row["times_needed"] <= 1.1
+    replay = json.loads((results / "replay_trace_mixed_host.json").read_text())
+    (point,), text = replay["points"], " ".join(page.split())
+    counts = point["counts"]
+    assert counts["requests"] == counts["same_tokens"] == point["requests_as_simulated"] == 12031
+    assert counts["wrong_bytes"] == 0 and point["hit_rate"] == point["simulated_hit_rate"]
+    assert f"{100 * point['hit_rate']:.2f} % of the prompt tokens" in text
+    assert f"The {counts['checked_bytes'] / 1e6:.1f} MB that were restored" in text
+
+
 def test_figures_of_agreement():
     """Each row of the page has the shares of equal tokens that the JSON counts."""
     file = ROOT / "scripts/results/serve_demo_agreement_host.json"

@@ -174,10 +174,11 @@ class Sizes:
 
 
 class Tier:
-    """The blocks of one tier, in their eviction order."""
+    """The blocks of one tier, in their eviction order; `taken` pages have other users."""
 
     def __init__(self, size: int, order: Order) -> None:
         self.size, self.order = size, order
+        self.taken = 0
         self.blocks: set[int] = set()
 
     def __contains__(self, block: int) -> bool:
@@ -185,7 +186,7 @@ class Tier:
 
     @property
     def free(self) -> int:
-        return self.size - len(self.blocks)
+        return self.size - len(self.blocks) - self.taken
 
     def add(self, block: int) -> None:
         self.blocks.add(block)
@@ -277,7 +278,7 @@ class TierSimulation:
 
     def _can_free(self, count: int, more_pinned: Collection[int]) -> bool:
         pinned = sum(block in self.device for block in {*self.pins, *more_pinned})
-        return count <= self.device.size - pinned
+        return count <= self.device.size - self.device.taken - pinned
 
     def _use(
         self, ids: Sequence[int], *, device: Collection[int] = (), host: Collection[int] = ()

@@ -26,7 +26,10 @@ from .requests import Prompt
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Arguments of a PagedKVCache."""
+    """Arguments of a PagedKVCache.
+
+    With kinds of layers, `num_pages` counts the pages of a layer that attends to all tokens.
+    """
 
     num_pages: int
     page_size: int = 16
@@ -35,6 +38,8 @@ class CacheSettings:
     recent: int | None = None
     sinks: int = 0
     num_past_pages: int | None = None
+    checkpoint_tokens: int = 512
+    batch_invariant: bool = False
 
     @property
     def demotion(self) -> kv.Demotion | None:
@@ -159,7 +164,8 @@ def step_inputs(items: list[Item]) -> StepInputs:
         feeds.append(feed)
         total += item.count
         rows += [total - 1] * item.chooses
-    return StepInputs(np.concatenate(ids), np.concatenate(feeds), np.array(rows, np.int64))
+    counts = [item.count for item in items]
+    return StepInputs(np.concatenate(ids), np.concatenate(feeds), np.array(rows, np.int64), counts)
 
 
 @dataclass

@@ -6,7 +6,9 @@ refer to each page as often as is counted; work that is over is not remembered f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,18 @@ def require(condition: bool, message: str) -> None:
         raise Broken(message)
 
 
-def audit(cache: Any, tiers: Any, leases: Sequence[Any]) -> None:
-    """Check the pages of a PagedKVCache and its TieredCache.
+@dataclass(frozen=True)
+class Part:
+    """The pages of a group of layers, or of all layers, and the tiers of their blocks."""
+
+    sequences: Any
+    pool: Any
+    past_pool: Any
+    tiers: Any
+
+
+def audit(part: Part, leases: Sequence[Any]) -> None:
+    """Check the pages of a part of a PagedKVCache, and the blocks in its tiers.
 
     Parameters
     ----------
@@ -36,35 +48,24 @@ def audit(cache: Any, tiers: Any, leases: Sequence[Any]) -> None:
     ------
     Broken : a page has too many owners or too few, or what is in flight piles up
     """
-    tiers.stats()  # which lets it notice what is over
-    held = _audit_device(cache, tiers, leases)
-    parts = tiers._shared.tiers
+    held = _audit_device(part, leases)
     leased = sum(len(lease._pinned) for lease in held)
-    require(parts.num_leased == leased, f"{parts.num_leased} blocks leased, {leased} by leases")
-    _audit_host(cache, tiers)
-    if (disk := parts.disk) is not None:
-        slots = sorted([*disk.slots.values(), *disk._free])
-        require(slots == list(range(disk.num_slots)), "a slot of the file is lost, or used twice")
-    in_flight = {
-        "transfers of the device pool": len(cache.pool.allocator._transfers),
-        "transfers of the host pool": len(tiers.host_pool.allocator._transfers),
-        "accesses to the pages": len(cache._steps.access.order),
-        **{f"completions of {k}s": len(q) for k, q in parts.in_flight._queues.items()},
-    }
-    for what, count in in_flight.items():
-        require(count <= IN_FLIGHT, f"{count} {what} are remembered, expected at most {IN_FLIGHT}")
+    counted = part.tiers._shared.tiers.num_leased
+    require(counted == leased, f"{counted} blocks leased, {leased} by leases")
+    audit_tiers(part.tiers, part.sequences._known.values())
 
 
-def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
+def _audit_device(part: Part, leases: Sequence[Any]) -> list[Any]:
     """Compare references and owners of device pages; return all leases."""
-    sequences = cache._sequences
+    sequences, pool = part.sequences, part.pool
     references = np.zeros(len(sequences._references), np.int64)  # of a past, too
     length = 0
     for sequence in sequences._known.values():
-        pages = sequence.pages
+        pages = sequence.pages[sequence.pages >= 0]
         require(len(np.unique(pages)) == len(pages), "a page occurs twice in a sequence")
-        needed = 0 if sequence.offloaded else -(-sequence.end // cache.pool.page_size)
-        require(len(pages) == needed, f"{len(pages)} pages of a sequence, expected {needed}")
+        needed = 0 if sequence.offloaded else -(-sequence.end // pool.page_size)
+        count = len(sequence.pages)
+        require(count == needed, f"{count} pages of a sequence, expected {needed}")
         references[pages] += 1
         length += sequence.length
     held = {id(lease): lease for pages in sequences._leased._of.values() for lease in pages}
@@ -76,30 +77,59 @@ def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
         f"pages {wrong.tolist()} are referred to {references[wrong].tolist()} times, "
         f"{sequences._references[wrong].tolist()} are counted",
     )
-    require(cache.total_length == length, f"total_length {cache.total_length}, expected {length}")
-    tier = tiers._shared.tiers.device
+    total = sequences.total_length
+    require(total == length, f"total_length {total}, expected {length}")
+    tier = part.tiers._shared.tiers.device
     pinned = [lease.pages for lease in leases]
-    used, first_past = np.flatnonzero(references), cache.pool.num_pages
+    used, first_past = np.flatnonzero(references), pool.num_pages
     owned = np.concatenate([used[used < first_past], np.flatnonzero(tier.owned), *pinned])
-    _compare("device", cache.pool.allocator.allocated(), owned)
-    if cache.past_pool is not None:
+    _compare("device", pool.allocator.allocated(), owned)
+    if part.past_pool is not None:
         demoted = used[used >= first_past] - first_past
-        _compare("past", cache.past_pool.allocator.allocated(), demoted)
+        _compare("past", part.past_pool.allocator.allocated(), demoted)
     pages = list(tier.pages.values())
     require(len(set(pages)) == len(pages), "two blocks are on one device page")
     require(bool(tier.owned[pages].all()), "a block is on a page that is not the tier's")
     return [*held.values(), *leases]
 
 
-def _audit_host(cache: Any, tiers: Any) -> None:
+def audit_states(states: Any) -> None:
+    """Compare the owners of the slots of states, and the users of kept ones."""
+    live, users = [], Counter[int]()
+    for state in states._of.values():
+        live += [slot for slot in (state.live, state.before_tree) if slot >= 0]
+        users.update(kept.slot for kept in state.kept.values())
+    require(len(set(live)) == len(live), "two sequences have one live state")
+    require(not users.keys() & set(live), "a kept state is live")
+    counted = {slot: kept.users for slot, kept in states._kept.items()}
+    require(counted == users, f"kept states are used {dict(users)} times, {counted} are counted")
+    _compare("state", states.pool.allocator.allocated(), np.array([*live, *users], np.int64))
+
+
+def audit_tiers(tiers: Any, sequences: Iterable[Any]) -> None:
+    """Compare the owners of host pages and of the disk's slots, and count what is in flight.
+
+    sequences : those that may have pages in host memory
+    """
+    parts = tiers._shared.tiers
     with tiers._shared.lock:  # a shared store's thread takes and frees pages
         allocated = tiers.host_pool.allocator.allocated()
-        taken = np.flatnonzero(tiers._shared.tiers.host.owned)
-    known = cache._sequences._known.values()
-    offloaded = [s.offloaded.pages for s in known if s.offloaded is not None]
-    owned = np.concatenate([taken, *offloaded])
+        taken = np.flatnonzero(parts.host.owned)
+    offloaded = [s.offloaded for s in sequences if getattr(s, "offloaded", None) is not None]
+    owned = np.concatenate([taken, *(pages.pages for pages in offloaded)])
     require(len(np.unique(owned)) == len(owned), "a host page has two owners")
     _compare("host", allocated, owned)
+    if (disk := parts.disk) is not None:
+        slots = sorted([*disk.slots.values(), *disk._free])
+        require(slots == list(range(disk.num_slots)), "a slot of the file is lost, or used twice")
+    for pool in (tiers.device_pool, tiers.host_pool):
+        require_few(f"transfers of {pool}", len(pool.allocator._transfers))
+    for kind, queue in parts.in_flight._queues.items():
+        require_few(f"completions of {kind}s", len(queue))
+
+
+def require_few(what: str, count: int) -> None:
+    require(count <= IN_FLIGHT, f"{count} {what} are remembered, expected at most {IN_FLIGHT}")
 
 
 def _compare(name: str, allocated: Any, owned: Any) -> None:

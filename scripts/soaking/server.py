@@ -24,7 +24,7 @@ import numpy as np
 
 import kvcupy as kv
 
-from .audit import audit, require
+from .audit import Part, audit, require, require_few
 from .contents import (
     LATENT,
     LAYERS,
@@ -120,7 +120,7 @@ class Sequence:
 
 
 @dataclass
-class Part:
+class Run:
     """What a step runs of a sequence: chains of new tokens; with `parents`, nodes of a tree."""
 
     sequence: Sequence
@@ -177,6 +177,9 @@ class Server:
     counts : what has happened
     """
 
+    kinds: tuple[str, ...] = KINDS
+    graphs: tuple[int, ...] = GRAPHS
+
     def __init__(
         self, device: Any, variant: Variant, seed: int, folder: Path, *, check_every: int = 4,
         shared: bool = False,
@@ -196,8 +199,19 @@ class Server:
     # --- From start to end ---
 
     def _open(self) -> None:
-        device, variant = self.device, self.variant
-        self.compute, self.other, self.copies = (device.stream() for _ in range(3))
+        self.compute, self.other, self.copies = (self.device.stream() for _ in range(3))
+        self.cache = self._make_cache()
+        self.stores: list[Any] = []
+        self.tiers = self._make_tiers()
+        self.cache.attach(self.tiers)
+        self.decoders = {size: Decoder(self, size) for size in self.graphs}
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.leases: list[tuple[Any, list[int]]] = []
+        self.launched: deque[Any] = deque()
+
+    def _make_cache(self) -> Any:
+        variant = self.variant
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": variant.width}
         if variant.latent:
             shape = {"latent_dim": LATENT, "rope_dim": ROPE}
@@ -205,14 +219,18 @@ class Server:
             shape["demotion"] = kv.Demotion(
                 variant.past, recent=RECENT, first=SINKS, num_pages=NUM_PAGES - num_pages(variant)
             )
-        self.cache = kv.PagedKVCache(
+        return kv.PagedKVCache(
             num_layers=LAYERS, num_q_heads=Q_HEADS, num_pages=num_pages(variant), page_size=PAGE,
             dtype=variant.dtype, rope=self.table, rope_mode="inline" if variant.rope else "normal",
             max_batch_tokens=BUDGET, max_seq_len=MAX_POSITIONS, copy_stream=self.copies,
-            device=device, **shape,
+            device=self.device, **shape,
         )  # fmt: skip
+
+    def _make_tiers(self) -> Any:
+        variant = self.variant
         common: dict[str, Any] = {
-            "dtype": variant.dtype, "layout": "page_first", "placement": "pinned", "device": device,
+            "dtype": variant.dtype, "layout": "page_first", "placement": "pinned",
+            "device": self.device,
         }  # fmt: skip
         if variant.latent:
             host_pool: Any = kv.MLAPool(HOST_PAGES, PAGE, LAYERS, LATENT, ROPE, **common)
@@ -221,28 +239,39 @@ class Server:
             host_pool = kv.KVPool(
                 HOST_PAGES, PAGE, LAYERS, 1, variant.width, scales=scaled, **common
             )
-        self.store = None
         if self.shared:
-            self.store = kv.SharedStore.open(
-                f"shm:{variant.name}", host_pool, folder=self.folder,
-                capacity_bytes=SLOT_BYTES * STORE_BLOCKS,
-            )  # fmt: skip
             below: dict[str, Any] = {
-                "shared": self.store,
+                "shared": self._open_store(host_pool),
                 "shared_write": self._pick(["through", "back", "second_use"]),
             }
         else:
             disk = self.folder / f"{variant.name}.blocks"
             below = {"disk": disk, "disk_bytes": SLOT_BYTES * DISK_SLOTS}
-        self.tiers = kv.TieredCache(
+        return kv.TieredCache(
             self.cache.pool, host_pool, policy=variant.policy, write=variant.write, **below
         )
-        self.cache.attach(self.tiers)
-        self.decoders = {size: Decoder(self, size) for size in GRAPHS}
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        self.leases: list[tuple[Any, list[int]]] = []
-        self.launched: deque[Any] = deque()
+
+    def _open_store(self, host_pool: Any, model: str = "") -> Any:
+        """Open a shared store, which `close` closes."""
+        self.stores.append(kv.SharedStore.open(
+            f"shm:{self.variant.name}{len(self.stores)}", host_pool, folder=self.folder,
+            capacity_bytes=SLOT_BYTES * STORE_BLOCKS, model=model,
+        ))  # fmt: skip
+        return self.stores[-1]
+
+    def _parts(self) -> list[Part]:
+        """Return the pages of all groups of layers."""
+        cache = self.cache
+        return [Part(cache._sequences, cache.pool, cache.past_pool, self.tiers)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the pools."""
+        return {
+            "device_pages": num_pages(self.variant),
+            "host_pages": HOST_PAGES,
+            "disk_blocks": DISK_SLOTS,
+        }
 
     def close(self) -> None:
         """End all that runs; nothing may be left of it.
@@ -263,12 +292,13 @@ class Server:
         self._audit()
         self.blocks.update({k: int(v) for k, v in self.tiers.stats().items() if "_blocks" not in k})
         self.tiers.close()
-        if self.store is not None:
-            self.store.close()
+        for store in self.stores:
+            store.close()
         self.device.synchronize()
-        pools = self.cache.pool, self.tiers.host_pool, self.cache.past_pool
-        for pool in (pool for pool in pools if pool is not None):
-            require(pool.allocator.num_free == pool.num_pages, f"pages of {pool} are left")
+        for part in self._parts():
+            for pool in (part.pool, part.tiers.host_pool, part.past_pool):
+                is_free = pool is None or pool.allocator.num_free == pool.num_pages
+                require(is_free, f"pages of {pool} are left")
         kv.check_faults(self.device)
 
     def restart(self) -> None:
@@ -302,12 +332,13 @@ class Server:
 
     def pages(self) -> dict[str, int]:
         """Return how many pages and blocks are in use."""
-        disk = self.tiers._shared.tiers.disk
+        disks = [part.tiers._shared.tiers.disk for part in self._parts()]
+        allocators = [(p.pool.allocator, p.tiers.host_pool.allocator) for p in self._parts()]
         return {
-            "device_pages": self.cache.pool.allocator.num_allocated,
+            "device_pages": sum(device.num_allocated for device, _ in allocators),
             "past_pages": self._past_pages,
-            "host_pages": self.tiers.host_pool.allocator.num_allocated,
-            "disk_blocks": 0 if disk is None else len(disk),
+            "host_pages": sum(host.num_allocated for _, host in allocators),
+            "disk_blocks": sum(len(disk) for disk in disks if disk is not None),
         }
 
     @property
@@ -319,11 +350,18 @@ class Server:
         if self.variant.past:
             most = max(self.counts["most pages of the past"], self._past_pages)
             self.counts["most pages of the past"] = most
-        audit(self.cache, self.tiers, [lease for lease, _ in self.leases])
+        self.tiers.stats()  # which lets it notice what is over
+        for number, part in enumerate(self._parts()):
+            audit(part, self._leases_of(number))
+        require_few("accesses to the pages", len(self.cache._steps.access.order))
         for sequence in self.running:
             length, expected = self.cache.sequence_length(sequence.name), len(sequence.all_rows)
             require(length == expected, f"{sequence.name}: length {length}, expected {expected}")
         self.counts["audits"] += 1
+
+    def _leases_of(self, number: int) -> list[Any]:
+        """Return the leases of a part that no sequence holds."""
+        return [lease for lease, _ in self.leases]
 
     # Choices
 
@@ -353,7 +391,7 @@ class Server:
             self.systems[int(self.rng.integers(SYSTEM_PROMPTS))] = self._tokens(4, 30)
         prompt = [*(self._pick(self.systems) if self._chance(0.8) else []), *self._tokens(2, 14)]
         goal = len(prompt) + int(self.rng.integers(2, 26))
-        sequence = Sequence(self._name(), prompt, len(prompt), goal, self._pick(KINDS))
+        sequence = Sequence(self._name(), prompt, len(prompt), goal, self._pick(self.kinds))
         if sequence.kind == "window":
             num_kept = int(self.rng.integers(9, 24))
             sequence.sink_tokens = int(self.rng.integers(0, 6))
@@ -390,15 +428,15 @@ class Server:
 
     # The step itself
 
-    def _choose(self) -> list[Part]:
+    def _choose(self) -> list[Run]:
         """Choose what runs: decodes, trees and chunks of prompts, in any order."""
-        resident = [s for s in self.running if not s.offloaded]
+        resident = [s for s in self.running if self._can_run(s)]
         order = [resident[i] for i in self.rng.permutation(len(resident))]
         if self._chance(0.6):
             decoding = [s for s in order if s.fed >= s.prompt and not s.nodes]
             if len(decoding) > 1:
                 order = decoding
-        parts: list[Part] = []
+        parts: list[Run] = []
         budget = BUDGET
         plain_only = self._chance(0.5)
         for sequence in order[: int(self.rng.integers(1, MAX_BATCH + 1))]:
@@ -409,7 +447,10 @@ class Server:
             parts.append(part)
         return parts
 
-    def _part(self, sequence: Sequence, budget: int, plain_only: bool) -> Part:
+    def _can_run(self, sequence: Sequence) -> bool:
+        return not sequence.offloaded
+
+    def _part(self, sequence: Sequence, budget: int, plain_only: bool) -> Run:
         if sequence.nodes or (
             sequence.kind == "tree" and sequence.fed >= sequence.prompt and not plain_only
         ):
@@ -418,18 +459,18 @@ class Server:
         if not pending:
             sequence.ids += (pending := self._tokens(1, 1))
         count = min(len(pending), budget, int(self.rng.integers(1, BUDGET + 1)))
-        return Part(sequence, sequence.following(pending[:count]))
+        return Run(sequence, sequence.following(pending[:count]))
 
-    def _tree(self, sequence: Sequence, budget: int) -> Part:
+    def _tree(self, sequence: Sequence, budget: int) -> Run:
         nodes = [*sequence.nodes]
         last = sequence.chains[-1] if sequence.chains else 0
         for token in self._tokens(1, min(6, budget)):
             parent = int(self.rng.integers(-1, len(nodes)))
             nodes.append((parent, next_chain(nodes[parent][1] if parent >= 0 else last, token)))
         added = nodes[len(sequence.nodes) :]
-        return Part(sequence, [chain for _, chain in added], [parent for parent, _ in added])
+        return Run(sequence, [chain for _, chain in added], [parent for parent, _ in added])
 
-    def _forward(self, parts: list[Part]) -> None:
+    def _forward(self, parts: list[Run]) -> None:
         while parts:
             names = [part.sequence.name for part in parts]
             trees = [part.parents for part in parts]
@@ -448,6 +489,8 @@ class Server:
                 continue
             except StepFailed:
                 self.counts["steps taken back"] += 1
+                for part in parts:  # recurrent layers may be at an earlier state now
+                    self._shorten(part.sequence)
                 return
             break
         for part in parts:
@@ -460,10 +503,10 @@ class Server:
                 self.counts["nodes of trees"] += len(part.chains)
             sequence.slide()
 
-    def _run(self, parts: list[Part]) -> None:
+    def _run(self, parts: list[Run]) -> None:
         rows = [row_of(chain) for part in parts for chain in part.chains]
         stream = self.compute
-        if all(part.is_decode for part in parts) and self._chance(0.8):
+        if self.decoders and all(part.is_decode for part in parts) and self._chance(0.8):
             out = self.decoders[min(n for n in GRAPHS if n >= len(parts))].run(self, rows)
             self.counts["launched graphs"] += 1
         else:
@@ -476,6 +519,7 @@ class Server:
             ]
             for layer in range(LAYERS):
                 self.attend(layer, [array[layer] for array in arrays], out[layer], stream)
+        self._update_states(parts, stream)
         if self._chance(1 / (4 * self.check_every)):
             stream.synchronize()
             self._compare_attention(parts, self.device.to_numpy(out))
@@ -490,6 +534,9 @@ class Server:
         else:
             self.cache.attention(layer, *arrays, out=out, stream=stream)
 
+    def _update_states(self, parts: list[Run], stream: Any) -> None:
+        """Do what recurrent layers do, if there are any."""
+
     def _commit_trees(self) -> None:
         chosen = [s for s in self.running if s.nodes and not s.offloaded and self._chance(0.7)]
         if chosen:
@@ -497,11 +544,11 @@ class Server:
 
     def _commit(self, sequences: list[Sequence]) -> None:
         leaves = [int(self.rng.integers(-1, len(s.nodes))) for s in sequences]
-        self.cache.commit_token_tree([s.name for s in sequences], leaves)
-        for sequence, leaf in zip(sequences, leaves, strict=True):
+        dropped = self.cache.commit_token_tree([s.name for s in sequences], leaves)
+        for sequence, leaf, count in zip(sequences, leaves, dropped, strict=True):
             chains = [sequence.nodes[node][1] for node in sequence.path(leaf)]
             sequence.nodes.clear()
-            sequence.append(chains)
+            sequence.append(chains[: len(chains) - count])
             # Which tokens these were is not remembered: it is never recomputed.
             sequence.ids += [-1] * (sequence.fed - len(sequence.ids))
             sequence.slide()
@@ -588,7 +635,7 @@ class Server:
             return False
         name = self._name()
         try:
-            self.cache.fork_sequence(parent.name, name, at)
+            at -= self.cache.fork_sequence(parent.name, name, at)
         except kv.CacheFull:
             self.counts["not forked"] += 1
             return False
@@ -630,12 +677,17 @@ class Server:
             sequence = self._pick(candidates)
             count = int(self.rng.integers(min(4, len(sequence.rows)) + 1))
             self.cache.pop_tokens(sequence.name, count)
-            if count:
-                del sequence.rows[-count:], sequence.chains[-count:]
-                # A token of a tree that is run again is another one.
-                again = sequence.ids[sequence.fed :]
-                sequence.ids[sequence.fed :] = [max(token, 0) for token in again]
-            self.counts["tokens popped"] += count
+            self.counts["tokens popped"] += self._shorten(sequence)
+
+    def _shorten(self, sequence: Sequence) -> int:
+        """Forget the tokens that the cache has dropped of a sequence; return how many."""
+        count = len(sequence.all_rows) - self.cache.sequence_length(sequence.name)
+        if count:
+            del sequence.rows[-count:], sequence.chains[-count:]
+            # A token of a tree that is run again is another one.
+            again = sequence.ids[sequence.fed :]
+            sequence.ids[sequence.fed :] = [max(token, 0) for token in again]
+        return count
 
     def _fork_somewhere(self) -> None:
         candidates = [s for s in self._settled() if not s.window]
@@ -700,7 +752,7 @@ class Server:
         sequence = self._pick(candidates)
         path = self.folder / f"{self.variant.name}.safetensors"
         self.cache.save_sequence(sequence.name, path)
-        copy = Sequence(self._name(), [], 0, 0, rows=[*sequence.rows])
+        copy = replace(sequence, name=self._name())
         try:
             self.cache.load_sequence(copy.name, path)
         except kv.CacheFull:
@@ -732,7 +784,11 @@ class Server:
                 )
         self.counts["rows compared"] += len(rows)
 
-    def _compare_attention(self, parts: list[Part], out: Any) -> None:
+    def _visible(self, layer: int, rows: list[int]) -> list[int]:
+        """Return the rows that the last of them sees in a layer."""
+        return rows
+
+    def _compare_attention(self, parts: list[Run], out: Any) -> None:
         """Compare the outputs of one token of each sequence, in one layer, with float64."""
         layer, start = int(self.rng.integers(LAYERS)), 0
         for part in parts:
@@ -748,7 +804,7 @@ class Server:
                 rows = [*sequence.rows, *(row_of(before.nodes[node][1]) for node in path)]
                 seen = len(rows)
             want = self.stock.attend(
-                layer, rows, row_of(chains[number]), np.arange(seen), seen - 1
+                layer, self._visible(layer, rows), row_of(chains[number]), np.arange(seen), seen - 1
             )  # fmt: skip
             got = out[layer, start + number]
             error = float(np.abs(got - want).max())

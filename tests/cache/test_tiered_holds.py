@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
+from kvcupy.cache.tiered import policies
 from kvcupy.cache.tiered.disk import DiskTier
 
 HASHES = [2**100 + i for i in range(12)]
@@ -64,6 +65,35 @@ def on_disk(device, tmp_path):
     made = Engine(device, disk=tmp_path / "f", disk_bytes=2**20)
     yield made
     made.cache.close()
+
+
+@pytest.mark.parametrize("call", ["hold", "acquire"])
+def test_a_block_from_disk_counts_as_used_once(device, tmp_path, call):
+    """Else policies that count uses would keep it for longer than others."""
+    used = []
+
+    class Noting(policies.Lru):
+        def add(self, key):
+            used.append(("add", key))
+            super().add(key)
+
+        def touch(self, key):
+            used.append(("touch", key))
+            super().touch(key)
+
+    engine = Engine(device, disk=tmp_path / "f", disk_bytes=2**20, policy=Noting)
+    for first in (0, 6):  # the first six go to disk
+        engine.cache.save(HASHES[first : first + 6], range(first, first + 6)).synchronize()
+        engine.cache.flush()
+    used.clear()
+    held = getattr(engine.cache, call)(HASHES[:2])
+    assert held.num_blocks == 2
+    tiers = {"hold": ["host", "disk"], "acquire": ["host", "disk", "device"]}[call]
+    assert used == [
+        ("touch" if tier == "disk" else "add", hash) for tier in tiers for hash in HASHES[1::-1]
+    ]
+    held.release()
+    engine.cache.close()
 
 
 def test_saved_blocks_are_loaded_into_other_pages(engine):

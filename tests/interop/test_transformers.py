@@ -24,7 +24,7 @@ def test_greedy(models, name, implementation):
     require_same(models(name), prompts(), implementation)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ALIKE)
 def test_beam_search(models, name):
     cache = require_same(models(name), prompts(), num_beams=3, num_return_sequences=2)
     assert cache.batch_size == 9
@@ -35,7 +35,7 @@ def test_samples_of_one_prompt(models, name):
     require_same(models(name), prompts(2), do_sample=True, num_return_sequences=3, top_k=5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "deepseek_v3"])
 def test_assisted_generation(models, name):
     """Tokens that the assistant drafts and the model rejects are cropped."""
     model = models(name)

@@ -3,6 +3,9 @@
 Layers with a window have their own pages, recurrent layers states.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -74,11 +77,37 @@ def test_assisted_generation_past_the_windows(models, name):
     require_same(model, inputs, assistant_model=assistant, max_new_tokens=20)
 
 
-def test_assisted_generation_is_refused_for_states(models):
-    model, inputs = models("lfm2"), prompts(1, padding=(0,))
+@pytest.mark.parametrize("name", RECURRENT)
+def test_assisted_generation_is_refused_for_states(models, name):
+    model, inputs = models(name), prompts(1, padding=(0,))
     cache = PagedCache(model.config, num_pages=99)
-    with pytest.raises(ValueError, match="cropped"):
+    with pytest.raises(ValueError, match=r"cropped|stateful"):
         generate(model, "kvcupy", cache, inputs, prompt_lookup_num_tokens=3)
+
+
+def table_of_models():
+    """The rows of the guide's table, by model."""
+    guide = Path(__file__).resolve().parents[2] / "docs" / "mixed_layers.md"
+    rows = guide.read_text().split("| models |")[1].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {name: rest for names, *rest in cells for name in names.split(", ")}
+
+
+def test_the_table_of_models(models):
+    """The guide says which groups each model has; other tests, what can be done with them."""
+    table = table_of_models()
+    names = {title.lower().replace(" ", "").replace("-", "_"): title for title in table}
+    mixed = {"mistral", "gemma2", "gemma3", "gpt_oss", *RECURRENT, *CHUNKED}
+    assert set(names) == mixed
+    for name, title in names.items():
+        groups, attention, beams, assisted = table[title]
+        model = model_with(models, name, "eager")
+        cache = PagedCache(model.config, num_pages=99)
+        forward(model, cache, prompts()["input_ids"])
+        kinds = [type(part.group).__name__ for part in cache.pages.plan().groups]
+        assert re.findall(r"`(\w+)`", groups) == kinds, title
+        assert ('"kvcupy"' in attention) == (name not in CHUNKED), title
+        assert (beams, assisted) == ("yes", "no" if name in RECURRENT else "yes"), title
 
 
 def forward(model, cache, ids, mask=None):

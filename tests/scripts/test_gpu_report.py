@@ -387,7 +387,7 @@ def test_every_script_that_writes_json_is_run():
     named -= {"fault_table", "fuzz", "order_table", "simulate"}  # of the host device alone
     named -= {"fleet_simulation", "quantisation_study", "roofline", "splice_study"}  # of no device
     named -= {"bench_disk", "bench_shared", "bench_migration"}  # of host memory alone
-    named -= {"bench_blocks", "bench_growth"}
+    named -= {"bench_blocks", "bench_growth", "bench_memory"}
     named -= {"hint_study", "vllm_check", "vllm_demo"}  # of the host device, and of vLLM on a CPU
     assert {p.name for p in all_parts() if p.group == "bench"} == named
 

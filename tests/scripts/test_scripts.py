@@ -304,6 +304,21 @@ def test_bench_reports_loading(device_name, tmp_path, capsys):
     assert isinstance(read["dirty"], bool)
 
 
+def test_the_memory_of_mixed_layers(device_name, tmp_path, capsys):
+    import bench
+
+    path = tmp_path / "memory.json"
+    assert bench.main(["memory", "--device", device_name, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    gemma, jamba = report["rows"]
+    for row, least in ((gemma, 4.5), (jamba, 7)):
+        assert row["needed_bytes"] < row["groups_bytes"] <= 1.1 * row["needed_bytes"]
+        assert row["without_groups_bytes"] > least * row["groups_bytes"]
+    assert gemma["needed_bytes"] == 8192 * (5 * 1024 + 32768)
+    assert bench.main(["memory", "--device", device_name, "--tokens", "2000"]) == 1
+    assert "1.393 times the bytes that are needed" in capsys.readouterr().err
+
+
 def test_rotations_are_held_to_an_ulp():
     from kvcupy.bench.checks import BF16, Rotation, WrongBytes, normal_bits
 

@@ -10,9 +10,12 @@ import pytest
 from helpers import full_only
 
 import kvcupy as kv
+from kvcupy.cache.hazards import CopiedPages
 from kvcupy.cache.paged.moves import PageMover
 from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.paged.states import States
 from kvcupy.cache.pages import PageAllocator
+from kvcupy.cache.tiered.holds import HeldBlocks
 from kvcupy.cache.tiered.leases import Lease
 from kvcupy.ops import call
 
@@ -99,6 +102,55 @@ def test_a_past(device_name, tmp_path, few_plans, same_memory, monkeypatch):
     for what in ("rows compared", "outputs compared", "launched graphs", "trees committed",
                  "steps taken back", "offloaded", "onboarded"):  # fmt: skip
         assert counts[what] > 0, what
+
+
+def test_groups_of_layers(device_name, tmp_path, few_plans, same_memory, monkeypatch):
+    import soak as script
+
+    monkeypatch.setattr(script, "VARIANTS", ())  # that server alone
+    path = tmp_path / "soak.json"
+    assert soak(device_name, "--steps", 400, "--mixed", "--json", path) == 0
+    report = json.loads(path.read_text())
+    counts, blocks = (report["servers"]["mixed"][name] for name in ("counts", "blocks"))
+    assert report["mixed"] and report["sizes"]["disk_blocks"] > 0
+    for what in ("rows compared", "outputs compared", "prefix hits", "trees committed", "forked",
+                 "steps taken back", "tokens popped", "preempted, to be recomputed"):  # fmt: skip
+        assert counts[what] > 0, what
+    assert blocks["host_hits"] > 0 and blocks["failed_loads"] == 0
+
+
+def free_more(self, sequence, position):
+    """Free the pages of a window a page too early."""
+    free_unseen(self, sequence, position + self._page_size)
+
+
+def copy_no_states(self, access, pairs, *sequences, **options):
+    return copy_states(self, access, [], *sequences, **options)
+
+
+free_unseen, copy_states = Sequences.free_unseen, States._copy
+FORGOTTEN = {
+    "windows": (Sequences, "free_unseen", free_more, "lacks pages that a window sees|off by"),
+    "states of prefixes": (
+        HeldBlocks, "load",
+        lambda held, *_, **options: CopiedPages(held._shared.engine.device.stream()),
+        "the state of sequence"),
+    "states of forks": (States, "_copy", copy_no_states, "the state of sequence"),
+    "slots": (States, "_free", lambda self, *slots: None, "state pages .* are allocated"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_group_that_is_forgotten_is_noticed(device, monkeypatch, tmp_path, name):
+    from soaking.audit import Broken
+    from soaking.mixed import MixedServer
+
+    owner, attribute, wrong, message = FORGOTTEN[name]
+    monkeypatch.setattr(owner, attribute, wrong)
+    server = MixedServer(device, 5, tmp_path, check_every=1)
+    with pytest.raises(Broken, match=message):
+        for _ in range(400):
+            server.step()
 
 
 def test_it_runs_for_a_time(device_name, capsys, same_memory):

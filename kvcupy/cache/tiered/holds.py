@@ -134,16 +134,14 @@ def _attempt(
 
     def change(tiers: Tiers) -> HeldBlocks | None:
         host = tiers.host
-        read: set[int] = set()
+        read: dict[int, int] = {}
         unreadable: set[int] = set()
         if reads is not None:
-            read, unreadable = set(reads.arrived), reads.unreadable
-            if reads.arrived:
-                reads.become_host_blocks(tiers)
+            read, unreadable = reads.arrived, reads.unreadable
         known = hashes
         unread: list[int] = []
         for i, hash in enumerate(hashes):
-            if hash in host.pages:
+            if hash in host.pages or hash in read:
                 continue
             if read or hash in unreadable or len(unread) == max_reads or not _on_disk(tiers, hash):
                 known = hashes[:i]
@@ -158,7 +156,13 @@ def _attempt(
                 if reads is not None:
                     reads.claim(tiers, AcquirePlan(known, unread, unread, 0, [], [], plan))
                 return None
-        return _held(shared, tiers, hashes, known, read)
+        if tiers.hints is not None:
+            tiers.hints.note_acquired(known, time.monotonic())
+        host.use(known, read)
+        held = _held(shared, tiers, hashes, known, read)
+        if reads is not None:
+            reads.free_unused(tiers)
+        return held
 
     return shared.attempt(change)
 
@@ -171,9 +175,6 @@ def _held(
     shared: SharedTiers, tiers: Tiers, hashes: list[int], known: list[int], read: Collection[int]
 ) -> HeldBlocks:
     host, counts = tiers.host, tiers.counts
-    if tiers.hints is not None:
-        tiers.hints.note_acquired(known, time.monotonic())
-    host.use(known, {})
     if tiers.disk is not None:
         tiers.disk.use(known)
     copies = [copy_of((hash, host.pages[hash])) for hash in known]
