@@ -44,6 +44,7 @@ from .ops.merge import merge_states
 from .ops.pages import copy_pages, shift_pages
 from .ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from .ops.rope_table import rope_table
+from .ops.states import gather_state, store_state, update_conv_state
 from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
@@ -142,6 +143,7 @@ __all__ = [
     "find_duplicate_slots",
     "fork",
     "gather_kv",
+    "gather_state",
     "join",
     "keep_alive",
     "kernel",
@@ -157,8 +159,10 @@ __all__ = [
     "slot_mapping",
     "store_kv",
     "store_mla",
+    "store_state",
     "timeline",
     "transfer_pages",
+    "update_conv_state",
     "vary",
     "verify",
     "view_as",

@@ -49,6 +49,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "gather_convert": 64,
     "gather_four_bit": 80,  # sm_75 into fp8, element by element; the others take 56
     "copy_pages": 64,
+    "update_conv_state": 64,
     "shift_rows": 88,  # sm_100 with CUDA 13; with 12 it takes 78
     "shift_four_bit": 64,
     "slot_mapping": 64,

@@ -18,6 +18,7 @@ SIZES = {
     "tokens": 3, "sequences": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 6,
     "pages": 2, "all_pages": 4, "page_size": 4, "slots": 8, "max_pages": 2, "positions": 16,
     "rotary_dim": 4, "latent_dim": 12, "rope_dim": 4, "latent_width": 16, "one": 1,
+    "channels": 8, "conv_inputs": 3,
 }  # fmt: skip
 
 

@@ -17,11 +17,13 @@ from page_cases import IndexCase, PagesCase, poisoned_table
 from rope_cases import RopeCase
 from shift_cases import POSITIONS as SHIFTS
 from shift_cases import ShiftCase
+from state_cases import StateCase, lay_out
 from transfer_cases import TransferCase
 
 import kvcupy as kv
 from kvcupy import reference
 from kvcupy.arrays import bytes_of, view
+from kvcupy.ops import states
 
 HEADS = 2
 
@@ -358,6 +360,32 @@ def check_pages(device):
     case = PagesCase(device, 22)
     cache = case.pages((15, 2, 3, 2, 4405), lambda a: a[5:10, :, ::2, :, :4402])
     case.copy(cache, [2, 4, -1, 0, 5, 3, 2], [1, 3, 0, -2, 4, 6, 0])
+    return case
+
+
+def check_conv_state(device, order="inputs last", dtype=np.float16):
+    """Any number of new tokens, in the middle of a buffer, of more channels than a piece has."""
+    case = StateCase(device, 31)
+    new = [2, 3, 0, 9, 1, 4, 2, 5, 1]
+    sums = np.cumsum([0, *new])
+    x = case.bits((sums[-1] + 9, 1040), dtype, lambda a: a[4:-4, :1029], name="x")
+    cache = lay_out(case, 30, 1029, 5, dtype, order, pad=3).sub(lambda a: a[10:20])
+    sums[-2] = 10**6
+    slots = [9, -1, 4, 0, 10, 7, 5, -3, 2]
+    case.run("update_conv_state", x, cache, slots, case.slots(sums, "int32"), skip_slot=5)
+    end = len(x.view)
+    for others in ([0, 7, 2], [-2, 0, 3], [4, end + 5, end + 5], [0, 0, end], [end, end, end]):
+        case.run("update_conv_state", x, cache, [3, 8], others)
+    return case
+
+
+def check_plain_conv_state(device):
+    """Byte by byte, as it is where a kernel of wider words is wrong."""
+    case = StateCase(device, 32)
+    x = case.bits((9, 37), np.float32, name="x")
+    cache = lay_out(case, 6, 37, 3, np.float32, "inputs last")
+    with mock.patch.object(states, "widest", lambda numbers: 1):
+        case.run("update_conv_state", x, cache, [5, 2, 0], [0, 1, 5, 9])
     return case
 
 

@@ -88,6 +88,13 @@ SHIFTS = (
     ("int8", (6, 4, 2, 6), 3),
 )  # fmt: skip
 
+# Shapes of two states, of which the first is a convolution's, their dtype, elements moved by: then
+# channels are contiguous.
+STATES = (
+    (((24, 3), (2, 16)), np.float16, 0), (((13, 4), (5,)), np.uint8, 1),
+    (((200, 3), (4099,)), np.float32, 2),
+)  # fmt: skip
+
 # Formats and axes of source and target (of pages, layers, offsets, heads), width of K, of V (0: no
 # V), elements moved by, how: "s" scales in the source, "t" in the target.
 TRANSFERS = (
@@ -333,6 +340,34 @@ def shift_pages(device: HostDevice, number: int) -> None:
     same_bits(placed[0], pool, f"keys {SHIFTS[number]}")
 
 
+def move_states(device: HostDevice, number: int) -> None:
+    """Store, gather and update states, of the first and the last slot among them."""
+    shapes, dtype, moved = STATES[number]
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    states, caches = (
+        tuple(rng.integers(0, 2**7, (count, *shape)).astype(dtype) for shape in shapes)
+        for count in (7, 12)
+    )
+    slots = np.array(SLOTS)
+    placed = [tuple(at_the_end(a, 0) for a in arrays) for arrays in (states, caches)]
+    kv.store_state(*placed, at_the_end(slots))
+    reference.store_state(states, caches, slots)
+    kv.gather_state(placed[1], at_the_end(slots[::-1]), out=placed[0])
+    reference.gather_state(caches, slots[::-1], out=states)
+    x = rng.integers(0, 2**7, (15, shapes[0][0])).astype(dtype)
+    sums = np.array([0, 3, 3, 4, 9, 9, 14, 15], np.int32)
+    conv = at_the_end(caches[0].swapaxes(1, 2), moved).swapaxes(1, 2) if moved else placed[1][0]
+    kv.update_conv_state(at_the_end(x, moved), conv, at_the_end(slots), at_the_end(sums))
+    reference.update_conv_state(x, caches[0], slots, sums)
+    with np.testing.assert_raises(kv.IndexFault):
+        kv.check_faults(device)
+    same_bits(conv, caches[0], f"states of a convolution {STATES[number]}")
+    same_bits(placed[1][1], caches[1], f"states {STATES[number]}")
+    for got, want in zip(placed[0], states, strict=True):
+        same_bits(got, want, f"rows of states {STATES[number]}")
+
+
 def transfer(device: HostDevice, number: int) -> None:
     """Move pages between pools, the last pages of both among them."""
     source, target, src_axes, dst_axes, k_width, v_width, moved, scaled = TRANSFERS[number]
@@ -481,6 +516,7 @@ def main(what: str, folder: str, which: str = "1") -> None:
             (map_slots, 3),
             (gather, len(GATHERS)),
             (shift_pages, len(SHIFTS)),
+            (move_states, len(STATES)),
         ),
         "transfers": ((transfer, len(TRANSFERS)),),
         "attention": ((attend, len(ATTENTION)),),

@@ -71,6 +71,18 @@ def shift_pages(pool, pages, delta, rope_table, **options):
     reference.shift_pages(pool, pages, delta, rope_table, **options)
 
 
+def store_state(states, caches, slots, **options):
+    reference.store_state(states, caches, slots, **options)
+
+
+def gather_state(caches, slots, **options):
+    reference.gather_state(caches, slots, **options)
+
+
+def update_conv_state(x, cache, slots, cu_query_lens, **options):
+    reference.update_conv_state(x, cache, slots, cu_query_lens, **options)
+
+
 def slot_mapping(block_table, seq_lens, append_lens, page_size, *, out):
     out[...] = reference.slot_mapping(block_table, seq_lens, append_lens, page_size)
 
@@ -79,7 +91,7 @@ PLAIN = {
     f.__name__: f
     for f in (
         store_kv, store_mla, gather_kv, apply_rope, rope_store_kv, paged_attention, merge_states,
-        copy_pages, shift_pages, slot_mapping,
+        copy_pages, shift_pages, store_state, gather_state, update_conv_state, slot_mapping,
     )
 }  # fmt: skip
 
@@ -183,6 +195,15 @@ def pages_swapped(cache, src_pages, dst_pages):
     copy_pages(cache, dst_pages, src_pages)
 
 
+def first(arrays):
+    return arrays[0]
+
+
+def old_inputs_dropped(cache, slots, cu_query_lens, **arguments):
+    cache[slots[np.diff(cu_query_lens) > 0]] = 0
+    update_conv_state(cache=cache, slots=slots, cu_query_lens=cu_query_lens, **arguments)
+
+
 def slots_of_the_first_tokens(block_table, seq_lens, append_lens, page_size, out):
     slot_mapping(block_table, append_lens, append_lens, page_size, out=out)
 
@@ -259,6 +280,16 @@ MISTAKES = [
      "shift_pages, bf16", TOO_FAR),
     (with_other("shift_pages", delta=np.abs), "shift_pages, a delta for each page", TOO_FAR),
     (with_other("shift_pages", delta=lambda d: d + 1), "shift_pages, fp8_e4m3", "pool: "),
+    (with_other("store_state", slots=lambda s: np.where(s == 19, 18, s + 1)),
+     "store_state, conv", STRAY),
+    (with_other("store_state", caches=first, states=first), "store_state, conv and ssm", MISSING),
+    (ignoring("store_state", "skip_slot"), "store_state, a sink slot", STRAY),
+    (with_other("gather_state", slots=lambda s: np.maximum(s, 0)), "gather_state, padding", VALUE),
+    (with_other("gather_state", caches=first, out=first), "gather_state, conv and ssm", MISSING),
+    (with_other("update_conv_state", x=np.flip), "update_conv_state, bf16", VALUE),
+    (with_other("update_conv_state", cu_query_lens=lambda s: np.minimum(s, s[-2])),
+     "update_conv_state, a token per sequence", MISSING),
+    (old_inputs_dropped, "update_conv_state, bf16", VALUE),
     (slots_of_the_first_tokens, "slot_mapping, ragged", "out: "),
 ]  # fmt: skip
 
@@ -335,14 +366,18 @@ def failing(name):
     return {f"{o.operation}, {o.case}" for o in outcomes if o.failed}, outcomes
 
 
+INDEXED = (
+    "store_kv", "store_mla", "gather_kv", "copy_pages", "rope_store_kv", "store_state",
+    "gather_state", "update_conv_state",
+)  # fmt: skip
+
+
 def test_where_compositions_of_torch_differ():
     """Indices are not skipped, bf16 is rotated with a rounding per operation, NaN spreads."""
     pytest.importorskip("torch")
     failed, outcomes = failing("torch")
     indices = {
-        f"{operation}, {kind}"
-        for operation in ("store_kv", "store_mla", "gather_kv", "copy_pages", "rope_store_kv")
-        for kind in ("padding", "past the end")
+        f"{operation}, {kind}" for operation in INDEXED for kind in ("padding", "past the end")
     }
     rotated = {
         f"{o.operation}, {o.case}"
@@ -394,7 +429,7 @@ def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
     assert command_line.main(["conformance", "--device", "host", "--impl", "own_kernels"]) == 1
     text = capsys.readouterr().out
     assert (
-        "copy_pages, pages: differs: cache 0: " in text and "copy_pages       1 of 5 (-1)" in text
+        "copy_pages, pages: differs: cache 0: " in text and "copy_pages         1 of 5 (-1)" in text
     )
 
 

@@ -73,6 +73,9 @@ WRONG = {
     "reads a row of angles too many": (
         "moves", "shift.cu", "if (distance >= static_cast<u64>(p.max_positions))",
         "if (distance > static_cast<u64>(p.max_positions))", OVERFLOW),
+    "moves a channel too many": (
+        "moves", "conv_state.cu", "unit < end_unit; unit += lanes",
+        "unit <= end_unit; unit += lanes", OVERFLOW),
     "reads a row of a transfer too wide": (
         "transfers", "transfer.cu", "if (elements[i] < p.k_width)",
         "if (elements[i] <= p.k_width)", OVERFLOW),

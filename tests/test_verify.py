@@ -28,7 +28,7 @@ from kvcupy.testing.cases import case_of
 
 # kv.verify -----------------------------------------------------------------------------------
 
-FAMILIES = ("store", "rope", "attention", "merge", "transfer", "pages", "indexing")
+FAMILIES = ("store", "rope", "attention", "merge", "transfer", "pages", "states", "indexing")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -204,8 +204,10 @@ def faulty(operation, call):
         call["positions"][...] = [15, -1, 2**40]
     if "slot_mapping" in call:
         call["slot_mapping"][...] = [8, 0, 99]
-    if operation == "gather_kv":
+    if operation in ("gather_kv", "store_state", "gather_state"):
         call["slots"][...] = [-1, 8, 2**33]
+    if operation == "update_conv_state":
+        call["slots"][...], call["cu_query_lens"][...] = [5, 9], [0, 7, 2]
     if operation == "copy_pages":
         call["src_pages"][...], call["dst_pages"][...] = [4, 0], [9, 4]
     if operation == "shift_pages":

@@ -6,7 +6,8 @@ JAX's arrays are immutable, so kvcupy's functions read them and refuse to write 
     k_cache, v_cache = store_kv(key, value, k_cache, v_cache, slots)
 
 The functions are `store_kv`, `store_mla`, `gather_kv`, `apply_rope`, `rope_store_kv`,
-`rope_store_mla`, `paged_attention` and `merge_states`. Each has the arguments of kvcupy's function
+`rope_store_mla`, `paged_attention`, `merge_states`, `store_state`, `gather_state` (of one array
+per call) and `update_conv_state`. Each has the arguments of kvcupy's function
 but for outputs and streams, and returns, in this order: rows that it rotates (None for a query that
 is None), caches and scale caches that it writes, outputs that it allocates.
 
@@ -70,6 +71,7 @@ from . import xla_ffi
 __all__ = [
     "apply_rope",
     "gather_kv",
+    "gather_state",
     "merge_states",
     "paged_attention",
     "rope_store_kv",
@@ -77,6 +79,8 @@ __all__ = [
     "rope_table",
     "store_kv",
     "store_mla",
+    "store_state",
+    "update_conv_state",
 ]
 
 Array = Any
@@ -341,3 +345,6 @@ rope_store_mla = _function(OPERATIONS["rope_store_mla"])
 gather_kv = _function(OPERATIONS["gather_kv"])
 paged_attention = _function(OPERATIONS["paged_attention"])
 merge_states = _function(OPERATIONS["merge_states"])
+store_state = _function(OPERATIONS["store_state"])
+gather_state = _function(OPERATIONS["gather_state"])
+update_conv_state = _function(OPERATIONS["update_conv_state"])

@@ -2,8 +2,9 @@
 
 The functions have the names, arguments and meaning of kvcupy's own: `store_kv`, `store_mla`,
 `gather_kv`, `apply_rope`, `rope_store_kv`, `rope_store_mla`, `paged_attention`, `merge_states`,
-`copy_pages`, `shift_pages`, `slot_mapping`, `page_table_csr` and `find_duplicate_slots`. They take
-torch tensors alone and call operators `torch.ops.kvcupy.*`, whose schemas say what is written.
+`copy_pages`, `shift_pages`, `store_state`, `gather_state`, `update_conv_state`, `slot_mapping`,
+`page_table_csr` and `find_duplicate_slots`. They take torch tensors alone and call operators
+`torch.ops.kvcupy.*`, whose schemas say what is written.
 
 Formats: the tensors' dtypes, `torch.bfloat16` and `torch.float8_e4m3fn` say. A cache that is
 `torch.uint8` goes with `format`, the name of what its bytes hold.
@@ -50,10 +51,9 @@ from torch import Tensor
 
 from .. import devices, formats
 from ..arrays import require_no_gradient, tensor_of, view, view_as
-from ..ops import attention, merge, rope, store  # noqa: F401  # declare operations
+from ..ops import attention, merge, pages, rope, states, store  # noqa: F401  # declare operations
 from ..ops.call import format_name
 from ..ops.indexing import find_duplicate_slots as _find_duplicate_slots
-from ..ops.pages import copy_pages as _copy
 from ..ops.rope_table import rope_table as _rope_table
 from ..ops.spec import OPERATIONS, STREAMS, Argument, Declaration
 
@@ -63,6 +63,7 @@ __all__ = [
     "copy_pages",
     "find_duplicate_slots",
     "gather_kv",
+    "gather_state",
     "merge_states",
     "page_table_csr",
     "paged_attention",
@@ -73,6 +74,8 @@ __all__ = [
     "slot_mapping",
     "store_kv",
     "store_mla",
+    "store_state",
+    "update_conv_state",
 ]
 
 
@@ -234,16 +237,14 @@ _FAKES: dict[str, Callable[[Values], Any]] = {
     "slot_mapping": lambda v: v["block_table"].new_empty((_length(),), dtype=torch.int64),
     "page_table_csr": _page_table,
     "find_duplicate_slots": lambda v: v["slot_mapping"].new_empty((_length(),), device="cpu"),
+    "gather_state": lambda v: [
+        cache.new_empty((v["slots"].shape[0], *cache.shape[1:])) for cache in v["caches"]
+    ],
 }
-"""What operations return whose lengths depend on values."""
+"""What operations return whose lengths depend on values, or lists."""
 
 
 # --- Where an operator differs from the operation -------------------------------------------------
-
-
-def _copy_pages(cache: list[Any], *arguments: Any, **options: Any) -> None:
-    """Copy pages of the arrays of a list; a list of one takes the shorter path."""
-    _copy(cache[0] if len(cache) == 1 else cache, *arguments, **options)
 
 
 def _duplicate_slots(slot_mapping: Any) -> Any:
@@ -251,7 +252,6 @@ def _duplicate_slots(slot_mapping: Any) -> Any:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "copy_pages": _copy_pages,
     "find_duplicate_slots": _duplicate_slots,
 }
 
@@ -294,6 +294,9 @@ class Operator:
             number = values.pop(number_name, None)
             if number is not None:
                 values[name] = number
+        for name in self.declaration.several:
+            if len(values.get(name) or ()) == 1:
+                values[name] = values[name][0]
         format = values.pop("format", None)
         if format is not None:
             for name, argument in self.declaration.public_arguments.items():
@@ -301,7 +304,11 @@ class Operator:
                     values[name] = _tagged(values[name], format, name)
         function = _FUNCTIONS.get(self.declaration.name) or self.declaration.function
         result = function(**values)
-        return result if self.allocates else None
+        if not self.allocates:
+            return None
+        return (
+            [result] if self.declaration.returns_several and isinstance(result, Tensor) else result
+        )
 
     def fake(self, *arguments: Any, **named: Any) -> Any:
         """Return empty tensors of the shapes that the kernel would return."""
@@ -411,9 +418,11 @@ def _operator(
     for output in outputs:
         is_optional = bool(output.returned_if)
         default = "=None" if is_optional else ""
-        parts.append(f"{tensor(True, '?' if is_optional else '')} {output.name}{default}")
+        suffix = "[]" if output.several else "?" if is_optional else ""
+        parts.append(f"{tensor(True, suffix)} {output.name}{default}")
     returns = 0 if outputs else declaration.num_returned
-    schema = f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * returns)})"
+    kind = "Tensor[]" if declaration.returns_several else "Tensor"
+    schema = f"({', '.join(parts)}) -> ({', '.join([kind] * returns)})"
     return Operator(
         declaration, operator_name, schema, tuple(names), defaults,
         tuple([a.name for a in outputs]), tuple(pairs), constants, bool(returns),
@@ -464,7 +473,6 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
     caller_outputs = [a.name for a in declaration.caller_outputs]
     returned = [(a.name, a.returned_if) for a in declaration.caller_outputs]
     returned = [(n, o) for n, o in returned if o or declaration.public_arguments[n].returned]
-    several = [a.name for a in declaration.public_arguments.values() if a.several]
 
     def function(*arguments: Any, **options: Any) -> Any:
         values = dict(zip(positional, arguments, strict=False)) | options
@@ -473,8 +481,11 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
         if len(arguments) > len(positional) or not fit:
             signature.bind(*arguments, **options)  # raises, naming what is too much or missing
         streams = {name: values.pop(name, None) for name in STREAMS if name in parameters}
-        for name in several:
-            values[name] = _tensors(values[name], name)
+        is_one = False
+        for name in declaration.several:
+            if values.get(name) is not None:
+                is_one |= isinstance(values[name], Tensor)
+                values[name] = _tensors(values[name], name)
         if values.get("dtype") is not None:
             values["dtype"] = _torch_dtype(values["dtype"])
         outputs: dict[str, Any] = {}
@@ -504,10 +515,12 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
             result = defaults[operator](*call, **outputs)
         else:
             result = _on_streams(defaults[operator], call, outputs, streams)
-        if chosen.allocates:
-            return tuple(result) if isinstance(result, list) else result
-        results = tuple([outputs[name] for name in names])
-        return results if len(results) > 1 else results[0] if results else None
+        if not chosen.allocates:
+            results = tuple([outputs[name] for name in names])
+            result = results if len(results) > 1 else results[0] if results else None
+        if declaration.returns_several and is_one:
+            return result[0]
+        return tuple(result) if isinstance(result, list) else result
 
     function.__name__ = function.__qualname__ = declaration.name
     function.__doc__ = declaration.documentation + _DOCUMENTATION
@@ -594,6 +607,9 @@ paged_attention = _function(OPERATIONS["paged_attention"])
 merge_states: Callable[..., tuple[Tensor, Tensor]] = _function(OPERATIONS["merge_states"])
 copy_pages = _function(OPERATIONS["copy_pages"])
 shift_pages = _function(OPERATIONS["shift_pages"])
+store_state = _function(OPERATIONS["store_state"])
+gather_state = _function(OPERATIONS["gather_state"])
+update_conv_state = _function(OPERATIONS["update_conv_state"])
 slot_mapping = _function(OPERATIONS["slot_mapping"])
 page_table_csr = _function(OPERATIONS["page_table_csr"])
 find_duplicate_slots = _function(OPERATIONS["find_duplicate_slots"])

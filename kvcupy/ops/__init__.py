@@ -14,7 +14,16 @@ from ..kernels import Specialisation
 
 def specialisations() -> list[Specialisation]:
     """Return every kernel specialisation that any operation can ask for."""
-    from . import attention_kernels, indexing, merge, pages, rope, store, transfer_kernels
+    from . import (
+        attention_kernels,
+        indexing,
+        merge,
+        pages,
+        rope,
+        states,
+        store,
+        transfer_kernels,
+    )
 
     return [
         specialisation
@@ -22,6 +31,7 @@ def specialisations() -> list[Specialisation]:
             store,
             rope,
             pages,
+            states,
             indexing,
             transfer_kernels,
             attention_kernels,

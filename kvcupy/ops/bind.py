@@ -14,7 +14,7 @@ from operator import or_
 from typing import Any
 
 from ..arrays import ArrayView, describe, probe_arguments, taking, tensor_matcher, view
-from . import attention, checks, merge, rope, store  # noqa: F401  # all declare operations
+from . import attention, checks, merge, rope, states, store  # noqa: F401  # declare operations
 from .call import Operation, Plan, Recorder, same_layout
 from .indexing import slot_mapping
 from .pages import copy_pages, shift_pages

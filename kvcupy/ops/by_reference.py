@@ -198,6 +198,27 @@ def _shift_pages(values: dict[str, Any], interleaved: bool, start: int | None) -
     }  # fmt: skip
 
 
+def _store_state(values: dict[str, Any], skip_slot: int) -> dict[str, Faults]:
+    states, caches = _several(values, "states"), _several(values, "caches")
+    past = reference.store_state(states, caches, values["slots"], skip_slot=skip_slot)
+    return {"slots": past}
+
+
+def _gather_state(values: dict[str, Any], skip_slot: int) -> dict[str, Faults]:
+    caches, out = _several(values, "caches"), _several(values, "out")
+    return {"slots": reference.gather_state(caches, values["slots"], out=out, skip_slot=skip_slot)}
+
+
+def _several(values: dict[str, Any], name: str) -> tuple[Any, ...]:
+    """Return an argument that is one array, or two."""
+    return tuple([values[n] for n in (name, f"{name}[0]", f"{name}[1]") if n in values])
+
+
+def _update_conv_state(values: dict[str, Any], skip_slot: int) -> dict[str, Faults]:
+    past, misplaced = reference.update_conv_state(**values, skip_slot=skip_slot)
+    return {"slots": past, "cu_query_lens": misplaced}
+
+
 def _slot_mapping(values: dict[str, Any], page_size: int) -> dict[str, Faults]:
     past, misfits = reference.fill_slot_mapping(**values, page_size=page_size)
     return {"append_lens": misfits, "seq_lens": past}
@@ -207,5 +228,6 @@ _OPERATIONS: dict[str, Callable[..., dict[str, Faults]]] = {
     "store_kv": _store_kv, "store_mla": _store_mla, "gather_kv": _gather_kv,
     "apply_rope": _apply_rope, "rope_store_kv": _rope_store_kv, "rope_store_mla": _rope_store_mla,
     "paged_attention": _paged_attention, "merge_states": _merge_states, "copy_pages": _copy_pages,
-    "shift_pages": _shift_pages, "slot_mapping": _slot_mapping,
+    "shift_pages": _shift_pages, "slot_mapping": _slot_mapping, "store_state": _store_state,
+    "gather_state": _gather_state, "update_conv_state": _update_conv_state,
 }  # fmt: skip

@@ -152,6 +152,16 @@ class Declaration:
         return tuple([a for a in self.public_arguments.values() if a.fresh and a not in instead])
 
     @cached_property
+    def several(self) -> tuple[str, ...]:
+        """The arguments of the public function that may be sequences of arrays."""
+        return tuple([name for name, a in self.public_arguments.items() if a.several])
+
+    @cached_property
+    def returns_several(self) -> bool:
+        """Whether what the function returns is a sequence where its arguments are."""
+        return any(a.several and a.returned for a in self.public_arguments.values())
+
+    @cached_property
     def replaced(self) -> Mapping[str, Argument]:
         """By input, the output that the operation writes instead of it, or to its memory."""
         return {name: a for a in self.arguments if not a.returned for name in a.replaces}

@@ -46,19 +46,22 @@ from .store import (
     divide,
     dynamic_scales,
     gather_kv,
+    gather_state,
     num_slots,
     store_kv,
     store_mla,
+    store_state,
+    update_conv_state,
 )
 
 __all__ = [
     "FORMAT_OF_DTYPE", "FOUR_BIT", "LIMIT", "FourBitRows", "apply_rope", "bits_of", "copy_pages",
     "cos_sin", "decode", "decode_codes", "decode_scales", "dequantise_rows",
     "divide", "dynamic_scales", "encode", "encode_codes", "encode_scales",
-    "fill_slot_mapping", "find_duplicate_slots", "format_of", "gather_kv", "hadamard",
-    "merge_states", "num_slots", "page_table_csr", "paged_attention", "pair_axes",
+    "fill_slot_mapping", "find_duplicate_slots", "format_of", "gather_kv", "gather_state",
+    "hadamard", "merge_states", "num_slots", "page_table_csr", "paged_attention", "pair_axes",
     "position_faults", "quantise_rows", "rope_frequencies",
     "rope_rows", "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "shift_angles",
     "shift_pages", "shift_rows", "slot_mapping",
-    "store_kv", "store_mla", "transfer_pages",
+    "store_kv", "store_mla", "store_state", "transfer_pages", "update_conv_state",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Store rows of K and V in their slots, quantised where the cache is; gather them; copy pages."""
+"""Store rows of K, V and states in their slots, quantised where a cache is; gather; copy pages."""
 
 from __future__ import annotations
 
@@ -298,9 +298,87 @@ def copy_pages(
     list of (position, page), list of (position, page)
         The pages past the end, of `src_pages` and of `dst_pages`.
     """
-    arrays = cache if isinstance(cache, tuple) else (cache,)
+    arrays = _as_tuple(cache)
     pairs, faults = split_pages(src_pages, dst_pages, (len(arrays[0]), len(arrays[0])))
     for src, dst in pairs:
         for array in arrays:
             array[dst] = array[src]
     return faults
+
+
+def store_state(
+    states: Array | tuple[Array, ...], caches: Array | tuple[Array, ...], slots: Array, *,
+    skip_slot: int | None = None,
+) -> Faults:  # fmt: skip
+    """Copy row ``states[i]`` to slot ``slots[i]`` of a cache, in place; of each array of a tuple.
+
+    Negative slots and `skip_slot` write nothing.
+
+    Returns
+    -------
+    list of (position, slot)
+        The slots past the end, which wrote nothing.
+    """
+    faults: Faults = []
+    for rows, cache in zip(_as_tuple(states), _as_tuple(caches), strict=True):
+        tokens, chosen, faults = split_slots(slots, len(cache), skip_slot)
+        cache[chosen] = rows[tokens]
+    return faults
+
+
+def gather_state(
+    caches: Array | tuple[Array, ...], slots: Array, *, out: Array | tuple[Array, ...],
+    skip_slot: int | None = None,
+) -> Faults:  # fmt: skip
+    """Copy slot ``slots[i]`` of a cache to row ``out[i]``; of each array of a tuple.
+
+    Rows of negative slots, of `skip_slot` and of slots past the end become zeros.
+
+    Returns
+    -------
+    list of (position, slot)
+        The slots past the end.
+    """
+    faults: Faults = []
+    for cache, rows in zip(_as_tuple(caches), _as_tuple(out), strict=True):
+        tokens, chosen, faults = split_slots(slots, len(cache), skip_slot)
+        rows[...] = 0
+        rows[tokens] = cache[chosen]
+    return faults
+
+
+def update_conv_state(
+    x: Array, cache: Array, slots: Array, cu_query_lens: Array, *, skip_slot: int | None = None
+) -> tuple[Faults, Faults]:
+    """Append the tokens of each sequence to its slot, which keeps the last ones, in place.
+
+    Parameters
+    ----------
+    x : ``(num_tokens, channels)``, sequence after sequence
+    cache : ``(num_slots, channels, inputs)``, the oldest input first
+    slots, skip_slot : integers, one per sequence; negative ones and those equal to `skip_slot` are
+        left alone
+    cu_query_lens : where the tokens of each sequence begin and end
+
+    Returns
+    -------
+    list of (position, slot), list of (position, sum)
+        The slots past the end, and the sums that lie outside `x` or before the one before them.
+        Their sequences are left alone.
+    """
+    sequences, _, past = split_slots(slots, len(cache), skip_slot)
+    misplaced: Faults = []
+    for i in sequences.tolist():
+        start, end = cu_query_lens[i : i + 2].tolist()
+        if not 0 <= start <= len(x):
+            misplaced.append((i, start))
+        elif not start <= end <= len(x):
+            misplaced.append((i + 1, end))
+        elif start < end:
+            inputs = np.concatenate([cache[slots[i]], x[start:end].T], axis=1)
+            cache[slots[i]] = inputs[:, inputs.shape[1] - cache.shape[2] :]
+    return past, misplaced
+
+
+def _as_tuple(arrays: Array | tuple[Array, ...]) -> tuple[Array, ...]:
+    return arrays if isinstance(arrays, tuple) else (arrays,)

@@ -32,7 +32,8 @@ HEADS, PAGES, PAGE_SIZE = 2, 5, 4
 SLOTS = PAGES * PAGE_SIZE
 OPERATIONS = (
     "store_kv", "store_mla", "gather_kv", "apply_rope", "rope_store_kv", "paged_attention",
-    "merge_states", "copy_pages", "shift_pages", "slot_mapping",
+    "merge_states", "copy_pages", "shift_pages", "store_state", "gather_state",
+    "update_conv_state", "slot_mapping",
 )  # fmt: skip
 _COMPARED = {
     "apply_rope": "rotation", "rope_store_kv": "rotation", "paged_attention": "attention",
@@ -750,6 +751,111 @@ def _shift_pages(
     return Call(arguments, compare)
 
 
+_STATES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "conv": ("bf16", (24, 3)), "ssm": ("fp32", (2, 5, 8))
+}  # fmt: skip
+"""Format and shape of the parts of a state."""
+
+
+def _rows_of_states(
+    draw: Callable[..., Argument], count: int, parts: tuple[str, ...], name: str, *,
+    gaps: bool = False,
+) -> Argument | tuple[Argument, ...]:  # fmt: skip
+    """Return rows of one part of states, or of two; with gaps between the rows of each."""
+    rows = []
+    for part in parts:
+        fmt, shape = _STATES[part]
+        if gaps:
+            rows.append(draw(fmt, (count, 3, *shape), lambda a: a[:, 1], name=f"{name} {part}"))
+        else:
+            rows.append(draw(fmt, (count, *shape), name=f"{name} {part}"))
+    return tuple(rows) if len(rows) > 1 else rows[0]
+
+
+@_case("store_state", "conv")
+@_case("store_state", "conv and ssm", parts=("conv", "ssm"))
+@_case("store_state", "int32 slots", index="int32")
+@_case("store_state", "no rows", rows=0)
+@_case("store_state", "padding", "padding", kind="padding")
+@_case("store_state", "past the end", "past the end", kind="past the end")
+@_case("store_state", "a sink slot", skip=0)
+@_case("store_state", "views", "views", parts=("conv", "ssm"), views=True)
+def _store_state(
+    case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "", index: str = "int64",
+    rows: int | None = None, skip: int | None = None, views: bool = False,
+) -> Call:  # fmt: skip
+    slots = _slots(case, kind)[:rows]
+    return _copied(
+        {
+            "states": _rows_of_states(case.input, len(slots), parts, "states", gaps=views),
+            "caches": _rows_of_states(case.output, SLOTS, parts, "caches", gaps=views),
+            "slots": case.slots(slots, index, step=2 if views else 1, name="slots"),
+            **({} if skip is None else {"skip_slot": skip}),
+        },
+        "store_state",
+    )  # fmt: skip
+
+
+@_case("gather_state", "conv")
+@_case("gather_state", "conv and ssm", parts=("conv", "ssm"))
+@_case("gather_state", "padding", "padding", kind="padding")
+@_case("gather_state", "past the end", "past the end", kind="past the end")
+@_case("gather_state", "a sink slot", skip=0)
+@_case("gather_state", "views", "views", parts=("conv", "ssm"), views=True)
+def _gather_state(
+    case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "",
+    skip: int | None = None, views: bool = False,
+) -> Call:  # fmt: skip
+    slots = _slots(case, kind)
+    return _copied(
+        {
+            "caches": _rows_of_states(case.input, SLOTS, parts, "caches", gaps=views),
+            "slots": case.slots(slots, step=2 if views else 1, name="slots"),
+            "out": _rows_of_states(case.output, len(slots), parts, "out", gaps=views),
+            **({} if skip is None else {"skip_slot": skip}),
+        },
+        "gather_state",
+    )  # fmt: skip
+
+
+@_case("update_conv_state", "bf16")
+@_case("update_conv_state", "fp32", fmt="fp32")
+@_case("update_conv_state", "inputs first", inputs_first=True)
+@_case("update_conv_state", "a token per sequence", new=(1,))
+@_case("update_conv_state", "no tokens", new=(0,))
+@_case("update_conv_state", "padding", "padding", kind="padding")
+@_case("update_conv_state", "past the end", "past the end", kind="past the end")
+@_case("update_conv_state", "a sink slot", skip=0)
+@_case("update_conv_state", "views", "views", inputs_first=True, views=True)
+def _update_conv_state(
+    case: Arguments, *, fmt: str = "bf16", new: tuple[int, ...] = (2, 3, 0, 7, 1),
+    inputs_first: bool = False, widths: tuple[int, int] = (24, 31), kind: str = "",
+    skip: int | None = None, views: bool = False,
+) -> Call:  # fmt: skip
+    slots, inputs = _slots(case, kind), 3
+    channels, row_width = widths
+    sums = np.cumsum([0, *np.resize(new, len(slots)).tolist()])
+    tokens = int(sums[-1])
+    if kind == "past the end":
+        sums[-1] = POISON_SLOT
+    x_shape, cut = (tokens, channels), None
+    if views:
+        x_shape, cut = (tokens, row_width), lambda a: a[:, :channels]
+    shape = (SLOTS, inputs, channels) if inputs_first else (SLOTS, channels, inputs)
+    cache = case.output(
+        fmt, shape, (lambda a: a.swapaxes(1, 2)) if inputs_first else None, name="cache"
+    )
+    return _copied(
+        {
+            "x": case.input(fmt, x_shape, cut, name="x"), "cache": cache,
+            "slots": case.slots(slots, name="slots"),
+            "cu_query_lens": case.place(sums, "int64", name="cu_query_lens"),
+            **({} if skip is None else {"skip_slot": skip}),
+        },
+        "update_conv_state",
+    )  # fmt: skip
+
+
 @_case("slot_mapping", "a token per sequence", appended=(1, 1, 1, 1))
 @_case("slot_mapping", "ragged", appended=(5, 0, 16, 3))
 @_case("slot_mapping", "whole sequences", appended=(5, 33, 16, 8))
@@ -976,6 +1082,12 @@ _BUILDERS: dict[str, tuple[str, Callable[..., Call], _Options]] = {
     "copy_pages": (
         "copy_pages", _copy_pages,
         _word(lambda elements: {"widths": (3 * elements, 5 * elements), "views": True}),
+    ),
+    "update_conv_state": (
+        "update_conv_state", _update_conv_state,
+        _word(lambda elements: {
+            "widths": (3 * elements, 5 * elements), "inputs_first": True, "views": True
+        }),
     ),
     "shift_rows": ("shift_pages", _shift_pages, _shifted),
     "shift_four_bit": ("shift_pages", _shift_pages, _shifted),

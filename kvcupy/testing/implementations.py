@@ -295,6 +295,23 @@ class Composition:
         rows[..., start : start + width] = rotate(rows[..., start : start + width], "pool")
         pool[pages if out_pages is None else out_pages] = rows.view(len(pages), *pool.shape[1:])
 
+    def store_state(self, states: Any, caches: Any, slots: Any) -> None:
+        """Assign `cache[slots] = rows`."""
+        for rows, cache in zip(_as_tuple(states), _as_tuple(caches), strict=True):
+            cache[slots] = rows
+
+    def gather_state(self, caches: Any, slots: Any, *, out: Any) -> None:
+        """Index."""
+        for cache, rows in zip(_as_tuple(caches), _as_tuple(out), strict=True):
+            rows.copy_(cache[slots])
+
+    def update_conv_state(self, x: Any, cache: Any, slots: Any, cu_query_lens: Any) -> None:
+        """Append the tokens of each sequence to its row, and keep the last ones."""
+        sums = cu_query_lens.tolist()
+        for slot, start, end in zip(slots.tolist(), sums, sums[1:], strict=False):
+            inputs = self.torch.cat((cache[slot], x[start:end].T), dim=1)
+            cache[slot] = inputs[:, end - start :]
+
     def slot_mapping(self, block_table: Any, seq_lens: Any, append_lens: Any, page_size: int, *,
                      out: Any) -> None:  # fmt: skip
         """Repeat sequences by their appended tokens, and index the table."""
@@ -304,6 +321,10 @@ class Composition:
         first = (counts.cumsum(0) - counts)[rows]
         tokens = (seq_lens - append_lens)[rows] + arange(len(rows), device=out.device) - first
         out.copy_(block_table[rows, tokens // page_size] * page_size + tokens % page_size)
+
+
+def _as_tuple(arrays: Any) -> tuple[Any, ...]:
+    return arrays if isinstance(arrays, tuple) else (arrays,)
 
 
 # Other projects -------------------------------------------------------------------------------

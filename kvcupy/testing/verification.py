@@ -82,8 +82,8 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
     Parameters
     ----------
     device : `Device` or its name; None: a GPU if there is one, else the host
-    families : some of "store", "rope", "attention", "merge", "transfer", "pages" and "indexing";
-        None: all
+    families : some of "store", "rope", "attention", "merge", "transfer", "pages", "states" and
+        "indexing"; None: all
 
     Returns
     -------

@@ -44,6 +44,7 @@ _meaning(
     key value k_cache v_cache latent rope_key cache query rope_table query_out key_out query_norm
     key_norm k_out v_out out lse_out out_a lse_a out_b lse_b k_scale_cache v_scale_cache qkv array
     arrays dst src example tree_mask k v rope reads writes x pointer
+    states caches
 """,
 )
 _meaning(

@@ -68,6 +68,10 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
     for key in optional:
         if key in arguments and case.chance(0.3):
             del arguments[key]
+    if name in ("store_state", "gather_state") and case.chance(0.4):
+        for key in OPERATIONS[name].several:
+            if key in arguments:
+                arguments[key] = (arguments[key], case.place(arguments[key][:, :1]))
     for key, choices in _OPTIONS.items():
         if key in parameters and case.chance(0.15):
             arguments[key] = case.rng.choice(choices)
@@ -194,12 +198,17 @@ def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
         targets = arguments.get("out_pages")
         return _pages_written(arguments["pool"], targets if targets is not None
                               else arguments["pages"])  # fmt: skip
+    if name in ("store_state", "update_conv_state"):
+        target = "caches" if name == "store_state" else "cache"
+        return _pages_written(arguments[target], arguments["slots"])
     slots = memory_of(arguments.get("slot_mapping"))
     if slots is not None and slots.itemsize in (4, 8):
         slots = np.unique(np.array(slots).view(f"i{slots.itemsize}"))
     parts = []
     for key in OPERATIONS[name].written(arguments):
-        for array in parts_of(arguments.get(key)):
+        value = arguments.get(key)
+        arrays = value if isinstance(value, (tuple, list)) else (value,)
+        for array in [part for each in arrays for part in parts_of(each)]:
             if key not in _SLOTTED or slots is None:
                 parts.append(array)
                 continue

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvcupy import formats
-from kvcupy.arrays import ArrayView, strides_of
+from kvcupy.arrays import ArrayView, strides_of, transposed
 from kvcupy.config import shared_bytes
 from kvcupy.devices.protocol import Device
 from kvcupy.kernels import Specialisation
@@ -20,6 +20,7 @@ from kvcupy.ops.attention import paged_attention
 from kvcupy.ops.merge import merge_states
 from kvcupy.ops.pages import copy_pages, shift_pages
 from kvcupy.ops.rope import rope_store_kv
+from kvcupy.ops.states import update_conv_state
 from kvcupy.ops.store import gather_kv, store_kv
 from kvcupy.ops.transfer_kernels import LayerPages, default_blocks, launches
 
@@ -238,6 +239,22 @@ def _shift_pages(device: PlannedDevice, kv_format: str) -> None:
     keys, _ = _caches(device, kv_format)
     table = device.array(1 << 17, _WIDTH, format="fp32")
     shift_pages(keys, pages[0], 1000, table, out_pages=pages[1])
+
+
+_SEQUENCES, _STATE_SLOTS = 256, 512
+_CHANNELS, _CONV_INPUTS = 8192, 3
+_CONV_BYTES = 2 * 2 * _CONV_INPUTS  # of a channel, in and out
+
+
+def _update_conv(device: PlannedDevice, *, channels_last: bool) -> None:
+    """Move the states of a convolution on by a token of each sequence."""
+    shape = (_CONV_INPUTS, _CHANNELS) if channels_last else (_CHANNELS, _CONV_INPUTS)
+    cache = device.array(_STATE_SLOTS, *shape, format="bf16")
+    update_conv_state(
+        device.array(_SEQUENCES, _CHANNELS, format="bf16"),
+        transposed(cache, (0, 2, 1)) if channels_last else cache,
+        device.array(_SEQUENCES, format="int32"), device.array(_SEQUENCES + 1, format="int32"),
+    )  # fmt: skip
 
 
 def _transfer(device: PlannedDevice, host_format: str, *, rotated: bool = False) -> None:
@@ -528,6 +545,12 @@ ROWS: tuple[Row, ...] = (
     # cos, sin and the factor of each pair come from L1.
     Row("shift_pages bf16", partial(_shift_pages, kv_format="bf16"), "shift_rows", "head of a key",
         4 * _WIDTH, _bytes(4 * _WIDTH + 3 * 2 * _WIDTH), 1024 * _PAGE * _HEADS),
+    # A word is 8 channels, or one; each lane reads three indices for its four words.
+    *[Row(f"update_conv_state bf16, {name} last",
+          partial(_update_conv, channels_last=name == "channels"), "update_conv_state",
+          "channel of a sequence", _CONV_BYTES, _bytes(_CONV_BYTES + 3 * 4 / (4 * channels)),
+          _SEQUENCES * _CHANNELS, word_bytes=2)
+      for name, channels in (("channels", 8), ("inputs", 1))],
     _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
     *[_transferred(f"load {name} pages as bf16", "transfer_from_four_bit", name)

@@ -46,6 +46,9 @@ WRITTEN = {
     "gather_kv": ("k_out", "v_out"),
     "paged_attention": ("out", "lse_out"),
     "merge_states": ("out", "lse_out"),
+    "store_state": ("caches",),
+    "gather_state": ("out",),
+    "update_conv_state": ("cache",),
 }
 OPTIONS = {"gather_kv": {"dtype": "fp32"}, "paged_attention": {"return_lse": True}}
 

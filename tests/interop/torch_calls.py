@@ -59,8 +59,9 @@ def operands(name: str, call: Call) -> tuple[tuple[Any, ...], Call]:
     """Return what an operator takes for a call: positional arguments, and outputs."""
     (operator,) = (each for each in OPERATORS if each.name == name)
     values = without(call, "write_key")
-    if name == "copy_pages":
-        values["cache"] = [values["cache"]]
+    for several in operator.declaration.several:
+        if several in values:
+            values[several] = [values[several]]
     schema = getattr(torch.ops.kvcupy, name).default._schema
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     positional = tuple(values.get(n, defaults.get(n)) for n in operator.names)

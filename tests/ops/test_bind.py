@@ -48,6 +48,16 @@ def pages_of_a_pool(device):
     return {**call, "pool": pool}
 
 
+def two_states(device):
+    call = CALLS["store_state"](device)
+    return {**call, **{n: [call[n], call[n][:, :1].copy()] for n in ("states", "caches")}}
+
+
+def two_gathered(device):
+    call = CALLS["gather_state"](device)
+    return {**call, **{n: (call[n], call[n][:, :1].copy()) for n in ("caches", "out")}}
+
+
 def tables(device):
     call = CALLS["slot_mapping"](device)
     return {name: call[name] for name in ("block_table", "seq_lens", "page_size")}
@@ -72,6 +82,10 @@ BOUND = {
     "gather_kv, allocating": (kv.gather_kv, without(gather_kv, "k_out", "v_out")),
     "paged_attention, allocating": (kv.paged_attention, without(paged_attention, "out")),
     "merge_states, allocating": (kv.merge_states, without(merge_states, "out", "lse_out")),
+    "store_state of two": (kv.store_state, two_states),
+    "gather_state of two": (kv.gather_state, two_gathered),
+    "gather_state, allocating": (kv.gather_state, without(CALLS["gather_state"], "out")),
+    "gather_state of two, allocating": (kv.gather_state, without(two_gathered, "out")),
     "slot_mapping, allocating": (kv.slot_mapping, without(CALLS["slot_mapping"], "out")),
     "rope_store_kv, in place": (kv.rope_store_kv, without(rope_store_kv, "query_out")),
     "rope_store_kv, two streams": (kv.rope_store_kv, two_streams),
@@ -272,7 +286,8 @@ OUTPUTS = {
     "store_kv": "k_cache", "store_mla": "cache", "apply_rope": "query_out",
     "rope_store_kv": "v_cache", "rope_store_mla": "cache", "gather_kv": "k_out",
     "copy_pages": "cache", "slot_mapping": "out", "paged_attention": "out",
-    "merge_states": "lse_out", "shift_pages": "pool",
+    "merge_states": "lse_out", "shift_pages": "pool", "store_state": "caches",
+    "gather_state": "out", "update_conv_state": "cache",
 }  # fmt: skip
 
 

@@ -192,6 +192,11 @@ CHECKS = {
     "attention_tiles.cuh": PREFILLS + DECODES,
     "cache_rows.cuh": STORES + GATHERS,
     "common.cuh": STORES + MERGES + ROPES,
+    "conv_state.cu": (
+        operations.check_conv_state,
+        partial(operations.check_conv_state, order="channels last"),
+        operations.check_plain_conv_state,
+    ),
     "faults.cu": (operations.check_transfer_by_copies,),
     "four_bit.cuh": FOUR_BIT_STORES + FOUR_BIT_GATHERS + FOUR_BIT_ROPES + FOUR_BIT_TRANSFERS,
     "fp8.cuh": (
@@ -234,6 +239,22 @@ EQUIVALENT = {
     "gather.cu: if (i < p.v.width) v.load(v_in + i * kInBytes); -> if (i <= p.v.width) "
     "v.load(v_in + i * kInBytes);":
         "It reads past a row what it does not store.",
+    "conv_state.cu: const int kept = appended < p.length ? static_cast<int>(p.length - appended) "
+    ": 0; -> const int kept = appended <= p.length ? static_cast<int>(p.length - appended) : 0;":
+        "After as many new tokens either way keeps none.",
+    "conv_state.cu: if (kept == p.length) return; -> if (false) return;":
+        "Without new tokens each input is copied onto itself.",
+    "conv_state.cu: for (int first = 0; first < p.length; first += kUnroll) { -> for (int first = "
+    "0; first <= p.length; first += kUnroll) {":
+        "Each input is compared with the length again.",
+    "conv_state.cu: if (j < p.length) in_flight[i] = *reinterpret_cast<const "
+    "Word<kWordBytes>*>(from); -> if (j <= p.length) in_flight[i] = *reinterpret_cast<const "
+    "Word<kWordBytes>*>(from);":
+        "It reads past the inputs what it does not store.",
+    "conv_state.cu: if (j < p.length) in_flight[i] = *reinterpret_cast<const "
+    "Word<kWordBytes>*>(from); -> if (true) in_flight[i] = *reinterpret_cast<const "
+    "Word<kWordBytes>*>(from);":
+        "It reads past the inputs what it does not store.",
     "store.cu: if (i < k_width) k.load(k_in + i * kInBytes); -> if (i <= k_width) "
     "k.load(k_in + i * kInBytes);":
         "It reads past a row what it does not store.",

@@ -25,12 +25,12 @@ def valid_call(device: Any, operation: str) -> dict[str, Any]:
 
 
 def inputs_of(call: dict[str, Any], operation: str) -> list[str]:
-    """Return the arrays of numbers and indices that a call only reads, but for scales."""
+    """Return the arrays of numbers and indices that a call only reads, but for scales and sums."""
     written = set(OPERATIONS[operation].written(call))
     return [
         name for name, array in call.items()
         if name not in written and hasattr(array, "shape") and "scale" not in name
-        and array.dtype in (np.float32, np.int32, np.int64)
+        and name != "cu_query_lens" and array.dtype in (np.float32, np.int32, np.int64)
     ]  # fmt: skip
 
 

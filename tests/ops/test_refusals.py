@@ -42,7 +42,7 @@ ARGUMENTS = [
     (operation, name)
     for operation, declaration in OPERATIONS.items()
     for name, argument in declaration.public_arguments.items()
-    if argument.shape and name != "cu_query_lens"
+    if argument.shape
 ]
 
 _SCALES = "[kv]_scale (axis 0 of 1|one axis less|strided|reversed)"
@@ -65,6 +65,10 @@ ACCEPTED = {
         f"(query|latent|rope_key|query_out) axis 0 of 4|slot_mapping axis 0 of 2|{_TABLE}|{_MLA}",
     "copy_pages": r"cache (float64|uint16|int32|axis .*|one axis \w+)",
     "shift_pages": rf"pool (axis .*|one axis less)|{_TABLE}",
+    "store_state": "caches axis 0 of [79]",
+    "gather_state": "caches axis 0 of [79]",
+    "update_conv_state":
+        "x axis 0 of [24]|cache axis 0 of [79]|cache axis 2 of [24]|(x|cache) (strided|reversed)",
     "slot_mapping": "block_table axis 1 of [13]|out axis 0 of [79]",
     "page_table_csr": "block_table axis 1 of 3",
     "find_duplicate_slots": "slot_mapping (axis 0 of [46]|odd .*)",
@@ -334,6 +338,25 @@ ROPE = [
     ),
 ]
 STATES = "out_a|out_b|lse_a|lse_b|out|lse_out"
+
+
+def two_states(device: Any) -> tuple[Any, Any]:
+    return device.zeros((3, 4), np.int8), device.zeros((3, 2), np.float32)
+
+
+def caches_that_overlap(device: Any) -> tuple[Any, Any]:
+    whole = device.zeros((8, 16), np.int8)
+    return whole[:, 1:5], whole[:, 4:12].view(np.float32)
+
+
+WRONG_CACHES = [  # of two states
+    (lambda d: d.zeros((8, 4), np.int8), TypeError),
+    (lambda d: (d.zeros((8, 4), np.int8), d.zeros((7, 2), np.float32)), ValueError),
+    (lambda d: (d.zeros((8, 4), np.int8), d.zeros((8, 3), np.float32)), ValueError),
+    (lambda d: (d.zeros((8, 4), np.int8), d.zeros((8, 2), np.int32)), TypeError),
+    (lambda d: (d.zeros((8, 4), np.int8), None), TypeError),
+    (caches_that_overlap, ValueError),
+]
 SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
     "store_kv": [
         ({"value": ones("fp32", 3, 3, 6), "v_cache": ones("int8", 2, 4, 3, 6),
@@ -405,6 +428,32 @@ SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
         ({"pool": ones("int8", 4, 4)}, ValueError, "pool"),
         ({"rope_table": ones("fp32", 16, 10)}, ValueError, "pool"),
         ({"rope_table": ones("fp32", 0, 4), "delta": 0}, ValueError, "rope_table"),
+    ],
+    "store_state": [
+        *(({"states": arrays, "caches": arrays}, TypeError, "states") for arrays in ((), [1, 2])),
+        ({"states": lambda d: (d.zeros((3, 4), np.int8),)}, TypeError, "states"),
+        ({"caches": lambda d: (d.zeros((8, 4), np.int8), d.zeros((8, 4), np.int8))}, TypeError,
+         "caches"),
+        *(({"states": two_states, "caches": make}, error, "caches|states")
+          for make, error in WRONG_CACHES),
+        *(({"states": make}, ValueError, "states") for make in (
+            lambda d: d.zeros((3, 4, 2), np.float32).swapaxes(1, 2),
+            lambda d: d.zeros((), np.float32),
+            lambda d: kv.view_as(d.zeros((3, 72), np.uint8), "nvfp4"),
+        )),
+    ],
+    "gather_state": [
+        ({"caches": lambda d: [d.zeros((8, 4), np.int8)] * 3}, TypeError, "caches"),
+        ({"out": lambda d: [d.zeros((3, 2, 8), np.float32)] * 2}, TypeError, "out"),
+        ({"caches": lambda d: kv.view_as(d.zeros((8, 72), np.uint8), "nvfp4")}, ValueError,
+         "caches"),
+    ],
+    "update_conv_state": [
+        ({"x": ones("fp32", 3)}, ValueError, "x"),
+        ({"x": ones("bf16", 3, 8)}, TypeError, "x|cache"),
+        ({"cache": ones("fp32", 8, 8)}, ValueError, "cache"),
+        ({"cache": lambda d: kv.view_as(d.zeros((8, 8, 72), np.uint8), "nvfp4")}, ValueError,
+         "cache"),
     ],
 }  # fmt: skip
 
