@@ -220,15 +220,16 @@ __device__ __forceinline__ bool windows_in_tree(const AttentionParams& p, i64 fi
   return p.window && p.tree_positions && first_tree != kNoTree;
 }
 
-// The position of the query of a packed row, for masks and windows. A node's lies in its tree,
-// whatever `tree_positions` claims: the bounds below rely on that.
+// The position of the query of a packed row, for windows. A node's lies in its tree, whatever
+// `tree_positions` claims: the bounds below rely on that.
 __device__ __forceinline__ i64 position_of(const AttentionParams& p, const AttentionTile& t,
                                            int row) {
   const i64 key = own_key(p, t, row);
   const i64 first_tree = first_tree_key(p, t);
-  if (!windows_in_tree(p, first_tree) || key < first_tree) return key;
+  if (!windows_in_tree(p, first_tree) || key < first_tree || key < 0) return key;
+  const i64 lowest = first_tree < 0 ? 0 : first_tree;
   const i64 position = key_position(p, t, key, first_tree);
-  return position < first_tree ? first_tree : min(position, t.seq_len - 1);
+  return position < lowest ? lowest : min(position, t.seq_len - 1);
 }
 
 // No row from `row` on has a lower position.
@@ -451,18 +452,19 @@ __device__ __forceinline__ RowLimits seen_by_all(const AttentionParams& p, const
 __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTile& t, int row,
                                      i64 key) {
   const int token = (t.first_row + row) / p.group;
-  const i64 position = position_of(p, t, row);
+  const i64 own = t.seq_len - t.num_new + token;
   const i64 first_tree = first_tree_key(p, t);
-  if (key >= t.num_keys || (position < 0 && position_counts(p, first_tree))) return false;
+  if (key >= t.num_keys || (own < 0 && position_counts(p, first_tree))) return false;
   if (key >= first_tree) {
     const i64 column = key - first_tree;
     const char* mask = p.tree_mask + (t.first_token + token) * p.mask_row_bytes;
     if (column >= p.mask_columns || !mask[column * p.mask_column_bytes]) return false;
-    return !p.window || !p.tree_positions || key < p.sink_keys ||
-           key_position(p, t, key, first_tree) > position - p.window;
+    if (!p.tree_positions) return true;
+  } else if (p.causal && key > own) {
+    return false;
   }
-  if (p.causal && key > position) return false;
-  return !p.window || key > position - p.window || key < p.sink_keys;
+  return !p.window || key < p.sink_keys ||
+         key_position(p, t, key, first_tree) > position_of(p, t, row) - p.window;
 }
 
 __device__ __forceinline__ i64 entry_of(const AttentionParams& p, i64 place) {

@@ -26,6 +26,7 @@ from ..cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWi
 from ..cache.pool import positive_int
 from ..errors import KvcupyError
 from ..ops.attention import paged_attention
+from ..ops.states import gather_state
 from ..ops.store import gather_kv, store_kv
 
 NAME = "kvcupy"
@@ -360,10 +361,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             stream = self._pages.device.as_stream(None, "torch")
             slots = self._pages.state_slots_of(self._rows, stream=stream)
             step.state_slots = torch.tensor(slots, device=states.device)
-        slots = step.state_slots
-        rows = states[slots.clamp(min=0)]
-        if self._mask is not None:  # a row may have had only padding
-            rows[slots < 0] = 0
+        rows = gather_state(states, step.state_slots)  # zeros for a row that had only padding
         step.states[key] = rows
         return rows
 

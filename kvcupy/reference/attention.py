@@ -237,8 +237,9 @@ def paged_attention(
             tail = tree_positions[sequence, : min(nodes, tree_positions.shape[1])]
         key_positions = _in_tree(keys, tree_from, tail)
         if tail is not None and window is not None:
-            placed = _in_tree(positions, tree_from, tail).clip(tree_from, length - 1)
-            positions = np.where(positions < tree_from, positions, placed)
+            first = max(tree_from, 0)
+            placed = _in_tree(positions, tree_from, tail).clip(first, length - 1)
+            positions = np.where(positions < first, positions, placed)
         visible = sees(
             keys, positions, tree_from, causal=causal, window=window, first_keys=sink_tokens or 0,
             tree=None if tree_mask is None or not nodes else tree_mask[tokens],

@@ -277,6 +277,32 @@ def test_steps_add_up(device, order):
         assert np.array_equal(bits_of(cache.view[3].copy()), bits_of(x.view[-5:].T.copy()))
 
 
+def test_what_transformers_keeps(device):
+    """Of one sequence after another, in a prefill of any length and in steps."""
+    torch = pytest.importorskip("torch")
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    if not hasattr(cache_utils, "LinearAttentionLayer"):
+        pytest.skip("this transformers keeps the states of convolutions in its models")
+    rng, inputs = np.random.default_rng(20), 4
+    lengths = [2, 4, 1, 9]
+    layers = [cache_utils.LinearAttentionLayer() for _ in lengths]
+    cache = device.zeros((6, 8, inputs), np.float32)
+    slots = [4, 0, 5, 2]
+    for new in (lengths, [1, 1, 1, 1], [1, 3, 6, 2]):
+        x = rng.standard_normal((sum(new), 8)).astype(np.float32)
+        sums = np.cumsum([0, *new])
+        for layer, start, end in zip(layers, sums, sums[1:], strict=False):
+            own = torch.from_numpy(x[start:end].T.copy())[None]
+            layer.update_conv_state(own, conv_kernel_size=inputs)
+        kv.update_conv_state(
+            device.asarray(x), cache, device.asarray(np.array(slots)), device.asarray(sums)
+        )
+        got = device.to_numpy(cache)
+        for layer, slot in zip(layers, slots, strict=True):
+            assert np.array_equal(got[slot], layer.conv_states[0][0].numpy())
+    assert not got[[1, 3]].any()
+
+
 def test_slots_that_are_skipped(device):
     """Whatever the sums of their tokens are."""
     case = StateCase(device, 14)
