@@ -640,6 +640,24 @@ def test_a_router_knows_what_groups_can_restore(device, monkeypatch, tmp_path, m
 
 
 @pytest.mark.usefixtures("lenient_host")
+@pytest.mark.parametrize("mix", MIXES)
+def test_parents_of_groups_that_lack_blocks(device, publisher, subscriber, mix):
+    """A window has its last blocks, and its sink tokens' first ones, which do not follow them."""
+    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+    tokens = mixture.new(42)
+    hashes = hashes_of(tokens)
+    mixture.prompt("a", tokens)
+    mixture.remove("a")
+    mixture.evict_all()
+    publisher.follow(mixture.cache)  # which knows no parents before the acquire
+    mixture.tiers.acquire(hashes).release()
+    subscriber.catch_up()
+    assert subscriber.parents.items() <= dict(pairwise(hashes[::-1])).items()
+    assert subscriber.parents
+    mixture.check_empty()
+
+
+@pytest.mark.usefixtures("lenient_host")
 def test_events_of_groups_are_those_of_vllm(device, publisher):
     kv_events = pytest.importorskip("vllm.distributed.kv_events")
     from vllm.v1.kv_cache_interface import KVCacheSpecKind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -28,7 +29,10 @@ class Tree:
     def __init__(self, groups, rng):
         self.groups, self.rng = groups, rng
         self.has = [set() for _ in groups]
-        self.prefixes = Prefixes(groups, self.present, self.discard)
+        self.prefixes = Prefixes(
+            groups, [partial(self.present, g) for g in range(len(groups))],
+            [partial(self.discard, g) for g in range(len(groups))],
+        )  # fmt: skip
         self.used, self.known = [], {}
 
     def present(self, g, hashes):
@@ -108,11 +112,11 @@ def test_only_what_may_have_changed_is_looked_at():
     """However many prefixes there are behind a common one."""
     groups, asked = [FULL, WINDOW], []
 
-    def present(g, hashes):
+    def present(hashes):
         asked.append(len(hashes))
         return [True] * len(hashes)
 
-    prefixes = Prefixes(groups, present, lambda g, hashes: None)
+    prefixes = Prefixes(groups, [present] * 2, [lambda hashes: None] * 2)
     common = list(range(1, 101))
     for chain in range(1000, 2000, 10):
         prefixes.enter([*common, *range(chain, chain + 10)])

@@ -115,7 +115,6 @@ class GroupedTiers:
         keys = sequences[0].hashes[: most // page_size]
         if seq not in self._chains or self.tiers.closed or len(keys) * page_size <= length:
             return None
-
         present = [set(np.flatnonzero(own.pages != FREED).tolist()) for own in sequences]
         if (states := self._states) is not None:
             ends = range(len(keys))

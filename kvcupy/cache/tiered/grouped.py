@@ -133,12 +133,14 @@ class GroupedTieredCache(ProcessLocal):
         self._blocks = [group.blocks for group in self.groups]
         self._counts = {"prefix_hits": 0, "prefix_misses": 0}
         self._lock = threading.RLock()  # of the prefixes; taken before the lock of a group's tiers
-        # Not methods: in a cycle, all pools would stay until Python looks for cycles.
-        has, discard = partial(_has_blocks, self._caches), partial(_discard, self._caches)
-        self._prefixes = Prefixes(self._blocks, has, discard)
+        self._prefixes = Prefixes(
+            self._blocks, [cache._has_blocks for cache in self._caches],
+            [cache._discard_blocks for cache in self._caches],
+        )  # fmt: skip
         self._lost: deque[tuple[int, Sequence[int]]] = deque()  # group and hashes
         if not self._is_shared:
             for i, cache in enumerate(self._caches):
+                # Not a method: in a cycle, all pools would stay until Python looks for cycles.
                 cache._follow(partial(_note_lost, self._lost, i))
 
     def __repr__(self) -> str:
@@ -454,16 +456,6 @@ def _combined(answers: Sequence[Hint]) -> Hint:
 def _release(parts: Sequence[Lease | HeldBlocks]) -> None:
     for part in parts:
         part.release()
-
-
-def _has_blocks(
-    caches: Sequence[TieredCache], number: int, hashes: Sequence[int]
-) -> Sequence[bool]:
-    return caches[number]._has_blocks(hashes)
-
-
-def _discard(caches: Sequence[TieredCache], number: int, hashes: Sequence[int]) -> None:
-    caches[number]._discard_blocks(hashes)
 
 
 def _note_lost(lost: deque[tuple[int, Sequence[int]]], number: int, change: Change) -> None:

@@ -144,17 +144,17 @@ class Prefixes:
     Parameters
     ----------
     groups : what each needs
-    has : called with the number of a group and hashes; returns whether a tier has each block
-    discard : called with the number of a group and the hashes of useless blocks, of which some may
-        not be there
+    has : for each group, called with hashes; returns whether a tier has each block
+    discard : for each group, called with the hashes of useless blocks, of which some may not be
+        there
     """
 
     def __init__(
-        self, groups: Sequence[GroupBlocks], has: Callable[[int, Sequence[int]], Sequence[bool]],
-        discard: Callable[[int, list[int]], None],
+        self, groups: Sequence[GroupBlocks],
+        has: Sequence[Callable[[Sequence[int]], Sequence[bool]]],
+        discard: Sequence[Callable[[Sequence[int]], None]],
     ) -> None:  # fmt: skip
         numbered = list(enumerate(groups))
-        self._num_groups = len(groups)
         self._all, self._none = [True] * len(groups), [False] * len(groups)
         self._whole = [i for i, group in numbered if group.num_last is None]
         self._last = [(i, g.num_last, g.num_first) for i, g in numbered if g.num_last is not None]
@@ -223,7 +223,7 @@ class Prefixes:
         evaluated: dict[int, Sequence[bool]] = {}  # which groups have their blocks
         removed: list[int] = []
         while hashes := [hash for hash in hashes if not nodes[hash].users]:
-            present = [self._has(number, hashes) for number in range(self._num_groups)]
+            present = [has_blocks(hashes) for has_blocks in self._has]
             evaluating, behind = set(hashes), list[int]()
             for hash, has in zip(hashes, zip(*present, strict=True), strict=True):
                 node = nodes.get(hash)
@@ -302,12 +302,12 @@ class Prefixes:
                 node.nearest = nearest
                 moved[place] = node
                 place = node.parent
-        discarded = [list(removed) for _ in range(self._num_groups)]
+        discarded = [list(removed) for _ in self._discard]
         for hash, node in moved.items():
             has = evaluated.get(hash, self._all) if hash in nodes else self._none
             for number, num_last, num_first in self._last:
                 if has[number] and node.nearest >= num_last and node.depth > num_first:
                     discarded[number].append(hash)
-        for number, hashes in enumerate(discarded):
+        for discard, hashes in zip(self._discard, discarded, strict=True):
             if hashes:
-                self._discard(number, hashes)
+                discard(hashes)
