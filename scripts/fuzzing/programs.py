@@ -452,7 +452,8 @@ def tiered(case: Case) -> None:
             "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
             "shared_write": case.rng.choice(["through", "back", "second_use"]),
         }  # fmt: skip
-    cache = construct(case, kv.TieredCache, arguments, names=("host_pool", "device_pool"))
+    own = ("host_pool", "device_pool", "host_bytes")
+    cache = construct(case, kv.TieredCache, arguments, names=own)
     if cache is None or (cache.device_pool, cache.host_pool) != (on_device, on_host):
         return
     leases: list[Lease] = []
