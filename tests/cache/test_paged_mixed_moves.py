@@ -65,8 +65,7 @@ def assert_empty(*sides):
         if side.tiers is not None:
             side.tiers.clear()
             side.host_pool.allocator.check_leaks()
-            engine = side.cache._tiers._past_engine
-            if engine is not None:
+            for engine in side.cache._tiers._past_engines.values():
                 engine.host_pool.allocator.check_leaks()
         assert counts(side) == (side.cache.pool.num_pages, side.cache.past_pool.num_pages)
         assert not side.cache._sequences._references.any()
@@ -88,7 +87,7 @@ def test_bits(device, past, sinks):
     assert counts(one) == (12, 10) and one.cache.sequence_length("s") == 22
     demoted = 10 - before[1]
     assert one.host_pool.allocator.num_allocated == 6 - demoted
-    far = one.cache._tiers._past_engine.host_pool
+    far = one.cache._tiers._past_engines[0].host_pool
     assert (far.dtype, far.num_pages, far.allocator.num_allocated) == (past, 10, demoted)
     spoil(one)
     one.cache.onboard("s")
@@ -159,7 +158,7 @@ def test_a_save_that_is_refused_changes_nothing(device, monkeypatch, save):
     one.cache.onboard("s")  # the engine is there
     one.step("s", [1])
     before, raw = one.state(), one.raw("s")
-    engine = one.tiers.engine if save == "first" else one.cache._tiers._past_engine
+    engine = one.tiers.engine if save == "first" else one.cache._tiers._past_engines[0]
 
     def fail(*args, **options):
         raise MemoryError("not now")
@@ -168,7 +167,7 @@ def test_a_save_that_is_refused_changes_nothing(device, monkeypatch, save):
         patch.setattr(engine, "save", fail)
         one.cache.offload("s")
     one.settle()
-    one.cache._tiers._past_engine.save_stream.synchronize()
+    one.cache._tiers._past_engines[0].save_stream.synchronize()
     assert one.state() == before and one.raw("s") == raw
     one.cache.offload("s")
     one.cache.onboard("s")
@@ -184,7 +183,7 @@ def test_a_load_that_is_refused_leaves_it_offloaded(device, monkeypatch, load):
     one.cache.offload("s")
     one.settle()
     before = one.state()
-    engine = one.tiers.engine if load == "first" else one.cache._tiers._past_engine
+    engine = one.tiers.engine if load == "first" else one.cache._tiers._past_engines[0]
 
     def fail(*args, **options):
         raise MemoryError("not now")
@@ -193,7 +192,7 @@ def test_a_load_that_is_refused_leaves_it_offloaded(device, monkeypatch, load):
         patch.setattr(engine, "load", fail)
         one.cache.onboard("s")
     one.settle()
-    one.cache._tiers._past_engine.load_stream.synchronize()
+    one.cache._tiers._past_engines[0].load_stream.synchronize()
     assert one.state() == before and counts(one) == (12, 10)
     one.cache.onboard("s")
     assert one.raw("s") == raw
@@ -223,7 +222,7 @@ def test_the_last_pages_for_old_tokens_wait_for_a_load(device):
     one.cache.offload("s")
     spoil(one)
     held = threading.Event()
-    one.cache._tiers._past_engine.load_stream.call(lambda: held.wait(20))
+    one.cache._tiers._past_engines[0].load_stream.call(lambda: held.wait(20))
     one.cache.onboard("s")
     threading.Timer(0.05, held.set).start()
     same_outputs(one.step("s", tokens_of(6, 3)), plain.step("s", tokens_of(6, 3)))

@@ -57,6 +57,7 @@ def removing_what_fails(mixture):
             mixture.cache.remove_sequence(name)
         mixture.tokens.clear()
         mixture.parents.clear()
+        mixture.away.clear()
 
 
 def run(mixture, seed, steps=60):
@@ -68,8 +69,8 @@ def run(mixture, seed, steps=60):
         names = list(mixture.tokens)
         name = names[rng.integers(len(names))] if names else None
         action = rng.choice(
-            ["prompt", "step", "remove", "fork", "pop", "evict", "abort"],
-            p=[0.34, 0.1, 0.26, 0.08, 0.08, 0.1, 0.04],
+            ["prompt", "step", "remove", "fork", "pop", "evict", "abort", "offload"],
+            p=[0.3, 0.1, 0.2, 0.08, 0.08, 0.1, 0.04, 0.1],
         )
         with removing_what_fails(mixture), suppress(kv.CacheFull):
             if action == "prompt" and len(names) < 4:
@@ -80,6 +81,12 @@ def run(mixture, seed, steps=60):
                 )  # fmt: skip
             elif name is None:
                 continue
+            elif action == "offload" and name not in mixture.away:
+                mixture.offload(name)
+            elif action == "evict":
+                mixture.tiers.evict(int(rng.integers(12)))
+            elif name in mixture.away and action != "remove":
+                mixture.onboard(name)
             elif action == "step":
                 mixture.step({name: mixture.new(int(rng.integers(1, 10)))})
             elif action == "abort":
@@ -91,8 +98,6 @@ def run(mixture, seed, steps=60):
                 mixture.fork(name, f"s{made}", int(rng.integers(len(mixture.tokens[name]) + 1)))
             elif action == "pop":
                 mixture.pop(name, int(rng.integers(min(6, len(mixture.tokens[name]) + 1))))
-            elif action == "evict":
-                mixture.tiers.evict(int(rng.integers(12)))
         mixture.check()
         if mixture.tiers.stats().get("shared_stored") is None:
             mixture.check_useful()

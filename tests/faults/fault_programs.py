@@ -1335,8 +1335,9 @@ class PagedTiersPast(PagedTiers):
 
     def leaks(self) -> list[str]:
         held = super().leaks() + held_pages(self.cache.past_pool)
-        engine = self.cache._tiers._past_engine
-        return held if engine is None else held + held_pages(engine.host_pool)
+        for engine in self.cache._tiers._past_engines.values():
+            held += held_pages(engine.host_pool)
+        return held
 
 
 class PagedExchange(Paged):

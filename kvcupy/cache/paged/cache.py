@@ -243,7 +243,7 @@ class PagedKVCache(ProcessLocal):
         self._files: GroupFiles | None = None
         if groups is not None:
             self._files = GroupFiles(declared, self._groups, self._states, access)
-        self._tiers = Tiers(self.pool, self._sequences, access, self.past_pool)
+        self._tiers = Tiers(self._groups, self._states, access)
         self._exchange = Exchange(
             self.pool, self._sequences, self._contents, self._tiers, access, self._past
         )
@@ -1061,6 +1061,10 @@ class PagedKVCache(ProcessLocal):
                 f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
             )
         self._steps.mixed = MixedTiers(tiers, self._groups, self._states, self._steps.access)
+        self._tiers.attach_groups(
+            [tiers.of_group(i) for i in range(len(tiers.groups))],
+            [group.layers for group in tiers.groups],
+        )
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1081,9 +1085,9 @@ class PagedKVCache(ProcessLocal):
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
         """
-        self._refuse_groups("offload")
-        self._tiers.require("seq")
-        self._tiers.offload(self._steps.settled(seq))
+        self._tiers.require_attached("seq")
+        self._steps.settled(seq)
+        self._tiers.offload(seq)
 
     def onboard(self, seq: Hashable) -> None:
         """Bring an offloaded sequence back; one that is on the device is left alone.
@@ -1099,8 +1103,8 @@ class PagedKVCache(ProcessLocal):
         Stream: it is loaded in the background, layer by layer; the attention of each layer waits
         for its layer. The host waits for the save, if that is not done yet.
         """
-        self._refuse_groups("onboard")
-        self._tiers.onboard(self._sequences.find(seq))
+        self._sequences.find(seq)
+        self._tiers.onboard(seq)
 
     # --- Other caches ---
 

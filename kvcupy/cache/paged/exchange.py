@@ -12,22 +12,26 @@ from __future__ import annotations
 import json
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from ...devices.protocol import Stream
 from ...errors import CacheFull, TransferError
-from ..engine import TransferEngine
-from ..hazards import Completion, CopiedPages, PageAccess
+from ..engine import TransferEngine, send_together
+from ..hazards import Completion, CopiedPages, PageAccess, raise_failure
 from ..pages import PageAllocator, hash_list
 from ..pool import Pool, pool_like, positive_int
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
 from .contents import Contents
 from .moves import Past
+from .page_group import PageGroup
 from .sequences import CachedSequence, Ints, OffloadedPages, Sequences
+from .states import StateLoad, States
 
 
 class SenderProtocol(Protocol):
@@ -217,16 +221,23 @@ def _hashes(encoded: Any, most: int) -> list[int]:
 
 
 class Tiers:
-    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache."""
+    """Moves sequences and their blocks between a paged cache and tiered caches.
+
+    Attributes
+    ----------
+    tiered : of a cache without groups, once attached
+    """
 
     def __init__(
-        self, pool: Pool, sequences: Sequences, access: PageAccess, past_pool: Pool | None = None
+        self, groups: Sequence[PageGroup], states: States | None, access: PageAccess
     ) -> None:
-        self.tiered: TieredCache | None = None  # once attached
-        self._pool, self._past_pool = pool, past_pool
-        self._sequences, self._access = sequences, access
-        # Between the pool of old tokens and host memory, made when it is first needed.
-        self._past_engine: TransferEngine | None = None
+        self.tiered: TieredCache | None = None
+        self._groups, self._states, self._access = groups, states, access
+        self._pool, self._sequences = groups[0].pool, groups[0].sequences
+        # Of each group, and of the states: the tiers, and the numbers of the layers in the model.
+        self._caches: list[tuple[TieredCache, Sequence[int]]] = []
+        # By group, between the pool of old tokens and host memory, made when first needed.
+        self._past_engines: dict[int, TransferEngine] = {}
         self._num_past_host_pages = 0
 
     def attach(self, tiers: Any, num_past_host_pages: Any) -> None:
@@ -239,102 +250,168 @@ class Tiers:
             raise ValueError("tiers: expected to be attached once, got a second one")
         if num_past_host_pages is not None:
             count = positive_int(num_past_host_pages, "num_past_host_pages")
-            if self._past_pool is None:
+            if self._groups[0].past_pool is None:
                 raise ValueError(f"num_past_host_pages: expected None without past, got {count}")
             self._num_past_host_pages = count
         self.tiered = tiers
+        self.attach_groups([tiers], [range(self._pool.num_layers)])
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._sequences.evict = partial(evict, tiers, self._pool.allocator)
 
+    def attach_groups(
+        self, caches: Sequence[TieredCache], layers: Sequence[Sequence[int]]
+    ) -> None:
+        """Offload to the host memory of these tiered caches: of each group, and of the states.
+
+        layers : of each, their numbers in the model
+        """
+        self._caches = list(zip(caches, layers, strict=True))
+
     def require(self, name: str) -> TieredCache:
         """Return the tiered cache; raise if it is missing. `name` is the argument that needs it."""
-        if self.tiered is None:
-            raise ValueError(f"{name}: expected a cache with a tiered cache; call attach first")
+        self.require_attached(name)
+        assert self.tiered is not None
         return self.tiered
+
+    def require_attached(self, name: str) -> None:
+        """Raise if there is no tiered cache."""
+        if not self._caches:
+            raise ValueError(f"{name}: expected a cache with a tiered cache; call attach first")
 
     def acquire(self, hashes: Sequence[int]) -> Lease:
         """Return a lease of the leading blocks that the tiered cache knows."""
         return self.require("hashes").acquire(hashes, after=self._access.copy_stream_behind_all())
 
-    def offload(self, sequence: CachedSequence) -> None:
-        """Save the pages of a sequence to host memory, unconverted, and release them."""
-        tiers = self.require("seq")
-        if sequence.num_pages == 0:
+    def offload(self, seq: Hashable) -> None:
+        """Save pages and states of a sequence to host memory, unconverted, and release them."""
+        found = [group.sequences.find(seq) for group in self._groups]
+        if found[0].length == 0:
             return
-        pages, past_pages, past_start = self._sequences.split(sequence)
+        split = [g.sequences.split(own) for g, own in zip(self._groups, found, strict=True)]
+        parts, past_parts, kept = [], {}, {}
+        for number, (pages, past_pages, _) in enumerate(split):
+            if len(past_pages):
+                engine = self._engine_of_past(number)
+                past_parts[number] = _Part(engine, past_pages, engine.host_pool.allocator.alloc)
+            cache, label = self._caches[number][0], self._groups[number].sequences.label
+            parts.append(_Part(cache.engine, pages, cache.take_host_pages, label))
+        if self._states is not None:
+            kept = self._states.sound_kept(seq)
+            slots = np.array([*self._states.slots([seq]), *kept.values()], np.int64)
+            cache = self._caches[-1][0]
+            parts.append(_Part(cache.engine, slots, cache.take_host_pages, self._states.label))
+        # Host pages of old tokens are taken first: nothing is evicted for them.
+        saved = iter(self._save([*past_parts.values(), *parts], found))
+        past_saved = {number: next(saved) for number in past_parts}
+        for number, (group, own) in enumerate(zip(self._groups, found, strict=True)):
+            past = past_saved.get(number)
+            if group.sequences.is_shared(own):
+                # A sequence that shares a page may soon own it alone, and write during the save.
+                for engine in [parts[number].engine, *([past.engine] if past else [])]:
+                    self._access.order.end(engine.save_stream)
+            offloaded = replace(next(saved), past=past, past_start=split[number][2])
+            group.sequences.offload(own, offloaded)
+        if self._states is not None:
+            self._states.offload(seq, next(saved), kept)
+
+    def _save(
+        self, parts: Sequence[_Part], sequences: Sequence[CachedSequence]
+    ) -> list[OffloadedPages]:
+        """Save pages to host memory, behind all work and the loads of some sequences."""
         stream = self._access.copy_stream
-        host_pages, past_host_pages = self._take_host_pages(tiers, len(pages), len(past_pages))
-        parts = [(tiers.engine, pages, host_pages)]
-        if len(past_pages):
-            parts.append((self._engine_of_past(), past_pages, past_host_pages))
-        saves = []
+        taken: list[Ints] = []
         try:
-            with self._access.on(stream, sequence):
+            for part in parts:
+                taken.append(part.take_host_pages())
+            with self._access.on(stream, *sequences):
                 pass  # the saves wait for what the copy stream waits for
-            for engine, numbers, host_numbers in parts:
-                saves.append(engine.save(numbers, host_numbers, after=stream))
-                engine._flush()
-        except BaseException:
-            for engine, _, host_numbers in parts:
-                engine.host_pool.allocator.free(host_numbers)
-            raise
-        if len(self._sequences.owned(sequence, sequence.num_pages)) < sequence.num_pages:
-            # A sequence that shares a page may soon own it alone, and write during the save.
-            for engine, _, _ in parts:
-                self._access.order.end(engine.save_stream)
-        past = None
-        if len(past_pages):
-            past = OffloadedPages(past_host_pages, saves[1], parts[1][0])
-        offloaded = OffloadedPages(host_pages, saves[0], tiers.engine, past, past_start)
-        self._sequences.offload(sequence, offloaded)
-
-    def onboard(self, sequence: CachedSequence) -> None:
-        """Load the pages of an offloaded sequence; one on the device is left alone."""
-        host = sequence.offloaded
-        if host is None:
-            return
-        parts = [host] if host.past is None else [host, host.past]
-        for part in parts:
-            part.save.synchronize()
-        counts = [len(part.pages) for part in parts]
-        pages = self._sequences.allocate_both(counts[0], sum(counts[1:]))
-        combined = self._sequences.combine(*pages, host.past_start)
-        loads = []
-        try:
-            stream = self._access.copy_stream_behind_all()
-            for part, numbers in zip(parts, pages, strict=False):
-                loads.append(part.engine.load(part.pages, numbers, after=stream))
+            saved = []
+            for part, host_pages in zip(parts, taken, strict=True):
+                save = part.engine.save(part.pages, host_pages, after=stream)
                 part.engine._flush()
+                saved.append(OffloadedPages(host_pages, save, part.engine))
         except BaseException:
-            self._sequences.free(combined)
+            for part, host_pages in zip(parts, taken, strict=False):
+                part.engine.host_pool.allocator.free(host_pages)
             raise
-        self._sequences.onboard(sequence, combined, loads)
-        host.free()
+        return saved
 
-    def _engine_of_past(self) -> TransferEngine:
-        """Return the engine between the pool of demoted pages and its host pool, made once."""
-        if self._past_engine is None:
-            past_pool = self._past_pool
+    def onboard(self, seq: Hashable) -> None:
+        """Load pages and states of an offloaded sequence; one on the device is left alone."""
+        found = [group.sequences.find(seq) for group in self._groups]
+        hosts = [own.offloaded for own in found if own.offloaded is not None]
+        if not hosts:
+            return
+        states = self._states
+        state = None if states is None else states.find(seq).offloaded
+        for host in (*hosts, *([] if state is None else [state])):
+            for part in (host, host.past):
+                if part is not None:
+                    part.save.synchronize()
+        pages: list[tuple[Ints, Ints]] = []
+        slots: list[int] = []
+        try:
+            for group, host in zip(self._groups, hosts, strict=True):
+                num_past = 0 if host.past is None else len(host.past.pages)
+                pages.append(group.sequences.allocate_both(len(host.pages), num_past))
+            if states is not None:
+                slots = states.take_slots(seq)
+            loads = self._load(hosts, pages, state, slots)
+        except BaseException:
+            for group, own_pages in zip(self._groups, pages, strict=False):
+                group.sequences.free_both(*own_pages)
+            if states is not None:
+                states.free(slots)
+            raise
+        state_load = None
+        if states is not None and state is not None:
+            state_load = StateLoad(loads.pop()[0])
+            states.onboard(seq, slots, state_load)
+            state.free()
+        for number, (group, own) in enumerate(zip(self._groups, found, strict=True)):
+            host = hosts[number]
+            combined = group.sequences.combine(own, *pages[number], host.past_start)
+            group.sequences.onboard(own, combined, loads[number])
+            if state_load is not None:
+                own.loads.append(state_load)
+            host.free()
+
+    def _load(
+        self, hosts: Sequence[OffloadedPages], pages: Sequence[tuple[Ints, Ints]],
+        state: OffloadedPages | None, slots: Sequence[int],
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Load host pages of each group, and states, in the order in which layers run."""
+        stream = self._access.copy_stream_behind_all()
+        loads: list[list[Completion]] = []
+        engines: list[tuple[TransferEngine, Sequence[int]]] = []
+        targets: list[tuple[Ints, ...]] = [*pages]
+        if state is not None:
+            targets.append((np.array(slots, np.int64),))
+        parts = [*hosts, *([] if state is None else [state])]
+        try:
+            for part, numbers, (_, layers) in zip(parts, targets, self._caches, strict=True):
+                loads.append([])
+                for source, target in zip((part, part.past), numbers, strict=False):
+                    if source is not None:
+                        sources = source.pages[: len(target)]  # kept states may be left out
+                        loads[-1].append(source.engine.load(sources, target, after=stream))
+                        engines.append((source.engine, layers))
+        finally:
+            send_together(engines)
+        for own in loads:
+            for load in own:
+                raise_failure(load.failure)
+        return loads
+
+    def _engine_of_past(self, number: int) -> TransferEngine:
+        """Return the engine between a group's pool of demoted pages and host memory, made once."""
+        if number not in self._past_engines:
+            past_pool = self._groups[number].past_pool
             assert past_pool is not None
             count = self._num_past_host_pages or past_pool.num_pages
             host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
-            self._past_engine = TransferEngine(past_pool, host_pool)
-        return self._past_engine
-
-    def _take_host_pages(
-        self, tiers: TieredCache, count: int, past_count: int
-    ) -> tuple[Ints, Ints]:
-        """Take pages in host memory for both formats, all or none."""
-        if not past_count:
-            taken: Ints = tiers.take_host_pages(count)
-            return taken, taken[:0]
-        past_allocator = self._engine_of_past().host_pool.allocator
-        past_pages = past_allocator.alloc(past_count)
-        try:
-            return tiers.take_host_pages(count), past_pages
-        except BaseException:
-            past_allocator.free(past_pages)
-            raise
+            self._past_engines[number] = TransferEngine(past_pool, host_pool)
+        return self._past_engines[number]
 
     def publish(self, sequence: CachedSequence) -> set[int]:
         """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
@@ -344,19 +421,39 @@ class Tiers:
         if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
             return set()
         count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
-        owned = self._sequences.owned(sequence, count)
-        owned = owned[sequence.pages[owned] < self._pool.num_pages]  # not the demoted ones
-        pages = sequence.pages[owned].tolist()
-        if not pages:
+        owned = [
+            index for index in self._sequences.owned_of(sequence, range(count))
+            if sequence.pages[index] < self._pool.num_pages  # not the demoted ones
+        ]  # fmt: skip
+        if not owned:
             return set()
-        hashes = [sequence.hashes[i] for i in owned.tolist()]
-        parents = [sequence.hashes[i - 1] if i else 0 for i in owned.tolist()]
+        pages = sequence.pages[owned].tolist()
+        hashes = [sequence.hashes[i] for i in owned]
+        parents = [sequence.hashes[i - 1] if i else 0 for i in owned]
         tokens = None if sequence.token_ids is None else sequence.token_ids[owned].reshape(-1)
         unneeded = tiers.insert(
             hashes, pages, after=self._access.copy_stream_behind_all(), parent=parents,
             token_ids=tokens,
         )  # fmt: skip
         return set(pages) - set(unneeded)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Pages of a sequence in one pool, to be saved to pages that `take` allocates."""
+
+    engine: TransferEngine
+    pages: Ints
+    take: Callable[[int], Ints]
+    label: str = ""
+
+    def take_host_pages(self) -> Ints:
+        try:
+            return self.take(len(self.pages))
+        except CacheFull as error:
+            if not self.label:
+                raise
+            raise CacheFull(f"{self.label}: {error}") from error
 
 
 def evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
@@ -536,7 +633,7 @@ class Exchange:
                 raise ValueError(f"ticket: expected {count} pages of its sequence, got {got}")
         start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
         pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
-        combined = self._sequences.combine(pages, past_pages, start)
+        combined = self._sequences.combine(state, pages, past_pages, start)
         pulls: list[PullProtocol] = []
         try:
             after = self._access.copy_stream_behind_all()

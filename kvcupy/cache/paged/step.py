@@ -739,7 +739,10 @@ class Steps:
         """Return the slots of states, which work on a stream may read behind their copies."""
         assert self._states is not None
         names = _as_list(seqs, "seqs")
-        with self.access.on(stream, *self._sequences.find_all(names, "seqs")):
+        sequences = self._sequences.find_all(names, "seqs")
+        for name, sequence in zip(names, sequences, strict=True):
+            _require_on_device(sequence, name, "seqs")
+        with self.access.on(stream, *sequences):
             return self._states.slots(names)
 
     def restorable_length(self, seq: Hashable, at: Any) -> int:
