@@ -721,14 +721,23 @@ def test_a_layer_that_could_not_be_announced_goes_out_at_the_end_of_the_step(pai
 # --- Descriptions ---
 
 FIELDS = {"rope_mode": "none", "num_layers": "2"}
+GROUPS = Prefixed(kv.device("host"), tiered=False).cache._groups
 
 
 def described(length=10, evicted=0, window=0, sink_tokens=0, hashes=()):
     sequence = CachedSequence()
     sequence.length, sequence.evicted = length, evicted
     sequence.window, sequence.sink_tokens, sequence.hashes = window, sink_tokens, list(hashes)
-    sequence.extend(np.zeros(-(-(length + evicted) // PAGE), np.int32))
-    return exchange.encode_state(sequence, FIELDS, PAGE)
+    one = exchange.Described([sequence], [range(0)], [b"ticket"])
+    return exchange.encode_state(one, FIELDS, GROUPS)
+
+
+def decoded(encoded):
+    """The sequence of a description, and the number of its pages."""
+    got = exchange.decode_state(encoded, FIELDS, GROUPS)
+    (sequence,), (demoted,) = got.sequences, got.demoted
+    assert len(demoted) == 0 and all(isinstance(ticket, bytes) for ticket in got.tickets)
+    return sequence, GROUPS[0].sequences.num_kept(sequence)
 
 
 @given(
@@ -740,32 +749,35 @@ def test_a_description_says_all_of_a_sequence(length, evicted, window, sink_toke
     sink_tokens = min(sink_tokens, length)
     hashes = hashes[: length // PAGE]
     encoded = described(length, evicted, window, sink_tokens, hashes)
-    got, num_pages, demoted = exchange.decode_state(encoded, FIELDS, PAGE)
-    assert demoted is None
+    got, num_pages = decoded(encoded)
     assert (got.length, got.evicted) == (length, evicted)
     assert (got.window, got.sink_tokens) == (window, sink_tokens)
     assert got.hashes == hashes and num_pages == -(-(length + evicted) // PAGE)
     assert got.num_pages == 0 and not got.loads
+    assert exchange.decode_state(encoded, FIELDS, GROUPS).tickets == [b"ticket"]
 
 
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 2**65), st.floats(), st.text(max_size=5),
     st.lists(st.integers(0, 5), max_size=3), st.just({}),
 )  # fmt: skip
+NAMES = [*json.loads(described()), "evicted", "window", "sink_tokens"]
 
 
-@given(st.sampled_from(sorted(json.loads(described()))), VALUES)
+@given(st.sampled_from(sorted(NAMES)), VALUES)
 @settings(max_examples=examples(400), deadline=None)
 def test_a_wrong_description_is_refused_or_consistent(field, value):
-    state = json.loads(described(window=6, sink_tokens=2, evicted=3, hashes=[5, 6]))
-    changed = {**state, field: value}
+    changed = json.loads(described(window=6, sink_tokens=2, evicted=3, hashes=[5, 6]))
+    if field in changed:
+        changed[field] = value
+    else:
+        changed["groups"][0][field] = value
     try:
-        got, num_pages, _ = exchange.decode_state(json.dumps(changed).encode(), FIELDS, PAGE)
+        got, _ = decoded(json.dumps(changed).encode())
     except ValueError as error:
         assert str(error).startswith("ticket: ")
         return
-    assert num_pages == -(-got.end // PAGE) and got.length >= 1
-    assert 0 <= got.evicted < 2 * PAGE
+    assert got.length >= 1 and 0 <= got.evicted < 2 * PAGE
     assert len(got.hashes) <= got.length // PAGE
 
 
@@ -773,7 +785,7 @@ def test_a_wrong_description_is_refused_or_consistent(field, value):
 @settings(max_examples=examples(200), deadline=None)
 def test_what_is_no_description_is_refused(encoded):
     with pytest.raises(ValueError, match=r"^ticket: "):
-        exchange.decode_state(encoded, FIELDS, PAGE)
+        exchange.decode_state(encoded, FIELDS, GROUPS)
 
 
 def test_a_description_is_bounded():
@@ -781,4 +793,4 @@ def test_a_description_is_bounded():
     with pytest.raises(ValueError, match="hashes"):
         described(length=40_000 * PAGE, hashes=hashes)
     with pytest.raises(ValueError, match="at most"):
-        exchange.decode_state(b" " * (2 << 20), FIELDS, PAGE)
+        exchange.decode_state(b" " * (2 << 20), FIELDS, GROUPS)

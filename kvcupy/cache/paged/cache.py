@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ class PagedKVCache(ProcessLocal):
     pool : the KVPool or MLAPool that holds the pages; with groups, of the first attention group
     past_pool : the KVPool of the demoted pages, or None
     pools : the pools of all groups of attention layers, in order
+    state_pool : the MLAPool of the states of recurrent layers, one per page, or None
     device : the Device
 
     Raises
@@ -221,6 +222,7 @@ class PagedKVCache(ProcessLocal):
         self.pools = tuple(group.pool for group in self._groups)
         if groups is not None:
             self._states = states_of(self._plan, self.device)
+        self.state_pool = None if self._states is None else self._states.pool
         self._layers, self._sequences, self._past = first.layers, first.sequences, first.past
         self._num_q_heads = shared["num_q_heads"]
         self._rope_mode = self._layers.rope.mode
@@ -239,14 +241,14 @@ class PagedKVCache(ProcessLocal):
         if groups is None:
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
-        self._contents = Contents(self.pool, self._layers, access, self._past)
+        contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
+        self._contents = contents[0]
         self._files: GroupFiles | None = None
         if groups is not None:
-            self._files = GroupFiles(declared, self._groups, self._states, access)
+            self._files = GroupFiles(declared, self._groups, contents, self._states, access)
+        fields = self._contents.cache_fields if self._files is None else self._files.cache_fields
         self._tiers = Tiers(self._groups, self._states, access)
-        self._exchange = Exchange(
-            self.pool, self._sequences, self._contents, self._tiers, access, self._past
-        )
+        self._exchange = Exchange(self._groups, self._states, fields, self._tiers, access)
         metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
@@ -1061,10 +1063,7 @@ class PagedKVCache(ProcessLocal):
                 f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
             )
         self._steps.mixed = MixedTiers(tiers, self._groups, self._states, self._steps.access)
-        self._tiers.attach_groups(
-            [tiers.of_group(i) for i in range(len(tiers.groups))],
-            [group.layers for group in tiers.groups],
-        )
+        self._tiers.attach_groups(*self._steps.mixed.caches())
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1109,8 +1108,8 @@ class PagedKVCache(ProcessLocal):
     # --- Other caches ---
 
     def export_sequence(
-        self, seq: Hashable, sender: SenderProtocol, *,
-        lease_s: float = 30.0, past_sender: SenderProtocol | None = None,
+        self, seq: Hashable, sender: SenderProtocol | Sequence[SenderProtocol], *,
+        lease_s: float = 30.0, past_sender: SenderProtocol | Sequence[SenderProtocol] | None = None,
     ) -> bytes:  # fmt: skip
         """Offer a sequence to a cache of another process, with its window and its hashes.
 
@@ -1118,10 +1117,11 @@ class PagedKVCache(ProcessLocal):
         ----------
         seq : a sequence with tokens. One of the running step is offered in its state at the end of
             that step, and each layer goes out as soon as its attention has run
-        sender : a PageSender of the `pool` of this cache
+        sender : a PageSender of the `pool` of this cache; with groups a list, with one for each of
+            `pools` and for `state_pool`
         lease_s : seconds for which the pages are held, unless a receiver renews the lease
-        past_sender : a PageSender of `past_pool`, for demoted pages; None: there must be none. It
-            has the secret of `sender`
+        past_sender : a PageSender of `past_pool`, for demoted pages, or with groups a list; None:
+            there must be none. All senders have one secret
 
         Returns
         -------
@@ -1150,35 +1150,37 @@ class PagedKVCache(ProcessLocal):
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
-        self._refuse_groups("export_sequence")
-        step = self._steps.running if self._steps.is_running(seq) else None
-        export = self._exchange.export(
-            seq, self._steps.on_device(seq), sender, past_sender,
-            by_layer=step is not None, lease_s=lease_s,
-        )  # fmt: skip
-        if step is not None:
-            step.exports.append(export)
-        return export.ticket
+        self._steps.on_device(seq)
+        parts = self._steps.parts if self._steps.is_running(seq) else ()
+        ticket, exports = self._exchange.export(
+            seq, sender, past_sender, by_layer=bool(parts), lease_s=lease_s
+        )
+        for part, own in zip(parts, exports, strict=False):
+            part.exports += own
+        return ticket
 
     def import_sequence(
-        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, *,
-        deadline_s: float = 30.0, past_receiver: ReceiverProtocol | None = None,
+        self, seq: Hashable, ticket: bytes,
+        receiver: ReceiverProtocol | Sequence[ReceiverProtocol], *,
+        deadline_s: float = 30.0,
+        past_receiver: ReceiverProtocol | Sequence[ReceiverProtocol] | None = None,
     ) -> PullProtocol | SequencePull:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
 
         Parameters
         ----------
         ticket : what `export_sequence` of the other cache returned
-        receiver : a PageReceiver of the `pool` of this cache
+        receiver : a PageReceiver of the `pool` of this cache; with groups a list, with one for each
+            of `pools` and for `state_pool`
         deadline_s : seconds after which the transfer fails if it is not complete, including the
             rest of the step in which the sequence was exported
-        past_receiver : a PageReceiver of `past_pool`, for demoted pages; None: there must be none.
-            It has the secret of `receiver`
+        past_receiver : a PageReceiver of `past_pool`, for demoted pages, or with groups a list;
+            None: there must be none. All receivers have one secret
 
         Returns
         -------
         Pull : a handle to wait for the transfer or to cancel it; a `SequencePull` with the same
-            methods if there are demoted pages beside others
+            methods if there are demoted pages beside others, or groups
 
         Raises
         ------
@@ -1197,9 +1199,11 @@ class PagedKVCache(ProcessLocal):
         transfer fails. The sequence can then only be removed, and its pages become free when
         nothing can land in them any more.
         """
-        self._refuse_groups("import_sequence")
         self._sequences.require_new(seq, "seq")
-        return self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
+        pull = self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
+        if self._steps.mixed is not None:
+            self._steps.mixed.receive(seq)
+        return pull
 
     # --- Parts ---
 

@@ -302,6 +302,10 @@ class Contents:
             "rope_mode": self._layers.rope.mode,
         }  # fmt: skip
 
+    def cache_fields(self) -> dict[str, str]:
+        """Return the fields that caches which exchange sequences must have in common."""
+        return {**self.fields(), "page_size": str(self._pool.page_size)}
+
     def _stored(self) -> list[tuple[tuple[str, str], list[tuple[ArrayView, ArrayView]]]]:
         """Return the stored arrays in pairs: two names, and both arrays of each layer."""
         names = ("latent", "rope_key") if self._is_latent else ("k", "v")

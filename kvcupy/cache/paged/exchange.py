@@ -9,10 +9,11 @@ A held page is shared: a sequence copies it before a write, and it is freed with
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,16 +22,15 @@ import numpy as np
 
 from ...devices.protocol import Stream
 from ...errors import CacheFull, TransferError
+from ...ops import checks
 from ..engine import TransferEngine, send_together
 from ..hazards import Completion, CopiedPages, PageAccess, raise_failure
 from ..pages import PageAllocator, hash_list
 from ..pool import Pool, pool_like, positive_int
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
-from .contents import Contents
-from .moves import Past
 from .page_group import PageGroup
-from .sequences import CachedSequence, Ints, OffloadedPages, Sequences
+from .sequences import CachedSequence, Ints, OffloadedPages
 from .states import StateLoad, States
 
 
@@ -60,79 +60,47 @@ class ReceiverProtocol(Protocol):
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float, after: Any) -> PullProtocol: ...
 
 
-_KIND, _VERSION = "kvcupy sequence", 1
-_NUMBERS = ("length", "evicted", "window", "sink_tokens", "num_pages")
+_KIND, _VERSION = "kvcupy sequence", 2
+_WINDOW = ("evicted", "window", "sink_tokens")  # of a sequence of a cache without groups
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
 
 
 @dataclass(frozen=True)
-class DemotedPages:
-    """The part of a ticket about the demoted pages of a sequence.
+class Described:
+    """A sequence as a ticket describes it.
 
     Attributes
     ----------
-    start, count : index of the first of them in the sequence, and their number
-    ticket : of their offer; empty if the sequence has no other pages: its ticket is for these
-    fields : format, recent and sinks, which both caches must have in common
+    sequences : without pages, of each group
+    demoted : range of the indices of its demoted pages in each group
+    tickets : of all offers but the first. There is an offer for each pool that has some of its
+        pages: of each group its own pool and that of old tokens, and then of the states
     """
 
-    start: int
-    count: int
-    ticket: bytes
-    fields: Mapping[str, str]
-
-    def encoded(self) -> dict[str, Any]:
-        return {
-            "start": self.start, "count": self.count, "ticket": self.ticket.hex(),
-            "fields": dict(self.fields),
-        }  # fmt: skip
-
-    @classmethod
-    def decoded(cls, described: Any, fields: Mapping[str, str], num_pages: int) -> DemotedPages:
-        """Return the result of `encoded`; ValueError unless it fits the fields and the pages."""
-        if not isinstance(described, dict) or set(described) != {
-            "start", "count", "ticket", "fields"
-        }:  # fmt: skip
-            raise ValueError(f"ticket: expected demoted pages, got {described!r:.80}")
-        _require_same(described["fields"], fields)
-        start, count = described["start"], described["count"]
-        if not (type(start) is int and type(count) is int and start >= 0 and count > 0):
-            raise ValueError(f"ticket: expected a range of demoted pages, got {start!r}, {count!r}")
-        if start + count > num_pages:
-            raise ValueError(
-                f"ticket: expected demoted pages within {num_pages}, got {count} from {start} on"
-            )
-        try:
-            ticket = bytes.fromhex(described["ticket"])
-        except (TypeError, ValueError):
-            raise ValueError("ticket: expected one of demoted pages in hexadecimal") from None
-        if bool(ticket) == (count == num_pages):
-            raise ValueError("ticket: expected another of demoted pages, where there are others")
-        return cls(start, count, ticket, fields)
+    sequences: Sequence[CachedSequence]
+    demoted: Sequence[range]
+    tickets: Sequence[bytes] = ()
 
 
 def encode_state(
-    sequence: CachedSequence,
-    fields: Mapping[str, str],
-    page_size: int,
-    demoted: DemotedPages | None = None,
+    described: Described, fields: Mapping[str, str], groups: Sequence[PageGroup]
 ) -> bytes:
     """Describe a sequence as canonical JSON, with the `fields` that both caches have in common.
 
     Only hashes of full pages are included: a prompt that is not computed to its end has more.
-
-    >>> encode_state(CachedSequence(), {"rope_mode": "none"}, 16)  # doctest: +ELLIPSIS
-    b'{"evicted":0,"fields":{"rope_mode":"none"},"hashes":[],"kind":"kvcupy sequence",...}'
     """
-    hashes = sequence.hashes[: sequence.length // page_size]
-    described = {
-        "kind": _KIND, "version": _VERSION, "fields": dict(fields),
-        **{name: int(getattr(sequence, name)) for name in _NUMBERS},
+    first, page_size = described.sequences[0], groups[0].pool.page_size
+    hashes = first.hashes[: first.length // page_size]
+    encoded = json.dumps({
+        "kind": _KIND, "version": _VERSION, "fields": dict(fields), "length": first.length,
         "hashes": [f"{hash:x}" for hash in hashes],
-        **({} if demoted is None else {"demoted": demoted.encoded()}),
-    }  # fmt: skip
-    encoded = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
+        "groups": [
+            _encoded_group(*own)
+            for own in zip(groups, described.sequences, described.demoted, strict=True)
+        ],
+        "tickets": [ticket.hex() for ticket in described.tickets],
+    }, sort_keys=True, separators=(",", ":")).encode()  # fmt: skip
     if len(encoded) > _MAX_BYTES:
         raise ValueError(
             f"seq: expected at most {_MAX_BYTES} bytes of description, got {len(encoded)}; "
@@ -141,14 +109,26 @@ def encode_state(
     return encoded
 
 
-def decode_state(
-    encoded: bytes, fields: Mapping[str, str], page_size: int,
-    past_fields: Mapping[str, str] | None = None,
-) -> tuple[CachedSequence, int, DemotedPages | None]:  # fmt: skip
-    """Return the sequence of `encode_state` without pages, the number of pages, and demoted pages.
+def _numbers_of(group: PageGroup) -> tuple[str, ...]:
+    """Return the attributes of a sequence that its length does not imply."""
+    return _WINDOW if group.tables is None else ("first_kept",)
 
-    ValueError that names the ticket unless all of it is consistent, `fields` are the same, and
-    `past_fields` where pages are demoted (None: none may be).
+
+def _encoded_group(group: PageGroup, sequence: CachedSequence, demoted: range) -> dict[str, Any]:
+    encoded: dict[str, Any] = {name: getattr(sequence, name) for name in _numbers_of(group)}
+    if demoted:
+        fields = _past_fields(group)
+        encoded["demoted"] = {"start": demoted.start, "count": len(demoted), "fields": fields}
+    return encoded
+
+
+def decode_state(
+    encoded: bytes, fields: Mapping[str, str], groups: Sequence[PageGroup]
+) -> Described:
+    """Return the sequence of `encode_state`.
+
+    ValueError that names the ticket unless all of it is consistent and `fields` are the same, also
+    those of pools of old tokens where pages are demoted.
     """
     described = _parsed(encoded)
     if described.get("kind") != _KIND or described.get("version") != _VERSION:
@@ -156,32 +136,78 @@ def decode_state(
             f"ticket: expected one of export_sequence, version {_VERSION}, got "
             f"{described.get('kind')!r}, version {described.get('version')!r}"
         )
-    if set(described) - {"demoted"} != {"kind", "version", "fields", "hashes", *_NUMBERS}:
+    names = {"kind", "version", "fields", "length", "hashes", "groups", "tickets"}
+    if set(described) != names:
         raise ValueError(f"ticket: expected a sequence, got fields {sorted(described)}")
     _require_same(described["fields"], fields)
-    numbers = {name: described[name] for name in _NUMBERS}
-    for name, number in numbers.items():
-        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
-            raise ValueError(f"ticket: expected {name} to be a count, got {number!r}")
-    length, evicted = numbers["length"], numbers["evicted"]
-    window, sink_tokens = numbers["window"], numbers["sink_tokens"]
-    # Pages of evicted places only are released, so the span is shorter than two pages.
-    if evicted and not (window and sink_tokens <= length and evicted < 2 * page_size):
-        raise ValueError(f"ticket: expected no evicted span of {evicted} in {numbers}")
-    if length == 0 or numbers["num_pages"] != -(-(length + evicted) // page_size):
-        raise ValueError(
-            f"ticket: expected pages of {page_size} for {length} tokens, got {numbers['num_pages']}"
-        )
+    length, own = described["length"], described["groups"]
+    if not (_is_count(length) and length):
+        raise ValueError(f"ticket: expected a length, got {length!r}")
+    if not isinstance(own, list) or len(own) != len(groups):
+        raise ValueError(f"ticket: expected {len(groups)} groups, got {own!r:.80}")
+    parts = [_decoded_group(*pair, length) for pair in zip(groups, own, strict=True)]
+    hashes = _hashes(described["hashes"], length // groups[0].pool.page_size)
+    for sequence, _ in parts:
+        sequence.hashes = list(hashes)
+    try:
+        tickets = [bytes.fromhex(ticket) for ticket in described["tickets"]]
+    except (TypeError, ValueError):
+        raise ValueError("ticket: expected tickets of offers in hexadecimal") from None
+    return Described([s for s, _ in parts], [demoted for _, demoted in parts], tickets)
+
+
+def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedSequence, range]:
+    """Return a sequence of a group without pages, and the indices of its demoted pages."""
+    names, page_size = _numbers_of(group), group.pool.page_size
+    if not isinstance(encoded, dict) or set(encoded) - {"demoted"} != {*names}:
+        raise ValueError(f"ticket: expected {', '.join(names)} of a group, got {encoded!r:.80}")
     sequence = CachedSequence()
-    sequence.length, sequence.evicted = length, evicted
-    sequence.window, sequence.sink_tokens = window, sink_tokens
-    sequence.hashes = _hashes(described["hashes"], length // page_size)
-    demoted = None
-    if "demoted" in described:
-        if past_fields is None:
-            raise ValueError("ticket: expected a sequence without demoted pages, got some")
-        demoted = DemotedPages.decoded(described["demoted"], past_fields, numbers["num_pages"])
-    return sequence, numbers["num_pages"], demoted
+    sequence.length = length
+    for name in names:
+        if not _is_count(encoded[name]):
+            raise ValueError(f"ticket: expected {name} to be a count, got {encoded[name]!r}")
+        setattr(sequence, name, encoded[name])
+    # Pages of evicted places only are released, so the span is shorter than two pages.
+    if sequence.evicted and not (
+        sequence.window and sequence.sink_tokens <= length and sequence.evicted < 2 * page_size
+    ):
+        raise ValueError(f"ticket: expected no evicted span of {sequence.evicted} in {encoded}")
+    if not group.sequences.may_be(length, sequence.first_kept):
+        raise ValueError(f"ticket: expected no freed pages before {sequence.first_kept}")
+    demoted = range(0)
+    if "demoted" in encoded:
+        demoted = _decoded_range(group, encoded["demoted"], -(-sequence.end // page_size))
+    return sequence, demoted
+
+
+def _decoded_range(group: PageGroup, encoded: Any, num_pages: int) -> range:
+    """Return the indices of demoted pages among those of a sequence."""
+    fields = _past_fields(group)
+    if fields is None:
+        raise ValueError("ticket: expected a sequence without demoted pages, got some")
+    if not isinstance(encoded, dict) or set(encoded) != {"start", "count", "fields"}:
+        raise ValueError(f"ticket: expected demoted pages, got {encoded!r:.80}")
+    _require_same(encoded["fields"], fields)
+    start, count = encoded["start"], encoded["count"]
+    if not (_is_count(start) and _is_count(count) and count and start + count <= num_pages):
+        raise ValueError(
+            f"ticket: expected demoted pages within {num_pages}, got {count!r} from {start!r} on"
+        )
+    return range(start, start + count)
+
+
+def _past_fields(group: PageGroup) -> dict[str, str] | None:
+    """Return what caches that exchange demoted pages must have in common; None without any."""
+    past = group.past
+    if past is None:
+        return None
+    return {
+        "past": past.pool.stored_as, "recent": str(past.recent), "sinks": str(past.sinks),
+    }  # fmt: skip
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number < _MAX_NUMBER
 
 
 def _require_same(theirs: Any, fields: Mapping[str, str]) -> None:
@@ -258,9 +284,7 @@ class Tiers:
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._sequences.evict = partial(evict, tiers, self._pool.allocator)
 
-    def attach_groups(
-        self, caches: Sequence[TieredCache], layers: Sequence[Sequence[int]]
-    ) -> None:
+    def attach_groups(self, caches: Sequence[TieredCache], layers: Sequence[Sequence[int]]) -> None:
         """Offload to the host memory of these tiered caches: of each group, and of the states.
 
         layers : of each, their numbers in the model
@@ -355,7 +379,7 @@ class Tiers:
                 num_past = 0 if host.past is None else len(host.past.pages)
                 pages.append(group.sequences.allocate_both(len(host.pages), num_past))
             if states is not None:
-                slots = states.take_slots(seq)
+                slots = states.take_slots(len(states.find(seq).offloaded_kept))
             loads = self._load(hosts, pages, state, slots)
         except BaseException:
             for group, own_pages in zip(self._groups, pages, strict=False):
@@ -474,47 +498,66 @@ def evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
 
 
 class Export:
-    """A sequence that is offered layer by layer: in its state at the call.
+    """Pages of a sequence that are offered, in a step layer by layer.
 
-    Attributes
+    Parameters
     ----------
-    ticket : of the offer
+    num_layers : those that the step is yet to write
+    fill : writes all of them when the step has ended; None: attention writes each
     """
 
     def __init__(
         self, sender: SenderProtocol, ticket: bytes, num_layers: int,
-        demoted: tuple[SenderProtocol, bytes] | None = None,
+        fill: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        self.ticket = ticket
-        self._sender = sender
-        self._demoted = demoted  # the offer of its demoted pages, by its sender and ticket
+        self._sender, self._ticket, self._fill = sender, ticket, fill
         self._missing = set(range(num_layers))
 
     def layer_written(self, layer: int, stream: Stream) -> None:
         """Let a layer go out once `stream` has passed this point; the first call of each counts."""
-        if layer in self._missing:
-            self._sender.layer_done(self.ticket, layer, stream)
+        if self._fill is None and layer in self._missing:
+            self._sender.layer_done(self._ticket, layer, stream)
             self._missing.discard(layer)
 
     def finish(self, stream: Stream) -> None:
         """Let the layers go out that have not been announced yet."""
+        if self._fill is not None:
+            self._fill()
+            self._fill = None
         for layer in sorted(self._missing):
             self.layer_written(layer, stream)
 
     def withdraw(self, stream: Stream) -> None:
         """Take the offer back; the pages are free when `stream` has passed this point."""
-        if self._demoted is not None:
-            sender, ticket = self._demoted
-            sender.withdraw(ticket)
-        self._sender.withdraw(self.ticket)
+        self._fill = None
+        self._sender.withdraw(self._ticket)
         self.finish(stream)
 
 
-class _Held:
-    """The pages of a sequence, held until the offers of them are over."""
+@dataclass(frozen=True)
+class _Place:
+    """A pool that has some pages of a sequence.
 
-    def __init__(self, sequence: CachedSequence) -> None:
-        self.sequence = sequence
+    Attributes
+    ----------
+    number : of the group; 0 for states
+    count : how many pages
+    label : of the layers, in errors
+    """
+
+    number: int
+    pool: Pool
+    count: int
+    label: str
+    is_past: bool = False
+    is_state: bool = False
+
+
+class _Held:
+    """The pages of a sequence in each group, and its state, until the offers of them are over."""
+
+    def __init__(self, sequences: Sequence[CachedSequence], slots: Sequence[int]) -> None:
+        self.sequences, self.slots = sequences, slots
         self.num_offers = 0
 
 
@@ -523,157 +566,232 @@ class Exchange:
 
     The pages of an offered sequence are held until its offers are over. An offer ends in a thread
     of its sender; the thread that uses the cache releases the pages when it needs or counts pages.
+
+    Parameters
+    ----------
+    fields : returns what caches that exchange sequences must have in common
     """
 
     def __init__(
-        self, pool: Pool, sequences: Sequences, contents: Contents, tiers: Tiers,
-        access: PageAccess, past: Past | None,
+        self, groups: Sequence[PageGroup], states: States | None,
+        fields: Callable[[], Mapping[str, str]], tiers: Tiers, access: PageAccess,
     ) -> None:  # fmt: skip
-        self._pool, self._sequences, self._contents = pool, sequences, contents
-        self._tiers, self._access, self._past = tiers, access, past
+        self._groups, self._states, self._fields = groups, states, fields
+        self._tiers, self._access = tiers, access
         self._ended: deque[_Held] = deque()  # each once for every offer that is over
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
     def export(
-        self, seq: Hashable, sequence: CachedSequence, sender: SenderProtocol,
-        past_sender: SenderProtocol | None, *, by_layer: bool, lease_s: float,
-    ) -> Export:  # fmt: skip
+        self, seq: Hashable, sender: Any, past_sender: Any, *, by_layer: bool, lease_s: float
+    ) -> tuple[bytes, list[list[Export]]]:
         """Offer a sequence, behind all work so far or, in a step, layer by layer.
 
-        Demoted pages are offered as a whole, by `past_sender`.
+        Demoted pages are offered as a whole, and the state when the step has ended. Returns the
+        ticket, and the exports of each group.
         """
-        if sequence.parents:
+        found = [group.sequences.find(seq) for group in self._groups]
+        if found[0].parents:
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
-        if sequence.length == 0:
+        if found[0].length == 0:
             raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
-        if by_layer and sequence.num_beyond_window:
+        if by_layer and found[0].num_beyond_window:
             raise ValueError(
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )
-        self._require_pools("sender", "PageSender", sender, past_sender)
-        pages, past_pages, start = self._sequences.split(sequence)
-        if past_sender is None and len(past_pages):
-            raise ValueError(
-                f"past_sender: expected a PageSender of past_pool, for {seq!r} has demoted pages, "
-                "got None"
-            )
+        ends = self._ends("sender", "PageSender", sender, past_sender)
+        split = [g.sequences.split(own) for g, own in zip(self._groups, found, strict=True)]
+        lists = [numbers for own, past, _ in split for numbers in (own, past)]
+        places = self._places(list(map(len, lists)))
+        senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
         stream = self._access.copy_stream
-        if len(past_pages) or not by_layer:
-            with self._access.on(stream, sequence):
-                pass  # the offer waits for what the copy stream waits for
-        self._sequences.reclaim = self._reclaim
-        held = _Held(self._sequences.hold(sequence))
+        if not by_layer or any(place.is_past for place in places):
+            with self._access.on(stream, *found):
+                pass  # the offers wait for what the copy stream waits for
+        slots: list[int] = []
+        fill: Callable[[], object] | None = None
+        for group in self._groups:
+            group.sequences.reclaim = self._reclaim
+        if self._states is not None:
+            self._states.reclaim = self._reclaim
+            slot, fill = self._states.hold(self._access, seq)
+            slots = [slot]
+        pairs = zip(self._groups, found, strict=True)
+        held = _Held([group.sequences.hold(own) for group, own in pairs], slots)
+        exports: list[list[Export]] = [[] for _ in self._groups]
 
-        def offer(by: SenderProtocol, numbers: Ints, state: bytes, **options: Any) -> bytes:
-            release = partial(_let_go, self._ended, held)
+        def offer(place: _Place, by: SenderProtocol, numbers: Any, attachment: bytes) -> bytes:
+            is_late = by_layer and not place.is_past
             ticket = by.offer(
-                numbers, lease_s=lease_s, release=release, attachment=state, **options
-            )
+                numbers, lease_s=lease_s, release=partial(_let_go, self._ended, held),
+                attachment=attachment, after=None if is_late else stream, by_layer=is_late,
+            )  # fmt: skip
             held.num_offers += 1
+            num_layers = place.pool.num_layers if is_late else 0
+            late_fill = fill if is_late and place.is_state else None
+            exports[place.number].append(Export(by, ticket, num_layers, late_fill))
             return ticket
 
-        demoted, past_offer = None, None
         try:
-            if past_sender is not None and len(past_pages):
-                demoted = DemotedPages(start, len(past_pages), b"", self._past_fields() or {})
-                state = b"" if len(pages) else self._describe(sequence, demoted)
-                past_ticket = offer(past_sender, past_pages, state, after=stream)
-                if not len(pages):
-                    return Export(past_sender, past_ticket, 0)
-                past_offer = past_sender, past_ticket
-                demoted = replace(demoted, ticket=past_ticket)
-            state = self._describe(sequence, demoted)
-            after = None if by_layer else stream
-            ticket = offer(sender, pages, state, after=after, by_layer=by_layer)
+            if fill is not None and not by_layer:
+                fill()
+            numbers = [*filter(len, lists), *([slots] if slots else [])]
+            first, *others = zip(places, senders, numbers, strict=True)
+            tickets = [offer(*other, b"") for other in others]
+            demoted = [range(start, start + len(past)) for _, past, start in split]
+            described = Described(found, demoted, tickets)
+            return offer(*first, encode_state(described, self._fields(), self._groups)), exports
         except BaseException:
-            if past_offer is None:
-                self._sequences.drop(held.sequence)
-            else:
-                past_offer[0].withdraw(past_offer[1])  # which releases what is held
+            for export in (offered := [export for own in exports for export in own]):
+                export.withdraw(stream)  # which releases what is held
+            if not offered:
+                self._drop(held)
             raise
-        return Export(sender, ticket, self._pool.num_layers if by_layer else 0, past_offer)
 
     def reclaim(self) -> None:
-        """Release what ended offers have held; full pages with hashes go to the tiered cache."""
+        """Release what ended offers have held.
+
+        Without groups, full pages with hashes go to the tiered cache.
+        """
         while self._ended:
             held, published = self._ended.popleft(), set[int]()
             held.num_offers -= 1
             if held.num_offers:
                 continue
             try:
-                published = self._tiers.publish(held.sequence)
+                published = self._tiers.publish(held.sequences[0])
             finally:
-                self._sequences.drop(held.sequence, published)
+                self._drop(held, published)
+
+    def _drop(self, held: _Held, published: Collection[int] = ()) -> None:
+        for group, sequence in zip(self._groups, held.sequences, strict=True):
+            group.sequences.drop(sequence, published)
+        if self._states is not None:
+            self._states.free(held.slots)
 
     def add(
-        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol,
-        past_receiver: ReceiverProtocol | None, deadline_s: float,
-    ) -> PullProtocol | SequencePull:  # fmt: skip
+        self, seq: Hashable, ticket: bytes, receiver: Any, past_receiver: Any, deadline_s: float
+    ) -> PullProtocol | SequencePull:
         """Add the sequence that a ticket describes; its pages arrive in the background."""
-        self._require_pools("receiver", "PageReceiver", receiver, past_receiver)
-        state, num_pages, demoted = decode_state(
-            receiver.inspect(ticket).attachment, self._fields(), self._pool.page_size,
-            self._past_fields(),
-        )  # fmt: skip
-        pulled: list[tuple[ReceiverProtocol, bytes, int]] = []  # with the number of pages
-        if demoted is None:
-            pulled.append((receiver, ticket, num_pages))
-        elif past_receiver is None:
-            raise ValueError(
-                "past_receiver: expected a PageReceiver of past_pool, for the ticket has demoted "
-                "pages, got None"
-            )
-        else:
-            if num_pages > demoted.count:
-                pulled.append((receiver, ticket, num_pages - demoted.count))
-            pulled.append((past_receiver, demoted.ticket or ticket, demoted.count))
-        for by, named, count in pulled:
-            if (got := by.inspect(named).num_pages) != count:
-                raise ValueError(f"ticket: expected {count} pages of its sequence, got {got}")
-        start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
-        pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
-        combined = self._sequences.combine(state, pages, past_pages, start)
+        ends = self._ends("receiver", "PageReceiver", receiver, past_receiver)
+        attachment = next(iter(ends.values())).inspect(ticket).attachment
+        described = decode_state(attachment, self._fields(), self._groups)
+        counts: list[int] = []
+        for group, sequence, past in zip(
+            self._groups, described.sequences, described.demoted, strict=True
+        ):
+            counts += [group.sequences.num_kept(sequence) - len(past), len(past)]
+        places = self._places(counts)
+        tickets = [ticket, *described.tickets]
+        if len(tickets) != len(places):
+            raise ValueError(f"ticket: expected {len(places)} offers, got {len(tickets)}")
+        receivers = [
+            _end_of(ends, place, "receiver", "PageReceiver", "the ticket") for place in places
+        ]
+        for place, by, named in zip(places, receivers, tickets, strict=True):
+            if (got := by.inspect(named).num_pages) != place.count:
+                raise ValueError(f"ticket: expected {place.count} pages of its sequence, got {got}")
+        pages: list[tuple[Ints, Ints]] = []
+        slots: list[int] = []
         pulls: list[PullProtocol] = []
         try:
+            for number, group in enumerate(self._groups):
+                pages.append(group.sequences.allocate_both(*counts[2 * number : 2 * number + 2]))
+            if self._states is not None:
+                slots = self._states.take_slots(0)
             after = self._access.copy_stream_behind_all()
-            for by, named, _ in pulled:
-                into = pages if by is receiver else past_pages
+            targets = [*filter(len, itertools.chain(*pages)), *([slots] if slots else [])]
+            for by, named, into in zip(receivers, tickets, targets, strict=True):
                 pulls.append(by.pull(named, into, deadline_s=deadline_s, after=after))
         except BaseException:
             for pull in pulls:
                 pull.cancel()
-            self._sequences.free(combined)
+            for group, own in zip(self._groups, pages, strict=False):
+                group.sequences.free_both(*own)
+            if self._states is not None:
+                self._states.free(slots)
             raise
-        self._sequences.receive(seq, state, combined, pulls)
-        return pulls[0] if len(pulls) == 1 else SequencePull((pulls[0], pulls[1]))
+        self._receive(seq, described, pages, slots, list(zip(places, pulls, strict=True)))
+        if len(pulls) == 1 and self._groups[0].tables is None:
+            return pulls[0]
+        return SequencePull(pulls, [self._layers_of(place) for place in places])
 
-    def _require_pools(self, name: str, kind: str, end: Any, past_end: Any) -> None:
-        """Raise unless senders, or receivers, are of the pools of this cache."""
-        if getattr(end, "pool", None) is not self._pool:
-            raise ValueError(f"{name}: expected a {kind} of the pool of this cache")
-        if past_end is None:
-            return
-        if self._past is None:
-            raise ValueError(f"past_{name}: expected None without past, got {past_end!r}")
-        if getattr(past_end, "pool", None) is not self._past.pool:
-            raise ValueError(f"past_{name}: expected a {kind} of the past_pool of this cache")
+    def _receive(
+        self, seq: Hashable, described: Described, pages: Sequence[tuple[Ints, Ints]],
+        slots: Sequence[int], pulls: Sequence[tuple[_Place, PullProtocol]],
+    ) -> None:  # fmt: skip
+        """Add the sequence that some pulls bring."""
+        states = [StateLoad(pull) for place, pull in pulls if place.is_state]
+        for number, group in enumerate(self._groups):
+            sequence, known = described.sequences[number], group.sequences
+            combined = known.combine(sequence, *pages[number], described.demoted[number].start)
+            own = [p for place, p in pulls if place.number == number and not place.is_state]
+            known.receive(seq, sequence, combined, [*own, *states])
+        if self._states is not None:
+            self._states.adopt(seq, slots[0])
 
-    def _describe(self, sequence: CachedSequence, demoted: DemotedPages | None) -> bytes:
-        return encode_state(sequence, self._fields(), self._pool.page_size, demoted)
+    def _places(self, counts: Sequence[int]) -> list[_Place]:
+        """Return the pools in which a sequence has pages.
 
-    def _fields(self) -> dict[str, str]:
-        """Return what caches that exchange sequences must have in common."""
-        return {**self._contents.fields(), "page_size": str(self._pool.page_size)}
+        counts : of its pages in each group's own pool and the one of old tokens
+        """
+        places = []
+        for number, group in enumerate(self._groups):
+            label = group.sequences.label or "this cache"
+            places.append(_Place(number, group.pool, counts[2 * number], label))
+            if group.past_pool is not None:
+                past = _Place(number, group.past_pool, counts[2 * number + 1], label, is_past=True)
+                places.append(past)
+        if self._states is not None:
+            states = self._states
+            places.append(_Place(0, states.pool, 1, states.label, is_state=True))
+        return [place for place in places if place.count]
 
-    def _past_fields(self) -> dict[str, str] | None:
-        """Return what caches that exchange demoted pages must have in common; None without any."""
-        past = self._past
-        if past is None:
-            return None
-        return {
-            "past": past.pool.stored_as, "recent": str(past.recent), "sinks": str(past.sinks),
-        }  # fmt: skip
+    def _layers_of(self, place: _Place) -> Mapping[int, int | None]:
+        """Return by the number of a layer in the model its number in the pool; None: no layers."""
+        if place.is_state and self._states is not None:
+            return dict.fromkeys(self._states.layers)
+        layers = self._groups[place.number].model_layers or range(place.pool.num_layers)
+        return {layer: number for number, layer in enumerate(layers)}
+
+    def _ends(self, name: str, kind: str, ends: Any, past_ends: Any) -> dict[int, Any]:
+        """Return senders, or receivers, by the id of their pool; raise unless it is of the cache.
+
+        ends, past_ends : one, or a list of them
+        """
+        pasts = [group.past_pool for group in self._groups if group.past_pool is not None]
+        pools = [group.pool for group in self._groups]
+        pools += [] if self._states is None else [self._states.pool]
+        if past_ends is not None and not pasts:
+            raise ValueError(f"past_{name}: expected None without past, got {past_ends!r}")
+        known = {}
+        for prefix, pool, of_kind, given in (
+            ("", "pool", pools, ends), ("past_", "past_pool", pasts, past_ends)
+        ):  # fmt: skip
+            for end in given if isinstance(given, (list, tuple)) else [given]:
+                if prefix and end is None:
+                    continue
+                own = getattr(end, "pool", None)
+                if not any(own is each for each in of_kind):
+                    raise ValueError(
+                        f"{prefix}{name}: expected a {kind} of the {pool} of this cache"
+                    )
+                known[id(own)] = end
+        if not known:
+            raise ValueError(f"{name}: expected at least one {kind}, got none")
+        return known
+
+
+def _end_of(ends: Mapping[int, Any], place: _Place, name: str, kind: str, what: str) -> Any:
+    """Return the sender or receiver of a pool; raise if it is missing."""
+    end = ends.get(id(place.pool))
+    if end is None and place.is_past:
+        raise ValueError(
+            f"past_{name}: expected a {kind} of past_pool, for {what} has demoted pages, got None"
+        )
+    if end is None:
+        raise ValueError(f"{name}: expected a {kind} of the pool of {place.label}, got none")
+    return end
 
 
 def _let_go(ended: deque[_Held], held: _Held, pages: object) -> None:
@@ -686,16 +804,23 @@ def _reclaim(exchange: weakref.ref[Exchange]) -> None:
 
 
 class SequencePull(Completion):
-    """The pulls of a sequence's pages of both formats: a `Completion`, used like a `Pull`.
+    """The pulls of a sequence's pages in several pools: a `Completion`, used like a `Pull`.
+
+    Parameters
+    ----------
+    layers : of each pull, by the number of a layer in the model its number in the pool; None: it is
+        waited for as a whole
 
     Attributes
     ----------
-    num_pages, num_bytes : of both
+    num_pages, num_bytes : of all
     failure : TransferError, why one has failed, or None. Neither waits nor raises
     """
 
-    def __init__(self, pulls: tuple[PullProtocol, PullProtocol]) -> None:
-        self._pulls = pulls
+    def __init__(
+        self, pulls: Sequence[PullProtocol], layers: Sequence[Mapping[int, int | None]]
+    ) -> None:
+        self._pulls, self._layers = pulls, layers
         self.num_pages = sum(pull.num_pages for pull in pulls)
         self.num_bytes = sum(pull.num_bytes for pull in pulls)
 
@@ -724,9 +849,20 @@ class SequencePull(Completion):
             pull.wait(stream)
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a stream wait for one layer, as `Pull.wait_layer` does."""
-        for pull in self._pulls:
-            pull.wait_layer(layer, stream)
+        """Let later work of a stream wait for one layer of the model, as `Pull.wait_layer` does.
+
+        The states of recurrent layers are waited for together.
+        """
+        checks.require_int(layer, "layer")
+        if not any(layer in numbers for numbers in self._layers):
+            raise ValueError(f"layer: expected the number of a layer, got {layer}")
+        for pull, numbers in zip(self._pulls, self._layers, strict=True):
+            if layer in numbers:
+                number = numbers[layer]
+                if number is None:
+                    pull.wait(stream)
+                else:
+                    pull.wait_layer(number, stream)
 
     def cancel(self) -> None:
         """Cancel the rest, as `Pull.cancel` does."""

@@ -26,25 +26,29 @@ class GroupFiles:
     """Saves and loads sequences of a cache with groups."""
 
     def __init__(
-        self, declared: Sequence[LayerGroup], groups: Sequence[PageGroup], states: States | None,
-        access: PageAccess,
+        self, declared: Sequence[LayerGroup], groups: Sequence[PageGroup],
+        contents: Sequence[Contents], states: States | None, access: PageAccess,
     ) -> None:  # fmt: skip
         self._groups, self._states, self._access = groups, states, access
-        self._contents = [Contents(g.pool, g.layers, access, g.past) for g in groups]
+        self._contents = contents
         self._fields: dict[str, str] = {
             "num_groups": str(len(declared)), "page_size": str(groups[0].pool.page_size)
         }  # fmt: skip
-        contents = iter(self._contents)
+        remaining = iter(contents)
         for number, group in enumerate(declared):
             own: dict[str, Any] = {"kind": type(group).__name__, "layers": list(group.layers)}
             if isinstance(group, Recurrent):
                 own["state"] = {name: [*shape] for name, (shape, _) in group.state.items()}
                 own["dtypes"] = [dtype for _, dtype in group.state.values()]
             else:
-                own |= next(contents).fields()
+                own |= next(remaining).fields()
             if isinstance(group, SlidingWindow):
                 own |= {"window": group.window, "sink_tokens": group.sink_tokens}
             self._fields |= {f"{number} {name}": str(value) for name, value in own.items()}
+
+    def cache_fields(self) -> dict[str, str]:
+        """Return the fields that caches which exchange sequences must have in common."""
+        return self._fields
 
     def save(self, seq: Hashable, path: str | Path) -> None:
         """Write the tokens and states that the groups keep of a sequence to a file."""

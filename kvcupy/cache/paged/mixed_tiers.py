@@ -18,6 +18,7 @@ from typing import Any
 from ...config import cache_logger
 from ...errors import CacheFull, CaptureError, KvcupyError, OrderError
 from ..hazards import Completion, CopiedPages, PageAccess
+from ..tiered.cache import TieredCache
 from ..tiered.holds import HeldBlocks
 from ..tiered.mixed import MixedTieredCache, PrefixLease, TierGroup
 from ..tiered.prefixes import GroupBlocks
@@ -74,6 +75,11 @@ class MixedTiers:
                 sequences.take_unseen = partial(
                     _take_unseen, tiers, number, access, group.pool.num_pages
                 )
+
+    def caches(self) -> tuple[list[TieredCache], list[tuple[int, ...]]]:
+        """Return the tiers of each group and of the states, and their layers."""
+        groups = self.tiers.groups
+        return list(map(self.tiers.of_group, range(len(groups)))), [g.layers for g in groups]
 
     def add(self, seq: Hashable, keys: list[int], token_ids: Ints | None) -> None:
         """Add a sequence that begins with the longest prefix that all groups can restore."""
@@ -156,6 +162,12 @@ class MixedTiers:
         if (keys := self._chains.get(parent)) is not None:
             self.tiers.enter(keys)
             self._chains[child] = keys
+
+    def receive(self, seq: Hashable) -> None:
+        """Note that a sequence has come from another cache, with its hashes."""
+        if keys := self._groups[0].sequences.find(seq).hashes:
+            self.tiers.enter(keys)
+            self._chains[seq] = list(keys)
 
     def publish(self, seq: Hashable) -> list[set[int]]:
         """Give the tiers the full pages of a sequence that have hashes.

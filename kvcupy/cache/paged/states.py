@@ -76,6 +76,7 @@ class States:
     Attributes
     ----------
     label : names the groups in errors
+    layers : their numbers in the model
     pool : has a page for each slot
     reclaim : called before slots are allocated: some that were held may have become free
     """
@@ -94,6 +95,7 @@ class States:
         )  # fmt: skip
         self._allocator = self.pool.allocator
         self._bytes = reshaped(self.pool.parts[0], (num_slots, total), (total, 1))
+        self.layers = tuple(layer for group in groups for layer in group.layers)
         self._zero = view(device.zeros((total,), "int8"))
         self._arrays: dict[tuple[int, str], Any] = {}
         self._parts: list[str] = []  # the number of the group, and the name
@@ -236,7 +238,7 @@ class States:
         except BaseException:
             self._free(slot)
             raise
-        self._of[seq] = SequenceState(live=slot)
+        self.adopt(seq, slot)
         return loaded
 
     # --- Host memory, and other caches ---
@@ -257,17 +259,14 @@ class States:
         self._free(state.live)
         state.live, state.offloaded, state.offloaded_kept = _NO_SLOT, offloaded, tuple(kept)
 
-    def take_slots(self, seq: Hashable) -> list[int]:
-        """Allocate a slot for the live state of an offloaded sequence, and more for kept ones.
-
-        The newest of these come back, as many as there are free slots.
-        """
-        slots = self._allocate(1)
-        num_kept = min(len(self._of[seq].offloaded_kept), self._allocator.num_free)
-        return slots + self._allocator.alloc(num_kept).tolist()
+    def take_slots(self, num_kept: int) -> list[int]:
+        """Allocate a slot for a live state, and some for kept ones, as far as they are free."""
+        live = self._allocate(1)
+        kept: list[int] = self._allocator.alloc(min(num_kept, self._allocator.num_free)).tolist()
+        return live + kept
 
     def onboard(self, seq: Hashable, slots: Sequence[int], load: Completion) -> None:
-        """Give a sequence slots again, which a transfer fills."""
+        """Give a sequence slots again, which a transfer fills: live, and kept, the newest first."""
         state = self._of[seq]
         state.live, *kept = slots
         own = dict(zip(state.offloaded_kept, kept, strict=False))
@@ -279,6 +278,10 @@ class States:
         """Allocate a slot, and return it with a function that copies the live state there."""
         slot = self._allocate(1)[0]
         return slot, lambda: self._copy(access, [(self._of[seq].live, slot)])
+
+    def adopt(self, seq: Hashable, slot: int) -> None:
+        """Add a sequence whose live state is in an allocated slot."""
+        self._of[seq] = SequenceState(live=slot)
 
     def free(self, slots: Iterable[int]) -> None:
         """Free allocated slots that belong to no sequence."""

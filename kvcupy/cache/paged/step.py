@@ -502,7 +502,7 @@ class Steps:
             try:
                 self._close()
             finally:
-                self._finish_exports(step)
+                self._finish_exports(parts)
         finally:
             for group, part in zip(self._groups, parts, strict=True):
                 self._end_part(group, part, keep_step)
@@ -532,18 +532,19 @@ class Steps:
                 if not sequence.parents:
                     group.free_unseen(sequence, sequence.length - count)
 
-    def _finish_exports(self, step: Step) -> None:
+    def _finish_exports(self, parts: Sequence[Step]) -> None:
         """Let the layers of exported sequences go out whose attention did not run in the step."""
-        if not step.exports:
+        exports = [export for part in parts for export in part.exports]
+        if not exports:
             return
         stream = self.access.copy_stream
         try:
-            with self.access.on(stream, *step.sequences):
+            with self.access.on(stream, *(own for part in parts for own in part.sequences)):
                 pass  # waits for the loads of their pages too
-            for export in step.exports:
+            for export in exports:
                 export.finish(stream)
         except BaseException:
-            for export in step.exports:
+            for export in exports:
                 export.withdraw(self.access.copy_stream_behind_all())
             raise
 
@@ -556,7 +557,7 @@ class Steps:
         try:
             self._close()
         finally:
-            for export in step.exports:
+            for export in (export for part in parts for export in part.exports):
                 export.withdraw(self.access.copy_stream_behind_all())
             for group, part in zip(self._groups, parts, strict=True):
                 self._abort_part(group, part)
