@@ -59,8 +59,20 @@ class Pair:
     def export(self, name, **options):
         return self.one.cache.export_sequence(name, self.senders, **options)
 
+    def withdraw(self, ticket):
+        """End all offers of a ticket."""
+        described = json.loads(self.receivers[0].inspect(ticket).attachment)
+        for each in (ticket, *map(bytes.fromhex, described["tickets"])):
+            for sender in self.senders:
+                with suppress(kv.TransferError):  # of another sender
+                    sender.withdraw(each)
+
     def receive(self, name, ticket, tokens):
-        pull = self.two.cache.import_sequence(name, ticket, self.receivers)
+        try:
+            pull = self.two.cache.import_sequence(name, ticket, self.receivers)
+        except kv.CacheFull:
+            self.withdraw(ticket)
+            raise
         self.two.tokens[name] = list(tokens)
         self.two._next = max(self.two._next, self.one._next)
         return pull
@@ -256,21 +268,25 @@ def run(pair, seed, steps=40):
                 one.remove(name)
             elif kind == "export" and one.tokens[name]:
                 tokens, ticket = list(one.tokens[name]), pair.export(name)
-                if rng.random() < 0.5:
-                    one.step({name: one.new(3)})
+                with suppress(kv.CacheFull):
+                    one.step({name: one.new(rng.randint(1, 3))})
                 pair.receive(next(names), ticket, tokens)
                 exported += 1
             elif kind == "export in step":
                 new, target = one.new(rng.randint(1, 6)), next(names)
                 before = list(one.tokens[name])
-                with one.cache.forward([name], [len(new)]):
-                    one.tokens[name] = before + new
-                    works = [one._attend, one._update]
-                    works.insert(rng.randrange(3), lambda *_: tickets.append(pair.export(name)))
-                    tickets = []
-                    for work in works:
-                        work([name], [len(new)])
-                    pair.receive(target, tickets[0], one.tokens[name])
+                try:
+                    with one.cache.forward([name], [len(new)]):
+                        one.tokens[name] = before + new
+                        works = [one._attend, one._update]
+                        works.insert(rng.randrange(3), lambda *_: tickets.append(pair.export(name)))
+                        tickets = []
+                        for work in works:
+                            work([name], [len(new)])
+                        pair.receive(target, tickets[0], one.tokens[name])
+                except kv.CacheFull:  # over there, or for the state: the step is taken back
+                    one.tokens[name] = before[: one.cache.sequence_length(name)]
+                    raise
                 exported += 1
             elif kind == "there" and two.tokens:
                 there = rng.choice(sorted(two.tokens))
@@ -503,9 +519,7 @@ def test_pages_that_nobody_fetches_come_back(device, ending):
         before = state_of(pair.one)
         ticket = pair.export("s", lease_s=0.05 if ending == "lease" else 30.0)
         if ending == "withdrawn":
-            assert pair.senders[0].withdraw(ticket)
-            for sender in pair.senders[1:]:
-                sender.close()
+            pair.withdraw(ticket)
         assert poll(lambda: pair.one.cache.num_available_pages and state_of(pair.one) == before)
         pair.end()
 
