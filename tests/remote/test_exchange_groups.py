@@ -242,6 +242,24 @@ def test_within_a_step(device, mix, when, is_taken_back):
 # --- Random programs ---
 
 
+def export_in_step(pair, name, target, new, number):
+    """Export a sequence before a part of a step, and import it within the step."""
+    one = pair.one
+    before = list(one.tokens[name])
+    try:
+        with one.cache.forward([name], [len(new)]):
+            one.tokens[name] = before + new
+            for i, work in enumerate((one._attend, one._update, None)):
+                if i == number:
+                    ticket = pair.export(name)
+                if work is not None:
+                    work([name], [len(new)])
+            pair.receive(target, ticket, one.tokens[name])
+    except kv.CacheFull:  # over there, or for the state: the step is taken back
+        one.tokens[name] = before[: one.cache.sequence_length(name)]
+        raise
+
+
 def run(pair, seed, steps=40):
     """Change sequences of one cache at random, and export them to the other at any time."""
     rng = random.Random(seed)
@@ -273,20 +291,9 @@ def run(pair, seed, steps=40):
                 pair.receive(next(names), ticket, tokens)
                 exported += 1
             elif kind == "export in step":
-                new, target = one.new(rng.randint(1, 6)), next(names)
-                before = list(one.tokens[name])
-                try:
-                    with one.cache.forward([name], [len(new)]):
-                        one.tokens[name] = before + new
-                        works = [one._attend, one._update]
-                        works.insert(rng.randrange(3), lambda *_: tickets.append(pair.export(name)))
-                        tickets = []
-                        for work in works:
-                            work([name], [len(new)])
-                        pair.receive(target, tickets[0], one.tokens[name])
-                except kv.CacheFull:  # over there, or for the state: the step is taken back
-                    one.tokens[name] = before[: one.cache.sequence_length(name)]
-                    raise
+                export_in_step(
+                    pair, name, next(names), one.new(rng.randint(1, 6)), rng.randrange(3)
+                )
                 exported += 1
             elif kind == "there" and two.tokens:
                 there = rng.choice(sorted(two.tokens))

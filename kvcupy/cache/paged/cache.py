@@ -241,12 +241,11 @@ class PagedKVCache(ProcessLocal):
         if groups is None:
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
-        contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
-        self._contents = contents[0]
+        self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
         self._files: GroupFiles | None = None
         if groups is not None:
-            self._files = GroupFiles(declared, self._groups, contents, self._states, access)
-        fields = self._contents.cache_fields if self._files is None else self._files.cache_fields
+            self._files = GroupFiles(declared, self._groups, self._contents, self._states, access)
+        fields = (self._files or self._contents[0]).cache_fields
         self._tiers = Tiers(self._groups, self._states, access)
         self._exchange = Exchange(self._groups, self._states, fields, self._tiers, access)
         metrics.follow(self, _sequence_samples)
@@ -438,7 +437,7 @@ class PagedKVCache(ProcessLocal):
         Source: CacheBlend (arXiv 2405.16444), which recomputes the tokens that differ most; EPIC
         (arXiv 2410.15332), which recomputes the first tokens of each piece.
         """
-        self._refuse_groups("splice")
+        self._refuse_groups("splice", "append the tokens in a step")
         sequence = self._steps.settled(seq)
         origin = self._steps.settled(source, "source")
         stop = origin.length if stop is None else stop
@@ -526,7 +525,7 @@ class PagedKVCache(ProcessLocal):
         rope_mode "normal", keys keep the rotation that they were written with; "inline" rotates
         them by their positions now. Source: Xiao et al. 2023, StreamingLLM.
         """
-        self._refuse_groups("enable_sliding_window")
+        self._refuse_groups("enable_sliding_window", "pass SlidingWindow groups")
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         sequence.set_window(window, sink_tokens)
@@ -879,7 +878,7 @@ class PagedKVCache(ProcessLocal):
         The pages that a group with a window has freed are negative.
         """
         if layer is None:
-            self._require_one_pool("block_table")
+            self._require_one_pool("block_table", "pass a layer")
         return self.device.carrier(block_table(self._tables_of("block_table", layer, stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
@@ -895,7 +894,7 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
         """
-        self._require_one_pool("page_table_csr")
+        self._require_one_pool("page_table_csr", "use block_table(layer=)")
         self._running()
         lists = self._steps.lists(self.pool._as_stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
@@ -904,45 +903,55 @@ class PagedKVCache(ProcessLocal):
     # --- Contents ---
 
     def get_kv(
-        self, seq: Hashable, start: int, stop: int, *, dtype: Any = None, stream: Any = None
-    ) -> tuple[Any, Any]:
-        """Return K and V of the tokens at positions `start` to `stop` - 1, all layers.
+        self, seq: Hashable, start: int, stop: int, *,
+        layer: int | None = None, dtype: Any = None, stream: Any = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Return K and V of the tokens at positions `start` to `stop` - 1, all layers or one.
 
         Parameters
         ----------
         start, stop : 0 <= start <= stop <= length
+        layer : one layer; None: all, which caches with groups do not have in one array
         dtype : format of the result; None: the cache's, or bf16 if that is quantised
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Returns
         -------
-        K, V : (L, n, H, D) and (L, n, H, Dv); of MLA latent (L, n, R) and rope key (L, n, P)
+        K, V : (L, n, H, D) and (L, n, H, Dv); of MLA latent (L, n, R) and rope key (L, n, P). Of
+            one layer without L
 
         Raises
         ------
-        UnknownSequence, TypeError, ValueError : an argument does not fit
+        UnknownSequence, TypeError, ValueError : an argument does not fit, or the window of a group
+            has freed some of the tokens
 
         Notes
         -----
         Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, behind
         all steps so far.
         """
-        self._refuse_groups("get_kv")
-        return self._contents.read(self._steps.on_device(seq), start, stop, dtype, stream)
+        self._steps.on_device(seq)
+        number, layer = self._contents_of("get_kv", layer)
+        sequence = self._groups[number].sequences.find(seq)
+        return self._contents[number].read(sequence, start, stop, dtype, stream, layer)
 
-    def set_kv(self, seq: Hashable, start: int, k: Any, v: Any, *, stream: Any = None) -> None:
+    def set_kv(
+        self, seq: Hashable, start: int, k: Any, v: Any, *,
+        layer: int | None = None, stream: Any = None,
+    ) -> None:  # fmt: skip
         """Overwrite K and V of tokens of a sequence; other sequences that share them keep theirs.
 
         Parameters
         ----------
         start : position of the first; n of them must be cached
         k, v : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
-            quantised if the cache is
+            quantised if the cache is. Of one layer without L
+        layer : as in `get_kv`
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Raises
         ------
-        UnknownSequence, TypeError, ValueError : an argument does not fit
+        UnknownSequence, TypeError, ValueError : as `get_kv`
         CacheFull : a shared page must be copied and none is free
         KvcupyError : the sequence belongs to the running step
         CaptureError : the stream is being captured
@@ -955,19 +964,22 @@ class PagedKVCache(ProcessLocal):
         -----
         To bring in tokens that were computed elsewhere: begin_forward, end_forward, set_kv.
         """
-        self._refuse_groups("set_kv")
-        sequence = self._steps.on_device(seq)
+        self._steps.on_device(seq)
         self._steps.require_outside(seq)
-        key, value = self._contents.check(sequence, start, k, v)
+        number, layer = self._contents_of("set_kv", layer)
+        group, contents = self._groups[number], self._contents[number]
+        sequence = group.sequences.find(seq)
+        key, value = contents.check(sequence, start, k, v, layer)
         stop = start + key.shape[1]
         if start == stop:
             return
         own = self.device.as_stream(stream, key.library)
         if own.capturing:
             raise CaptureError(f"stream: {own.name} is being captured; set_kv cannot be")
-        self._steps.unshare(sequence, sequence.places(start, stop))
-        del sequence.hashes[start // self.pool.page_size :]  # they no longer describe the tokens
-        self._contents.write(sequence, start, key, value, own)
+        group.unshare(self._steps.access, sequence, sequence.places(start, stop))
+        for each in self._groups:  # hashes no longer describe the tokens
+            del each.sequences.find(seq).hashes[start // self.pool.page_size :]
+        contents.write(sequence, start, key, value, own, layer)
 
     def save_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Write the tokens of a sequence to a safetensors file, bit for bit, with its window.
@@ -991,7 +1003,7 @@ class PagedKVCache(ProcessLocal):
         if self._files is not None:
             self._files.save(seq, path)
         else:
-            self._contents.save(sequence, path)
+            self._contents[0].save(sequence, path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -1009,7 +1021,7 @@ class PagedKVCache(ProcessLocal):
         if self._files is not None:
             self._files.load(seq, path)
             return
-        saved = self._contents.open(path)
+        saved = self._contents[0].open(path)
         sequence = self._sequences.add(seq)
         try:
             sequence.window, sequence.sink_tokens = saved.window, saved.sink_tokens
@@ -1020,7 +1032,7 @@ class PagedKVCache(ProcessLocal):
                     count = min(count, room or count)
                 reserved = self._sequences.reserve([sequence], [count])
                 self._sequences.grow([sequence], [count], reserved)
-                self._contents.restore(sequence, saved, sequence.length - count)
+                self._contents[0].restore(sequence, saved, sequence.length - count)
                 self._steps.demote([sequence])
         except BaseException:
             self._sequences.remove(seq)
@@ -1216,7 +1228,7 @@ class PagedKVCache(ProcessLocal):
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
         """Return the tables of the group of a layer, by their plain names."""
         if layer is None:
-            self._refuse_groups(f"{name} without a layer")
+            self._refuse_groups(name, "pass a layer")
             return self._tables(stream)
         group = self._groups[self._place_of(layer)[0]]
         if group.past is not None:
@@ -1224,16 +1236,27 @@ class PagedKVCache(ProcessLocal):
         tables = self._tables(stream)
         return tables if group.tables is None else group.tables.of(tables)
 
-    def _require_one_pool(self, name: str) -> None:
+    def _contents_of(self, name: str, layer: int | None) -> tuple[int, int | None]:
+        """Return the number of a layer's group, and that of the layer in it; None: all layers."""
+        if layer is not None:
+            number, layer = self._place_of(layer)
+            return number, self._groups[number].pool.layer_number(layer)
+        if self._layer_groups is not None:
+            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
+        return 0, None
+
+    def _require_one_pool(self, name: str, instead: str) -> None:
         """Raise if the pages of a sequence may be of several pools."""
-        self._refuse_groups(name)
+        self._refuse_groups(name, instead)
         if self._past is not None:
             raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
 
-    def _refuse_groups(self, name: str) -> None:
-        """Raise if the cache has groups."""
+    def _refuse_groups(self, name: str, instead: str) -> None:
+        """Raise if the cache has groups, with what to do instead."""
         if self._layer_groups is not None:
-            raise NotImplementedError(f"{name} of a cache with groups is not implemented")
+            raise NotImplementedError(
+                f"{name} is not implemented for a cache with groups: {instead}"
+            )
 
     def _place_of(self, layer: Any) -> tuple[int, Any]:
         """Return the number of a layer's group, and the number of the layer in it."""

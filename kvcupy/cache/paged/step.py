@@ -808,10 +808,6 @@ class Steps:
         self._groups[0].splice(self.access, sequence, source, start, stop)
         self.demote([sequence])
 
-    def unshare(self, sequence: CachedSequence, places: Ints) -> None:
-        """Copy the shared pages that hold some places of a sequence of the first group."""
-        self._groups[0].unshare(self.access, sequence, places)
-
     # --- Checks ---
 
     def _check(
