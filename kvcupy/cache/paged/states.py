@@ -261,9 +261,7 @@ class States:
 
     def take_slots(self, num_kept: int) -> list[int]:
         """Allocate a slot for a live state, and some for kept ones, as far as they are free."""
-        live = self._allocate(1)
-        kept: list[int] = self._allocator.alloc(min(num_kept, self._allocator.num_free)).tolist()
-        return live + kept
+        return self._allocate(1 + min(num_kept, max(0, self._allocator.num_free - 1)))
 
     def onboard(self, seq: Hashable, slots: Sequence[int], load: Completion) -> None:
         """Give a sequence slots again, which a transfer fills: live, and kept, the newest first."""
