@@ -804,9 +804,8 @@ class PagedPast(Paged):
     def repair(self, step: str) -> None:
         """Demote what the end of a step could not: the next end would, once it has been read."""
         if step == "end":
-            steps = self.cache._steps
-            known = self.cache._sequences._known
-            steps.demote([known[name] for name in self.appended])
+            known, (group,) = self.cache._sequences._known, self.cache._groups
+            group.demote(self.cache._steps.access, [known[name] for name in self.appended])
 
     def leaks(self) -> list[str]:
         return super().leaks() + held_pages(self.cache.past_pool)

@@ -31,7 +31,7 @@ from .arguments import (
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
-from .group_files import GroupFiles
+from .files import SequenceFiles
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
 from .mixed_tiers import MixedTiers, tier_groups
 from .page_group import make_group, make_groups
@@ -182,6 +182,7 @@ class PagedKVCache(ProcessLocal):
         }  # fmt: skip
         max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
         self._states: States | None = None
+        declared = None
         if groups is None:
             for name, value in (("memory_bytes", memory_bytes), ("num_tokens", num_tokens)):
                 if value is not None:
@@ -242,12 +243,11 @@ class PagedKVCache(ProcessLocal):
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
-        self._files: GroupFiles | None = None
-        if groups is not None:
-            self._files = GroupFiles(declared, self._groups, self._contents, self._states, access)
-        fields = (self._files or self._contents[0]).cache_fields
+        self._files = SequenceFiles(declared, self._groups, self._contents, self._states, access)
         self._tiers = Tiers(self._groups, self._states, access)
-        self._exchange = Exchange(self._groups, self._states, fields, self._tiers, access)
+        self._exchange = Exchange(
+            self._groups, self._states, self._files.cache_fields, self._tiers, access
+        )
         metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
@@ -999,11 +999,8 @@ class PagedKVCache(ProcessLocal):
         groups the file has the tokens that windows keep and the live states, and fits a cache of
         equal groups.
         """
-        sequence = self._steps.settled(seq)
-        if self._files is not None:
-            self._files.save(seq, path)
-        else:
-            self._contents[0].save(sequence, path)
+        self._steps.settled(seq)
+        self._files.save(seq, path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -1018,25 +1015,7 @@ class PagedKVCache(ProcessLocal):
         After an error nothing has changed.
         """
         self._sequences.require_new(seq, "seq")
-        if self._files is not None:
-            self._files.load(seq, path)
-            return
-        saved = self._contents[0].open(path)
-        sequence = self._sequences.add(seq)
-        try:
-            sequence.window, sequence.sink_tokens = saved.window, saved.sink_tokens
-            while sequence.length < saved.length:
-                count = saved.length - sequence.length
-                if self.past_pool is not None:  # demoting a part makes room for the next
-                    room = self.num_available_pages * self.pool.page_size
-                    count = min(count, room or count)
-                reserved = self._sequences.reserve([sequence], [count])
-                self._sequences.grow([sequence], [count], reserved)
-                self._contents[0].restore(sequence, saved, sequence.length - count)
-                self._steps.demote([sequence])
-        except BaseException:
-            self._sequences.remove(seq)
-            raise
+        self._files.load(seq, path)
 
     # --- Tiers ---
 

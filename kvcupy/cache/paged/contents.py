@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,7 @@ _TAGS = {
     "I8": "int8",
 }  # fmt: skip
 
-_OWN = ("length", "window", "sink_tokens")  # metadata of a sequence
 _BYTES = "int8"  # format of four-bit rows in a file
-
-
-@dataclass(frozen=True)
-class SavedSequence:
-    """The contents of a file; tensors by name."""
-
-    length: int
-    window: int
-    sink_tokens: int
-    tensors: Arrays
 
 
 class Contents:
@@ -202,12 +190,6 @@ class Contents:
 
     # --- Files ---
 
-    def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write the tokens of a sequence to a file, in the format of the cache. Waits for them."""
-        tensors = self.tensors(sequence, [(0, sequence.length)])
-        own = {name: str(getattr(sequence, name)) for name in _OWN}
-        write_file(path, tensors, {**self.fields(), **own})
-
     def tensors(
         self, sequence: CachedSequence, runs: Sequence[tuple[int, int]]
     ) -> dict[str, np.ndarray[Any, Any]]:
@@ -252,36 +234,6 @@ class Contents:
                     k, v, uploaded, k_out=k_outs[layer][rows], v_out=v_outs[layer][rows],
                     stream=stream,
                 )  # fmt: skip
-
-    def open(self, path: str | Path) -> SavedSequence:
-        """Return the contents of a file; raise unless this cache can hold the sequence."""
-        tensors, metadata = read_file(path)
-        check_metadata(metadata, self.fields())
-        try:
-            length, window, sink_tokens = (int(metadata[name]) for name in _OWN)
-        except (KeyError, ValueError):
-            raise ValueError(
-                f"path: expected a saved sequence, got {path} without {_OWN}"
-            ) from None
-        expected = self.expected(max(0, length))
-        got = {name: (formats.tag(array.dtype), array.shape) for name, array in tensors.items()}
-        if length < 0 or got != expected:
-            raise ValueError(f"path: expected {path} to hold {expected}, got {got}")
-        if window < 0 or sink_tokens < 0:
-            raise ValueError(
-                f"path: expected counts of window and sink_tokens in {path}, got {window} and "
-                f"{sink_tokens}"
-            )
-        return SavedSequence(length, window, sink_tokens, tensors)
-
-    def restore(self, sequence: CachedSequence, saved: SavedSequence, start: int) -> None:
-        """Write the tokens of a file from `start` to the length that the sequence has so far.
-
-        They are complete at return.
-        """
-        stop = sequence.length
-        tensors = {name: tensor[:, start:stop] for name, tensor in saved.tensors.items()}
-        self.fill(sequence, start, stop, tensors)
 
     def fill(self, sequence: CachedSequence, start: int, stop: int, tensors: Arrays) -> None:
         """Write the tokens at positions `start` to `stop` - 1; complete at return."""
@@ -328,10 +280,6 @@ class Contents:
             "dtype": pool.stored_as, "static_scales": digest.hexdigest(),
             "rope_mode": self._layers.rope.mode,
         }  # fmt: skip
-
-    def cache_fields(self) -> dict[str, str]:
-        """Return the fields that caches which exchange sequences must have in common."""
-        return {**self.fields(), "page_size": str(self._pool.page_size)}
 
     def _stored(self) -> list[tuple[tuple[str, str], list[tuple[ArrayView, ArrayView]]]]:
         """Return the stored arrays in pairs: two names, and both arrays of each layer."""

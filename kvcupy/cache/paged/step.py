@@ -797,16 +797,13 @@ class Steps:
 
     # --- Pages ---
 
-    def demote(self, sequences: Sequence[CachedSequence]) -> None:
-        """Replace pages that sequences of the first group have left behind."""
-        self._groups[0].demote(self.access, sequences)
-
     def splice(
         self, sequence: CachedSequence, source: CachedSequence, start: int, stop: int
     ) -> None:
         """Append tokens of another sequence of the first group."""
-        self._groups[0].splice(self.access, sequence, source, start, stop)
-        self.demote([sequence])
+        group = self._groups[0]
+        group.splice(self.access, sequence, source, start, stop)
+        group.demote(self.access, [sequence])
 
     # --- Checks ---
 
