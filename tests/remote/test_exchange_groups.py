@@ -34,7 +34,7 @@ def pools_of(cache):
 
 
 class Pair:
-    """Two caches of equal groups, that of `one` with senders, and that of `two` with receivers."""
+    """Two caches of equal groups: `one` has senders, and `two` has receivers."""
 
     def __init__(self, device, mix, *, other=None, kind=Mixture, **options):
         groups = MIXES[mix] if isinstance(mix, str) else mix

@@ -1216,7 +1216,7 @@ class PagedKVCache(ProcessLocal):
         return tables if group.tables is None else group.tables.of(tables)
 
     def _contents_of(self, name: str, layer: int | None) -> tuple[int, int | None]:
-        """Return the number of a layer's group, and that of the layer in it; None: all layers."""
+        """Return the number of a layer's group, and its number in the group; None: all layers."""
         if layer is not None:
             number, layer = self._place_of(layer)
             return number, self._groups[number].pool.layer_number(layer)

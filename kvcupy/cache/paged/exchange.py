@@ -75,7 +75,7 @@ class Described:
     sequences : without pages, of each group
     demoted : range of the indices of its demoted pages in each group
     tickets : of all offers but the first. There is an offer for each pool that has some of its
-        pages: of each group its own pool and that of old tokens, and then of the states
+        pages: of each group its own pool and its pool of old tokens, and then of the states
     """
 
     sequences: Sequence[CachedSequence]
@@ -127,8 +127,8 @@ def decode_state(
 ) -> Described:
     """Return the sequence of `encode_state`.
 
-    ValueError that names the ticket unless all of it is consistent and `fields` are the same, also
-    those of pools of old tokens where pages are demoted.
+    ValueError that names the ticket unless all of it is consistent and `fields` are the same, and
+    the fields of demoted pages if there are any.
     """
     described = _parsed(encoded)
     if described.get("kind") != _KIND or described.get("version") != _VERSION:
@@ -181,7 +181,7 @@ def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedS
 
 
 def _decoded_range(group: PageGroup, encoded: Any, num_pages: int) -> range:
-    """Return the indices of demoted pages among those of a sequence."""
+    """Return the indices of the demoted pages of a sequence."""
     fields = _past_fields(group)
     if fields is None:
         raise ValueError("ticket: expected a sequence without demoted pages, got some")
