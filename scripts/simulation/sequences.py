@@ -34,10 +34,6 @@ def new_cache(world: Simulated) -> Any:
     )  # fmt: skip
 
 
-def pools_of(cache: Any) -> list[Any]:
-    return [*cache.pools, cache.state_pool]
-
-
 def kept_pages(cache: Any, name: str) -> list[tuple[Any, Any]]:
     """Return the pool and the pages of a sequence in each group of attention layers."""
     found = [(group.pool, group.sequences.find(name).pages) for group in cache._groups]
@@ -74,7 +70,7 @@ def assert_free(world: Simulated, cache: Any, what: Any) -> None:
 
     def missing() -> list[int]:
         assert cache.num_available_pages >= 0  # releases what ended offers have held
-        return [pool.num_pages - pool.allocator.num_available for pool in pools_of(cache)]
+        return [pool.num_pages - pool.allocator.num_available for pool in cache.sequence_pools]
 
     for _ in range(200):
         if not any(missing()):
@@ -90,7 +86,7 @@ def run_exporter(
     cache, draw = new_cache(world), world.random
     senders = [
         PageSender(pool, listen=f"tcp:127.0.0.1:{port}", secret=secret)
-        for pool, port in zip(pools_of(cache), ports, strict=True)
+        for pool, port in zip(cache.sequence_pools, ports, strict=True)
     ]
     for number in range(count):
         world.time.sleep(draw.choice([0.0, 0.001, 0.05]))
@@ -127,7 +123,7 @@ def run_exporter(
 
 def run_importer(world: Simulated, history: History, secret: bytes | None, count: int) -> None:
     cache, draw = new_cache(world), world.random
-    receivers = [PageReceiver(pool, secret=secret) for pool in pools_of(cache)]
+    receivers = [PageReceiver(pool, secret=secret) for pool in cache.sequence_pools]
     for number in range(count):
         world.wait(lambda: bool(history.offers), world.now + 5.0)
         if not history.offers:

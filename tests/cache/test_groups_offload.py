@@ -100,7 +100,7 @@ def test_kept_states_come_back(device):
 
 
 def test_kept_states_need_free_slots(device):
-    """The newest come back; those of others are not given up for them."""
+    """The newest come back; no other sequence loses a kept state for them."""
     mixture = mixture_of(device, "full, state")
     states = mixture.cache._states
     mixture.offload("a")

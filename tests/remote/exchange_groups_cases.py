@@ -23,11 +23,6 @@ MIXES = {
 }
 
 
-def pools_of(cache):
-    """The pools that have a sender or a receiver each: of pages, and of states."""
-    return [*cache.pools, *([] if cache.state_pool is None else [cache.state_pool])]
-
-
 class Exporting(Mixture):
     """Calls `before["attention"]`, `before["states"]` and `before["end"]` in the next step, once.
 
@@ -57,7 +52,7 @@ class GroupsPair:
         self.two._next = 100_000  # so their tokens differ
         self._stack = ExitStack()
         self.senders, self.receivers = (
-            [self._stack.enter_context(end(pool)) for pool in pools_of(side.cache)]
+            [self._stack.enter_context(end(pool)) for pool in side.cache.sequence_pools]
             for end, side in ((kv.PageSender, self.one), (kv.PageReceiver, self.two))
         )
 
@@ -123,7 +118,7 @@ class GroupsExporter:
         self.side = Exporting(MIXES[mix](), kv.device("host"))
         self.senders = [
             kv.PageSender(pool, listen=f"{listen}.{number}", engine=engine)
-            for number, pool in enumerate(pools_of(self.side.cache))
+            for number, pool in enumerate(self.side.cache.sequence_pools)
         ]
 
     def export(self, name, counts, when=None):
@@ -156,5 +151,5 @@ class GroupsExporter:
             sender.stats()["offered_pages"] for sender in self.senders
         ):
             return None
-        pools = pools_of(self.side.cache)
+        pools = self.side.cache.sequence_pools
         return sum(pool.num_pages - pool.allocator.num_available for pool in pools)

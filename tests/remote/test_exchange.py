@@ -728,7 +728,7 @@ def described(length=10, evicted=0, window=0, sink_tokens=0, hashes=()):
     sequence = CachedSequence()
     sequence.length, sequence.evicted = length, evicted
     sequence.window, sequence.sink_tokens, sequence.hashes = window, sink_tokens, list(hashes)
-    one = exchange.Described([sequence], [range(0)], [b"ticket"])
+    one = exchange.Described([sequence], [range(0)], [])
     return exchange.encode_state(one, FIELDS, GROUPS)
 
 
@@ -736,7 +736,7 @@ def decoded(encoded):
     """The sequence of a description, and the number of its pages."""
     got = exchange.decode_state(encoded, FIELDS, GROUPS)
     (sequence,), (demoted,) = got.sequences, got.demoted
-    assert len(demoted) == 0 and all(isinstance(ticket, bytes) for ticket in got.tickets)
+    assert len(demoted) == 0 and got.tickets == []
     return sequence, GROUPS[0].sequences.num_kept(sequence)
 
 
@@ -754,29 +754,25 @@ def test_a_description_says_all_of_a_sequence(length, evicted, window, sink_toke
     assert (got.window, got.sink_tokens) == (window, sink_tokens)
     assert got.hashes == hashes and num_pages == -(-(length + evicted) // PAGE)
     assert got.num_pages == 0 and not got.loads
-    assert exchange.decode_state(encoded, FIELDS, GROUPS).tickets == [b"ticket"]
 
 
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 2**65), st.floats(), st.text(max_size=5),
     st.lists(st.integers(0, 5), max_size=3), st.just({}),
 )  # fmt: skip
-NAMES = [*json.loads(described()), "evicted", "window", "sink_tokens"]
 
 
-@given(st.sampled_from(sorted(NAMES)), VALUES)
+@given(st.sampled_from(sorted(json.loads(described()))), VALUES)
 @settings(max_examples=examples(400), deadline=None)
 def test_a_wrong_description_is_refused_or_consistent(field, value):
-    changed = json.loads(described(window=6, sink_tokens=2, evicted=3, hashes=[5, 6]))
-    if field in changed:
-        changed[field] = value
-    else:
-        changed["groups"][0][field] = value
+    state = json.loads(described(window=6, sink_tokens=2, evicted=3, hashes=[5, 6]))
+    changed = {**state, field: value}
     try:
-        got, _ = decoded(json.dumps(changed).encode())
+        got, num_pages = decoded(json.dumps(changed).encode())
     except ValueError as error:
         assert str(error).startswith("ticket: ")
         return
+    assert num_pages == -(-got.end // PAGE) == changed["num_pages"]
     assert got.length >= 1 and 0 <= got.evicted < 2 * PAGE
     assert len(got.hashes) <= got.length // PAGE
 
@@ -786,6 +782,31 @@ def test_a_wrong_description_is_refused_or_consistent(field, value):
 def test_what_is_no_description_is_refused(encoded):
     with pytest.raises(ValueError, match=r"^ticket: "):
         exchange.decode_state(encoded, FIELDS, GROUPS)
+
+
+@pytest.mark.parametrize("is_demoted", [False, True])
+def test_the_previous_release_reads_what_this_one_writes(is_demoted):
+    """These bytes are from it: either end of an exchange can be upgraded first."""
+    options = {"demotion": kv.Demotion("fp8_e4m3", recent=8, first=4)} if is_demoted else {}
+    cache = Prefixed(kv.device("host"), tiered=False, **options).cache
+    written = (
+        b'"evicted":3,"fields":{"num_layers":"2","rope_mode":"none"},"hashes":["5","6"],'
+        b'"kind":"kvcupy sequence","length":10,"num_pages":4,"sink_tokens":2,"version":1,'
+        b'"window":6}'
+    )
+    demoted, tickets = range(0), []
+    if is_demoted:
+        demoted, tickets = range(1, 3), [b"\1\2"]
+        written = (
+            b'"demoted":{"count":2,"fields":{"past":"fp8_e4m3","recent":"8","sinks":"4"},'
+            b'"start":1,"ticket":"0102"},' + written
+        )
+    got = exchange.decode_state(b"{" + written, FIELDS, cache._groups)
+    (sequence,) = got.sequences
+    assert (sequence.length, sequence.evicted, sequence.hashes) == (10, 3, [5, 6])
+    assert (sequence.window, sequence.sink_tokens) == (6, 2)
+    assert (got.demoted, got.tickets) == ([demoted], tickets)
+    assert exchange.encode_state(got, FIELDS, cache._groups) == b"{" + written
 
 
 def test_a_description_is_bounded():

@@ -29,19 +29,15 @@ MIXES = {
 }
 
 
-def pools_of(cache):
-    return [*cache.pools, *([] if cache.state_pool is None else [cache.state_pool])]
-
-
 class Pair:
-    """Two caches of equal groups, that of `one` with senders, and that of `two` with receivers."""
+    """Two caches of equal groups: `one` has senders, and `two` has receivers."""
 
     def __init__(self, device, mix, *, other=None, kind=Mixture, **options):
         groups = MIXES[mix] if isinstance(mix, str) else mix
         self.one = kind(groups, device, **{"num_tokens": 300, **options})
         self.two = kind(other or groups, device, **{"num_tokens": 300, **options})
-        self.senders = [kv.PageSender(pool) for pool in pools_of(self.one.cache)]
-        self.receivers = [kv.PageReceiver(pool) for pool in pools_of(self.two.cache)]
+        self.senders = [kv.PageSender(pool) for pool in self.one.cache.sequence_pools]
+        self.receivers = [kv.PageReceiver(pool) for pool in self.two.cache.sequence_pools]
 
     def __enter__(self):
         return self
@@ -142,7 +138,7 @@ def test_layers_are_waited_for_by_their_numbers_in_the_model(device):
             pull.wait_layer(0, stream)
         with pytest.raises(TypeError, match="layer"):
             pull.wait_layer("1", stream)
-        sizes = [pool.page_bytes for pool in pools_of(pair.two.cache)]
+        sizes = [pool.page_bytes for pool in pair.two.cache.sequence_pools]
         kept = [*(len(g.sequences.split(g.sequences.find("t"))[0])
                   for g in pair.two.cache._groups), 1]  # fmt: skip
         assert pull.num_pages == sum(kept)
@@ -189,7 +185,7 @@ def test_an_import_is_exported_and_offloaded_before_it_has_arrived(device):
         pair.begin("s", 20)
         tokens = pair.one.tokens["s"]
         pair.receive("t", pair.export("s"), tokens)
-        with_sender = [kv.PageSender(pool) for pool in pools_of(pair.two.cache)]
+        with_sender = [kv.PageSender(pool) for pool in pair.two.cache.sequence_pools]
         then.receive("u", pair.two.cache.export_sequence("t", with_sender), tokens)
         pair.two.offload("t")
         pair.two.onboard("t")
@@ -353,7 +349,7 @@ def state_of(mixture):
     return (
         sorted(mixture.cache._sequences._known, key=str),
         [group.sequences._references.tolist() for group in mixture.cache._groups],
-        [pool.allocator.num_available for pool in pools_of(mixture.cache)],
+        [pool.allocator.num_available for pool in mixture.cache.sequence_pools],
         None if states is None else sorted(states._kept),
     )
 
@@ -442,7 +438,7 @@ def test_no_room(device, number):
     with Pair(device, "state, window, full") as pair:
         pair.begin("s", 10)
         ticket = pair.export("s")
-        allocator = pools_of(pair.two.cache)[number].allocator
+        allocator = pair.two.cache.sequence_pools[number].allocator
         taken = allocator.alloc(allocator.num_free)
         before = state_of(pair.two)
         with pytest.raises(kv.CacheFull, match=label[number]):
@@ -456,7 +452,7 @@ def test_no_room(device, number):
 def test_no_slot_for_the_state_of_an_export(device):
     with Pair(device, "full, state") as pair:
         pair.begin("s", 10)
-        allocator = pair.one.cache.state_pool.allocator
+        allocator = pair.one.cache.sequence_pools[-1].allocator
         taken = allocator.alloc(allocator.num_free)
         pair.one.cache._states._give_up(pair.one.cache._states.find("s"), 0)
         taken = [*taken, *allocator.alloc(allocator.num_free)]
@@ -564,5 +560,5 @@ def test_failures_of_the_stream_hold_nothing(device, monkeypatch):
             pair.close_senders()
             pair.settle()
             assert state_of(pair.one) == before
-            pair.senders = [kv.PageSender(pool) for pool in pools_of(pair.one.cache)]
+            pair.senders = [kv.PageSender(pool) for pool in pair.one.cache.sequence_pools]
         pair.end()

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from exchange_groups_cases import MIXES, Exporting, pools_of
+from exchange_groups_cases import MIXES, Exporting
 from exchange_world import PAST, digest_of
 from helpers import examples, full_only
 from line_process import LineProcess, poll
@@ -203,7 +203,7 @@ def other_with_groups():
 def importing(device, mix, engine="socket"):
     side = Exporting(MIXES[mix](), device)
     side._next = 100_000
-    return side, [kv.PageReceiver(pool, engine=engine) for pool in pools_of(side.cache)]
+    return side, [kv.PageReceiver(pool, engine=engine) for pool in side.cache.sequence_pools]
 
 
 def assert_nothing_left(side, receivers):

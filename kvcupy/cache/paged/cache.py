@@ -97,7 +97,8 @@ class PagedKVCache(ProcessLocal):
     pool : the KVPool or MLAPool that holds the pages; with groups, of the first attention group
     past_pool : the KVPool of the demoted pages, or None
     pools : the pools of all groups of attention layers, in order
-    state_pool : the MLAPool of the states of recurrent layers, one per page, or None
+    sequence_pools : all pools that hold parts of a sequence: of each group its pool and that of
+        demoted pages, and then the pool of the states of recurrent layers
     device : the Device
 
     Raises
@@ -223,7 +224,6 @@ class PagedKVCache(ProcessLocal):
         self.pools = tuple(group.pool for group in self._groups)
         if groups is not None:
             self._states = states_of(self._plan, self.device)
-        self.state_pool = None if self._states is None else self._states.pool
         self._layers, self._sequences, self._past = first.layers, first.sequences, first.past
         self._num_q_heads = shared["num_q_heads"]
         self._rope_mode = self._layers.rope.mode
@@ -248,6 +248,7 @@ class PagedKVCache(ProcessLocal):
         self._exchange = Exchange(
             self._groups, self._states, self._files.cache_fields, self._tiers, access
         )
+        self.sequence_pools = self._exchange.pools
         metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
@@ -1101,7 +1102,7 @@ class PagedKVCache(ProcessLocal):
 
     def export_sequence(
         self, seq: Hashable, sender: SenderProtocol | Sequence[SenderProtocol], *,
-        lease_s: float = 30.0, past_sender: SenderProtocol | Sequence[SenderProtocol] | None = None,
+        lease_s: float = 30.0, past_sender: SenderProtocol | None = None,
     ) -> bytes:  # fmt: skip
         """Offer a sequence to a cache of another process, with its window and its hashes.
 
@@ -1109,11 +1110,11 @@ class PagedKVCache(ProcessLocal):
         ----------
         seq : a sequence with tokens. One of the running step is offered in its state at the end of
             that step, and each layer goes out as soon as its attention has run
-        sender : a PageSender of the `pool` of this cache; with groups a list, with one for each of
-            `pools` and for `state_pool`
+        sender : a PageSender of the `pool` of this cache; with groups, a list of one for each of
+            `sequence_pools`, in any order, with one secret
         lease_s : seconds for which the pages are held, unless a receiver renews the lease
-        past_sender : a PageSender of `past_pool`, for demoted pages, or with groups a list; None:
-            there must be none. All senders have one secret
+        past_sender : a PageSender of `past_pool`, for demoted pages; None: there must be none. It
+            has the secret of `sender`
 
         Returns
         -------
@@ -1158,20 +1159,19 @@ class PagedKVCache(ProcessLocal):
     def import_sequence(
         self, seq: Hashable, ticket: bytes,
         receiver: ReceiverProtocol | Sequence[ReceiverProtocol], *,
-        deadline_s: float = 30.0,
-        past_receiver: ReceiverProtocol | Sequence[ReceiverProtocol] | None = None,
+        deadline_s: float = 30.0, past_receiver: ReceiverProtocol | None = None,
     ) -> PullProtocol | SequencePull:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
 
         Parameters
         ----------
         ticket : what `export_sequence` of the other cache returned
-        receiver : a PageReceiver of the `pool` of this cache; with groups a list, with one for each
-            of `pools` and for `state_pool`
+        receiver : a PageReceiver of the `pool` of this cache; with groups, a list of one for each
+            of `sequence_pools`, in any order, with one secret
         deadline_s : seconds after which the transfer fails if it is not complete, including the
             rest of the step in which the sequence was exported
-        past_receiver : a PageReceiver of `past_pool`, for demoted pages, or with groups a list;
-            None: there must be none. All receivers have one secret
+        past_receiver : a PageReceiver of `past_pool`, for demoted pages; None: there must be none.
+            It has the secret of `receiver`
 
         Returns
         -------
@@ -1221,7 +1221,7 @@ class PagedKVCache(ProcessLocal):
         return tables if group.tables is None else group.tables.of(tables)
 
     def _contents_of(self, name: str, layer: int | None) -> tuple[int, int | None]:
-        """Return the number of a layer's group, and that of the layer in it; None: all layers."""
+        """Return the number of a layer's group, and its number in the group; None: all layers."""
         if layer is not None:
             number, layer = self._place_of(layer)
             return number, self._groups[number].pool.layer_number(layer)

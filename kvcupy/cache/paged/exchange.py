@@ -62,7 +62,9 @@ class ReceiverProtocol(Protocol):
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float, after: Any) -> PullProtocol: ...
 
 
-_KIND, _VERSION = "kvcupy sequence", 2
+_KIND = "kvcupy sequence"
+_VERSION, _FLAT_VERSION = 2, 1  # of caches with groups, and without
+_COMMON = ("kind", "version", "fields", "length", "hashes")  # of both versions
 _WINDOW = ("evicted", "window", "sink_tokens")  # of a sequence of a cache without groups
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
@@ -77,7 +79,7 @@ class Described:
     sequences : without pages, of each group
     demoted : range of the indices of its demoted pages in each group
     tickets : of all offers but the first. There is an offer for each pool that has some of its
-        pages: of each group its own pool and that of old tokens, and then of the states
+        pages: of each group its own pool and its pool of old tokens, and then of the states
     """
 
     sequences: Sequence[CachedSequence]
@@ -94,7 +96,7 @@ def encode_state(
     """
     first, page_size = described.sequences[0], groups[0].pool.page_size
     hashes = first.hashes[: first.length // page_size]
-    encoded = json.dumps({
+    state: dict[str, Any] = {
         "kind": _KIND, "version": _VERSION, "fields": dict(fields), "length": first.length,
         "hashes": [f"{hash:x}" for hash in hashes],
         "groups": [
@@ -102,7 +104,10 @@ def encode_state(
             for own in zip(groups, described.sequences, described.demoted, strict=True)
         ],
         "tickets": [ticket.hex() for ticket in described.tickets],
-    }, sort_keys=True, separators=(",", ":")).encode()  # fmt: skip
+    }  # fmt: skip
+    if groups[0].tables is None:
+        state = _flat(state)
+    encoded = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
     if len(encoded) > _MAX_BYTES:
         raise ValueError(
             f"seq: expected at most {_MAX_BYTES} bytes of description, got {len(encoded)}; "
@@ -111,13 +116,34 @@ def encode_state(
     return encoded
 
 
-def _numbers_of(group: PageGroup) -> tuple[str, ...]:
-    """Return the attributes of a sequence that its length does not imply."""
-    return _WINDOW if group.tables is None else ("first_kept",)
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a description of a single group in version 1."""
+    (own,), tickets = state["groups"], state["tickets"]
+    if "demoted" in own:
+        own["demoted"]["ticket"] = "".join(tickets)
+    return {**{name: state[name] for name in _COMMON}, **own, "version": _FLAT_VERSION}
+
+
+def _nested(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a description of version 1 as one of a single group."""
+    own, tickets = {name: state[name] for name in state if name not in _COMMON}, []
+    if isinstance(demoted := own.get("demoted"), dict):
+        ticket = demoted.pop("ticket", None)
+        tickets = [] if ticket == "" else [ticket]  # "": it has no other pages
+    common = {name: state[name] for name in state if name in _COMMON}
+    return {**common, "groups": [own], "tickets": tickets}
+
+
+def _numbers_of(group: PageGroup, sequence: CachedSequence) -> dict[str, int]:
+    """Return what a description says of a sequence in a group, besides the length."""
+    if group.tables is not None:
+        return {"first_kept": sequence.first_kept}
+    numbers = {name: getattr(sequence, name) for name in _WINDOW}
+    return {**numbers, "num_pages": -(-sequence.end // group.pool.page_size)}
 
 
 def _encoded_group(group: PageGroup, sequence: CachedSequence, demoted: range) -> dict[str, Any]:
-    encoded: dict[str, Any] = {name: getattr(sequence, name) for name in _numbers_of(group)}
+    encoded: dict[str, Any] = {**_numbers_of(group, sequence)}
     if demoted:
         fields = _past_fields(group)
         encoded["demoted"] = {"start": demoted.start, "count": len(demoted), "fields": fields}
@@ -129,17 +155,21 @@ def decode_state(
 ) -> Described:
     """Return the sequence of `encode_state`.
 
-    ValueError that names the ticket unless all of it is consistent and `fields` are the same, also
-    those of pools of old tokens where pages are demoted.
+    ValueError that names the ticket unless all of it is consistent and `fields` are the same, and
+    the fields of demoted pages if there are any.
     """
     described = _parsed(encoded)
-    if described.get("kind") != _KIND or described.get("version") != _VERSION:
+    version, whose = _VERSION, "a cache with groups"
+    if groups[0].tables is None:
+        version, whose = _FLAT_VERSION, "a cache without groups"
+    if described.get("kind") != _KIND or described.get("version") != version:
         raise ValueError(
-            f"ticket: expected one of export_sequence, version {_VERSION}, got "
+            f"ticket: expected one of export_sequence of {whose}, version {version}, got "
             f"{described.get('kind')!r}, version {described.get('version')!r}"
         )
-    names = {"kind", "version", "fields", "length", "hashes", "groups", "tickets"}
-    if set(described) != names:
+    if version == _FLAT_VERSION:
+        described = _nested(described)
+    if set(described) != {*_COMMON, "groups", "tickets"}:
         raise ValueError(f"ticket: expected a sequence, got fields {sorted(described)}")
     _require_same(described["fields"], fields)
     length, own = described["length"], described["groups"]
@@ -160,15 +190,16 @@ def decode_state(
 
 def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedSequence, range]:
     """Return a sequence of a group without pages, and the indices of its demoted pages."""
-    names, page_size = _numbers_of(group), group.pool.page_size
+    sequence, page_size = CachedSequence(), group.pool.page_size
+    sequence.length = length
+    names = _numbers_of(group, sequence)
     if not isinstance(encoded, dict) or set(encoded) - {"demoted"} != {*names}:
         raise ValueError(f"ticket: expected {', '.join(names)} of a group, got {encoded!r:.80}")
-    sequence = CachedSequence()
-    sequence.length = length
     for name in names:
         if not _is_count(encoded[name]):
             raise ValueError(f"ticket: expected {name} to be a count, got {encoded[name]!r}")
-        setattr(sequence, name, encoded[name])
+        if name != "num_pages":
+            setattr(sequence, name, encoded[name])
     # Pages of evicted places only are released, so the span is shorter than two pages.
     if sequence.evicted and not (
         sequence.window and sequence.sink_tokens <= length and sequence.evicted < 2 * page_size
@@ -176,6 +207,8 @@ def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedS
         raise ValueError(f"ticket: expected no evicted span of {sequence.evicted} in {encoded}")
     if not group.sequences.may_be(length, sequence.first_kept):
         raise ValueError(f"ticket: expected no freed pages before {sequence.first_kept}")
+    if encoded.get("num_pages") != _numbers_of(group, sequence).get("num_pages"):
+        raise ValueError(f"ticket: expected pages of {page_size} tokens, got {encoded!r:.80}")
     demoted = range(0)
     if "demoted" in encoded:
         demoted = _decoded_range(group, encoded["demoted"], -(-sequence.end // page_size))
@@ -183,7 +216,7 @@ def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedS
 
 
 def _decoded_range(group: PageGroup, encoded: Any, num_pages: int) -> range:
-    """Return the indices of demoted pages among those of a sequence."""
+    """Return the indices of the demoted pages of a sequence."""
     fields = _past_fields(group)
     if fields is None:
         raise ValueError("ticket: expected a sequence without demoted pages, got some")
@@ -549,13 +582,11 @@ class _Place:
     ----------
     number : of the group; 0 for states
     count : how many pages
-    label : of the layers, in errors
     """
 
     number: int
     pool: Pool
     count: int
-    label: str
     is_past: bool = False
     is_state: bool = False
 
@@ -593,6 +624,7 @@ class Exchange:
 
     Attributes
     ----------
+    pools : all that hold parts of a sequence
     group_tiers : of a cache with groups, once it is attached to tiers
     """
 
@@ -602,6 +634,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._groups, self._states, self._fields = groups, states, fields
         self._tiers, self._access = tiers, access
+        self.pools = tuple(place.pool for place in self._places([1] * 2 * len(groups)))
         self.group_tiers: GroupTiersProtocol | None = None
         self._ended: deque[_Held] = deque()  # each once for every offer that is over
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
@@ -778,14 +811,12 @@ class Exchange:
         """
         places = []
         for number, group in enumerate(self._groups):
-            label = group.sequences.label or "this cache"
-            places.append(_Place(number, group.pool, counts[2 * number], label))
+            places.append(_Place(number, group.pool, counts[2 * number]))
             if group.past_pool is not None:
-                past = _Place(number, group.past_pool, counts[2 * number + 1], label, is_past=True)
+                past = _Place(number, group.past_pool, counts[2 * number + 1], is_past=True)
                 places.append(past)
         if self._states is not None:
-            states = self._states
-            places.append(_Place(0, states.pool, 1, states.label, is_state=True))
+            places.append(_Place(0, self._states.pool, 1, is_state=True))
         return [place for place in places if place.count]
 
     def _layers_of(self, place: _Place) -> Mapping[int, int | None]:
@@ -795,43 +826,39 @@ class Exchange:
         layers = self._groups[place.number].model_layers or range(place.pool.num_layers)
         return {layer: number for number, layer in enumerate(layers)}
 
-    def _ends(self, name: str, kind: str, ends: Any, past_ends: Any) -> dict[int, Any]:
-        """Return senders, or receivers, by the id of their pool; raise unless it is of the cache.
+    def _ends(self, name: str, kind: str, ends: Any, past_end: Any) -> dict[int, Any]:
+        """Return senders, or receivers, by the ids of their pools; raise unless they fit.
 
-        ends, past_ends : one, or a list of them
+        ends : with groups, a list of one for each pool; else one for the first pool
         """
-        pasts = [group.past_pool for group in self._groups if group.past_pool is not None]
-        pools = [group.pool for group in self._groups]
-        pools += [] if self._states is None else [self._states.pool]
-        if past_ends is not None and not pasts:
-            raise ValueError(f"past_{name}: expected None without past, got {past_ends!r}")
-        known = {}
-        for prefix, pool, of_kind, given in (
-            ("", "pool", pools, ends), ("past_", "past_pool", pasts, past_ends)
-        ):  # fmt: skip
-            for end in given if isinstance(given, (list, tuple)) else [given]:
-                if prefix and end is None:
-                    continue
-                own = getattr(end, "pool", None)
-                if not any(own is each for each in of_kind):
-                    raise ValueError(
-                        f"{prefix}{name}: expected a {kind} of the {pool} of this cache"
-                    )
-                known[id(own)] = end
-        if not known:
-            raise ValueError(f"{name}: expected at least one {kind}, got none")
-        return known
+        first = self._groups[0]
+        if first.tables is not None:
+            expected = f"{name}: expected a list of a {kind} for each of sequence_pools"
+            if past_end is not None:
+                raise ValueError(f"past_{name}: expected None with groups, got {past_end!r}")
+            if not isinstance(ends, (list, tuple)):
+                raise TypeError(f"{expected}, got {ends!r}")
+            by_pool = {id(getattr(end, "pool", None)): end for end in ends}
+            if len(ends) != len(self.pools) or set(by_pool) != set(map(id, self.pools)):
+                raise ValueError(f"{expected}, which are {len(self.pools)}, got {ends}")
+            return by_pool
+        if getattr(ends, "pool", None) is not first.pool:
+            raise ValueError(f"{name}: expected a {kind} of the pool of this cache")
+        if past_end is None:
+            return {id(first.pool): ends}
+        if first.past_pool is None:
+            raise ValueError(f"past_{name}: expected None without past, got {past_end!r}")
+        if getattr(past_end, "pool", None) is not first.past_pool:
+            raise ValueError(f"past_{name}: expected a {kind} of the past_pool of this cache")
+        return {id(first.pool): ends, id(first.past_pool): past_end}
 
 
 def _end_of(ends: Mapping[int, Any], place: _Place, name: str, kind: str, what: str) -> Any:
     """Return the sender or receiver of a pool; raise if it is missing."""
-    end = ends.get(id(place.pool))
-    if end is None and place.is_past:
+    if (end := ends.get(id(place.pool))) is None:
         raise ValueError(
             f"past_{name}: expected a {kind} of past_pool, for {what} has demoted pages, got None"
         )
-    if end is None:
-        raise ValueError(f"{name}: expected a {kind} of the pool of {place.label}, got none")
     return end
 
 
