@@ -23,6 +23,9 @@ MIXES = {
 }
 
 
+POINTS = ["attention", "states", "end"]  # of a step, in order
+
+
 class Exporting(Mixture):
     """Calls `before["attention"]`, `before["states"]` and `before["end"]` in the next step, once.
 
@@ -46,9 +49,9 @@ class Exporting(Mixture):
 class GroupsPair:
     """Caches `one` and `two` of a mix, with senders of the former and receivers of the latter."""
 
-    def __init__(self, mix, device, **options):
+    def __init__(self, mix, device, *, other=None, kind=Exporting, **options):
         self.device = device
-        self.one, self.two = (Exporting(mix(), device, **options) for _ in range(2))
+        self.one, self.two = (kind(each(), device, **options) for each in (mix, other or mix))
         self.two._next = 100_000  # so their tokens differ
         self._stack = ExitStack()
         self.senders, self.receivers = (
@@ -82,6 +85,11 @@ class GroupsPair:
         pull = self.two.cache.import_sequence(name, ticket, self.receivers, **options)
         self.two.tokens[name] = list(tokens)
         return pull
+
+    def withdraw(self, ticket):
+        """Take back the offer of the ticket, which takes the rest of its sequence with it."""
+        (sender,) = [each for each in self.senders if each.pool is self.one.cache.pool]
+        sender.withdraw(ticket)
 
     def tickets(self, ticket):
         """The tickets of all pools, in order."""

@@ -1,322 +1,286 @@
-"""`export_sequence` and `import_sequence` of caches with groups of layers."""
+"""`export_sequence` and `import_sequence` of caches with groups: what comes over."""
 
 from __future__ import annotations
 
-import json
 import random
-from contextlib import suppress
 
 import numpy as np
 import pytest
-from groups_model import HEADS, PAGE, Mixture, Taken, full, latent, recurrent, sliding
+from exchange_groups_cases import MIXES, POINTS, GroupsPair
+from groups_model import PAGE, Mixture, full, recurrent, sliding
 from helpers import full_only
 from line_process import poll
 from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
-from kvcupy.cache.hazards import PageAccess
-from kvcupy.cache.paged import exchange
+from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import States
 
-pytestmark = pytest.mark.usefixtures("lenient_host")
+pytestmark = pytest.mark.usefixtures("quick_host")
 
-MIXES = {
-    "window, full": [sliding(0, 1, window=6), full(2)],
-    "sinks": [full(0), sliding(1, window=9, sink_tokens=5), latent(2)],
-    "full, state": [full(0), recurrent(1, 2)],
-    "state, window, full": [recurrent(0), sliding(1, window=7), full(2)],
-    "windows": [sliding(0, window=1), sliding(1, window=12, sink_tokens=2)],
-}
+HYBRID = MIXES["state, window, full"]
 
 
-class Pair:
-    """Two caches of equal groups: `one` has senders, and `two` has receivers."""
-
-    def __init__(self, device, mix, *, other=None, kind=Mixture, **options):
-        groups = MIXES[mix] if isinstance(mix, str) else mix
-        self.one = kind(groups, device, **{"num_tokens": 300, **options})
-        self.two = kind(other or groups, device, **{"num_tokens": 300, **options})
-        self.senders = [kv.PageSender(pool) for pool in self.one.cache.sequence_pools]
-        self.receivers = [kv.PageReceiver(pool) for pool in self.two.cache.sequence_pools]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        for end in (*self.receivers, *self.senders):
-            end.close()
-
-    def begin(self, name, count):
-        """Add a sequence of some tokens, in steps of 4."""
-        self.one.add(name)
-        for start in range(0, count, PAGE):
-            self.one.step({name: self.one.new(min(PAGE, count - start))})
-
-    def export(self, name, **options):
-        return self.one.cache.export_sequence(name, self.senders, **options)
-
-    def withdraw(self, ticket):
-        """End all offers of a ticket."""
-        described = json.loads(self.receivers[0].inspect(ticket).attachment)
-        for each in (ticket, *map(bytes.fromhex, described["tickets"])):
-            for sender in self.senders:
-                with suppress(kv.TransferError):  # of another sender
-                    sender.withdraw(each)
-
-    def receive(self, name, ticket, tokens):
-        try:
-            pull = self.two.cache.import_sequence(name, ticket, self.receivers)
-        except kv.CacheFull:
-            self.withdraw(ticket)
-            raise
-        self.two.tokens[name] = list(tokens)
-        self.two._next = max(self.two._next, self.one._next)
-        return pull
-
-    def settle(self):
-        def is_settled():
-            return not (
-                any(sender.stats()["offered_pages"] for sender in self.senders)
-                or any(receiver.stats()["pulls"] for receiver in self.receivers)
-            )
-
-        assert poll(is_settled)
-        for side in (self.one, self.two):
-            assert side.cache.num_available_pages >= 0  # what was held is free now
-
-    def close_senders(self):
-        """End all offers that nobody has taken."""
-        for sender in self.senders:
-            sender.close()
-
-    def check(self):
-        self.settle()
-        for side in (self.one, self.two):
-            side.check()
-
-    def end(self):
-        self.check()
-        for side in (self.one, self.two):
-            side.check_empty()
-
-
-@pytest.mark.parametrize("count", [1, PAGE, 42])
+@pytest.mark.parametrize("when", [None, *POINTS])
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_sequence_comes_over_and_goes_on(device, mix, count):
-    with Pair(device, mix) as pair:
-        pair.begin("s", count)
-        pair.two.poison()
-        pull = pair.receive("t", pair.export("s"), pair.one.tokens["s"])
-        assert pair.two.cache.sequence_length("t") == pair.two.cache.total_length == count
-        more = pair.one.new(3)
-        pair.two.step({"t": more})
-        pair.one.step({"s": more})
-        pull.synchronize()
-        assert pull.done() and pull.failure is None
-        pages = [
-            [(g.sequences.find(n).pages >= 0).tolist() for g in side.cache._groups]
-            for side, n in ((pair.one, "s"), (pair.two, "t"))
-        ]
-        assert pages[0] == pages[1]
+def test_a_sequence_comes_over_and_goes_on(device, mix, when):
+    """With what its windows see and its states, from between steps or out of one."""
+    with GroupsPair(MIXES[mix], device) as pair:
+        for name, counts in {"a": (3,), "b": (23, 1, 1), "c": (8, 30)}.items():
+            pair.prefill(name, *counts[:-1])
+            if when is None:
+                pair.one.step({name: pair.one.new(counts[-1])})
+                ticket = pair.export(name)
+            else:
+                ticket = pair.export_in_step(name, counts[-1], when)
+            pull = pair.receive(name, ticket, pair.one.tokens[name])
+            pair.two.step({name: pair.two.new(1)})
+            pull.synchronize()
+            assert pull.done() and pull.num_pages > 0 and pull.failure is None
+            pair.one.step({name: pair.one.new(9)})
+            pair.two.step({name: pair.two.new(9)})
+            pair.check()
+        pair.two.fork("b", "d", at=20)
+        pair.two.pop("c", 2)
+        pair.two.step({name: pair.two.new(2) for name in "abcd"})
+        pair.check_empty()
+
+
+KINDS = ["add", "step", "step", "fork", "pop", "export", "export", "go on", "go on", "remove"]
+
+
+def run(pair, seed, steps=40):
+    """Random operations on both sides; what comes over is compared at each step."""
+    rng = random.Random(seed)
+    one, two = pair.one, pair.two
+    compared = made = 0
+    for _ in range(steps):
+        known, arrived = sorted(one.tokens), sorted(two.tokens)
+        kind, made, ticket = rng.choice(KINDS) if known else "add", made + 1, None
+        name = rng.choice(known or [None])
+        try:
+            if kind == "add":
+                pair.prefill(f"s{made}", rng.randint(1, 30))
+            elif kind == "step":
+                one.step({name: one.new(rng.randint(1, 9))})
+            elif kind == "fork":
+                one.fork(name, f"s{made}", at=rng.randint(1, len(one.tokens[name])))
+            elif kind == "pop":
+                one.pop(name, rng.randint(0, len(one.tokens[name])))
+            elif kind == "export":
+                when = rng.choice([None, *POINTS])
+                if when is None:
+                    ticket = pair.export(name)
+                else:
+                    ticket = pair.export_in_step(name, rng.randint(1, 20), when)
+                pair.receive(f"i{made}", ticket, one.tokens[name])
+                if rng.random() < 0.5:
+                    two.step({f"i{made}": two.new(1)})
+                    compared += 1
+            elif kind == "go on" and arrived:
+                name = rng.choice(arrived)
+                two.step({name: two.new(rng.randint(1, 7))})
+                compared += 1
+            elif kind == "remove" and arrived:
+                two.remove(rng.choice(arrived))
+        except kv.CacheFull:
+            one.before.clear()
+            if ticket is not None:
+                pair.withdraw(ticket)
+        for side in (one, two):
+            for name, tokens in list(side.tokens.items()):
+                del tokens[side.cache.sequence_length(name) :]  # of a step that was taken back
+                if not tokens or rng.random() < 0.04:
+                    side.remove(name)
         pair.check()
-        for number in (5, 1, 9):
-            pair.two.step({"t": pair.two.new(number)})
-            pair.two.check()
-        pair.end()
+    pair.check_empty()
+    return compared
 
 
-def test_layers_are_waited_for_by_their_numbers_in_the_model(device):
-    with Pair(device, [recurrent(3), sliding(1, 7, window=7), full(5)]) as pair:
-        pair.begin("s", 20)
-        pull = pair.receive("t", pair.export("s"), pair.one.tokens["s"])
-        stream = device.stream()
-        for layer in (1, 3, 5, 7):
-            pull.wait_layer(layer, stream)
-        pull.wait(stream)
-        stream.synchronize()
-        with pytest.raises(ValueError, match="layer"):
-            pull.wait_layer(0, stream)
-        with pytest.raises(TypeError, match="layer"):
-            pull.wait_layer("1", stream)
-        sizes = [pool.page_bytes for pool in pair.two.cache.sequence_pools]
-        kept = [*(len(g.sequences.split(g.sequences.find("t"))[0])
-                  for g in pair.two.cache._groups), 1]  # fmt: skip
-        assert pull.num_pages == sum(kept)
-        assert pull.num_bytes == np.dot(sizes, kept)
-        pair.end()
+@pytest.mark.parametrize("seed", [0, *(full_only(n) for n in range(1, 8))])
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_exchanges(device, mix, seed):
+    with GroupsPair(MIXES[mix], device, num_tokens=512) as pair:
+        assert run(pair, seed) > 1
 
 
-@pytest.mark.parametrize("mix", ["window, full", "state, window, full"])
-def test_what_happens_afterwards_does_not_come_over(device, mix):
-    with Pair(device, mix) as pair:
-        pair.begin("s", 24)
-        tokens, ticket = list(pair.one.tokens["s"]), pair.export("s")
-        pair.one.step({"s": pair.one.new(7)})
-        pair.one.fork("s", "f")
-        pair.one.pop("s", 3)
-        pair.one.step({"s": pair.one.new(5), "f": pair.one.new(2)})
-        pair.one.remove("s")
-        pair.begin("other", 30)
-        pair.receive("t", ticket, tokens)
-        pair.two.step({"t": pair.two.new(1)})
-        pair.end()
+# --- What is sent ---
 
 
-def test_a_prompt_and_its_hashes_come_over(device):
-    """Over there its blocks go to the tiers."""
-    with Pair(device, "state, window, full", kind=TieredMixture, blocks=40) as pair:
-        prompt = pair.one.new(45)
-        pair.one.prompt("s", prompt)
-        pair.receive("t", pair.export("s"), prompt)
+def test_pages_that_no_window_sees_stay_behind(device):
+    """Also of a long step, at whose end the window moves on from most of them."""
+    mix = lambda: [sliding(0, window=8), full(1)]  # noqa: E731
+    with GroupsPair(mix, device) as pair:
+        pair.one.add("a")
+        ticket = pair.export_in_step("a", 60, "attention")
+        pull = pair.receive("b", ticket, pair.one.tokens["a"])
+        pull.synchronize()
+        window, whole = pair.two.cache._groups
+        assert pull.num_pages == window.pool.allocator.num_allocated + 60 // PAGE
+        assert window.pool.allocator.num_allocated == 8 // PAGE + 1
+        assert whole.pool.allocator.num_allocated == 60 // PAGE
+        pair.two.step({"b": pair.two.new(3)})
+        pair.check_empty()
+
+
+def test_demoted_pages_come_over_unconverted(device):
+    def mix():
+        demotion = kv.Demotion("fp8_e4m3", recent=8)
+        return [sliding(0, window=8), full(1, demotion=demotion)]
+
+    class Noted(Mixture):
+        def _check_output(self, got, want, group):
+            self.outputs.append(np.array(got))
+
+    with GroupsPair(mix, device) as pair:
+        for side in (pair.one, pair.two):
+            side.__class__, side.outputs = Noted, []
+        pair.prefill("a", 40, 3)
+        assert len(pair.senders) == 3 and pair.one.cache.past_pool is None
+        pair.receive("a", pair.export("a"), pair.one.tokens["a"])
+        pasts = [side.cache._groups[1].past_pool.allocator for side in (pair.one, pair.two)]
+        assert pasts[0].num_allocated == pasts[1].num_allocated > 0
+        for side in (pair.one, pair.two):
+            side.outputs.clear()
+            side.rng = np.random.default_rng(3)
+            side.step({"a": range(1000, 1005)})
+        np.testing.assert_array_equal(pair.one.outputs, pair.two.outputs)
+        pair.check_empty()
+
+
+def test_prompts_come_over_with_their_hashes(device):
+    """So the importing cache gives its blocks to tiers."""
+    with GroupsPair(MIXES["full, window"], device) as pair:
+        tiers = kv.TieredCache(groups=pair.two.cache, host_bytes=1 << 20)
+        sent = kv.TieredCache(groups=pair.one.cache, host_bytes=1 << 20)
+        pair.two.cache.attach(tiers)
+        pair.one.cache.attach(sent)
+        prompt = pair.one.new(30)
+        hashes = hashes_of(prompt)
+        pair.one.cache.add_sequence("a", hashes=hashes)
+        pair.one.tokens["a"] = []
+        pair.one.step({"a": prompt})
+        pair.receive("a", pair.export("a"), prompt)
+        pair.two.step({"a": pair.two.new(1)})
         pair.settle()
-        pair.two.step({"t": pair.two.new(3)})
-        pair.two.remove("t")
-        assert pair.two.tiers.match(hashes_of(prompt[:-1])).device == 0  # no state at a checkpoint
-        pair.receive("u", pair.export("s"), prompt)
-        assert pair.two.cache._steps.mixed._chains["u"] == hashes_of(prompt)[:11]
-        pair.end()
+        assert tiers.match(hashes).host == 0
+        pair.two.remove("a")
+        assert tiers.match(hashes).device == len(hashes)
+        pair.two.cache.add_sequence("b", hashes=hashes)
+        pair.two.tokens["b"] = prompt[: len(hashes) * PAGE]
+        pair.two.step({"b": pair.two.new(3)})
+        for side in (pair.one, pair.two):
+            for name in list(side.tokens):
+                side.remove(name)
+        tiers.close()
+        sent.close()
+
+
+@pytest.mark.parametrize("mix", ["full, window", "state, window, full"])
+def test_held_pages_go_to_the_tiers_when_they_are_let_go(device, mix):
+    """The sequence is gone by then; its prompt is found as if it had not been exported."""
+    found = []
+    for is_exported in (False, True):
+        with GroupsPair(MIXES[mix], device) as pair:
+            tiers = kv.TieredCache(groups=pair.one.cache, host_bytes=1 << 20)
+            pair.one.cache.attach(tiers)
+            prompt = pair.one.new(34)
+            hashes = hashes_of(prompt)
+            pair.one.cache.add_sequence("a", hashes=hashes)
+            pair.one.tokens["a"] = []
+            for start in range(0, 34, 8):
+                pair.one.step({"a": prompt[start : start + 8]})
+            if is_exported:
+                ticket = pair.export("a")
+                pair.one.remove("a")
+                assert not tiers.match(hashes).host
+                pair.receive("b", ticket, prompt)
+                pair.two.step({"b": pair.two.new(1)})
+                pair.settle()
+            else:
+                pair.one.remove("a")
+            pair.one.cache.add_sequence("c", hashes=hashes)
+            length = pair.one.cache.sequence_length("c")
+            pair.one.tokens["c"] = prompt[:length]
+            pair.one.step({"c": pair.one.new(3)})
+            found.append(length)
+            pair.one.remove("c")
+            assert not pair.one.cache._steps.mixed._chains
+            tiers.close()
+    assert found[0] == found[1] > 24
 
 
 def test_an_import_is_exported_and_offloaded_before_it_has_arrived(device):
     with (
-        Pair(device, "state, window, full", kind=TieredMixture, blocks=40) as pair,
-        Pair(device, "state, window, full") as then,
+        GroupsPair(HYBRID, device, kind=TieredMixture, blocks=40) as pair,
+        GroupsPair(HYBRID, device) as then,
     ):
-        pair.begin("s", 20)
-        tokens = pair.one.tokens["s"]
-        pair.receive("t", pair.export("s"), tokens)
-        with_sender = [kv.PageSender(pool) for pool in pair.two.cache.sequence_pools]
-        then.receive("u", pair.two.cache.export_sequence("t", with_sender), tokens)
-        pair.two.offload("t")
-        pair.two.onboard("t")
-        then.two.step({"u": then.two.new(2)})
-        pair.two.step({"t": pair.two.new(2)})
-        then.settle()
-        assert poll(lambda: not any(end.stats()["offered_pages"] for end in with_sender))
-        pair.end()
-        then.end()
-        for end in with_sender:
-            end.close()
+        pair.prefill("a", 20)
+        tokens = pair.one.tokens["a"]
+        pair.receive("b", pair.export("a"), tokens)
+        senders = [kv.PageSender(pool) for pool in pair.two.cache.sequence_pools]
+        then.receive("c", pair.two.cache.export_sequence("b", senders), tokens)
+        pair.two.offload("b")
+        pair.two.onboard("b")
+        then.two.step({"c": then.two.new(2)})
+        pair.two.step({"b": pair.two.new(2)})
+        assert poll(lambda: not any(end.stats()["offered_pages"] for end in senders))
+        pair.check_empty()
+        then.check_empty()
+        for sender in senders:
+            sender.close()
 
 
-# --- Within a step ---
+# --- As it was at the call ---
 
 
-@pytest.mark.parametrize("is_taken_back", [False, True])
-@pytest.mark.parametrize("when", ["first", "between", "last"])
-@pytest.mark.parametrize("mix", ["window, full", "full, state", "state, window, full"])
-def test_within_a_step(device, mix, when, is_taken_back):
-    """Layers go out as attention writes them, and the state when the step has ended."""
-    with Pair(device, mix) as pair:
-        one = pair.one
-        pair.begin("s", 17)
-        pair.one.fork("s", "other")
-        new = one.new(5)
-        before = list(one.tokens["s"])
-        with suppress(Taken), one.cache.forward(["s"], [5]):
-            one.tokens["s"] = before + new
-            for now, work in (("first", one._attend), ("between", one._update), ("last", None)):
-                if now == when:
-                    pull = pair.receive("t", pair.export("s"), one.tokens["s"])
-                    if is_taken_back:
-                        raise Taken
-                if work is not None:
-                    work(["s"], [5])
-        if is_taken_back:
-            with pytest.raises(kv.TransferError):
-                pull.synchronize()
-            pair.two.remove("t")
-            one.tokens["s"] = before[: one.cache.sequence_length("s")]
-        else:
-            pull.synchronize()
-            pair.two.step({"t": pair.two.new(3)})
-            pair.two.step({"t": pair.two.new(1)})
-        one.step({"s": one.new(2), "other": one.new(1)})
-        pair.end()
+def test_what_happens_to_it_afterwards_does_not_come_over(device):
+    """The model overwrites the live state, the last page and, behind a window, freed pages."""
+    with GroupsPair(HYBRID, device, num_tokens=512) as pair:
+        pair.prefill("a", 21)
+        tokens = list(pair.one.tokens["a"])
+        ticket = pair.export("a")
+        pair.one.step({"a": pair.one.new(1)})
+        pair.one.step({"a": pair.one.new(17)})
+        pair.one.remove("a")
+        pair.prefill("other", 40)
+        pair.receive("b", ticket, tokens)
+        pair.two.step({"b": pair.two.new(5)})
+        pair.check_empty()
 
 
-# --- Random programs ---
+def unheld(monkeypatch):
+    """Pages are not held."""
+    hold = Sequences.hold
+
+    def hold_nothing(self, sequence):
+        held = hold(self, sequence)
+        self._references[held.pages[held.pages >= 0]] -= 1
+        return held
+
+    monkeypatch.setattr(Sequences, "hold", hold_nothing)
+    monkeypatch.setattr(Sequences, "drop", lambda *_: None)
+    monkeypatch.setattr(Sequences, "free_unseen", lambda *_: None)
 
 
-def export_in_step(pair, name, target, new, number):
-    """Export a sequence before a part of a step, and import it within the step."""
-    one = pair.one
-    before = list(one.tokens[name])
-    try:
-        with one.cache.forward([name], [len(new)]):
-            one.tokens[name] = before + new
-            for i, work in enumerate((one._attend, one._update, None)):
-                if i == number:
-                    ticket = pair.export(name)
-                if work is not None:
-                    work([name], [len(new)])
-            pair.receive(target, ticket, one.tokens[name])
-    except kv.CacheFull:  # over there, or for the state: the step is taken back
-        one.tokens[name] = before[: one.cache.sequence_length(name)]
-        raise
-
-
-def run(pair, seed, steps=40):
-    """Change sequences of one cache at random, and export them to the other at any time."""
-    rng = random.Random(seed)
-    one, two = pair.one, pair.two
-    names = iter(f"s{i}" for i in range(1000))
-    exported = 0
-    for _ in range(steps):
-        known = sorted(one.tokens)
-        kind = rng.choices(
-            ["add", "step", "fork", "pop", "remove", "export", "export in step", "there"],
-            [2, 6, 2, 2, 1, 4, 3, 4],
-        )[0]
-        name = rng.choice(known) if known else None
-        with suppress(kv.CacheFull):
-            if kind == "add" or name is None:
-                one.add(next(names))
-            elif kind == "step":
-                one.step({name: one.new(rng.randint(1, 9))})
-            elif kind == "fork":
-                one.fork(name, next(names), rng.randint(0, len(one.tokens[name])))
-            elif kind == "pop":
-                one.pop(name, rng.randint(0, min(4, len(one.tokens[name]))))
-            elif kind == "remove":
-                one.remove(name)
-            elif kind == "export" and one.tokens[name]:
-                tokens, ticket = list(one.tokens[name]), pair.export(name)
-                with suppress(kv.CacheFull):
-                    one.step({name: one.new(rng.randint(1, 3))})
-                pair.receive(next(names), ticket, tokens)
-                exported += 1
-            elif kind == "export in step":
-                export_in_step(
-                    pair, name, next(names), one.new(rng.randint(1, 6)), rng.randrange(3)
-                )
-                exported += 1
-            elif kind == "there" and two.tokens:
-                there = rng.choice(sorted(two.tokens))
-                if rng.random() < 0.3:
-                    two.remove(there)
-                elif rng.random() < 0.3:
-                    two.pop(there, rng.randint(0, min(4, len(two.tokens[there]))))
-                else:
-                    two.step({there: two.new(rng.randint(1, 9))})
-        pair.settle()
-        if len(two.tokens) > 4:
-            two.remove(min(two.tokens))
-        pair.check()
-    pair.end()
-    return exported
-
-
-@pytest.mark.parametrize("seed", [0, *(full_only(n) for n in range(1, 10))])
-@pytest.mark.parametrize("mix", MIXES)
-def test_random_operations(device, mix, seed):
-    with Pair(device, mix) as pair:
-        assert run(pair, seed) > 0
+def test_without_a_reference_it_would(device, monkeypatch):
+    """A control of the above."""
+    with GroupsPair(HYBRID, device, num_tokens=512) as pair:
+        pair.prefill("a", 21)
+        tokens = list(pair.one.tokens["a"])
+        with monkeypatch.context() as patched:
+            unheld(patched)
+            ticket = pair.export("a")
+        pair.one.remove("a")
+        pair.one.poison()
+        pair.receive("b", ticket, tokens).synchronize()
+        with pytest.raises(AssertionError):
+            pair.two.step({"b": pair.two.new(5)})
 
 
 @pytest.mark.parametrize("what", ["state", "window"])
 def test_what_does_not_come_over_is_noticed(device, monkeypatch, what):
-    """The control of the tests above."""
+    """A control of the tests above."""
     if what == "state":
         hold = States.hold
 
@@ -332,233 +296,84 @@ def test_what_does_not_come_over_is_noticed(device, monkeypatch, what):
             return pull(self, ticket, pages[::-1], **options)
 
         monkeypatch.setattr(kv.PageReceiver, "pull", pull_in_another_order)
-    with Pair(device, "full, state" if what == "state" else "windows") as pair:
-        pair.begin("s", 24)
-        pair.receive("t", pair.export("s"), pair.one.tokens["s"]).synchronize()
+    with GroupsPair(MIXES["two states" if what == "state" else "windows"], device) as pair:
+        pair.prefill("a", 24)
+        pair.receive("b", pair.export("a"), pair.one.tokens["a"]).synchronize()
         with pytest.raises(AssertionError):
-            pair.two.step({"t": pair.two.new(1)})
-        pair.close_senders()
+            pair.two.step({"b": pair.two.new(1)})
 
 
-# --- What is refused, and failures ---
+# --- Layer by layer ---
 
 
-def state_of(mixture):
-    mixture.device.synchronize()
-    states = mixture.cache._states
-    return (
-        sorted(mixture.cache._sequences._known, key=str),
-        [group.sequences._references.tolist() for group in mixture.cache._groups],
-        [pool.allocator.num_available for pool in mixture.cache.sequence_pools],
-        None if states is None else sorted(states._kept),
-    )
+def test_layers_go_out_while_the_step_runs(device):
+    """Each group's, by the numbers of the model; states go out at the end of the step."""
+    with GroupsPair(HYBRID, device) as pair:
+        pair.one.add("a")
+        arrived, started = [], []
+
+        def has_arrived(layer):
+            """Return whether a stream that waits for a layer gets past it."""
+            stream = device.stream()
+            pulls[0].wait_layer(layer, stream)
+            return poll(stream.done, 0.05)
+
+        pulls = []
+
+        def begin():
+            ticket = pair.export("a")
+            pulls.append(pair.two.cache.import_sequence("b", ticket, pair.receivers))
+            started.extend(has_arrived(layer) for layer in (0, 1, 3))
+
+        pair.one.before["attention"] = begin
+        pair.one.before["end"] = lambda: arrived.extend(map(has_arrived, (0, 1, 3)))
+        pair.one.step({"a": pair.one.new(10)})
+        assert started == [False, False, False]
+        assert arrived == [False, True, True]
+        pulls[0].synchronize()
+        assert all(map(has_arrived, range(4)))
+        pair.two.tokens["b"] = list(pair.one.tokens["a"])
+        pair.two.step({"b": pair.two.new(1)})
+        pair.check_empty()
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_ends_that_are_missing(device, number):
-    label = ["SlidingWindow of layers 1", "FullAttention of layers 2", "Recurrent of layers 0"]
-    with Pair(device, "state, window, full") as pair:
-        pair.begin("s", 10)
-        before = state_of(pair.one), state_of(pair.two)
-        fewer = [end for i, end in enumerate(pair.senders) if i != number]
-        with pytest.raises(ValueError, match=f"^sender: .*{label[number]}"):
-            pair.one.cache.export_sequence("s", fewer)
-        with pytest.raises(ValueError, match=r"^sender: expected a PageSender of the pool of this"):
-            pair.one.cache.export_sequence("s", [*fewer, pair.receivers[number]])
-        with pytest.raises(ValueError, match=r"^sender: expected at least one"):
-            pair.one.cache.export_sequence("s", [])
-        with pytest.raises(ValueError, match=r"^past_sender: expected None without past"):
-            pair.one.cache.export_sequence("s", pair.senders, past_sender=pair.senders[0])
-        ticket = pair.export("s")
-        fewer = [end for i, end in enumerate(pair.receivers) if i != number]
-        with pytest.raises(ValueError, match=f"^receiver: .*{label[number]}"):
-            pair.two.cache.import_sequence("t", ticket, fewer)
-        assert state_of(pair.two) == before[1]
-        pair.close_senders()
+def test_layers_are_waited_for_by_their_numbers_in_the_model(device):
+    mix = lambda: [recurrent(3), sliding(1, 7, window=7), full(5)]  # noqa: E731
+    with GroupsPair(mix, device) as pair:
+        pair.prefill("s", 20)
+        pull = pair.receive("t", pair.export("s"), pair.one.tokens["s"])
+        stream = device.stream()
+        for layer in (1, 3, 5, 7):
+            pull.wait_layer(layer, stream)
+        pull.wait(stream)
+        stream.synchronize()
+        with pytest.raises(ValueError, match="layer"):
+            pull.wait_layer(0, stream)
+        with pytest.raises(TypeError, match="layer"):
+            pull.wait_layer("1", stream)
+        sizes = [pool.page_bytes for pool in pair.two.cache.sequence_pools]
+        kept = [*(len(g.sequences.split(g.sequences.find("t"))[0])
+                  for g in pair.two.cache._groups), 1]  # fmt: skip
+        assert pull.num_pages == sum(kept)
+        assert pull.num_bytes == np.dot(sizes, kept)
+        pair.check_empty()
+
+
+@pytest.mark.parametrize("when", POINTS)
+def test_a_step_that_is_taken_back_withdraws_what_it_exports(device, when):
+    with GroupsPair(HYBRID, device) as pair:
+        pair.prefill("a", 8)
+        pulls = []
+        tokens = pair.one.tokens["a"]
+        pair.one.before[when] = lambda: pulls.append(pair.receive("b", pair.export("a"), tokens))
+        pair.one.step({"a": pair.one.new(3)}, keep=False)
+        with pytest.raises(kv.TransferError) as raised:
+            pulls[0].synchronize()
+        assert raised.value.reason == "withdrawn"
         pair.settle()
-        assert state_of(pair.one) == before[0]
-        pair.end()
-
-
-@pytest.mark.parametrize(("other", "name"), [
-    ([recurrent(0), sliding(1, window=8), full(2)], "1 window"),
-    ([recurrent(0), sliding(3, window=7), full(2)], "1 layers"),
-    ([sliding(1, window=7), full(2)], "0 "),
-])  # fmt: skip
-def test_a_cache_of_other_groups_is_refused(device, other, name):
-    with Pair(device, "state, window, full", other=other) as pair:
-        pair.begin("s", 10)
-        ticket = pair.export("s")
-        with pytest.raises(ValueError, match=f"^ticket: expected a sequence with {name}"):
-            pair.two.cache.import_sequence("t", ticket, pair.receivers)
-        pair.two.check()
-        pair.close_senders()
-        pair.end()
-
-
-def test_a_cache_without_groups_is_refused(device):
-    plain = kv.PagedKVCache(
-        num_layers=1, num_q_heads=HEADS, num_kv_heads=2, head_dim=8, num_pages=8, page_size=PAGE,
-        dtype="fp32", device=device,
-    )  # fmt: skip
-    with Pair(device, [full(0)]) as pair, kv.PageReceiver(plain.pool) as receiver:
-        pair.begin("s", 10)
-        with pytest.raises(ValueError, match=r"^ticket: "):
-            plain.import_sequence("t", pair.export("s"), receiver)
-        pair.close_senders()
-        pair.end()
-
-
-@pytest.mark.parametrize("change", [
-    {"first_kept": 1}, {"first_kept": 400}, {"first_kept": -1}, {"first_kept": True},
-    {"window": 3}, {"first_kept": None},
-])  # fmt: skip
-def test_what_a_ticket_says_of_a_window_is_checked(device, change):
-    with Pair(device, "sinks") as pair:
-        pair.begin("s", 30)
-        attachment = pair.receivers[0].inspect(pair.export("s")).attachment
-        described = json.loads(attachment)
-        assert exchange.decode_state(
-            attachment, pair.two.cache._exchange._fields(), pair.two.cache._groups
-        ).sequences[1].first_kept == 5  # fmt: skip
-        described["groups"][1] |= change
-        with pytest.raises(ValueError, match=r"^ticket: "):
-            exchange.decode_state(
-                json.dumps(described).encode(), pair.two.cache._exchange._fields(),
-                pair.two.cache._groups,
-            )  # fmt: skip
-        pair.close_senders()
-        pair.end()
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_no_room(device, number):
-    """The error names the group, and nothing has changed."""
-    label = ["SlidingWindow of layers 1", "FullAttention of layers 2", "Recurrent of layers 0"]
-    with Pair(device, "state, window, full") as pair:
-        pair.begin("s", 10)
-        ticket = pair.export("s")
-        allocator = pair.two.cache.sequence_pools[number].allocator
-        taken = allocator.alloc(allocator.num_free)
-        before = state_of(pair.two)
-        with pytest.raises(kv.CacheFull, match=label[number]):
-            pair.two.cache.import_sequence("t", ticket, pair.receivers)
-        assert state_of(pair.two) == before and "t" not in pair.two.cache
-        allocator.free(taken)
-        pair.receive("t", ticket, pair.one.tokens["s"])
-        pair.end()
-
-
-def test_no_slot_for_the_state_of_an_export(device):
-    with Pair(device, "full, state") as pair:
-        pair.begin("s", 10)
-        allocator = pair.one.cache.sequence_pools[-1].allocator
-        taken = allocator.alloc(allocator.num_free)
-        pair.one.cache._states._give_up(pair.one.cache._states.find("s"), 0)
-        taken = [*taken, *allocator.alloc(allocator.num_free)]
-        before = state_of(pair.one)
-        with pytest.raises(kv.CacheFull, match="Recurrent"):
-            pair.export("s")
-        assert state_of(pair.one) == before
-        allocator.free(taken)
-        pair.receive("t", pair.export("s"), pair.one.tokens["s"])
-        pair.end()
-
-
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("call", ["export", "import"])
-def test_a_call_that_fails_holds_nothing(device, monkeypatch, call, number):
-    with Pair(device, "state, window, full") as pair:
-        pair.begin("s", 10)
-        ticket = pair.export("s") if call == "import" else None
-        before = state_of(pair.one), state_of(pair.two)
-        end = (pair.senders if call == "export" else pair.receivers)[number]
-
-        def fail(*arguments, **options):
-            raise kv.DeviceError("a fault of the test")
-
-        with monkeypatch.context() as patch, pytest.raises(kv.DeviceError, match="fault"):
-            patch.setattr(end, "offer" if call == "export" else "pull", fail)
-            pair.receive("t", ticket or pair.export("s"), pair.one.tokens["s"])
-        assert "t" not in pair.two.cache
-        if call == "export":
-            pair.settle()
-        assert poll(lambda: (state_of(pair.one), state_of(pair.two)) == before)
-        pair.receive("t", ticket or pair.export("s"), pair.one.tokens["s"]).synchronize()
-        pair.two.step({"t": pair.two.new(1)})
-        pair.close_senders()
-        pair.end()
-
-
-def test_a_state_that_cannot_be_copied_at_the_end_of_a_step(device, monkeypatch):
-    """The offer is withdrawn, and the step has ended."""
-    with Pair(device, "full, state") as pair:
-        one = pair.one
-        pair.begin("s", 9)
-        new = one.new(2)
-        one.cache.begin_forward(["s"], [2])
-        one.tokens["s"] += new
-        pull = pair.receive("t", pair.export("s"), one.tokens["s"])
-        one._attend(["s"], [2])
-        one._update(["s"], [2])
-
-        def fail(*arguments, **options):
-            raise kv.DeviceError("a fault of the test")
-
-        with monkeypatch.context() as patch, pytest.raises(kv.DeviceError, match="fault"):
-            patch.setattr("kvcupy.cache.paged.states.copy_pages", fail)
-            one.cache.end_forward()
         with pytest.raises(kv.TransferError):
-            pull.synchronize()
-        pair.two.remove("t")
-        one.step({"s": one.new(1)})
-        pair.end()
-
-
-@pytest.mark.parametrize("ending", ["lease", "withdrawn"])
-def test_pages_that_nobody_fetches_come_back(device, ending):
-    with Pair(device, "state, window, full") as pair:
-        pair.begin("s", 20)
-        before = state_of(pair.one)
-        ticket = pair.export("s", lease_s=0.05 if ending == "lease" else 30.0)
-        if ending == "withdrawn":
-            pair.withdraw(ticket)
-        assert poll(lambda: pair.one.cache.num_available_pages and state_of(pair.one) == before)
-        pair.end()
-
-
-def test_a_load_that_fails_over_there(device):
-    """One of the offers has ended: the sequence can only be removed."""
-    with Pair(device, "state, window, full") as pair:
-        pair.begin("s", 20)
-        ticket = pair.export("s")
-        pair.senders[-1].close()
-        pull = pair.receive("t", ticket, pair.one.tokens["s"])
-        with pytest.raises(kv.TransferError):
-            pull.synchronize()
-        assert isinstance(pull.failure, kv.TransferError)
-        with pytest.raises(kv.TransferError):
-            pair.two.step({"t": pair.two.new(1)})
-        pair.two.tokens["t"] = []
-        pair.two.remove("t")
-        pair.close_senders()
-        pair.end()
-
-
-def test_failures_of_the_stream_hold_nothing(device, monkeypatch):
-    with Pair(device, "full, state") as pair:
-        pair.begin("s", 9)
-        before = state_of(pair.one)
-
-        def fail(*arguments, **options):
-            raise kv.DeviceError("a fault of the test")
-
-        for part in ("on", "copy_stream_behind_all"):
-            with monkeypatch.context() as patch, pytest.raises(kv.DeviceError, match="fault"):
-                patch.setattr(PageAccess, part, fail)
-                pair.receive("t", pair.export("s"), pair.one.tokens["s"])
-            pair.close_senders()
-            pair.settle()
-            assert state_of(pair.one) == before
-            pair.senders = [kv.PageSender(pool) for pool in pair.one.cache.sequence_pools]
-        pair.end()
+            pair.two.step({"b": pair.two.new(1)})
+        pair.two.tokens["b"] = pair.two.tokens["b"][: pair.two.cache.sequence_length("b")]
+        pair.two.remove("b")
+        pair.one.step({"a": pair.one.new(3)})
+        pair.check_empty()
