@@ -60,7 +60,7 @@ def removing_what_fails(mixture):
         mixture.away.clear()
 
 
-def run(mixture, seed, steps=60):
+def run(mixture, seed, steps=90):
     rng = np.random.default_rng(seed)
     prompts = prompts_of(mixture)
     mixture.chains = [hashes_of(p) for p in prompts]
@@ -70,7 +70,7 @@ def run(mixture, seed, steps=60):
         name = names[rng.integers(len(names))] if names else None
         action = rng.choice(
             ["prompt", "step", "remove", "fork", "pop", "evict", "abort", "offload"],
-            p=[0.3, 0.1, 0.2, 0.08, 0.08, 0.1, 0.04, 0.1],
+            p=[0.32, 0.1, 0.25, 0.08, 0.08, 0.08, 0.04, 0.05],
         )
         with removing_what_fails(mixture), suppress(kv.CacheFull):
             if action == "prompt" and len(names) < 4:
