@@ -553,6 +553,7 @@ NOT_NEEDED = {
                     "done": "", "synchronize": "", "wait": "stream", "wait_layer": "layer, stream",
                 }.items()
             },
+            "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
             "Tiers.onboard: part.save.synchronize()": _SAVED,
         },
         "cache/paged/page_group.py": {
