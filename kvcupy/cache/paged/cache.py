@@ -97,8 +97,8 @@ class PagedKVCache(ProcessLocal):
     pool : the KVPool or MLAPool that holds the pages; with groups, of the first attention group
     past_pool : the KVPool of the demoted pages, or None
     pools : the pools of all groups of attention layers, in order
-    sequence_pools : all pools that hold parts of a sequence: of each group its pool and that of
-        demoted pages, and then the pool of the states of recurrent layers
+    sequence_pools : all pools that hold parts of a sequence: of each group, its pool and its pool
+        of demoted pages, and then the pool of the states of recurrent layers
     device : the Device
 
     Raises
