@@ -633,6 +633,12 @@ def grouped(case: Case) -> None:
         cache.state_slots()
     with suppress(kv.CacheFull):
         cache.fork_sequence("a", "b")
+    with suppress(kv.CacheFull, ValueError):  # too little host memory for larger pools
+        cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
+        cache.offload("a")
+        try_method(case, cache, "onboard", {"seq": "a"}, wrong=0.3)
+    arguments = {"seq": "b", "start": 0, "stop": 1, "layer": case.rng.randrange(5)}
+    try_method(case, cache, "get_kv", arguments, wrong=0.3)
     cache.clear()
 
 
@@ -738,16 +744,18 @@ class Paged:
             seq = self.present()
             length = cache.sequence_length(seq) if seq in cache else 0
             count = rng.randrange(length + 1)
-            rows = (pool.num_layers, count, heads)
+            layer = rng.choice([None, 0])
+            rows = (*([pool.num_layers] if layer is None else []), count, heads)
             return {
-                "seq": seq, "start": rng.randrange(length - count + 1),
+                "seq": seq, "start": rng.randrange(length - count + 1), "layer": layer,
                 "k": self.case.place(array(cache.device, *rows, width)),
                 "v": self.case.place(array(cache.device, *rows, v_width)),
             }  # fmt: skip
 
         def part() -> Arguments:
             whole = contents()
-            return {"seq": whole["seq"], "start": 0, "stop": whole["k"].shape[1]}
+            stop = whole["k"].shape[0 if whole["layer"] == 0 else 1]
+            return {"seq": whole["seq"], "start": 0, "stop": stop, "layer": whole["layer"]}
 
         seq = lambda: {"seq": self.present()}  # noqa: E731
         return methods("PagedKVCache", {

@@ -587,6 +587,8 @@ def test_contents_that_are_not_there(device):
     for layer, error in ((None, "get_kv"), (2, "attention"), (7, "attention")):
         with pytest.raises(ValueError, match=f"layer: .*{error}"):
             cache.get_kv("a", 38, 40, layer=layer)
+    with pytest.raises(ValueError, match=r"^dtype: expected .* 16 elements"):
+        cache.get_kv("a", 38, 40, layer=0, dtype="nvfp4")
     with pytest.raises(ValueError, match=r"layer: .*set_kv"):
         cache.set_kv("a", 38, *rows)
     with pytest.raises(ValueError, match=r"k: expected \(tokens, 1, 16\)"):

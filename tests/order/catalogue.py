@@ -550,9 +550,10 @@ NOT_NEEDED = {
             **{
                 f"SequencePull.{call}: pull.{call}({arguments})": _ANOTHER
                 for call, arguments in {
-                    "done": "", "synchronize": "", "wait": "stream", "wait_layer": "layer, stream",
+                    "done": "", "synchronize": "", "wait": "stream", "wait_layer": "number, stream",
                 }.items()
             },
+            "SequencePull.wait_layer: pull.wait(stream)": _ANOTHER,
             "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
             "Tiers.onboard: part.save.synchronize()": _SAVED,
         },

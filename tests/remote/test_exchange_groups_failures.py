@@ -13,6 +13,8 @@ from line_process import poll
 import kvcupy as kv
 from kvcupy.cache.hazards import PageAccess
 from kvcupy.cache.paged import exchange
+from kvcupy.cache.paged.states import States
+from kvcupy.cache.pages import PageAllocator
 
 pytestmark = pytest.mark.usefixtures("quick_host")
 
@@ -302,10 +304,76 @@ def test_no_slot_for_the_state_of_an_export(device):
         pair.check_empty()
 
 
+def state_of(mixture):
+    mixture.device.synchronize()
+    states = mixture.cache._states
+    return (
+        sorted(mixture.cache._sequences._known, key=str),
+        [group.sequences._references.tolist() for group in mixture.cache._groups],
+        [pool.allocator.num_available for pool in mixture.cache.sequence_pools],
+        None if states is None else sorted(states._kept),
+    )
+
+
+FAULTS = {
+    "alloc": PageAllocator, "on": PageAccess, "offer": kv.PageSender, "pull": kv.PageReceiver,
+    "inspect": kv.PageReceiver, "_copy": States, "copy_stream_behind_all": PageAccess,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("call", ["export", "import"])
+def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
+    """Each of the calls that it makes fails once."""
+    genuine, failed = getattr(FAULTS[name], name), []
+    with GroupsPair(HYBRID, device) as pair:
+        pair.prefill("s", 4, 4, 2)
+        tokens = pair.one.tokens["s"]
+        while True:
+            ticket = pair.export("s") if call == "import" else None
+            before, number = (state_of(pair.one), state_of(pair.two)), len(failed) + 1
+            calls = []
+
+            def fail_once(*arguments, calls=calls, number=number, **options):
+                calls.append(name)
+                if len(calls) == number:
+                    raise kv.DeviceError("a fault of the test")
+                return genuine(*arguments, **options)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(FAULTS[name], name, fail_once)
+                try:
+                    if call == "import":
+                        pair.two.cache.import_sequence("t", ticket, pair.receivers)
+                    else:
+                        ticket = pair.export("s")
+                except kv.DeviceError:
+                    failed.append(number)
+            if len(failed) < number:
+                break  # there are no more calls
+            assert "t" not in pair.two.cache
+            if call == "import":
+                assert poll(lambda before=before: state_of(pair.two) == before[1])
+                pair.withdraw(ticket)
+            pair.settle()
+            if call == "export":
+                assert poll(lambda before=before: state_of(pair.one) == before[0])
+        if call == "export":
+            pair.two.cache.import_sequence("t", ticket, pair.receivers)
+        pair.two.tokens["t"], pair.two._next = list(tokens), pair.one._next
+        pair.two.step({"t": pair.two.new(1)})
+        pair.check_empty()
+    made = {
+        "export": {"alloc": 1, "on": 2, "offer": 3, "_copy": 1},
+        "import": {"alloc": 3, "on": 1, "pull": 3, "inspect": 4, "copy_stream_behind_all": 1},
+    }
+    assert len(failed) == made[call].get(name, 0)
+
+
 @pytest.mark.parametrize("when", [None, *POINTS])
 @pytest.mark.parametrize("call", range(3))
-def test_a_call_that_fails_holds_nothing(device, monkeypatch, call, when):
-    """The offer or the pull of each pool."""
+def test_an_offer_or_a_pull_that_fails_holds_nothing(device, monkeypatch, call, when):
+    """Of each pool, also in a step."""
     with GroupsPair(HYBRID, device) as pair:
         pair.prefill("a", 21)
         for kind, name in ((kv.PageSender, "offer"), (kv.PageReceiver, "pull")):
@@ -366,25 +434,4 @@ def test_a_state_that_cannot_be_copied_at_the_end_of_a_step(device, monkeypatch)
             pull.synchronize()
         pair.two.remove("t")
         one.step({"s": one.new(1)})
-        pair.check_empty()
-
-
-def test_failures_of_the_stream_hold_nothing(device, monkeypatch):
-    with GroupsPair(lambda: [full(0), recurrent(1, 2)], device) as pair:
-        pair.prefill("s", 4, 9)
-        before = free_of(pair.one)
-
-        def fail(*arguments, **options):
-            raise kv.DeviceError("a fault of the test")
-
-        with monkeypatch.context() as patch, pytest.raises(kv.DeviceError, match="fault"):
-            patch.setattr(PageAccess, "on", fail)
-            pair.export("s")
-        assert free_of(pair.one) == before
-        free, ticket = free_of(pair.two), pair.export("s")
-        with monkeypatch.context() as patch, pytest.raises(kv.DeviceError, match="fault"):
-            patch.setattr(PageAccess, "copy_stream_behind_all", fail)
-            pair.receive("t", ticket, ())
-        assert free_of(pair.two) == free
-        pair.withdraw(ticket)
         pair.check_empty()

@@ -88,8 +88,11 @@ class Contents:
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
         self._require_kept(sequence, start, stop)
         own, layers = self._pool._as_stream(stream), self._numbers(layer)
+        format = self._row_format if dtype is None else call.format_name(dtype)
+        if (four_bit := FOUR_BIT.get(format)) is not None:
+            for part in self._bits[0]:
+                formats.require_groups(four_bit, part.shape[-1], "dtype")
         with self._access.on(own, sequence):
-            format = self._row_format if dtype is None else call.format_name(dtype)
             k, v = (
                 self._zeros(part, stop - start, format, own, len(layers)) for part in self._bits[0]
             )
