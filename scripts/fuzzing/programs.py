@@ -37,8 +37,8 @@ METHODS = {
     "HostEvent": "done synchronize error elapsed_us",
     "TransferEngine": "save load",
     "Transfer": "wait done synchronize wait_layer",
-    "PageSender": "offer layer_done withdraw stats close",
-    "PageReceiver": "inspect pull stats close",
+    "PageSender": "offer layer_done withdraw outcome stats close",
+    "PageReceiver": "inspect check pull stats close",
     "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": """
         match acquire prefetch retain release demote insert hold save evict stats flush
@@ -395,11 +395,13 @@ def migration(case: Case) -> None:
         return sender.stats()["offers"] if case.chance(0.1) else None
 
     of_sender = methods("PageSender", {
-        "offer": offered, "withdraw": lambda: {"ticket": ticket()}, "stats": dict,
+        "offer": offered, "stats": dict,
+        **dict.fromkeys(("withdraw", "outcome"), lambda: {"ticket": ticket()}),
         "layer_done": lambda: {"ticket": ticket(), "layer": case.rng.randrange(2)}, "close": dict,
     })  # fmt: skip
     of_receiver = methods("PageReceiver", {
-        "inspect": lambda: {"ticket": ticket()}, "pull": pulled, "stats": dict, "close": dict,
+        **dict.fromkeys(("inspect", "check"), lambda: {"ticket": ticket()}),
+        "pull": pulled, "stats": dict, "close": dict,
     })  # fmt: skip
     of_pull = methods("Pull", {
         "wait_layer": lambda: {"layer": 1}, "wait": dict, "done": dict, "synchronize": dict,
@@ -632,6 +634,12 @@ def grouped(case: Case) -> None:
         cache.state_slots()
     with suppress(kv.CacheFull):
         cache.fork_sequence("a", "b")
+    with suppress(kv.CacheFull, ValueError):  # too little host memory for larger pools
+        cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
+        cache.offload("a")
+        try_method(case, cache, "onboard", {"seq": "a"}, wrong=0.3)
+    arguments = {"seq": "b", "start": 0, "stop": 1, "layer": case.rng.randrange(5)}
+    try_method(case, cache, "get_kv", arguments, wrong=0.3)
     cache.clear()
 
 
@@ -737,16 +745,18 @@ class Paged:
             seq = self.present()
             length = cache.sequence_length(seq) if seq in cache else 0
             count = rng.randrange(length + 1)
-            rows = (pool.num_layers, count, heads)
+            layer = rng.choice([None, 0])
+            rows = (*([pool.num_layers] if layer is None else []), count, heads)
             return {
-                "seq": seq, "start": rng.randrange(length - count + 1),
+                "seq": seq, "start": rng.randrange(length - count + 1), "layer": layer,
                 "k": self.case.place(array(cache.device, *rows, width)),
                 "v": self.case.place(array(cache.device, *rows, v_width)),
             }  # fmt: skip
 
         def part() -> Arguments:
             whole = contents()
-            return {"seq": whole["seq"], "start": 0, "stop": whole["k"].shape[1]}
+            stop = whole["k"].shape[0 if whole["layer"] == 0 else 1]
+            return {"seq": whole["seq"], "start": 0, "stop": stop, "layer": whole["layer"]}
 
         seq = lambda: {"seq": self.present()}  # noqa: E731
         return methods("PagedKVCache", {

@@ -7,8 +7,9 @@ import time
 
 import numpy as np
 import pytest
-from groups_model import HEADS, PAGE, Mixture, Taken, full, latent, recurrent, sliding
+from groups_model import HEADS, PAGE, Mixture, Taken, full, latent, recurrent, rows, sliding
 from helpers import full_only
+from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
 from kvcupy.cache.paged import step
@@ -502,22 +503,17 @@ def test_updates_that_wait_for_nothing_are_noticed():
 
 
 def test_calls_that_mixtures_lack(device):
+    """The errors say what to do instead."""
     mixture = mixture_of(device, full(0), sliding(1, window=8), tokens=5)
     cache = mixture.cache
-    calls = {
-        "enable_sliding_window": lambda: cache.enable_sliding_window("a", 4),
-        "get_kv": lambda: cache.get_kv("a", 0, 1),
-        "set_kv": lambda: cache.set_kv("a", 0, None, None),
-        "offload": lambda: cache.offload("a"),
-        "onboard": lambda: cache.onboard("a"),
-        "export_sequence": lambda: cache.export_sequence("a", None),
-        "import_sequence": lambda: cache.import_sequence("b", b"", None),
-        "slot_mapping": cache.slot_mapping,
-        "block_table": cache.block_table,
-        "page_table_csr": cache.page_table_csr,
-    }
-    for name, call in calls.items():
-        with pytest.raises(NotImplementedError, match=name):
+    for call, error in (
+        (lambda: cache.enable_sliding_window("a", 4), "enable_sliding_window .*: pass Sliding"),
+        (lambda: cache.splice("a", "a"), "splice .*: append"),
+        (cache.slot_mapping, "slot_mapping .*: pass a layer"),
+        (cache.block_table, "block_table .*: pass a layer"),
+        (cache.page_table_csr, r"page_table_csr .*: use block_table\(layer="),
+    ):
+        with pytest.raises(NotImplementedError, match=error):
             call()
     mixture.check()
     mixture.step({"a": mixture.new(1)})
@@ -542,6 +538,119 @@ def test_windows_count_from_the_depth_of_a_node(device, depth):
                 out = cache.attention(0, *map(device.asarray, rows))
         got[name] = device.to_numpy(out)
     np.testing.assert_allclose(got["tree"][path], got["chain"], rtol=1e-5, atol=1e-6)
+
+
+# --- Contents ---
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_contents_of_a_layer(device, mix):
+    """They are what was appended; layers keep their numbers."""
+    mixture = Mixture(MIXES[mix](), device)
+    mixture.add("a")
+    for count in (3, 9, 4):
+        mixture.step({"a": mixture.new(count)})
+    mixture.poison()
+    for group in mixture.groups:
+        if isinstance(group, kv.Recurrent):
+            continue
+        is_latent = isinstance(group, kv.Latent)
+        for layer in group.layers:
+            k, v = (device.to_numpy(a) for a in mixture.cache.get_kv("a", 14, 16, layer=layer))
+            tokens = mixture.tokens["a"][14:]
+            if is_latent:
+                want = np.stack([rows(layer, t, 1, 20)[0, :12] for t in tokens])
+                np.testing.assert_array_equal(np.concatenate([k, v], 1), want)
+                continue
+            width = group.head_dim
+            both = [rows(layer, t, group.num_kv_heads, width + group.v_head_dim) for t in tokens]
+            np.testing.assert_array_equal(k, np.stack(both)[..., :width])
+            np.testing.assert_array_equal(v, np.stack(both)[..., width:])
+
+
+def test_contents_are_written_by_layer(device):
+    """A fork that shares them keeps its own, and so do the other layers."""
+    mixture = mixture_of(device, full(0, 3), sliding(1, window=8, sink_tokens=2), latent(2),
+                         tokens=20, step=4)  # fmt: skip
+    cache = mixture.cache
+    mixture.fork("a", "b")
+    shapes = {1: ((1, 16), (1, 8)), 2: ((8,), (4,)), 3: ((2, 8), (2, 8))}
+    before = {layer: cache.get_kv("b", 17, 20, layer=layer) for layer in (0, 1, 2, 3)}
+    for layer, both in shapes.items():
+        k, v = (device.asarray(np.full((2, *row), layer + 10, np.float32)) for row in both)
+        cache.set_kv("a", 18, k, v, layer=layer)
+        for got, part in zip(cache.get_kv("a", 17, 20, layer=layer), (k, v), strict=True):
+            np.testing.assert_array_equal(device.to_numpy(got)[1:], device.to_numpy(part)[:2])
+    for layer, want in before.items():
+        for name in "ab" if layer == 0 else "b":
+            for got, part in zip(cache.get_kv(name, 17, 20, layer=layer), want, strict=True):
+                np.testing.assert_array_equal(device.to_numpy(got), device.to_numpy(part))
+    mixture.check()
+    mixture.step({"b": mixture.new(1)})
+    mixture.check_empty()
+
+
+def test_contents_that_are_not_there(device):
+    mixture = mixture_of(
+        device, full(0), sliding(1, window=8, sink_tokens=2), recurrent(2), tokens=40, step=4
+    )
+    cache = mixture.cache
+    rows = [device.zeros((2, 1, d), "fp32") for d in (16, 8)]
+    k, v = cache.get_kv("a", 0, 4, layer=1)  # the page of the sink tokens
+    assert k.shape == (4, 1, 16) and v.shape == (4, 1, 8)
+    for start, stop in ((4, 6), (2, 5), (26, 34)):
+        with pytest.raises(ValueError, match=r"start: .* window .*from 28 on"):
+            cache.get_kv("a", start, stop, layer=1)
+    with pytest.raises(ValueError, match=r"start: .* window"):
+        cache.set_kv("a", 20, *rows, layer=1)
+    assert cache.get_kv("a", 4, 6, layer=0)[0].shape == (2, 2, 8)
+    assert cache.get_kv("a", 28, 28, layer=1)[0].shape == (0, 1, 16)
+    for layer, error in ((None, "get_kv"), (2, "attention"), (7, "attention")):
+        with pytest.raises(ValueError, match=f"layer: .*{error}"):
+            cache.get_kv("a", 38, 40, layer=layer)
+    with pytest.raises(ValueError, match=r"^dtype: expected .* 16 elements"):
+        cache.get_kv("a", 38, 40, layer=0, dtype="nvfp4")
+    with pytest.raises(ValueError, match=r"layer: .*set_kv"):
+        cache.set_kv("a", 38, *rows)
+    with pytest.raises(ValueError, match=r"k: expected \(tokens, 1, 16\)"):
+        cache.set_kv("a", 38, rows[0][None], rows[1][None], layer=1)
+    mixture.check()
+
+
+def test_written_contents_have_no_hashes(device):
+    """Their blocks would have other bytes than the tokens of a prompt."""
+    mixture = TieredMixture([full(0), sliding(1, window=8)], device, blocks=40, num_tokens=300)
+    prompt = mixture.new(42)
+    mixture.prompt("a", prompt)
+    rows = [device.zeros((1, 1, d), "fp32") for d in (16, 8)]
+    mixture.cache.set_kv("a", 37, *rows, layer=1)
+    mixture.remove("a")
+    assert mixture.tiers.match(hashes_of(prompt)).device == 9
+    mixture.check_empty()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_contents_of_a_layer_without_groups(device, layer):
+    cache = kv.PagedKVCache(
+        num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8, num_pages=8, page_size=PAGE,
+        dtype="fp32", device=device,
+    )  # fmt: skip
+    cache.add_sequence("a")
+    with cache.forward(["a"], [6]):
+        pass
+    rng = np.random.default_rng(3)
+    both = [rng.standard_normal((2, 5, 2, 8), np.float32) for _ in range(2)]
+    cache.set_kv("a", 0, *map(device.asarray, both))
+    own = [rng.standard_normal((3, 2, 8), np.float32) for _ in range(2)]
+    cache.set_kv("a", 1, *map(device.asarray, own), layer=layer)
+    for side, written in zip(both, own, strict=True):
+        side[layer, 1:4] = written
+    for got, want in zip(cache.get_kv("a", 0, 5), both, strict=True):
+        np.testing.assert_array_equal(device.to_numpy(got), want)
+    for got, want in zip(cache.get_kv("a", 0, 5, layer=layer), both, strict=True):
+        np.testing.assert_array_equal(device.to_numpy(got), want[layer])
+    with pytest.raises(ValueError, match="layer: expected 0 to 1"):
+        cache.get_kv("a", 0, 5, layer=2)
 
 
 def test_trees_that_have_no_state(device):

@@ -65,8 +65,7 @@ def assert_empty(*sides):
         if side.tiers is not None:
             side.tiers.clear()
             side.host_pool.allocator.check_leaks()
-            engine = side.cache._tiers._past_engine
-            if engine is not None:
+            for engine in side.cache._tiers._past_engines.values():
                 engine.host_pool.allocator.check_leaks()
         assert counts(side) == (side.cache.pool.num_pages, side.cache.past_pool.num_pages)
         assert not side.cache._sequences._references.any()
@@ -88,7 +87,7 @@ def test_bits(device, past, sinks):
     assert counts(one) == (12, 10) and one.cache.sequence_length("s") == 22
     demoted = 10 - before[1]
     assert one.host_pool.allocator.num_allocated == 6 - demoted
-    far = one.cache._tiers._past_engine.host_pool
+    far = one.cache._tiers._past_engines[0].host_pool
     assert (far.dtype, far.num_pages, far.allocator.num_allocated) == (past, 10, demoted)
     spoil(one)
     one.cache.onboard("s")
@@ -159,7 +158,7 @@ def test_a_save_that_is_refused_changes_nothing(device, monkeypatch, save):
     one.cache.onboard("s")  # the engine is there
     one.step("s", [1])
     before, raw = one.state(), one.raw("s")
-    engine = one.tiers.engine if save == "first" else one.cache._tiers._past_engine
+    engine = one.tiers.engine if save == "first" else one.cache._tiers._past_engines[0]
 
     def fail(*args, **options):
         raise MemoryError("not now")
@@ -168,7 +167,7 @@ def test_a_save_that_is_refused_changes_nothing(device, monkeypatch, save):
         patch.setattr(engine, "save", fail)
         one.cache.offload("s")
     one.settle()
-    one.cache._tiers._past_engine.save_stream.synchronize()
+    one.cache._tiers._past_engines[0].save_stream.synchronize()
     assert one.state() == before and one.raw("s") == raw
     one.cache.offload("s")
     one.cache.onboard("s")
@@ -184,7 +183,7 @@ def test_a_load_that_is_refused_leaves_it_offloaded(device, monkeypatch, load):
     one.cache.offload("s")
     one.settle()
     before = one.state()
-    engine = one.tiers.engine if load == "first" else one.cache._tiers._past_engine
+    engine = one.tiers.engine if load == "first" else one.cache._tiers._past_engines[0]
 
     def fail(*args, **options):
         raise MemoryError("not now")
@@ -193,7 +192,7 @@ def test_a_load_that_is_refused_leaves_it_offloaded(device, monkeypatch, load):
         patch.setattr(engine, "load", fail)
         one.cache.onboard("s")
     one.settle()
-    one.cache._tiers._past_engine.load_stream.synchronize()
+    one.cache._tiers._past_engines[0].load_stream.synchronize()
     assert one.state() == before and counts(one) == (12, 10)
     one.cache.onboard("s")
     assert one.raw("s") == raw
@@ -223,7 +222,7 @@ def test_the_last_pages_for_old_tokens_wait_for_a_load(device):
     one.cache.offload("s")
     spoil(one)
     held = threading.Event()
-    one.cache._tiers._past_engine.load_stream.call(lambda: held.wait(20))
+    one.cache._tiers._past_engines[0].load_stream.call(lambda: held.wait(20))
     one.cache.onboard("s")
     threading.Timer(0.05, held.set).start()
     same_outputs(one.step("s", tokens_of(6, 3)), plain.step("s", tokens_of(6, 3)))
@@ -441,6 +440,20 @@ def test_a_cancelled_import_frees_all_pages(pair):
     pair.end()
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_an_offer_that_ends_early_takes_the_other_with_it(pair, number):
+    begin(pair.one)
+    free = pair.one.cache.pool.num_pages, pair.one.cache.past_pool.num_pages
+    ticket = pair.export()
+    pair.one.cache.remove_sequence("s")
+    if number:
+        described = json.loads(pair.receivers[0].inspect(ticket).attachment)
+        ticket = bytes.fromhex(described["demoted"]["ticket"])
+    assert pair.senders[number].withdraw(ticket)
+    assert poll(lambda: counts(pair.one) == free)
+    pair.end()
+
+
 def test_an_export_that_cannot_be_offered_holds_nothing(pair, monkeypatch):
     begin(pair.one)
     before = counts(pair.one)
@@ -551,17 +564,31 @@ def test_a_ticket_with_other_pages_is_refused_before_any_is_allocated(pair, monk
 
 @pytest.mark.parametrize("change", [
     {"start": -1}, {"start": 4}, {"count": 0}, {"count": 7}, {"start": True}, {"count": "3"},
-    {"ticket": "xyz"}, {"ticket": 5}, {"ticket": ""}, {"count": 6, "start": 0},
-    {"fields": {}}, {"fields": 3}, {"more": 1},
+    {"ticket": "xyz"}, {"ticket": 5}, {"fields": {}}, {"fields": 3}, {"more": 1},
 ])  # fmt: skip
 def test_what_a_ticket_says_of_demoted_pages_is_checked(pair, change):
     begin(pair.one)
     cache = pair.one.cache
     described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
     described["demoted"] |= change
-    fields = cache._exchange._fields(), PAGE, cache._exchange._past_fields()
     with pytest.raises(ValueError, match=r"^ticket: "):
-        exchange.decode_state(json.dumps(described).encode(), *fields)
+        exchange.decode_state(
+            json.dumps(described).encode(), cache._exchange._fields(), cache._groups
+        )
+    pair.close_senders()
+    pair.end()
+
+
+@pytest.mark.parametrize("change", [{"ticket": ""}, {"start": 0, "count": 6}])
+def test_there_is_an_offer_for_each_pool(pair, change):
+    """A sequence whose pages are all demoted has one."""
+    begin(pair.one)
+    described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
+    described["demoted"] |= change
+    pages = pair.one.cache.pool.allocator.alloc(2)
+    forged = pair.senders[0].offer(pages, attachment=json.dumps(described).encode())
+    with pytest.raises(ValueError, match=r"^ticket: expected .* offers"):
+        pair.receive(forged)
     pair.close_senders()
     pair.end()
 

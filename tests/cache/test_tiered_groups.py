@@ -59,9 +59,10 @@ def removing_what_fails(mixture):
             mixture.cache.remove_sequence(name)
         mixture.tokens.clear()
         mixture.parents.clear()
+        mixture.away.clear()
 
 
-def run(mixture, seed, steps=60):
+def run(mixture, seed, steps=90):
     rng = np.random.default_rng(seed)
     prompts = prompts_of(mixture)
     mixture.chains = [hashes_of(p) for p in prompts]
@@ -70,8 +71,8 @@ def run(mixture, seed, steps=60):
         names = list(mixture.tokens)
         name = names[rng.integers(len(names))] if names else None
         action = rng.choice(
-            ["prompt", "step", "remove", "fork", "pop", "evict", "abort"],
-            p=[0.34, 0.1, 0.26, 0.08, 0.08, 0.1, 0.04],
+            ["prompt", "step", "remove", "fork", "pop", "evict", "abort", "offload"],
+            p=[0.32, 0.1, 0.25, 0.08, 0.08, 0.08, 0.04, 0.05],
         )
         with removing_what_fails(mixture), suppress(kv.CacheFull):
             if action == "prompt" and len(names) < 4:
@@ -82,6 +83,12 @@ def run(mixture, seed, steps=60):
                 )  # fmt: skip
             elif name is None:
                 continue
+            elif action == "offload" and name not in mixture.away:
+                mixture.offload(name)
+            elif action == "evict":
+                mixture.tiers.evict(int(rng.integers(12)))
+            elif name in mixture.away and action != "remove":
+                mixture.onboard(name)
             elif action == "step":
                 mixture.step({name: mixture.new(int(rng.integers(1, 10)))})
             elif action == "abort":
@@ -93,8 +100,6 @@ def run(mixture, seed, steps=60):
                 mixture.fork(name, f"s{made}", int(rng.integers(len(mixture.tokens[name]) + 1)))
             elif action == "pop":
                 mixture.pop(name, int(rng.integers(min(6, len(mixture.tokens[name]) + 1))))
-            elif action == "evict":
-                mixture.tiers.evict(int(rng.integers(12)))
         mixture.check()
         if mixture.tiers.stats().get("shared_stored") is None:
             mixture.check_useful()

@@ -20,6 +20,7 @@ class TieredMixture(Mixture):
     tiers : the TieredCache, with room for about `blocks` blocks of each group in host memory
     hits : how many tokens were not computed, of each prompt
     failures : how often sequences were lost to a DeviceError
+    away : the sequences in host memory
     """
 
     def __init__(self, groups, device, *, blocks=16, tiers=None, **options):
@@ -32,6 +33,20 @@ class TieredMixture(Mixture):
         self.cache.attach(self.tiers)
         self.caches = self.tiers._caches
         self.hits, self.failures = [], 0
+        self.away: set[str] = set()
+
+    def offload(self, name):
+        self.cache.offload(name)
+        if self.tokens[name]:
+            self.away.add(name)
+
+    def onboard(self, name):
+        self.cache.onboard(name)
+        self.away.discard(name)
+
+    def remove(self, name):
+        super().remove(name)
+        self.away.discard(name)
 
     def prompt(self, name, tokens, *, chunk=8, work=True):
         """Add a sequence, and compute the tokens of its prompt that are not cached."""

@@ -804,9 +804,8 @@ class PagedPast(Paged):
     def repair(self, step: str) -> None:
         """Demote what the end of a step could not: the next end would, once it has been read."""
         if step == "end":
-            steps = self.cache._steps
-            known = self.cache._sequences._known
-            steps.demote([known[name] for name in self.appended])
+            known, (group,) = self.cache._sequences._known, self.cache._groups
+            group.demote(self.cache._steps.access, [known[name] for name in self.appended])
 
     def leaks(self) -> list[str]:
         return super().leaks() + held_pages(self.cache.past_pool)
@@ -938,6 +937,9 @@ class PagedGroups(Program):
             for name, sequence in known.items():
                 owners[sequence.pages[sequence.pages >= 0]] += 1
                 stop = sequence.committed if step == "commit" else sequence.length
+                if sequence.offloaded is not None:
+                    tokens[name] = stop, [b"offloaded"]
+                    continue
                 seen = np.arange(stop - fresh.get(name, 0))[-4:]  # within any window
                 slots = sequence.slots(seen, PAGE)
                 tokens[name] = (
@@ -988,6 +990,54 @@ class PagedGroups(Program):
         allocator = self.cache._states._allocator
         held = f"{allocator.num_pages - allocator.num_free} states"
         return held_pages(*self.cache.pools) + [held] * (allocator.num_free < allocator.num_pages)
+
+
+class PagedGroupsOffloaded(PagedGroups):
+    """A sequence of several groups, which goes to host memory and back."""
+
+    def prepare(self, device: Any) -> None:
+        super().prepare(device)
+        self.tiers = kv.TieredCache(groups=self.cache, host_bytes=1 << 16)
+        self.cache.attach(self.tiers)
+
+    def steps(self) -> list[Step]:
+        cache = self.cache
+
+        def offload() -> None:
+            if cache._sequences.find("a").offloaded is None:
+                cache.offload("a")
+
+        def fork() -> None:
+            if "b" not in cache:
+                cache.fork_sequence("a", "b", 8)
+
+        move = ("offload", offload), ("onboard", lambda: cache.onboard("a"))
+        return [
+            ("add", lambda: cache.add_sequence("a")), *self.made(), *move, ("fork", fork), *move,
+            *self.step("last", "ab", 1, 2),
+        ]  # fmt: skip
+
+    def made(self) -> list[Step]:
+        return [*self.step("prefill", "a", 4), *self.step("more", "a", 4)]
+
+    def repair(self, step: str) -> None:
+        """Replace a sequence that could not be saved, loaded or copied."""
+        if "a" in self.cache and was_lost(self.cache._sequences.find("a")):
+            self.cache.clear()
+            self.cache.add_sequence("a")
+            for _, call in self.made():
+                call()
+            if step == "offload":
+                self.cache.fork_sequence("a", "b", 8)
+
+    def reset(self) -> None:
+        super().reset()
+        self.tiers.clear()
+
+    def leaks(self) -> list[str]:
+        self.tiers.clear()
+        hosts = [self.tiers.of_group(i).host_pool for i in range(len(self.tiers.groups))]
+        return super().leaks() + held_pages(*hosts)
 
 
 def files(folder: Path) -> list[tuple[str, int, str]]:
@@ -1335,8 +1385,9 @@ class PagedTiersPast(PagedTiers):
 
     def leaks(self) -> list[str]:
         held = super().leaks() + held_pages(self.cache.past_pool)
-        engine = self.cache._tiers._past_engine
-        return held if engine is None else held + held_pages(engine.host_pool)
+        for engine in self.cache._tiers._past_engines.values():
+            held += held_pages(engine.host_pool)
+        return held
 
 
 class PagedExchange(Paged):

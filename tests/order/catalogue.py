@@ -392,6 +392,19 @@ PROTOCOLS = [
         ) + sites_of("cache/paged/cache.py", "PagedKVCache.state_slots: load.wait(own)"),
     ),
     Protocol.of(
+        protocols.offload_groups, protocols.offload_forks_of_groups,
+        name="offload and onboard of groups", edges=_AFTER + _ACCESS + sites_of(
+            ENGINE, _HELD, _END, "TransferQueue.sending: self.stream.record()",
+        ) + sites_of(HAZARDS, "PageAccess.on: self.order.begin(stream)") + sites_of(
+            EXCHANGE, "Tiers.offload: self._access.order.end(engine.save_stream)",
+        ) + sites_of(
+            STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
+        ) + sites_of(
+            "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
+            "PagedKVCache.state_slots: load.wait(own)",
+        ) + sites_of(STEP, "Step.wait_layer: load.wait_layer(layer, stream)"),
+    ),
+    Protocol.of(
         protocols.saved_to_a_file, name="sequences in files", edges=_ACCESS + sites_of(
             HAZARDS, "PageAccess.on: self.order.begin(stream)",
         ) + sites_of(STEP, "Steps._close: self._order.end(stream)"),
@@ -537,9 +550,11 @@ NOT_NEEDED = {
             **{
                 f"SequencePull.{call}: pull.{call}({arguments})": _ANOTHER
                 for call, arguments in {
-                    "done": "", "synchronize": "", "wait": "stream", "wait_layer": "layer, stream",
+                    "done": "", "synchronize": "", "wait": "stream", "wait_layer": "number, stream",
                 }.items()
             },
+            "SequencePull.wait_layer: pull.wait(stream)": _ANOTHER,
+            "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
             "Tiers.onboard: part.save.synchronize()": _SAVED,
         },
         "cache/paged/page_group.py": {

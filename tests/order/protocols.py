@@ -522,14 +522,16 @@ def prefix_from_tiers(device):
 class Groups:
     """A cache of three groups over its tiers; steps update the states before they attend."""
 
-    def __init__(self, device):
+    def __init__(self, device, num_tokens=32, checkpoint_tokens=4):
         shape = {"num_kv_heads": 1, "head_dim": 4, "dtype": "fp32"}
         self.device, self.compute = device, device.stream()
         self.cache = kv.PagedKVCache(
-            num_q_heads=1, page_size=2, device=device, num_tokens=32, max_seq_len=16,
+            num_q_heads=1, page_size=2, device=device, num_tokens=num_tokens, max_seq_len=16,
             groups=[
                 kv.SlidingWindow(layers=[0], window=3, **shape),
-                kv.Recurrent(layers=[1], state={"s": ((4,), "fp32")}, checkpoint_tokens=4),
+                kv.Recurrent(
+                    layers=[1], state={"s": ((4,), "fp32")}, checkpoint_tokens=checkpoint_tokens
+                ),
                 kv.FullAttention(layers=[2], **shape),
             ],
         )  # fmt: skip
@@ -590,6 +592,42 @@ def prefix_of_groups_used_at_once(device):
     w.seen.append(np.full(1, w.cache.pop_tokens("a", 3), np.float32))
     w.step(["a"], 3)
     return w.results("a")
+
+
+def offload_groups(device):
+    """Pages and states go to the host and back; they are another's meanwhile."""
+    w = Groups(device, num_tokens=16)
+    for name in "ab":
+        w.cache.add_sequence(name)
+        for count in (4, 4, 2):  # whole pages: a fork copies its state alone
+            w.step([name], count)
+        w.cache.offload(name)
+    w.cache.add_sequence("c")  # in the slot that comes next
+    w.step(["c"], 3)
+    w.cache.remove_sequence("c")
+    for name in "ab":
+        w.cache.onboard(name)
+        w.seen.append(np.full(1, w.cache.fork_sequence(name, "c"), np.float32))
+        w.step([name, "c"], 1)
+        w.seen += w.results(name, "c")[-2:]
+        w.cache.remove_sequence("c")
+        w.cache.remove_sequence(name)
+    return w.results()
+
+
+def offload_forks_of_groups(device):
+    """A page that two sequences share is saved for one while the other writes to it."""
+    w = Groups(device, checkpoint_tokens=5)
+    w.cache.add_sequence("a")
+    w.step(["a"], 5)
+    w.step(["a"], 2)
+    w.cache.fork_sequence("a", "b")
+    w.cache.offload("a")
+    w.seen.append(np.full(1, w.cache.pop_tokens("b", 2), np.float32))
+    w.step(["b"], 3)
+    w.cache.onboard("a")
+    w.step(["a", "b"], 1)
+    return w.results("a", "b")
 
 
 def onboard_and_launch(device):

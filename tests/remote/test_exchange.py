@@ -721,14 +721,23 @@ def test_a_layer_that_could_not_be_announced_goes_out_at_the_end_of_the_step(pai
 # --- Descriptions ---
 
 FIELDS = {"rope_mode": "none", "num_layers": "2"}
+GROUPS = Prefixed(kv.device("host"), tiered=False).cache._groups
 
 
 def described(length=10, evicted=0, window=0, sink_tokens=0, hashes=()):
     sequence = CachedSequence()
     sequence.length, sequence.evicted = length, evicted
     sequence.window, sequence.sink_tokens, sequence.hashes = window, sink_tokens, list(hashes)
-    sequence.extend(np.zeros(-(-(length + evicted) // PAGE), np.int32))
-    return exchange.encode_state(sequence, FIELDS, PAGE)
+    one = exchange.Described([sequence], [range(0)], [])
+    return exchange.encode_state(one, FIELDS, GROUPS)
+
+
+def decoded(encoded):
+    """The sequence of a description, and the number of its pages."""
+    got = exchange.decode_state(encoded, FIELDS, GROUPS)
+    (sequence,), (demoted,) = got.sequences, got.demoted
+    assert len(demoted) == 0 and got.tickets == []
+    return sequence, GROUPS[0].sequences.num_kept(sequence)
 
 
 @given(
@@ -740,8 +749,7 @@ def test_a_description_says_all_of_a_sequence(length, evicted, window, sink_toke
     sink_tokens = min(sink_tokens, length)
     hashes = hashes[: length // PAGE]
     encoded = described(length, evicted, window, sink_tokens, hashes)
-    got, num_pages, demoted = exchange.decode_state(encoded, FIELDS, PAGE)
-    assert demoted is None
+    got, num_pages = decoded(encoded)
     assert (got.length, got.evicted) == (length, evicted)
     assert (got.window, got.sink_tokens) == (window, sink_tokens)
     assert got.hashes == hashes and num_pages == -(-(length + evicted) // PAGE)
@@ -760,12 +768,12 @@ def test_a_wrong_description_is_refused_or_consistent(field, value):
     state = json.loads(described(window=6, sink_tokens=2, evicted=3, hashes=[5, 6]))
     changed = {**state, field: value}
     try:
-        got, num_pages, _ = exchange.decode_state(json.dumps(changed).encode(), FIELDS, PAGE)
+        got, num_pages = decoded(json.dumps(changed).encode())
     except ValueError as error:
         assert str(error).startswith("ticket: ")
         return
-    assert num_pages == -(-got.end // PAGE) and got.length >= 1
-    assert 0 <= got.evicted < 2 * PAGE
+    assert num_pages == -(-got.end // PAGE) == changed["num_pages"]
+    assert got.length >= 1 and 0 <= got.evicted < 2 * PAGE
     assert len(got.hashes) <= got.length // PAGE
 
 
@@ -773,7 +781,32 @@ def test_a_wrong_description_is_refused_or_consistent(field, value):
 @settings(max_examples=examples(200), deadline=None)
 def test_what_is_no_description_is_refused(encoded):
     with pytest.raises(ValueError, match=r"^ticket: "):
-        exchange.decode_state(encoded, FIELDS, PAGE)
+        exchange.decode_state(encoded, FIELDS, GROUPS)
+
+
+@pytest.mark.parametrize("is_demoted", [False, True])
+def test_the_previous_release_reads_what_this_one_writes(is_demoted):
+    """These bytes are from it: either end of an exchange can be upgraded first."""
+    options = {"demotion": kv.Demotion("fp8_e4m3", recent=8, first=4)} if is_demoted else {}
+    cache = Prefixed(kv.device("host"), tiered=False, **options).cache
+    written = (
+        b'"evicted":3,"fields":{"num_layers":"2","rope_mode":"none"},"hashes":["5","6"],'
+        b'"kind":"kvcupy sequence","length":10,"num_pages":4,"sink_tokens":2,"version":1,'
+        b'"window":6}'
+    )
+    demoted, tickets = range(0), []
+    if is_demoted:
+        demoted, tickets = range(1, 3), [b"\1\2"]
+        written = (
+            b'"demoted":{"count":2,"fields":{"past":"fp8_e4m3","recent":"8","sinks":"4"},'
+            b'"start":1,"ticket":"0102"},' + written
+        )
+    got = exchange.decode_state(b"{" + written, FIELDS, cache._groups)
+    (sequence,) = got.sequences
+    assert (sequence.length, sequence.evicted, sequence.hashes) == (10, 3, [5, 6])
+    assert (sequence.window, sequence.sink_tokens) == (6, 2)
+    assert (got.demoted, got.tickets) == ([demoted], tickets)
+    assert exchange.encode_state(got, FIELDS, cache._groups) == b"{" + written
 
 
 def test_a_description_is_bounded():
@@ -781,4 +814,4 @@ def test_a_description_is_bounded():
     with pytest.raises(ValueError, match="hashes"):
         described(length=40_000 * PAGE, hashes=hashes)
     with pytest.raises(ValueError, match="at most"):
-        exchange.decode_state(b" " * (2 << 20), FIELDS, PAGE)
+        exchange.decode_state(b" " * (2 << 20), FIELDS, GROUPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from .arguments import (
 from .backends import backend_of
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
-from .group_files import GroupFiles
+from .files import SequenceFiles
 from .grouped_tiers import GroupedTiers, tier_groups
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
 from .page_group import make_group, make_groups
@@ -98,6 +98,8 @@ class PagedKVCache(ProcessLocal):
     pool : the KVPool or MLAPool that holds the pages; with groups, of the first attention group
     past_pool : the KVPool of the demoted pages, or None
     pools : the pools of all groups of attention layers, in order
+    sequence_pools : all pools that hold parts of a sequence: of each group, its pool and its pool
+        of demoted pages, and then the pool of the states of recurrent layers
     device : the Device
 
     Raises
@@ -182,6 +184,7 @@ class PagedKVCache(ProcessLocal):
         }  # fmt: skip
         max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
         self._states: States | None = None
+        declared = None
         if groups is None:
             for name, value in (("memory_bytes", memory_bytes), ("num_tokens", num_tokens)):
                 if value is not None:
@@ -240,14 +243,13 @@ class PagedKVCache(ProcessLocal):
         if groups is None:
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
-        self._contents = Contents(self.pool, self._layers, access, self._past)
-        self._files: GroupFiles | None = None
-        if groups is not None:
-            self._files = GroupFiles(declared, self._groups, self._states, access)
-        self._tiers = Tiers(self.pool, self._sequences, access, self.past_pool)
+        self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
+        self._files = SequenceFiles(declared, self._groups, self._contents, self._states, access)
+        self._tiers = Tiers(self._groups, self._states, access)
         self._exchange = Exchange(
-            self.pool, self._sequences, self._contents, self._tiers, access, self._past
+            self._groups, self._states, self._files.cache_fields, self._tiers, access
         )
+        self.sequence_pools = self._exchange.pools
         metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
@@ -437,7 +439,7 @@ class PagedKVCache(ProcessLocal):
         Source: CacheBlend (arXiv 2405.16444), which recomputes the tokens that differ most; EPIC
         (arXiv 2410.15332), which recomputes the first tokens of each piece.
         """
-        self._refuse_groups("splice")
+        self._refuse_groups("splice", "append the tokens in a step")
         sequence = self._steps.settled(seq)
         origin = self._steps.settled(source, "source")
         stop = origin.length if stop is None else stop
@@ -525,7 +527,7 @@ class PagedKVCache(ProcessLocal):
         rope_mode "normal", keys keep the rotation that they were written with; "inline" rotates
         them by their positions now. Source: Xiao et al. 2023, StreamingLLM.
         """
-        self._refuse_groups("enable_sliding_window")
+        self._refuse_groups("enable_sliding_window", "pass SlidingWindow groups")
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         sequence.set_window(window, sink_tokens)
@@ -878,7 +880,7 @@ class PagedKVCache(ProcessLocal):
         The pages that a group with a window has freed are negative.
         """
         if layer is None:
-            self._require_one_pool("block_table")
+            self._require_one_pool("block_table", "pass a layer")
         return self.device.carrier(block_table(self._tables_of("block_table", layer, stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
@@ -894,7 +896,7 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
         """
-        self._require_one_pool("page_table_csr")
+        self._require_one_pool("page_table_csr", "use block_table(layer=)")
         self._running()
         lists = self._steps.lists(self.pool._as_stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
@@ -903,45 +905,55 @@ class PagedKVCache(ProcessLocal):
     # --- Contents ---
 
     def get_kv(
-        self, seq: Hashable, start: int, stop: int, *, dtype: Any = None, stream: Any = None
-    ) -> tuple[Any, Any]:
-        """Return K and V of the tokens at positions `start` to `stop` - 1, all layers.
+        self, seq: Hashable, start: int, stop: int, *,
+        layer: int | None = None, dtype: Any = None, stream: Any = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Return K and V of the tokens at positions `start` to `stop` - 1, all layers or one.
 
         Parameters
         ----------
         start, stop : 0 <= start <= stop <= length
+        layer : one layer; None: all, which caches with groups do not have in one array
         dtype : format of the result; None: the cache's, or bf16 if that is quantised
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Returns
         -------
-        K, V : (L, n, H, D) and (L, n, H, Dv); of MLA latent (L, n, R) and rope key (L, n, P)
+        K, V : (L, n, H, D) and (L, n, H, Dv); of MLA latent (L, n, R) and rope key (L, n, P). Of
+            one layer without L
 
         Raises
         ------
-        UnknownSequence, TypeError, ValueError : an argument does not fit
+        UnknownSequence, TypeError, ValueError : an argument does not fit, or the window of a group
+            has freed some of the tokens
 
         Notes
         -----
         Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, behind
         all steps so far.
         """
-        self._refuse_groups("get_kv")
-        return self._contents.read(self._steps.on_device(seq), start, stop, dtype, stream)
+        self._steps.on_device(seq)
+        number, layer = self._contents_of("get_kv", layer)
+        sequence = self._groups[number].sequences.find(seq)
+        return self._contents[number].read(sequence, start, stop, dtype, stream, layer)
 
-    def set_kv(self, seq: Hashable, start: int, k: Any, v: Any, *, stream: Any = None) -> None:
+    def set_kv(
+        self, seq: Hashable, start: int, k: Any, v: Any, *,
+        layer: int | None = None, stream: Any = None,
+    ) -> None:  # fmt: skip
         """Overwrite K and V of tokens of a sequence; other sequences that share them keep theirs.
 
         Parameters
         ----------
         start : position of the first; n of them must be cached
         k, v : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
-            quantised if the cache is
+            quantised if the cache is. Of one layer without L
+        layer : as in `get_kv`
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Raises
         ------
-        UnknownSequence, TypeError, ValueError : an argument does not fit
+        UnknownSequence, TypeError, ValueError : as `get_kv`
         CacheFull : a shared page must be copied and none is free
         KvcupyError : the sequence belongs to the running step
         CaptureError : the stream is being captured
@@ -954,19 +966,22 @@ class PagedKVCache(ProcessLocal):
         -----
         To bring in tokens that were computed elsewhere: begin_forward, end_forward, set_kv.
         """
-        self._refuse_groups("set_kv")
-        sequence = self._steps.on_device(seq)
+        self._steps.on_device(seq)
         self._steps.require_outside(seq)
-        key, value = self._contents.check(sequence, start, k, v)
+        number, layer = self._contents_of("set_kv", layer)
+        group, contents = self._groups[number], self._contents[number]
+        sequence = group.sequences.find(seq)
+        key, value = contents.check(sequence, start, k, v, layer)
         stop = start + key.shape[1]
         if start == stop:
             return
         own = self.device.as_stream(stream, key.library)
         if own.capturing:
             raise CaptureError(f"stream: {own.name} is being captured; set_kv cannot be")
-        self._steps.unshare(sequence, sequence.places(start, stop))
-        del sequence.hashes[start // self.pool.page_size :]  # they no longer describe the tokens
-        self._contents.write(sequence, start, key, value, own)
+        group.unshare(self._steps.access, sequence, sequence.places(start, stop))
+        for each in self._groups:  # hashes no longer describe the tokens
+            del each.sequences.find(seq).hashes[start // self.pool.page_size :]
+        contents.write(sequence, start, key, value, own, layer)
 
     def save_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Write the tokens of a sequence to a safetensors file, bit for bit, with its window.
@@ -986,11 +1001,8 @@ class PagedKVCache(ProcessLocal):
         groups the file has the tokens that windows keep and the live states, and fits a cache of
         equal groups.
         """
-        sequence = self._steps.settled(seq)
-        if self._files is not None:
-            self._files.save(seq, path)
-        else:
-            self._contents.save(sequence, path)
+        self._steps.settled(seq)
+        self._files.save(seq, path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -1005,25 +1017,7 @@ class PagedKVCache(ProcessLocal):
         After an error nothing has changed.
         """
         self._sequences.require_new(seq, "seq")
-        if self._files is not None:
-            self._files.load(seq, path)
-            return
-        saved = self._contents.open(path)
-        sequence = self._sequences.add(seq)
-        try:
-            sequence.window, sequence.sink_tokens = saved.window, saved.sink_tokens
-            while sequence.length < saved.length:
-                count = saved.length - sequence.length
-                if self.past_pool is not None:  # demoting a part makes room for the next
-                    room = self.num_available_pages * self.pool.page_size
-                    count = min(count, room or count)
-                reserved = self._sequences.reserve([sequence], [count])
-                self._sequences.grow([sequence], [count], reserved)
-                self._contents.restore(sequence, saved, sequence.length - count)
-                self._steps.demote([sequence])
-        except BaseException:
-            self._sequences.remove(seq)
-            raise
+        self._files.load(seq, path)
 
     # --- Tiers ---
 
@@ -1062,6 +1056,8 @@ class PagedKVCache(ProcessLocal):
                 f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
             )
         self._steps.grouped = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
+        self._tiers.attach_groups(*self._steps.grouped.caches())
+        self._exchange.group_tiers = self._steps.grouped
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1082,9 +1078,9 @@ class PagedKVCache(ProcessLocal):
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
         """
-        self._refuse_groups("offload")
-        self._tiers.require("seq")
-        self._tiers.offload(self._steps.settled(seq))
+        self._tiers.require_attached("seq")
+        self._steps.settled(seq)
+        self._tiers.offload(seq)
 
     def onboard(self, seq: Hashable) -> None:
         """Bring an offloaded sequence back; one that is on the device is left alone.
@@ -1100,13 +1096,13 @@ class PagedKVCache(ProcessLocal):
         Stream: it is loaded in the background, layer by layer; the attention of each layer waits
         for its layer. The host waits for the save, if that is not done yet.
         """
-        self._refuse_groups("onboard")
-        self._tiers.onboard(self._sequences.find(seq))
+        self._sequences.find(seq)
+        self._tiers.onboard(seq)
 
     # --- Other caches ---
 
     def export_sequence(
-        self, seq: Hashable, sender: SenderProtocol, *,
+        self, seq: Hashable, sender: SenderProtocol | Sequence[SenderProtocol], *,
         lease_s: float = 30.0, past_sender: SenderProtocol | None = None,
     ) -> bytes:  # fmt: skip
         """Offer a sequence to a cache of another process, with its window and its hashes.
@@ -1115,7 +1111,8 @@ class PagedKVCache(ProcessLocal):
         ----------
         seq : a sequence with tokens. One of the running step is offered in its state at the end of
             that step, and each layer goes out as soon as its attention has run
-        sender : a PageSender of the `pool` of this cache
+        sender : a PageSender of the `pool` of this cache; with groups, a list of one for each of
+            `sequence_pools`, in any order, with one secret
         lease_s : seconds for which the pages are held, unless a receiver renews the lease
         past_sender : a PageSender of `past_pool`, for demoted pages; None: there must be none. It
             has the secret of `sender`
@@ -1130,6 +1127,7 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
             tree is not committed, some of its pages are demoted and there is no `past_sender`, or
             its window is to slide at the end of the running step
+        CacheFull : no slot is free for a copy of the state
         KvcupyError : the sender is closed, or pages of the sequence could not be loaded
 
         After an error nothing has changed.
@@ -1142,23 +1140,26 @@ class PagedKVCache(ProcessLocal):
         held become free at the next call that needs or counts pages; full pages with hashes, of a
         removed sequence, then go to the tiered cache.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
-        Demoted pages are offered unconverted, by a separate offer that the ticket names; a caller
-        that withdraws the ticket leaves the separate offer to its lease.
+        Demoted pages are offered unconverted, by a separate offer that the ticket names. With
+        groups there is an offer for each pool: of the pages that windows still see, of all others,
+        and of a copy of the live state. The ticket is the first group's. An offer that ends early,
+        such as by `withdraw`, takes the others with it when pages are next needed or counted.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
-        self._refuse_groups("export_sequence")
-        step = self._steps.running if self._steps.is_running(seq) else None
-        export = self._exchange.export(
-            seq, self._steps.on_device(seq), sender, past_sender,
-            by_layer=step is not None, lease_s=lease_s,
-        )  # fmt: skip
-        if step is not None:
-            step.exports.append(export)
-        return export.ticket
+        self._steps.on_device(seq)
+        step_start = self._steps.start_of(seq)
+        ticket, exports = self._exchange.export(
+            seq, sender, past_sender, step_start=step_start, lease_s=lease_s
+        )
+        if step_start is not None:
+            for part, own in zip(self._steps.parts, exports, strict=True):
+                part.exports += own
+        return ticket
 
     def import_sequence(
-        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, *,
+        self, seq: Hashable, ticket: bytes,
+        receiver: ReceiverProtocol | Sequence[ReceiverProtocol], *,
         deadline_s: float = 30.0, past_receiver: ReceiverProtocol | None = None,
     ) -> PullProtocol | SequencePull:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
@@ -1166,7 +1167,8 @@ class PagedKVCache(ProcessLocal):
         Parameters
         ----------
         ticket : what `export_sequence` of the other cache returned
-        receiver : a PageReceiver of the `pool` of this cache
+        receiver : a PageReceiver of the `pool` of this cache; with groups, a list of one for each
+            of `sequence_pools`, in any order, with one secret
         deadline_s : seconds after which the transfer fails if it is not complete, including the
             rest of the step in which the sequence was exported
         past_receiver : a PageReceiver of `past_pool`, for demoted pages; None: there must be none.
@@ -1175,7 +1177,7 @@ class PagedKVCache(ProcessLocal):
         Returns
         -------
         Pull : a handle to wait for the transfer or to cancel it; a `SequencePull` with the same
-            methods if there are demoted pages beside others
+            methods if there are demoted pages beside others, or groups
 
         Raises
         ------
@@ -1194,9 +1196,11 @@ class PagedKVCache(ProcessLocal):
         transfer fails. The sequence can then only be removed, and its pages become free when
         nothing can land in them any more.
         """
-        self._refuse_groups("import_sequence")
         self._sequences.require_new(seq, "seq")
-        return self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
+        pull = self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
+        if self._steps.grouped is not None:
+            self._steps.grouped.receive(seq)
+        return pull
 
     # --- Parts ---
 
@@ -1217,7 +1221,7 @@ class PagedKVCache(ProcessLocal):
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
         """Return the tables of the group of a layer, by their plain names."""
         if layer is None:
-            self._refuse_groups(f"{name} without a layer")
+            self._refuse_groups(name, "pass a layer")
             return self._tables(stream)
         group = self._groups[self._place_of(layer)[0]]
         if group.past is not None:
@@ -1225,16 +1229,27 @@ class PagedKVCache(ProcessLocal):
         tables = self._tables(stream)
         return tables if group.tables is None else group.tables.of(tables)
 
-    def _require_one_pool(self, name: str) -> None:
+    def _contents_of(self, name: str, layer: int | None) -> tuple[int, int | None]:
+        """Return the number of a layer's group, and its number in the group; None: all layers."""
+        if layer is not None:
+            number, layer = self._place_of(layer)
+            return number, self._groups[number].pool.layer_number(layer)
+        if self._layer_groups is not None:
+            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
+        return 0, None
+
+    def _require_one_pool(self, name: str, instead: str) -> None:
         """Raise if the pages of a sequence may be of several pools."""
-        self._refuse_groups(name)
+        self._refuse_groups(name, instead)
         if self._past is not None:
             raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
 
-    def _refuse_groups(self, name: str) -> None:
-        """Raise if the cache has groups."""
+    def _refuse_groups(self, name: str, instead: str) -> None:
+        """Raise if the cache has groups, with what to do instead."""
         if self._layer_groups is not None:
-            raise NotImplementedError(f"{name} of a cache with groups is not implemented")
+            raise NotImplementedError(
+                f"{name} is not implemented for a cache with groups: {instead}"
+            )
 
     def _place_of(self, layer: Any) -> tuple[int, Any]:
         """Return the number of a layer's group, and the number of the layer in it."""

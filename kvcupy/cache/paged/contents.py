@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..hazards import PageAccess
 from ..pool import MLAPool, Pool
 from .layers import Layers
 from .moves import Past
-from .sequences import CachedSequence, Ints
+from .sequences import FREED, CachedSequence, Ints
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 PathLike = str | os.PathLike[str]
@@ -44,18 +43,7 @@ _TAGS = {
     "I8": "int8",
 }  # fmt: skip
 
-_OWN = ("length", "window", "sink_tokens")  # metadata of a sequence
 _BYTES = "int8"  # format of four-bit rows in a file
-
-
-@dataclass(frozen=True)
-class SavedSequence:
-    """The contents of a file; tensors by name."""
-
-    length: int
-    window: int
-    sink_tokens: int
-    tensors: Arrays
 
 
 class Contents:
@@ -85,72 +73,102 @@ class Contents:
             self._arguments.append({**arguments, "k_cache": k, "v_cache": v})
 
     def read(
-        self, sequence: CachedSequence, start: int, stop: int, dtype: Any, stream: Any
-    ) -> tuple[Any, Any]:
-        """Return K and V of positions: (L, n, H, D), (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
+        self, sequence: CachedSequence, start: int, stop: int, dtype: Any, stream: Any,
+        layer: int | None = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Return K and V of positions: (L, n, H, D), (L, n, H, Dv); of MLA (L, n, R), (L, n, P).
+
+        Of one layer, without L.
+        """
         for name, number in (("start", start), ("stop", stop)):
             checks.require_int(number, name)
         if not 0 <= start <= sequence.length:
             raise ValueError(f"start: expected 0 to {sequence.length}, got {start}")
         if not start <= stop <= sequence.length:
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
-        own = self._pool._as_stream(stream)
+        self._require_kept(sequence, start, stop)
+        own, layers = self._pool._as_stream(stream), self._numbers(layer)
+        format = self._row_format if dtype is None else call.format_name(dtype)
+        if (four_bit := FOUR_BIT.get(format)) is not None:
+            for part in self._bits[0]:
+                formats.require_groups(four_bit, part.shape[-1], "dtype")
         with self._access.on(own, sequence):
-            format = self._row_format if dtype is None else call.format_name(dtype)
-            k, v = (self._zeros(part, stop - start, format, own) for part in self._bits[0])
+            k, v = (
+                self._zeros(part, stop - start, format, own, len(layers)) for part in self._bits[0]
+            )
             for rows, slots, is_past in self._spans(sequence, start, stop):
                 uploaded = upload([slots], self._device, own)[0]
                 stored = self._arguments
                 if is_past and self._past is not None:
                     stored = self._past.layers.caches
-                for layer, arguments in enumerate(stored):
+                for i, number in enumerate(layers):
                     gather_kv(
-                        slots=uploaded, k_out=k[layer][rows], v_out=v[layer][rows], stream=own,
-                        **arguments,
+                        slots=uploaded, k_out=k[i][rows], v_out=v[i][rows], stream=own,
+                        **stored[number],
                     )  # fmt: skip
-        return (k[:, :, 0], v[:, :, 0]) if self._is_latent else (k, v)
+        if self._is_latent:
+            k, v = k[:, :, 0], v[:, :, 0]
+        return (k, v) if layer is None else (k[0], v[0])
 
     def check(
-        self, sequence: CachedSequence, start: Any, key: Any, value: Any
+        self, sequence: CachedSequence, start: Any, key: Any, value: Any, layer: int | None = None
     ) -> tuple[ArrayView, ArrayView]:
-        """Raise if `write` cannot write K and V from position `start` on; return both as views."""
+        """Raise if `write` cannot write K and V from position `start` on; return both as views.
+
+        They have L, also of one layer.
+        """
         checks.require_int(start, "start")
         views = view(key, "k"), view(value, "v")
+        lead = (self._pool.num_layers,) if layer is None else ()
+        count = views[0].shape[len(lead)] if views[0].ndim > len(lead) else 0
         for rows, name, part in zip(views, "kv", self._bits[0], strict=True):
             checks.number_format(rows, name)
             row = part.shape[3:] if self._is_latent else part.shape[2:]
-            count = views[0].shape[1] if views[0].ndim > 1 else 0
-            num_layers = self._pool.num_layers
-            if rows.shape != (num_layers, count, *row):
-                raise ValueError(
-                    f"{name}: expected ({num_layers}, tokens, {', '.join(map(str, row))}), "
-                    f"got {describe(rows)}"
-                )
+            if rows.shape != (*lead, count, *row):
+                expected = ", ".join(map(str, (*lead, "tokens", *row)))
+                raise ValueError(f"{name}: expected ({expected}), got {describe(rows)}")
             if rows.device != self._device.name:
                 raise ValueError(f"{name}: expected it on {self._device.name}, got {rows.device}")
             checks.require_contiguous(rows, name)
-        num_tokens = views[0].shape[1]
-        if not 0 <= start <= start + num_tokens <= sequence.length:
+        if not 0 <= start <= start + count <= sequence.length:
             raise ValueError(
-                f"start: expected {num_tokens} tokens from there within {sequence.length}, "
-                f"got {start}"
+                f"start: expected {count} tokens from there within {sequence.length}, got {start}"
             )
-        return views
+        self._require_kept(sequence, start, start + count)
+        return views if layer is None else (views[0][None], views[1][None])
+
+    def _require_kept(self, sequence: CachedSequence, start: int, stop: int) -> None:
+        """Raise if a window has freed some tokens."""
+        size = self._pool.page_size
+        if (
+            sequence.first_kept
+            and (sequence.pages[start // size : -(-stop // size)] == FREED).any()
+        ):
+            kept = sequence.first_kept * size
+            raise ValueError(
+                f"start: expected tokens that the window of these layers keeps, such as those from "
+                f"{kept} on, got {start} to {stop}"
+            )
+
+    def _numbers(self, layer: int | None) -> Sequence[int]:
+        """Return the numbers of a layer, or of all."""
+        return range(self._pool.num_layers) if layer is None else [layer]
 
     def write(
-        self, sequence: CachedSequence, start: int, key: ArrayView, value: ArrayView, stream: Stream
-    ) -> None:
-        """Write K and V, shaped as `read` gives them, quantised if the cache is."""
+        self, sequence: CachedSequence, start: int, key: ArrayView, value: ArrayView,
+        stream: Stream, layer: int | None = None,
+    ) -> None:  # fmt: skip
+        """Write K and V of all layers or of one, from `check`, quantised if the cache is."""
         with self._access.on(stream, sequence):
             for rows, slots, is_past in self._spans(sequence, start, start + key.shape[1]):
                 uploaded = upload([slots], self._device, stream)[0]
                 layers = self._layers
                 if is_past and self._past is not None:
                     layers = self._past.layers
-                for layer, cache in enumerate(layers.stores):
+                for i, number in enumerate(self._numbers(layer)):
                     layers.store(
-                        key[layer, rows], value[layer, rows], slot_mapping=uploaded, stream=stream,
-                        **cache,
+                        key[i, rows], value[i, rows], slot_mapping=uploaded, stream=stream,
+                        **layers.stores[number],
                     )  # fmt: skip
 
     def _spans(
@@ -175,12 +193,6 @@ class Contents:
 
     # --- Files ---
 
-    def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write the tokens of a sequence to a file, in the format of the cache. Waits for them."""
-        tensors = self.tensors(sequence, [(0, sequence.length)])
-        own = {name: str(getattr(sequence, name)) for name in _OWN}
-        write_file(path, tensors, {**self.fields(), **own})
-
     def tensors(
         self, sequence: CachedSequence, runs: Sequence[tuple[int, int]]
     ) -> dict[str, np.ndarray[Any, Any]]:
@@ -189,7 +201,7 @@ class Contents:
         count = sum(stop - start for start, stop in runs)
         with self._access.on(stream, sequence):
             arrays: dict[str, Any] = {
-                name: self._zeros(cache, count, cache.format, stream)
+                name: self._zeros(cache, count, cache.format, stream, self._pool.num_layers)
                 for names, caches in stored
                 for name, cache in zip(names, caches[0], strict=True)
             }
@@ -225,36 +237,6 @@ class Contents:
                     k, v, uploaded, k_out=k_outs[layer][rows], v_out=v_outs[layer][rows],
                     stream=stream,
                 )  # fmt: skip
-
-    def open(self, path: str | Path) -> SavedSequence:
-        """Return the contents of a file; raise unless this cache can hold the sequence."""
-        tensors, metadata = read_file(path)
-        check_metadata(metadata, self.fields())
-        try:
-            length, window, sink_tokens = (int(metadata[name]) for name in _OWN)
-        except (KeyError, ValueError):
-            raise ValueError(
-                f"path: expected a saved sequence, got {path} without {_OWN}"
-            ) from None
-        expected = self.expected(max(0, length))
-        got = {name: (formats.tag(array.dtype), array.shape) for name, array in tensors.items()}
-        if length < 0 or got != expected:
-            raise ValueError(f"path: expected {path} to hold {expected}, got {got}")
-        if window < 0 or sink_tokens < 0:
-            raise ValueError(
-                f"path: expected counts of window and sink_tokens in {path}, got {window} and "
-                f"{sink_tokens}"
-            )
-        return SavedSequence(length, window, sink_tokens, tensors)
-
-    def restore(self, sequence: CachedSequence, saved: SavedSequence, start: int) -> None:
-        """Write the tokens of a file from `start` to the length that the sequence has so far.
-
-        They are complete at return.
-        """
-        stop = sequence.length
-        tensors = {name: tensor[:, start:stop] for name, tensor in saved.tensors.items()}
-        self.fill(sequence, start, stop, tensors)
 
     def fill(self, sequence: CachedSequence, start: int, stop: int, tensors: Arrays) -> None:
         """Write the tokens at positions `start` to `stop` - 1; complete at return."""
@@ -313,8 +295,10 @@ class Contents:
 
     # --- Arrays ---
 
-    def _zeros(self, cache: ArrayView, count: int, format: str, stream: Any) -> Any:
-        shape = (self._pool.num_layers, count, *_row(cache))
+    def _zeros(
+        self, cache: ArrayView, count: int, format: str, stream: Any, num_layers: int
+    ) -> Any:
+        shape = (num_layers, count, *_row(cache))
         return call.zeros(cache, shape, format, stream)
 
     def _slots(self, sequence: CachedSequence, start: int, stop: int, stream: Stream) -> ArrayView:

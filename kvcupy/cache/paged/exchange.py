@@ -9,25 +9,29 @@ A held page is shared: a sequence copies it before a write, and it is freed with
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from ...devices.protocol import Stream
 from ...errors import CacheFull, TransferError
-from ..engine import TransferEngine
-from ..hazards import Completion, CopiedPages, PageAccess
+from ...ops import checks
+from ..engine import TransferEngine, send_together
+from ..hazards import Completion, CopiedPages, PageAccess, raise_failure
 from ..pages import PageAllocator, hash_list
 from ..pool import Pool, pool_like, positive_int
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
-from .contents import Contents
-from .moves import Past
-from .sequences import CachedSequence, Ints, OffloadedPages, Sequences
+from .page_group import PageGroup
+from .sequences import CachedSequence, Ints, OffloadedPages
+from .states import StateLoad, States
 
 
 class SenderProtocol(Protocol):
@@ -36,6 +40,7 @@ class SenderProtocol(Protocol):
     def offer(self, pages: Any, **options: Any) -> bytes: ...
     def layer_done(self, ticket: bytes, layer: int, stream: Any) -> None: ...
     def withdraw(self, ticket: bytes) -> None: ...
+    def outcome(self, ticket: bytes) -> str: ...
 
 
 class PullProtocol(Completion, Protocol):
@@ -53,82 +58,56 @@ class ReceiverProtocol(Protocol):
     """The part of a `PageReceiver` that imports use."""
 
     def inspect(self, ticket: Any) -> Any: ...
+    def check(self, ticket: Any) -> None: ...
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float, after: Any) -> PullProtocol: ...
 
 
-_KIND, _VERSION = "kvcupy sequence", 1
-_NUMBERS = ("length", "evicted", "window", "sink_tokens", "num_pages")
+_KIND = "kvcupy sequence"
+_VERSION, _FLAT_VERSION = 2, 1  # of caches with groups, and without
+_COMMON = ("kind", "version", "fields", "length", "hashes")  # of both versions
+_WINDOW = ("evicted", "window", "sink_tokens")  # of a sequence of a cache without groups
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
 
 
 @dataclass(frozen=True)
-class DemotedPages:
-    """The part of a ticket about the demoted pages of a sequence.
+class Described:
+    """A sequence as a ticket describes it.
 
     Attributes
     ----------
-    start, count : index of the first of them in the sequence, and their number
-    ticket : of their offer; empty if the sequence has no other pages: its ticket is for these
-    fields : format, recent and sinks, which both caches must have in common
+    sequences : without pages, of each group
+    demoted : range of the indices of its demoted pages in each group
+    tickets : of all offers but the first. There is an offer for each pool that has some of its
+        pages: of each group its own pool and its pool of old tokens, and then of the states
     """
 
-    start: int
-    count: int
-    ticket: bytes
-    fields: Mapping[str, str]
-
-    def encoded(self) -> dict[str, Any]:
-        return {
-            "start": self.start, "count": self.count, "ticket": self.ticket.hex(),
-            "fields": dict(self.fields),
-        }  # fmt: skip
-
-    @classmethod
-    def decoded(cls, described: Any, fields: Mapping[str, str], num_pages: int) -> DemotedPages:
-        """Return the result of `encoded`; ValueError unless it fits the fields and the pages."""
-        if not isinstance(described, dict) or set(described) != {
-            "start", "count", "ticket", "fields"
-        }:  # fmt: skip
-            raise ValueError(f"ticket: expected demoted pages, got {described!r:.80}")
-        _require_same(described["fields"], fields)
-        start, count = described["start"], described["count"]
-        if not (type(start) is int and type(count) is int and start >= 0 and count > 0):
-            raise ValueError(f"ticket: expected a range of demoted pages, got {start!r}, {count!r}")
-        if start + count > num_pages:
-            raise ValueError(
-                f"ticket: expected demoted pages within {num_pages}, got {count} from {start} on"
-            )
-        try:
-            ticket = bytes.fromhex(described["ticket"])
-        except (TypeError, ValueError):
-            raise ValueError("ticket: expected one of demoted pages in hexadecimal") from None
-        if bool(ticket) == (count == num_pages):
-            raise ValueError("ticket: expected another of demoted pages, where there are others")
-        return cls(start, count, ticket, fields)
+    sequences: Sequence[CachedSequence]
+    demoted: Sequence[range]
+    tickets: Sequence[bytes] = ()
 
 
 def encode_state(
-    sequence: CachedSequence,
-    fields: Mapping[str, str],
-    page_size: int,
-    demoted: DemotedPages | None = None,
+    described: Described, fields: Mapping[str, str], groups: Sequence[PageGroup]
 ) -> bytes:
     """Describe a sequence as canonical JSON, with the `fields` that both caches have in common.
 
     Only hashes of full pages are included: a prompt that is not computed to its end has more.
-
-    >>> encode_state(CachedSequence(), {"rope_mode": "none"}, 16)  # doctest: +ELLIPSIS
-    b'{"evicted":0,"fields":{"rope_mode":"none"},"hashes":[],"kind":"kvcupy sequence",...}'
     """
-    hashes = sequence.hashes[: sequence.length // page_size]
-    described = {
-        "kind": _KIND, "version": _VERSION, "fields": dict(fields),
-        **{name: int(getattr(sequence, name)) for name in _NUMBERS},
+    first, page_size = described.sequences[0], groups[0].pool.page_size
+    hashes = first.hashes[: first.length // page_size]
+    state: dict[str, Any] = {
+        "kind": _KIND, "version": _VERSION, "fields": dict(fields), "length": first.length,
         "hashes": [f"{hash:x}" for hash in hashes],
-        **({} if demoted is None else {"demoted": demoted.encoded()}),
+        "groups": [
+            _encoded_group(*own)
+            for own in zip(groups, described.sequences, described.demoted, strict=True)
+        ],
+        "tickets": [ticket.hex() for ticket in described.tickets],
     }  # fmt: skip
-    encoded = json.dumps(described, sort_keys=True, separators=(",", ":")).encode()
+    if groups[0].tables is None:
+        state = _flat(state)
+    encoded = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
     if len(encoded) > _MAX_BYTES:
         raise ValueError(
             f"seq: expected at most {_MAX_BYTES} bytes of description, got {len(encoded)}; "
@@ -137,47 +116,133 @@ def encode_state(
     return encoded
 
 
-def decode_state(
-    encoded: bytes, fields: Mapping[str, str], page_size: int,
-    past_fields: Mapping[str, str] | None = None,
-) -> tuple[CachedSequence, int, DemotedPages | None]:  # fmt: skip
-    """Return the sequence of `encode_state` without pages, the number of pages, and demoted pages.
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a description of a single group in version 1."""
+    (own,), tickets = state["groups"], state["tickets"]
+    if "demoted" in own:
+        own["demoted"]["ticket"] = "".join(tickets)
+    return {**{name: state[name] for name in _COMMON}, **own, "version": _FLAT_VERSION}
 
-    ValueError that names the ticket unless all of it is consistent, `fields` are the same, and
-    `past_fields` where pages are demoted (None: none may be).
+
+def _nested(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a description of version 1 as one of a single group."""
+    own, tickets = {name: state[name] for name in state if name not in _COMMON}, []
+    if isinstance(demoted := own.get("demoted"), dict):
+        ticket = demoted.pop("ticket", None)
+        tickets = [] if ticket == "" else [ticket]  # "": it has no other pages
+    common = {name: state[name] for name in state if name in _COMMON}
+    return {**common, "groups": [own], "tickets": tickets}
+
+
+def _numbers_of(group: PageGroup, sequence: CachedSequence) -> dict[str, int]:
+    """Return what a description says of a sequence in a group, besides the length."""
+    if group.tables is not None:
+        return {"first_kept": sequence.first_kept}
+    numbers = {name: getattr(sequence, name) for name in _WINDOW}
+    return {**numbers, "num_pages": -(-sequence.end // group.pool.page_size)}
+
+
+def _encoded_group(group: PageGroup, sequence: CachedSequence, demoted: range) -> dict[str, Any]:
+    encoded: dict[str, Any] = {**_numbers_of(group, sequence)}
+    if demoted:
+        fields = _past_fields(group)
+        encoded["demoted"] = {"start": demoted.start, "count": len(demoted), "fields": fields}
+    return encoded
+
+
+def decode_state(
+    encoded: bytes, fields: Mapping[str, str], groups: Sequence[PageGroup]
+) -> Described:
+    """Return the sequence of `encode_state`.
+
+    ValueError that names the ticket unless all of it is consistent and `fields` are the same, and
+    the fields of demoted pages if there are any.
     """
     described = _parsed(encoded)
-    if described.get("kind") != _KIND or described.get("version") != _VERSION:
+    version, whose = _VERSION, "a cache with groups"
+    if groups[0].tables is None:
+        version, whose = _FLAT_VERSION, "a cache without groups"
+    if described.get("kind") != _KIND or described.get("version") != version:
         raise ValueError(
-            f"ticket: expected one of export_sequence, version {_VERSION}, got "
+            f"ticket: expected one of export_sequence of {whose}, version {version}, got "
             f"{described.get('kind')!r}, version {described.get('version')!r}"
         )
-    if set(described) - {"demoted"} != {"kind", "version", "fields", "hashes", *_NUMBERS}:
+    if version == _FLAT_VERSION:
+        described = _nested(described)
+    if set(described) != {*_COMMON, "groups", "tickets"}:
         raise ValueError(f"ticket: expected a sequence, got fields {sorted(described)}")
     _require_same(described["fields"], fields)
-    numbers = {name: described[name] for name in _NUMBERS}
-    for name, number in numbers.items():
-        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
-            raise ValueError(f"ticket: expected {name} to be a count, got {number!r}")
-    length, evicted = numbers["length"], numbers["evicted"]
-    window, sink_tokens = numbers["window"], numbers["sink_tokens"]
+    length, own = described["length"], described["groups"]
+    if not (_is_count(length) and length):
+        raise ValueError(f"ticket: expected a length, got {length!r}")
+    if not isinstance(own, list) or len(own) != len(groups):
+        raise ValueError(f"ticket: expected {len(groups)} groups, got {own!r:.80}")
+    parts = [_decoded_group(*pair, length) for pair in zip(groups, own, strict=True)]
+    hashes = _hashes(described["hashes"], length // groups[0].pool.page_size)
+    for sequence, _ in parts:
+        sequence.hashes = list(hashes)
+    try:
+        tickets = [bytes.fromhex(ticket) for ticket in described["tickets"]]
+    except (TypeError, ValueError):
+        raise ValueError("ticket: expected tickets of offers in hexadecimal") from None
+    return Described([s for s, _ in parts], [demoted for _, demoted in parts], tickets)
+
+
+def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedSequence, range]:
+    """Return a sequence of a group without pages, and the indices of its demoted pages."""
+    sequence, page_size = CachedSequence(), group.pool.page_size
+    sequence.length = length
+    names = _numbers_of(group, sequence)
+    if not isinstance(encoded, dict) or set(encoded) - {"demoted"} != {*names}:
+        raise ValueError(f"ticket: expected {', '.join(names)} of a group, got {encoded!r:.80}")
+    for name in names:
+        if not _is_count(encoded[name]):
+            raise ValueError(f"ticket: expected {name} to be a count, got {encoded[name]!r}")
+        if name != "num_pages":
+            setattr(sequence, name, encoded[name])
     # Pages of evicted places only are released, so the span is shorter than two pages.
-    if evicted and not (window and sink_tokens <= length and evicted < 2 * page_size):
-        raise ValueError(f"ticket: expected no evicted span of {evicted} in {numbers}")
-    if length == 0 or numbers["num_pages"] != -(-(length + evicted) // page_size):
+    if sequence.evicted and not (
+        sequence.window and sequence.sink_tokens <= length and sequence.evicted < 2 * page_size
+    ):
+        raise ValueError(f"ticket: expected no evicted span of {sequence.evicted} in {encoded}")
+    if not group.sequences.may_be(length, sequence.first_kept):
+        raise ValueError(f"ticket: expected no freed pages before {sequence.first_kept}")
+    if encoded.get("num_pages") != _numbers_of(group, sequence).get("num_pages"):
+        raise ValueError(f"ticket: expected pages of {page_size} tokens, got {encoded!r:.80}")
+    demoted = range(0)
+    if "demoted" in encoded:
+        demoted = _decoded_range(group, encoded["demoted"], -(-sequence.end // page_size))
+    return sequence, demoted
+
+
+def _decoded_range(group: PageGroup, encoded: Any, num_pages: int) -> range:
+    """Return the indices of the demoted pages of a sequence."""
+    fields = _past_fields(group)
+    if fields is None:
+        raise ValueError("ticket: expected a sequence without demoted pages, got some")
+    if not isinstance(encoded, dict) or set(encoded) != {"start", "count", "fields"}:
+        raise ValueError(f"ticket: expected demoted pages, got {encoded!r:.80}")
+    _require_same(encoded["fields"], fields)
+    start, count = encoded["start"], encoded["count"]
+    if not (_is_count(start) and _is_count(count) and count and start + count <= num_pages):
         raise ValueError(
-            f"ticket: expected pages of {page_size} for {length} tokens, got {numbers['num_pages']}"
+            f"ticket: expected demoted pages within {num_pages}, got {count!r} from {start!r} on"
         )
-    sequence = CachedSequence()
-    sequence.length, sequence.evicted = length, evicted
-    sequence.window, sequence.sink_tokens = window, sink_tokens
-    sequence.hashes = _hashes(described["hashes"], length // page_size)
-    demoted = None
-    if "demoted" in described:
-        if past_fields is None:
-            raise ValueError("ticket: expected a sequence without demoted pages, got some")
-        demoted = DemotedPages.decoded(described["demoted"], past_fields, numbers["num_pages"])
-    return sequence, numbers["num_pages"], demoted
+    return range(start, start + count)
+
+
+def _past_fields(group: PageGroup) -> dict[str, str] | None:
+    """Return what caches that exchange demoted pages must have in common; None without any."""
+    past = group.past
+    if past is None:
+        return None
+    return {
+        "past": past.pool.stored_as, "recent": str(past.recent), "sinks": str(past.sinks),
+    }  # fmt: skip
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 0 <= number < _MAX_NUMBER
 
 
 def _require_same(theirs: Any, fields: Mapping[str, str]) -> None:
@@ -217,16 +282,23 @@ def _hashes(encoded: Any, most: int) -> list[int]:
 
 
 class Tiers:
-    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache."""
+    """Moves sequences and their blocks between a paged cache and tiered caches.
+
+    Attributes
+    ----------
+    tiered : of a cache without groups, once attached
+    """
 
     def __init__(
-        self, pool: Pool, sequences: Sequences, access: PageAccess, past_pool: Pool | None = None
+        self, groups: Sequence[PageGroup], states: States | None, access: PageAccess
     ) -> None:
-        self.tiered: TieredCache | None = None  # once attached
-        self._pool, self._past_pool = pool, past_pool
-        self._sequences, self._access = sequences, access
-        # Between the pool of old tokens and host memory, made when it is first needed.
-        self._past_engine: TransferEngine | None = None
+        self.tiered: TieredCache | None = None
+        self._groups, self._states, self._access = groups, states, access
+        self._pool, self._sequences = groups[0].pool, groups[0].sequences
+        # Of each group, and of the states: the tiers, and the numbers of the layers in the model.
+        self._caches: list[tuple[TieredCache, Sequence[int]]] = []
+        # By group, between the pool of old tokens and host memory, made when first needed.
+        self._past_engines: dict[int, TransferEngine] = {}
         self._num_past_host_pages = 0
 
     def attach(self, tiers: Any, num_past_host_pages: Any) -> None:
@@ -239,102 +311,166 @@ class Tiers:
             raise ValueError("tiers: expected to be attached once, got a second one")
         if num_past_host_pages is not None:
             count = positive_int(num_past_host_pages, "num_past_host_pages")
-            if self._past_pool is None:
+            if self._groups[0].past_pool is None:
                 raise ValueError(f"num_past_host_pages: expected None without past, got {count}")
             self._num_past_host_pages = count
         self.tiered = tiers
+        self.attach_groups([tiers], [range(self._pool.num_layers)])
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._sequences.evict = partial(evict, tiers, self._pool.allocator)
 
+    def attach_groups(self, caches: Sequence[TieredCache], layers: Sequence[Sequence[int]]) -> None:
+        """Offload to the host memory of these tiered caches: of each group, and of the states.
+
+        layers : of each, their numbers in the model
+        """
+        self._caches = list(zip(caches, layers, strict=True))
+
     def require(self, name: str) -> TieredCache:
         """Return the tiered cache; raise if it is missing. `name` is the argument that needs it."""
-        if self.tiered is None:
-            raise ValueError(f"{name}: expected a cache with a tiered cache; call attach first")
+        self.require_attached(name)
+        assert self.tiered is not None
         return self.tiered
+
+    def require_attached(self, name: str) -> None:
+        """Raise if there is no tiered cache."""
+        if not self._caches:
+            raise ValueError(f"{name}: expected a cache with a tiered cache; call attach first")
 
     def acquire(self, hashes: Sequence[int]) -> Lease:
         """Return a lease of the leading blocks that the tiered cache knows."""
         return self.require("hashes").acquire(hashes, after=self._access.copy_stream_behind_all())
 
-    def offload(self, sequence: CachedSequence) -> None:
-        """Save the pages of a sequence to host memory, unconverted, and release them."""
-        tiers = self.require("seq")
-        if sequence.num_pages == 0:
+    def offload(self, seq: Hashable) -> None:
+        """Save pages and states of a sequence to host memory, unconverted, and release them."""
+        found = [group.sequences.find(seq) for group in self._groups]
+        if found[0].length == 0:
             return
-        pages, past_pages, past_start = self._sequences.split(sequence)
+        split = [g.sequences.split(own) for g, own in zip(self._groups, found, strict=True)]
+        parts, past_parts, kept = [], {}, {}
+        for number, (pages, past_pages, _) in enumerate(split):
+            if len(past_pages):
+                engine = self._engine_of_past(number)
+                past_parts[number] = _Part(engine, past_pages, engine.host_pool.allocator.alloc)
+            cache, label = self._caches[number][0], self._groups[number].sequences.label
+            parts.append(_Part(cache.engine, pages, cache.take_host_pages, label))
+        if self._states is not None:
+            kept = self._states.sound_kept(seq)
+            slots = np.array([*self._states.slots([seq]), *kept.values()], np.int64)
+            cache = self._caches[-1][0]
+            parts.append(_Part(cache.engine, slots, cache.take_host_pages, self._states.label))
+        # Host pages of old tokens are taken first: nothing is evicted for them.
+        saved = iter(self._save([*past_parts.values(), *parts], found))
+        past_saved = {number: next(saved) for number in past_parts}
+        for number, (group, own) in enumerate(zip(self._groups, found, strict=True)):
+            past = past_saved.get(number)
+            if group.sequences.is_shared(own):
+                # A sequence that shares a page may soon own it alone, and write during the save.
+                for engine in [parts[number].engine, *([past.engine] if past else [])]:
+                    self._access.order.end(engine.save_stream)
+            offloaded = replace(next(saved), past=past, past_start=split[number][2])
+            group.sequences.offload(own, offloaded)
+        if self._states is not None:
+            self._states.offload(seq, next(saved), kept)
+
+    def _save(
+        self, parts: Sequence[_Part], sequences: Sequence[CachedSequence]
+    ) -> list[OffloadedPages]:
+        """Save pages to host memory, behind all work and the loads of some sequences."""
         stream = self._access.copy_stream
-        host_pages, past_host_pages = self._take_host_pages(tiers, len(pages), len(past_pages))
-        parts = [(tiers.engine, pages, host_pages)]
-        if len(past_pages):
-            parts.append((self._engine_of_past(), past_pages, past_host_pages))
-        saves = []
+        taken: list[Ints] = []
         try:
-            with self._access.on(stream, sequence):
+            for part in parts:
+                taken.append(part.take_host_pages())
+            with self._access.on(stream, *sequences):
                 pass  # the saves wait for what the copy stream waits for
-            for engine, numbers, host_numbers in parts:
-                saves.append(engine.save(numbers, host_numbers, after=stream))
-                engine._flush()
-        except BaseException:
-            for engine, _, host_numbers in parts:
-                engine.host_pool.allocator.free(host_numbers)
-            raise
-        if len(self._sequences.owned(sequence, sequence.num_pages)) < sequence.num_pages:
-            # A sequence that shares a page may soon own it alone, and write during the save.
-            for engine, _, _ in parts:
-                self._access.order.end(engine.save_stream)
-        past = None
-        if len(past_pages):
-            past = OffloadedPages(past_host_pages, saves[1], parts[1][0])
-        offloaded = OffloadedPages(host_pages, saves[0], tiers.engine, past, past_start)
-        self._sequences.offload(sequence, offloaded)
-
-    def onboard(self, sequence: CachedSequence) -> None:
-        """Load the pages of an offloaded sequence; one on the device is left alone."""
-        host = sequence.offloaded
-        if host is None:
-            return
-        parts = [host] if host.past is None else [host, host.past]
-        for part in parts:
-            part.save.synchronize()
-        counts = [len(part.pages) for part in parts]
-        pages = self._sequences.allocate_both(counts[0], sum(counts[1:]))
-        combined = self._sequences.combine(*pages, host.past_start)
-        loads = []
-        try:
-            stream = self._access.copy_stream_behind_all()
-            for part, numbers in zip(parts, pages, strict=False):
-                loads.append(part.engine.load(part.pages, numbers, after=stream))
+            saved = []
+            for part, host_pages in zip(parts, taken, strict=True):
+                save = part.engine.save(part.pages, host_pages, after=stream)
                 part.engine._flush()
+                saved.append(OffloadedPages(host_pages, save, part.engine))
         except BaseException:
-            self._sequences.free(combined)
+            for part, host_pages in zip(parts, taken, strict=False):
+                part.engine.host_pool.allocator.free(host_pages)
             raise
-        self._sequences.onboard(sequence, combined, loads)
-        host.free()
+        return saved
 
-    def _engine_of_past(self) -> TransferEngine:
-        """Return the engine between the pool of demoted pages and its host pool, made once."""
-        if self._past_engine is None:
-            past_pool = self._past_pool
+    def onboard(self, seq: Hashable) -> None:
+        """Load pages and states of an offloaded sequence; one on the device is left alone."""
+        found = [group.sequences.find(seq) for group in self._groups]
+        hosts = [own.offloaded for own in found if own.offloaded is not None]
+        if not hosts:
+            return
+        states = self._states
+        state = None if states is None else states.find(seq).offloaded
+        for host in (*hosts, *([] if state is None else [state])):
+            for part in (host, host.past):
+                if part is not None:
+                    part.save.synchronize()
+        pages: list[tuple[Ints, Ints]] = []
+        slots: list[int] = []
+        try:
+            for group, host in zip(self._groups, hosts, strict=True):
+                num_past = 0 if host.past is None else len(host.past.pages)
+                pages.append(group.sequences.allocate_both(len(host.pages), num_past))
+            if states is not None:
+                slots = states.take_slots(len(states.find(seq).offloaded_kept))
+            loads = self._load(hosts, pages, state, slots)
+        except BaseException:
+            for group, own_pages in zip(self._groups, pages, strict=False):
+                group.sequences.free_both(*own_pages)
+            if states is not None:
+                states.free(slots)
+            raise
+        state_load = None
+        if states is not None and state is not None:
+            state_load = StateLoad(loads.pop()[0])
+            states.onboard(seq, slots, state_load)
+            state.free()
+        for number, (group, own) in enumerate(zip(self._groups, found, strict=True)):
+            host = hosts[number]
+            combined = group.sequences.combine(own, *pages[number], host.past_start)
+            group.sequences.onboard(own, combined, loads[number])
+            if state_load is not None:
+                own.loads.append(state_load)
+            host.free()
+
+    def _load(
+        self, hosts: Sequence[OffloadedPages], pages: Sequence[tuple[Ints, Ints]],
+        state: OffloadedPages | None, slots: Sequence[int],
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Load host pages of each group, and states, in the order in which layers run."""
+        stream = self._access.copy_stream_behind_all()
+        loads: list[list[Completion]] = []
+        engines: list[tuple[TransferEngine, Sequence[int]]] = []
+        targets: list[tuple[Ints, ...]] = [*pages]
+        if state is not None:
+            targets.append((np.array(slots, np.int64),))
+        parts = [*hosts, *([] if state is None else [state])]
+        try:
+            for part, numbers, (_, layers) in zip(parts, targets, self._caches, strict=True):
+                loads.append([])
+                for source, target in zip((part, part.past), numbers, strict=False):
+                    if source is not None:
+                        sources = source.pages[: len(target)]  # kept states may be left out
+                        loads[-1].append(source.engine.load(sources, target, after=stream))
+                        engines.append((source.engine, layers))
+        finally:
+            send_together(engines)
+        for own in loads:
+            for load in own:
+                raise_failure(load.failure)
+        return loads
+
+    def _engine_of_past(self, number: int) -> TransferEngine:
+        """Return the engine between a group's pool of demoted pages and host memory, made once."""
+        if number not in self._past_engines:
+            past_pool = self._groups[number].past_pool
             assert past_pool is not None
             count = self._num_past_host_pages or past_pool.num_pages
             host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
-            self._past_engine = TransferEngine(past_pool, host_pool)
-        return self._past_engine
-
-    def _take_host_pages(
-        self, tiers: TieredCache, count: int, past_count: int
-    ) -> tuple[Ints, Ints]:
-        """Take pages in host memory for both formats, all or none."""
-        if not past_count:
-            taken: Ints = tiers.take_host_pages(count)
-            return taken, taken[:0]
-        past_allocator = self._engine_of_past().host_pool.allocator
-        past_pages = past_allocator.alloc(past_count)
-        try:
-            return tiers.take_host_pages(count), past_pages
-        except BaseException:
-            past_allocator.free(past_pages)
-            raise
+            self._past_engines[number] = TransferEngine(past_pool, host_pool)
+        return self._past_engines[number]
 
     def publish(self, sequence: CachedSequence) -> set[int]:
         """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
@@ -344,19 +480,39 @@ class Tiers:
         if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
             return set()
         count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
-        owned = self._sequences.owned(sequence, count)
-        owned = owned[sequence.pages[owned] < self._pool.num_pages]  # not the demoted ones
-        pages = sequence.pages[owned].tolist()
-        if not pages:
+        owned = [
+            index for index in self._sequences.owned_of(sequence, range(count))
+            if sequence.pages[index] < self._pool.num_pages  # not the demoted ones
+        ]  # fmt: skip
+        if not owned:
             return set()
-        hashes = [sequence.hashes[i] for i in owned.tolist()]
-        parents = [sequence.hashes[i - 1] if i else 0 for i in owned.tolist()]
+        pages = sequence.pages[owned].tolist()
+        hashes = [sequence.hashes[i] for i in owned]
+        parents = [sequence.hashes[i - 1] if i else 0 for i in owned]
         tokens = None if sequence.token_ids is None else sequence.token_ids[owned].reshape(-1)
         unneeded = tiers.insert(
             hashes, pages, after=self._access.copy_stream_behind_all(), parent=parents,
             token_ids=tokens,
         )  # fmt: skip
         return set(pages) - set(unneeded)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Pages of a sequence in one pool, to be saved to pages that `take` allocates."""
+
+    engine: TransferEngine
+    pages: Ints
+    take: Callable[[int], Ints]
+    label: str = ""
+
+    def take_host_pages(self) -> Ints:
+        try:
+            return self.take(len(self.pages))
+        except CacheFull as error:
+            if not self.label:
+                raise
+            raise CacheFull(f"{self.label}: {error}") from error
 
 
 def evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
@@ -377,206 +533,333 @@ def evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
 
 
 class Export:
-    """A sequence that is offered layer by layer: in its state at the call.
+    """Pages of a sequence that are offered, in a step layer by layer.
 
-    Attributes
+    Parameters
     ----------
-    ticket : of the offer
+    num_layers : those that the step is yet to write
+    fill : writes all of them when the step has ended; None: attention writes each
     """
 
     def __init__(
         self, sender: SenderProtocol, ticket: bytes, num_layers: int,
-        demoted: tuple[SenderProtocol, bytes] | None = None,
+        fill: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        self.ticket = ticket
-        self._sender = sender
-        self._demoted = demoted  # the offer of its demoted pages, by its sender and ticket
+        self._sender, self._ticket, self._fill = sender, ticket, fill
         self._missing = set(range(num_layers))
 
     def layer_written(self, layer: int, stream: Stream) -> None:
         """Let a layer go out once `stream` has passed this point; the first call of each counts."""
-        if layer in self._missing:
-            self._sender.layer_done(self.ticket, layer, stream)
+        if self._fill is None and layer in self._missing:
+            self._sender.layer_done(self._ticket, layer, stream)
             self._missing.discard(layer)
 
     def finish(self, stream: Stream) -> None:
         """Let the layers go out that have not been announced yet."""
+        if self._fill is not None:
+            self._fill()
+            self._fill = None
         for layer in sorted(self._missing):
             self.layer_written(layer, stream)
 
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether the offer has ended, and no receiver has all of it."""
+        return self._sender.outcome(self._ticket) not in ("", "completed")
+
     def withdraw(self, stream: Stream) -> None:
         """Take the offer back; the pages are free when `stream` has passed this point."""
-        if self._demoted is not None:
-            sender, ticket = self._demoted
-            sender.withdraw(ticket)
-        self._sender.withdraw(self.ticket)
+        self._fill = None
+        self._sender.withdraw(self._ticket)
         self.finish(stream)
 
 
-class _Held:
-    """The pages of a sequence, held until the offers of them are over."""
+@dataclass(frozen=True)
+class _Place:
+    """A pool that has some pages of a sequence.
 
-    def __init__(self, sequence: CachedSequence) -> None:
-        self.sequence = sequence
-        self.num_offers = 0
+    Attributes
+    ----------
+    number : of the group; 0 for states
+    count : how many pages
+    """
+
+    number: int
+    pool: Pool
+    count: int
+    is_past: bool = False
+    is_state: bool = False
+
+
+class _Held:
+    """The pages of a sequence in each group, and its state, until the offers of them are over."""
+
+    def __init__(self, sequences: Sequence[CachedSequence]) -> None:
+        self.sequences = sequences
+        self.slots: list[int] = []
+        self.exports: list[Export] = []
+        self.num_offers = 0  # that are not over
+
+
+class GroupTiersProtocol(Protocol):
+    """The part of `GroupedTiers` that exchanges use, with a held sequence as a name."""
+
+    def fork(self, parent: Hashable, child: Hashable) -> None: ...
+    def publish(
+        self, seq: Hashable, found: Sequence[CachedSequence] | None = None
+    ) -> list[set[int]]: ...
+    def remove(self, seq: Hashable) -> None: ...
 
 
 class Exchange:
     """Offers sequences of a cache to other caches, and adds theirs.
 
-    The pages of an offered sequence are held until its offers are over. An offer ends in a thread
-    of its sender; the thread that uses the cache releases the pages when it needs or counts pages.
+    The pages of an offered sequence are held until its offers are over; one that ends early takes
+    the others with it. An offer ends in a thread of its sender; the thread that uses the cache
+    releases the pages when it needs or counts pages.
+
+    Parameters
+    ----------
+    fields : returns what caches that exchange sequences must have in common
+
+    Attributes
+    ----------
+    pools : all that hold parts of a sequence
+    group_tiers : of a cache with groups, once it is attached to tiers
     """
 
     def __init__(
-        self, pool: Pool, sequences: Sequences, contents: Contents, tiers: Tiers,
-        access: PageAccess, past: Past | None,
+        self, groups: Sequence[PageGroup], states: States | None,
+        fields: Callable[[], Mapping[str, str]], tiers: Tiers, access: PageAccess,
     ) -> None:  # fmt: skip
-        self._pool, self._sequences, self._contents = pool, sequences, contents
-        self._tiers, self._access, self._past = tiers, access, past
+        self._groups, self._states, self._fields = groups, states, fields
+        self._tiers, self._access = tiers, access
+        self.pools = tuple(place.pool for place in self._places([1] * 2 * len(groups)))
+        self.group_tiers: GroupTiersProtocol | None = None
         self._ended: deque[_Held] = deque()  # each once for every offer that is over
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
     def export(
-        self, seq: Hashable, sequence: CachedSequence, sender: SenderProtocol,
-        past_sender: SenderProtocol | None, *, by_layer: bool, lease_s: float,
-    ) -> Export:  # fmt: skip
+        self, seq: Hashable, sender: Any, past_sender: Any, *, step_start: int | None,
+        lease_s: float,
+    ) -> tuple[bytes, list[list[Export]]]:  # fmt: skip
         """Offer a sequence, behind all work so far or, in a step, layer by layer.
 
-        Demoted pages are offered as a whole, by `past_sender`.
+        Demoted pages are offered as a whole, and the state when the step has ended. Pages that no
+        window sees then are not offered. Returns the ticket, and the exports of each group.
+
+        step_start : in a step that the sequence belongs to, its length before; else None
         """
-        if sequence.parents:
+        by_layer = step_start is not None
+        found = [group.sequences.find(seq) for group in self._groups]
+        if found[0].parents:
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
-        if sequence.length == 0:
+        if found[0].length == 0:
             raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
-        if by_layer and sequence.num_beyond_window:
+        if by_layer and found[0].num_beyond_window:
             raise ValueError(
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )
-        self._require_pools("sender", "PageSender", sender, past_sender)
-        pages, past_pages, start = self._sequences.split(sequence)
-        if past_sender is None and len(past_pages):
-            raise ValueError(
-                f"past_sender: expected a PageSender of past_pool, for {seq!r} has demoted pages, "
-                "got None"
-            )
-        stream = self._access.copy_stream
-        if len(past_pages) or not by_layer:
-            with self._access.on(stream, sequence):
-                pass  # the offer waits for what the copy stream waits for
-        self._sequences.reclaim = self._reclaim
-        held = _Held(self._sequences.hold(sequence))
+        ends = self._ends("sender", "PageSender", sender, past_sender)
+        stream, states = self._access.copy_stream, self._states
+        for part in (*(group.sequences for group in self._groups), states):
+            if part is not None:
+                part.reclaim = self._reclaim
+        held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
+        exports: list[list[Export]] = [[] for _ in self._groups]
+        fill: Callable[[], object] | None = None
 
-        def offer(by: SenderProtocol, numbers: Ints, state: bytes, **options: Any) -> bytes:
-            release = partial(_let_go, self._ended, held)
+        def offer(place: _Place, by: SenderProtocol, numbers: Any, attachment: bytes) -> bytes:
+            is_late = by_layer and not place.is_past
             ticket = by.offer(
-                numbers, lease_s=lease_s, release=release, attachment=state, **options
-            )
+                numbers, lease_s=lease_s, release=partial(_let_go, self._ended, held),
+                attachment=attachment, after=None if is_late else stream, by_layer=is_late,
+            )  # fmt: skip
             held.num_offers += 1
+            num_layers = place.pool.num_layers if is_late else 0
+            late_fill = fill if is_late and place.is_state else None
+            exports[place.number].append(Export(by, ticket, num_layers, late_fill))
+            held.exports.append(exports[place.number][-1])
             return ticket
 
-        demoted, past_offer = None, None
         try:
-            if past_sender is not None and len(past_pages):
-                demoted = DemotedPages(start, len(past_pages), b"", self._past_fields() or {})
-                state = b"" if len(pages) else self._describe(sequence, demoted)
-                past_ticket = offer(past_sender, past_pages, state, after=stream)
-                if not len(pages):
-                    return Export(past_sender, past_ticket, 0)
-                past_offer = past_sender, past_ticket
-                demoted = replace(demoted, ticket=past_ticket)
-            state = self._describe(sequence, demoted)
-            after = None if by_layer else stream
-            ticket = offer(sender, pages, state, after=after, by_layer=by_layer)
+            split = []
+            for group, own in zip(self._groups, held.sequences, strict=True):
+                group.free_unseen(own, step_start or 0)
+                split.append(group.sequences.split(own))
+            lists = [numbers for own, past, _ in split for numbers in (own, past)]
+            places = self._places(list(map(len, lists)))
+            senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
+            if not by_layer or any(place.is_past for place in places):
+                with self._access.on(stream, *found):
+                    pass  # the offers wait for what the copy stream waits for
+            if states is not None:
+                slot, fill = states.hold(self._access, seq)
+                held.slots.append(slot)
+                if not by_layer:
+                    fill()
+            numbers = [*filter(len, lists), *([held.slots] if held.slots else [])]
+            first, *others = zip(places, senders, numbers, strict=True)
+            tickets = [offer(*other, b"") for other in others]
+            demoted = [range(start, start + len(past)) for _, past, start in split]
+            described = Described(held.sequences, demoted, tickets)
+            ticket = offer(*first, encode_state(described, self._fields(), self._groups))
         except BaseException:
-            if past_offer is None:
-                self._sequences.drop(held.sequence)
-            else:
-                past_offer[0].withdraw(past_offer[1])  # which releases what is held
+            for export in held.exports:
+                export.withdraw(stream)  # which releases what is held
+            if not held.exports:
+                self._drop(held)
             raise
-        return Export(sender, ticket, self._pool.num_layers if by_layer else 0, past_offer)
+        if self.group_tiers is not None:
+            self.group_tiers.fork(seq, held)
+        return ticket, exports
 
     def reclaim(self) -> None:
-        """Release what ended offers have held; full pages with hashes go to the tiered cache."""
+        """Release what ended offers have held; full pages with hashes go to tiered caches."""
         while self._ended:
-            held, published = self._ended.popleft(), set[int]()
+            held, tiers = self._ended.popleft(), self.group_tiers
             held.num_offers -= 1
             if held.num_offers:
+                if any(export.has_ended_early for export in held.exports):
+                    for export in held.exports:
+                        export.withdraw(self._access.copy_stream)
                 continue
+            published: list[set[int]] = [set() for _ in self._groups]
             try:
-                published = self._tiers.publish(held.sequence)
+                if tiers is not None:
+                    published = tiers.publish(held, held.sequences)
+                else:
+                    published[0] = self._tiers.publish(held.sequences[0])
             finally:
-                self._sequences.drop(held.sequence, published)
+                self._drop(held, published)
+                if tiers is not None:
+                    tiers.remove(held)
+
+    def _drop(self, held: _Held, published: Sequence[Collection[int]] | None = None) -> None:
+        for number, (group, own) in enumerate(zip(self._groups, held.sequences, strict=True)):
+            group.sequences.drop(own, published[number] if published else ())
+        if self._states is not None:
+            self._states.free(held.slots)
 
     def add(
-        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol,
-        past_receiver: ReceiverProtocol | None, deadline_s: float,
-    ) -> PullProtocol | SequencePull:  # fmt: skip
+        self, seq: Hashable, ticket: bytes, receiver: Any, past_receiver: Any, deadline_s: float
+    ) -> PullProtocol | SequencePull:
         """Add the sequence that a ticket describes; its pages arrive in the background."""
-        self._require_pools("receiver", "PageReceiver", receiver, past_receiver)
-        state, num_pages, demoted = decode_state(
-            receiver.inspect(ticket).attachment, self._fields(), self._pool.page_size,
-            self._past_fields(),
-        )  # fmt: skip
-        pulled: list[tuple[ReceiverProtocol, bytes, int]] = []  # with the number of pages
-        if demoted is None:
-            pulled.append((receiver, ticket, num_pages))
-        elif past_receiver is None:
-            raise ValueError(
-                "past_receiver: expected a PageReceiver of past_pool, for the ticket has demoted "
-                "pages, got None"
-            )
-        else:
-            if num_pages > demoted.count:
-                pulled.append((receiver, ticket, num_pages - demoted.count))
-            pulled.append((past_receiver, demoted.ticket or ticket, demoted.count))
-        for by, named, count in pulled:
-            if (got := by.inspect(named).num_pages) != count:
-                raise ValueError(f"ticket: expected {count} pages of its sequence, got {got}")
-        start, count = (0, 0) if demoted is None else (demoted.start, demoted.count)
-        pages, past_pages = self._sequences.allocate_both(num_pages - count, count)
-        combined = self._sequences.combine(pages, past_pages, start)
+        ends = self._ends("receiver", "PageReceiver", receiver, past_receiver)
+        attachment = next(iter(ends.values())).inspect(ticket).attachment
+        described = decode_state(attachment, self._fields(), self._groups)
+        counts: list[int] = []
+        for group, sequence, past in zip(
+            self._groups, described.sequences, described.demoted, strict=True
+        ):
+            counts += [group.sequences.num_kept(sequence) - len(past), len(past)]
+        places = self._places(counts)
+        tickets = [ticket, *described.tickets]
+        if len(tickets) != len(places):
+            raise ValueError(f"ticket: expected {len(places)} offers, got {len(tickets)}")
+        receivers = [
+            _end_of(ends, place, "receiver", "PageReceiver", "the ticket") for place in places
+        ]
+        for place, by, named in zip(places, receivers, tickets, strict=True):
+            if (got := by.inspect(named).num_pages) != place.count:
+                raise ValueError(f"ticket: expected {place.count} pages of its sequence, got {got}")
+            by.check(named)
+        pages: list[tuple[Ints, Ints]] = []
+        slots: list[int] = []
         pulls: list[PullProtocol] = []
         try:
+            for number, group in enumerate(self._groups):
+                pages.append(group.sequences.allocate_both(*counts[2 * number : 2 * number + 2]))
+            if self._states is not None:
+                slots = self._states.take_slots(0)
             after = self._access.copy_stream_behind_all()
-            for by, named, _ in pulled:
-                into = pages if by is receiver else past_pages
+            targets = [*filter(len, itertools.chain(*pages)), *([slots] if slots else [])]
+            for by, named, into in zip(receivers, tickets, targets, strict=True):
                 pulls.append(by.pull(named, into, deadline_s=deadline_s, after=after))
         except BaseException:
             for pull in pulls:
                 pull.cancel()
-            self._sequences.free(combined)
+            for group, own in zip(self._groups, pages, strict=False):
+                group.sequences.free_both(*own)
+            if self._states is not None:
+                self._states.free(slots)
             raise
-        self._sequences.receive(seq, state, combined, pulls)
-        return pulls[0] if len(pulls) == 1 else SequencePull((pulls[0], pulls[1]))
+        self._receive(seq, described, pages, slots, list(zip(places, pulls, strict=True)))
+        if len(pulls) == 1 and self._groups[0].tables is None:
+            return pulls[0]
+        return SequencePull(pulls, [self._layers_of(place) for place in places])
 
-    def _require_pools(self, name: str, kind: str, end: Any, past_end: Any) -> None:
-        """Raise unless senders, or receivers, are of the pools of this cache."""
-        if getattr(end, "pool", None) is not self._pool:
+    def _receive(
+        self, seq: Hashable, described: Described, pages: Sequence[tuple[Ints, Ints]],
+        slots: Sequence[int], pulls: Sequence[tuple[_Place, PullProtocol]],
+    ) -> None:  # fmt: skip
+        """Add the sequence that some pulls bring."""
+        states = [StateLoad(pull) for place, pull in pulls if place.is_state]
+        for number, group in enumerate(self._groups):
+            sequence, known = described.sequences[number], group.sequences
+            combined = known.combine(sequence, *pages[number], described.demoted[number].start)
+            own = [p for place, p in pulls if place.number == number and not place.is_state]
+            known.receive(seq, sequence, combined, [*own, *states])
+        if self._states is not None:
+            self._states.adopt(seq, slots[0])
+
+    def _places(self, counts: Sequence[int]) -> list[_Place]:
+        """Return the pools in which a sequence has pages.
+
+        counts : of its pages in each group's own pool and the one of old tokens
+        """
+        places = []
+        for number, group in enumerate(self._groups):
+            places.append(_Place(number, group.pool, counts[2 * number]))
+            if group.past_pool is not None:
+                past = _Place(number, group.past_pool, counts[2 * number + 1], is_past=True)
+                places.append(past)
+        if self._states is not None:
+            places.append(_Place(0, self._states.pool, 1, is_state=True))
+        return [place for place in places if place.count]
+
+    def _layers_of(self, place: _Place) -> Mapping[int, int | None]:
+        """Return by the number of a layer in the model its number in the pool; None: no layers."""
+        if place.is_state and self._states is not None:
+            return dict.fromkeys(self._states.layers)
+        layers = self._groups[place.number].model_layers or range(place.pool.num_layers)
+        return {layer: number for number, layer in enumerate(layers)}
+
+    def _ends(self, name: str, kind: str, ends: Any, past_end: Any) -> dict[int, Any]:
+        """Return senders, or receivers, by the ids of their pools; raise unless they fit.
+
+        ends : with groups, a list of one for each pool; else one for the first pool
+        """
+        first = self._groups[0]
+        if first.tables is not None:
+            expected = f"{name}: expected a list of a {kind} for each of sequence_pools"
+            if past_end is not None:
+                raise ValueError(f"past_{name}: expected None with groups, got {past_end!r}")
+            if not isinstance(ends, (list, tuple)):
+                raise TypeError(f"{expected}, got {ends!r}")
+            by_pool = {id(getattr(end, "pool", None)): end for end in ends}
+            if len(ends) != len(self.pools) or set(by_pool) != set(map(id, self.pools)):
+                raise ValueError(f"{expected}, which are {len(self.pools)}, got {ends}")
+            return by_pool
+        if getattr(ends, "pool", None) is not first.pool:
             raise ValueError(f"{name}: expected a {kind} of the pool of this cache")
         if past_end is None:
-            return
-        if self._past is None:
+            return {id(first.pool): ends}
+        if first.past_pool is None:
             raise ValueError(f"past_{name}: expected None without past, got {past_end!r}")
-        if getattr(past_end, "pool", None) is not self._past.pool:
+        if getattr(past_end, "pool", None) is not first.past_pool:
             raise ValueError(f"past_{name}: expected a {kind} of the past_pool of this cache")
+        return {id(first.pool): ends, id(first.past_pool): past_end}
 
-    def _describe(self, sequence: CachedSequence, demoted: DemotedPages | None) -> bytes:
-        return encode_state(sequence, self._fields(), self._pool.page_size, demoted)
 
-    def _fields(self) -> dict[str, str]:
-        """Return what caches that exchange sequences must have in common."""
-        return {**self._contents.fields(), "page_size": str(self._pool.page_size)}
-
-    def _past_fields(self) -> dict[str, str] | None:
-        """Return what caches that exchange demoted pages must have in common; None without any."""
-        past = self._past
-        if past is None:
-            return None
-        return {
-            "past": past.pool.stored_as, "recent": str(past.recent), "sinks": str(past.sinks),
-        }  # fmt: skip
+def _end_of(ends: Mapping[int, Any], place: _Place, name: str, kind: str, what: str) -> Any:
+    """Return the sender or receiver of a pool; raise if it is missing."""
+    if (end := ends.get(id(place.pool))) is None:
+        raise ValueError(
+            f"past_{name}: expected a {kind} of past_pool, for {what} has demoted pages, got None"
+        )
+    return end
 
 
 def _let_go(ended: deque[_Held], held: _Held, pages: object) -> None:
@@ -589,16 +872,23 @@ def _reclaim(exchange: weakref.ref[Exchange]) -> None:
 
 
 class SequencePull(Completion):
-    """The pulls of a sequence's pages of both formats: a `Completion`, used like a `Pull`.
+    """The pulls of a sequence's pages in several pools: a `Completion`, used like a `Pull`.
+
+    Parameters
+    ----------
+    layers : of each pull, by the number of a layer in the model its number in the pool; None: it is
+        waited for as a whole
 
     Attributes
     ----------
-    num_pages, num_bytes : of both
+    num_pages, num_bytes : of all
     failure : TransferError, why one has failed, or None. Neither waits nor raises
     """
 
-    def __init__(self, pulls: tuple[PullProtocol, PullProtocol]) -> None:
-        self._pulls = pulls
+    def __init__(
+        self, pulls: Sequence[PullProtocol], layers: Sequence[Mapping[int, int | None]]
+    ) -> None:
+        self._pulls, self._layers = pulls, layers
         self.num_pages = sum(pull.num_pages for pull in pulls)
         self.num_bytes = sum(pull.num_bytes for pull in pulls)
 
@@ -611,13 +901,17 @@ class SequencePull(Completion):
         return all([pull.done() for pull in self._pulls])
 
     def synchronize(self) -> None:
-        """Wait until all of it is there; TransferError if one has failed, and nothing can land."""
+        """Wait until all of it is there; TransferError if one has failed, and nothing can land.
+
+        A failure cancels the rest.
+        """
         failure = None
         for pull in self._pulls:
             try:
                 pull.synchronize()
             except TransferError as error:
                 failure = failure or error
+                self.cancel()
         if failure is not None:
             raise failure
 
@@ -627,9 +921,20 @@ class SequencePull(Completion):
             pull.wait(stream)
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a stream wait for one layer, as `Pull.wait_layer` does."""
-        for pull in self._pulls:
-            pull.wait_layer(layer, stream)
+        """Let later work of a stream wait for one layer of the model, as `Pull.wait_layer` does.
+
+        The states of recurrent layers are waited for together.
+        """
+        checks.require_int(layer, "layer")
+        if not any(layer in numbers for numbers in self._layers):
+            raise ValueError(f"layer: expected the number of a layer, got {layer}")
+        for pull, numbers in zip(self._pulls, self._layers, strict=True):
+            if layer in numbers:
+                number = numbers[layer]
+                if number is None:
+                    pull.wait(stream)
+                else:
+                    pull.wait_layer(number, stream)
 
     def cancel(self) -> None:
         """Cancel the rest, as `Pull.cancel` does."""

@@ -20,6 +20,7 @@ import numpy as np
 from ...config import cache_logger
 from ...errors import CacheFull, CaptureError, KvcupyError, OrderError
 from ..hazards import Completion, CopiedPages, PageAccess
+from ..tiered.cache import TieredCache
 from ..tiered.grouped import GroupedLease, GroupedTieredCache
 from ..tiered.holds import HeldBlocks
 from ..tiered.prefixes import GroupBlocks, TierGroup
@@ -76,6 +77,11 @@ class GroupedTiers:
                 sequences.take_unseen = partial(
                     _take_unseen, tiers, number, access, group.pool.num_pages
                 )
+
+    def caches(self) -> tuple[list[TieredCache], list[tuple[int, ...]]]:
+        """Return the tiers of each group and of the states, and their layers."""
+        groups = self.tiers.groups
+        return list(map(self.tiers.of_group, range(len(groups)))), [g.layers for g in groups]
 
     def add(self, seq: Hashable, keys: list[int], token_ids: Ints | None) -> None:
         """Add a sequence that begins with the longest prefix that all groups can restore."""
@@ -154,15 +160,26 @@ class GroupedTiers:
             self.tiers.enter(keys)
             self._chains[child] = keys
 
-    def publish(self, seq: Hashable) -> list[set[int]]:
+    def receive(self, seq: Hashable) -> None:
+        """Note that a sequence has come from another cache, with its hashes."""
+        if keys := self._groups[0].sequences.find(seq).hashes:
+            self.tiers.enter(keys)
+            self._chains[seq] = list(keys)
+
+    def publish(
+        self, seq: Hashable, found: Sequence[CachedSequence] | None = None
+    ) -> list[set[int]]:
         """Give the tiers the full pages of a sequence that have hashes.
 
         Returns the pages that they took, by group.
+
+        found : the sequence in each group, if it is not of the cache
         """
         taken: list[set[int]] = [set() for _ in self._groups]
         if seq not in self._chains or self.tiers.closed:
             return taken
-        found = [group.sequences.find(seq) for group in self._groups]
+        if found is None:
+            found = [group.sequences.find(seq) for group in self._groups]
         length = min(len(found[0].hashes), found[0].committed // self._groups[0].pool.page_size)
         if self._states is not None:  # nothing behind the last state is usable
             interval = self.tiers.groups[-1].blocks.interval

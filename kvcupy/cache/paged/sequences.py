@@ -190,7 +190,7 @@ class Sequences:
         self, allocator: PageAllocator, page_size: int, past_allocator: PageAllocator | None = None,
         window: int = 0, sink_tokens: int = 0, label: str = "",
     ) -> None:  # fmt: skip
-        self._label = label
+        self.label = label
         self._allocator, self._past_allocator = allocator, past_allocator
         self._window, self._num_sink_pages = window, -(-sink_tokens // page_size)
         self._page_size = page_size
@@ -277,10 +277,9 @@ class Sequences:
         self._leased.add(lease)
         sequence.loads.append(lease.completion)
 
-    def owned(self, sequence: CachedSequence, count: int) -> Ints:
-        """Return the indices of unshared pages among the first `count` of a sequence."""
-        indices: Ints = np.flatnonzero(self._references[sequence.pages[:count]] == 1)
-        return indices
+    def is_shared(self, sequence: CachedSequence) -> bool:
+        """Return whether some page of a sequence is shared."""
+        return bool((self._references[_kept(sequence.pages)] > 1).any())
 
     def owned_of(self, sequence: CachedSequence, indices: range) -> list[int]:
         """Return which of some indices are of unshared pages."""
@@ -312,11 +311,11 @@ class Sequences:
         The partial page is shared too: appending to the sequence copies it first.
         """
         held = CachedSequence()
-        held.length = sequence.length
+        for name in ("length", "evicted", "window", "sink_tokens", "first_kept", "token_ids"):
+            setattr(held, name, getattr(sequence, name))
         held.hashes, held.loads = list(sequence.hashes), list(sequence.loads)
-        held.token_ids = sequence.token_ids
         held.extend(sequence.pages)
-        self._references[held.pages] += 1
+        self._references[_kept(held.pages)] += 1
         return held
 
     def clear(self) -> None:
@@ -539,9 +538,9 @@ class Sequences:
         try:
             return allocator.alloc(count)
         except CacheFull as error:
-            if not self._label:
+            if not self.label:
                 raise
-            raise CacheFull(f"{self._label}: {error}") from error
+            raise CacheFull(f"{self.label}: {error}") from error
 
     def free(self, pages: Ints) -> None:
         """Free allocated pages of either pool that belong to no sequence."""
@@ -562,8 +561,8 @@ class Sequences:
         self._release(pages)
 
     def onboard(self, sequence: CachedSequence, pages: Ints, loads: Sequence[Completion]) -> None:
-        """Give a sequence allocated pages of the device again, which transfers fill."""
-        self._references[pages] = 1
+        """Give a sequence a list of allocated pages again, which transfers fill."""
+        self._references[_kept(pages)] = 1
         sequence.extend(pages)
         sequence.offloaded = None
         sequence.loads.extend(loads)
@@ -571,10 +570,10 @@ class Sequences:
     def receive(
         self, seq: Hashable, state: CachedSequence, pages: Ints, loads: Sequence[Completion]
     ) -> None:
-        """Add a sequence like `state`, in allocated pages that `loads` fill."""
+        """Add a sequence like `state`, with a list of allocated pages that `loads` fill."""
         self.require_new(seq, "seq")
         self._known[seq] = state
-        self._references[pages] = 1
+        self._references[_kept(pages)] = 1
         state.extend(pages)
         state.loads.extend(loads)
         self.total_length += state.length
@@ -596,13 +595,22 @@ class Sequences:
     def split(self, sequence: CachedSequence) -> tuple[Ints, Ints, int]:
         """Return a sequence's pages in each pool, and the index of its first demoted page."""
         start, stop = self.past_range(sequence)
-        pages = sequence.pages.astype(np.int64)
+        pages = _kept(sequence.pages).astype(np.int64)
         return np.delete(pages, slice(start, stop)), pages[start:stop] - self.first_past, start
 
-    def combine(self, pages: Ints, past: Ints, start: int) -> Ints:
-        """Return the pages of a sequence as `split` would divide them."""
+    def combine(self, sequence: CachedSequence, pages: Ints, past: Ints, start: int) -> Ints:
+        """Return the list of pages of a sequence that `split` would divide so."""
         combined: Ints = np.insert(pages, start, past + self.first_past)
+        if sequence.first_kept:
+            num_freed = sequence.first_kept - self._num_sink_pages
+            combined = np.insert(combined, self._num_sink_pages, np.full(num_freed, FREED))
         return combined
+
+    def num_kept(self, sequence: CachedSequence) -> int:
+        """Return how many pages that are not `FREED` a sequence of its length has."""
+        num_pages = -(-sequence.end // self._page_size)
+        first = sequence.first_kept
+        return num_pages - first + self._num_sink_pages if first else num_pages
 
     def allocate_both(self, count: int, past_count: int) -> tuple[Ints, Ints]:
         """Allocate pages of both pools, each by its own numbers, all or none."""
@@ -614,6 +622,10 @@ class Sequences:
         except BaseException:
             self._allocator.free(pages)
             raise
+
+    def free_both(self, pages: Ints, past: Ints) -> None:
+        """Free the results of `allocate_both`."""
+        self.free(np.concatenate([pages, past + self.first_past]))
 
     def leaving(self, sequence: CachedSequence, recent: int, sinks: int) -> range:
         """Return the indices of the pages to demote next, behind the demoted ones.

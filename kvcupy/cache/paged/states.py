@@ -30,7 +30,7 @@ from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import MLAPool, array_of
 from .groups import Plan, Recurrent, part_bytes
 from .page_group import add_load
-from .sequences import CachedSequence
+from .sequences import CachedSequence, OffloadedPages
 
 _NO_SLOT = -1
 
@@ -41,12 +41,12 @@ class KeptState:
 
     Attributes
     ----------
-    copied : the copy to its slot
+    copied : the copy or load to its slot
     users : how many sequences refer to it
     """
 
     slot: int
-    copied: CopiedPages
+    copied: Completion
     users: int = 1
 
 
@@ -59,11 +59,15 @@ class SequenceState:
     live : slot of the state after all its tokens; none while it is empty
     before_tree : slot of the state before its uncommitted tree
     kept : states by the number of tokens before them, in order
+    offloaded : in host memory, the live state and then those that were kept, if it is there
+    offloaded_kept : the numbers of tokens before the latter
     """
 
     live: int = _NO_SLOT
     before_tree: int = _NO_SLOT
     kept: dict[int, KeptState] = field(default_factory=dict)
+    offloaded: OffloadedPages | None = None
+    offloaded_kept: Sequence[int] = ()
 
 
 class States:
@@ -71,14 +75,17 @@ class States:
 
     Attributes
     ----------
+    label : names the groups in errors
+    layers : their numbers in the model
     pool : has a page for each slot
+    reclaim : called before slots are allocated: some that were held may have become free
     """
 
     def __init__(self, groups: Sequence[Recurrent], num_slots: int, device: Device) -> None:
         self.num_slots = num_slots
         self.checkpoint_tokens = groups[0].checkpoint_tokens
         self._device = device
-        self._label = " and ".join(map(str, groups))
+        self.label = " and ".join(map(str, groups))
         widths = [group.state_bytes() // len(group.layers) for group in groups]
         total = sum(w * len(g.layers) for w, g in zip(widths, groups, strict=True))
         num_layers = total // widths[0] if len(set(widths)) == 1 else 1
@@ -88,6 +95,7 @@ class States:
         )  # fmt: skip
         self._allocator = self.pool.allocator
         self._bytes = reshaped(self.pool.parts[0], (num_slots, total), (total, 1))
+        self.layers = tuple(layer for group in groups for layer in group.layers)
         self._zero = view(device.zeros((total,), "int8"))
         self._arrays: dict[tuple[int, str], Any] = {}
         self._parts: list[str] = []  # the number of the group, and the name
@@ -104,6 +112,7 @@ class States:
                 self._rows.append(rows)
                 offset += part_bytes(shape, dtype)
             start += width * len(group.layers)
+        self.reclaim: Callable[[], object] | None = None
         self._of: dict[Hashable, SequenceState] = {}
         self._kept: dict[int, KeptState] = {}  # by slot, the oldest first
 
@@ -150,6 +159,8 @@ class States:
         state = self._of.pop(seq)
         self._give_up(state, 0)
         self._free(state.live, state.before_tree)
+        if state.offloaded is not None:
+            state.offloaded.free()
 
     def clear(self) -> None:
         """Drop all sequences."""
@@ -227,8 +238,52 @@ class States:
         except BaseException:
             self._free(slot)
             raise
-        self._of[seq] = SequenceState(live=slot)
+        self.adopt(seq, slot)
         return loaded
+
+    # --- Host memory, and other caches ---
+
+    def find(self, seq: Hashable) -> SequenceState:
+        """Return the states of a sequence."""
+        return self._of[seq]
+
+    def sound_kept(self, seq: Hashable) -> dict[int, int]:
+        """Return the slots of kept states by the number of tokens before them, the newest first."""
+        kept = reversed(self._of[seq].kept.items())
+        return {n: own.slot for n, own in kept if own.copied.failure is None}
+
+    def offload(self, seq: Hashable, offloaded: OffloadedPages, kept: Iterable[int]) -> None:
+        """Replace the live state and the kept ones with states in host memory."""
+        state = self._of[seq]
+        self._give_up(state, 0)
+        self._free(state.live)
+        state.live, state.offloaded, state.offloaded_kept = _NO_SLOT, offloaded, tuple(kept)
+
+    def take_slots(self, num_kept: int) -> list[int]:
+        """Allocate a slot for a live state, and some for kept ones, as far as they are free."""
+        return self._allocate(1 + min(num_kept, max(0, self._allocator.num_free - 1)))
+
+    def onboard(self, seq: Hashable, slots: Sequence[int], load: Completion) -> None:
+        """Give a sequence slots again, which a transfer fills: live, and kept, the newest first."""
+        state = self._of[seq]
+        state.live, *kept = slots
+        own = dict(zip(state.offloaded_kept, kept, strict=False))
+        for n, slot in reversed(own.items()):
+            state.kept[n] = self._kept[slot] = KeptState(slot, load)
+        state.offloaded, state.offloaded_kept = None, ()
+
+    def hold(self, access: PageAccess, seq: Hashable) -> tuple[int, Callable[[], object]]:
+        """Allocate a slot, and return it with a function that copies the live state there."""
+        slot = self._allocate(1)[0]
+        return slot, lambda: self._copy(access, [(self._of[seq].live, slot)])
+
+    def adopt(self, seq: Hashable, slot: int) -> None:
+        """Add a sequence whose live state is in an allocated slot."""
+        self._of[seq] = SequenceState(live=slot)
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Free allocated slots that belong to no sequence."""
+        self._free(*slots)
 
     # --- Files ---
 
@@ -369,9 +424,11 @@ class States:
 
     def _allocate(self, count: int, keep: int = _NO_SLOT) -> list[int]:
         """Allocate slots, all or none; kept states are given up for them, except one."""
+        if self.reclaim is not None:
+            self.reclaim()
         if not self._make_room(count, keep):
             raise CacheFull(
-                f"{self._label}: expected at most {self.num_available} states that are free of "
+                f"{self.label}: expected at most {self.num_available} states that are free of "
                 f"{self.num_slots}, got {count}"
             )
         slots: list[int] = self._allocator.alloc(count).tolist()

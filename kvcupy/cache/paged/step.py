@@ -413,6 +413,14 @@ class Steps:
         """Return whether a sequence belongs to the running step."""
         return self.running is not None and seq in self.running.names
 
+    def start_of(self, seq: Hashable) -> int | None:
+        """Return the length of a sequence before the running step; None if it is not in it."""
+        step = self.running
+        if step is None or seq not in step.names:
+            return None
+        number = step.names.index(seq)
+        return step.sequences[number].length - step.counts[number]
+
     def on_device(self, seq: Hashable, name: str = "seq") -> CachedSequence:
         """Return a sequence; raise if it is offloaded."""
         sequence = self._sequences.find(seq, name)
@@ -500,7 +508,7 @@ class Steps:
             try:
                 self._close()
             finally:
-                self._finish_exports(step)
+                self._finish_exports(parts)
         finally:
             for group, part in zip(self._groups, parts, strict=True):
                 self._end_part(group, part, keep_step)
@@ -530,18 +538,19 @@ class Steps:
                 if not sequence.parents:
                     group.free_unseen(sequence, sequence.length - count)
 
-    def _finish_exports(self, step: Step) -> None:
+    def _finish_exports(self, parts: Sequence[Step]) -> None:
         """Let the layers of exported sequences go out whose attention did not run in the step."""
-        if not step.exports:
+        exports = [export for part in parts for export in part.exports]
+        if not exports:
             return
         stream = self.access.copy_stream
         try:
-            with self.access.on(stream, *step.sequences):
+            with self.access.on(stream, *(own for part in parts for own in part.sequences)):
                 pass  # waits for the loads of their pages too
-            for export in step.exports:
+            for export in exports:
                 export.finish(stream)
         except BaseException:
-            for export in step.exports:
+            for export in exports:
                 export.withdraw(self.access.copy_stream_behind_all())
             raise
 
@@ -554,7 +563,7 @@ class Steps:
         try:
             self._close()
         finally:
-            for export in step.exports:
+            for export in (export for part in parts for export in part.exports):
                 export.withdraw(self.access.copy_stream_behind_all())
             for group, part in zip(self._groups, parts, strict=True):
                 self._abort_part(group, part)
@@ -739,7 +748,10 @@ class Steps:
         """Return the slots of states, which work on a stream may read behind their copies."""
         assert self._states is not None
         names = _as_list(seqs, "seqs")
-        with self.access.on(stream, *self._sequences.find_all(names, "seqs")):
+        sequences = self._sequences.find_all(names, "seqs")
+        for name, sequence in zip(names, sequences, strict=True):
+            _require_on_device(sequence, name, "seqs")
+        with self.access.on(stream, *sequences):
             return self._states.slots(names)
 
     def restorable_length(self, seq: Hashable, at: Any) -> int:
@@ -793,20 +805,13 @@ class Steps:
 
     # --- Pages ---
 
-    def demote(self, sequences: Sequence[CachedSequence]) -> None:
-        """Replace pages that sequences of the first group have left behind."""
-        self._groups[0].demote(self.access, sequences)
-
     def splice(
         self, sequence: CachedSequence, source: CachedSequence, start: int, stop: int
     ) -> None:
         """Append tokens of another sequence of the first group."""
-        self._groups[0].splice(self.access, sequence, source, start, stop)
-        self.demote([sequence])
-
-    def unshare(self, sequence: CachedSequence, places: Ints) -> None:
-        """Copy the shared pages that hold some places of a sequence of the first group."""
-        self._groups[0].unshare(self.access, sequence, places)
+        group = self._groups[0]
+        group.splice(self.access, sequence, source, start, stop)
+        group.demote(self.access, [sequence])
 
     # --- Checks ---
 
