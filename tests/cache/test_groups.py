@@ -533,9 +533,9 @@ def test_windows_count_from_the_depth_of_a_node(device, depth):
     got = {}
     for name, nodes, trees in (("tree", range(len(parents)), [parents]), ("chain", path, None)):
         cache.add_sequence(name)
-        for rows, token_tree in ((old, None), ([a[nodes] for a in new], trees)):
-            with cache.forward([name], [len(rows[0])], token_tree=token_tree):
-                out = cache.attention(0, *map(device.asarray, rows))
+        for arrays, token_tree in ((old, None), ([a[nodes] for a in new], trees)):
+            with cache.forward([name], [len(arrays[0])], token_tree=token_tree):
+                out = cache.attention(0, *map(device.asarray, arrays))
         got[name] = device.to_numpy(out)
     np.testing.assert_allclose(got["tree"][path], got["chain"], rtol=1e-5, atol=1e-6)
 
