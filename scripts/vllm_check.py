@@ -126,7 +126,7 @@ def write_model(
             if weights.ndim > 1:
                 # Attention is scaled up: else tokens would hardly depend on the cache.
                 scale = 2.75 if ".self_attn." in name else 1.0
-                if "embed_tokens" in name and layers != "windows":  # Gemma scales them up
+                if "embed_tokens" in name and layers == "full":  # else tokens depend on it alone
                     scale = width**0.5
                 random_weights = torch.randn(weights.shape, generator=generator)
                 weights.copy_(random_weights * scale / weights.shape[-1] ** 0.5)
