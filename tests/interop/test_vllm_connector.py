@@ -278,6 +278,19 @@ def test_without_its_wait_a_slow_save_of_a_window_is_noticed(make, monkeypatch):
         check_with_delays(engine, monkeypatch, "save")
 
 
+def test_slow_saves_of_blocks_that_are_zeroed(make, monkeypatch):
+    """vLLM's newer model runner zeroes blocks before it calls the connector."""
+    engine = make(HOST, windows=(None, 6), num_blocks=40, zeroes=True)
+    assert check_with_delays(engine, monkeypatch, "save") > 60
+
+
+def test_without_the_wait_the_saves_of_zeroed_blocks_are_noticed(make, monkeypatch):
+    engine = make(HOST, windows=(None, 6), num_blocks=40, zeroes=True)
+    worker_of(engine)._waits_for_saves = False
+    with pytest.raises(AssertionError):
+        check_with_delays(engine, monkeypatch, "save")
+
+
 # --- Groups of layers ---
 
 

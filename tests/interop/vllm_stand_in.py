@@ -217,9 +217,9 @@ class Engine:
     def __init__(
         self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
         role="kv_both", name="model", max_running=4, device_type="cpu", spec=None, events=False,
-        windows=(None,),
+        windows=(None,), zeroes=False,
     ):  # fmt: skip
-        self.windows = windows
+        self.windows, self.zeroes = windows, zeroes
         self.chunk, self.max_running = chunk, max_running
         transfer = SimpleNamespace(
             kv_connector_extra_config=options, engine_id=uuid.uuid4().hex, kv_role=role,
@@ -240,7 +240,9 @@ class Engine:
                 for window in windows
             ]
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-        kv_cache_config = SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=groups)
+        kv_cache_config = SimpleNamespace(
+            num_blocks=num_blocks, kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes
+        )  # fmt: skip
         self.worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
         self.separate = separate
         if separate:
@@ -522,6 +524,8 @@ class Engine:
 
     def execute(self, output, metadata, scheduled, has_sync_loads):
         worker, rows = self.worker, {}
+        if self.zeroes:
+            self.zero(output)
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         if has_sync_loads:
@@ -551,6 +555,19 @@ class Engine:
         )  # fmt: skip
         worker.clear_connector_metadata()
         return rows
+
+    def zero(self, output):
+        """Zero the blocks that a step writes from their first token on."""
+        cached = output.scheduled_cached_reqs
+        tables = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        for name, added, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            tables.append((added or (), computed if name in cached.resumed_req_ids else 0))
+        for own, computed in tables:
+            for block in [b for table in own for b in table[-(-computed // BLOCK_TOKENS) :] if b]:
+                for cache in self.caches.values():
+                    np.moveaxis(cache, self.block_axis, 0)[block] = 0
 
     def update(self, scheduled, rows):
         report = self.report

@@ -130,6 +130,8 @@ class Worker:
         self._step_loads: list[Loading] = []  # that this step waits for
         self._receiving: dict[str, Loading] = {}  # loads that requests wait for
         self._saving: list[tuple[Any, frozenset[int]]] = []
+        # vLLM may zero blocks that it allocates before it calls the connector.
+        self._waits_for_saves = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._invalid: set[int] = set()  # blocks whose load has failed in a step
         self._step_failed = False  # whether a load failed that this step waits for
         self._num_failures = 0  # steps with such loads, at least as many as the scheduler knows
@@ -287,6 +289,9 @@ class Worker:
             return
         self._saving.append((saving, frozenset(saves.values())))
         self._dirty.set()
+        if self._waits_for_saves:
+            with suppress(KvcupyError):  # a failed save reads nothing
+                saving.wait(self._compute)
 
     def finished(self, finished: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Return requests whose blocks have been sent, whose loads are over, and have failed."""
