@@ -369,6 +369,24 @@ def groups_of(config, *specs):
     return Groups.of(config, SimpleNamespace(kv_cache_groups=groups, hash_block_size=4))
 
 
+def test_engines_that_group_layers_differently_do_not_share_blocks(make):
+    from kvcupy.interop.vllm_connector.groups import Groups
+
+    config, layers = make(HOST).scheduler._vllm_config, ["a", "b", "c", "d"]
+    described = set()
+    for names in (
+        (layers[:2], layers[2:]),
+        (layers[::2], layers[1::2]),
+        (layers[1::-1], layers[2:]),
+    ):
+        groups = [
+            SimpleNamespace(kv_cache_spec=SimpleNamespace(sliding_window=window), layer_names=own)
+            for window, own in zip((6, None), names, strict=True)
+        ]
+        described.add(Groups.of(config, SimpleNamespace(kv_cache_groups=groups)).describe())
+    assert len(described) == 3
+
+
 STATE = {"kind": "mamba", "mamba_cache_mode": "align", "block_size": BLOCK_TOKENS}
 
 

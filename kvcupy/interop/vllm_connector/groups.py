@@ -42,6 +42,7 @@ class Group:
     per_unit : blocks of a unit of prefixes
     needs : what a prefix needs of the group, in units
     kind, window : as in vLLM's KV events
+    layers : their names, in the order of their pages
     mask : distinguishes the hashes of the group
     """
 
@@ -50,6 +51,7 @@ class Group:
     needs: GroupBlocks
     kind: str
     window: int | None
+    layers: tuple[str, ...]
     mask: int
 
     def needed_of(self, unit: int) -> range:
@@ -110,7 +112,9 @@ class Groups:
             elif window is not None:
                 tokens = window - 1 + getattr(spec, "extra_retained_tokens", 0)
                 needs = GroupBlocks(-(-tokens // unit))
-            groups.append(Group(size, unit // size, needs, kind, window, _mask(number)))
+            layers = tuple(getattr(kv_cache_config.kv_cache_groups[number], "layer_names", ()))
+            mask = _mask(number)
+            groups.append(Group(size, unit // size, needs, kind, window, layers, mask))
         hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or unit
         return cls(tuple(groups), unit, int(hash_tokens))
 
@@ -195,7 +199,9 @@ class Groups:
 
     def describe(self) -> str:
         """Describe the groups, for the identity of their blocks."""
-        return "; ".join(f"{g.kind} {g.window} {g.block_tokens}" for g in self.groups)
+        return "; ".join(
+            f"{g.kind} {g.window} {g.block_tokens} {','.join(g.layers)}" for g in self.groups
+        )  # fmt: skip
 
 
 def number_of(hash: Any, salt: bytes) -> int:
