@@ -400,6 +400,7 @@ class Checks:
         for line in prefill.lines():
             if line.get("start", 0) + 4 >= len(prompts):
                 break
+        assert all(params is not None for params in prefill.params), prefill.params
         task = {"options": options, "blocks": 1200, "params": prefill.params}
         decode = self._start(task, prompts).end()
         found = self._compare(decode)
