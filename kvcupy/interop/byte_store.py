@@ -21,6 +21,7 @@ from ..config import cache_logger
 from ..errors import CacheFull
 from ..remote.stores.backend import FAILED, KNOWN, STORED
 from ..remote.stores.store import SharedStore
+from .engine_options import as_key
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -39,7 +40,7 @@ class ByteStore:
     url : as in `SharedStore.open`. A store in shared memory has blocks of one length, so the length
         is appended to its name: "shm:NAME" becomes "shm:NAME-65536"
     model : distinguishes all that the keys do not: engine, weights, format, layout, rank
-    encryption_key : as in `SharedStore.open`, or 64 hexadecimal digits
+    encryption_key : as in `SharedStore.open`, or as in `as_key`
     num_calls : calls in progress at most; others wait for them
     options : of `SharedStore.open`
 
@@ -235,20 +236,6 @@ def block_hash(key: str | bytes) -> int:
 def bytes_at(pointer: int, num_bytes: int, owner: object = None) -> Bytes:
     """Return memory of an engine, which `owner` or the caller keeps alive, as an array."""
     return array_at(owner, pointer, (num_bytes,), np.dtype(np.uint8))
-
-
-def as_key(encryption_key: Any) -> Any:
-    """Return an encryption key of a JSON file, 64 hexadecimal digits, as bytes; others unchanged.
-
-    >>> as_key("00" * 32) == bytes(32)
-    True
-    """
-    if not isinstance(encryption_key, str):
-        return encryption_key
-    try:
-        return bytes.fromhex(encryption_key)
-    except ValueError:
-        raise ValueError("encryption_key: expected 64 hexadecimal digits, got other text") from None
 
 
 def _length(block: Sequence[Bytes]) -> int:

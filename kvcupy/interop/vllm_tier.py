@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -49,7 +48,8 @@ from ..cache.pool import MLAPool
 from ..cache.tiered import policies
 from ..cache.tiered.disk_blocks import DiskBlocks, DiskMove
 from ..config import BoundedLog, cache_logger
-from .byte_store import HELD, ByteStore, as_key, block_hash
+from .byte_store import HELD, ByteStore, block_hash
+from .engine_options import as_key, open_file
 
 
 class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as untyped
@@ -58,19 +58,16 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
     Parameters
     ----------
     offloading_spec, primary_kv_view, tier_type, backpressure_detector : passed by vLLM
-    disk_path : path of the file, or of a folder for files named by model and replica; None: no disk
-    disk_bytes : size of the file
-    store : URL of `SharedStore.open`; None: no store. The length of a block is appended to the name
-        of a store in shared memory
-    encryption_key : None, 32 bytes, 64 hexadecimal digits, or a function from tenant to 32 bytes,
-        with which both are encrypted
+    disk_path, disk_bytes, store, encryption_key, policy : as in
+        `kvcupy.interop.vllm_connector.options.Options`; the key may also be a function from tenant
+        to 32 bytes. The length of a block is appended to the name of a store in shared memory
+    store_bytes : size of a new "shm:" store
     tenant : engines with other tenants do not find these blocks
     model : distinguishes weights that vLLM knows by the same name, such as a revision
-    policy : eviction policy of the disk: "lru", "fifo", "lfu" or "2q"
     num_threads : threads that load; as many store
     locality, enable_kv_events : as in vLLM's own tiers: None, "LOCAL" or "REMOTE"; and whether
         stored blocks are published, where vLLM publishes events
-    options : of `SharedStore.open`, such as `deadline_s` and `capacity_bytes`
+    options : of `SharedStore.open`, such as `deadline_s`
 
     Raises
     ------
@@ -97,7 +94,8 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
         backpressure_detector: Any = None, *,
         disk_path: Any = None, disk_bytes: int = 0, store: str | None = None,
-        encryption_key: Any = None, tenant: str = "", model: str = "", policy: str = "lru",
+        store_bytes: int | None = None, encryption_key: Any = None, policy: str = "lru",
+        tenant: str = "", model: str = "",
         num_threads: int = 4, locality: str | None = None, enable_kv_events: bool = False,
         **options: Any,
     ) -> None:  # fmt: skip
@@ -117,6 +115,8 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
         self._chunks = array_at(None, address, shape, np.dtype(np.uint8))
         identity = _identity(offloading_spec, model)
         self._store: ByteStore | None = None
+        if store_bytes is not None:
+            options["capacity_bytes"] = store_bytes
         if store is not None:
             self._store = ByteStore(
                 store, model=identity, tenant=tenant, encryption_key=encryption_key,
@@ -129,10 +129,12 @@ class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as 
             pool = MLAPool.wrap([self._chunks[:, None].view(np.int8)])
             key = as_key(encryption_key)
             own = f"vllm {block_hash(f'{identity} {tenant}'):032x}"  # the tenant may be secret
-            self._disk = DiskBlocks(
-                _file_in(disk_path, own, offloading_spec.config), disk_bytes, pool,
-                policies.make(policy), PoolIdentity.of(pool, model=own),
-                None if key is None else key_for(key, tenant),
+            self._disk = open_file(
+                disk_path, own.replace(" ", "-"),
+                lambda file: DiskBlocks(
+                    file, disk_bytes, pool, policies.make(policy),
+                    PoolIdentity.of(pool, model=own), None if key is None else key_for(key, tenant),
+                ),
             )  # fmt: skip
         self._loads, self._stores = (
             futures.ThreadPoolExecutor(num_threads, f"kvcupy {verb}") for verb in ("load", "store")
@@ -336,15 +338,6 @@ def _identity(spec: Any, model: str) -> str:
     )
     fields = mapper.get_run_config(), mapper.rank, spec.config.kv_cache_layout, model
     return f"vllm {block_hash(json.dumps(fields, sort_keys=True)):032x}"
-
-
-def _file_in(path: Any, identity: str, config: Any) -> Path:
-    """Return the path of a file; in a folder there is one for each identity and replica."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        replica = config.parallel.data_parallel_index
-        return file / f"{identity.replace(' ', '-')}-{replica}.kv"
-    return file
 
 
 with suppress(ValueError):  # registered before, if the module is imported again

@@ -110,6 +110,13 @@ def test_saved_blocks_are_loaded_into_other_pages(engine):
     assert engine.device_pool.allocator.num_allocated == 0  # the engine's, not the cache's
 
 
+def test_some_of_the_held_blocks_are_loaded(engine):
+    engine.cache.save(HASHES[:3], [0, 1, 2]).synchronize()
+    with engine.cache.hold(HASHES[:3]) as held:
+        held.load([7, 8], blocks=[2, 0]).synchronize()
+    assert engine.values([6, 7, 8, 9]) == [7, 3, 1, 10]
+
+
 def test_held_blocks_are_not_evicted(engine):
     engine.cache.save(HASHES[:3], [0, 1, 2]).synchronize()
     held = engine.cache.hold(HASHES[:3])
@@ -200,6 +207,10 @@ def test_arguments(engine):
     with engine.cache.hold(HASHES[:2]) as held:
         with pytest.raises(ValueError, match="pages: expected at most 2 blocks, got 2 from 1 on"):
             held.load([0, 1], first=1)
+        with pytest.raises(ValueError, match="pages: expected at most 2 blocks, got 1 from 2 on"):
+            held.load([0], blocks=[2])
+        with pytest.raises(ValueError, match="pages: expected 1 like blocks, got 2"):
+            held.load([0, 1], blocks=[0])
         with pytest.raises(ValueError, match="below 12"):
             held.load([12])
     with pytest.raises(ValueError, match="wait: expected one of"):

@@ -4,7 +4,16 @@ import hashlib
 
 import numpy as np
 import vllm_stand_in as vllm
-from test_vllm_connector import HOST, SMALL_HOST, check, connector, conversations, make, worker_of
+from test_vllm_connector import (
+    GROUPS,
+    HOST,
+    SMALL_HOST,
+    check,
+    connector,
+    conversations,
+    make,
+    worker_of,
+)
 from vllm_stand_in import BLOCK_TOKENS
 
 __all__ = ["connector", "make"]  # fixtures
@@ -15,20 +24,22 @@ PROMPTS = conversations(40)
 class Router:
     """What is known of an engine that has published events; each must be true by itself."""
 
-    def __init__(self):
+    def __init__(self, windows=(None,)):
+        self.windows = windows
         self.blocks = {"CPU": set(), "STORAGE": set()}
         self.num_stored = self.num_removed = 0
 
     def apply(self, events):
         for event in events:
             known = self.blocks[event.medium]
+            blocks = {(event.group_idx, hash) for hash in event.block_hashes}
             if isinstance(event, vllm.BlockRemoved):
-                assert known.issuperset(event.block_hashes)
-                known.difference_update(event.block_hashes)
+                assert known.issuperset(blocks)
+                known.difference_update(blocks)
                 self.num_removed += len(event.block_hashes)
                 continue
-            assert known.isdisjoint(event.block_hashes)
-            known.update(event.block_hashes)
+            assert known.isdisjoint(blocks)
+            known.update(blocks)
             self.num_stored += len(event.block_hashes)
             self.check_stored(event)
         return self
@@ -36,7 +47,9 @@ class Router:
     def check_stored(self, event):
         count = len(event.block_hashes)
         assert event.block_size == BLOCK_TOKENS
-        assert (event.group_idx, event.kv_cache_spec_kind) == (0, "full_attention")
+        window = self.windows[event.group_idx]
+        kind = "full_attention" if window is None else "sliding_window"
+        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (kind, window)
         assert len(event.token_ids) == count * BLOCK_TOKENS
         assert len(event.extra_keys) == count
         before = event.parent_block_hash
@@ -49,21 +62,23 @@ class Router:
             before = hash
 
 
-def hashes_of(prompts, salt=""):
-    """Blocks of prompts and answers, by the number that the tiers have for each."""
-    from kvcupy.interop.vllm_connector.scheduler import _number
+def hashes_of(prompts, salt="", num_groups=1):
+    """Blocks of prompts and answers by group, by the number that the tiers have for each."""
+    from kvcupy.interop.vllm_connector.groups import _mask, number_of
 
     found = {}
     for prompt in prompts:
         tokens = prompt + vllm.tokens_alone(prompt, 3)
         for hash in vllm.Request("any", tokens, 0, salt=salt).block_hashes:
-            found[_number(hash, b"")] = hash
+            for group in range(num_groups):
+                found[number_of(hash, b"") ^ _mask(group)] = (group, hash)
     return found
 
 
 def in_tiers(engine, prompts):
     """The blocks that the tiers have, by medium."""
-    names, tiers = hashes_of(prompts), worker_of(engine).cache._shared.tiers
+    names = hashes_of(prompts, num_groups=len(engine.windows))
+    tiers = worker_of(engine).cache._shared.tiers
     disk = () if tiers.disk is None else tiers.disk.slots
     return {"CPU": {names[n] for n in tiers.host.pages}, "STORAGE": {names[n] for n in disk}}
 
@@ -72,9 +87,10 @@ def small_disk(tmp_path):
     return {**SMALL_HOST, "disk_path": f"{tmp_path}/file", "disk_bytes": 2**15}
 
 
-def test_a_router_knows_the_blocks_of_each_tier(make, tmp_path):
-    engine = make(small_disk(tmp_path), events=True)
-    router = Router()
+@GROUPS
+def test_a_router_knows_the_blocks_of_each_tier(make, tmp_path, model):
+    engine = make(small_disk(tmp_path), events=True, **model)
+    router = Router(engine.windows)
     for i in range(0, len(PROMPTS), 4):
         check(engine, PROMPTS[i : i + 4], flush=True)
         engine.step()

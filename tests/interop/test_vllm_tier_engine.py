@@ -37,7 +37,7 @@ def test_tokens_do_not_change(tmp_path, place):
     if place == "disk":
         tier |= {"disk_path": str(tmp_path), "disk_bytes": 2**27}
     else:
-        tier |= {"store": store_url(), "folder": str(tmp_path), "capacity_bytes": 2**27}
+        tier |= {"store": store_url(), "folder": str(tmp_path), "store_bytes": 2**27}
     alone = serve(tmp_path)
     first, again = serve(tmp_path, tier), serve(tmp_path, tier)
     assert alone["tokens"] == first["tokens"] == again["tokens"]

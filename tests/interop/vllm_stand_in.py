@@ -40,6 +40,16 @@ class KVConnectorWorkerMetadata:
     pass
 
 
+class SupportsHMA:
+    pass
+
+
+class KVConnectorTransferResults:
+    def __init__(self, finished_sending, finished_recving, failed_recving):
+        self.finished_sending, self.finished_recving = finished_sending, finished_recving
+        self.failed_recving = failed_recving
+
+
 class KVConnectorBase_V1:
     def __init__(self, vllm_config, role, kv_cache_config):
         self._connector_metadata = None
@@ -89,11 +99,13 @@ def to_event_extra_keys(extra_keys):
 
 
 def get_kv_cache_spec_kind(kv_cache_spec):
-    return SimpleNamespace(value="full_attention")
+    is_window = getattr(kv_cache_spec, "sliding_window", None) is not None
+    value = getattr(kv_cache_spec, "kind", "sliding_window" if is_window else "full_attention")
+    return SimpleNamespace(value=value)
 
 
 def get_kv_cache_spec_sliding_window(kv_cache_spec):
-    return None
+    return getattr(kv_cache_spec, "sliding_window", None)
 
 
 class CacheHitSource(enum.Enum):
@@ -109,6 +121,7 @@ def install(monkeypatch):
     names = {
         f"{v1}.base": [
             KVConnectorRole, KVConnectorMetadata, KVConnectorWorkerMetadata, KVConnectorBase_V1,
+            KVConnectorTransferResults, SupportsHMA,
         ],
         f"{v1}.metrics": [KVConnectorStats, KVConnectorPromMetrics],
         "vllm.v1.metrics.cache_hit_source": [CacheHitSource],
@@ -167,14 +180,14 @@ class Request:
         self.request_id = f"{name}-{uuid.uuid4().hex[:8]}"
         self.prompt_token_ids, self.tokens = list(prompt), list(prompt)
         self.num_prompt_tokens, self.count, self.salt = len(prompt), count, salt
-        self.block_hashes, self.blocks = [], []
+        self.block_hashes, self.tables = [], []  # a table for each group, once it has blocks
         self.num_computed_tokens = 0
         self.kv_transfer_params, self.returned = params, None
         self.mm_features, self.lora_request = [], None
         self.status = SimpleNamespace(name="WAITING")
         self.num_cached = self.num_external = 0
         self.external_done = True  # False while an asynchronous load is in flight
-        self.extend()
+        self.hash_blocks()
 
     @property
     def num_tokens(self):
@@ -188,7 +201,7 @@ class Request:
     def output(self):
         return self.tokens[self.num_prompt_tokens :]
 
-    def extend(self):
+    def hash_blocks(self):
         for i in range(len(self.block_hashes), len(self.tokens) // BLOCK_TOKENS):
             previous = self.block_hashes[-1] if i else self.salt.encode()
             block = np.array(self.tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS], np.int64)
@@ -196,12 +209,17 @@ class Request:
 
 
 class Engine:
-    """One worker and a scheduler, in one process, or as if they were in two (`separate`)."""
+    """One worker and a scheduler, in one process, or as if they were in two (`separate`).
+
+    With two `windows` each layer is a group, with full attention or the window, in shared memory.
+    """
 
     def __init__(
         self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
         role="kv_both", name="model", max_running=4, device_type="cpu", spec=None, events=False,
+        windows=(None,), zeroes=False,
     ):  # fmt: skip
+        self.windows, self.zeroes = windows, zeroes
         self.chunk, self.max_running = chunk, max_running
         transfer = SimpleNamespace(
             kv_connector_extra_config=options, engine_id=uuid.uuid4().hex, kv_role=role,
@@ -215,8 +233,16 @@ class Engine:
             device_config=SimpleNamespace(device_type=device_type),
             kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         )
-        group = SimpleNamespace(kv_cache_spec=spec)
-        kv_cache_config = SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=[group])
+        specs = [spec]
+        if len(windows) > 1:
+            specs = [
+                SimpleNamespace(sliding_window=window, block_size=BLOCK_TOKENS)
+                for window in windows
+            ]
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        kv_cache_config = SimpleNamespace(
+            num_blocks=num_blocks, kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes
+        )  # fmt: skip
         self.worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
         self.separate = separate
         if separate:
@@ -226,11 +252,13 @@ class Engine:
         shape = shape or (num_blocks, 2, BLOCK_TOKENS, 8)
         self.block_axis = shape.index(num_blocks)
         self.caches = {name: np.zeros(shape, np.float32) for name in LAYERS}
+        if len(windows) > 1:
+            self.caches = dict.fromkeys(LAYERS, self.caches[LAYERS[0]])
         self.worker.register_kv_caches(self.caches)
         self.free = OrderedDict.fromkeys(range(1, num_blocks))  # block 0 is never used
         self.num_refs = [0] * num_blocks
         self.hash_of = {}  # by block
-        self.block_of = {}  # by hash
+        self.block_of = {}  # by group and hash
         self.waiting, self.running, self.held = [], [], {}
         self.finished, self.scheduled = set(), set()
         self.num_steps = self.num_preempted = 0
@@ -252,9 +280,17 @@ class Engine:
         content = np.moveaxis(self.caches[layer], self.block_axis, 0)[block]
         np.moveaxis(content, content.shape.index(BLOCK_TOKENS), 0)[offset] = value
 
-    def read(self, layer, blocks, count):
-        rows = np.concatenate([self.rows(layer, b) for b in blocks])[:count]
+    def read(self, layer, table, start, end):
+        rows = np.concatenate([self.rows(layer, b) for b in table])[start:end]
         return [row[0] if (row == row[0]).all() else -1.0 for row in rows]
+
+    def group_of(self, layer):
+        return LAYERS.index(layer) if len(self.windows) > 1 else 0
+
+    def start_of(self, group, num_tokens):
+        """The first token that a group still needs for the one behind `num_tokens`."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, num_tokens - window + 1)
 
     # Blocks
 
@@ -272,19 +308,39 @@ class Engine:
         self.num_refs[block] += 1
         self.free.pop(block, None)
 
-    def give_back(self, blocks):
-        for block in reversed(blocks):
+    def give_back(self, tables):
+        for block in reversed([block for table in tables for block in table if block]):
             self.num_refs[block] -= 1
             if not self.num_refs[block]:
                 self.free[block] = None
 
+    def retire(self, request):
+        """Give back the blocks before the windows of a request."""
+        for group, table in enumerate(request.tables):
+            for i in range(self.start_of(group, request.num_computed_tokens) // BLOCK_TOKENS):
+                self.give_back([[table[i]]])
+                table[i] = 0
+
     def publish(self, request):
         """Let other requests find the complete blocks of this one."""
-        for i in range(min(request.num_computed_tokens // BLOCK_TOKENS, len(request.blocks))):
-            hash = request.block_hashes[i]
-            if hash not in self.block_of and request.blocks[i] not in self.hash_of:
-                self.block_of[hash] = request.blocks[i]
-                self.hash_of[request.blocks[i]] = hash
+        for group, table in enumerate(request.tables):
+            for i in range(min(request.num_computed_tokens // BLOCK_TOKENS, len(table))):
+                key = group, request.block_hashes[i]
+                if table[i] and key not in self.block_of and table[i] not in self.hash_of:
+                    self.block_of[key] = table[i]
+                    self.hash_of[table[i]] = key
+
+    def local(self, request):
+        """The tables of the longest prefix that all groups have."""
+        for count in range((request.num_tokens - 1) // BLOCK_TOKENS, 0, -1):
+            tables = []
+            for group in range(len(self.windows)):
+                start = self.start_of(group, count * BLOCK_TOKENS) // BLOCK_TOKENS
+                hashes = request.block_hashes[start:count]
+                tables.append([0] * start + [self.block_of.get((group, h), -1) for h in hashes])
+            if not any(-1 in table for table in tables):
+                return tables
+        return [[] for _ in self.windows]
 
     # Requests
 
@@ -302,17 +358,19 @@ class Engine:
         self.finish(request, keep=not request.external_done)
 
     def finish(self, request, keep=False):
-        delay, request.returned = self.scheduler.request_finished(request, request.blocks)
+        self.retire(request)
+        tables = tuple(map(list, request.tables))
+        delay, request.returned = self.scheduler.request_finished_all_groups(request, tables)
         self.finished.add(request.request_id)
         if delay or keep:
             self.held[request.request_id] = request
         else:
-            self.give_back(request.blocks)
+            self.give_back(request.tables)
 
     def preempt(self, request):
         self.running.remove(request)
-        self.give_back(request.blocks)
-        request.blocks, request.num_computed_tokens = [], 0
+        self.give_back(request.tables)
+        request.tables, request.num_computed_tokens = [], 0
         request.status = SimpleNamespace(name="PREEMPTED")
         self.waiting.insert(0, request)
         self.num_preempted += 1
@@ -337,14 +395,14 @@ class Engine:
             if request not in self.running:
                 continue
             count = min(self.chunk, request.num_tokens - request.num_computed_tokens)
+            self.retire(request)
             short = self.shortage(request, count)
-            while short > len(self.free) and request in self.running:
+            while sum(short) > len(self.free) and request in self.running:
                 scheduled.pop(self.running[-1].request_id, None)
                 self.preempt(self.running[-1])
             if request not in self.running:
                 break
-            added = self.take(short)
-            request.blocks += added
+            added = self.extend(request, short)
             scheduled[request.request_id] = count
             cached.append((request, added))
         cached = [(r, added) for r, added in cached if r in self.running]
@@ -356,18 +414,24 @@ class Engine:
         output = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(
-                    req_id=r.request_id, block_ids=(list(r.blocks),),
+                    req_id=r.request_id, block_ids=tuple(map(list, r.tables)),
                     num_computed_tokens=r.num_computed_tokens,
                 )
                 for r in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[r.request_id for r, _ in cached], resumed_req_ids=resumed,
-                new_block_ids=[(added,) if added else None for _, added in cached],
+                new_block_ids=[added if any(added) else None for _, added in cached],
                 num_computed_tokens=[num_computed[r.request_id] for r, _ in cached],
             ),
             num_scheduled_tokens=scheduled,
             finished_req_ids=self.finished,
+            kv_connector_block_state=SimpleNamespace(
+                boundary_state_offloads={},
+                get_block_ids=lambda name: next(
+                    tuple(map(list, r.tables)) for r in self.running if r.request_id == name
+                ),
+            ),
         )  # fmt: skip
         self.finished = set()
         metadata = self.scheduler.build_connector_meta(output)
@@ -378,50 +442,70 @@ class Engine:
         self.num_steps += 1
 
     def shortage(self, request, count):
+        """Blocks that each group lacks."""
         needed = -(-(request.num_computed_tokens + count) // BLOCK_TOKENS)
-        return max(0, needed - len(request.blocks))
+        tables = request.tables or [[] for _ in self.windows]
+        return [max(0, needed - len(table)) for table in tables]
+
+    def extend(self, request, short):
+        added = [self.take(count) for count in short]
+        for table, own in zip(request.tables, added, strict=True):
+            table += own
+        return tuple(added)
 
     def admit(self, scheduled, new, cached, resumed):
         has_sync_loads = False
-        for request in sorted(self.waiting, key=lambda r: not r.blocks):  # then in order
+        for request in sorted(self.waiting, key=lambda r: not r.tables):  # then in order
             if len(self.running) == self.max_running:
                 break
-            started = (*self.running, *(r for r in self.waiting if r.blocks))
-            reserved = sum(self.shortage(r, r.num_tokens - r.num_computed_tokens) for r in started)
+            started = (*self.running, *(r for r in self.waiting if r.tables))
+            reserved = sum(
+                sum(self.shortage(r, r.num_tokens - r.num_computed_tokens)) for r in started
+            )
             if not request.external_done:
                 continue
-            local, external, is_async = [], 0, False
-            if not request.num_computed_tokens:
-                for hash in request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS]:
-                    if hash not in self.block_of:
-                        break
-                    local.append(self.block_of[hash])
-                start = len(local) * BLOCK_TOKENS
-                external, is_async = self.scheduler.get_num_new_matched_tokens(request, start)
+            tables, external, is_async = request.tables, 0, False
+            computed = request.num_computed_tokens
+            if not computed:
+                tables = self.local(request)
+                computed = len(tables[0]) * BLOCK_TOKENS
+                external, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
                 if external is None:
                     continue
                 assert not (is_async and not external)
-            computed = request.num_computed_tokens + len(local) * BLOCK_TOKENS + external
+            computed += external
             count = 0 if is_async else min(self.chunk, request.num_tokens - computed)
-            needed = -(-(computed + count) // BLOCK_TOKENS) - len(local) - len(request.blocks)
-            reusable = sum(1 for block in local if block in self.free)
-            whole = -(-request.num_tokens // BLOCK_TOKENS) - len(local) - len(request.blocks)
-            if not request.blocks and whole > len(self.free) - reusable - reserved:
+            tables = [
+                [0] * start + table[start:]
+                for group, table in enumerate(tables)
+                for start in [self.start_of(group, computed) // BLOCK_TOKENS]
+            ]
+            needed = -(-(computed + count) // BLOCK_TOKENS)
+            short = [max(0, needed - len(table)) for table in tables]
+            reusable = sum(block in self.free for table in tables for block in table)
+            whole = sum(-(-request.num_tokens // BLOCK_TOKENS) - len(table) for table in tables)
+            if not request.tables and whole > len(self.free) - reusable - reserved:
                 break
-            if needed > len(self.free) - reusable:
+            if sum(short) > len(self.free) - reusable:
                 break
-            for block in local:
-                self.use(block)
-            request.blocks += local + self.take(max(0, needed))
-            blocks = SimpleNamespace(get_block_ids=lambda r=request: (list(r.blocks),))
+            if request.tables:
+                self.retire(request)
+            else:
+                for block in [block for table in tables for block in table if block]:
+                    self.use(block)
+                request.num_cached += computed
+                request.num_external += external
+                request.tables = tables
+            self.extend(request, short)
+            blocks = SimpleNamespace(
+                get_block_ids=lambda r=request: tuple(map(list, r.tables))
+            )  # fmt: skip
             self.scheduler.update_state_after_alloc(request, blocks, external)
             if external:
                 found = self.scheduler.get_external_cache_hit_sources(request, external)
                 assert sum(found.values()) == external
                 for source, tokens in found.items():
                     self.sources[source] = self.sources.get(source, 0) + tokens
-            request.num_cached += len(local) * BLOCK_TOKENS + external
-            request.num_external += external
             request.num_computed_tokens = computed
             if is_async:
                 request.external_done = False
@@ -432,7 +516,7 @@ class Engine:
             has_sync_loads |= external > 0
             if request.status.name == "PREEMPTED":
                 resumed.add(request.request_id)
-                cached.append((request, list(request.blocks)))
+                cached.append((request, tuple(map(list, request.tables))))
             else:
                 new.append(request)
             request.status = SimpleNamespace(name="RUNNING")
@@ -440,34 +524,50 @@ class Engine:
 
     def execute(self, output, metadata, scheduled, has_sync_loads):
         worker, rows = self.worker, {}
+        if self.zeroes:
+            self.zero(output)
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         if has_sync_loads:
             worker.start_load_kv(None)
         for layer in LAYERS if scheduled else ():
             worker.wait_for_layer_load(layer)
+            group = self.group_of(layer)
             for request in self.running:
-                count = scheduled[request.request_id]
-                end = request.num_computed_tokens + count
-                for i in range(request.num_computed_tokens, end):
+                table, start = request.tables[group], request.num_computed_tokens
+                end = start + scheduled[request.request_id]
+                for i in range(start, end):
                     row = row_of(request.tokens[: i + 1])
-                    self.write(layer, request.blocks[i // BLOCK_TOKENS], i % BLOCK_TOKENS, row)
+                    self.write(layer, table[i // BLOCK_TOKENS], i % BLOCK_TOKENS, row)
                 rows.setdefault(request.request_id, []).append(
-                    self.read(layer, request.blocks, end)
+                    self.read(layer, table, self.start_of(group, start), end)
                 )
             worker.save_kv_layer(layer, self.caches[layer], None)
         if not has_sync_loads:
             worker.start_load_kv(None)
         worker.wait_for_save()
-        sent, received = worker.get_finished(output.finished_req_ids)
+        results = worker.get_transfer_results(output.finished_req_ids)
         self.report = SimpleNamespace(
-            finished_sending=sent, finished_recving=received,
+            **vars(results),
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )  # fmt: skip
         worker.clear_connector_metadata()
         return rows
+
+    def zero(self, output):
+        """Zero the blocks that a step writes from their first token on."""
+        cached = output.scheduled_cached_reqs
+        tables = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        for name, added, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            tables.append((added or (), computed if name in cached.resumed_req_ids else 0))
+        for own, computed in tables:
+            for block in [b for table in own for b in table[-(-computed // BLOCK_TOKENS) :] if b]:
+                for cache in self.caches.values():
+                    np.moveaxis(cache, self.block_axis, 0)[block] = 0
 
     def update(self, scheduled, rows):
         report = self.report
@@ -480,9 +580,10 @@ class Engine:
             self.publish(request)
             if request.num_computed_tokens < request.num_tokens:
                 continue
-            assert rows[name][0] == rows[name][1], "layers have different rows"
-            request.tokens.append(next_token(rows[name][0]))
-            request.extend()
+            *others, whole = sorted(rows[name], key=len)
+            assert all(whole[-len(own) :] == own for own in others), "layers have different rows"
+            request.tokens.append(next_token(whole))
+            request.hash_blocks()
             if len(request.output) == request.count:
                 self.running.remove(request)
                 request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
@@ -490,26 +591,26 @@ class Engine:
         self.scheduler.update_connector_output(report)
         for name in report.finished_recving or ():
             if name in self.held:
-                self.give_back(self.held.pop(name).blocks)
+                self.give_back(self.held.pop(name).tables)
                 continue
             (request,) = (r for r in self.waiting if r.request_id == name)
             request.external_done = True
-            if not request.num_computed_tokens:
-                self.give_back(request.blocks)
-                request.blocks = []
+            if name in report.failed_recving:
+                self.give_back(request.tables)
+                request.tables, request.num_computed_tokens = [], 0
             self.publish(request)
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens -= 1
         for name in report.finished_sending or ():
-            self.give_back(self.held.pop(name).blocks)
+            self.give_back(self.held.pop(name).tables)
         self.events += self.scheduler.take_events()
 
     def handle_invalid(self, invalid, scheduled):
         failed = []
-        waiting = [r for r in self.waiting if not r.external_done]
-        for request in (*self.running, *waiting):
+        assert not invalid or len(self.windows) == 1  # vLLM's engine ends
+        for request in self.running:
             computed = -(-request.num_computed_tokens // BLOCK_TOKENS)
-            bad = [i for i, block in enumerate(request.blocks[:computed]) if block in invalid]
+            bad = [i for i, block in enumerate(request.tables[0][:computed]) if block in invalid]
             if bad:
                 failed.append(request)
                 request.num_computed_tokens = bad[0] * BLOCK_TOKENS

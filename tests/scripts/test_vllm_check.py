@@ -32,3 +32,12 @@ def test_expected_hits(check):
     assert check.expected_hits([one, one]) == 2 * size
     assert check.expected_hits([one, two]) == size
     assert check.expected_hits([one, one[: 2 * size]]) == size  # one token is always computed
+
+
+def test_conversations_extend_whole_prompts(check):
+    prompts = check.conversations(8)
+    assert len(prompts) == 8
+    for first, last in zip(prompts[:6], prompts[2:], strict=True):
+        assert last[: len(first)] == first and len(last) == len(first) + check.TURN_TOKENS
+    cached = [len(p) - check.TURN_TOKENS - 5 for p in prompts]
+    assert check.expected_hits(prompts) == sum(cached)

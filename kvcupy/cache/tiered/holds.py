@@ -59,7 +59,10 @@ class HeldBlocks(ProcessLocal):
     def __exit__(self, *exception: object) -> None:
         self.release()
 
-    def load(self, pages: Any, *, after: Any = None, first: int = 0) -> LeaseCompletion:
+    def load(
+        self, pages: Any, *,
+        after: Any = None, first: int = 0, blocks: Sequence[int] | None = None,
+    ) -> LeaseCompletion:  # fmt: skip
         """Start to load blocks into device pages of the caller.
 
         Parameters
@@ -68,6 +71,7 @@ class HeldBlocks(ProcessLocal):
         after : compute stream with the last uses of the pages; None for the current stream; False
             if no work uses them
         first : number of the first block
+        blocks : numbers of the n blocks, in place of `first`
 
         Returns
         -------
@@ -83,12 +87,15 @@ class HeldBlocks(ProcessLocal):
         stream = stream_after(self._shared.engine.device, after, "a move of blocks")
         targets = page_array(pages).tolist()
         checks.require_int(first, "first")
-        copies = self._copies[first : first + len(targets)]
-        if first < 0 or len(copies) != len(targets):
+        numbers = range(first, first + len(targets)) if blocks is None else blocks
+        if len(numbers) != len(targets):
+            raise ValueError(f"pages: expected {len(numbers)} like blocks, got {len(targets)}")
+        if numbers and not 0 <= min(numbers) <= max(numbers) < self.num_blocks:
             raise ValueError(
                 f"pages: expected at most {self.num_blocks} blocks, got {len(targets)} from "
-                f"{first} on"
+                f"{min(numbers)} on"
             )
+        copies = [self._copies[number] for number in numbers]
 
         def change(tiers: Tiers) -> BlockCompletion:
             if self.released:

@@ -15,15 +15,17 @@ from weakref import WeakValueDictionary
 
 from ...config import cache_logger
 from ...extras import install
-from .options import Options, setting
-from .scheduler import Scheduler, block_ids
-from .steps import Answer, Step
-from .worker import Worker
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 except ImportError as error:
     raise ImportError(f"KvcupyConnector needs vLLM: {install('vllm')}") from error
+
+from .groups import Groups
+from .options import Options, setting
+from .scheduler import Scheduler
+from .steps import Answer, Step
+from .worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,7 +55,7 @@ class KvcupyWorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc
         return KvcupyWorkerMetadata(self.answer.merged(other.answer))
 
 
-class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
+class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """Blocks of vLLM in host memory, on disk and in a shared store.
 
     vLLM makes one for its scheduler and one for each worker. Options: see
@@ -63,37 +65,30 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        options = Options.of(transfer.kv_connector_extra_config)
-        groups = getattr(kv_cache_config, "kv_cache_groups", None) or ()
-        if len(groups) > 1:
-            raise ValueError(
-                f"KvcupyConnector: expected a model with one group of KV caches, got {len(groups)}"
-            )
+        self._options = options = Options.of(transfer.kv_connector_extra_config)
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if (size := setting(vllm_config, f"parallel_config.{name}", 1)) != 1:
                 raise ValueError(f"KvcupyConnector: expected {name} of 1, got {size}")
+        self._groups = Groups.of(vllm_config, kv_cache_config)
         self._engine = str(getattr(transfer, "engine_id", ""))
         self._worker: Worker | None = None
         self._scheduler: Scheduler | None = None
         self._events: Events | None = None
-        spec = getattr(groups[0], "kv_cache_spec", None) if groups else None
         if role == base.KVConnectorRole.WORKER:
-            self._worker = Worker(vllm_config, options, kv_cache_config.num_blocks, spec)
-        else:
-            if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
-                cache_logger.warning(
-                    'KvcupyConnector: kv_load_failure_policy="fail" ends a request when one of its '
-                    'blocks is lost between lookup and load; "recompute" is recommended'
-                )
-            if setting(vllm_config, "kv_events_config.enable_kv_cache_events", False):
-                from .events import Events
+            return
+        if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
+            cache_logger.warning(
+                'KvcupyConnector: kv_load_failure_policy="fail" ends a request when one of its '
+                'blocks is lost between lookup and load; "recompute" is recommended'
+            )
+        if setting(vllm_config, "kv_events_config.enable_kv_cache_events", False):
+            from .events import Events
 
-                block_tokens = int(setting(vllm_config, "cache_config.block_size"))
-                self._events = Events(self._find_worker, block_tokens, spec)
-            self._scheduler = Scheduler(
-                vllm_config, layerwise=options.layerwise, find_worker=self._find_worker,
-                events=self._events,
-            )  # fmt: skip
+            self._events = Events(self._find_worker, self._groups)
+        self._scheduler = Scheduler(
+            vllm_config, self._groups, layerwise=options.layerwise,
+            find_worker=self._find_worker, events=self._events,
+        )  # fmt: skip
 
     def _find_worker(self) -> Worker | None:
         """Return the only worker of this engine, if it is in this process."""
@@ -109,10 +104,11 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
     # --- The worker's side ---
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        worker = self._of_worker()
-        worker.register(kv_caches)
+        self._worker = Worker(
+            self._vllm_config, self._options, self._groups, self._kv_cache_config, kv_caches
+        )
         with _workers_lock:
-            _workers[self._engine] = worker
+            _workers[self._engine] = self._worker
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._of_worker().begin(kv_connector_metadata.step)
@@ -136,8 +132,8 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
         worker.finish_loads()
         worker.start_saves()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._of_worker().finished(finished_req_ids)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        return base.KVConnectorTransferResults(*self._of_worker().finished(finished_req_ids))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._of_worker().take_invalid()
@@ -196,7 +192,7 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
         return {sources[name]: number for name, number in found.items()}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._of_scheduler().allocated(request, block_ids(blocks), num_external_tokens)
+        self._of_scheduler().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvcupyMetadata:
         return KvcupyMetadata(self._of_scheduler().build(scheduler_output))
@@ -206,8 +202,8 @@ class KvcupyConnector(base.KVConnectorBase_V1):  # type: ignore[misc]
         answer = None if metadata is None else metadata.answer
         self._of_scheduler().note_output(connector_output, answer)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         parameters = self._of_scheduler().finished(request, block_ids)
         return parameters is not None, parameters

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...arrays import ArrayView, transposed, view
 from ...cache.pool import KVPool, MLAPool, Pool
+from .groups import Groups
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Caches:
     layout: str
 
 
-def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int) -> Caches:
+def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int, groups: Groups) -> Caches:
     """Return the blocks of vLLM's tensors as rows of bytes, without a copy.
 
     Parameters
@@ -34,6 +35,7 @@ def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int) -> Caches:
     kv_caches : by layer, a tensor with the blocks on its first axis, or on its second behind K and
         V, in any layout whose blocks are runs of bytes; or a tuple of them, K and V
     num_blocks : blocks of each tensor
+    groups : of layers; if there are several, their tensors share memory
 
     Raises
     ------
@@ -63,20 +65,49 @@ def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int) -> Caches:
         layers[name] = tuple(own)
     if not planes:
         raise ValueError("kv_caches: expected at least one layer, got none")
+    if len(groups) > 1:
+        pages = _shared_pages(planes)
+        layout = "; ".join([groups.describe(), *layouts])
+        return Caches(MLAPool.wrap(pages), {}, f"{len(pages)} x {layout}")
     if len({plane.shape for plane in planes}) > 1:
         sizes = sorted({plane.shape[1] * plane.shape[2] for plane in planes})
         raise ValueError(
             f"kv_caches: expected layers whose blocks have one size, got {sizes} bytes; models "
-            "with several kinds of KV caches are not supported yet"
+            "with several sizes in one group are not supported"
         )
     layout = "; ".join(dict.fromkeys(layouts))
     return Caches(MLAPool.wrap(planes), layers, f"{len(planes)} x {layout}")
 
 
+def _shared_pages(planes: Sequence[ArrayView]) -> list[ArrayView]:
+    """Return the memory of a block that layers of several groups share, as rows of bytes.
+
+    Layers of different groups lie over each other, and a layer may have several tensors in a page.
+    Whatever lies within one stride of the blocks is copied together.
+    """
+    steps = {plane.strides[0] for plane in planes}
+    if len(steps) > 1 or any(plane.shape[1] > 1 for plane in planes):
+        raise ValueError(
+            "kv_caches: expected one stride and contiguous blocks in all layers of a model with "
+            f"several groups, got strides of {sorted(steps)} bytes"
+        )
+    (step,) = steps
+    pages: list[ArrayView] = []
+    for plane in sorted(planes, key=lambda plane: plane.pointer):
+        if not pages or plane.pointer >= pages[-1].pointer + step:
+            pages.append(_as(plane, (plane.shape[0], 1, step), (step, step, 1), "int8"))
+        if plane.pointer + plane.shape[2] > pages[-1].pointer + step:
+            raise ValueError("kv_caches: expected layers whose pages do not overlap in part")
+    return pages
+
+
 def _planes(v: ArrayView, name: str, num_blocks: int) -> Sequence[ArrayView]:
     """Split a tensor into parts that have the blocks on their first axis."""
-    if v.ndim >= 2 and v.shape[0] == num_blocks:
-        return [v]
+    if v.ndim >= 2 and v.shape[0] % num_blocks == 0 and v.shape[0]:
+        count = v.shape[0] // num_blocks  # an attention kernel may have smaller blocks
+        shape = (num_blocks, count, *v.shape[1:])
+        strides = (count * v.strides[0], v.strides[0], *v.strides[1:])
+        return [v if count == 1 else _as(v, shape, strides, v.format)]
     if v.ndim >= 3 and v.shape[1] == num_blocks and v.shape[0] <= 2:
         return [v[i] for i in range(v.shape[0])]
     raise ValueError(
@@ -99,9 +130,15 @@ def _rows_of_bytes(v: ArrayView, name: str) -> ArrayView:
             f"head, got shape {v.shape} and strides {v.strides}"
         )
     step, runs = axes[0] if axes else (num_bytes, 1)
+    return _as(v, (v.shape[0], runs, num_bytes), (v.strides[0], step, 1), "int8")
+
+
+def _as(
+    v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...], format: str
+) -> ArrayView:  # fmt: skip
+    """View the memory at the address of a view in another way."""
     return ArrayView(
-        v.pointer, (v.shape[0], runs, num_bytes), (v.strides[0], step, 1), "int8", v.device,
-        library=v.library, owner=v.owner,
+        v.pointer, shape, strides, format, v.device, library=v.library, owner=v.owner
     )  # fmt: skip
 
 

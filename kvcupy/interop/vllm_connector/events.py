@@ -17,12 +17,12 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from ...cache.tiered.changes import Change, Removed, Replaced, Stored
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
 from ...events import MEDIA
+from .groups import Groups
 from .worker import Worker
 
 _MAX_CHANGES = 10_000  # that wait for a step
@@ -32,6 +32,7 @@ _MAX_ABSENT = 10_000  # described blocks that no tier has
 class Block(NamedTuple):
     """A block as vLLM describes it."""
 
+    group: int
     hash: Any
     parent: Any
     token_ids: array[int]
@@ -48,20 +49,11 @@ class Events:
     Parameters
     ----------
     find_worker : returns the only worker, if it is in this process, else None
-    block_tokens : tokens of a block
-    spec : what vLLM says of its caches, a KVCacheSpec
+    groups : of layers
     """
 
-    def __init__(
-        self, find_worker: Callable[[], Worker | None], block_tokens: int, spec: Any
-    ) -> None:
-        self._find_worker = find_worker
-        self._block_tokens = block_tokens
-        self._about_group = {
-            "group_idx": 0,
-            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
-            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
-        }
+    def __init__(self, find_worker: Callable[[], Worker | None], groups: Groups) -> None:
+        self._find_worker, self._groups = find_worker, groups
         self._changes: deque[Change] = deque()
         self._is_behind = True  # changes are dropped until the cache announces all of its blocks
         self._blocks: dict[int, Block] = {}
@@ -70,33 +62,38 @@ class Events:
         self._events: list[Any] = []
         self._log = BoundedLog(cache_logger)
 
-    def describe(self, request: Any, first: int, numbers: Sequence[int], step: int) -> None:
+    def describe(
+        self, request: Any, group: int, indices: Sequence[int], numbers: Sequence[int]
+    ) -> None:
         """Note vLLM's hashes, tokens and parents of blocks that a request has.
 
         Parameters
         ----------
-        first : number of the first block in the prefix
-        numbers : the tiers' hashes of the blocks
-        step : hashes of the request for each block
+        group, indices : number of the group of the blocks, and their indices in the prefix
+        numbers : of the request's hashes
         """
-        for i, number in enumerate(numbers, first):
-            if number not in self._blocks:
-                self._blocks[number] = self._described(request, i, step)
-                self._absent[number] = None
+        for index in indices:
+            key = self._groups.key(group, index, numbers)
+            if key not in self._blocks:
+                self._blocks[key] = self._described(request, group, index)
+                self._absent[key] = None
                 for tier in self._present:
-                    if number in self._present[tier]:
-                        self._store(tier, [number])
+                    if key in self._present[tier]:
+                        self._store(tier, [key])
         while len(self._absent) > _MAX_ABSENT:
             oldest = next(iter(self._absent))
             del self._absent[oldest], self._blocks[oldest]
 
-    def _described(self, request: Any, i: int, step: int) -> Block:
-        hashes, size, lora = request.block_hashes, self._block_tokens, request.lora_request
-        start, end = i * size, (i + 1) * size
+    def _described(self, request: Any, group: int, index: int) -> Block:
+        hashes, lora = request.block_hashes, request.lora_request
+        size = self._groups.groups[group].block_tokens
+        start, end = index * size, (index + 1) * size
+        before = self._groups.last_hash(group, index - 1)
         extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
         return Block(
-            hash=maybe_convert_block_hash(hashes[(i + 1) * step - 1]),
-            parent=maybe_convert_block_hash(hashes[i * step - 1]) if i else None,
+            group=group,
+            hash=maybe_convert_block_hash(hashes[self._groups.last_hash(group, index)]),
+            parent=maybe_convert_block_hash(hashes[before]) if index else None,
             token_ids=array("i", request.all_token_ids[start:end]),
             lora=None if lora is None else (lora.adapter_id, lora.name),
             extra_keys=to_event_extra_keys([extra_keys])[0],
@@ -148,17 +145,21 @@ class Events:
             if (block := self._blocks.get(number)) is None:
                 continue
             self._absent.pop(number, None)
-            if event is not None and block.parent == event.block_hashes[-1]:
+            if event is not None and (block.group, block.parent) == (
+                event.group_idx, event.block_hashes[-1]
+            ):  # fmt: skip
                 event.block_hashes.append(block.hash)
                 event.token_ids += block.token_ids
                 event.extra_keys.append(block.extra_keys)
                 continue
             lora_id, lora_name = block.lora or (None, None)
+            group = self._groups.groups[block.group]
             event = BlockStored(
                 block_hashes=[block.hash], parent_block_hash=block.parent,
-                token_ids=list(block.token_ids), block_size=self._block_tokens,
+                token_ids=list(block.token_ids), block_size=group.block_tokens,
                 lora_id=lora_id, lora_name=lora_name, medium=MEDIA[tier],
-                extra_keys=[block.extra_keys], **self._about_group,
+                extra_keys=[block.extra_keys], group_idx=block.group,
+                kv_cache_spec_kind=group.kind, kv_cache_spec_sliding_window=group.window,
             )  # fmt: skip
             self._events.append(event)
 
@@ -166,9 +167,14 @@ class Events:
         numbers = list(numbers)
         self._present[tier].difference_update(numbers)
         described = [number for number in numbers if number in self._blocks]
-        if described:
-            hashes = [self._blocks[number].hash for number in described]
-            self._events.append(BlockRemoved(block_hashes=hashes, medium=MEDIA[tier], group_idx=0))
+        by_group: dict[int, list[Any]] = {}
+        for number in described:
+            block = self._blocks[number]
+            by_group.setdefault(block.group, []).append(block.hash)
+        for group, hashes in by_group.items():
+            self._events.append(
+                BlockRemoved(block_hashes=hashes, medium=MEDIA[tier], group_idx=group)
+            )
         for number in described:
             if not any(number in present for present in self._present.values()):
                 self._absent[number] = None

@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -15,6 +16,7 @@ from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
 from ...remote.migration.receiver import PageReceiver, Pull
 from ...remote.migration.sender import PageSender
+from .groups import NULL_BLOCK, Groups
 from .options import Options
 
 LEASE_S, _MAX_LEASE_S = 30.0, 60.0  # the engine's blocks are free again after that
@@ -39,10 +41,12 @@ class Pulling:
             pull.cancel()
 
     def run(
-        self, receiver: PageReceiver, cache: TieredCache, ticket: bytes, first: int,
+        self, receiver: PageReceiver, cache: TieredCache, ticket: bytes, numbers: Sequence[int],
         blocks: Sequence[int], after: Any,
     ) -> None:  # fmt: skip
         """Fetch the pages to host memory, and load them from there: bytes that are late land there.
+
+        numbers : of the pages to load, one for each of `blocks`
 
         Host pages of a failed pull become free when no byte can arrive in them any more.
         """
@@ -53,9 +57,8 @@ class Pulling:
             if self._is_cancelled:
                 self.pull.cancel()
             self.pull.synchronize()
-            cache.engine.load(
-                pages[first : first + len(blocks)], list(blocks), after=after
-            ).synchronize()
+            sources = [pages[number] for number in numbers]
+            cache.engine.load(sources, list(blocks), after=after).synchronize()
         except Exception as error:  # the prompt is computed instead
             self.failure = error
         finally:
@@ -91,25 +94,48 @@ class HandOver:
         self.num_offers = 0  # so far
         self._log = BoundedLog(cache_logger)
 
-    def offer(self, request: str, blocks: Sequence[int]) -> bytes | None:
-        """Offer the blocks of a request; return the ticket, or None if they cannot be offered."""
+    def offer(
+        self, request: Any, groups: Groups, tables: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """Offer the blocks of a finished request.
+
+        Returns the parameters that the other engine's request takes, or None.
+        """
+        # The other engine computes the last token of the prompt, whose output it needs.
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
+        blocks: list[int] = []
+        starts = []
+        for group, table in zip(groups.groups, tables, strict=True):
+            count = -(-num_tokens // group.block_tokens)
+            own = table[:count]
+            starts.append(own.count(NULL_BLOCK))  # a window has no blocks before it
+            blocks += own[starts[-1] :]
+            if len(own) < count or starts[-1] > group.first_needed(num_tokens):
+                return None  # the request was preempted, or its window has moved on
+        if not blocks:
+            return None
+        ticket = self._ticket(request.request_id, blocks)
+        return None if ticket is None else Offered(ticket, num_tokens, starts).parameters(request)
+
+    def _ticket(self, name: str, blocks: Sequence[int]) -> bytes | None:
+        """Offer blocks; return the ticket, or None if they cannot be offered."""
 
         def release(pages: Any) -> None:
             with self._lock:
-                self._released.add(request)
+                self._released.add(name)
 
         try:
             with self._lock:
                 if self._sender is None:
                     self._sender = self._make_sender()
-                self._offered.add(request)
+                self._offered.add(name)
             ticket = self._sender.offer(list(blocks), after=False, lease_s=LEASE_S, release=release)
             self.num_offers += 1
             return ticket
         except (KvcupyError, OSError, ValueError) as error:
             self._log.warning("a prompt cannot be handed over: %s", error)
             with self._lock:
-                self._offered.discard(request)
+                self._offered.discard(name)
             return None
 
     @property
@@ -145,44 +171,80 @@ def asks_for_hand_over(request: Any) -> bool:
     return isinstance(parameters, dict) and bool(parameters.get("do_remote_decode"))
 
 
-def parameters_of(request: Any, ticket: bytes, num_tokens: int) -> dict[str, Any]:
-    """Return the parameters that the other engine's request takes."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "kvcupy_ticket": base64.b64encode(ticket).decode(),
-        "kvcupy_tokens": num_tokens,
-        "kvcupy_prompt": prompt_digest(request, num_tokens),
-    }
+@dataclass(frozen=True)
+class Offered:
+    """A prompt that another engine has computed, as `kv_transfer_params` describe it.
 
-
-def ticket_of(request: Any) -> tuple[bytes, int] | None:
-    """Return the ticket of a request's prompt, and its number of tokens; None without one.
-
-    ValueError if the parameters are of another prompt, or damaged.
+    Attributes
+    ----------
+    ticket : of the pages, group by group
+    num_tokens : how many tokens of the prompt are in the pages
+    starts : index of the first block that is in the pages, by group
     """
-    parameters = getattr(request, "kv_transfer_params", None)
-    if not isinstance(parameters, dict) or not parameters.get("do_remote_prefill"):
-        return None
-    if not isinstance(ticket := parameters.get("kvcupy_ticket"), str):
-        raise ValueError(f"kv_transfer_params: expected a kvcupy_ticket, got {type(ticket)}")
-    if request.prompt_token_ids is None:
-        raise ValueError("kv_transfer_params: expected a prompt of tokens")
-    num_tokens = parameters.get("kvcupy_tokens")
-    if not isinstance(num_tokens, int) or not 0 < num_tokens <= request.num_prompt_tokens:
-        raise ValueError("kv_transfer_params: expected the prompt of this request")
-    if parameters.get("kvcupy_prompt") != prompt_digest(request, num_tokens):
-        raise ValueError("kv_transfer_params: expected the prompt of this request, got another")
-    return base64.b64decode(ticket, validate=True), num_tokens
+
+    ticket: bytes
+    num_tokens: int
+    starts: list[int]
+
+    def parameters(self, request: Any) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "kvcupy_ticket": base64.b64encode(self.ticket).decode(),
+            "kvcupy_tokens": self.num_tokens,
+            "kvcupy_starts": self.starts,
+            "kvcupy_prompt": prompt_digest(request, self.num_tokens, self.starts),
+        }
+
+    @classmethod
+    def to(cls, request: Any, num_groups: int) -> Offered | None:
+        """Return the prompt that is offered to a request; None without one.
+
+        ValueError if the parameters are of another prompt, or damaged.
+        """
+        parameters = getattr(request, "kv_transfer_params", None)
+        if not isinstance(parameters, dict) or not parameters.get("do_remote_prefill"):
+            return None
+        if not isinstance(ticket := parameters.get("kvcupy_ticket"), str):
+            raise ValueError(f"kv_transfer_params: expected a kvcupy_ticket, got {type(ticket)}")
+        if request.prompt_token_ids is None:
+            raise ValueError("kv_transfer_params: expected a prompt of tokens")
+        num_tokens, starts = parameters.get("kvcupy_tokens"), parameters.get("kvcupy_starts")
+        if not isinstance(num_tokens, int) or not 0 < num_tokens < request.num_prompt_tokens:
+            raise ValueError("kv_transfer_params: expected the prompt of this request")
+        if not isinstance(starts, list) or len(starts) != num_groups:
+            raise ValueError(f"kv_transfer_params: expected kvcupy_starts of {num_groups} groups")
+        if parameters.get("kvcupy_prompt") != prompt_digest(request, num_tokens, starts):
+            raise ValueError("kv_transfer_params: expected the prompt of this request, got another")
+        return cls(base64.b64decode(ticket, validate=True), num_tokens, starts)
+
+    def pages(
+        self, groups: Groups, tables: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[tuple[int | None, int]]:
+        """Return the engine's blocks of the last `num_tokens`, each behind its page's number.
+
+        The number is None if the pages lack the block.
+        """
+        found: list[tuple[int | None, int]] = []
+        num_before = 0
+        for group, table, start in zip(groups.groups, tables, self.starts, strict=True):
+            end = -(-self.num_tokens // group.block_tokens)
+            first = (self.num_tokens - num_tokens) // group.block_tokens
+            for index, block in enumerate(table[first:end], first):
+                if block != NULL_BLOCK:
+                    found.append((num_before + index - start if index >= start else None, block))
+            num_before += end - start
+        return found
 
 
-def prompt_digest(request: Any, num_tokens: int) -> str:
-    """Digest what determines the KV cache of a prompt's first tokens."""
+def prompt_digest(request: Any, num_tokens: int, starts: Sequence[int]) -> str:
+    """Digest what determines the KV cache of a prompt's first tokens, and its first blocks."""
     features = getattr(request, "mm_features", None) or ()
     adapter = getattr(request, "lora_request", None)
     described = [
         list(map(int, request.prompt_token_ids[:num_tokens])),
         [str(getattr(feature, "identifier", "")) for feature in features],
         None if adapter is None else str(adapter.lora_name),
+        list(starts),
     ]
     return blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()

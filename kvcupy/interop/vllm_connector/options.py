@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...formats import Encoding
+from ..engine_options import as_key, content_of
 
 _SAMPLE_BYTES, _SAMPLE_STEP = 4096, 2**20  # of files of weights
 
@@ -73,10 +74,15 @@ class Options:
             raise ValueError("disk_bytes: expected it together with disk_path, got one of them")
         if "encoding" in values:
             values["encoding"] = str(Encoding.of(values["encoding"]))
-        for name in ("encryption_key", "secret"):
-            if name in values:
-                values[name] = _bytes_of(name, values[name])
-        key = values.get("encryption_key")
+        secret = content_of(values.get("secret"))
+        if isinstance(secret, str):
+            secret = secret.encode()
+        elif isinstance(values.get("secret"), str) and len(secret) != 32:
+            secret = secret.strip()  # a line of text
+        values["secret"] = secret
+        _require("secret", values, bytes)
+        values["encryption_key"] = key = as_key(values.get("encryption_key"))
+        _require("encryption_key", values, bytes)
         if key is not None and len(key) != 32:
             raise ValueError(f"encryption_key: expected 32 bytes, got {len(key)}")
         if key is not None and not ("disk_path" in values or "store" in values):
@@ -87,27 +93,8 @@ class Options:
 def _require(name: str, values: Mapping[str, Any], kind: type) -> None:
     value = values.get(name)
     if value is not None and (not isinstance(value, kind) or (kind is int and value is True)):
-        raise TypeError(f"{name}: expected {kind.__name__}, got {value!r}")
-
-
-def _bytes_of(name: str, value: Any) -> bytes:
-    """Decode a key or secret; errors do not contain it."""
-    if isinstance(value, str) and value.startswith("file:"):
-        value = Path(value.removeprefix("file:")).read_bytes()
-        if len(value) != 32:
-            value = value.strip()
-            if name == "encryption_key":
-                value = value.decode("ascii", "replace")
-    if isinstance(value, str):
-        if name == "secret":
-            return value.encode()
-        try:
-            return bytes.fromhex(value)
-        except ValueError:
-            raise ValueError(f"{name}: expected 64 hexadecimal digits") from None
-    if not isinstance(value, bytes):
-        raise TypeError(f"{name}: expected bytes or str, got {type(value).__name__}")
-    return value
+        got = type(value).__name__ if kind is bytes else repr(value)  # which may be a secret
+        raise TypeError(f"{name}: expected {kind.__name__}, got {got}")
 
 
 # --- What blocks are ---

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .groups import BlockKey, Keys
+
 
 class Found(NamedTuple):
-    """Leading blocks of a request that a worker holds: the source of each, by tier."""
+    """The leading units of a prefix that a worker holds for a request: the tier of each."""
 
     sources: tuple[str, ...] = ()
 
     @property
-    def num_blocks(self) -> int:
+    def num_units(self) -> int:
         return len(self.sources)
 
 
@@ -24,26 +26,29 @@ class Load:
     ----------
     request : its id
     blocks : the engine's blocks to load into
-    first : number of the first of them in the prefix
     is_async : whether the request waits for the load, instead of the step
     claim : number of the worker for the blocks that it holds, in the scheduler's process
     """
 
     request: str
-    blocks: list[int]
-    first: int
+    blocks: dict[BlockKey, int]
     is_async: bool
     claim: int | None = None
 
 
 @dataclass
 class PullJob:
-    """Blocks to fetch from the engine that has computed the prompt of a request."""
+    """Pages to fetch from the engine that has computed the prompt of a request.
+
+    Attributes
+    ----------
+    pages : blocks of this engine, each behind the number of its page in the ticket, or None if the
+        ticket lacks it
+    """
 
     request: str
     ticket: bytes
-    blocks: list[int]
-    first: int
+    pages: list[tuple[int | None, int]]
 
 
 @dataclass
@@ -57,8 +62,8 @@ class Step:
     loads, pulls : transfers to start
     saves : hash and block of each block that is complete after this step
     fresh : blocks that the engine has allocated to be written from this step on
-    lookups : hashes by request, and the number of the first, where worker and scheduler are in
-        different processes
+    lookups : first unit and hashes of the blocks from it on by request, where worker and scheduler
+        are in different processes
     drops : requests that do not load the blocks held for them
     clear : whether to forget all blocks first
     """
@@ -68,14 +73,14 @@ class Step:
     pulls: list[PullJob] = field(default_factory=list)
     saves: dict[int, int] = field(default_factory=dict)
     fresh: list[int] = field(default_factory=list)
-    lookups: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    lookups: dict[str, tuple[int, Keys]] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     clear: bool = False
 
 
 @dataclass
 class Answer:
-    """The workers' answers to a step: blocks found for requests, one entry for each worker."""
+    """The workers' answers to a step: units found for requests, one entry for each worker."""
 
     found: dict[str, list[Found]] = field(default_factory=dict)
 
