@@ -365,7 +365,7 @@ def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
         pair.check_empty()
     made = {
         "export": {"alloc": 1, "on": 2, "offer": 3, "_copy": 1},
-        "import": {"alloc": 3, "on": 1, "pull": 3, "inspect": 4, "copy_stream_behind_all": 1},
+        "import": {"alloc": 3, "on": 1, "pull": 3, "inspect": 7, "copy_stream_behind_all": 1},
     }
     assert len(failed) == made[call].get(name, 0)
 
