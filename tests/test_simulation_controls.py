@@ -11,6 +11,7 @@ pytest.importorskip("redis", reason='pip install "kvcupy[redis]"')
 from simulation import PROTOCOLS
 
 from kvcupy.cache import threads
+from kvcupy.cache.paged import exchange, states
 from kvcupy.cache.tiered import cache, disk_blocks, leases
 from kvcupy.remote.migration import protocol, receiver, sender
 from kvcupy.remote.stores import mooncake, shm, store
@@ -42,6 +43,21 @@ def crowds_dropped(patch):
 
     patch.setattr(sender.PageSender, "_make_space", drop)
     patch.setattr(receiver, "_MAX_ATTEMPTS", 1)
+
+
+def sequences_with_a_part_that_has_not_come(patch):
+    """A sequence is taken for whole when the pages of one pool have arrived."""
+
+    def synchronize(self):
+        self._pulls[0].synchronize()
+
+    patch.setattr(exchange.SequencePull, "synchronize", synchronize)
+
+
+def states_that_leave_before_they_are_written(patch):
+    """The state goes out without the copy at the end of its step."""
+    hold = states.States.hold
+    patch.setattr(states.States, "hold", lambda *own: (hold(*own)[0], lambda: None))
 
 
 def read_errors_taken_for_damage(patch):
@@ -144,6 +160,8 @@ def failed_transfers_taken_for_finished(patch):
     [
         ("migration", handshakes_with_timeouts_of_the_socket_option),
         ("migration", crowds_dropped),
+        ("sequences", sequences_with_a_part_that_has_not_come),
+        ("sequences", states_that_leave_before_they_are_written),
         ("disk", read_errors_taken_for_damage),
         ("disk", disk_reads_that_stop_other_calls),
         ("interrupts", conditions_in_with_statements),

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from exchange_groups_cases import MIXES, Exporting, pools_of
 from exchange_world import PAST, digest_of
 from helpers import examples, full_only
 from line_process import LineProcess, poll
@@ -22,6 +23,7 @@ from kvcupy.remote.migration import nixl_agents
 pytestmark = pytest.mark.usefixtures("lenient_host")
 
 PROGRAM = "import kvcupy as kv; kv.config.strict = False; from exchange_world import *"
+GROUPS_PROGRAM = f"{PROGRAM}; from exchange_groups_cases import *"
 HAS_NIXL = any(importlib.util.find_spec(name) for name in nixl_agents.WHEELS)
 NEEDS_NIXL = pytest.mark.skipif(not HAS_NIXL, reason="needs NIXL")
 
@@ -183,5 +185,73 @@ def test_the_exporting_process_ends_in_the_middle(device, tmp_path, engine, endi
                     pull.cancel()
                 process.go_on()
             importer.end(may_fail=True)
+    finally:
+        process.end()
+
+
+# --- Groups of layers ---
+
+
+@pytest.fixture(scope="module")
+def other_with_groups():
+    process = LineProcess(GROUPS_PROGRAM)
+    process.reply()
+    yield process
+    process.end()
+
+
+def importing(device, mix, engine="socket"):
+    side = Exporting(MIXES[mix](), device)
+    side._next = 100_000
+    return side, [kv.PageReceiver(pool, engine=engine) for pool in pools_of(side.cache)]
+
+
+def assert_nothing_left(side, receivers):
+    assert poll(lambda: not any(each.stats()["pulls"] for each in receivers))
+    side.check_empty()
+    for receiver in receivers:
+        receiver.close()
+
+
+@pytest.mark.parametrize("engine", ["socket", pytest.param("nixl", marks=NEEDS_NIXL)])
+@pytest.mark.parametrize("mix", MIXES)
+def test_sequences_of_groups(device, other_with_groups, tmp_path, mix, engine):
+    side, receivers = importing(device, mix, engine)
+    do = other_with_groups.do
+    do(f"g = GroupsExporter({mix!r}, 'unix:{tmp_path}/s', {engine!r})")
+    for number, when in enumerate([None, "attention", "states", "end"]):
+        counts = [(3,), (23, 5), (8, 30), (1, 1, 9)][number]
+        ticket, tokens = do(f"answer(g.export({number}, {counts}, {when!r}))")
+        side.cache.import_sequence(number, bytes.fromhex(ticket), receivers)
+        side.tokens[number] = tokens
+        side.step({number: side.new(2)})
+        side.step({number: side.new(7)})
+    assert poll(lambda: do("answer(g.leaks())") == 0)
+    do("[sender.close() for sender in g.senders]")
+    assert_nothing_left(side, receivers)
+
+
+def test_a_process_with_groups_is_killed(device, tmp_path):
+    """While a step of an exported sequence runs: no part of the sequence is used."""
+    mix = "state, window, full"
+    side, receivers = importing(device, mix)
+    process = LineProcess(GROUPS_PROGRAM)
+    try:
+        process.reply()
+        process.do(f"g = GroupsExporter({mix!r}, 'unix:{tmp_path}/s')")
+        ticket, tokens = process.do("answer(g.export('whole', (20,)))")
+        begun, _ = process.do("answer(g.export('begun', (20, 5), 'begun'))")
+        whole = side.cache.import_sequence("whole", bytes.fromhex(ticket), receivers)
+        whole.synchronize()
+        pull = side.cache.import_sequence("begun", bytes.fromhex(begun), receivers)
+        process.kill()
+        with pytest.raises(kv.TransferError):
+            pull.synchronize()
+        with pytest.raises(kv.TransferError):
+            side.cache.state_slots_of(["begun"])
+        side.cache.remove_sequence("begun")
+        side.tokens["whole"] = tokens
+        side.step({"whole": side.new(3)})
+        assert_nothing_left(side, receivers)
     finally:
         process.end()

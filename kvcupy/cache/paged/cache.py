@@ -1055,6 +1055,7 @@ class PagedKVCache(ProcessLocal):
             )
         self._steps.mixed = MixedTiers(tiers, self._groups, self._states, self._steps.access)
         self._tiers.attach_groups(*self._steps.mixed.caches())
+        self._exchange.group_tiers = self._steps.mixed
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1124,6 +1125,7 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
             tree is not committed, some of its pages are demoted and there is no `past_sender`, or
             its window is to slide at the end of the running step
+        CacheFull : no slot is free for a copy of the state
         KvcupyError : the sender is closed, or pages of the sequence could not be loaded
 
         After an error nothing has changed.
@@ -1136,18 +1138,21 @@ class PagedKVCache(ProcessLocal):
         held become free at the next call that needs or counts pages; full pages with hashes, of a
         removed sequence, then go to the tiered cache.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
-        Demoted pages are offered unconverted, by a separate offer that the ticket names; a caller
-        that withdraws the ticket leaves the separate offer to its lease.
+        Demoted pages are offered unconverted, by a separate offer that the ticket names. With
+        groups there is an offer for each pool: of the pages that windows still see, of all others,
+        and of a copy of the live state. The ticket is the first group's. An offer that ends early,
+        such as by `withdraw`, takes the others with it when pages are next needed or counted.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
         self._steps.on_device(seq)
-        parts = self._steps.parts if self._steps.is_running(seq) else ()
+        step_start = self._steps.start_of(seq)
         ticket, exports = self._exchange.export(
-            seq, sender, past_sender, by_layer=bool(parts), lease_s=lease_s
+            seq, sender, past_sender, step_start=step_start, lease_s=lease_s
         )
-        for part, own in zip(parts, exports, strict=False):
-            part.exports += own
+        if step_start is not None:
+            for part, own in zip(self._steps.parts, exports, strict=True):
+                part.exports += own
         return ticket
 
     def import_sequence(

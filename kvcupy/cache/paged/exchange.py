@@ -40,6 +40,7 @@ class SenderProtocol(Protocol):
     def offer(self, pages: Any, **options: Any) -> bytes: ...
     def layer_done(self, ticket: bytes, layer: int, stream: Any) -> None: ...
     def withdraw(self, ticket: bytes) -> None: ...
+    def outcome(self, ticket: bytes) -> str: ...
 
 
 class PullProtocol(Completion, Protocol):
@@ -57,6 +58,7 @@ class ReceiverProtocol(Protocol):
     """The part of a `PageReceiver` that imports use."""
 
     def inspect(self, ticket: Any) -> Any: ...
+    def check(self, ticket: Any) -> None: ...
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float, after: Any) -> PullProtocol: ...
 
 
@@ -527,6 +529,11 @@ class Export:
         for layer in sorted(self._missing):
             self.layer_written(layer, stream)
 
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether the offer has ended, and no receiver has all of it."""
+        return self._sender.outcome(self._ticket) not in ("", "completed")
+
     def withdraw(self, stream: Stream) -> None:
         """Take the offer back; the pages are free when `stream` has passed this point."""
         self._fill = None
@@ -556,20 +563,37 @@ class _Place:
 class _Held:
     """The pages of a sequence in each group, and its state, until the offers of them are over."""
 
-    def __init__(self, sequences: Sequence[CachedSequence], slots: Sequence[int]) -> None:
-        self.sequences, self.slots = sequences, slots
-        self.num_offers = 0
+    def __init__(self, sequences: Sequence[CachedSequence]) -> None:
+        self.sequences = sequences
+        self.slots: list[int] = []
+        self.exports: list[Export] = []
+        self.num_offers = 0  # that are not over
+
+
+class GroupTiersProtocol(Protocol):
+    """The part of `MixedTiers` that exchanges use, with a held sequence as a name."""
+
+    def fork(self, parent: Hashable, child: Hashable) -> None: ...
+    def publish(
+        self, seq: Hashable, found: Sequence[CachedSequence] | None = None
+    ) -> list[set[int]]: ...
+    def remove(self, seq: Hashable) -> None: ...
 
 
 class Exchange:
     """Offers sequences of a cache to other caches, and adds theirs.
 
-    The pages of an offered sequence are held until its offers are over. An offer ends in a thread
-    of its sender; the thread that uses the cache releases the pages when it needs or counts pages.
+    The pages of an offered sequence are held until its offers are over; one that ends early takes
+    the others with it. An offer ends in a thread of its sender; the thread that uses the cache
+    releases the pages when it needs or counts pages.
 
     Parameters
     ----------
     fields : returns what caches that exchange sequences must have in common
+
+    Attributes
+    ----------
+    group_tiers : of a cache with groups, once it is attached to tiers
     """
 
     def __init__(
@@ -578,18 +602,23 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._groups, self._states, self._fields = groups, states, fields
         self._tiers, self._access = tiers, access
+        self.group_tiers: GroupTiersProtocol | None = None
         self._ended: deque[_Held] = deque()  # each once for every offer that is over
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
     def export(
-        self, seq: Hashable, sender: Any, past_sender: Any, *, by_layer: bool, lease_s: float
-    ) -> tuple[bytes, list[list[Export]]]:
+        self, seq: Hashable, sender: Any, past_sender: Any, *, step_start: int | None,
+        lease_s: float,
+    ) -> tuple[bytes, list[list[Export]]]:  # fmt: skip
         """Offer a sequence, behind all work so far or, in a step, layer by layer.
 
-        Demoted pages are offered as a whole, and the state when the step has ended. Returns the
-        ticket, and the exports of each group.
+        Demoted pages are offered as a whole, and the state when the step has ended. Pages that no
+        window sees then are not offered. Returns the ticket, and the exports of each group.
+
+        step_start : in a step that the sequence belongs to, its length before; else None
         """
+        by_layer = step_start is not None
         found = [group.sequences.find(seq) for group in self._groups]
         if found[0].parents:
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
@@ -600,25 +629,14 @@ class Exchange:
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )
         ends = self._ends("sender", "PageSender", sender, past_sender)
-        split = [g.sequences.split(own) for g, own in zip(self._groups, found, strict=True)]
-        lists = [numbers for own, past, _ in split for numbers in (own, past)]
-        places = self._places(list(map(len, lists)))
-        senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
-        stream = self._access.copy_stream
-        if not by_layer or any(place.is_past for place in places):
-            with self._access.on(stream, *found):
-                pass  # the offers wait for what the copy stream waits for
-        slots: list[int] = []
-        fill: Callable[[], object] | None = None
-        for group in self._groups:
-            group.sequences.reclaim = self._reclaim
-        if self._states is not None:
-            self._states.reclaim = self._reclaim
-            slot, fill = self._states.hold(self._access, seq)
-            slots = [slot]
-        pairs = zip(self._groups, found, strict=True)
-        held = _Held([group.sequences.hold(own) for group, own in pairs], slots)
+        stream, states = self._access.copy_stream, self._states
+        for part in (*(group.sequences for group in self._groups), states):
+            if part is not None:
+                part.reclaim = self._reclaim
+        pairs = list(zip(self._groups, found, strict=True))
+        held = _Held([group.sequences.hold(own) for group, own in pairs])
         exports: list[list[Export]] = [[] for _ in self._groups]
+        fill: Callable[[], object] | None = None
 
         def offer(place: _Place, by: SenderProtocol, numbers: Any, attachment: bytes) -> bytes:
             is_late = by_layer and not place.is_past
@@ -630,42 +648,66 @@ class Exchange:
             num_layers = place.pool.num_layers if is_late else 0
             late_fill = fill if is_late and place.is_state else None
             exports[place.number].append(Export(by, ticket, num_layers, late_fill))
+            held.exports.append(exports[place.number][-1])
             return ticket
 
         try:
-            if fill is not None and not by_layer:
-                fill()
-            numbers = [*filter(len, lists), *([slots] if slots else [])]
+            for group, own in zip(self._groups, held.sequences, strict=True):
+                group.free_unseen(own, step_start or 0)
+            split = [
+                g.sequences.split(own) for g, own in zip(self._groups, held.sequences, strict=True)
+            ]
+            lists = [numbers for own, past, _ in split for numbers in (own, past)]
+            places = self._places(list(map(len, lists)))
+            senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
+            if not by_layer or any(place.is_past for place in places):
+                with self._access.on(stream, *found):
+                    pass  # the offers wait for what the copy stream waits for
+            if states is not None:
+                slot, fill = states.hold(self._access, seq)
+                held.slots.append(slot)
+                if not by_layer:
+                    fill()
+            numbers = [*filter(len, lists), *([held.slots] if held.slots else [])]
             first, *others = zip(places, senders, numbers, strict=True)
             tickets = [offer(*other, b"") for other in others]
             demoted = [range(start, start + len(past)) for _, past, start in split]
-            described = Described(found, demoted, tickets)
-            return offer(*first, encode_state(described, self._fields(), self._groups)), exports
+            described = Described(held.sequences, demoted, tickets)
+            ticket = offer(*first, encode_state(described, self._fields(), self._groups))
         except BaseException:
-            for export in (offered := [export for own in exports for export in own]):
+            for export in held.exports:
                 export.withdraw(stream)  # which releases what is held
-            if not offered:
+            if not held.exports:
                 self._drop(held)
             raise
+        if self.group_tiers is not None:
+            self.group_tiers.fork(seq, held)
+        return ticket, exports
 
     def reclaim(self) -> None:
-        """Release what ended offers have held.
-
-        Without groups, full pages with hashes go to the tiered cache.
-        """
+        """Release what ended offers have held; full pages with hashes go to tiered caches."""
         while self._ended:
-            held, published = self._ended.popleft(), set[int]()
+            held, tiers = self._ended.popleft(), self.group_tiers
             held.num_offers -= 1
             if held.num_offers:
+                if any(export.has_ended_early for export in held.exports):
+                    for export in held.exports:
+                        export.withdraw(self._access.copy_stream)
                 continue
+            published: list[set[int]] = [set() for _ in self._groups]
             try:
-                published = self._tiers.publish(held.sequences[0])
+                if tiers is not None:
+                    published = tiers.publish(held, held.sequences)
+                else:
+                    published[0] = self._tiers.publish(held.sequences[0])
             finally:
                 self._drop(held, published)
+                if tiers is not None:
+                    tiers.remove(held)
 
-    def _drop(self, held: _Held, published: Collection[int] = ()) -> None:
-        for group, sequence in zip(self._groups, held.sequences, strict=True):
-            group.sequences.drop(sequence, published)
+    def _drop(self, held: _Held, published: Sequence[Collection[int]] | None = None) -> None:
+        for number, (group, own) in enumerate(zip(self._groups, held.sequences, strict=True)):
+            group.sequences.drop(own, published[number] if published else ())
         if self._states is not None:
             self._states.free(held.slots)
 
@@ -691,6 +733,7 @@ class Exchange:
         for place, by, named in zip(places, receivers, tickets, strict=True):
             if (got := by.inspect(named).num_pages) != place.count:
                 raise ValueError(f"ticket: expected {place.count} pages of its sequence, got {got}")
+            by.check(named)
         pages: list[tuple[Ints, Ints]] = []
         slots: list[int] = []
         pulls: list[PullProtocol] = []
@@ -833,13 +876,17 @@ class SequencePull(Completion):
         return all([pull.done() for pull in self._pulls])
 
     def synchronize(self) -> None:
-        """Wait until all of it is there; TransferError if one has failed, and nothing can land."""
+        """Wait until all of it is there; TransferError if one has failed, and nothing can land.
+
+        A failure cancels the rest.
+        """
         failure = None
         for pull in self._pulls:
             try:
                 pull.synchronize()
             except TransferError as error:
                 failure = failure or error
+                self.cancel()
         if failure is not None:
             raise failure
 

@@ -169,15 +169,20 @@ class MixedTiers:
             self.tiers.enter(keys)
             self._chains[seq] = list(keys)
 
-    def publish(self, seq: Hashable) -> list[set[int]]:
+    def publish(
+        self, seq: Hashable, found: Sequence[CachedSequence] | None = None
+    ) -> list[set[int]]:
         """Give the tiers the full pages of a sequence that have hashes.
 
         Returns the pages that they took, by group.
+
+        found : the sequence in each group, if it is not of the cache
         """
         taken: list[set[int]] = [set() for _ in self._groups]
         if seq not in self._chains or self.tiers.closed:
             return taken
-        found = [group.sequences.find(seq) for group in self._groups]
+        if found is None:
+            found = [group.sequences.find(seq) for group in self._groups]
         length = min(len(found[0].hashes), found[0].committed // self._groups[0].pool.page_size)
         if self._states is not None:  # nothing behind the last state is usable
             interval = self.tiers.groups[-1].blocks.interval

@@ -311,9 +311,9 @@ class Sequences:
         The partial page is shared too: appending to the sequence copies it first.
         """
         held = CachedSequence()
-        held.length, held.first_kept = sequence.length, sequence.first_kept
+        for name in ("length", "evicted", "window", "sink_tokens", "first_kept", "token_ids"):
+            setattr(held, name, getattr(sequence, name))
         held.hashes, held.loads = list(sequence.hashes), list(sequence.loads)
-        held.token_ids = sequence.token_ids
         held.extend(sequence.pages)
         self._references[_kept(held.pages)] += 1
         return held

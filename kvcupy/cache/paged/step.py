@@ -414,6 +414,14 @@ class Steps:
         """Return whether a sequence belongs to the running step."""
         return self.running is not None and seq in self.running.names
 
+    def start_of(self, seq: Hashable) -> int | None:
+        """Return the length of a sequence before the running step; None if it is not in it."""
+        step = self.running
+        if step is None or seq not in step.names:
+            return None
+        number = step.names.index(seq)
+        return step.sequences[number].length - step.counts[number]
+
     def on_device(self, seq: Hashable, name: str = "seq") -> CachedSequence:
         """Return a sequence; raise if it is offloaded."""
         sequence = self._sequences.find(seq, name)

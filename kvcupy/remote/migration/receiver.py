@@ -135,6 +135,16 @@ class PageReceiver(Endpoint):
         """
         return Ticket.decoded(ticket, self._secret)
 
+    def check(self, ticket: bytes) -> None:
+        """Raise unless `pull` can fetch the pages of a ticket into this pool. Sends nothing.
+
+        Raises
+        ------
+        TypeError : `ticket` is not bytes
+        TransferError : as of `pull`
+        """
+        self._plan([self.inspect(ticket)])
+
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float = 30.0, after: Any = None) -> Pull:
         """Fetch the pages of a ticket into pages of the pool, in the background.
 

@@ -415,6 +415,21 @@ class PageSender(Endpoint):
         reason: str = offer.ended  # the keeper has set it
         return reason == "withdrawn"
 
+    def outcome(self, ticket: bytes) -> str:
+        """Return how an offer has ended: "completed", "expired", "withdrawn", "failed" or "closed".
+
+        "" while it is open; "unknown" after many later ones have ended.
+
+        Raises
+        ------
+        TypeError : `ticket` is not bytes
+        TransferError : `ticket` is from another sender
+        """
+        offer = self._offer_of(ticket)
+        number = Ticket.decoded(ticket, self._secret).number if offer is None else offer.number
+        with self._lock:
+            return "" if number in self._offers else self._ended.get(number, "unknown")
+
     def drain(self, deadline_s: float | None = None, *, undo: bool = False) -> bool:
         """Refuse new offers, and wait until none is open; pulls of open ones still complete.
 
