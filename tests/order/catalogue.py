@@ -554,6 +554,7 @@ NOT_NEEDED = {
                 }.items()
             },
             "SequencePull.wait_layer: pull.wait(stream)": _ANOTHER,
+            "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
             "Tiers.onboard: part.save.synchronize()": _SAVED,
         },
         "cache/paged/page_group.py": {
