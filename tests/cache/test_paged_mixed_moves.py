@@ -440,6 +440,20 @@ def test_a_cancelled_import_frees_all_pages(pair):
     pair.end()
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_an_offer_that_ends_early_takes_the_other_with_it(pair, number):
+    begin(pair.one)
+    free = pair.one.cache.pool.num_pages, pair.one.cache.past_pool.num_pages
+    ticket = pair.export()
+    pair.one.cache.remove_sequence("s")
+    if number:
+        described = json.loads(pair.receivers[0].inspect(ticket).attachment)
+        ticket = bytes.fromhex(described["tickets"][0])
+    assert pair.senders[number].withdraw(ticket)
+    assert poll(lambda: counts(pair.one) == free)
+    pair.end()
+
+
 def test_an_export_that_cannot_be_offered_holds_nothing(pair, monkeypatch):
     begin(pair.one)
     before = counts(pair.one)

@@ -41,6 +41,7 @@ from tiered_cases import in_time
 import kvcupy as kv
 from kvcupy.remote.migration import engines, protocol
 from kvcupy.remote.migration import receiver as receivers
+from kvcupy.remote.migration import sender as senders
 
 LAYERS = range(3)
 
@@ -389,6 +390,31 @@ def test_without_renewals_the_lease_ends(name, monkeypatch):
         source.allocator.free(released[0])
 
 
+def test_how_offers_have_ended(monkeypatch):
+    monkeypatch.setattr(senders, "_MAX_ENDED_OFFERS", 3)
+    with pair() as (sender, receiver, source, _):
+        tickets = {}
+        for outcome in ("expired", "withdrawn", "completed", "closed"):
+            ticket = sender.offer(
+                source.allocator.alloc(1), lease_s=0.05 if outcome == "expired" else 30.0
+            )
+            assert sender.outcome(ticket) == ""
+            tickets[outcome] = ticket
+            if outcome == "withdrawn":
+                sender.withdraw(ticket)
+            if outcome == "completed":
+                receiver.check(ticket)
+                receiver.pull(ticket, [0]).synchronize()
+            if outcome == "closed":
+                sender.close()
+            eventually(lambda o=outcome: sender.outcome(tickets[o]) == o)
+        assert sender.outcome(tickets["expired"]) == "unknown", "three have ended since"
+        with pytest.raises(TypeError, match="ticket"):
+            sender.outcome("ticket")
+        with kv.PageSender(source) as other, pytest.raises(kv.TransferError, match="ticket"):
+            other.outcome(ticket)
+
+
 def test_a_lease_ends():
     with pair() as (sender, receiver, source, _):
         ticket = sender.offer(source.allocator.alloc(3), lease_s=0.05)
@@ -684,9 +710,10 @@ def test_pools_and_models_that_differ(options, difference):
     with pair(*pools, sender={"model": "a"}, receiver=own) as (sender, receiver, source, target):
         ticket = sender.offer(source.allocator.alloc(2))
         poison(target, range(12))
-        with pytest.raises(kv.TransferError, match=difference) as caught:
-            receiver.pull(ticket, [0, 1])
-        assert caught.value.reason == "identity"
+        for call in (lambda: receiver.pull(ticket, [0, 1]), lambda: receiver.check(ticket)):
+            with pytest.raises(kv.TransferError, match=difference) as caught:
+                call()
+            assert caught.value.reason == "identity"
         assert sender.stats()["connections"] == 0
         assert is_poisoned(target, range(12))
 
