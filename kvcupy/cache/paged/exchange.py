@@ -633,8 +633,7 @@ class Exchange:
         for part in (*(group.sequences for group in self._groups), states):
             if part is not None:
                 part.reclaim = self._reclaim
-        pairs = list(zip(self._groups, found, strict=True))
-        held = _Held([group.sequences.hold(own) for group, own in pairs])
+        held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
         exports: list[list[Export]] = [[] for _ in self._groups]
         fill: Callable[[], object] | None = None
 
@@ -652,11 +651,10 @@ class Exchange:
             return ticket
 
         try:
+            split = []
             for group, own in zip(self._groups, held.sequences, strict=True):
                 group.free_unseen(own, step_start or 0)
-            split = [
-                g.sequences.split(own) for g, own in zip(self._groups, held.sequences, strict=True)
-            ]
+                split.append(group.sequences.split(own))
             lists = [numbers for own, past, _ in split for numbers in (own, past)]
             places = self._places(list(map(len, lists)))
             senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
