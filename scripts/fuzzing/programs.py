@@ -37,8 +37,8 @@ METHODS = {
     "HostEvent": "done synchronize error elapsed_us",
     "TransferEngine": "save load",
     "Transfer": "wait done synchronize wait_layer",
-    "PageSender": "offer layer_done withdraw stats close",
-    "PageReceiver": "inspect pull stats close",
+    "PageSender": "offer layer_done withdraw outcome stats close",
+    "PageReceiver": "inspect check pull stats close",
     "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": """
         match acquire prefetch retain release demote insert hold save evict stats flush
@@ -395,11 +395,13 @@ def migration(case: Case) -> None:
         return sender.stats()["offers"] if case.chance(0.1) else None
 
     of_sender = methods("PageSender", {
-        "offer": offered, "withdraw": lambda: {"ticket": ticket()}, "stats": dict,
+        "offer": offered, "stats": dict,
+        **dict.fromkeys(("withdraw", "outcome"), lambda: {"ticket": ticket()}),
         "layer_done": lambda: {"ticket": ticket(), "layer": case.rng.randrange(2)}, "close": dict,
     })  # fmt: skip
     of_receiver = methods("PageReceiver", {
-        "inspect": lambda: {"ticket": ticket()}, "pull": pulled, "stats": dict, "close": dict,
+        **dict.fromkeys(("inspect", "check"), lambda: {"ticket": ticket()}),
+        "pull": pulled, "stats": dict, "close": dict,
     })  # fmt: skip
     of_pull = methods("Pull", {
         "wait_layer": lambda: {"layer": 1}, "wait": dict, "done": dict, "synchronize": dict,
