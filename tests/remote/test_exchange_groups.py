@@ -472,7 +472,8 @@ def test_no_slot_for_the_state_of_an_export(device):
 
 FAULTS = {
     "alloc": PageAllocator, "on": PageAccess, "offer": kv.PageSender, "pull": kv.PageReceiver,
-    "inspect": kv.PageReceiver, "_copy": States, "copy_stream_behind_all": PageAccess,
+    "inspect": kv.PageReceiver, "check": kv.PageReceiver, "_copy": States,
+    "copy_stream_behind_all": PageAccess,
 }  # fmt: skip
 
 
@@ -520,7 +521,14 @@ def test_a_call_that_fails_holds_nothing(device, monkeypatch, call, name):
         pair.end()
     made = {
         "export": {"alloc": 1, "on": 2, "offer": 3, "_copy": 1},
-        "import": {"alloc": 3, "on": 1, "pull": 3, "inspect": 4, "copy_stream_behind_all": 1},
+        "import": {
+            "alloc": 3,
+            "on": 1,
+            "pull": 3,
+            "inspect": 4,
+            "check": 3,
+            "copy_stream_behind_all": 1,
+        },
     }
     assert len(failed) == made[call].get(name, 0)
 
