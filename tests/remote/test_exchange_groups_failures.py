@@ -317,7 +317,8 @@ def state_of(mixture):
 
 FAULTS = {
     "alloc": PageAllocator, "on": PageAccess, "offer": kv.PageSender, "pull": kv.PageReceiver,
-    "inspect": kv.PageReceiver, "_copy": States, "copy_stream_behind_all": PageAccess,
+    "inspect": kv.PageReceiver, "check": kv.PageReceiver, "_copy": States,
+    "copy_stream_behind_all": PageAccess,
 }  # fmt: skip
 
 
@@ -365,8 +366,10 @@ def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
         pair.check_empty()
     made = {
         "export": {"alloc": 1, "on": 2, "offer": 3, "_copy": 1},
-        "import": {"alloc": 3, "on": 1, "pull": 3, "inspect": 4, "copy_stream_behind_all": 1},
-    }
+        "import": {
+            "alloc": 3, "on": 1, "pull": 3, "inspect": 4, "check": 3, "copy_stream_behind_all": 1,
+        },
+    }  # fmt: skip
     assert len(failed) == made[call].get(name, 0)
 
 

@@ -1067,13 +1067,14 @@ class PagedKVCache(ProcessLocal):
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
         CacheFull : the host pool is full and nothing can be evicted, or there is no space for its
-            demoted pages; nothing has changed
+            demoted pages; nothing has changed, except that with groups blocks may be evicted
         KvcupyError : it belongs to the running step
         DeviceError, MemoryError : there is no memory for demoted pages; nothing has changed
 
         Notes
         -----
-        Demoted pages are not converted.
+        Demoted pages are not converted. With groups, the live state and the kept states go too;
+        the newest kept ones come back, as far as slots are free.
         Stream: the copy waits for all steps so far. Pages are free once it has read them, shared
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
@@ -1088,7 +1089,8 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        CacheFull : there are too few pages; nothing has changed
+        CacheFull : there are too few pages, or with groups no slot; nothing has changed, except that
+            blocks may be evicted
         DeviceError : it could not be saved when it was offloaded; it can only be removed
 
         Notes
@@ -1127,7 +1129,7 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
             tree is not committed, some of its pages are demoted and there is no `past_sender`, or
             its window is to slide at the end of the running step
-        CacheFull : no slot is free for a copy of the state
+        CacheFull : there is no slot for a copy of its state
         KvcupyError : the sender is closed, or pages of the sequence could not be loaded
 
         After an error nothing has changed.
@@ -1140,10 +1142,10 @@ class PagedKVCache(ProcessLocal):
         held become free at the next call that needs or counts pages; full pages with hashes, of a
         removed sequence, then go to the tiered cache.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
-        Demoted pages are offered unconverted, by a separate offer that the ticket names. With
-        groups there is an offer for each pool: of the pages that windows still see, of all others,
-        and of a copy of the live state. The ticket is the first group's. An offer that ends early,
-        such as by `withdraw`, takes the others with it when pages are next needed or counted.
+        Demoted pages are offered unconverted. There is an offer for each pool, all of which the
+        ticket names; it is the first group's. One that ends early, such as by `withdraw`, takes the
+        others with it when pages are next needed or counted. States that are kept for forks are not
+        offered.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """

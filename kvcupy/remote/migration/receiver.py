@@ -143,7 +143,7 @@ class PageReceiver(Endpoint):
         TypeError : `ticket` is not bytes
         TransferError : as of `pull`
         """
-        self._plan([self.inspect(ticket)])
+        self._plan([Ticket.decoded(ticket, self._secret)])
 
     def pull(self, ticket: Any, pages: Any, *, deadline_s: float = 30.0, after: Any = None) -> Pull:
         """Fetch the pages of a ticket into pages of the pool, in the background.
