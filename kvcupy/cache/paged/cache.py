@@ -1088,8 +1088,8 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        CacheFull : there are too few pages, or with groups no slot; nothing has changed, except that
-            blocks may be evicted
+        CacheFull : there are too few pages, or with groups no slot; nothing has changed, except
+            that blocks may be evicted
         DeviceError : it could not be saved when it was offloaded; it can only be removed
 
         Notes
