@@ -115,7 +115,7 @@ def audit_tiers(tiers: Any, sequences: Iterable[Any]) -> None:
     with tiers._shared.lock:  # a shared store's thread takes and frees pages
         allocated = tiers.host_pool.allocator.allocated()
         taken = np.flatnonzero(parts.host.owned)
-    offloaded = [s.offloaded for s in sequences if getattr(s, "offloaded", None) is not None]
+    offloaded = [s.offloaded for s in sequences if s.offloaded is not None]
     owned = np.concatenate([taken, *(pages.pages for pages in offloaded)])
     require(len(np.unique(owned)) == len(owned), "a host page has two owners")
     _compare("host", allocated, owned)

@@ -117,12 +117,6 @@ class MixedServer(Server):
     def _visible(self, layer: int, rows: list[int]) -> list[int]:
         return rows[-WINDOW_TOKENS:] if layer == WINDOW else rows
 
-    def _offload(self, sequence: Sequence) -> bool:
-        try:
-            return super()._offload(sequence)
-        except NotImplementedError:
-            return False
-
     # --- Leases ---
 
     def _leases_of(self, number: int) -> list[Any]:
