@@ -231,8 +231,8 @@ ENGINE, HAZARDS, PAGES = (f"cache/{name}.py" for name in ("engine", "hazards", "
 TIERED, TIERS, LEASES, STORE_TIER = (
     f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
 )
-TABLES, EXCHANGE, STEP, STATES = (
-    f"cache/paged/{name}.py" for name in ("tables", "exchange", "step", "states")
+TABLES, EXCHANGE, PAGED_TIERS, STEP, STATES = (
+    f"cache/paged/{name}.py" for name in ("tables", "exchange", "tiers", "step", "states")
 )
 
 _FORK = sites_of("streams.py", "fork: first.record()", "fork: other.wait(event)")
@@ -370,7 +370,7 @@ PROTOCOLS = [
         ) + sites_of(
             HAZARDS, "PageAccess.on: load.wait(stream)", "PageAccess.on: self.order.begin(stream)",
         ) + sites_of(
-            EXCHANGE, "Tiers.offload: self._access.order.end(engine.save_stream)",
+            PAGED_TIERS, "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
             "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
         ) + sites_of(
@@ -396,7 +396,7 @@ PROTOCOLS = [
         name="offload and onboard of groups", edges=_AFTER + _ACCESS + sites_of(
             ENGINE, _HELD, _END, "TransferQueue.sending: self.stream.record()",
         ) + sites_of(HAZARDS, "PageAccess.on: self.order.begin(stream)") + sites_of(
-            EXCHANGE, "Tiers.offload: self._access.order.end(engine.save_stream)",
+            PAGED_TIERS, "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
             STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
         ) + sites_of(
@@ -555,8 +555,8 @@ NOT_NEEDED = {
             },
             "SequencePull.wait_layer: pull.wait(stream)": _ANOTHER,
             "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
-            "Tiers.onboard: part.save.synchronize()": _SAVED,
         },
+        PAGED_TIERS: {"Tiers.onboard: part.save.synchronize()": _SAVED},
         "cache/paged/page_group.py": {
             "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
         },

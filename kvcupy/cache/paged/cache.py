@@ -31,7 +31,7 @@ from .arguments import (
 )
 from .backends import backend_of
 from .contents import Contents
-from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull, Tiers
+from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull
 from .files import SequenceFiles
 from .grouped_tiers import GroupedTiers, tier_groups
 from .groups import Plan, check_groups, make_plan, refuse_with_groups
@@ -39,6 +39,7 @@ from .page_group import make_group, make_groups
 from .states import StateLoad, States, states_of
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
+from .tiers import Tiers
 
 RECOMPUTED_TOKENS = 16
 """Of a spliced document, by default; docs/paged_cache.md has their effect on quality."""

@@ -24,11 +24,11 @@ from ..tiered.cache import TieredCache
 from ..tiered.grouped import GroupedLease, GroupedTieredCache
 from ..tiered.holds import HeldBlocks
 from ..tiered.prefixes import GroupBlocks, TierGroup
-from .exchange import evict
 from .groups import Plan, Recurrent
 from .page_group import PageGroup
 from .sequences import FREED, CachedSequence, Ints, Sequences
 from .states import States
+from .tiers import evict
 
 
 def tier_groups(
