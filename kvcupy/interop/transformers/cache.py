@@ -1,7 +1,4 @@
-"""A paged KV cache and an attention function for models of Hugging Face transformers.
-
-Importing this registers the attention implementation `"kvcupy"`.
-"""
+"""A paged KV cache for models of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -12,56 +9,19 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DummyLayer,
-    LinearAttentionCacheLayerMixin,
-)
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.cache_utils import Cache, DummyLayer
 
-from ..cache.paged.cache import PagedKVCache
-from ..cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWindow
-from ..cache.pool import positive_int
-from ..errors import KvcupyError
-from ..ops.attention import paged_attention
-from ..ops.states import gather_state
-from ..ops.store import gather_kv, store_kv
-
-NAME = "kvcupy"
+from ...cache.paged.cache import PagedKVCache
+from ...cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWindow
+from ...cache.pool import positive_int
+from ...errors import KvcupyError
+from ...ops.states import gather_state
+from ...ops.store import gather_kv, store_kv
+from .attention import NAME, attend_tensors, tokens_of
+from .layers import HybridLayer, PagedLayer, StateLayer, kinds_of
 
 _MAX_BATCH_TOKENS = 8192
 _NO_CHECKPOINTS = 2**31 - 1  # transformers cannot recompute tokens behind a kept state
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """The contents of a layer's cache.
-
-    Attributes
-    ----------
-    attention : keys and values
-    recurrent : states of convolutions and recurrences
-    window : the attribute of the config with the number of keys that a query sees at most, or None
-    """
-
-    attention: bool = False
-    recurrent: bool = False
-    window: str | None = None
-
-
-_KINDS = {
-    "full_attention": _Kind(attention=True),
-    "sliding_attention": _Kind(attention=True, window="sliding_window"),
-    "chunked_attention": _Kind(attention=True, window="attention_chunk_size"),
-    "linear_attention": _Kind(recurrent=True),
-    "conv": _Kind(recurrent=True),
-    "hybrid": _Kind(attention=True, recurrent=True),
-    "hybrid_sliding": _Kind(attention=True, recurrent=True, window="sliding_window"),
-    "moe": _Kind(),
-    "mlp": _Kind(),
-}
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
@@ -141,7 +101,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config: expected the config of a model, got {type(config).__name__}")
         self._config = config.get_text_config(decoder=True)
-        kinds = _kinds(self._config)
+        kinds = kinds_of(self._config)
         self._attention = [layer for layer, kind in enumerate(kinds) if kind.attention]
         self._recurrent = {layer for layer, kind in enumerate(kinds) if kind.recurrent}
         if not self._attention:
@@ -167,8 +127,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._states: dict[tuple[int, str], torch.Tensor] = {}  # (slots, ...)
         self._forget()
         layers = {
-            (False, False): DummyLayer, (True, False): _Layer, (False, True): _StateLayer,
-            (True, True): _HybridLayer,
+            (False, False): DummyLayer, (True, False): PagedLayer, (False, True): StateLayer,
+            (True, True): HybridLayer,
         }  # fmt: skip
         super().__init__(
             layers=[
@@ -285,10 +245,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             step = self._at(layer_idx, key, value, attention_mask)
             if step.first is not None:
                 self._hold(step, layer_idx, key, value)
-                out = _attend(query, key, value, attention_mask, causal=True, **options)
+                out = attend_tensors(query, key, value, attention_mask, causal=True, **options)
                 self._advance(step)
                 return out
-            rows = [_tokens(x, step.index) for x in (query, key, value)]
+            rows = [tokens_of(x, step.index) for x in (query, key, value)]
             out = rows[0]
             if step.num_tokens:
                 assert self._pages is not None
@@ -526,7 +486,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._hold(step, layer, key, value)
             self._advance(step)
             return key, value
-        rows = _tokens(key, None), _tokens(value, None)
+        rows = tokens_of(key, None), tokens_of(value, None)
         k_cache, v_cache, scales = self._write(layer, *rows)
         slots = self._seen_slots(layer, key.shape[2])
         outs = [x.new_empty(slots.numel(), *x.shape[1:]) for x in rows]
@@ -685,7 +645,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
                 if held.start >= stop:
                     continue
                 key, value = (
-                    _tokens(_columns(x, start - held.start, stop - held.start), index)
+                    tokens_of(_columns(x, start - held.start, stop - held.start), index)
                     for x in (held.key, held.value)
                 )
                 unseen = None
@@ -868,175 +828,6 @@ class _Step:
     added: list[int] = field(default_factory=list)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """A layer with attention, as transformers calls it; all of them are one cache."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: PagedCache, layer: int) -> None:
-        super().__init__()
-        self._cache, self._index = cache, layer
-        self.is_sliding = layer in cache._windows
-
-    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
-        """Do nothing: the first `update` allocates."""
-
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._cache.update(key_states, value_states, self._index, *args, **kwargs)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        length = self._cache.get_seq_length()
-        first = 0
-        if self._cache._config._attn_implementation != NAME:
-            first = self._cache._first_seen(self._index)
-        return length + query_length - first, first
-
-    def get_seq_length(self) -> int:
-        return self._cache.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return -1  # all rows share the pages
-
-
-class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
-    """A recurrent layer, as transformers calls it."""
-
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-
-    def __init__(self, cache: PagedCache, layer: int) -> None:
-        super().__init__()
-        self._cache, self._index = cache, layer
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the first forward allocates."""
-
-    def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        return self._cache.update_conv_state(conv_states, self._index, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
-        return self._cache.update_recurrent_state(
-            recurrent_states, self._index, state_idx, **kwargs
-        )
-
-
-class _HybridLayer(_Layer, _StateLayer):
-    """A layer with attention and a recurrent part, as transformers calls it."""
-
-    is_croppable = False
-
-    def __init__(self, cache: PagedCache, layer: int) -> None:
-        _Layer.__init__(self, cache, layer)
-
-
-def attention_forward(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Any, None]:  # fmt: skip
-    """Attend over the pages of a `PagedCache`, or over the tensors of a call without one.
-
-    The attention function "kvcupy" of transformers.
-
-    Parameters
-    ----------
-    module : the model's attention layer
-    query, key, value : (B, Hq, new tokens, D), (B, H, tokens, D), (B, H, tokens, Dv)
-    attention_mask : bool (B, tokens), False: padding; None: no padding
-    scaling : what scores are multiplied by; None: 1 / sqrt(D)
-    dropout : 0
-    sliding_window : keys that a query sees, its own included
-    softcap : scores become softcap * tanh(score / softcap)
-    s_aux : (Hq,), logits that join the softmax denominator
-    is_causal : None: `module.is_causal` if it has that, else True
-    kwargs : ignored
-
-    Returns
-    -------
-    (B, new tokens, Hq, Dv), zero for padding; and None, for weights are not kept
-
-    Raises
-    ------
-    ValueError : there is dropout, or the mask is not one of padding
-    TypeError, CacheFull, KvcupyError : as of `PagedKVCache.attention`
-    """
-    if dropout:
-        raise ValueError(f"dropout: expected 0, got {dropout}: call model.eval()")
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(
-            "attention_mask: expected (B, tokens) that marks padding, got "
-            f'{tuple(attention_mask.shape)}; for other masks use attn_implementation="sdpa"'
-        )
-    options = {
-        "sm_scale": scaling, "window": sliding_window, "logits_soft_cap": softcap,
-        "sinks": None if s_aux is None else s_aux.float(),
-    }  # fmt: skip
-    cache, layer = getattr(key, "kvcupy", (None, 0))
-    if cache is not None:
-        return cache.attend(layer, query, key, value, attention_mask, **options), None
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    return _attend(query, key, value, attention_mask, causal=is_causal, **options), None
-
-
-def _attend(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-    """Attend over tensors: each row is one page or, where there is padding, each token is."""
-    (batch, num_heads, count, _), length = query.shape, key.shape[2]
-    k, v = (x.transpose(1, 2) for x in (key, value))
-    rows, integers = _tokens(query, None), {"dtype": torch.int32, "device": key.device}
-    shape = batch, count, num_heads, value.shape[3]
-    if mask is None or mask.all():
-        table = torch.arange(batch, **integers)[:, None]
-        lengths = torch.full((batch,), length, **integers), torch.full((batch,), count, **integers)
-        out = paged_attention(rows, k, v, table, lengths[0], query_lens=lengths[1], **options)
-        return out.view(shape)
-    mask = mask.to(torch.bool)
-    new = mask[:, length - count :]
-    index = new.reshape(-1).nonzero()[:, 0]
-    order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
-    table = order + torch.arange(batch, device=key.device)[:, None] * length
-    k, v = (x.reshape(-1, 1, *x.shape[2:]) for x in (k, v))
-    out = paged_attention(rows[index], k, v, table, mask.sum(1), query_lens=new.sum(1), **options)
-    spread = out.new_zeros(shape)
-    spread.view(-1, *shape[2:])[index] = out
-    return spread
-
-
-def _tokens(x: Any, index: Any) -> Any:
-    """Return (B, H, n, D) as (B * n, H, D), or its rows at `index`."""
-    batch, num_heads, count, width = x.shape
-    rows = x.transpose(1, 2).reshape(batch * count, num_heads, width)
-    return rows if index is None else rows[index]
-
-
-def padding_mask(
-    *, q_length: int, kv_length: int, attention_mask: Any = None, use_vmap: bool = False,
-    allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Return which tokens are padding, or None if none is: the mask that "kvcupy" needs.
-
-    Raises
-    ------
-    NotImplementedError : the model's mask is more than causal, a window and padding
-    """
-    chunked = getattr(config, "attention_chunk_size", None) is not None
-    if use_vmap or chunked or (q_length > 1 and not allow_is_causal_skip):
-        raise NotImplementedError(
-            'attention implementation "kvcupy": the mask of this call is more than causal, with a '
-            'window and padding (packed sequences, chunks, images); use "sdpa"'
-        )
-    if attention_mask is None:
-        return None
-    attention_mask = attention_mask[:, -kv_length:]
-    return None if attention_mask.all() else attention_mask
-
-
 def _columns(x: Any, start: int, stop: int) -> Any:
     """Return columns of (B, H, n, D); those before 0 are zero."""
     part = x[:, :, max(start, 0) : stop]
@@ -1056,27 +847,3 @@ def _state_groups(states: dict[tuple[int, str], torch.Tensor]) -> Iterator[Recur
         layers.append(layer)
     for state, layers in alike:
         yield Recurrent(layers=layers, state=state, checkpoint_tokens=_NO_CHECKPOINTS)
-
-
-def _kinds(config: Any) -> list[_Kind]:
-    """Return what each layer of a model caches; raise if that is something else."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        kind = "full_attention"
-        for name, attribute in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
-            if getattr(config, attribute, None) is not None:
-                kind = f"{name}_attention"
-                break
-        types = [kind] * int(config.num_hidden_layers)
-    for layer, kind in enumerate(types):
-        if kind not in _KINDS:
-            raise NotImplementedError(f"config: layer {layer} is {kind}, not one of {[*_KINDS]}")
-    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
-        raise NotImplementedError(
-            "config: expected keys for every layer, got layers that share them"
-        )
-    return [_KINDS[kind] for kind in types]
-
-
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, padding_mask)

@@ -1,0 +1,125 @@
+"""The layers of a `PagedCache` as transformers calls them, and which of them a model has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+from .attention import NAME
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The contents of a layer's cache.
+
+    Attributes
+    ----------
+    attention : keys and values
+    recurrent : states of convolutions and recurrences
+    window : the attribute of the config with the number of keys that a query sees at most, or None
+    """
+
+    attention: bool = False
+    recurrent: bool = False
+    window: str | None = None
+
+
+_KINDS = {
+    "full_attention": LayerKind(attention=True),
+    "sliding_attention": LayerKind(attention=True, window="sliding_window"),
+    "chunked_attention": LayerKind(attention=True, window="attention_chunk_size"),
+    "linear_attention": LayerKind(recurrent=True),
+    "conv": LayerKind(recurrent=True),
+    "hybrid": LayerKind(attention=True, recurrent=True),
+    "hybrid_sliding": LayerKind(attention=True, recurrent=True, window="sliding_window"),
+    "moe": LayerKind(),
+    "mlp": LayerKind(),
+}
+
+
+def kinds_of(config: Any) -> list[LayerKind]:
+    """Return what each layer of a model caches; raise if that is something else."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        kind = "full_attention"
+        for name, attribute in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
+            if getattr(config, attribute, None) is not None:
+                kind = f"{name}_attention"
+                break
+        types = [kind] * int(config.num_hidden_layers)
+    for layer, kind in enumerate(types):
+        if kind not in _KINDS:
+            raise NotImplementedError(f"config: layer {layer} is {kind}, not one of {[*_KINDS]}")
+    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
+        raise NotImplementedError(
+            "config: expected keys for every layer, got layers that share them"
+        )
+    return [_KINDS[kind] for kind in types]
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
+    """A layer with attention, as transformers calls it; all of them are one cache."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        super().__init__()
+        self._cache, self._index = cache, layer
+        self.is_sliding = layer in cache._windows
+
+    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+        """Do nothing: the first `update` allocates."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._cache.update(key_states, value_states, self._index, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length = self._cache.get_seq_length()
+        first = 0
+        if self._cache._config._attn_implementation != NAME:
+            first = self._cache._first_seen(self._index)
+        return length + query_length - first, first
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1  # all rows share the pages
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
+    """A recurrent layer, as transformers calls it."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        super().__init__()
+        self._cache, self._index = cache, layer
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the first forward allocates."""
+
+    def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        return self._cache.update_conv_state(conv_states, self._index, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any
+    ) -> Any:
+        return self._cache.update_recurrent_state(
+            recurrent_states, self._index, state_idx, **kwargs
+        )
+
+
+class HybridLayer(PagedLayer, StateLayer):
+    """A layer with attention and a recurrent part, as transformers calls it."""
+
+    is_croppable = False
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        PagedLayer.__init__(self, cache, layer)
