@@ -245,19 +245,19 @@ __global__ void __launch_bounds__(128, 2)
           multiply_add(query[r][s], floats, dots[r]);
         }
       }
-      u32 rows = 0;  // that see the key
-      if (keys[n] >= all.start && keys[n] < all.end) {
-        rows = ~0u;
-      } else if (keys[n] >= 0) {
+      const bool by_all = keys[n] >= all.start && keys[n] < all.end;
+      u32 rows[(kRows + 31) / 32] = {};  // bits of those that see the key, unless all do
+      if (!by_all && keys[n] >= 0) {
 #pragma unroll 1  // few keys, and registers are scarce
         for (int r = 0; r < t.num_rows; ++r) {
-          if (sees(p, t, r, keys[n])) rows |= 1u << r;
+          if (sees(p, t, r, keys[n])) rows[kRows <= 32 ? 0 : r / 32] |= 1u << r % 32;
         }
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float dot = sum_of_lanes(sum_of(dots[r]), lanes) * k_scales[n];
-        const bool seen = keys[n] >= 0 && r < t.num_rows && (rows >> r & 1u) != 0;
+        const bool row_sees = by_all || (rows[r / 32] >> r % 32 & 1u) != 0;
+        const bool seen = keys[n] >= 0 && r < t.num_rows && row_sees;
         logits[r][n] = seen ? logit_of(p, dot) : -kInfinity;
       }
     }
