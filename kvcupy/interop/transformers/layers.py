@@ -85,7 +85,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return length + query_length - first, first
 
     def get_seq_length(self) -> int:
-        return self._cache.get_seq_length()
+        length: int = self._cache.get_seq_length()
+        return length
 
     def get_max_length(self) -> int:
         return -1  # all rows share the pages
