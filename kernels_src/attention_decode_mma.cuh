@@ -92,7 +92,7 @@ struct DecodeShape {
   static constexpr bool kQueryInRegisters = kWidth <= 192;
   // Whether a separate loop fetches the first tiles: else these would spill.
   static constexpr bool kFetchesApart = kFourBit<TCache> && kWidth == 256;
-  static constexpr int kBlocks = kWidth <= 64 && sizeof(TCache) == 2 ? 3 : 2;  // per SM
+  static constexpr int kBlocks = kWidth <= 64 && sizeof(TCache) == 2 ? 4 : 2;  // per SM
   static constexpr int kKeyRowBytes = bytes_of_elements<TCache>(kWidth);
   static constexpr int kValueRowBytes = bytes_of_elements<TCache>(kWidthV);
   static constexpr int kValuesAt = kKeys * kKeyRowBytes;

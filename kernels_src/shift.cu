@@ -286,7 +286,7 @@ __device__ __forceinline__ void rotate_staged(const ShiftParams& p, const PageSh
 // grid: (rows / (block / lanes)), block: (a multiple of lanes and of 32), smem: a row of floats for
 // each row of the block
 template <typename TFormat, int kCount>
-__global__ void __launch_bounds__(kShiftThreads)
+__global__ void __launch_bounds__(kShiftThreads, 8)
     shift_four_bit(const __grid_constant__ ShiftParams p) {
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
