@@ -43,7 +43,10 @@ constexpr int kHeldHeads = 4 / static_cast<int>(sizeof(T));
 // longer to fp8. With a reduction 96, or 128 where rows are float32, which takes a few more on some
 // GPUs.
 template <typename T, typename TCache, bool kReduce>
-constexpr int kResidentBlocks = kReduce ? (sizeof(T) == 4 ? 4 : 5) : 7;
+constexpr int kResidentBlocks =
+    kReduce                                                          ? (sizeof(T) == 4 ? 4 : 5)
+    : sizeof(T) == 2 && sizeof(TCache) == 2 && !kSameType<T, TCache> ? 6
+                                                                     : 7;
 
 struct RopeParams {
   const char* query;       // [num_tokens, num_q_heads, head_dim], or null
