@@ -233,7 +233,7 @@ class GroupSimulation:
         self._discard(self._note_left())
 
     def end(self, num_tokens: int) -> None:
-        """End a request of so many tokens; its blocks stay as far as they are useful."""
+        """End a request of so many tokens; its useful blocks stay."""
         length = min(len(self.hashes), num_tokens // self.page_tokens)
         length -= length % self.interval
         while length and any(self.hashes[length - 1] not in group for group in self.states):

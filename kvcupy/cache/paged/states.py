@@ -260,7 +260,7 @@ class States:
         state.live, state.offloaded, state.offloaded_kept = _NO_SLOT, offloaded, tuple(kept)
 
     def take_slots(self, num_kept: int) -> list[int]:
-        """Allocate a slot for a live state, and some for kept ones, as far as they are free."""
+        """Allocate a slot for a live state, and up to the free ones for kept states."""
         return self._allocate(1 + min(num_kept, max(0, self._allocator.num_free - 1)))
 
     def onboard(self, seq: Hashable, slots: Sequence[int], load: Completion) -> None:

@@ -218,7 +218,7 @@ class Scheduler:
             )  # fmt: skip
             if end <= first or group.needs.is_state:  # vLLM says which blocks have a state
                 continue
-            if tables is None:  # as they are now: a window has no blocks before it
+            if tables is None:  # the current ones: a window has no blocks before it
                 tables = output.kv_connector_block_state.get_block_ids(name)
             blocks = enumerate(tables[number][first:end], first)
             saved = [(index, block) for index, block in blocks if block != NULL_BLOCK]
