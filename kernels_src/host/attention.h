@@ -834,6 +834,8 @@ struct ManyRows : HostTile<TCache,
   using Base::kKeys, Base::kWidth, Base::p, Base::t, Base::k, Base::v;
   using typename Base::Block;
   static constexpr int kVectors = kRows / kLanes;
+  // Two blocks of float32 are larger than a first-level cache.
+  static constexpr bool kFetches = !kSameType<TCache, float>;
   static_assert(kKeys % kRowKeys == 0 && kKeys <= 64, "whole products; holes are bits of a word");
   using WeightsOf = Weights<1, kRows>;
 
@@ -902,7 +904,7 @@ struct ManyRows : HostTile<TCache,
   template <typename Form>
   void score(const Block& block, const Block* ahead) {
     for (int n = 0; n < block.count; n += kRowKeys) {
-      for (int i = n; ahead && i < n + kRowKeys; ++i) this->fetch_k(*ahead, i, head);
+      for (int i = n; kFetches && ahead && i < n + kRowKeys; ++i) this->fetch_k(*ahead, i, head);
       int c = 0;
       for (; c + kRowVectors <= num_vectors; c += kRowVectors) score_keys<Form, kRowVectors>(c, n);
       for (; c + 2 <= num_vectors; c += 2) score_keys<Form, 2>(c, n);
@@ -1026,7 +1028,7 @@ struct ManyRows : HostTile<TCache,
       }
       return;
     }
-    for (int n = 0; ahead && n < kKeys; ++n) this->fetch_v(*ahead, n, head);
+    for (int n = 0; kFetches && ahead && n < kKeys; ++n) this->fetch_v(*ahead, n, head);
     constexpr int kWide = kProductVectors * kLanes;
     for (int first = 0; first < width; first += kWide) {
       for (int r = 0; r < t.num_rows; r += kProductRows) {
