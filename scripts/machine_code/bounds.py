@@ -41,7 +41,8 @@ from .chips import (
 )
 from .constants import FirstThread, constant_bank
 from .pieces import heads_of
-from .rows import SECTOR_BYTES, Planned, PlannedDevice, Row
+from .planned import Planned, PlannedDevice
+from .rows import SECTOR_BYTES, Row
 
 _REGISTERS_PER_SM, _REGISTERS_STEP = 65536, 256
 _SHARED_STEP_BYTES = 128

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,8 +10,7 @@ from kvcupy.devices.host import HostDevice
 from kvcupy.ops.attention_call import PARAMS, PIECE
 from kvcupy.ops.attention_kernels import schedule_specialisation
 
-if TYPE_CHECKING:
-    from .rows import Planned
+from .planned import Planned
 
 
 def tiles_of(launch: Planned) -> int:

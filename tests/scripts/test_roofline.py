@@ -22,7 +22,8 @@ from machine_code.bounds import Entry, examine
 from machine_code.chips import CHIPS
 from machine_code.constants import FirstThread, constant_bank
 from machine_code.pieces import heads_of, pieces_of, tiles_of
-from machine_code.rows import ROWS, PlannedDevice
+from machine_code.planned import PlannedDevice
+from machine_code.rows import ROWS
 from roofline import worse
 
 from kvcupy import precompile
