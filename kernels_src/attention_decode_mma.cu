@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     char* values = keys + Shape::kValuesAt;
     const bool more = number + kStages < own_tiles;
     float s[kKeys / 8][4] = {};
-    float v_scales[kKeys / 8][2];
+    [[maybe_unused]] float v_scales[kKeys / 8][2] = {};
     u32 present[1] = {};
     if (Shape::kFetchesApart || number >= 0) {
       present[0] = table.present[stage];
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
       }
-      if constexpr (!kFourBit<TCache>) {
+      if constexpr (Shape::kRowsHaveScales) {
         if (p.k_scale_cache) {
 #pragma unroll
           for (int n = 0; n < kKeys / 8; ++n) {
@@ -427,6 +427,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
       }
       hide_keys(s, present, shared.limits, shared.seen_by_all, p, t, 0, first_of(number));
       weigh(s, largest, sum, o);
+      // Rows of 16 bits have no scales, but spill without this branch.
       if (!kFourBit<TCache> && p.v_scale_cache) {
         const float inverse = raise_value_scale(v_scales, value_scale, o);
 #pragma unroll

@@ -89,6 +89,7 @@ struct DecodeShape {
   // Narrow rows come in larger tiles: what is done once per tile is then done half as often.
   static constexpr int kKeys =
       kFourBit<TCache> || (sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128) ? 32 : 16;
+  static constexpr bool kRowsHaveScales = sizeof(TCache) == 1 && !kFourBit<TCache>;
   static constexpr bool kQueryInRegisters = kWidth <= 192;
   // Whether a separate loop fetches the first tiles: else these would spill.
   static constexpr bool kFetchesApart = kFourBit<TCache> && kWidth == 256;
@@ -168,16 +169,18 @@ __device__ __forceinline__ void set_rows(
     if constexpr (sizeof(TCache) == 2) {
       if (p.rope_table) table.angles[stage][i] = angles_of(p, t, found.key);
     }
-    const i64 slot = exists ? page * p.page_size + offset : 0;
-    if (p.k_scale_cache) {
-      char* scales = const_cast<char*>(p.k_scale_cache);
-      copy_float_async(&table.k_scales[stage][i], scale_address(scales, p.k, slot, kv_head),
-                       exists);
-    }
-    if (p.v_scale_cache) {
-      char* scales = const_cast<char*>(p.v_scale_cache);
-      copy_float_async(&table.v_scales[stage][i], scale_address(scales, p.v, slot, kv_head),
-                       exists);
+    if constexpr (sizeof(TCache) == 1) {
+      const i64 slot = exists ? page * p.page_size + offset : 0;
+      if (p.k_scale_cache) {
+        char* scales = const_cast<char*>(p.k_scale_cache);
+        copy_float_async(&table.k_scales[stage][i], scale_address(scales, p.k, slot, kv_head),
+                         exists);
+      }
+      if (p.v_scale_cache) {
+        char* scales = const_cast<char*>(p.v_scale_cache);
+        copy_float_async(&table.v_scales[stage][i], scale_address(scales, p.v, slot, kv_head),
+                         exists);
+      }
     }
   }
   const u32 present = __ballot_sync(kAllLanes, exists);

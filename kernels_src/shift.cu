@@ -188,7 +188,8 @@ struct ShiftedRow {
 // No thread exits before the reduction is done.
 // grid: (rows / (block / lanes)), block: (a multiple of lanes and of 32), smem: 0
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kShiftThreads) shift_rows(const __grid_constant__ ShiftParams p) {
+__global__ void __launch_bounds__(kShiftThreads, 5)
+    shift_rows(const __grid_constant__ ShiftParams p) {
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const u32 number =
