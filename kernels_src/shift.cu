@@ -186,9 +186,11 @@ struct ShiftedRow {
 };
 
 // No thread exits before the reduction is done.
+// One block is asked for, so that ptxas takes what registers it needs: else it aims at more blocks
+// and spills.
 // grid: (rows / (block / lanes)), block: (a multiple of lanes and of 32), smem: 0
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kShiftThreads, 5)
+__global__ void __launch_bounds__(kShiftThreads, 1)
     shift_rows(const __grid_constant__ ShiftParams p) {
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
