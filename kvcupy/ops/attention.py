@@ -443,7 +443,7 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
     num_sequences, max_pages = checks.block_table(arguments["block_table"])
     for name in ("seq_lens", "query_lens"):
         lens = arguments.get(name)
-        if lens is not None and checks.length_of(lens, name) != num_sequences:
+        if lens is not None and checks.indices(lens, name) != num_sequences:
             raise ValueError(
                 f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
@@ -615,7 +615,7 @@ class AttentionPlan(Plan):
         if call.is_ragged and "cu_query_lens" not in call.views:
             name, offset = self._reserve(4 * (call.num_sequences + 1))
             pointers["cu_query_lens"] = name, offset
-            lanes = 1 if device.warp_lanes == 1 else 32
+            lanes = device.warp_lanes
             starts = {"query_lens": "query_lens", "starts": pointers["cu_query_lens"]}
             launches.append(
                 Launch(

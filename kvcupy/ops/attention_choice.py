@@ -368,17 +368,17 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
     row_counts: tuple[int, ...]
 
     def specialise(rows: int) -> Specialisation:
-        rotates = kernels.template_bool(call.rotates_keys)
-        return kernel.specialise(name, rows, packs_per_lane, rotates)
+        return kernel.specialise(name, rows, packs_per_lane, call.rotates_keys)
 
     packs = -(-max(call.k.cache.width, call.v.cache.width) // _PACK)
+    kernel = kernels.DECODE[device.warp_lanes]
     if device.warp_lanes == 1:
-        kernel, threads, lanes, row_counts = kernels.DECODE[1], 1, 1, _HOST_ROWS
+        threads, lanes, row_counts = 1, 1, _HOST_ROWS
         packs_per_lane = next(n for n in _HOST_PACKS if n >= packs)
         if packs_per_lane * _PACK > _HOST_NARROW:
             row_counts = row_counts[:-1]
     else:
-        kernel, threads = kernels.DECODE[32], _DECODE_THREADS
+        threads = _DECODE_THREADS
         packs_per_lane = next(n for n in _PACKS_PER_LANE if packs <= 32 * n)
         lanes = min(32, 1 << (-(-packs // packs_per_lane) - 1).bit_length())
         formats = kernels.ROTATING_ROWS if call.rotates_keys else kernels.DECODE_ROWS

@@ -16,42 +16,23 @@ from __future__ import annotations
 
 from ..config import shared_bytes
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, by_lanes
 from .attention_call import PARAMS, STARTS_PARAMS
 
-# By the threads that run in lockstep: a warp, or one.
-STARTS = {
-    lanes: Kernel(
-        "attention_schedule.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams",
-        barriers=lanes > 1,
-    )
-    for lanes in (32, 1)
-}  # fmt: skip
+STARTS = by_lanes(
+    "attention_schedule.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams"
+)
 _SCHEDULE_THREADS = 512
-SCHEDULE = {
-    lanes: Kernel(
-        "attention_schedule.cu", "attention_schedule", PARAMS, "AttentionParams",
-        barriers=lanes > 1,
+SCHEDULE = by_lanes("attention_schedule.cu", "attention_schedule", PARAMS, "AttentionParams")
+DECODE = by_lanes("attention.cu", "attention_decode", PARAMS, "AttentionParams")
+# On tensor cores.
+DECODE_MMA, DECODE_LATENT, DECODE_HEADS, PREFILL = (
+    Kernel(f"{name}.cu", name, PARAMS, "AttentionParams", barriers=True)
+    for name in (
+        "attention_decode_mma", "attention_decode_latent", "attention_decode_heads",
+        "attention_prefill",
     )
-    for lanes in (32, 1)
-}  # fmt: skip
-DECODE = {
-    lanes: Kernel("attention.cu", "attention_decode", PARAMS, "AttentionParams", barriers=lanes > 1)
-    for lanes in (32, 1)
-}
-DECODE_MMA = Kernel(
-    "attention_decode_mma.cu", "attention_decode_mma", PARAMS, "AttentionParams", barriers=True
-)
-DECODE_LATENT = Kernel(
-    "attention_decode_latent.cu", "attention_decode_latent", PARAMS, "AttentionParams",
-    barriers=True,
 )  # fmt: skip
-DECODE_HEADS = Kernel(
-    "attention_decode_heads.cu", "attention_decode_heads", PARAMS, "AttentionParams", barriers=True
-)
-PREFILL = Kernel(
-    "attention_prefill.cu", "attention_prefill", PARAMS, "AttentionParams", barriers=True
-)
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
 # shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing,
@@ -120,7 +101,7 @@ _HEADS_DEPTH_STEPS, _HEADS_HELD_STEPS = 9, {32: 3, 16: 4}  # kDepthSteps, kHeldS
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a call on a GPU can take."""
     decodes = [
-        DECODE[32].specialise(name, rows, packs, template_bool(rotates))
+        DECODE[32].specialise(name, rows, packs, rotates)
         for rotates, formats in ((False, DECODE_ROWS), (True, ROTATING_ROWS))
         for name, row_counts_by_packs in formats.items()
         for packs, row_counts in row_counts_by_packs.items()
@@ -201,12 +182,7 @@ def prefill_specialisation(
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
     stages = 1 + (rows > 64 and widths == _TWO_STAGES and not quantised)
     return PREFILL.specialise(
-        PREFILL_FORMATS[format_name],
-        *widths,
-        template_bool(rotates),
-        rows,
-        stages,
-        template_bool(quantised),
+        PREFILL_FORMATS[format_name], *widths, rotates, rows, stages, quantised
     )
 
 
@@ -328,7 +304,7 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `PrefillShape::kBytes` of the kernel."""
     k_width, v_width = map(int, specialisation.arguments[1:3])
     rows, stages = map(int, specialisation.arguments[4:6])
-    rotates, quantised = (specialisation.arguments[i] == template_bool(True) for i in (3, 6))
+    rotates, quantised = (specialisation.arguments[i] == "true" for i in (3, 6))
     keys = 64 if k_width <= 192 else 32
     k_bytes, v_bytes = stages * 2 * keys * k_width, stages * 2 * keys * v_width
     query_bytes = 2 * rows * k_width
@@ -343,8 +319,3 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     tile_bytes = 136 + (16 + 4 * PREFILL_THREADS // PREFILL_ROWS[0]) * rows  # a PrefillTile
     tables_bytes = (stages + 1) * table_bytes + entries_bytes
     return k_bytes + values + tables_bytes + tile_bytes
-
-
-def template_bool(value: bool) -> str:
-    """Return a template argument."""
-    return "true" if value else "false"

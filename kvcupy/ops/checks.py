@@ -674,18 +674,12 @@ def scale_cache(
 
 
 def indices(v: ArrayView, name: str) -> int:
-    """Check an index array, int32 or int64 of one dimension; return its itemsize."""
+    """Check an index array, int32 or int64 of one dimension; return its length."""
     if v.format not in ("int32", "int64"):
         hint = "; convert it with .astype(np.int64) or .long()"
         raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}{hint}")
     if v.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
-    return v.itemsize
-
-
-def length_of(v: ArrayView, name: str) -> int:
-    """Check an index array; return how many indices it has."""
-    indices(v, name)
     return v.shape[0]
 
 

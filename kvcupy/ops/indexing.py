@@ -11,7 +11,7 @@ from .. import devices, faults
 from ..arrays import ArrayView, describe, view
 from ..devices.protocol import Device
 from ..errors import CaptureError
-from ..kernels import Kernel, Specialisation
+from ..kernels import Specialisation, by_lanes
 from . import call, checks
 from .call import Operation, Plan, Views
 from .launch import Launch, fields_of
@@ -44,11 +44,7 @@ _PARAMS = np.dtype(
     align=True,
 )
 
-# By the threads that share a sequence: a warp, or one where threads do not run in lockstep.
-_KERNELS = {
-    lanes: Kernel("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams", barriers=lanes > 1)
-    for lanes in (32, 1)
-}
+_KERNELS = by_lanes("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams")
 
 
 def specialisations() -> list[Specialisation]:
@@ -271,5 +267,5 @@ def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
 def _check_table(table: ArrayView, lengths: dict[str, ArrayView]) -> None:
     checks.block_table(table)
     for name, v in lengths.items():
-        if checks.length_of(v, name) != table.shape[0]:
+        if checks.indices(v, name) != table.shape[0]:
             raise ValueError(f"{name}: expected ({table.shape[0]},), got {describe(v)}")

@@ -88,7 +88,7 @@ def specialisations() -> list[Specialisation]:
         for target in MERGED
         if source in (target, "fp32")
         for count in (_pack(source), 1)
-        for kernel, *block in ((MERGE,), (MERGE_MANY, "false"), (MERGE_MANY, "true"))
+        for kernel, *block in ((MERGE,), (MERGE_MANY, False), (MERGE_MANY, True))
     ]
 
 
@@ -274,7 +274,7 @@ def _launch(
     grid = geometry.grid
     if "split_tiles" in pointers and num_states > 2 and 1 < threads <= 32:
         grid = min(grid[0], _TILE_BLOCKS_PER_SM * device.sm_count), 1, 1
-    kernels, block = (MERGE, []) if num_states <= 2 else (MERGE_MANY, [str(has_block).lower()])
+    kernels, block = (MERGE, []) if num_states <= 2 else (MERGE_MANY, [has_block])
     ctypes = FORMATS[source].ctype, FORMATS[target].ctype
     specialisation = kernels[threads > 1].specialise(*ctypes, count, *block)
     smem_bytes = 4 * (_SHARES + threads * count) if has_block else 0

@@ -121,8 +121,7 @@ def specialisations() -> list[Specialisation]:
 
 
 def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Specialisation:
-    flag = "true" if reduces else "false"
-    return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, flag)
+    return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, reduces)
 
 
 @_APPLY_ROPE.public
@@ -510,7 +509,7 @@ def _plan_store_mla(
 def _slots(arguments: dict[str, Any], v: KVOperand, rotation: Rotation, skip_slot: int) -> Slots:
     """Check the slots, and the rows that are not rotated."""
     slots, name = arguments["slot_mapping"], v.names.rows
-    num_slots = checks.length_of(slots, "slot_mapping")
+    num_slots = checks.indices(slots, "slot_mapping")
     if num_slots > rotation.num_tokens:
         most = f"at most {rotation.num_tokens} slots, one per position"
         raise ValueError(f"slot_mapping: expected {most}, got {num_slots}")

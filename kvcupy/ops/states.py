@@ -373,7 +373,7 @@ def _plan(
 ) -> StatePlan:
     checks.require_arrays(views, [a.name for a in operation.arguments if not a.fresh])
     checks.require_same_device(views)
-    num_rows = checks.length_of(views["slots"], "slots")
+    num_rows = checks.indices(views["slots"], "slots")
     num_slots = None
     allocated: Views = {}
     for row, cache in _pairs(operation):
@@ -477,7 +477,7 @@ def _plan_conv(views: Views, alignment: int, skip_slot: int) -> ConvStatePlan:
     checks.require_output(cache, "cache")
     if _row_bytes(cache) >= 2**31:
         raise ValueError(f"cache: expected slots of less than 2 GiB, got {describe(cache)}")
-    num_sequences = checks.length_of(slots, "slots")
+    num_sequences = checks.indices(slots, "slots")
     checks.indices(sums, "cu_query_lens")
     checks.require_shape(sums, "cu_query_lens", (num_sequences + 1,), ", a sum for each slot and 0")
     return ConvStatePlan(views, skip_slot, alignment)

@@ -12,7 +12,7 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, by_lanes
 from ..observe import Access
 from . import call, checks
 from .call import Operation, Plan, Probed, StepOperation, Views
@@ -107,13 +107,7 @@ FOUR_BIT_STORE = Kernel(
 )
 GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
-# By the lanes of a warp: where there are several they exchange what was rotated.
-GATHER_FOUR_BIT = {
-    lanes: Kernel(
-        "gather_four_bit.cu", "gather_four_bit", PARAMS, "CacheRowsParams", barriers=lanes > 1
-    )
-    for lanes in (32, 1)
-}
+GATHER_FOUR_BIT = by_lanes("gather_four_bit.cu", "gather_four_bit", PARAMS, "CacheRowsParams")
 
 _ZEROED = {"k": 1, "v": 2}  # kZeroedKey and kZeroedValue of kernels_src/cache_rows.cuh
 
@@ -365,7 +359,7 @@ def _store_plan(
     alignment: int,
 ) -> StorePlan:  # fmt: skip
     slots = arguments["slot_mapping"]
-    num_slots = checks.length_of(slots, "slot_mapping")
+    num_slots = checks.indices(slots, "slot_mapping")
     for operand in (k, v):
         checks.require_rows(operand, num_slots)
     library = arguments[k.names.rows].library
@@ -394,7 +388,7 @@ def _plan_gather_kv(
 def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | None) -> Views:
     """Describe the outputs of a gather that the caller leaves to it."""
     checks.layout_name(layout)
-    checks.length_of(arguments["slots"], "slots")
+    checks.indices(arguments["slots"], "slots")
     for names in (_K_OUT, _V_OUT):
         cache = arguments[names.cache]
         if names.rows not in arguments:
@@ -571,7 +565,7 @@ class GatherPlan(_CacheRowsPlan):
             return GATHER_COPY
         if operand.four_bit is None:
             return GATHER_CONVERT
-        return GATHER_FOUR_BIT[1 if self.device.warp_lanes == 1 else 32]
+        return GATHER_FOUR_BIT[self.device.warp_lanes]
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.cache_format.ctype, operand.rows_format.ctype
