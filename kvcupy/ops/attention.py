@@ -425,17 +425,11 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
         raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
     if cache.width > _MAX_WIDTH:
         raise ValueError(f"{name}: expected rows of at most {_MAX_WIDTH}, got {cache.width}")
-    static = arguments.get(names.scale)
-    scale = checks.scale(static, names.scale, cache.num_heads, cache_format)
-    scale_cache = checks.scale_cache(
-        arguments.get(names.scale_cache), names.scale_cache, (names.scale, static), cache,
-        cache_format, written=False,
-    )  # fmt: skip
+    scales = checks.scales(arguments, names, cache, cache_format, written=False)
     rows = checks.Rows(0, cache.num_heads, cache.width, 0, 0)  # there are none
     return KVOperand(
-        rows, cache, cache_format, cache_format, scale, scale_cache, names,
-        rotated_width=array.rotated_width,
-    )  # fmt: skip
+        rows, cache, cache_format, cache_format, *scales, names, rotated_width=array.rotated_width
+    )
 
 
 def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:

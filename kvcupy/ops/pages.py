@@ -522,13 +522,9 @@ def _shift_kernel(
         return SHIFT_ROWS[lanes].specialise(format.ctype, pack), max(1, words), {}
     count = CODES_PER_THREAD if alignment % 16 == 0 else 1
     block = formats.rotation_block(key.rotated_width)
-    params = {
-        "key.group_scales.group_shift": four_bit.group.bit_length() - 1,
-        "key.group_scales.code_word_bytes": min(8, aligned),
-        "key.group_scales.rotation_shift": max(0, block.bit_length() - 1),
-        "key.group_scales.rotated_width": key.rotated_width,
-        "key.group_scales.four_over_six": key.scale_rule == "four_over_six",
-    }
+    params = checks.group_params(
+        "key.group_scales", four_bit, key.rotated_width, key.scale_rule, min(8, aligned)
+    )
     kernel = SHIFT_FOUR_BIT[lanes].specialise(four_bit.ctype, count)
     return kernel, max(width, block) // CODES_PER_THREAD, params
 

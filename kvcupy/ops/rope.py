@@ -266,7 +266,7 @@ def rope_store_kv(
     >>> bool((k_cache[5] == k[0]).all()), float(v_cache[5, 0, 0])
     (True, 1.0)
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = checks.sink_slot(skip_slot)
     writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out, key, key if writes_key else None, value,
@@ -331,7 +331,7 @@ def rope_store_mla(
     >>> float(cache[3].sum())
     576.0
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = checks.sink_slot(skip_slot)
     writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out,
