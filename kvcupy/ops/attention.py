@@ -314,8 +314,6 @@ def _checked_options(
     interleaved: Any, rotary_start: Any, batch_invariant: Any,
 ) -> AttentionOptions:  # fmt: skip
     layout = checks.layout_name(layout)
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal: expected a bool, got {causal!r}")
     if window is not None:
         checks.require_int(window, "window")
         if not 1 <= window < 2**63:
@@ -328,15 +326,11 @@ def _checked_options(
     checks.require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
-    flags = {"causal": causal, "interleaved": interleaved, "batch_invariant": batch_invariant}
-    for name, value in flags.items():
-        if type(value) is not bool:
-            checks.flag(value, name)
     return AttentionOptions(
-        layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0),
-        int(sink_tokens or 0),
-        _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
-        int(rotary_start), bool(batch_invariant),
+        layout, _float32(sm_scale, "sm_scale"), checks.flag(causal, "causal"), int(window or 0),
+        int(sink_tokens or 0), _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0,
+        checks.flag(interleaved, "interleaved"), int(rotary_start),
+        checks.flag(batch_invariant, "batch_invariant"),
     )  # fmt: skip
 
 
@@ -500,23 +494,17 @@ def _check_rope(
     """Check the rope table against keys of `width` elements, and the positions of a tree."""
     table, tail = arguments.get("rope_table"), arguments.get("tree_positions")
     if table is not None:
-        checks.require_format(table, "rope_table", "fp32")
-        if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] < 2 or table.shape[1] % 2:
-            raise ValueError(
-                f"rope_table: expected (max_positions, rotary_dim), not empty and rotary_dim even, "
-                f"got {describe(table)}"
-            )
-        checks.require_contiguous(table, "rope_table")
+        _, rotary_dim = checks.rope_table(table, min_positions=1)
         keys = arguments["k_cache"]
         if rotary_start < keys.rotated_width:
             raise ValueError(
                 "rope_table: expected None, as RoPE of a key cannot follow the rotation that it is "
                 f"stored with, got an array for k_cache {describe(keys)}"
             )
-        if rotary_start + table.shape[1] > width:
+        if rotary_start + rotary_dim > width:
             raise ValueError(
-                f"rotary_start: expected at most {width - table.shape[1]}, to rotate "
-                f"{table.shape[1]} of the {width} elements of k_cache, got {rotary_start}"
+                f"rotary_start: expected at most {width - rotary_dim}, to rotate {rotary_dim} of "
+                f"the {width} elements of k_cache, got {rotary_start}"
             )
     if tail is None:
         return

@@ -86,6 +86,7 @@ PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 LATENT_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 
+_ITEMSIZES = {f.ctype: f.itemsize for f in FORMATS.values()}
 _TURING_SMEM_BYTES = 64 * 1024
 RESERVED_SMEM_BYTES = 1024  # of each block, by the driver
 # Decode kernels for which an architecture has too few registers: they would spill.
@@ -150,13 +151,29 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
             return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
         return True
+    fits = smem_bytes(specialisation, arch) <= _TURING_SMEM_BYTES
+    return fits and format != PREFILL_FORMATS["bf16"]
+
+
+def tile_of(specialisation: Specialisation) -> tuple[int, int]:
+    """Return the packed rows per tile of a kernel on tensor cores, and the threads of its block."""
+    kernel = specialisation.kernel
     if kernel is PREFILL:
-        smem_bytes = prefill_smem_bytes(specialisation)
-    elif kernel is DECODE_MMA:
-        smem_bytes = decode_mma_smem_bytes(specialisation, arch)
-    else:
-        smem_bytes = latent_smem_bytes(specialisation)
-    return format != PREFILL_FORMATS["bf16"] and smem_bytes <= _TURING_SMEM_BYTES
+        return prefill_rows(specialisation), PREFILL_THREADS
+    if kernel is DECODE_HEADS:
+        return HEADS_ROWS, HEADS_THREADS
+    return DECODE_MMA_ROWS, DECODE_MMA_THREADS
+
+
+def smem_bytes(specialisation: Specialisation, arch: str) -> int:
+    """Return the dynamic shared memory of a block of a kernel on tensor cores."""
+    if specialisation.kernel is DECODE_MMA:
+        return decode_mma_smem_bytes(specialisation, arch)
+    by_kernel = {
+        PREFILL: prefill_smem_bytes, DECODE_LATENT: latent_smem_bytes,
+        DECODE_HEADS: heads_smem_bytes,
+    }  # fmt: skip
+    return by_kernel[specialisation.kernel](specialisation)
 
 
 def schedule_specialisation(warp_lanes: int) -> Specialisation:
@@ -204,7 +221,7 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     ctype, *widths = specialisation.arguments
     k_width, v_width = map(int, widths)
     four_bit = next((f for f in FOUR_BIT.values() if f.ctype == ctype), None)
-    itemsize = next((f.itemsize for f in FORMATS.values() if f.ctype == ctype), 1)
+    itemsize = _ITEMSIZES.get(ctype, 1)
     keys = _TILE_KEYS[four_bit is not None or (itemsize == 1 and max(k_width, v_width) <= _NARROW)]
     tile_bytes = keys * itemsize * (k_width + v_width) // (1 if four_bit is None else 2)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
@@ -245,9 +262,8 @@ def latent_specialisation(format_name: str) -> Specialisation:
 
 def latent_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `LatentShape::kBytes` of the kernel."""
-    formats = {f.ctype: f.itemsize for f in FORMATS.values()}
     coded = specialisation.arguments[0] in FOUR_BIT_CTYPES  # whose tiles are fp16
-    itemsize = 2 if coded else formats[specialisation.arguments[0]]
+    itemsize = 2 if coded else _ITEMSIZES[specialisation.arguments[0]]
     keys, stages, width = 32, 2, LATENT_WIDTHS[0]
     tables = stages + 1 + coded
     angles = tables * keys if itemsize == 2 and not coded else keys
@@ -278,8 +294,7 @@ def _heads_keys(fitting: int) -> int:
 def heads_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `HeadsShape::kBytes` of the kernel."""
     ctype, keys_per_tile = specialisation.arguments
-    keys = int(keys_per_tile)
-    itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
+    keys, itemsize = int(keys_per_tile), _ITEMSIZES[ctype]
     stages, warps, width = 2, HEADS_THREADS // 32, LATENT_WIDTHS[0]
     query_bytes = warps * (_HEADS_DEPTH_STEPS - _HEADS_HELD_STEPS[keys]) * 2 * 512
     sums_bytes = warps * 3 * 32 * keys

@@ -696,20 +696,21 @@ def flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def block_table(v: ArrayView, name: str = "block_table") -> tuple[int, int]:
+def block_table(v: ArrayView) -> tuple[int, int]:
     """Check a block table; return the number of sequences, and of pages per row."""
-    require_format(v, name, "int32", "int64")
+    require_format(v, "block_table", "int32", "int64")
     if v.ndim != 2:
-        raise ValueError(f"{name}: expected (sequences, max_pages), got {describe(v)}")
+        raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(v)}")
     return v.shape[0], v.shape[1]
 
 
-def rope_table(v: ArrayView, name: str = "rope_table") -> tuple[int, int]:
+def rope_table(v: ArrayView, *, min_positions: int = 0) -> tuple[int, int]:
     """Check a table of cos and sin; return its positions and its width."""
-    require_format(v, name, "fp32")
-    if v.ndim != 2 or v.shape[1] % 2 or v.shape[1] < 2:
-        raise ValueError(f"{name}: expected (max_positions, even rotary_dim), got {describe(v)}")
-    require_contiguous(v, name)
+    require_format(v, "rope_table", "fp32")
+    if v.ndim != 2 or v.shape[0] < min_positions or v.shape[1] % 2 or v.shape[1] < 2:
+        expected = "(max_positions, even rotary_dim)"
+        raise ValueError(f"rope_table: expected {expected}, got {describe(v)}")
+    require_contiguous(v, "rope_table")
     return v.shape[0], v.shape[1]
 
 

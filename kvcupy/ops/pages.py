@@ -415,9 +415,7 @@ def _plan_shift(
     bytes_of(keys, "pool")
     checks.require_contiguous(keys, "pool")
     checks.require_output(keys, "pool")
-    max_positions, rotary_dim = checks.rope_table(views["rope_table"])
-    if not max_positions:
-        raise ValueError("rope_table: expected at least one position, got none")
+    max_positions, rotary_dim = checks.rope_table(views["rope_table"], min_positions=1)
     count = checks.indices(pages, "pages")
     delta = views["delta"]
     for name in _LISTS:
