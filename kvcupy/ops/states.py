@@ -291,7 +291,31 @@ def _row_bytes(v: ArrayView) -> int:
 # --- Stores and gathers ---------------------------------------------------------------------------
 
 
-class StatePlan(Plan):
+class _SlotsPlan(Plan):
+    """Work on slots of caches.
+
+    Parameters
+    ----------
+    caches : the names of the caches
+    """
+
+    def __init__(
+        self, operation: Operation, views: Views, caches: Sequence[str], skip_slot: int
+    ) -> None:
+        library = views[caches[0]].library
+        super().__init__(operation, devices.get(views["slots"].device), library)
+        self._caches, self._skip_slot = caches, skip_slot
+
+    def access(self, name: str, views: Views) -> observe.Access:
+        """Return the slots of caches, and all of other arrays."""
+        if name not in self._caches:
+            return super().access(name, views)
+        return observe.Access(
+            views[name], views["slots"], name=name, axes=("slot",), skip_slot=self._skip_slot
+        )
+
+
+class StatePlan(_SlotsPlan):
     """Copies states between arrays of rows and the slots of caches: of one array, or of two.
 
     The kernels take the arrays as K and V, and cut long rows into pieces, their heads.
@@ -301,22 +325,11 @@ class StatePlan(Plan):
         self, operation: Operation, kernel: Kernel, views: Views, skip_slot: int, alignment: int,
         allocated: Views,
     ) -> None:  # fmt: skip
-        slots = views["slots"]
-        super().__init__(operation, devices.get(slots.device), views[operation.names[-2]].library)
+        super().__init__(operation, views, [cache for _, cache in _pairs(operation)], skip_slot)
         self.allocated, self.zeroed = allocated, False
-        self._skip_slot = skip_slot
-        self._caches = [cache for _, cache in _pairs(operation)]
         pairs = [pair for pair in _pairs(operation) if _row_bytes(views[pair[1]])]
-        if slots.shape[0] and pairs:
+        if views["slots"].shape[0] and pairs:
             self.load(lambda aligned: [self._launch(kernel, pairs, views, aligned)], alignment)
-
-    def access(self, name: str, views: Views) -> observe.Access:
-        """Return the slots of caches, and all of other arrays."""
-        if name not in self._caches:
-            return super().access(name, views)
-        return observe.Access(
-            views[name], views["slots"], name=name, axes=("slot",), skip_slot=self._skip_slot
-        )
 
     def _launch(
         self, kernel: Kernel, pairs: Sequence[tuple[str, str]], views: Views, alignment: int
@@ -404,23 +417,13 @@ _GATHERS = [(each, partial(_plan, each, GATHER_COPY)) for each in (_GATHER_STATE
 # --- Convolutions ---------------------------------------------------------------------------------
 
 
-class ConvStatePlan(Plan):
+class ConvStatePlan(_SlotsPlan):
     """Updates of the states of a convolution."""
 
     def __init__(self, views: Views, skip_slot: int, alignment: int) -> None:
-        cache = views["cache"]
-        super().__init__(_UPDATE_CONV_STATE, devices.get(cache.device), cache.library)
-        self._skip_slot = skip_slot
-        if views["slots"].shape[0] and prod(cache.shape[1:]):
+        super().__init__(_UPDATE_CONV_STATE, views, ("cache",), skip_slot)
+        if views["slots"].shape[0] and prod(views["cache"].shape[1:]):
             self.load(lambda aligned: [self._launch(views, aligned)], alignment)
-
-    def access(self, name: str, views: Views) -> observe.Access:
-        """Return the slots of the cache, and all of other arrays."""
-        if name != "cache":
-            return super().access(name, views)
-        return observe.Access(
-            views[name], views["slots"], name=name, axes=("slot",), skip_slot=self._skip_slot
-        )
 
     def _launch(self, views: Views, alignment: int) -> Launch:
         device = self.device
