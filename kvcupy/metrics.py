@@ -179,11 +179,8 @@ _listeners: list[Callable[[str, float, dict[str, str]], None]] = []
 # --- Switching on and off, and reading ---
 
 
-class _Operations:
+class _Operations(observe.Observer):
     """An observer that counts operations, their bytes, and the waits of streams."""
-
-    def before(self, operation: observe.Operation) -> None:
-        pass
 
     def after(self, operation: observe.Operation) -> None:
         stream = operation.stream
@@ -196,9 +193,6 @@ class _Operations:
             _counts["kvcupy_operations_total", labels] += 1
             if num_bytes:
                 _counts["kvcupy_bytes_total", labels] += num_bytes
-
-    def recorded(self, event: Any, stream: Any) -> None:
-        pass
 
     def waited(self, stream: Any, event: Any) -> None:
         if not stream.capturing:
