@@ -35,6 +35,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from . import observe
@@ -389,11 +390,8 @@ class PrometheusCollector:
 
 def _cumulative(sample: Distribution) -> list[tuple[str, int]]:
     """Return (upper bound, values up to it) of each bucket, as Prometheus counts."""
-    buckets, total = [], 0
-    for bound, count in zip((*map(repr, sample.bounds), "+Inf"), sample.counts, strict=True):
-        total += count
-        buckets.append((bound, total))
-    return buckets
+    bounds = *map(repr, sample.bounds), "+Inf"
+    return list(zip(bounds, accumulate(sample.counts), strict=True))
 
 
 def instrument(meter: Any) -> None:
