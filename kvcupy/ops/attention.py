@@ -358,8 +358,7 @@ def check_call(
     arguments: dict[str, Any], options: AttentionOptions, returns_lse: bool = False
 ) -> AttentionCall:
     """Check all arguments, and describe the outputs that are to be allocated."""
-    checks.require_arrays(arguments, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
-    checks.require_same_device(arguments)
+    checks.require_arguments(_ATTENTION, arguments)
     query = arguments["query"]
     check_query(query)
     num_tokens, num_heads, _ = query.shape

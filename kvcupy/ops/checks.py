@@ -17,6 +17,7 @@ from .. import formats
 from ..arrays import ArrayView, describe, overlap, recast, view
 from ..formats import FOUR_BIT, Format, FourBitFormat, require_groups
 from ..observe import Access, DerivedSlots
+from .spec import Declaration
 
 # --- Rows and caches ------------------------------------------------------------------------------
 
@@ -325,13 +326,17 @@ class KVOperand(NamedTuple):
         by_cache = cache.scales == (code_bytes, cache.strides)
 
         def part(
-            width: int, row_strides: tuple[int, ...], cache_strides: tuple[int, ...], *starts: int
-        ) -> KVOperand:
-            rows_start, cache_start = starts or (0, 0)
+            width: int, row_strides: tuple[int, ...], cache_strides: tuple[int, ...],
+            rows_start: int = 0, cache_start: int = 0,
+        ) -> KVOperand:  # fmt: skip
+            token_bytes, head_bytes = row_strides
+            page_bytes, offset_bytes, cache_head_bytes = cache_strides
             return self._replace(
-                rows=Rows(rows.num_tokens, rows.num_heads, width, *row_strides),
-                cache=Cache(cache.num_slots, cache.page_size, cache.num_heads, width,
-                            *cache_strides),
+                rows=Rows(rows.num_tokens, rows.num_heads, width, token_bytes, head_bytes),
+                cache=Cache(
+                    cache.num_slots, cache.page_size, cache.num_heads, width, page_bytes,
+                    offset_bytes, cache_head_bytes,
+                ),
                 rows_format=formats.FORMATS["int8"], cache_format=formats.FORMATS["int8"],
                 rows_offset_bytes=self.rows_offset_bytes + rows_start,
                 cache_offset_bytes=self.cache_offset_bytes + cache_start,
@@ -735,6 +740,12 @@ def require_arrays(views: Mapping[str, ArrayView], names: Iterable[str]) -> None
     for name in names:
         if name not in views:
             raise TypeError(f"{name}: expected an array, got None")
+
+
+def require_arguments(declaration: Declaration, views: Mapping[str, Any]) -> None:
+    """Raise for a required array that is None, and for arrays of several devices in one call."""
+    require_arrays(views, declaration.required)
+    require_same_device(views)
 
 
 def require_same_device(arguments: Mapping[str, Any]) -> None:

@@ -252,8 +252,7 @@ def _fault_id(argument: str) -> int:
 
 
 def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
-    checks.require_arrays(views, _SLOT_MAPPING.names)
-    checks.require_same_device(views)
+    checks.require_arguments(_SLOT_MAPPING, views)
     out = views["out"]
     lengths = {name: views[name] for name in ("seq_lens", "append_lens")}
     _check_table(views["block_table"], lengths)

@@ -172,8 +172,7 @@ class PagesPlan(Plan):
 
 
 def _plan(views: Views, alignment: int) -> PagesPlan:
-    checks.require_arrays(views, _COPY_PAGES.names)
-    checks.require_same_device(views)
+    checks.require_arguments(_COPY_PAGES, views)
     cache, src, dst = (views[name] for name in _COPY_PAGES.names)
     if cache.ndim == 0:
         raise ValueError(f"cache: expected pages on the first axis, got {describe(cache)}")
@@ -403,8 +402,7 @@ class ShiftPlan(Plan):
 def _plan_shift(
     views: dict[str, Any], alignment: int, interleaved: Any, start: int | None
 ) -> ShiftPlan:
-    checks.require_arrays(views, ("pool", "pages", "delta", "rope_table"))
-    checks.require_same_device(views)
+    checks.require_arguments(_SHIFT_PAGES, views)
     keys, pages = views["pool"], views["pages"]
     checks.number_format(keys, "pool", four_bit=True)
     if keys.ndim not in (3, 4, 5):

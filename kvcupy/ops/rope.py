@@ -181,8 +181,6 @@ def apply_rope(
     >>> q[0, 0].tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    if key is None:
-        raise TypeError("key: expected an array, got None")
     arrays = (
         query, query if query_out is None else query_out, key, key if key_out is None else key_out,
         rope_table, query_norm, key_norm, positions,
@@ -471,7 +469,6 @@ def _plan_store(
     arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int,
     two_streams: bool = False,
 ) -> RopePlan:  # fmt: skip
-    checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
     rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
@@ -493,7 +490,6 @@ def _plan_store(
 def _plan_store_mla(
     arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int
 ) -> RopePlan:
-    checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
     rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
@@ -558,8 +554,7 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
 def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOptions) -> Rotation:
     """Check the table, the positions and how pairs use them."""
     interleaved, sections, sections_interleaved, eps = rotary
-    checks.require_same_device(arguments)
-    checks.require_arrays(arguments, ("rope_table", "positions"))
+    checks.require_arguments(operation, arguments)
     table, positions = arguments["rope_table"], arguments["positions"]
     checks.rope_table(table)
     checks.require_format(positions, "positions", "int32", "int64")

@@ -464,8 +464,7 @@ class ConvStatePlan(_SlotsPlan):
 
 
 def _plan_conv(views: Views, alignment: int, skip_slot: int) -> ConvStatePlan:
-    checks.require_arrays(views, _UPDATE_CONV_STATE.names)
-    checks.require_same_device(views)
+    checks.require_arguments(_UPDATE_CONV_STATE, views)
     x, cache, slots, sums = (views[name] for name in _UPDATE_CONV_STATE.names)
     for name, axes in (
         ("x", ("num_tokens", "channels")),

@@ -340,15 +340,13 @@ class LatentArrays(Probed):
 def _plan_store_kv(
     arguments: dict[str, Any], alignment: int, layout: Any, skip_slot: int
 ) -> StorePlan:
-    checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
-    checks.require_same_device(arguments)
+    checks.require_arguments(_STORE_KV, arguments)
     k, v = checks.kv_operands(arguments, layout)
     return _store_plan(_STORE_KV, arguments, k, v, skip_slot, alignment)
 
 
 def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int) -> StorePlan:
-    checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
-    checks.require_same_device(arguments)
+    checks.require_arguments(_STORE_MLA, arguments)
     latent, rope_key = checks.mla_operands(arguments)
     alignment |= rope_key.cache_offset_bytes & 15
     return _store_plan(_STORE_MLA, arguments, latent, rope_key, skip_slot, alignment)
@@ -369,11 +367,10 @@ def _store_plan(
 def _plan_gather_kv(
     arguments: dict[str, Any], alignment: int, layout: Any, dtype: str | None
 ) -> GatherPlan:
-    checks.require_arrays(arguments, ("k_cache", "v_cache", "slots"))
+    checks.require_arguments(_GATHER_KV, arguments)
     slots = arguments["slots"]
     allocated = _outputs_to_allocate(arguments, layout, dtype)
     arguments = {**arguments, **allocated}
-    checks.require_same_device(arguments)
     k, v = checks.kv_operands(arguments, layout, (_K_OUT, _V_OUT), into_cache=False)
     checks.indices(slots, "slots")
     for operand in (k, v):
