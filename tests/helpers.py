@@ -223,6 +223,15 @@ class Case(testing.Arguments):
         cache.buffer.exact &= latent.fmt == cache.fmt == rope_key.fmt
         self.call("store_mla", latent, rope_key, cache, slots, **options)
 
+    def scale_caches(self, num_slots: int, heads: int = 2) -> dict[str, Arg]:
+        """Place caches of dynamic scales, each in the middle of a buffer: options of a store."""
+        return {
+            name: self.output(
+                "fp32", (3 * num_slots, heads), lambda a: a[num_slots : 2 * num_slots], name=name
+            )
+            for name in ("k_scale_cache", "v_scale_cache")
+        }
+
     # Checks
 
     def check(self, operation: str, faults: list[tuple[int, int]]) -> None:
