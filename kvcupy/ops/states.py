@@ -264,8 +264,8 @@ def _require_rows(v: ArrayView, name: str) -> None:
     _require_whole_bytes(v, name)
     if v.ndim == 0:
         raise ValueError(f"{name}: expected rows on the first axis, got {describe(v)}")
-    wanted = contiguous_strides(v.shape[1:], v.itemsize)
-    steps = zip(v.shape[1:], v.strides[1:], wanted, strict=True)
+    contiguous = contiguous_strides(v.shape[1:], v.itemsize)
+    steps = zip(v.shape[1:], v.strides[1:], contiguous, strict=True)
     if v.size and any(n > 1 and stride != step for n, stride, step in steps):
         raise ValueError(f"{name}: expected contiguous rows, got strides of {v.strides} bytes")
     if _row_bytes(v) >= 2**31:

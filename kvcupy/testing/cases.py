@@ -105,14 +105,15 @@ _CASES: list[Case] = []
 def _case(
     operation: str, name: str, *features: str, **options: Any
 ) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
-    """Add a case which calls the decorated builder with `options`."""
+    """Add a case which calls the decorated builder with `options`.
+
+    A case with the name of one of the `FEATURES` has it.
+    """
 
     def add(build: Callable[..., Call]) -> Callable[..., Call]:
         compared = _COMPARED.get(operation, "bits")
-        made = Case(
-            operation, name, lambda case: build(case, **options), compared, frozenset(features)
-        )
-        _CASES.append(made)
+        named = frozenset({name} & FEATURES.keys()) | frozenset(features)
+        _CASES.append(Case(operation, name, lambda case: build(case, **options), compared, named))
         return build
 
     return add
@@ -215,10 +216,10 @@ def _scales(case: Arguments, kind: str) -> dict[str, Any]:
 @_case("store_kv", "HND pages", layout="HND")
 @_case("store_kv", "more rows than slots", spare=3)
 @_case("store_kv", "no tokens", tokens=0)
-@_case("store_kv", "padding", "padding", kind="padding")
-@_case("store_kv", "past the end", "past the end", kind="past the end")
+@_case("store_kv", "padding", kind="padding")
+@_case("store_kv", "past the end", kind="past the end")
 @_case("store_kv", "a sink slot", skip=0)
-@_case("store_kv", "views", "views", views=True)
+@_case("store_kv", "views", views=True)
 @_case("store_kv", "fp32 to bf16", fmt="fp32", cache_fmt="bf16")
 @_case("store_kv", "fp32 to fp8_e4m3, scales", fmt="fp32", cache_fmt="fp8_e4m3", scales="static")
 @_case("store_kv", "fp32 to int8, scales by head", fmt="fp32", cache_fmt="int8", scales="per head")
@@ -262,8 +263,8 @@ def _store_kv(
 
 @_case("store_mla", "bf16")
 @_case("store_mla", "slots, not pages", paged=False)
-@_case("store_mla", "padding", "padding", kind="padding")
-@_case("store_mla", "past the end", "past the end", kind="past the end")
+@_case("store_mla", "padding", kind="padding")
+@_case("store_mla", "past the end", kind="past the end")
 @_case("store_mla", "bf16 to fp8_e4m3, a scale", cache_fmt="fp8_e4m3", scale=0.3)
 def _store_mla(
     case: Arguments, *, cache_fmt: str = "bf16", paged: bool = True, kind: str = "",
@@ -285,9 +286,9 @@ def _store_mla(
 
 @_case("gather_kv", "bf16")
 @_case("gather_kv", "HND pages", layout="HND")
-@_case("gather_kv", "padding", "padding", kind="padding")
-@_case("gather_kv", "past the end", "past the end", kind="past the end")
-@_case("gather_kv", "views", "views", views=True)
+@_case("gather_kv", "padding", kind="padding")
+@_case("gather_kv", "past the end", kind="past the end")
+@_case("gather_kv", "views", views=True)
 @_case("gather_kv", "fp8_e4m3 to bf16, scales", cache_fmt="fp8_e4m3", scales="static")
 @_case("gather_kv", "int8 to bf16, scales by head", cache_fmt="int8", scales="per head")
 @_case("gather_kv", "int8 to bf16, scales by row", cache_fmt="int8", scales="dynamic")
@@ -361,7 +362,7 @@ def _compare_rotated(
 @_case("apply_rope", "fp32", fmt="fp32")
 @_case("apply_rope", "a part of each head", rotary_dim=16)
 @_case("apply_rope", "to outputs", outputs=True)
-@_case("apply_rope", "past the end", "past the end", kind="past the end")
+@_case("apply_rope", "past the end", kind="past the end")
 def _apply_rope(
     case: Arguments, *, fmt: str = "bf16", rotary_dim: int = 32, interleaved: bool = False,
     outputs: bool = False, kind: str = "",
@@ -395,8 +396,8 @@ def _apply_rope(
 @_case("rope_store_kv", "bf16")
 @_case("rope_store_kv", "fp16, interleaved", fmt="fp16", interleaved=True)
 @_case("rope_store_kv", "a part of each head", rotary_dim=16)
-@_case("rope_store_kv", "padding", "padding", kind="padding")
-@_case("rope_store_kv", "past the end", "past the end", kind="past the end")
+@_case("rope_store_kv", "padding", kind="padding")
+@_case("rope_store_kv", "past the end", kind="past the end")
 @_case("rope_store_kv", "bf16 to fp8_e4m3, scales", cache_fmt="fp8_e4m3", scales="static")
 def _rope_store_kv(
     case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", width: int = 32,
@@ -650,9 +651,9 @@ def _merge_states(
 @_case("copy_pages", "pages")
 @_case("copy_pages", "no pages", pairs=((), ()))
 @_case("copy_pages", "K and V", arrays=2)
-@_case("copy_pages", "padding", "padding", pairs=((8, -1, 0, 3), (1, 6, -4, 5)))
-@_case("copy_pages", "past the end", "past the end", pairs=((8, 9, 0, 3), (1, 6, 9, 5)))
-@_case("copy_pages", "views", "views", views=True)
+@_case("copy_pages", "padding", pairs=((8, -1, 0, 3), (1, 6, -4, 5)))
+@_case("copy_pages", "past the end", pairs=((8, 9, 0, 3), (1, 6, 9, 5)))
+@_case("copy_pages", "views", views=True)
 def _copy_pages(
     case: Arguments, *, pairs: tuple[tuple[int, ...], tuple[int, ...]] = ((8, 0, 3), (1, 6, 5)),
     arrays: int = 1, views: bool = False, widths: tuple[int, int] = (24, 31),
@@ -686,10 +687,10 @@ def exact_rotations(rng: np.random.Generator, positions: int, rotary_dim: int) -
 @_case("shift_pages", "latents", latent=True, rotary_dim=16)
 @_case("shift_pages", "fp8_e4m3", fmt="fp8_e4m3")
 @_case("shift_pages", "int8, onto other pages", fmt="int8", out=True)
-@_case("shift_pages", "padding", "padding", out=True, pages=(8, -1, 3), out_pages=(1, 6, -4))
-@_case("shift_pages", "past the end", "past the end", out=True, pages=(9, 4, 3, 0),
+@_case("shift_pages", "padding", out=True, pages=(8, -1, 3), out_pages=(1, 6, -4))
+@_case("shift_pages", "past the end", out=True, pages=(9, 4, 3, 0),
        out_pages=(1, 9, 6, 5), delta=(1, 1, 64, -64))  # fmt: skip
-@_case("shift_pages", "views", "views", views=True)
+@_case("shift_pages", "views", views=True)
 def _shift_pages(
     case: Arguments, *, fmt: str = "bf16", width: int = 32, rotary_dim: int | None = None,
     interleaved: bool = False, latent: bool = False, out: bool = False, views: bool = False,
@@ -773,10 +774,10 @@ def _rows_of_states(
 @_case("store_state", "conv and ssm", parts=("conv", "ssm"))
 @_case("store_state", "int32 slots", index="int32")
 @_case("store_state", "no rows", rows=0)
-@_case("store_state", "padding", "padding", kind="padding")
-@_case("store_state", "past the end", "past the end", kind="past the end")
+@_case("store_state", "padding", kind="padding")
+@_case("store_state", "past the end", kind="past the end")
 @_case("store_state", "a sink slot", skip=0)
-@_case("store_state", "views", "views", parts=("conv", "ssm"), views=True)
+@_case("store_state", "views", parts=("conv", "ssm"), views=True)
 def _store_state(
     case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "", index: str = "int64",
     rows: int | None = None, skip: int | None = None, views: bool = False,
@@ -795,10 +796,10 @@ def _store_state(
 
 @_case("gather_state", "conv")
 @_case("gather_state", "conv and ssm", parts=("conv", "ssm"))
-@_case("gather_state", "padding", "padding", kind="padding")
-@_case("gather_state", "past the end", "past the end", kind="past the end")
+@_case("gather_state", "padding", kind="padding")
+@_case("gather_state", "past the end", kind="past the end")
 @_case("gather_state", "a sink slot", skip=0)
-@_case("gather_state", "views", "views", parts=("conv", "ssm"), views=True)
+@_case("gather_state", "views", parts=("conv", "ssm"), views=True)
 def _gather_state(
     case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "",
     skip: int | None = None, views: bool = False,
@@ -820,10 +821,10 @@ def _gather_state(
 @_case("update_conv_state", "inputs first", inputs_first=True)
 @_case("update_conv_state", "a token per sequence", new=(1,))
 @_case("update_conv_state", "no tokens", new=(0,))
-@_case("update_conv_state", "padding", "padding", kind="padding")
-@_case("update_conv_state", "past the end", "past the end", kind="past the end")
+@_case("update_conv_state", "padding", kind="padding")
+@_case("update_conv_state", "past the end", kind="past the end")
 @_case("update_conv_state", "a sink slot", skip=0)
-@_case("update_conv_state", "views", "views", inputs_first=True, views=True)
+@_case("update_conv_state", "views", inputs_first=True, views=True)
 def _update_conv_state(
     case: Arguments, *, fmt: str = "bf16", new: tuple[int, ...] = (2, 3, 0, 7, 1),
     inputs_first: bool = False, widths: tuple[int, int] = (24, 31), kind: str = "",
