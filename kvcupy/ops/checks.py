@@ -672,9 +672,7 @@ def indices(v: ArrayView, name: str) -> int:
 
 
 def sink_slot(skip_slot: Any) -> int:
-    """Check a slot that is never accessed; return it, -1 for None."""
-    if skip_slot is None:
-        return -1
+    """Check a slot that is never accessed."""
     require_int(skip_slot, "skip_slot")
     if not -(2**63) <= skip_slot < 2**63:
         raise ValueError(f"skip_slot: expected a 64-bit int, got {skip_slot!r}")

@@ -181,6 +181,8 @@ def apply_rope(
     >>> q[0, 0].tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
+    if key is None:
+        raise TypeError("key: expected an array, got None")
     arrays = (
         query, query if query_out is None else query_out, key, key if key_out is None else key_out,
         rope_table, query_norm, key_norm, positions,
@@ -263,7 +265,7 @@ def rope_store_kv(
     >>> bool((k_cache[5] == k[0]).all()), float(v_cache[5, 0, 0])
     (True, 1.0)
     """
-    skip_slot = checks.sink_slot(skip_slot)
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out, key, key if writes_key else None, value,
@@ -328,7 +330,7 @@ def rope_store_mla(
     >>> float(cache[3].sum())
     576.0
     """
-    skip_slot = checks.sink_slot(skip_slot)
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out,
@@ -469,6 +471,7 @@ def _plan_store(
     arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int,
     two_streams: bool = False,
 ) -> RopePlan:  # fmt: skip
+    checks.require_arguments(_ROPE_STORE_KV, arguments)
     rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
@@ -490,6 +493,7 @@ def _plan_store(
 def _plan_store_mla(
     arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int
 ) -> RopePlan:
+    checks.require_arguments(_ROPE_STORE_MLA, arguments)
     rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
@@ -554,7 +558,8 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
 def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOptions) -> Rotation:
     """Check the table, the positions and how pairs use them."""
     interleaved, sections, sections_interleaved, eps = rotary
-    checks.require_arguments(operation, arguments)
+    checks.require_same_device(arguments)
+    checks.require_arrays(arguments, ("rope_table", "positions"))  # a step may have no key
     table, positions = arguments["rope_table"], arguments["positions"]
     checks.rope_table(table)
     checks.require_format(positions, "positions", "int32", "int64")

@@ -135,7 +135,7 @@ def store_state(
     >>> float(caches[0][3, 0, 0]), float(caches[1][3, 0, 0]), float(caches[1].sum())
     (1.0, 2.0, 256.0)
     """
-    skip_slot = checks.sink_slot(skip_slot)
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     rows, cached = _arrays(states, "states"), _arrays(caches, "caches")
     _require_as_many(cached, "caches", rows, "states")
     operation, make = _STORES[len(rows) - 1]
@@ -179,7 +179,7 @@ def gather_state(
     >>> gather_state(cache, np.array([2, -1])).tolist()
     [[6.0, 7.0, 8.0], [0.0, 0.0, 0.0]]
     """
-    skip_slot = checks.sink_slot(skip_slot)
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     cached = _arrays(caches, "caches")
     rows: tuple[Any, ...] = (None,) * len(cached)
     if out is not None:
@@ -234,7 +234,7 @@ def update_conv_state(
     >>> cache[:, 0].tolist()
     [[12.0, 13.0, 14.0, 15.0], [5.0, 6.0, 7.0, 10.0]]
     """
-    skip_slot = checks.sink_slot(skip_slot)
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     arrays = (x, cache, slots, cu_query_lens)
     _UPDATE_CONV_STATE.run(arrays, (skip_slot,), _plan_conv, stream)
 

@@ -199,7 +199,7 @@ def store_kv(
     >>> float(k_cache[7, 0, 0]), float(v_cache[3, 0, 0]), float(k_cache[4, 0, 0])
     (1.0, 2.0, 0.0)
     """
-    skip_slot = checks.sink_slot(skip_slot)
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     arrays = (
         key, value, k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache, slot_mapping
     )  # fmt: skip
@@ -248,7 +248,7 @@ def store_mla(
     >>> float(cache[5, 511]), float(cache[5, 512])
     (1.0, 2.0)
     """
-    skip_slot = checks.sink_slot(skip_slot)
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     arrays = (latent, rope_key, cache, scale, slot_mapping)
     _STORE_MLA.run(arrays, (skip_slot,), _plan_store_mla, stream)
 
