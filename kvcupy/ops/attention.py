@@ -36,7 +36,7 @@ from .attention_kernels import STARTS, schedule_specialisation, schedule_threads
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
 from .checks import KVNames, KVOperand
 from .launch import Launch, Pointer
-from .merge import merge_launch
+from .merge import merge_launch, row_strides
 from .spec import Argument
 from .store import CACHES, SCALE_CACHES, SCALES, only_read
 
@@ -634,15 +634,21 @@ class AttentionPlan(Plan):
             merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}
             out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
             assert out is not None
+            rows = num_kv_heads * schedule.state_rows
+            width = call.v.cache.width
+            merge_params = {
+                "num_states": schedule.most_parts, "state_rows": schedule.state_rows,
+                "group": call.group, "num_heads": call.num_heads,
+                "sink_bytes": 4 if sinks is None else sinks.strides[0],
+                "out_state_bytes": 4 * rows * width, "lse_state_bytes": 4 * rows,
+                **row_strides("out_a", (0, 4 * width)), **row_strides("lse_a", (0, 4)),
+                **row_strides("out", out.strides[:2]),
+                **row_strides("lse", (0, 0) if lse is None else lse.strides),
+            }  # fmt: skip
             launches.append(
                 merge_launch(
-                    device, num_tiles=schedule.num_split_tiles, num_states=schedule.most_parts,
-                    state_rows=schedule.state_rows, group=call.group,
-                    num_heads=call.num_heads, width=call.v.cache.width, out_format=out.format,
-                    out_strides=(out.strides[0], out.strides[1]),
-                    lse_strides=(0, 0) if lse is None else (lse.strides[0], lse.strides[1]),
-                    sink_bytes=4 if sinks is None else sinks.strides[0], alignment=alignment,
-                    pointers=merged, names=names,
+                    device, merge_params, "fp32", out.format, schedule.num_split_tiles * rows,
+                    width, alignment, merged, names,
                 )
             )  # fmt: skip
         return launches
