@@ -211,9 +211,7 @@ class AttentionCase(candidates.Case):
         else:
             makers = {
                 "vllm": baselines.vllm_cpu_attention if on_host else baselines.vllm_attention,
-                "flashinfer": baselines.flashinfer_decode
-                if shape.new == 1
-                else baselines.flashinfer_prefill,
+                "flashinfer": baselines.flashinfer_attention,
             }
 
         def build(make: Callable[..., list[Callable[[], Any]]]) -> list[Call]:

@@ -404,7 +404,7 @@ class Peer:
         if new > 1 and self.name == "flashinfer":
             raise NotSupported("called here for decode")
         attend = {
-            "vllm": baselines.vllm_attention, "flashinfer": baselines.flashinfer_decode
+            "vllm": baselines.vllm_attention, "flashinfer": baselines.flashinfer_attention
         }[self.name]  # fmt: skip
         (call,) = attend(
             self.torch, query[None], [k_cache, v_cache], block_table[None], context, window or 0
