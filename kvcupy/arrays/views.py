@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +18,6 @@ TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that hav
 STREAMED_TYPES: set[type] = set()  # whose arrays a stream may still be writing
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class ArrayView(ProcessLocal):
     """An array of any library, described by address.
 
@@ -49,29 +47,45 @@ class ArrayView(ProcessLocal):
     row, else `codes`, uint8 (..., width / 2), and `scales`.
     """
 
+    __slots__ = (
+        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "rotated_width",
+        "scale_rule", "scales", "shape", "strides",
+    )  # fmt: skip
+
     _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
 
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    format: str
-    device: str
-    _: KW_ONLY
-    library: str = "numpy"
-    readonly: bool = False
-    owner: object = None
-    scales: ArrayView | None = None
-    rotated_width: int = 0
-    scale_rule: str = "absmax"
-    itemsize: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.itemsize = formats.itemsize(self.format)
-        if self.format in formats.FOUR_BIT:
-            if not self.shape:
-                raise ValueError(f"shape: expected rows for {self.format}, got {self.shape!r}")
-            self.strides = (*self.strides[:-1], 0)
-            if self.scales is None:
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        format: str,
+        device: str,
+        *,
+        library: str = "numpy",
+        readonly: bool = False,
+        owner: object = None,
+        scales: ArrayView | None = None,
+        rotated_width: int = 0,
+        scale_rule: str = "absmax",
+    ) -> None:
+        self.pointer = pointer
+        self.shape = shape
+        self.strides = strides
+        self.format = format
+        self.itemsize = formats.itemsize(format)
+        self.device = device
+        self.library = library
+        self.readonly = readonly
+        self.owner = owner
+        self.scales = scales
+        self.rotated_width = rotated_width
+        self.scale_rule = scale_rule
+        if format in formats.FOUR_BIT:
+            if not shape:
+                raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
+            self.strides = (*strides[:-1], 0)
+            if scales is None:
                 self.scales = _scales_behind(self)
 
     @property
